@@ -73,7 +73,7 @@ def _run(arguments: Sequence[str] | None) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 for report in reports(checkpoint, form, options.image, Path(folder)):
                     engine = f"{Path(checkpoint).name} {form} {report.target}, {report.compute}"
-                    sys.stdout.write(f"{engine}: {'passed' if report.passed else 'REFUSED'}\n")
+                    sys.stdout.write(f"{engine}: {'passed' if report.passed else 'REJECTED'}\n")
                     _update(largest, report, engine)
     for (rounding, kind), (typical, worst, typical_limit, worst_limit, whose) in sorted(largest.items()):
         sys.stdout.write(

@@ -26,7 +26,7 @@ from pocket_training.batches import pictures, training_scenes, turns, words
 from pocket_training.losses import Probe, answer_loss, naming_loss, tower_states
 from pocket_training.model import new_model, new_tokenizer, save
 from sinkprune.contract.text.questions import Question
-from sinkprune.demo.scene_questions import KINDS, LESSONS, description, some
+from sinkprune.demo.scene_questions import KINDS, LESSONS, description, draw_questions
 from sinkprune.demo.scenes import Scene
 
 
@@ -154,7 +154,7 @@ class Training:
 
 def _questions(stage: Stage, scene: Scene, rng: Random) -> list[Question]:
     described = [description(scene)] if stage.described else []
-    return [*described, *some(scene, rng, stage.questions, stage.kinds)]
+    return [*described, *draw_questions(scene, rng, stage.questions, stage.kinds)]
 
 
 def _schedule(stages: Sequence[Stage]) -> Iterator[tuple[Stage, int, int]]:

@@ -19,6 +19,7 @@ import pytest
 from sinkprune import __version__, entry_points
 from sinkprune.calibration.commands.calibrate import VERBS as CALIBRATE
 from sinkprune.command import VERBS
+from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.verbs import Verb
 from support.programs.commands import Outcome, assert_refused, run
 
@@ -27,6 +28,7 @@ Parse = Callable[..., argparse.Namespace]
 _QUESTION = ("--image", "x.jpg", "--prompt", "What?")
 COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "run": (("BUNDLE",), _QUESTION),
+    "serve": (("BUNDLE",), ()),
     "profile": (("BUNDLE",), _QUESTION),
     "export": (("CHECKPOINT",), ("-o", "bundle")),
     "build": (("BUNDLE",), ("-o", "engines", "--target", "openvino")),
@@ -212,8 +214,10 @@ def test_an_unknown_verb_is_refused_with_a_list_of_verbs(sinkprune: Callable[...
         (("--buget", "retain-64"), r"unrecognized arguments: --buget retain-64\. Did you mean --budget\?"),
         (("--fit", "squash"), r"argument --fit: invalid choice: 'squash' .*\."),
         (("--zzz",), r"unrecognized arguments: --zzz\."),
+        # `--limit` differs in more letters than it shares.
+        (("--lim",), r"unrecognized arguments: --lim\."),
     ],
-    ids=["slip", "choice", "unknown"],
+    ids=["slip", "choice", "unknown", "unlike"],
 )
 def test_a_wrong_option_is_one_line_that_names_the_help(
     words: tuple[str, ...], message: str, sinkprune: Callable[..., Outcome]
@@ -260,3 +264,25 @@ def test_former_names_keep_their_meaning(
     assert getattr(parse(command, *words, f"--{name}", str(value)), name) == value
     assert getattr(parse(command, *words), name) != value
     assert getattr(parse(command, former, str(value), *words), name) == value
+
+
+def test_the_suggestion_is_an_option_that_is_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = CommandParser("sinkprune x", "", "")
+    for name in ("--limit", "--backend", "--json"):
+        parser.add_argument(name)
+    for word, said in (("--fit", ""), ("--engine", ""), ("--limits", " Did you mean --limit?"), ("fit", "")):
+        with pytest.raises(SystemExit):
+            parser.parse_args([word])
+        assert capsys.readouterr().err == f"error: unrecognized arguments: {word}.{said} See sinkprune x --help.\n"
+
+
+def test_the_help_has_the_name_of_the_command_that_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    for script, prog, shown in (
+        ("/bin/sinkprune-run", "sinkprune run", "sinkprune-run"),
+        ("/bin/sinkprune-calibrate", "sinkprune calibrate schedule", "sinkprune-calibrate schedule"),
+        ("/bin/sinkprune", "sinkprune run", "sinkprune run"),
+        ("/bin/sinkprune-r", "sinkprune run", "sinkprune run"),
+        ("", "sinkprune run", "sinkprune run"),
+    ):
+        monkeypatch.setattr(sys, "argv", [script])
+        assert CommandParser(prog, "", "").format_usage().startswith(f"usage: {shown} [-h]")

@@ -26,7 +26,16 @@ CHECKPOINTS = {
     "Qwen/Qwen2.5-VL-7B-Instruct": "qwen",
 }
 """The small checkpoint in place of a published one."""
-BUNDLES = ("llava-7b", "llava-7b-int4", "llava-int4", "llava-methods", "engines", "qwen-7b")
+BUNDLES = (
+    "llava-7b",
+    "llava-7b-calibrated",
+    "llava-7b-jetson",
+    "llava-int4",
+    "llava-methods",
+    "engines",
+    "engines-jetson",
+    "qwen-7b",
+)
 """The names of bundles and engines that commands read. Each accepts as many images as its printed export."""
 GPU, MINUTES, SYSTEM = "needs a GPU", "takes minutes or gigabytes", "changes the system or needs the network"
 PARTS = "needs files, keys or programs that only its reader has"
@@ -57,9 +66,10 @@ NOT_RUN: dict[str, str] = {
     r"sinkprune-calibrate (schedule|quantize) ": MINUTES,
     r"sinkprune-calibrate norms \./clip": PARTS,
     r"sinkprune-run .*--deadline-ms": LOAD,
+    r"sinkprune-serve ": "it ends when it is interrupted: see tests/runtime/commands/test_serve_command.py",
 }
 """By a pattern at the start of a command: the reason why it does not run here."""
-FP16 = {"-o llava-fp16 ": "for TensorRT", "-o llava-7b-int4 --precision": "for a Jetson", "-o orin ": "for a Jetson"}
+FP16 = {"-o llava-fp16 ": "for TensorRT", "-o llava-7b-jetson ": "for a Jetson", "-o orin ": "for a Jetson"}
 """Exports for GPUs, whose states may be in fp16. On a CPU fp16 takes twice the memory."""
 
 

@@ -80,8 +80,8 @@ PRINTING = [page.name for page in PAGES if any(text.startswith("sinkprune-") for
 def test_what_commands_read_is_there(page: str, demo_output: Path) -> None:
     before = [] if page in ("README.md", *ELSEWHERE) else named("README.md")
     there = {"bundle", *READERS_OWN}.union(*map(made_by, before))
-    if page in ("doctor.md", "jetson.md"):
-        there.add("llava-7b-int4")
+    if page == "doctor.md":
+        there.add("llava-7b")
     from_demo = False
     for text in named(page):
         files = {name for name in values(text, READ) if not name.isupper() and name not in TEST_SETS}
@@ -97,14 +97,14 @@ def test_what_commands_read_is_there(page: str, demo_output: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("page", PRINTING)
-def test_no_name_is_given_to_two_bundles(page: str) -> None:
+def test_no_name_is_given_to_two_bundles() -> None:
+    """A reader may run the commands of all pages in one folder."""
     made: dict[str, str] = {}
-    for text in [*([] if page in ("README.md", *ELSEWHERE) else named("README.md")), *named(page)]:
+    for place, text in ALL:
         if re.match(r"sinkprune-(export|build|calibrate quantize) ", text):
             (name,) = values(text, ("-o",))
             first = made.setdefault(name, text)
-            assert text.startswith(first) or first.startswith(text), f"{page}: {name}: {first}; {text}"
+            assert text.startswith(first) or first.startswith(text), f"{place}: {name}: {first}; {text}"
 
 
 def test_prompts_have_no_more_images_than_the_export_allows() -> None:

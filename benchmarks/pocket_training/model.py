@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from torch import nn
 from transformers import CLIPImageProcessorPil, LlavaConfig, LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
-from sinkprune.demo.scene_questions import KINDS, description, some
+from sinkprune.demo.scene_questions import KINDS, description, draw_questions
 from sinkprune.demo.scenes import SIDE, compose_scene
 
 VOCABULARY = 768
@@ -156,5 +156,5 @@ def new_tokenizer(scenes: int = 3000) -> Tokenizer:
 def _conversations(scenes: int) -> Iterator[str]:
     for index in range(scenes):
         scene = compose_scene("training", index)
-        for question in (description(scene), *some(scene, Random(index), 10, list(KINDS))):
+        for question in (description(scene), *draw_questions(scene, Random(index), 10, list(KINDS))):
             yield BEFORE + AFTER.format(question.prompt) + ANSWER.format(question.answers[0])

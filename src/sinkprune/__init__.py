@@ -1,4 +1,4 @@
-"""Visual token pruning inside the decoder of multimodal LLMs, on exported engines.
+"""Visual token pruning inside the decoder of multimodal LLMs, on exported graphs or engines.
 
     from sinkprune import Pipeline
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from sinkprune.runtime.media.video_file import VideoFile
     from sinkprune.runtime.overlay import overlay
     from sinkprune.runtime.pipeline import Pipeline
+    from sinkprune.runtime.session import Session
     from sinkprune.runtime.steps.answer import Answer
     from sinkprune.runtime.steps.request import Request
     from sinkprune.runtime.stream import Stream
@@ -68,6 +69,7 @@ __all__ = [
     "PromptError",
     "PruningError",
     "Request",
+    "Session",
     "SinkpruneError",
     "Stream",
     "TaskError",
@@ -86,6 +88,7 @@ _MODULES = {
     "Costs": "sinkprune.contract.costs.model",
     "Pipeline": "sinkprune.runtime.pipeline",
     "Request": "sinkprune.runtime.steps.request",
+    "Session": "sinkprune.runtime.session",
     "Stream": "sinkprune.runtime.stream",
     "VideoFile": "sinkprune.runtime.media.video_file",
     "overlay": "sinkprune.runtime.overlay",

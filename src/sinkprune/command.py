@@ -9,6 +9,7 @@ from sinkprune.contract.command_line.verbs import Verb, run_verb
 
 VERBS = {
     "run": Verb("sinkprune.runtime.commands.run", "answer a question about pictures or a video"),
+    "serve": Verb("sinkprune.runtime.commands.serve", "answer requests of other programs over HTTP"),
     "profile": Verb("sinkprune.runtime.commands.profile", "measure the time of every budget"),
     "export": Verb("sinkprune.export.command", "turn a checkpoint into a bundle"),
     "build": Verb("sinkprune.engines.command", "compile a bundle into engines"),
@@ -17,7 +18,7 @@ VERBS = {
     "calibrate": Verb("sinkprune.calibration.commands.calibrate", "fit a bundle to your pictures and your machine"),
     "doctor": Verb("sinkprune.jetson.commands.doctor", "report what this machine is, and which models fit"),
 }
-_DESCRIPTION = "Prune visual tokens inside the decoder of multimodal LLMs, on exported engines."
+_DESCRIPTION = "Prune visual tokens inside the decoder of multimodal LLMs, on exported graphs or engines."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

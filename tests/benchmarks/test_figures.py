@@ -10,6 +10,8 @@ import pytest
 
 import figures
 from sinkprune.contract.errors import UsageError
+from sinkprune.export.methods import all_methods
+from support.programs.repository import ROOT
 
 
 def budget(prefill: float, speedup: float) -> dict[str, Any]:
@@ -127,3 +129,9 @@ def test_every_table_has_its_place_and_the_readme_has_no_other() -> None:
 def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert figures.main(["prices"]) == 2
     assert "found part 'prices', expected one of savings, accuracy" in capsys.readouterr().err
+
+
+def test_every_method_is_measured() -> None:
+    assert sorted(figures._METHODS.split(",")) == sorted(all_methods())
+    page = (ROOT / "docs/accuracy.md").read_text(encoding="utf-8")
+    assert f" --methods {figures._METHODS}\n" in page.replace("\\\n", "")

@@ -16,7 +16,7 @@ from pocket_training.attention import looking_loss
 from pocket_training.batches import pictures, turns, words
 from pocket_training.losses import answer_loss, tower_states
 from sinkprune.contract.text.questions import Question
-from sinkprune.demo.scene_questions import KINDS, some
+from sinkprune.demo.scene_questions import KINDS, draw_questions
 from sinkprune.demo.scenes import COLOURS, SHAPES, make_scene
 from train_pocket_model import Stage, Training
 
@@ -68,7 +68,7 @@ def test_turns_see_the_picture_and_themselves_only(
     scene, picture = make_scene("validation", 3)
     seen = pictures([(scene, picture)])
     tokens = model.model.multi_modal_projector(tower_states(model, seen)[:, 1:])
-    asked = turns([some(scene, Random(0), 5, list(KINDS))], tokenizer)
+    asked = turns([draw_questions(scene, Random(0), 5, list(KINDS))], tokenizer)
     together, _ = answer_loss(model, tokens, asked)
     alone, answered = torch.zeros(()), 0
     for number in range(1, int(asked.turn.max()) + 1):
@@ -154,7 +154,7 @@ def test_the_checkpoint_has_the_trained_features_and_the_turns_of_the_training(
 
 def test_patches_have_targets_and_few_patches_show_things_first() -> None:
     scenes = [make_scene("validation", i) for i in range(4)]
-    whole, some = pictures(scenes), pictures(scenes, 100)
+    whole, draw_questions = pictures(scenes), pictures(scenes, 100)
     for i, (scene, _) in enumerate(scenes):
         for thing in (*scene.objects, *scene.plates):
             patch = thing.y // pocket_model.PATCH * pocket_model.GRID + thing.x // pocket_model.PATCH
@@ -164,6 +164,6 @@ def test_patches_have_targets_and_few_patches_show_things_first() -> None:
             expected = [place / pocket_model.PATCH - pocket_model.GRID / 2 for place in (thing.x, thing.y)]
             assert whole.centres[i, patch].tolist() == pytest.approx(expected)
         assert whole.classes[i, :, 4].sum() == len(scene.objects) + len(scene.plates)
-        row = some.patches[i]
-        assert torch.equal(some.classes[i], whole.classes[i][row])
-        assert (some.classes[i, :, 0] > 0).sum() == (whole.classes[i, :, 0] > 0).sum() < 100
+        row = draw_questions.patches[i]
+        assert torch.equal(draw_questions.classes[i], whole.classes[i][row])
+        assert (draw_questions.classes[i, :, 0] > 0).sum() == (whole.classes[i, :, 0] > 0).sum() < 100

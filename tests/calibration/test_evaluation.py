@@ -151,7 +151,7 @@ def test_a_question_that_fails_is_named() -> None:
 
 
 def test_no_new_tokens_are_refused() -> None:
-    with pytest.raises(UsageError, match="at least 1"):
+    with pytest.raises(UsageError, match="max_new_tokens is 0, expected a whole number from 1"):
         collect_replies(FakePipeline(lambda prompt, budget: True), items(1), [SINK], max_new_tokens=0)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sinkprune.calibration.tasks import TASK_BYTES, blinded, load_task
+from sinkprune.calibration.tasks import TASK_BYTES, load_task, with_grey_picture
 from sinkprune.contract.errors import TaskError
 
 GOOD = {"image": "red.png", "question": "Is it red?", "answer": "yes"}
@@ -132,7 +132,7 @@ def test_a_byte_order_mark_and_windows_line_ends_are_no_part_of_the_first_line(f
 
 def test_a_blinded_item_shows_grey_of_the_same_size(folder: Path) -> None:
     (item,) = load_task(write(folder, GOOD))
-    grey = blinded(item)
+    grey = with_grey_picture(item)
     assert grey.question is item.question
     assert grey.load_image().size == (40, 30)
     assert grey.load_image().getcolors() == [(1200, (128, 128, 128))]

@@ -17,7 +17,7 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.calibration.attention.text_attention import text_attention
-from sinkprune.calibration.attention.watching import Watch, observe
+from sinkprune.calibration.attention.watching import AttentionObserver, observe
 from sinkprune.calibration.evaluation.report import BASELINE, Combination
 from sinkprune.calibration.sink_tokens import sink_tokens
 from sinkprune.calibration.tasks import Item
@@ -76,7 +76,7 @@ def sinks_of(steps: Watched, source: list[int]) -> list[bool]:
 
 
 def observed(bundle: Path, image: Image.Image, combination: Combination) -> Any:
-    watch = Watch()
+    watch = AttentionObserver()
     item = Item(Question("1", "all", QUESTION, ("a cup",)), "a picture", image.copy)
     return observe(Pipeline.load(bundle, wrap=watch.wrap, check_sums=False), watch, item, combination)
 
@@ -162,7 +162,7 @@ def test_pruned_it_is_what_transformers_attends_to_without_what_was_dropped(
 
 
 def test_a_row_at_the_end_of_a_line_is_no_sink_token(bundle: Callable[..., Path], photo: Image.Image) -> None:
-    watch = Watch()
+    watch = AttentionObserver()
 
     def last_is_largest(graph: str, engine: Engine, backend: Backend) -> Engine:
         """Of every group the last token has the largest norm."""

@@ -17,7 +17,16 @@ from sinkprune import Pipeline
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.costs.file import read_costs, write_costs
-from sinkprune.contract.costs.model import COSTS_VERSION, Costs, Curve, Place, Recent, fit, fit_measured, predict
+from sinkprune.contract.costs.model import (
+    COSTS_VERSION,
+    Costs,
+    Curve,
+    Place,
+    RecentRatios,
+    fit,
+    fit_measured,
+    predict,
+)
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.schedule import schedule
@@ -118,7 +127,7 @@ def costs(pipeline: Pipelines) -> Costs:
 
 def test_costs_are_read_as_they_were_written(costs: Costs, tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
-    for written in (costs, replace(costs, measured_at=1.75e9, load=0.25, recent=Recent((0.5, 2.0), (1.25,)))):
+    for written in (costs, replace(costs, measured_at=1.75e9, load=0.25, recent=RecentRatios((0.5, 2.0), (1.25,)))):
         write_costs(path, written)
         assert read_costs(path, costs.place) == written
     # Version 1 lacks three fields.
@@ -139,7 +148,8 @@ def test_costs_are_read_as_they_were_written(costs: Costs, tmp_path: Path) -> No
         ({"rest": "1"}, "malformed at $.rest"),
         ({"decoders": []}, "are of 0 decoder segments"),
         ({"tower": {"constant": 1}}, "malformed at $.tower"),
-        *((content, "costs") for content in (None, "", "[]", "{", '"x"')),
+        *((content, "costs") for content in (None, "", "{")),
+        *((content, "is no file of costs: found no costs_version.") for content in ("[]", '"x"', '{"text": "4"}')),
     ],
 )
 def test_other_files_are_rejected(change: Any, said: str, costs: Costs, tmp_path: Path) -> None:
@@ -149,6 +159,9 @@ def test_other_files_are_rejected(change: Any, said: str, costs: Costs, tmp_path
     with pytest.raises(UsageError) as refusal:
         read_costs(path, costs.place)
     assert said in str(refusal.value) and "Measure them here" in str(refusal.value)
+    # Right in Python and in commands
+    assert "warm_up and write_costs in Python" in str(refusal.value)
+    assert "sinkprune-calibrate schedule BUNDLE --costs FILE.json" in str(refusal.value)
 
 
 @pytest.mark.parametrize("field", list(Place.__dataclass_fields__))

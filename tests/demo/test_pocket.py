@@ -13,7 +13,7 @@ import pytest
 from sinkprune import Pipeline
 from sinkprune.calibration.evaluation.replies import collect_replies, evaluation_report
 from sinkprune.calibration.evaluation.report import BASELINE, Combination, CombinationReport, Reply
-from sinkprune.calibration.tasks import blinded, load_task
+from sinkprune.calibration.tasks import load_task, with_grey_picture
 from sinkprune.demo.write_scenes import write_scenes
 from sinkprune.export.command import main as export
 from support.programs.commands import run
@@ -64,7 +64,7 @@ def test_unpruned_it_is_right_overall_and_in_every_kind(every: int, pocket: Pock
 @pytest.mark.slow
 def test_blind_it_is_near_chance(pocket: Pocket) -> None:
     """Chance: a half for yes, no, small and large, a quarter for choices, less elsewhere."""
-    blind = [blinded(item) for item in QUESTIONS[::11]]
+    blind = [with_grey_picture(item) for item in QUESTIONS[::11]]
     result = evaluated(pocket("fp32"), collect_replies(pocket("fp32"), blind, []))
     assert result.accuracy < 0.5
     assert result.by_kind["reading"].accuracy < 0.2

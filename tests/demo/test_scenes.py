@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -14,8 +15,9 @@ import pytest
 from sinkprune.contract.text.questions import Question
 from sinkprune.demo import scene_questions
 from sinkprune.demo.backgrounds import TEST_PHOTOS, TRAINING_PHOTOS
-from sinkprune.demo.scene_questions import KINDS, some
+from sinkprune.demo.scene_questions import KINDS, draw_questions
 from sinkprune.demo.scenes import COLOURS, SIDE, WIDE, Scene, compose_scene, make_scene
+from sinkprune.demo.write_scenes import write_scenes
 
 TEST = list(scene_questions.test_set())
 SCENES = [compose_scene("validation", index) for index in range(150)]
@@ -77,7 +79,7 @@ def test_objects_have_their_colours() -> None:
 @pytest.mark.parametrize("index", range(0, 150, 3))
 def test_answers_are_right(index: int) -> None:
     scene = SCENES[index]
-    for question in some(scene, Random(index), 40, list(KINDS)):
+    for question in draw_questions(scene, Random(index), 40, list(KINDS)):
         assert question.answers == (right_answer(scene, question),), question
 
 
@@ -128,6 +130,13 @@ def test_no_answer_is_a_good_guess() -> None:
 def test_a_scene_is_drawn_the_same_every_time_and_in_every_split() -> None:
     for split in ("training", "validation", "test"):
         scene, picture = make_scene(split, 0)
-        asked = next(iter(scene_questions.asked_about(split, 1)))[0]
+        asked = next(iter(scene_questions.questions_about(split, 1)))[0]
         assert scene == compose_scene(split, 0)
         assert np.array_equal(np.asarray(picture), np.asarray(asked))
+
+
+def test_written_scenes_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_scenes(tmp_path, 2)
+    lines = (tmp_path / "scenes.jsonl").read_text().count("\n")
+    assert capsys.readouterr().out == f"{tmp_path}: 2 pictures\n{tmp_path / 'scenes.jsonl'}: {lines} questions\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["scene-0.png", "scene-1.png", "scenes.jsonl"]

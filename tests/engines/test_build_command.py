@@ -216,7 +216,7 @@ def test_too_little_memory(bundle: Bundles, tmp_path: Path, monkeypatch: pytest.
 
 def test_memory_is_counted_in_weights_of_the_largest_graph(bundle: Bundles) -> None:
     source = read_bundle(bundle("gqa-112"))
-    memory = preflight.Memory("memory", 0, copies=3, activations=False)
+    memory = preflight.BuildMemory("memory", 0, copies=3, activations=False)
     fixed = preflight.needed_bytes(source, "sinkpruner/retain-64/sanitizer", {}, memory)
     weights = source.manifest.files["graphs/weights/decoder_0.bin"].size
     assert preflight.needed_bytes(source, "decoder_0", {}, memory) == fixed + 3 * weights

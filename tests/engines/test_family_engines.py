@@ -16,7 +16,7 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import Limits, Range, read_engines
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
 from sinkprune.engines.progress import SILENT
-from sinkprune.engines.targets import Job
+from sinkprune.engines.targets import BuildJob
 from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.dialects import DIALECTS
@@ -153,7 +153,7 @@ def test_tensorrt_rtx_builds_what_other_families_lack(
     bundle = export_random(tmp_path, config, precision="fp16", dialect=dialect, **options)
     profiles = optimisation_profiles(bundle.manifest, Limits(64, 8, 1))
     for graph in graphs:
-        TensorRTRTX((89,)).build(Job(Model.of_bundle(bundle, graph), profiles[graph]), tmp_path / graph, SILENT)
+        TensorRTRTX((89,)).build(BuildJob(Model.of_bundle(bundle, graph), profiles[graph]), tmp_path / graph, SILENT)
         assert (tmp_path / graph).stat().st_size
 
 
@@ -168,7 +168,7 @@ def test_tensorrt_rtx_builds_the_plans_of_every_method(dialect: str, tmp_path: P
     # Methods share some, and many differ in numbers alone.
     one_of_each = {(operators(bundle, graph), repr([*profiles[graph]])): graph for graph in graphs}
     for graph in one_of_each.values():
-        job = Job(Model.of_bundle(bundle, graph), profiles[graph])
+        job = BuildJob(Model.of_bundle(bundle, graph), profiles[graph])
         built = TensorRTRTX((89,)).build(job, tmp_path / "engine", SILENT)
         assert [*built.optimisation_profiles] == [*profiles[graph]]
 

@@ -17,7 +17,7 @@ from sinkprune.contract.engines_manifest import Range
 from sinkprune.engines.limits import resolve_limits
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
 from sinkprune.engines.progress import SILENT
-from sinkprune.engines.targets import Job
+from sinkprune.engines.targets import BuildJob
 from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
@@ -48,7 +48,7 @@ def test_tensorrt_rtx_builds_for_images_larger_than_frames(tmp_path: Path) -> No
     assert list(profiles["decoder_0"]) == ["prefill", "decode"]
     assert profiles["decoder_0"]["prefill"]["hidden"].max[1] == 7680 + 512
     for graph in ("vision", *graphs):
-        job = Job(Model.of_bundle(bundle, graph), profiles[graph])
+        job = BuildJob(Model.of_bundle(bundle, graph), profiles[graph])
         assert list(TensorRTRTX((89,)).build(job, tmp_path / "engine", SILENT).optimisation_profiles) == [
             "clip",
             "image",

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sinkprune.export.dialects import DIALECTS
-from sinkprune.export.dialects.cached import Past
+from sinkprune.export.dialects.cached import LayerCache
 from sinkprune.export.graph import Graph
 from sinkprune.export.precision import PRECISIONS
 from support.models.graphs import Run, loaded
@@ -33,7 +33,7 @@ def layers(dialect: str, precision: str, heads: str) -> Run:
     length, mask = graph.input("past_length", [1], ir.DataType.INT64), None
     for layer in range(2):
         room = [1, kv_count, "C", SIZE]
-        past = Past(graph.input(f"past_key_{layer}", room), graph.input(f"past_value_{layer}", room), length)
+        past = LayerCache(graph.input(f"past_key_{layer}", room), graph.input(f"past_value_{layer}", room), length)
         attended = graph.dialect.cached_attention(graph.op, *new, past, mask)
         mask = attended.mask
         graph.output(f"mixed_{layer}", attended.mixed, [1, count, "S", SIZE])
@@ -102,7 +102,7 @@ def test_no_product_is_larger_than_scores_and_no_head_is_repeated(dialect: str) 
     graph = Graph("attention", PRECISIONS["fp32"], DIALECTS[dialect])  # type: ignore[index]
     new = [graph.input(name, [1, heads, "S", SIZE]) for name, heads in (("query", 6), ("key", 2), ("value", 2))]
     length = graph.input("past_length", [1], ir.DataType.INT64)
-    past = Past(*(graph.input(f"past_{name}", [1, 2, "C", SIZE]) for name in ("key", "value")), length)
+    past = LayerCache(*(graph.input(f"past_{name}", [1, 2, "C", SIZE]) for name in ("key", "value")), length)
     graph.dialect.cached_attention(graph.op, *new, past, None)
     operators = [node.op_type for node in graph.op.builder.graph]
     assert not {"Tile", "ScatterND", "ScatterElements"} & set(operators)

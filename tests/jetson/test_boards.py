@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -113,3 +114,9 @@ def test_unverified_figures_are_marked() -> None:
     figures = {board.sources["fp16_tflops"] for board in read_boards().boards.values()}
     assert all("verify before quoting" in sources[source].checked for source in figures)
     assert used <= set(sources)
+
+
+def test_the_page_names_every_board() -> None:
+    page = (ROOT / "docs/doctor.md").read_text(encoding="utf-8")
+    sentence = page[page.index("\nBoards: ") :].split("jetson/boards.json")[0]
+    assert re.findall(r"`([a-z0-9-]+)`", sentence) == [*read_boards().boards]

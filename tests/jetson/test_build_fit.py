@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.engines_manifest import Target
 from sinkprune.contract.manifest import BESIDE_GRAPHS
-from sinkprune.engines.preflight import Memory, needed_bytes
+from sinkprune.engines.preflight import BuildMemory, disk_bytes, needed_bytes
 from sinkprune.jetson.build_fit import build_fit
+from support.programs.commands import run
 
 
 def test_the_largest_graph_counts_in_memory_and_all_on_disk(bundle: Callable[..., Path]) -> None:
@@ -18,10 +22,27 @@ def test_the_largest_graph_counts_in_memory_and_all_on_disk(bundle: Callable[...
     largest = max(weights, key=weights.__getitem__)
     beside = sum(manifest.files[name].size for name in BESIDE_GRAPHS)
     found = build_fit(manifest, "tensorrt", 0, None)
-    assert found.memory_bytes == needed_bytes(source, largest, {}, Memory("memory", 0, copies=3.2, activations=False))
-    assert found.disk_bytes == beside + sum(weights.values()) + len(weights) * (16 << 20)
+    assert found.memory_bytes == needed_bytes(
+        source, largest, {}, BuildMemory("memory", 0, copies=3.2, activations=False)
+    )
+    # An engine without weights is small.
+    code = sum(16 << 20 if own else 5 << 20 for own in weights.values())
+    assert found.disk_bytes == beside + sum(weights.values()) + code
     assert beside < found.moving_disk_bytes == found.disk_bytes - sum(list(weights.values())[:-1])
     assert (found.fits, found.needs_move) == (None, False)
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+def test_engines_of_a_cpu_take_at_most_the_computed_disk(
+    target: Target, bundle: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = bundle("gqa-112")
+    manifest = read_bundle(source).manifest
+    assert run("sinkprune-build", source, "-o", tmp_path / "engines", "--target", target).code == 0
+    taken = sum(file.stat().st_size for file in (tmp_path / "engines").rglob("*") if file.is_file())
+    weights = sum(map(manifest.weight_bytes, manifest.graphs))
+    most = disk_bytes(manifest, manifest.graphs, target, move=False)
+    assert taken <= most <= taken + 2 * weights + len(manifest.graphs) * (2 << 20)
 
 
 def test_a_byte_too_little_does_not_fit(bundle: Callable[..., Path]) -> None:

@@ -26,6 +26,9 @@ from support.stand_ins.board_trees import (
     workstation,
 )
 
+# The same for bundles and for engines.
+REQUEST = '--image PICTURE.jpg --prompt "QUESTION" --budget retain-192'
+
 
 def test_this_machine() -> None:
     done = doctor()
@@ -54,6 +57,15 @@ def test_a_board_from_a_workstation() -> None:
     assert "llava-1.5-7b: int4 at retain-192 on tensorrt. Only int4 fits. One picture" in done.stdout
     assert "take 1.6 to 3.1 s." in done.stdout
     assert "libraries" not in done.stdout
+    assert not re.search(r" $", done.stdout, re.MULTILINE)
+
+
+def test_times_below_a_second_are_in_milliseconds(bundle: Callable[..., Path]) -> None:
+    done = doctor("--board", "orin-nano-8gb", bundle("mha-336", "fp16"))
+    assert done.code == 0, done.stderr
+    found = re.search(r"and 32 new tokens take ([0-9.]+) to ([0-9.]+) ms\.", done.stdout)
+    assert found is not None, done.stdout
+    assert 0 < float(found[1]) < float(found[2])
 
 
 @pytest.mark.parametrize("board", ["orin-nano-8gb", "thor-t5000"])
@@ -185,6 +197,7 @@ def test_a_bundle_comes_with_the_commands_that_run_it(
 
 def test_the_printed_command_runs(bundle: Callable[..., Path], photo_file: Path) -> None:
     (command,) = told(bundle("gqa-112"))["next"]
+    assert command.endswith(REQUEST)
     name, *words = shlex.split(command.replace("PICTURE.jpg", shlex.quote(str(photo_file))))
     done = run(name, *words)
     assert done.code == 0, done.stderr
@@ -200,6 +213,7 @@ def test_engines_are_for_their_own_backend(bundle: Callable[..., Path], photo_fi
     own = next(form for form in model["forms"] if form["exported"])
     assert own["budgets"]["none"]["memory"]["loading"] == 0
     (command,) = report["next"]
+    assert command.endswith(REQUEST)
     name, *words = shlex.split(command.replace("PICTURE.jpg", shlex.quote(str(photo_file))))
     assert words[0] == str(engines)
     assert run(name, *words).code == 0

@@ -11,7 +11,7 @@ import pytest
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.jetson.boards import read_boards
 from sinkprune.jetson.findings import Finding, machine_findings, model_findings
-from sinkprune.jetson.fit import ModelFit, Target, fit
+from sinkprune.jetson.fit import ModelFit, TargetMachine, fit
 from sinkprune.jetson.host.machine import Machine, read_machine
 from sinkprune.jetson.host.python_environment import Library, PythonEnvironment
 from sinkprune.jetson.host.system_files import SystemFiles
@@ -147,7 +147,7 @@ def test_a_file_that_may_not_be_read_and_a_full_disk(tmp_path: Path) -> None:
 
 def fits(model: str, usable: int, path: Path | None = None, backend: str = "tensorrt") -> ModelFit:
     manifest = read_bundle(path).manifest if path else preset_manifest(model, read_presets()[model], "opset20")
-    return fit(model, "bundle" if path else "preset", manifest, Target(backend, usable, None), (336, 336))
+    return fit(model, "bundle" if path else "preset", manifest, TargetMachine(backend, usable, None), (336, 336))
 
 
 def test_too_little_memory_comes_with_what_would_fit(bundle: Callable[..., Path]) -> None:
@@ -216,7 +216,7 @@ def test_a_finding_blocks_what_needs_the_library(tmp_path: Path) -> None:
 def test_engines_that_fit_but_cannot_be_built_are_a_finding(bundle: Callable[..., Path]) -> None:
     path = bundle("mha-336", "fp16", dialect="opset20")
     manifest = read_bundle(path).manifest
-    target = Target("tensorrt", 1 << 40, None, disk_free=1 << 40)
+    target = TargetMachine("tensorrt", 1 << 40, None, disk_free=1 << 40)
     assert not list(model_findings([fit("it", "bundle", manifest, target, (336, 336))], None, 1 << 40))
     full = replace(target, disk_free=1 << 10)
     (finding,) = model_findings([fit("it", "bundle", manifest, full, (336, 336))], None, 1 << 40)

@@ -12,8 +12,8 @@ from PIL import Image
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.schedule import schedule
 from sinkprune.contract.system.memory_need import running_need
-from sinkprune.jetson.fit import NEW_TOKENS, PROMPT_TOKENS, Target, fit
-from sinkprune.jetson.other_forms import stored_as
+from sinkprune.jetson.fit import NEW_TOKENS, PROMPT_TOKENS, TargetMachine, fit
+from sinkprune.jetson.other_forms import manifest_in_form
 from sinkprune.jetson.presets import preset_manifest, read_presets
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.families import load_family
@@ -71,7 +71,7 @@ def test_a_need_is_the_contract_s(bundle: Callable[..., Path]) -> None:
     rows = schedule(manifest, "sinkpruner", "retain-64", [layout])
     tokens = PROMPT_TOKENS + NEW_TOKENS
     for backend, board in (("tensorrt", NANO), ("ort-cpu", None), ("ort-cpu+openvino", None), ("openvino", None)):
-        here = fit("it", "bundle", manifest, Target(backend, 0, board), PICTURE).forms[0]
+        here = fit("it", "bundle", manifest, TargetMachine(backend, 0, board), PICTURE).forms[0]
         expected = running_need(
             manifest, KNOWN[backend].memory, built=False, layouts=[layout], rows=rows, tokens=tokens
         )
@@ -105,7 +105,7 @@ def test_a_bundle_is_listed_in_its_form_and_in_the_others(
     precision: str, weights: str | None, backend: str, forms: list[tuple[str, str, bool]], bundle: Callable[..., Path]
 ) -> None:
     path = bundle("mha-336", precision, weights=weights)
-    model = fit("it", "bundle", read_bundle(path).manifest, Target(backend, 0, None), PICTURE)
+    model = fit("it", "bundle", read_bundle(path).manifest, TargetMachine(backend, 0, None), PICTURE)
     assert [(form.precision, form.decoder_form, form.exported) for form in model.forms] == forms
     own = next(form for form in model.forms if form.exported)
     manifest = read_bundle(path).manifest
@@ -134,7 +134,9 @@ def test_faster_boards_have_lower_bounds_in_their_ratio() -> None:
 
 def test_the_longest_text_is_the_last_that_fits() -> None:
     model = preset("llava-1.5-7b", usable=7_150_000_000)
-    manifest = stored_as(preset_manifest("llava-1.5-7b", read_presets()["llava-1.5-7b"], "opset20"), "fp16", "int4")
+    manifest = manifest_in_form(
+        preset_manifest("llava-1.5-7b", read_presets()["llava-1.5-7b"], "opset20"), "fp16", "int4"
+    )
     layout = load_family(manifest).layout(Image.new("RGB", PICTURE))
     for budget in ("none", "retain-64"):
         rows = schedule(manifest, "sinkpruner", budget, [layout])

@@ -11,7 +11,7 @@ import pytest
 
 from sinkprune.jetson.boards import read_boards
 from sinkprune.jetson.host.machine import Machine, read_machine
-from sinkprune.jetson.host.power_mode import Clock
+from sinkprune.jetson.host.power_mode import ClockFrequency
 from sinkprune.jetson.host.python_environment import PythonEnvironment, this_environment
 from sinkprune.jetson.host.system_files import SystemFiles
 from support.stand_ins.board_trees import agx_orin_jetpack_7_2, changed, orin_nano_jetpack_6_2, workstation
@@ -34,8 +34,8 @@ def test_an_orin_nano_with_jetpack_6_2(tmp_path: Path) -> None:
     mode = found.power_mode
     assert mode is not None
     assert (mode.id, mode.name, mode.fastest, mode.is_fastest) == (0, "15W", ("MAXN_SUPER", 2), False)
-    assert found.gpu_clock == Clock(306, 306, 1020, "nvhost_podgov")
-    assert found.cpu_clock == Clock(730, 730, 1728, "schedutil")
+    assert found.gpu_clock == ClockFrequency(306, 306, 1020, "nvhost_podgov")
+    assert found.cpu_clock == ClockFrequency(730, 730, 1728, "schedutil")
     assert found.memory_bytes == 7620 << 20
     assert found.free_bytes is not None and found.free_bytes <= 6400 << 20
     assert [(swap.place, swap.compressed) for swap in found.swap] == [("/dev/zram0", True)]

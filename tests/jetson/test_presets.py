@@ -16,7 +16,7 @@ from sinkprune.contract.precision import WeightsName
 from sinkprune.contract.schedule import schedule
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
-from sinkprune.jetson.other_forms import stored_as
+from sinkprune.jetson.other_forms import manifest_in_form
 from sinkprune.jetson.presets import PresetFacts, preset_manifest, read_presets
 from sinkprune.runtime.families import load_family
 from support.models.preset_facts import facts_of, weight_graphs, written
@@ -53,7 +53,7 @@ def test_a_preset_s_manifest_is_the_one_of_its_bundle(
 @pytest.mark.parametrize(("name", "form"), each_once(PRESETS, ["int8", "int4", "uint4"]))
 def test_sizes_in_another_form_are_those_of_the_export(name: str, form: WeightsName) -> None:
     manifest = preset_manifest(name, read_presets()[name], "opset24")
-    other = stored_as(manifest, "fp16", form)
+    other = manifest_in_form(manifest, "fp16", form)
     graphs = weight_graphs(read_family(name, PRESETS[name]), form, "int8")
     for graph, built in graphs.items():
         layers = len(other.segments[0]) if graph == "decoder_0" else 1
@@ -66,19 +66,19 @@ def test_sizes_in_another_form_are_those_of_the_export(name: str, form: WeightsN
 
 def test_sizes_go_there_and_back(bundle: Callable[..., Path]) -> None:
     manifest = read_bundle(bundle("gqa-112")).manifest
-    assert sizes(stored_as(manifest, "fp16", "fp16")) == [size // 2 for size in sizes(manifest)]
-    there = stored_as(manifest, "fp16", "int4")
-    for found, size in zip(sizes(stored_as(there, "fp32", "fp32")), sizes(manifest), strict=True):
+    assert sizes(manifest_in_form(manifest, "fp16", "fp16")) == [size // 2 for size in sizes(manifest)]
+    there = manifest_in_form(manifest, "fp16", "int4")
+    for found, size in zip(sizes(manifest_in_form(there, "fp32", "fp32")), sizes(manifest), strict=True):
         assert found == pytest.approx(size, abs=8)
 
 
 def test_blocks_of_the_bundle_count_as_they_are(bundle: Callable[..., Path]) -> None:
-    manifest = stored_as(read_bundle(bundle("gqa-112")).manifest, "fp16", "int4")
+    manifest = manifest_in_form(read_bundle(bundle("gqa-112")).manifest, "fp16", "int4")
     narrow = replace(manifest, weights=replace(manifest.weights, block_size=32))
     # A scale of 16 bits for 32 weights of 4 bits, not for 128.
-    assert sizes(stored_as(narrow, "fp16", "fp16"))[1:] == [
+    assert sizes(manifest_in_form(narrow, "fp16", "fp16"))[1:] == [
         pytest.approx(size * (4 + 16 / 128) / (4 + 16 / 32), abs=2)
-        for size in sizes(stored_as(manifest, "fp16", "fp16"))[1:]
+        for size in sizes(manifest_in_form(manifest, "fp16", "fp16"))[1:]
     ]
 
 

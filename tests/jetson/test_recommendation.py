@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from sinkprune.jetson.fit import FormFit, ModelFit
-from sinkprune.jetson.recommendation import best_choice
+from sinkprune.jetson.recommendation import best_form
 from support.programs.doctor_runs import doctor, preset, set_python, told
 from support.stand_ins.board_trees import changed, orin_nano_jetpack_6_2
 
 
 def chosen(model: ModelFit) -> tuple[str, str] | None:
     """The form and the budget of the best choice."""
-    best = best_choice(model)
+    best = best_form(model)
     return (best[0].decoder_form, best[1]) if best else None
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import get_args
 
 import pytest
 
 from sinkprune.contract.precision import WeightsName
-from sinkprune.jetson.times import COMPUTE, SHARES, Bounds, Milliseconds, expected_times
+from sinkprune.jetson.times import COMPUTE, SHARES, TimeBounds, TimeRange, expected_times
+from support.programs.repository import ROOT
 
-BOUNDS = Bounds(encoder_flops_ms=9.0, prefill_flops_ms=90.0, prefill_weights_ms=40.0, token_ms=41.0)
+BOUNDS = TimeBounds(encoder_flops_ms=9.0, prefill_flops_ms=90.0, prefill_weights_ms=40.0, token_ms=41.0)
 
 
 def test_a_range_is_the_bound_over_the_shares() -> None:
@@ -24,7 +26,7 @@ def test_a_range_is_the_bound_over_the_shares() -> None:
 
 def test_a_prefill_may_wait_for_weights_at_one_end_only() -> None:
     """The larger of FLOPs and weights counts at each end by itself."""
-    bounds = Bounds(0.0, prefill_flops_ms=40.0, prefill_weights_ms=39.0, token_ms=1.0)
+    bounds = TimeBounds(0.0, prefill_flops_ms=40.0, prefill_weights_ms=39.0, token_ms=1.0)
     ttft = expected_times(bounds, "int4", new_tokens=1).ttft
     assert ttft.least == pytest.approx(39 / 0.79)
     assert ttft.most == pytest.approx(39 / 0.41)
@@ -35,9 +37,12 @@ def test_every_form_has_a_share_with_a_source() -> None:
     assert set(SHARES) == {COMPUTE, *get_args(WeightsName)}
     for share in SHARES.values():
         assert 0 < share.least <= share.most < 1
-        assert "docs/" in share.measured
+        pages = re.findall(r"[\w./-]+\.md", share.measured)
+        assert pages and all((ROOT / page).is_file() for page in pages)
+        if "memory read" in share.measured:
+            assert "% of a plain read" in (ROOT / pages[0]).read_text(encoding="utf-8")
 
 
 def test_small_times_keep_two_digits() -> None:
-    assert Milliseconds(3.14, 4.4, 85.4).range == "4.4-85"
-    assert Milliseconds(3.14, 0, 0).rounded_bound == "3.1"
+    assert TimeRange(3.14, 4.4, 85.4).range == "4.4-85"
+    assert TimeRange(3.14, 0, 0).rounded_bound == "3.1"

@@ -17,7 +17,7 @@ MOST = 0.05
 """The largest share of outliers in a group: five times the paper's share."""
 
 
-class Gap(NamedTuple):
+class OutlierGap(NamedTuple):
     """The gap between one group's outliers and its other tokens; norms in medians of the group."""
 
     outliers: int
@@ -27,7 +27,7 @@ class Gap(NamedTuple):
     """The smallest norm of the outliers."""
 
 
-class Suggestion(NamedTuple):
+class RhoSuggestion(NamedTuple):
     """rho for a tower's budgets."""
 
     per_mille: int
@@ -36,7 +36,7 @@ class Suggestion(NamedTuple):
     """The reason in words."""
 
 
-def find_gap(norms: Array) -> Gap | None:
+def find_gap(norms: Array) -> OutlierGap | None:
     """Return the lowest gap among the largest norms of one group [N], or None.
 
     A gap is below a token with a norm of at least `OUTLIER` medians and at least `GAP` times the next smaller norm.
@@ -47,11 +47,11 @@ def find_gap(norms: Array) -> Gap | None:
     for place in range(ordered.size - most, ordered.size):
         below, above = float(ordered[place - 1]), float(ordered[place])
         if above >= OUTLIER and above >= GAP * below:
-            return Gap(ordered.size - place, below, above)
+            return OutlierGap(ordered.size - place, below, above)
     return None
 
 
-def suggest_rho(norms: Sequence[Array]) -> Suggestion:
+def suggest_rho(norms: Sequence[Array]) -> RhoSuggestion:
     """Suggest rho from the `norms` [N] of all groups, each with a median above 0.
 
     If half of the groups or more have a gap, rho is the share of all tokens above one. It is rounded down to a whole
@@ -65,11 +65,11 @@ def suggest_rho(norms: Sequence[Array]) -> Suggestion:
         rule = (
             f"norms of {OUTLIER:g} medians or more, {GAP:g} times the next, of at most {100 * MOST:g} % of the tokens"
         )
-        return Suggestion(0, f"remove no token (budgets with +keep-outliers); found {where} ({rule}).")
+        return RhoSuggestion(0, f"remove no token (budgets with +keep-outliers); found {where} ({rule}).")
     share = sum(gap.outliers for gap in gaps) / sum(group.size for group in norms)
     per_mille = max(1, int(1000 * share))
     below, above = (float(np.median([getattr(gap, side) for gap in gaps])) for side in ("below", "above"))
-    return Suggestion(
+    return RhoSuggestion(
         per_mille,
         f"rho {per_mille / 10:g} % (budgets {_as_options(per_mille)}); found {where}, "
         f"{100 * share:.2f} % of all tokens, above a gap from {below:.1f} to {above:.1f} medians.",

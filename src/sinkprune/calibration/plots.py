@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from itertools import cycle, product
 from typing import TYPE_CHECKING, Any
 
-from sinkprune.calibration.attention.report import AttentionReport, RunReport
+from sinkprune.calibration.attention.report import AttentionReport, RunMeans
 from sinkprune.calibration.evaluation.intervals import Mean
 from sinkprune.calibration.evaluation.report import EvaluationReport
 from sinkprune.calibration.evaluation.sample_size import FEW_QUESTIONS
 from sinkprune.calibration.norms import NormReport
 from sinkprune.calibration.outlier_gap import OUTLIER
+from sinkprune.contract.checks.format_value import counted
 from sinkprune.runtime.profiling.plot import figure_bytes, import_matplotlib
 
 if TYPE_CHECKING:
@@ -110,15 +111,15 @@ def plot_attention(report: AttentionReport, suffix: str) -> bytes:
     _draw_shares(shares, runs)
     _draw_entropies(entropies, runs)
     figure.suptitle(
-        f"{report.model}, {report.precision}, {report.backend}: {report.task}, {report.questions} questions about "
-        f"{report.pictures} pictures, 95 % intervals",
+        f"{report.model}, {report.precision}, {report.backend}: {report.task}, "
+        f"{counted(report.questions, 'question')} about {counted(report.pictures, 'picture')}, 95 % intervals",
         fontsize=10,
         parse_math=False,
     )
     return figure_bytes(figure, suffix)
 
 
-def _draw_shares(axes: Any, runs: dict[str, RunReport]) -> None:
+def _draw_shares(axes: Any, runs: dict[str, RunMeans]) -> None:
     """Draw a bar for each run, and a mark for choosing by salience alone."""
     for place, run in enumerate(runs.values()):
         axes.barh(place, 100 * run.sink_share.mean, color=_OWN_COLOUR if place else "#777777", height=0.6)
@@ -132,7 +133,7 @@ def _draw_shares(axes: Any, runs: dict[str, RunReport]) -> None:
     axes.legend(frameon=False, fontsize=8)
 
 
-def _draw_entropies(axes: Any, runs: dict[str, RunReport]) -> None:
+def _draw_entropies(axes: Any, runs: dict[str, RunMeans]) -> None:
     """Draw the entropies of each run layer by layer, with a mark for a uniform attention."""
     layers = list(next(iter(runs.values())).layers)
     for number, layer in enumerate(layers):
@@ -192,7 +193,7 @@ def _label(axes: Any, report: EvaluationReport) -> None:
     axes.grid(axis="y", alpha=0.25)
     blind = ", pictures greyed out" if report.blind else ""
     few = " (small sample)" if report.questions < FEW_QUESTIONS else ""
-    questions = f"{report.questions} questions{blind}{few}"
+    questions = f"{counted(report.questions, 'question')}{blind}{few}"
     axes.set_title(
         f"{report.model}, {report.precision}, {report.backend}: {report.task}, {questions}",
         fontsize=10,

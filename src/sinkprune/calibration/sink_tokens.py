@@ -13,10 +13,10 @@ OUTLIER_PER_MILLE = Budget.outlier_per_mille
 
 def sink_tokens(norms: Array) -> Array:
     """Return [G,N] bool: the ceil(rho*N) largest `norms` [G,N] of each group, ties to the earlier token."""
-    return largest(norms, -(-norms.shape[1] * OUTLIER_PER_MILLE // 1000))
+    return mark_largest(norms, -(-norms.shape[1] * OUTLIER_PER_MILLE // 1000))
 
 
-def largest(values: Array, count: int) -> Array:
+def mark_largest(values: Array, count: int) -> Array:
     """Return [G,N] bool: the `count` largest of each row, ties to the earlier."""
     marked = np.zeros(values.shape, bool)
     np.put_along_axis(marked, np.argsort(-values, axis=1, kind="stable")[:, :count], True, axis=1)

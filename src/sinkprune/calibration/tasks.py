@@ -81,7 +81,7 @@ def check_own_questions(data: Path | None) -> None:
         raise TaskError(f"--data is '{data}', expected a file of questions that ends in .jsonl.")
 
 
-def blinded(item: Item) -> Item:
+def with_grey_picture(item: Item) -> Item:
     """Return the question with a uniformly grey picture of the same size: right replies to it are guesses."""
     return Item(item.question, item.picture, lambda: Image.new("RGB", item.load_image().size, _GREY))
 

@@ -21,7 +21,7 @@ CONFIG = "config.json"
 """A checkpoint's configuration file."""
 
 
-class _Kind(NamedTuple):
+class _TowerClasses(NamedTuple):
     """The names of classes of transformers, and whether the first token is a CLS token."""
 
     model: str
@@ -29,15 +29,15 @@ class _Kind(NamedTuple):
     has_cls: bool
 
 
-_CLIP = _Kind("CLIPVisionModel", "CLIPImageProcessorPil", True)
-_SIGLIP = _Kind("SiglipVisionModel", "SiglipImageProcessorPil", False)
+_CLIP = _TowerClasses("CLIPVisionModel", "CLIPImageProcessorPil", True)
+_SIGLIP = _TowerClasses("SiglipVisionModel", "SiglipImageProcessorPil", False)
 _KINDS = {
     "clip": _CLIP,
     "clip_vision_model": _CLIP,
     "siglip": _SIGLIP,
     "siglip_vision_model": _SIGLIP,
-    "dinov2": _Kind("Dinov2Model", "BitImageProcessorPil", True),
-    "dinov2_with_registers": _Kind("Dinov2WithRegistersModel", "BitImageProcessorPil", True),
+    "dinov2": _TowerClasses("Dinov2Model", "BitImageProcessorPil", True),
+    "dinov2_with_registers": _TowerClasses("Dinov2WithRegistersModel", "BitImageProcessorPil", True),
 }
 """By the `model_type` of a checkpoint's config.json."""
 
@@ -113,7 +113,7 @@ class VisionTower:
         return Image.fromarray(np.clip(np.rint(pixels), 0, 255).astype(np.uint8).transpose(1, 2, 0))
 
 
-def _kind(folder: Path) -> _Kind:
+def _kind(folder: Path) -> _TowerClasses:
     try:
         config = read_json(folder / CONFIG)
     except UnreadableError as error:

@@ -20,7 +20,7 @@ from sinkprune.contract.files.folders import recover
 from sinkprune.contract.files.manifest_file import Folder
 from sinkprune.contract.files.trust import ANY, Trust
 from sinkprune.contract.files.untrusted import MANIFEST_BYTES
-from sinkprune.contract.graph_contract import misfits
+from sinkprune.contract.graph_contract import contract_violations
 from sinkprune.contract.manifest import BESIDE_GRAPHS, BUNDLE, MANIFEST, Manifest
 from sinkprune.contract.plans import Plan
 
@@ -127,7 +127,7 @@ def _complaints(manifest: Manifest) -> Iterator[str]:
     for file in (*BESIDE_GRAPHS, *(graph.file for graph in manifest.graphs.values())):
         if file not in manifest.files:
             yield f"has no size and sha256 for '{file}'"
-    yield from misfits(manifest)
+    yield from contract_violations(manifest)
     if manifest.deepstack_width == 0 and any(t.name == "deepstack" for t in manifest.graphs["vision"].outputs):
         yield "has a graph 'vision' that gives 'deepstack', which graph 'decoder_0' does not take"
     for graph in manifest.graphs:

@@ -64,11 +64,15 @@ class Limits:
     """Images of a prompt (`sinkprune-build --max-images`)."""
 
 
+LIMIT_OPTIONS = {"prompt_tokens": "--max-prompt", "new_tokens": "--max-new-tokens", "images": "--max-images"}
+"""The options of `sinkprune-build`, by the field of `Limits`."""
+CHECKED = "checked"
+"""The flag of engines that passed the gate."""
 MOST_TOKENS = 1 << 30
 """The largest limit of tokens that `Limits` holds; no model has so many positions, so it limits no request."""
 
 
-def enforced(limits: Limits, target: Target, asked: Container[str]) -> dict[str, int]:
+def enforced_limits(limits: Limits, target: Target, asked: Container[str]) -> dict[str, int]:
     """Return those of `limits` that engines for `target` enforce, by the field of `Limits`.
 
     `asked` are the fields that the user gave.
@@ -124,7 +128,7 @@ class EnginesManifest:
 
         Optimisation profiles enforce all limits. Engines that take any shape enforce those the user gave.
         """
-        return enforced(self.limits, self.target, self.flags.get(ASKED_LIMITS, "").split())
+        return enforced_limits(self.limits, self.target, self.flags.get(ASKED_LIMITS, "").split())
 
 
 ENGINES = ManifestFile(

@@ -10,7 +10,7 @@ from sinkprune.contract.manifest import Manifest, TensorSpec
 from sinkprune.contract.precision import DTYPES
 
 
-def misfits(manifest: Manifest) -> Iterator[str]:
+def contract_violations(manifest: Manifest) -> Iterator[str]:
     """Yield a message for each missing or different output, and for each input that nothing provides."""
     for graph, given, needed in _interfaces(manifest):
         spec = manifest.graphs[graph]

@@ -61,7 +61,10 @@ class Schedule:
         return sum(picture.rows for picture in self.pictures)
 
     def reaching(self, layer: int) -> int:
-        """Return the visual rows of all pictures that decoder layer `layer` (0-based) runs on."""
+        """Return the visual rows of all pictures that decoder layer `layer` (0-based) runs on.
+
+        `num_layers` stands for the head.
+        """
         return sum(picture.reaching(layer) for picture in self.pictures)
 
     def per_layer(self, num_layers: int) -> list[int]:

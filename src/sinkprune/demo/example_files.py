@@ -1,6 +1,7 @@
 """Write the files that the README and docs name: `python -m sinkprune.demo.example_files FOLDER`.
 
-The files are `kitchen.jpg`, a photo of a cup; `kitchen.jsonl`, questions about it; `clip.mp4`, a camera move over it;
+The files are `kitchen.jpg`, a photo of a cup; `kitchen.jsonl`, questions about it; `cup.json`, a JSON
+schema for answers about it; `clip.mp4`, a camera move over it;
 `frames/`, all frames of the clip; `a.jpg` and `b.jpg`, its first and last frame; `photos/`, three photos.
 """
 
@@ -26,6 +27,12 @@ _QUESTIONS: tuple[dict[str, Any], ...] = (
     {"question": "What colour is the saucer?", "answer": ["red", "brown"], "kind": "colour"},
     {"question": "What lies on the saucer?", "options": ["a fork", "a spoon"], "answer": "a spoon", "kind": "choice"},
 )
+_SCHEMA = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "white", "brown"]}, "full": {"type": "boolean"}},
+    "required": ["colour", "full"],
+    "additionalProperties": False,
+}
 
 
 def write_example_files(folder: Path) -> None:
@@ -34,6 +41,7 @@ def write_example_files(folder: Path) -> None:
     shutil.copyfile(kitchen, folder / "kitchen.jpg")
     lines = [json.dumps({"image": "kitchen.jpg", **question}) + "\n" for question in _QUESTIONS]
     (folder / "kitchen.jsonl").write_text("".join(lines), encoding="utf-8")
+    (folder / "cup.json").write_text(json.dumps(_SCHEMA, indent=1) + "\n", encoding="utf-8")
     (folder / "photos").mkdir(exist_ok=True)
     for name in ("astronaut.jpg", "chelsea.jpg", "coffee.jpg"):
         shutil.copyfile(_PHOTOS / name, folder / "photos" / name)

@@ -26,7 +26,7 @@ from sinkprune.demo.scenes import (
     TEST_PICTURES,
     WORDS,
     Scene,
-    Thing,
+    SceneObject,
     compose_scene,
     make_scene,
 )
@@ -36,7 +36,7 @@ _APART = 30
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Draft:
     text: str
     answer: str
     options: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class _Asked:
 
 Pair = tuple[str, str]
 """Colour and shape of an object."""
-Kind = Callable[[Scene, Random], _Asked | None]
+QuestionMaker = Callable[[Scene, Random], _Draft | None]
 """Returns a question about a scene, or None if the scene allows none of this kind."""
 
 
@@ -53,10 +53,10 @@ def test_set(width: int = SIDE) -> Iterator[tuple[Image.Image, Question]]:
 
     The questions are the same for pictures of any `width` in pixels (`make_scene`).
     """
-    return asked_about("test", TEST_PICTURES, width)
+    return questions_about("test", TEST_PICTURES, width)
 
 
-def asked_about(split: str, count: int, width: int = SIDE) -> Iterator[tuple[Image.Image, Question]]:
+def questions_about(split: str, count: int, width: int = SIDE) -> Iterator[tuple[Image.Image, Question]]:
     """Yield questions of every kind about the first `count` pictures of `split` (training, validation, test)."""
     for index in range(count):
         scene, (_, picture) = compose_scene(split, index), make_scene(split, index, width)
@@ -70,7 +70,7 @@ def one_of_each_kind(scene: Scene, rng: Random, name: str) -> Iterator[Question]
         yield from _ask(scene, rng, kind, f"{name}-{kind}")
 
 
-def some(scene: Scene, rng: Random, count: int, kinds: Sequence[str]) -> list[Question]:
+def draw_questions(scene: Scene, rng: Random, count: int, kinds: Sequence[str]) -> list[Question]:
     """Return up to `count` questions of kinds drawn from `kinds`."""
     drawn = rng.choices(kinds, k=count)
     return [question for i, kind in enumerate(drawn) for question in _ask(scene, rng, kind, str(i))]
@@ -94,16 +94,16 @@ def _ask(scene: Scene, rng: Random, kind: str, name: str) -> Iterator[Question]:
         yield Question(name, kind, asked.text, (asked.answer,), asked.options)
 
 
-def _existence(absent: Callable[[Scene], Sequence[Pair]]) -> Kind:
+def _existence(absent: Callable[[Scene], Sequence[Pair]]) -> QuestionMaker:
     """Ask for a pair that is present, or as often for one of `absent`."""
 
-    def ask(scene: Scene, rng: Random) -> _Asked | None:
+    def ask(scene: Scene, rng: Random) -> _Draft | None:
         present = sorted({thing.pair for thing in scene.objects})
         there = rng.random() < 0.5
         pairs = present if there else [pair for pair in absent(scene) if pair not in present]
         if not pairs:
             return None
-        return _Asked(f"Is there {_a(rng.choice(pairs))}?", "yes" if there else "no")
+        return _Draft(f"Is there {_a(rng.choice(pairs))}?", "yes" if there else "no")
 
     return ask
 
@@ -112,31 +112,31 @@ def _mixed_pairs(scene: Scene) -> list[Pair]:
     return list(product(sorted({t.colour for t in scene.objects}), sorted({t.shape for t in scene.objects})))
 
 
-def _about_one(key: Callable[[Thing], object], ask: Callable[[Thing], _Asked]) -> Kind:
+def _about_one(key: Callable[[SceneObject], object], ask: Callable[[SceneObject], _Draft]) -> QuestionMaker:
     """Ask about an object that shares its `key` with no other."""
 
-    def ask_about_one(scene: Scene, rng: Random) -> _Asked | None:
+    def ask_about_one(scene: Scene, rng: Random) -> _Draft | None:
         unique = _all_by(scene.objects, key)
         return ask(rng.choice(unique)) if unique else None
 
     return ask_about_one
 
 
-def _size(thing: Thing) -> _Asked:
-    return _Asked(f"Is the {_named(thing.pair)} {' or '.join(RADII)}?", thing.size)
+def _size(thing: SceneObject) -> _Draft:
+    return _Draft(f"Is the {_named(thing.pair)} {' or '.join(RADII)}?", thing.size)
 
 
-def _place(thing: Thing) -> _Asked:
+def _place(thing: SceneObject) -> _Draft:
     """Ask for a thing's place, as a lesson for relations."""
     row, column = ("top", "middle", "bottom")[3 * thing.y // SIDE], ("left", "centre", "right")[3 * thing.x // SIDE]
-    return _Asked(f"Where is the {_named(thing.pair)}?", f"{row} {column}")
+    return _Draft(f"Where is the {_named(thing.pair)}?", f"{row} {column}")
 
 
-_colour = _about_one(lambda t: t.shape, lambda t: _Asked(f"What colour is the {t.shape}?", t.colour))
-_shape = _about_one(lambda t: t.colour, lambda t: _Asked(f"What shape is the {t.colour} object?", t.shape))
+_colour = _about_one(lambda t: t.shape, lambda t: _Draft(f"What colour is the {t.shape}?", t.colour))
+_shape = _about_one(lambda t: t.colour, lambda t: _Draft(f"What shape is the {t.colour} object?", t.shape))
 
 
-def _relation(scene: Scene, rng: Random) -> _Asked | None:
+def _relation(scene: Scene, rng: Random) -> _Draft | None:
     unique = _all_by(scene.objects, lambda thing: thing.pair)
     relations = []
     for a, b in permutations(unique, 2):
@@ -147,25 +147,25 @@ def _relation(scene: Scene, rng: Random) -> _Asked | None:
     if not relations:
         return None
     a, b, either, answer = rng.choice(relations)
-    return _Asked(f"Is the {_named(a.pair)} {either} the {_named(b.pair)}?", answer)
+    return _Draft(f"Is the {_named(a.pair)} {either} the {_named(b.pair)}?", answer)
 
 
-def _counting(scene: Scene, rng: Random) -> _Asked | None:
+def _counting(scene: Scene, rng: Random) -> _Draft | None:
     counts = Counter(f"{thing.colour} object" for thing in scene.objects)
     counts.update(thing.shape for thing in scene.objects)
     # Prefer large numbers, which are rare in scenes; otherwise nearly all answers would be 1.
     numbers = sorted(set(counts.values()))
     number = rng.choices(numbers, weights=numbers)[0]
     what = rng.choice(sorted(what for what in counts if counts[what] == number))
-    return _Asked(f"How many {plural(what)} are there?", str(number))
+    return _Draft(f"How many {plural(what)} are there?", str(number))
 
 
-def _reading(scene: Scene, rng: Random) -> _Asked | None:
+def _reading(scene: Scene, rng: Random) -> _Draft | None:
     plate = rng.choice(scene.plates)
-    return _Asked(f"What is written on the {plate.colour} plate?", plate.text)
+    return _Draft(f"What is written on the {plate.colour} plate?", plate.text)
 
 
-def _choice(scene: Scene, rng: Random) -> _Asked | None:
+def _choice(scene: Scene, rng: Random) -> _Draft | None:
     """Ask for a colour, a shape, a text or an object, with four options."""
     asked = rng.choice([_colour, _shape, _reading, _present])(scene, rng)
     if asked is None:
@@ -177,14 +177,14 @@ def _choice(scene: Scene, rng: Random) -> _Asked | None:
         absent = [text for text in absent if text not in held]
     options = [asked.answer, *rng.sample(absent, 3)]
     rng.shuffle(options)
-    return _Asked(asked.text, "ABCD"[options.index(asked.answer)], tuple(options))
+    return _Draft(asked.text, "ABCD"[options.index(asked.answer)], tuple(options))
 
 
 _WHICH = "Which of these is in the picture?"
 
 
-def _present(scene: Scene, rng: Random) -> _Asked | None:
-    return _Asked(_WHICH, _named(rng.choice(scene.objects).pair))
+def _present(scene: Scene, rng: Random) -> _Draft | None:
+    return _Draft(_WHICH, _named(rng.choice(scene.objects).pair))
 
 
 def _named(pair: Pair) -> str:
@@ -195,7 +195,7 @@ def _a(pair: Pair) -> str:
     return f"{'an' if pair[0][0] in 'aeiou' else 'a'} {_named(pair)}"
 
 
-def _all_by(things: Sequence[Thing], key: Callable[[Thing], object]) -> list[Thing]:
+def _all_by(things: Sequence[SceneObject], key: Callable[[SceneObject], object]) -> list[SceneObject]:
     """Return the things that share their `key` with no other."""
     counts = Counter(map(key, things))
     return [thing for thing in things if counts[key(thing)] == 1]
@@ -204,7 +204,7 @@ def _all_by(things: Sequence[Thing], key: Callable[[Thing], object]) -> list[Thi
 _PAIRS = tuple(product(COLOURS, SHAPES))
 _ALTERNATIVES = (tuple(COLOURS), SHAPES, DIGITS, WORDS, tuple(map(_named, _PAIRS)))
 
-KINDS: dict[str, Kind] = {
+KINDS: dict[str, QuestionMaker] = {
     "existence-random": _existence(lambda scene: _PAIRS),
     "existence-popular": _existence(lambda scene: POPULAR),
     "existence-adversarial": _existence(_mixed_pairs),
@@ -218,5 +218,5 @@ KINDS: dict[str, Kind] = {
 }
 """The kinds of questions by name."""
 
-LESSONS: dict[str, Kind] = {"place": _about_one(lambda thing: thing.pair, _place)}
+LESSONS: dict[str, QuestionMaker] = {"place": _about_one(lambda thing: thing.pair, _place)}
 """Kinds for training only, which prepare for the others."""

@@ -44,7 +44,7 @@ _SPLITS = {"training": TRAINING_PHOTOS, "validation": TRAINING_PHOTOS, "test": T
 
 
 @dataclass(frozen=True)
-class Thing:
+class SceneObject:
     """An object (`text` is empty) or a plate (`shape` is ``plate``) in a scene, with its box in pixels."""
 
     shape: str
@@ -67,8 +67,8 @@ class Thing:
 class Scene:
     """Objects and plates that do not overlap."""
 
-    objects: tuple[Thing, ...]
-    plates: tuple[Thing, ...]
+    objects: tuple[SceneObject, ...]
+    plates: tuple[SceneObject, ...]
 
 
 def compose_scene(split: str, index: int) -> Scene:
@@ -94,13 +94,13 @@ def _compose(rng: Random) -> Scene:
     crowded = rng.random() < 0.7
     side = SIDE if crowded else SIDE * 2 // 3
     left, top = rng.randint(0, SIDE - side), rng.randint(0, SIDE - side)
-    placed: list[Thing] = []
+    placed: list[SceneObject] = []
 
     def place(shape: str, colour: str, size: str, text: str, half_width: int, half_height: int) -> None:
         for _ in range(30):
             x = _on_lattice(rng, left + half_width + 2, left + side - half_width - 2)
             y = _on_lattice(rng, top + half_height + 2, top + side - half_height - 2)
-            thing = Thing(shape, colour, size, text, x, y, half_width, half_height)
+            thing = SceneObject(shape, colour, size, text, x, y, half_width, half_height)
             if not any(_touch(thing, other) for other in placed):
                 placed.append(thing)
                 return
@@ -136,14 +136,14 @@ def _pairs(rng: Random, count: int) -> list[tuple[str, str]]:
     return pairs
 
 
-def _touch(a: Thing, b: Thing) -> bool:
+def _touch(a: SceneObject, b: SceneObject) -> bool:
     gap = 4
     apart_x = abs(a.x - b.x) >= a.half_width + b.half_width + gap
     apart_y = abs(a.y - b.y) >= a.half_height + b.half_height + gap
     return not (apart_x or apart_y)
 
 
-def _spread(things: tuple[Thing, ...], width: int) -> tuple[Thing, ...]:
+def _spread(things: tuple[SceneObject, ...], width: int) -> tuple[SceneObject, ...]:
     """Return the things with distances that fill `width`, on the lattice of the square in the picture's middle."""
     start = (width - SIDE) // 2
     return tuple(
@@ -165,7 +165,7 @@ def _draw(scene: Scene, behind: Image.Image, width: int) -> Image.Image:
     return canvas.resize((width, SIDE), Image.Resampling.BOX)
 
 
-def _draw_object(draw: ImageDraw.ImageDraw, thing: Thing) -> None:
+def _draw_object(draw: ImageDraw.ImageDraw, thing: SceneObject) -> None:
     x, y, r = thing.x * _SUPERSAMPLING, thing.y * _SUPERSAMPLING, thing.half_width * _SUPERSAMPLING
     fill, line = COLOURS[thing.colour], _LINE * _SUPERSAMPLING
     if thing.shape == "circle":

@@ -11,13 +11,14 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-from sinkprune.demo.scene_questions import asked_about
+from sinkprune.contract.checks.format_value import counted
+from sinkprune.demo.scene_questions import questions_about
 
 
 def write_scenes(folder: Path, count: int, split: str = "test") -> None:
-    """Write `count` pictures `scene-0.png`, ... of `split`, and `scenes.jsonl`, into `folder`."""
+    """Write `count` pictures `scene-0.png`, ... of `split`, and `scenes.jsonl`, into `folder`; print how many."""
     lines = []
-    by_picture = groupby(asked_about(split, count), key=lambda pair: id(pair[0]))
+    by_picture = groupby(questions_about(split, count), key=lambda pair: id(pair[0]))
     for number, (_, group) in enumerate(by_picture):
         for picture, question in group:
             picture.save(folder / f"scene-{number}.png")
@@ -31,7 +32,9 @@ def write_scenes(folder: Path, count: int, split: str = "test") -> None:
             if question.options:
                 line["options"] = question.options
             lines.append(json.dumps(line) + "\n")
-    (folder / "scenes.jsonl").write_text("".join(lines), encoding="utf-8")
+    data = folder / "scenes.jsonl"
+    data.write_text("".join(lines), encoding="utf-8")
+    sys.stdout.write(f"{folder}: {counted(count, 'picture')}\n{data}: {counted(len(lines), 'question')}\n")
 
 
 if __name__ == "__main__":

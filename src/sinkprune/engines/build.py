@@ -34,12 +34,12 @@ from sinkprune.contract.files.manifest_file import file_specs, sha256
 from sinkprune.contract.files.signature import Sign
 from sinkprune.contract.files.untrusted import MANIFEST_BYTES, read_bytes
 from sinkprune.contract.manifest import BESIDE_GRAPHS, BUNDLE, MANIFEST
-from sinkprune.contract.system.memory_need import TOLD_BYTES, gigabytes
+from sinkprune.contract.system.memory_need import LEAST_REPORTED_BYTES, gigabytes
 from sinkprune.engines.gate.checking import Gate
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
-from sinkprune.engines.preflight import COPIES, OutOfMemoryError, check_memory, disk_bytes, need_and_free
+from sinkprune.engines.preflight import OutOfMemoryError, check_memory, disk_bytes, need_and_free
 from sinkprune.engines.progress import SILENT, BuildProgress
-from sinkprune.engines.targets import Builder, Job
+from sinkprune.engines.targets import Builder, BuildJob
 from sinkprune.engines.unfinished import UnfinishedBuild, unfinished_build
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.models import Model
@@ -97,7 +97,7 @@ def build_engines(
     check_replaceable(output, ENGINES, force=force)
     with made_parents(output, ENGINES), unfinished_build(output, plan) as work:
         jobs = {
-            graph: Job(_model(bundle, graph, work), own)
+            graph: BuildJob(_model(bundle, graph, work), own)
             for graph, own in profiles.items()
             if graph not in work.manifest.engines
         }
@@ -145,14 +145,20 @@ def _model(bundle: Bundle, graph: str, work: UnfinishedBuild) -> Model:
 
 
 def _check_room(
-    bundle: Bundle, jobs: Mapping[str, Job], builder: Builder, place: Path, *, move: bool, progress: BuildProgress
+    bundle: Bundle,
+    jobs: Mapping[str, BuildJob],
+    builder: Builder,
+    place: Path,
+    *,
+    move: bool,
+    progress: BuildProgress,
 ) -> None:
     """Raise `EnginesError` if memory or disk are too small for `jobs`; otherwise report what the build needs."""
     memories = builder.memories()
     check_memory(bundle, {graph: job.optimisation_profiles for graph, job in jobs.items()}, memories)
-    most = disk_bytes(bundle.manifest, jobs, COPIES[builder.target].disk, move=move)
+    most = disk_bytes(bundle.manifest, jobs, builder.target, move=move)
     check_room(place, most, ENGINES, _WAY_OUT)
-    if most >= TOLD_BYTES and jobs:
+    if most >= LEAST_REPORTED_BYTES and jobs:
         largest = max(jobs, key=bundle.manifest.weight_bytes)
         memory = need_and_free(bundle, largest, jobs[largest].optimisation_profiles, memories)
         progress.report(f"{memory if memories else 'building needs'}, and {gigabytes(most)} of disk")
@@ -160,7 +166,7 @@ def _check_room(
 
 def _build(
     bundle: Bundle,
-    jobs: Mapping[str, Job],
+    jobs: Mapping[str, BuildJob],
     work: UnfinishedBuild,
     builder: Builder,
     gate: Gate | None,
@@ -184,7 +190,7 @@ def _build(
                 bundle.files[name].remove()
 
 
-def _build_engine(bundle: Bundle, job: Job, root: Path, builder: Builder, progress: BuildProgress) -> EngineSpec:
+def _build_engine(bundle: Bundle, job: BuildJob, root: Path, builder: Builder, progress: BuildProgress) -> EngineSpec:
     """Write the engine of `job` below `root`."""
     graph = job.model.graph
     file = f"engines/{builder.file_name(graph)}"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
@@ -29,7 +30,7 @@ examples:
   sinkprune-build pocket -o engines --target onnxruntime                    # optimised for this processor
   sinkprune-build pocket -o engines --target onnxruntime+openvino           # with OpenVINO's vision tower
   sinkprune-build pocket -o engines --target openvino
-  sinkprune-build pocket -o engines --target openvino --check photo.jpg     # refuses engines that differ from graphs
+  sinkprune-build pocket -o engines --target openvino --check photo.jpg     # rejects engines that differ from graphs
 
 ENGINES runs by itself, as in `sinkprune-run ENGINES --image ...`; copy it where you want. After a kill, the same
 command resumes the build. TensorRT needs fp16 bundles; before 10.15 (JetPack 6) export them with --dialect opset20.
@@ -50,7 +51,7 @@ def _build(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
     # Libraries are slow to import. Before `run_command` starts, an interrupt would end in a traceback.
     from sinkprune.contract.bundle import read_bundle
-    from sinkprune.contract.engines_manifest import ENGINES, enforced
+    from sinkprune.contract.engines_manifest import ENGINES, enforced_limits
     from sinkprune.contract.files.folders import check_outside, check_replaceable
     from sinkprune.contract.files.signature import read_private_key
     from sinkprune.engines.build import build_engines
@@ -77,6 +78,8 @@ def _build(arguments: Sequence[str] | None) -> None:
     limits = resolve_limits(bundle.manifest, **asked)
     if options.check is None and options.check_prompt is not None:
         raise UsageError("--check-prompt is the question of --check about its picture. Add --check, or leave it out.")
+    if options.check is None and options.fit is not None:
+        raise UsageError("--fit is how the picture of --check becomes a square. Add --check, or leave it out.")
     place = options.output.absolute()
     timing_cache = place.with_name(f"{place.name}.timing-cache")
     builder = new_builder(options.target, options.sm, timing_cache)
@@ -85,8 +88,8 @@ def _build(arguments: Sequence[str] | None) -> None:
     given = [name for name, value in asked.items() if value is not None]
     gate = None
     if options.check is not None:
-        taken = enforced(limits, options.target, given)
-        gate = Gate(read_question([options.check], question, bundle, taken))
+        taken = enforced_limits(limits, options.target, given)
+        gate = Gate(read_question([options.check], question, bundle, taken, options.fit))
     with TerminalProgress() as progress:
         bundle.verify()
         manifest = build_engines(
@@ -107,8 +110,7 @@ def _build(arguments: Sequence[str] | None) -> None:
 
 
 def _summary(output: Path, manifest: EnginesManifest) -> dict[str, object]:
-    from sinkprune.contract.engines_manifest import ENGINES
-    from sinkprune.engines.gate.checking import CHECKED
+    from sinkprune.contract.engines_manifest import CHECKED, ENGINES
 
     return {
         "engines": str(output),
@@ -127,8 +129,7 @@ def _summary(output: Path, manifest: EnginesManifest) -> dict[str, object]:
 
 def _text(output: Path, manifest: EnginesManifest) -> str:
     """Return the printed summary: engines, limits, the result of --check, what sanitizer nodes became, the sum."""
-    from sinkprune.contract.engines_manifest import ENGINES
-    from sinkprune.engines.gate.checking import CHECKED
+    from sinkprune.contract.engines_manifest import CHECKED, ENGINES
 
     size = sum(spec.size for spec in manifest.files.values()) / 1e6
     gpus = "".join(f", sm_{capability}" for capability in manifest.compute_capabilities)
@@ -136,7 +137,7 @@ def _text(output: Path, manifest: EnginesManifest) -> str:
     realised = ", ".join(f"{count} as {realised}" for realised, count in nodes.items()) or "none"
     library = f"{manifest.target} {manifest.library_version}"
     return (
-        f"{escaped(str(output))}: {len(manifest.engines)} engines, {size:.2f} MB, {library}{gpus}; "
+        f"{escaped(str(output))}: {counted(len(manifest.engines), 'engine')}, {size:.2f} MB, {library}{gpus}; "
         f"{_limits(manifest)}\n"
         + (f"check passed: {len(manifest.engines)} engines\n" if CHECKED in manifest.flags else "")
         + f"sanitizer nodes: {realised}\n"
@@ -166,6 +167,7 @@ def _parser() -> CommandParser:
     from sinkprune.engines.gate import PROMPT
     from sinkprune.engines.limits import MAX_IMAGES, MAX_NEW_TOKENS, MAX_PROMPT
     from sinkprune.engines.targets import TARGETS
+    from sinkprune.runtime.media.fits import add_fit_option
 
     parser = CommandParser(
         "sinkprune build",
@@ -196,16 +198,19 @@ def _parser() -> CommandParser:
     add("--max-images", type=MAX_IMAGES, metavar="N", help="most images of a prompt (TensorRT's default: 1)")
     add(
         "--check",
+        # The names that sinkprune-check has for both.
+        "--image",
         type=Path,
         metavar="PICTURE",
-        help="run each engine beside its graph on this picture, and refuse what differs: see sinkprune-check",
+        help="compare engines with their graphs on this picture, and reject those that differ: see sinkprune-check",
     )
-    add("--check-prompt", metavar="TEXT", help=f"the question that --check asks (default: {PROMPT})")
+    add("--check-prompt", "--prompt", metavar="TEXT", help=f"the question that --check asks (default: {PROMPT})")
+    add_fit_option(parser)
     add("--force", action="store_true", help="replace existing engines")
     add(
         "--move",
         action="store_true",
-        help="remove each graph from BUNDLE when its engine is whole, and BUNDLE in the end: for small disks",
+        help="for small disks: remove each graph from BUNDLE when its engine is complete, and BUNDLE at the end",
     )
     add_trust_options(parser)
     add_sign_option(parser, "the engines")

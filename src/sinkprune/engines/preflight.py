@@ -8,18 +8,21 @@ from math import prod
 from typing import NamedTuple
 
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.engines_manifest import OptimisationProfiles, Target
+from sinkprune.contract.engines_manifest import ANY_SHAPE, OptimisationProfiles, Target
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.manifest import BESIDE_GRAPHS, GraphSpec, Manifest
 from sinkprune.contract.system.system_memory import available_bytes
 
 _ITEM_BYTES = {"float32": 4, "float16": 2, "int64": 8, "bool": 1}
 _FIXED_BYTES = 256 << 20
-# The size of an engine without its weights, generously; TensorRT-RTX's selects have 4 MB.
+# The size of an engine without its weights, generously. A graph without weights is a few operators: with TensorRT-RTX
+# such engines have up to 4 MB. Engines of a CPU hold the graph; OpenVINO's are the largest.
 _CODE_BYTES = 16 << 20
+_WEIGHTLESS_CODE_BYTES = 5 << 20
+_GRAPH_BYTES = 2 << 20
 
 
-class Copies(NamedTuple):
+class BuildCopies(NamedTuple):
     """How many copies of a graph's weights a build of its engine holds."""
 
     memory: float
@@ -30,20 +33,20 @@ class Copies(NamedTuple):
     """In the files of the engine, at most."""
 
 
-COPIES: dict[Target, Copies] = {
+COPIES: dict[Target, BuildCopies] = {
     # On disk: plain and prepacked weights; prepacked int8 has more scales.
-    "onnxruntime": Copies(2.5, 0, 2.5),
-    "onnxruntime+openvino": Copies(2.5, 0, 2.5),
-    "openvino": Copies(2.5, 0, 1.05),
+    "onnxruntime": BuildCopies(2.5, 0, 2.5),
+    "onnxruntime+openvino": BuildCopies(2.5, 0, 2.5),
+    "openvino": BuildCopies(2.5, 0, 1.05),
     # Measured with TensorRT-RTX 1.7. The GPU's share is the least there must be.
-    "tensorrt": Copies(2.2, 1, 1.0),
-    "tensorrt-rtx": Copies(2.2, 1, 1.0),
+    "tensorrt": BuildCopies(2.2, 1, 1.0),
+    "tensorrt-rtx": BuildCopies(2.2, 1, 1.0),
 }
 """By target. Measured on x86-64 but for the GPU's share."""
 
 
 @dataclass(frozen=True)
-class Memory:
+class BuildMemory:
     """A memory that a build uses: the machine's or a GPU's."""
 
     name: str
@@ -56,20 +59,22 @@ class Memory:
     """Whether graphs run in it, to time kernels."""
 
 
-def system_memory(copies: float, *, activations: bool) -> tuple[Memory, ...]:
+def system_memory(copies: float, *, activations: bool) -> tuple[BuildMemory, ...]:
     """Return the machine's memory as the only one that a build uses; empty if the free memory is not known.
 
-    `copies` and `activations` are those of `Memory`.
+    `copies` and `activations` are those of `BuildMemory`.
     """
     free = available_bytes()
-    return (Memory("memory", free, copies, activations),) if free else ()
+    return (BuildMemory("memory", free, copies, activations),) if free else ()
 
 
 class OutOfMemoryError(EnginesError):
     """Building an engine needs more memory than there is."""
 
 
-def check_memory(bundle: Bundle, profiles: Mapping[str, OptimisationProfiles], memories: tuple[Memory, ...]) -> None:
+def check_memory(
+    bundle: Bundle, profiles: Mapping[str, OptimisationProfiles], memories: tuple[BuildMemory, ...]
+) -> None:
     """Raise `OutOfMemoryError` if a graph needs more memory than is free, by the estimate of `needed_bytes`.
 
     `profiles` are the optimisation profiles by graph. Graphs are built one after the other.
@@ -82,7 +87,9 @@ def check_memory(bundle: Bundle, profiles: Mapping[str, OptimisationProfiles], m
             )
 
 
-def need_and_free(bundle: Bundle, graph: str, profiles: OptimisationProfiles, memories: tuple[Memory, ...]) -> str:
+def need_and_free(
+    bundle: Bundle, graph: str, profiles: OptimisationProfiles, memories: tuple[BuildMemory, ...]
+) -> str:
     """Return the beginning of a sentence: the bytes of each memory that `graph` needs, and those that are free."""
     needs = [
         f"about {needed_bytes(bundle, graph, profiles, memory) / 1e9:.1f} GB of {memory.name}, of which "
@@ -97,22 +104,22 @@ def weights_bytes(manifest: Manifest, graph: str, copies: float) -> int:
     return int(copies * manifest.weight_bytes(graph)) + _FIXED_BYTES
 
 
-def disk_bytes(manifest: Manifest, graphs: Iterable[str], copies: float, *, move: bool) -> int:
+def disk_bytes(manifest: Manifest, graphs: Iterable[str], target: Target, *, move: bool) -> int:
     """Return how many bytes of disk building the engines of `graphs` takes at most, the bundle not counted.
 
-    `copies` is how many times an engine holds its graph's weights. With `move` each graph leaves the bundle when its
-    engine is whole.
+    With `move` each graph leaves the bundle when its engine is whole.
     """
     needed = most = sum(manifest.files[name].size for name in BESIDE_GRAPHS if name in manifest.files)
     for graph in graphs:
         weights = manifest.weight_bytes(graph)
-        needed += int(copies * weights) + _CODE_BYTES
+        code = _GRAPH_BYTES if target in ANY_SHAPE else _CODE_BYTES if weights else _WEIGHTLESS_CODE_BYTES
+        needed += int(COPIES[target].disk * weights) + code
         most = max(most, needed)
         needed -= weights if move else 0
     return most
 
 
-def needed_bytes(bundle: Bundle, graph: str, profiles: OptimisationProfiles, memory: Memory) -> int:
+def needed_bytes(bundle: Bundle, graph: str, profiles: OptimisationProfiles, memory: BuildMemory) -> int:
     """Return about how many bytes of `memory` a build of `graph` needs: weights, activations, and a fixed part."""
     activations = _activation_bytes(bundle, graph, profiles) if memory.activations else 0
     return weights_bytes(bundle.manifest, graph, memory.copies) + activations

@@ -17,7 +17,7 @@ from pathlib import Path
 from sinkprune.contract.engines_manifest import ENGINES, Engines, EnginesManifest, EngineSpec
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.files.folders import is_own_folder
-from sinkprune.contract.files.listed_files import listed_files, unlisted
+from sinkprune.contract.files.listed_files import listed_files, unlisted_paths
 from sinkprune.contract.files.manifest_file import FileSpec, file_specs
 from sinkprune.contract.files.system_calls import locked, sync_folder, sync_tree
 from sinkprune.contract.files.trust import ANY
@@ -57,7 +57,7 @@ class UnfinishedBuild:
         """Return the manifest in `root`; None if there is none, or if a listed file is missing or has changed."""
         try:
             found, _ = ENGINES.read(self.root, EnginesManifest, ANY)
-            for name in list(unlisted(self.root, listed_files(self.root, ENGINES))):
+            for name in list(unlisted_paths(self.root, listed_files(self.root, ENGINES))):
                 _remove(self.root / name)
             ENGINES.check_sums(self.root, ENGINES.hold(self.root, found.files), found.files)
         except (EnginesError, UnreadableError, OSError):

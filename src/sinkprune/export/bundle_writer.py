@@ -38,7 +38,7 @@ from sinkprune.export.source import ExportRequest, open_source
 from sinkprune.export.weights.quantised_weights import QuantisedWeights
 from sinkprune.export.weights.repacked_form import CheckpointForm, RepackedForm
 from sinkprune.export.weights.requantised import Requantised
-from sinkprune.export.weights.rounding import Rounded
+from sinkprune.export.weights.rounding import RoundedMatrix
 from sinkprune.export.weights.weight_forms import WeightForm, check_dialect, chosen_forms, form_of
 
 # A generous bound of graphs, tokenizer and manifest.
@@ -170,7 +170,7 @@ class _Export:
         """Return the form of the matrices of a weight graph."""
         weights, requested, forms = self.source.weights, self._request.weights, self.forms
 
-        def on_rounded(name: str, weight: Array, found: Rounded) -> None:
+        def on_rounded(name: str, weight: Array, found: RoundedMatrix) -> None:
             if isinstance(weights, QuantisedWeights) and weights.quantised(name):
                 self._requantised(Requantised.between(name, weight, found.values()))
 

@@ -118,10 +118,10 @@ def _export(arguments: Sequence[str] | None) -> None:
 
 def _write_needs(memory: int, disk: int) -> None:
     """Write a line to stderr if the bundle is so large that its export takes a while."""
-    from sinkprune.contract.system.memory_need import TOLD_BYTES, gigabytes
+    from sinkprune.contract.system.memory_need import LEAST_REPORTED_BYTES, gigabytes
     from sinkprune.contract.system.system_memory import available_bytes
 
-    if disk >= TOLD_BYTES:
+    if disk >= LEAST_REPORTED_BYTES:
         free = available_bytes()
         known = f", of which {gigabytes(free)} are free," if free else ""
         sys.stderr.write(f"needs about {gigabytes(memory)} of memory{known} and {gigabytes(disk)} of disk\n")
@@ -162,20 +162,22 @@ def _parser() -> CommandParser:
 
     parser = CommandParser(
         "sinkprune export",
-        "Cut a multimodal LLM into ONNX graphs where visual tokens are dropped.",
+        "Export a multimodal LLM to ONNX graphs that prune visual tokens.",
         f"{_EXAMPLES}\n{_known_names()}",
     )
     add = parser.add_argument
-    add("source", metavar="CHECKPOINT", help="local folder or hub name in Hugging Face format")
+    add("source", metavar="CHECKPOINT", help="a local folder or a hub name, in Hugging Face format")
     add("-o", "--output", type=Path, required=True, metavar="BUNDLE", help="the folder to write")
     add("--budgets", type=_names, help="comma-separated budget names (default: all of the family)")
     add(
         "--methods",
         type=_names,
         default=("sinkpruner",),
-        help="comma-separated, as in sinkpruner,fastv,visionzip+filter; a wrong name lists all (default: sinkpruner)",
+        help="comma-separated, e.g. sinkpruner,fastv,visionzip+filter; a wrong name lists all (default: sinkpruner)",
     )
-    add("--precision", choices=list(DTYPES), default="fp32", help="states, caches, and weights (default: fp32)")
+    add(
+        "--precision", choices=list(DTYPES), default="fp32", help="type of states, caches and weights (default: fp32)"
+    )
     add(
         "--weights",
         choices=get_args(WeightsName),
@@ -205,17 +207,17 @@ def _parser() -> CommandParser:
     add(
         "--random-weights",
         action="store_true",
-        help="seeded random weights: CHECKPOINT is a config.json, a folder holding one, or a preset",
+        help="use seeded random weights: CHECKPOINT is a config.json, a folder with a config.json, or a preset",
     )
-    add("--max-images", type=MAX_IMAGES, default=1, help="the most images a prompt may have (default: 1)")
+    add("--max-images", type=MAX_IMAGES, default=1, help="most images of a prompt (default: 1)")
     add(
         "--max-frames",
         type=MAX_FRAMES,
         default=0,
-        help="take video, and up to this many frames of a clip (default: no video)",
+        help="accept clips of up to this many frames (default: no video)",
     )
-    add("--min-pixels", type=MIN_PIXELS, help="enlarge smaller images to this many (default: the checkpoint's)")
-    add("--max-pixels", type=MAX_PIXELS, help="scale larger images down to this many (default: the checkpoint's)")
+    add("--min-pixels", type=MIN_PIXELS, help="enlarge images with fewer pixels (default: the checkpoint's)")
+    add("--max-pixels", type=MAX_PIXELS, help="scale down images with more pixels (default: the checkpoint's)")
     add(
         "--salience",
         choices=["penultimate", "last"],

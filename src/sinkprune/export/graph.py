@@ -21,7 +21,7 @@ from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.contract.precision import Array
 from sinkprune.export.dialects import Dialect
 from sinkprune.export.precision import Precision
-from sinkprune.export.weights.weight_forms import Matrix, WeightForm, below
+from sinkprune.export.weights.weight_forms import Matrix, WeightForm, concatenated
 
 # A tensor of a page or more starts on a page, so that a runtime can map it.
 _PAGE = 4096
@@ -178,7 +178,9 @@ class WeightedGraph(Graph):
         def read() -> ir.Tensor[Any]:
             names = {f"{part}.bias": outputs for part, outputs in parts.items()}
             return ir.Tensor(
-                below([self.precision.converted(part, self.read(part, [outputs])) for part, outputs in names.items()])
+                concatenated(
+                    [self.precision.converted(part, self.read(part, [outputs])) for part, outputs in names.items()]
+                )
             )
 
         return self.stored(f"{name}.bias", self.precision.onnx, [sum(parts.values())], read)

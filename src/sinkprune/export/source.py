@@ -14,7 +14,7 @@ from sinkprune.export.checkpoint.folder import (
     RandomWeights,
     SafetensorsWeights,
     config_sha256,
-    holds,
+    has_entry,
     locate,
     read_fields,
     read_json,
@@ -80,7 +80,7 @@ class ExportRequest:
 
 
 @dataclass(frozen=True)
-class Source:
+class OpenCheckpoint:
     """A checkpoint, opened and checked."""
 
     family: Family
@@ -92,7 +92,7 @@ class Source:
     """How the checkpoint has quantised its matrices; None where it has not."""
 
 
-def open_source(request: ExportRequest) -> Source:
+def open_source(request: ExportRequest) -> OpenCheckpoint:
     """Open the checkpoint of `request`. The caller closes its weights. Raises `CheckpointError` and `UsageError`."""
     if request.random_weights:
         config = _random_config(request.source)
@@ -104,7 +104,7 @@ def open_source(request: ExportRequest) -> Source:
         family = read_family(request.source, config, request.salience)
         text = small_text(family.language_model.vocab_size, family.special_tokens, family.chat_template)
         checkpoint = Checkpoint(request.source, config_sha256(config), random_weights=True)
-        return Source(family, RandomWeights(), text, _processor(family, {}, request), checkpoint)
+        return OpenCheckpoint(family, RandomWeights(), text, _processor(family, {}, request), checkpoint)
     if request.source in PRESETS:
         raise CheckpointError(
             f"'{request.source}' is a preset: true shapes without weights. Add --random-weights, or give a "
@@ -120,18 +120,18 @@ def open_source(request: ExportRequest) -> Source:
     checkpoint = Checkpoint(name, config_sha256(config), random_weights=False)
     quantisation, weights = read_quantisation(request.source, config), SafetensorsWeights(folder)
     held = QuantisedWeights(weights, quantisation) if quantisation else weights
-    return Source(family, held, text, processor, checkpoint, quantisation)
+    return OpenCheckpoint(family, held, text, processor, checkpoint, quantisation)
 
 
 def _processor_settings(source: str, folder: Path, family: Family) -> dict[str, Any]:
     """Return the settings of the checkpoint's image processor, and of its video processor if the family has one."""
-    nested = holds(folder, _NESTED) and not holds(folder, _SINGLE)
+    nested = has_entry(folder, _NESTED) and not has_entry(folder, _SINGLE)
 
     def read(name: str, kind: type) -> dict[str, Any]:
         return dict(read_fields(kind, read_json(folder, name), f"checkpoint '{source}': {name}"))
 
     settings = read(_NESTED if nested else _SINGLE, family.processor_fields)
-    if family.video_fields and holds(folder, _VIDEO):
+    if family.video_fields and has_entry(folder, _VIDEO):
         settings["video_processor"] = read(_VIDEO, family.video_fields)
     return settings
 
@@ -158,7 +158,7 @@ def _random_config(source: str) -> dict[str, Any]:
     # The user's own file may be a link.
     resolved = path.resolve()
     folder, name = (path, "config.json") if path.is_dir() else (resolved.parent, resolved.name)
-    if not holds(folder, name):
+    if not has_entry(folder, name):
         raise CheckpointError(
             f"'{source}' is no config.json, no folder holding one and no preset; presets: {', '.join(PRESETS)}."
         )

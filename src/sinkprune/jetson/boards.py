@@ -28,7 +28,7 @@ class UnknownBoardError(SinkpruneError):
 
 
 @dataclass(frozen=True)
-class Source:
+class FactSource:
     """The source of a fact."""
 
     document: str
@@ -98,7 +98,7 @@ class JetPack:
 class Boards:
     """The content of `boards.json`."""
 
-    sources: dict[str, Source]
+    sources: dict[str, FactSource]
     system_memory: SystemMemory
     boards: dict[str, Board]
     """By the names of `sinkprune-doctor --board`."""

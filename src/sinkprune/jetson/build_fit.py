@@ -32,7 +32,7 @@ def build_fit(manifest: Manifest, target: Target, usable_bytes: int, disk_free: 
     """
     copies = COPIES[target]
     memory = max(weights_bytes(manifest, graph, copies.memory + copies.gpu) for graph in manifest.graphs)
-    disk, moving = (disk_bytes(manifest, manifest.graphs, copies.disk, move=move) for move in (False, True))
+    disk, moving = (disk_bytes(manifest, manifest.graphs, target, move=move) for move in (False, True))
     known = [memory <= usable_bytes] if usable_bytes else []
     known += [moving <= disk_free] if disk_free is not None else []
     return BuildFit(

@@ -9,7 +9,7 @@ from sinkprune.contract.system.memory_need import gigabytes
 from sinkprune.jetson.boards import Board, Boards, JetPack
 from sinkprune.jetson.fit import BOARD_BACKEND, ModelFit
 from sinkprune.jetson.host.machine import Machine
-from sinkprune.jetson.recommendation import best_choice, choices, refused_by_backend
+from sinkprune.jetson.recommendation import best_form, refused_by_backend, usable_forms
 from sinkprune.runtime.backends.known import KNOWN, ON_CPU
 
 _BACKENDS = {
@@ -109,7 +109,7 @@ def _stop_model(model: ModelFit, found: str, do: str) -> Finding:
 
 def _smaller(model: ModelFit) -> str:
     """Return the advice to export a model in the recommended form."""
-    best = best_choice(model)
+    best = best_form(model)
     return f"export it again with --weights {best[0].decoder_form}" if best else "use a smaller model"
 
 
@@ -117,7 +117,7 @@ def _build_findings(model: ModelFit, memory: int) -> Iterator[Finding]:
     """Yield a finding if a model fits, but its engines cannot be built on this machine."""
     forms = [form for form, _ in model.fitting() if (form.exported or model.kind == "preset")]
     wanted = [form for form in forms if not refused_by_backend(model, form)]
-    if not wanted or any(form in wanted for form in choices(model)):
+    if not wanted or any(form in wanted for form in usable_forms(model)):
         return
     build = min((form.build for form in wanted if form.build), key=lambda build: build.memory_bytes)
     yield _stop_model(

@@ -22,8 +22,8 @@ from sinkprune.contract.schedule import Schedule, schedule
 from sinkprune.contract.system.memory_need import MemoryNeed, cache_bytes, running_need
 from sinkprune.jetson.boards import Board
 from sinkprune.jetson.build_fit import BuildFit, build_fit
-from sinkprune.jetson.other_forms import stored_as
-from sinkprune.jetson.times import Bounds, Times, expected_times
+from sinkprune.jetson.other_forms import manifest_in_form
+from sinkprune.jetson.times import ExpectedTimes, TimeBounds, expected_times
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.families import load_family
 
@@ -33,7 +33,7 @@ NEW_TOKENS = 128
 TYPICAL_NEW_TOKENS = 32
 """The answer of a typical request, in tokens. A recommendation is for one picture, `PROMPT_TOKENS` and this."""
 BOARD_BACKEND = "tensorrt"
-Kind = Literal["preset", "bundle", "engines"]
+ModelState = Literal["preset", "bundle", "engines"]
 """The state of a model: not exported, a folder of graphs, or a folder of engines."""
 _FORMS: dict[PrecisionName, tuple[WeightsName, ...]] = {
     "fp16": ("fp16", "int8", "int4"),
@@ -43,7 +43,7 @@ _FORMS: dict[PrecisionName, tuple[WeightsName, ...]] = {
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetMachine:
     """The backend and the machine for a model."""
 
     backend: str
@@ -74,8 +74,8 @@ class BudgetFit:
     kv_bytes: int
     decode_bytes: int
     """Bytes that a token of the answer reads: weights of decoder and head, and the cache of the prompt."""
-    bounds: Bounds | None
-    times: Times | None
+    bounds: TimeBounds | None
+    times: ExpectedTimes | None
     """For a request with `TYPICAL_NEW_TOKENS`; None without bounds."""
     longest_text: int | None
     """The most tokens of prompt and answer together that memory, model and engines allow after the picture.
@@ -106,7 +106,7 @@ class FormFit:
 
 
 @dataclass(frozen=True)
-class Rows:
+class BudgetRows:
     """The rows of a picture that a budget keeps, which do not depend on the form of weights."""
 
     tokens_per_layer: tuple[int, ...]
@@ -121,7 +121,7 @@ class ModelFit:
     """A model on a machine."""
 
     name: str
-    kind: Kind
+    kind: ModelState
     """For a bundle and for engines, `name` is the folder."""
     source: str
     """The checkpoint or the preset."""
@@ -136,7 +136,7 @@ class ModelFit:
     """Of the picture, unpruned."""
     prompt_tokens: int
     new_tokens: int
-    rows: dict[str, Rows]
+    rows: dict[str, BudgetRows]
     forms: tuple[FormFit, ...]
 
     def fitting(self) -> Iterator[tuple[FormFit, str]]:
@@ -147,7 +147,7 @@ class ModelFit:
                 yield form, budget
 
 
-def fit(name: str, kind: Kind, manifest: Manifest, target: Target, picture: tuple[int, int]) -> ModelFit:
+def fit(name: str, kind: ModelState, manifest: Manifest, target: TargetMachine, picture: tuple[int, int]) -> ModelFit:
     """Return how the model of `manifest` fits `target`, for one image with the size `picture` (width, height).
 
     Raises `BundleError` for a malformed processor in the manifest, and `ImageError` for a size that the model does
@@ -185,7 +185,7 @@ def fit(name: str, kind: Kind, manifest: Manifest, target: Target, picture: tupl
     )
 
 
-def _stored(manifest: Manifest, kind: Kind, target: Target) -> Iterator[tuple[Manifest, bool]]:
+def _stored(manifest: Manifest, kind: ModelState, target: TargetMachine) -> Iterator[tuple[Manifest, bool]]:
     """Yield the manifest in every form of the report, and whether it is exported in it.
 
     The form of a bundle comes first if it is not in `_FORMS`.
@@ -196,13 +196,13 @@ def _stored(manifest: Manifest, kind: Kind, target: Target) -> Iterator[tuple[Ma
         yield manifest, True
     for precision, form in forms:
         exported = (precision, form) == own
-        yield manifest if exported else stored_as(manifest, precision, form), exported
+        yield manifest if exported else manifest_in_form(manifest, precision, form), exported
 
 
-def _rows(manifest: Manifest, planned: Schedule, layout: VisualLayout) -> Rows:
+def _rows(manifest: Manifest, planned: Schedule, layout: VisualLayout) -> BudgetRows:
     lm = manifest.language_model
     visual = planned.per_layer(lm.num_layers)
-    return Rows(
+    return BudgetRows(
         tokens_per_layer=tuple(visual),
         prefill_flops=prefill_flops(lm, [count + PROMPT_TOKENS for count in visual]),
         encoder_flops=layout.tower_flops + layout.projector_flops * planned.rows,
@@ -210,7 +210,12 @@ def _rows(manifest: Manifest, planned: Schedule, layout: VisualLayout) -> Rows:
 
 
 def _budget_fit(
-    stored: Manifest, kind: Kind, planned: Schedule, layout: VisualLayout, rows: Rows, target: Target
+    stored: Manifest,
+    kind: ModelState,
+    planned: Schedule,
+    layout: VisualLayout,
+    rows: BudgetRows,
+    target: TargetMachine,
 ) -> BudgetFit:
     def need(tokens: int) -> MemoryNeed:
         built = kind == "engines"
@@ -237,9 +242,9 @@ def _budget_fit(
     )
 
 
-def _bounds(board: Board, rows: Rows, weights: int, step: int) -> Bounds:
+def _bounds(board: Board, rows: BudgetRows, weights: int, step: int) -> TimeBounds:
     per_ms, bytes_per_ms = board.fp16_tflops * 1e9, board.gb_per_s * 1e6
-    return Bounds(
+    return TimeBounds(
         encoder_flops_ms=rows.encoder_flops / per_ms,
         prefill_flops_ms=rows.prefill_flops / per_ms,
         prefill_weights_ms=weights / bytes_per_ms,

@@ -10,9 +10,10 @@ from rich.text import Text
 from sinkprune.contract.system.memory_need import gigabytes
 from sinkprune.jetson.fit import TYPICAL_NEW_TOKENS, BudgetFit, ModelFit
 from sinkprune.jetson.recommendation import Recommendation
-from sinkprune.jetson.report import Report
-from sinkprune.jetson.times import COMPUTE, Share
-from sinkprune.runtime.commands import plain
+from sinkprune.jetson.report import DoctorReport
+from sinkprune.jetson.times import COMPUTE, PeakUtilisation, TimeRange
+from sinkprune.runtime.commands import plain_text
+from sinkprune.runtime.commands.table_console import make_table
 
 _UNKNOWN = "-"
 
@@ -23,7 +24,7 @@ def heading(model: ModelFit) -> str:
     return f"{model.name}: {model.visual_tokens} visual tokens of a {width}x{height} picture, on {model.backend}"
 
 
-def budgets(model: ModelFit) -> Table:
+def budget_table(model: ModelFit) -> Table:
     """Return a row for each form of weights and budget: memory, times and the longest context."""
     timed = _timed(model)
     table = make_table(["weights", "budget"], ["visual", "GB", *_time_headings(timed), "text"])
@@ -32,12 +33,12 @@ def budgets(model: ModelFit) -> Table:
         for budget, rows in model.rows.items():
             fit = form.budgets[budget]
             visual = ">".join(map(str, (model.visual_tokens, rows.tokens_per_layer[0], rows.tokens_per_layer[-1])))
-            table.add_row(name, plain(budget), visual, _memory(fit), *_time_cells(fit), _text(fit))
+            table.add_row(name, plain_text(budget), visual, _memory(fit), *_time_cells(fit), _text(fit))
             name = ""
     return table
 
 
-def builds(model: ModelFit) -> Table:
+def build_table(model: ModelFit) -> Table:
     """Return a row for each form of weights: the size of its files, and the needs of building its engines."""
     table = make_table(["weights"], ["files GB", "build: memory GB", "disk GB", "disk GB with --move", "fits"])
     for form in model.forms:
@@ -67,7 +68,7 @@ def overview(models: Sequence[ModelFit], recommended: Sequence[Recommendation]) 
     return table
 
 
-def legend(report: Report) -> Iterator[str]:
+def legend(report: DoctorReport) -> Iterator[str]:
     """Yield what the columns of the tables mean, and how the ranges were derived."""
     model = report.models[0]
     yield f"GB: memory for one picture, a prompt of {model.prompt_tokens} tokens and {model.new_tokens} new tokens."
@@ -82,7 +83,7 @@ def legend(report: Report) -> Iterator[str]:
         yield "visual: tokens of the picture > tokens into the LLM > tokens in its last layer."
         if built:
             yield "files: weights without embeddings. build: memory for the largest graph, without activations."
-            yield "disk: what a build takes next to the bundle."
+            yield "disk: what a build takes next to the bundle, at most."
     yield "text: the most tokens of prompt and answer together that fit after the picture."
     if any(form.exported for one in report.models for form in one.forms):
         yield "*: the folder as it is. The other forms are computed, to one per cent of the weights."
@@ -100,29 +101,26 @@ def legend(report: Report) -> Iterator[str]:
     yield "The shares were measured on CPUs, not on a board. Expect the slow end, or slower (docs/doctor.md)."
 
 
-def recommendation(found: Recommendation, report: Report) -> str:
+def recommendation(found: Recommendation, report: DoctorReport) -> str:
     """Return the recommendation for a model, as sentences."""
     text = f"{found.model}: {found.weights} at {found.budget} on {found.backend}. {found.why}"
     if found.answer_ms:
         text += (
             f" One picture, a prompt of {report.models[0].prompt_tokens} tokens and {TYPICAL_NEW_TOKENS} new tokens "
-            f"take {found.answer_ms.least / 1e3:.1f} to {found.answer_ms.most / 1e3:.1f} s."
+            f"take {_seconds(found.answer_ms)}."
         )
     return f"{text} {found.faster}" if found.faster else text
 
 
-def _share(share: Share) -> str:
+def _seconds(times: TimeRange) -> str:
+    """Return a range in seconds, or in milliseconds where tenths of a second are too coarse."""
+    if times.least < 1000:
+        return f"{times.range.replace('-', ' to ')} ms"
+    return f"{times.least / 1e3:.1f} to {times.most / 1e3:.1f} s"
+
+
+def _share(share: PeakUtilisation) -> str:
     return f"{share.least:.2f}-{share.most:.2f}"
-
-
-def make_table(left: Sequence[str], right: Sequence[str] = ()) -> Table:
-    """Return an empty table with left-aligned and then right-aligned columns."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in left:
-        table.add_column(name, no_wrap=True)
-    for name in right:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
 
 
 def _timed(model: ModelFit) -> bool:

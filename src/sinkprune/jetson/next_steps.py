@@ -13,7 +13,7 @@ from sinkprune.jetson.fit import BOARD_BACKEND, ModelFit
 from sinkprune.jetson.recommendation import Recommendation, recommend
 
 _OF_A_PRESET = "# true shapes; for its weights give the checkpoint, without --random-weights"
-_REQUEST = '--image PICTURE.jpg --prompt "What is in front of me?"'
+_REQUEST = '--image PICTURE.jpg --prompt "QUESTION"'
 
 
 def recommendations(models: Sequence[ModelFit], findings: Sequence[Finding]) -> list[Recommendation]:
@@ -64,8 +64,7 @@ def _commands(model: ModelFit, found: Recommendation, dialect: DialectName) -> I
 def _with_folder(model: ModelFit, found: Recommendation) -> Iterator[str]:
     folder = shlex.quote(model.name)
     if model.kind == "engines":
-        # The engines limit the prompt, so the user chooses it.
-        yield f"sinkprune-run {folder} --image PICTURE.jpg --prompt QUESTION --budget {found.budget}"
+        yield f"sinkprune-run {folder} {_REQUEST} --budget {found.budget}"
     elif model.backend == BOARD_BACKEND:
         engines = shlex.quote(f"{model.name.rstrip('/')}-engines")
         limits = f"--max-prompt {2 * model.prompt_tokens} --max-new-tokens {model.new_tokens}"

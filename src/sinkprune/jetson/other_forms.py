@@ -12,7 +12,7 @@ _BITS: dict[WeightsName, int] = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, 
 _IN_BLOCKS = ("int4", "uint4")
 
 
-def stored_as(manifest: Manifest, precision: PrecisionName, form: WeightsName) -> Manifest:
+def manifest_in_form(manifest: Manifest, precision: PrecisionName, form: WeightsName) -> Manifest:
     """Return the manifest of an export with `--precision` and `--weights`, without the files' sums.
 
     As in the export, a tower next to quantised weights is int8, and blocks have 128 weights. All weights of a graph

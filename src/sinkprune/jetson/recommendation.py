@@ -9,7 +9,7 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.precision import PrecisionName
 from sinkprune.contract.system.memory_need import gigabytes
 from sinkprune.jetson.fit import BOARD_BACKEND, BudgetFit, FormFit, ModelFit
-from sinkprune.jetson.times import Milliseconds
+from sinkprune.jetson.times import TimeRange
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Recommendation:
     """Whether the folder can run unchanged; else the model must first be exported in this form."""
     budget: str
     backend: str
-    answer_ms: Milliseconds | None
+    answer_ms: TimeRange | None
     """The time of a typical request; None if the machine's speed is unknown."""
     why: str
     """The reason, as a sentence."""
@@ -33,7 +33,7 @@ class Recommendation:
     """The weights that would answer sooner than those of the folder, as a sentence; None if there are none."""
 
 
-def choices(model: ModelFit) -> Iterator[FormFit]:
+def usable_forms(model: ModelFit) -> Iterator[FormFit]:
     """Yield the forms of weights that fit, that the backend supports, and that can be built if necessary."""
     for form, _ in model.fitting():
         builds = model.backend != BOARD_BACKEND or form.build is None or form.build.fits is not False
@@ -47,13 +47,13 @@ def refused_by_backend(model: ModelFit, form: FormFit) -> bool:
     return model.backend == BOARD_BACKEND and not built and (form.precision != "fp16" or "uint4" in form.weights)
 
 
-def best_choice(model: ModelFit) -> tuple[FormFit, str] | None:
+def best_form(model: ModelFit) -> tuple[FormFit, str] | None:
     """Return the form that answers soonest and its budget; None if no form can run.
 
     The budget comes first: the largest pruned one that fits in any form, because it is the most accurate. Then comes
     the quickest form that fits at this budget, whether the folder has it or not.
     """
-    forms = list(choices(model))
+    forms = list(usable_forms(model))
     budget = next((name for name in _pruned_first(model) if any(_fits(form, name) for form in forms)), None)
     if budget is None:
         return None
@@ -65,14 +65,14 @@ def recommend(model: ModelFit, *, as_it_is: bool) -> Recommendation | None:
 
     `as_it_is` is False if a finding forbids the folder unchanged.
     """
-    best = best_choice(model)
+    best = best_form(model)
     if best is None:
         return None
     form, budget = best
-    own = next((form for form in choices(model) if form.exported and as_it_is), None)
+    own = next((form for form in usable_forms(model) if form.exported and as_it_is), None)
     if own is not None:
         form, budget = own, next(name for name in _pruned_first(model) if _fits(own, name))
-    compared = [name for name in choices(model) if _fits(name, budget)]
+    compared = [name for name in usable_forms(model) if _fits(name, budget)]
     return Recommendation(
         model=model.name,
         weights=form.decoder_form,
@@ -101,7 +101,7 @@ def _slowness(form: FormFit, budget: str) -> float:
     return fit.times.answer.most if fit.times else float(fit.decode_bytes)
 
 
-def _answer(fit: BudgetFit) -> Milliseconds | None:
+def _answer(fit: BudgetFit) -> TimeRange | None:
     return fit.times.answer if fit.times else None
 
 

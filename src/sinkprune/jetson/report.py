@@ -8,15 +8,15 @@ from pathlib import Path
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import DialectName
-from sinkprune.jetson.boards import Board, Boards, JetPack, Source
+from sinkprune.jetson.boards import Board, Boards, FactSource, JetPack
 from sinkprune.jetson.findings import Finding, machine_findings, model_findings
-from sinkprune.jetson.fit import BOARD_BACKEND, Kind, ModelFit, Target, fit
+from sinkprune.jetson.fit import BOARD_BACKEND, ModelFit, ModelState, TargetMachine, fit
 from sinkprune.jetson.host.machine import Machine
 from sinkprune.jetson.host.power_mode import ModeFacts, mode_facts
 from sinkprune.jetson.next_steps import first_steps, next_steps, recommendations
 from sinkprune.jetson.presets import preset_manifest, read_presets
 from sinkprune.jetson.recommendation import Recommendation
-from sinkprune.jetson.times import SHARES, Share
+from sinkprune.jetson.times import SHARES, PeakUtilisation
 from sinkprune.runtime.backends.compatibility import usual_backend
 from sinkprune.runtime.backends.known import ON_CPU
 
@@ -34,7 +34,7 @@ class Query:
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """A machine or board, the models that fit it, and what to do next."""
 
     machine: Machine | None
@@ -42,7 +42,7 @@ class Report:
     board: str | None
     """The board's name; None if the machine is no known board."""
     board_facts: Board | None
-    sources: dict[str, Source]
+    sources: dict[str, FactSource]
     """The sources of the board's facts, by the names in `Board.sources`."""
     jetpack: JetPack | None
     """The facts about the installed JetPack."""
@@ -55,7 +55,7 @@ class Report:
     """Whether `models` are all presets, because the user named no model."""
     power_modes: tuple[ModeFacts, ...]
     """The board's power modes; empty without a known board."""
-    shares: dict[str, Share]
+    shares: dict[str, PeakUtilisation]
     """The measured shares of a peak that ranges of times are derived from, as in `SHARES`."""
     recommendations: tuple[Recommendation, ...]
     """How to run each model that can run."""
@@ -65,22 +65,22 @@ class Report:
     """Commands to run next."""
 
 
-def report_on_machine(machine: Machine, boards: Boards, query: Query) -> Report:
+def report_on_machine(machine: Machine, boards: Boards, query: Query) -> DoctorReport:
     """Return the report on this machine."""
     board = boards.board(machine.board) if machine.board else None
     jetpack = boards.jetpack(machine.jetpack.l4t) if machine.jetpack.l4t else None
     backend = query.backend or _backend(machine)
     timed = board if backend == BOARD_BACKEND else None
-    target = Target(backend, machine.free_bytes or 0, timed, machine.disk_free_bytes)
+    target = TargetMachine(backend, machine.free_bytes or 0, timed, machine.disk_free_bytes)
     dialect = jetpack.dialect if jetpack else "opset20" if machine.chip else "opset24"
     return _report(boards, query, target, dialect, machine.board, machine, jetpack)
 
 
-def report_on_board(name: str, boards: Boards, query: Query) -> Report:
+def report_on_board(name: str, boards: Boards, query: Query) -> DoctorReport:
     """Return the report on a board elsewhere. Raises `UnknownBoardError`."""
     board = boards.board(name)
     backend = query.backend or BOARD_BACKEND
-    target = Target(backend, boards.usable_bytes(board), board if backend == BOARD_BACKEND else None)
+    target = TargetMachine(backend, boards.usable_bytes(board), board if backend == BOARD_BACKEND else None)
     # Every TensorRT of the board's JetPacks supports opset20.
     dialect: DialectName = "opset20" if backend == BOARD_BACKEND else "opset24"
     return _report(boards, query, target, dialect, name)
@@ -89,12 +89,12 @@ def report_on_board(name: str, boards: Boards, query: Query) -> Report:
 def _report(
     boards: Boards,
     query: Query,
-    target: Target,
+    target: TargetMachine,
     dialect: DialectName,
     name: str | None,
     machine: Machine | None = None,
     jetpack: JetPack | None = None,
-) -> Report:
+) -> DoctorReport:
     models = tuple(_fit(model, dialect, target, query.picture) for model in query.models or read_presets())
     findings = [*machine_findings(machine, boards)] if machine else []
     if query.models:
@@ -105,7 +105,7 @@ def _report(
     recommended = recommendations(models, findings)
     facts = boards.board(name) if name else None
     used = {*facts.sources.values()} if facts else set()
-    return Report(
+    return DoctorReport(
         machine=machine,
         board=name,
         board_facts=facts,
@@ -134,7 +134,7 @@ def _backend(machine: Machine) -> str:
     return "openvino" if imports("openvino") else "ort-cpu"
 
 
-def _fit(model: str, dialect: DialectName, target: Target, picture: tuple[int, int]) -> ModelFit:
+def _fit(model: str, dialect: DialectName, target: TargetMachine, picture: tuple[int, int]) -> ModelFit:
     """Return how a bundle, engines or a preset fits. A folder with the name of a preset comes first.
 
     Raises `BundleError`, `EnginesError` and `UsageError`.
@@ -142,14 +142,14 @@ def _fit(model: str, dialect: DialectName, target: Target, picture: tuple[int, i
     presets = read_presets()
     if Path(model).exists():
         bundle = read_runnable(model)
-        kind: Kind = "engines" if bundle.engines else "bundle"
+        kind: ModelState = "engines" if bundle.engines else "bundle"
         return fit(model, kind, bundle.manifest, _own_target(model, bundle, target), picture)
     if model not in presets:
         raise UsageError(f"'{model}' is no folder and no preset; presets: {', '.join(presets)}.")
     return fit(model, "preset", preset_manifest(model, presets[model], dialect), target, picture)
 
 
-def _own_target(model: str, bundle: Bundle, target: Target) -> Target:
+def _own_target(model: str, bundle: Bundle, target: TargetMachine) -> TargetMachine:
     """Return the target for a bundle or for engines, which fix the backend.
 
     Raises `UsageError` for engines of a GPU whose memory is unknown here.

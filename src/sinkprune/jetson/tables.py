@@ -12,23 +12,23 @@ from sinkprune.contract.system.memory_need import gigabytes
 from sinkprune.jetson.boards import Board
 from sinkprune.jetson.findings import Finding
 from sinkprune.jetson.host.machine import Machine
-from sinkprune.jetson.host.power_mode import Clock, ModeFacts
+from sinkprune.jetson.host.power_mode import ClockFrequency, ModeFacts
 from sinkprune.jetson.host.python_environment import Library
-from sinkprune.jetson.model_tables import budgets, builds, heading, legend, make_table, overview, recommendation
-from sinkprune.jetson.report import Report
-from sinkprune.runtime.commands import plain
-from sinkprune.runtime.commands.table_console import TableConsole
+from sinkprune.jetson.model_tables import budget_table, build_table, heading, legend, overview, recommendation
+from sinkprune.jetson.report import DoctorReport
+from sinkprune.runtime.commands import plain_text
+from sinkprune.runtime.commands.table_console import TableConsole, make_table
 
 _WIDTH = 100
 _UNKNOWN = "-"
 
 
-def print_report(report: Report) -> None:
+def print_report(report: DoctorReport) -> None:
     """Print a report."""
     console = TableConsole(_WIDTH, soft_wrap=False)
     rows = _machine_rows(report.machine) if report.machine else iter(())
     for name, text in (*rows, *_board_rows(report.board_facts, report)):
-        console.print(Text.assemble((f"{name:<14}", "bold"), plain(text)), soft_wrap=True)
+        console.print(Text.assemble((f"{name:<14}", "bold"), plain_text(text)), soft_wrap=True)
     for finding in report.findings:
         console.print(_finding(finding), soft_wrap=True)
     if report.machine and not report.findings:
@@ -41,28 +41,28 @@ def print_report(report: Report) -> None:
         console.print(overview(report.models, report.recommendations))
     for model in () if report.overview else report.models:
         console.print()
-        console.print(plain(heading(model)), style="bold", soft_wrap=True)
-        console.print(budgets(model))
+        console.print(plain_text(heading(model)), style="bold", soft_wrap=True)
+        console.print(budget_table(model))
         if any(form.build for form in model.forms):
             console.print()
-            console.print(builds(model))
+            console.print(build_table(model))
     console.print()
     for line in legend(report):
-        console.print(plain(line), style="dim")
+        console.print(plain_text(line), style="dim")
     _print_advice(console, report)
 
 
-def _print_advice(console: TableConsole, report: Report) -> None:
+def _print_advice(console: TableConsole, report: DoctorReport) -> None:
     """Print recommendations, and either what to do first or the commands to run next."""
     if report.recommendations and not report.overview:
         console.print("\nRecommended:", style="bold")
         for found in report.recommendations:
-            console.print(plain(f"  {recommendation(found, report)}"), soft_wrap=True)
+            console.print(plain_text(f"  {recommendation(found, report)}"), soft_wrap=True)
     for title, lines in (("First:", report.first), ("Next:", report.next)):
         if lines:
             console.print(f"\n{title}", style="bold")
         for line in lines:
-            console.print(plain(f"  {line}"), soft_wrap=True)
+            console.print(plain_text(f"  {line}"), soft_wrap=True)
     if report.first and not report.next:
         console.print("  Then run sinkprune-doctor again: it prints the commands.")
 
@@ -72,7 +72,7 @@ def _power_modes(modes: Sequence[ModeFacts]) -> Table:
     for mode in modes:
         name = f"{mode.name}{' (now)' if mode.current else ''}"
         holds = "of this mode" if mode.bounds_hold else "slower; clocks of this mode are not known here"
-        table.add_row(plain(name), f"{mode.watts} W" if mode.watts else "no limit", holds)
+        table.add_row(plain_text(name), f"{mode.watts} W" if mode.watts else "no limit", holds)
     return table
 
 
@@ -118,7 +118,7 @@ def _machine_rows(machine: Machine) -> Iterator[tuple[str, str]]:
     yield "disk", f"{free} free at {machine.disk}"
 
 
-def _board_rows(board: Board | None, report: Report) -> Iterator[tuple[str, str]]:
+def _board_rows(board: Board | None, report: DoctorReport) -> Iterator[tuple[str, str]]:
     if board is None:
         return
     yield "module", f"{board.module}, sm_{board.sm}"
@@ -131,10 +131,10 @@ def _board_rows(board: Board | None, report: Report) -> Iterator[tuple[str, str]
 
 def _finding(finding: Finding) -> Text:
     mark, style = ("stop", "bold red") if finding.stops else ("note", "yellow")
-    return Text.assemble((f"{mark}: ", style), plain(finding.found), "\n      ", plain(finding.do))
+    return Text.assemble((f"{mark}: ", style), plain_text(finding.found), "\n      ", plain_text(finding.do))
 
 
-def _clock(clock: Clock) -> str:
+def _clock(clock: ClockFrequency) -> str:
     parts = [f"{clock.now} MHz" if clock.now else "", f"of {clock.most}" if clock.most else "", clock.governor or ""]
     return " ".join(filter(None, parts)) or _UNKNOWN
 

@@ -8,7 +8,7 @@ from sinkprune.contract.precision import WeightsName
 
 
 @dataclass(frozen=True)
-class Share:
+class PeakUtilisation:
     """The share of a processor's peak that was reached elsewhere."""
 
     least: float
@@ -17,19 +17,20 @@ class Share:
     """The measurement, and where it is documented."""
 
 
-_PRODUCTS = Share(
+_PRODUCTS = PeakUtilisation(
     0.45,
     0.9,
     "share of the peak FLOPs in prefill: on two cores 0.48 of llava-1.5-7b in int4 on ort-cpu+openvino, where int8 "
     "products count four times the 430 GFLOP/s of fp32, and 0.89 of llava-1.1b in fp32 at retain-32 (README.md, "
     "docs/savings.md)",
 )
-_SIXTEEN_BITS = Share(0.83, 0.89, "share of a plain memory read in decode, bf16 on two cores (docs/peers.md)")
-_INT8 = Share(0.68, 0.8, "share of a plain memory read in decode, int8 on two cores (docs/peers.md)")
-_INT4 = Share(0.41, 0.79, "share of a plain memory read in decode, int4 on two cores (docs/peers.md)")
+_READS = "share of a plain memory read in decode, {} on two cores (docs/measurements/peers-llava-1.1b.md)"
+_SIXTEEN_BITS = PeakUtilisation(0.83, 0.89, _READS.format("bf16"))
+_INT8 = PeakUtilisation(0.68, 0.8, _READS.format("int8"))
+_INT4 = PeakUtilisation(0.41, 0.79, _READS.format("int4"))
 COMPUTE = "prefill"
 """The key of the share of FLOPs in `SHARES`. All other keys are forms of weights."""
-SHARES: dict[str, Share] = {
+SHARES: dict[str, PeakUtilisation] = {
     COMPUTE: _PRODUCTS,
     "fp32": _SIXTEEN_BITS,
     "fp16": _SIXTEEN_BITS,
@@ -43,7 +44,7 @@ reaches, so expect the slow end of each range, or slower."""
 
 
 @dataclass(frozen=True)
-class Bounds:
+class TimeBounds:
     """The least milliseconds by a board's datasheet."""
 
     encoder_flops_ms: float
@@ -65,9 +66,9 @@ class Bounds:
         """Whether reading the weights bounds the prefill, not FLOPs."""
         return self.prefill_weights_ms > self.prefill_flops_ms
 
-    def at(self, computing: float, reading: float) -> Bounds:
+    def at(self, computing: float, reading: float) -> TimeBounds:
         """Return the milliseconds at these shares of the peak FLOPs and of the memory's peak bandwidth."""
-        return Bounds(
+        return TimeBounds(
             self.encoder_flops_ms / computing,
             self.prefill_flops_ms / computing,
             self.prefill_weights_ms / reading,
@@ -76,7 +77,7 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Milliseconds:
+class TimeRange:
     """The bound of a time, and its expected range."""
 
     bound: float
@@ -99,22 +100,22 @@ def _rounded(milliseconds: float) -> str:
 
 
 @dataclass(frozen=True)
-class Times:
+class ExpectedTimes:
     """The times of a request's parts, without preparing the picture."""
 
-    ttft: Milliseconds
+    ttft: TimeRange
     """Vision tower, projector and prefill: the first token."""
-    token: Milliseconds
+    token: TimeRange
     """Each later token."""
-    answer: Milliseconds
+    answer: TimeRange
     """The whole answer of a typical request."""
 
 
-def expected_times(bounds: Bounds, form: WeightsName, new_tokens: int) -> Times:
+def expected_times(bounds: TimeBounds, form: WeightsName, new_tokens: int) -> ExpectedTimes:
     """Return the bounds and ranges for decoder weights stored in `form` and an answer of `new_tokens`."""
     computing, reading = SHARES[COMPUTE], SHARES[form]
     cases = (bounds, bounds.at(computing.most, reading.most), bounds.at(computing.least, reading.least))
     ttft = [case.encoder_flops_ms + case.prefill_ms for case in cases]
     token = [case.token_ms for case in cases]
     answer = [first + (new_tokens - 1) * later for first, later in zip(ttft, token, strict=True)]
-    return Times(Milliseconds(*ttft), Milliseconds(*token), Milliseconds(*answer))
+    return ExpectedTimes(TimeRange(*ttft), TimeRange(*token), TimeRange(*answer))

@@ -22,7 +22,7 @@ class Camera:
 
         with Camera(cv2.VideoCapture(0).read, order="bgr") as camera:
             for frame in camera:
-                answer = pipeline.generate(frame, "Is the way clear?", deadline_ms=300)
+                answer = pipeline.generate(frame, "Is the way clear?", deadline_ms=300, max_new_tokens=8)
 
     A thread calls `read` repeatedly and keeps the last frame only. `read` takes no arguments and waits for the next
     frame. It returns a uint8 [height,width,3] array, or a flag and such an array, as in OpenCV. None or a false flag

@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.media.clip import Clip, Picture, Shown
+from sinkprune.runtime.media.clip import Clip, Picture, SampledFrames
 from sinkprune.runtime.media.images import read_image, to_rgb
 from sinkprune.runtime.media.video_file import VideoFile
 from sinkprune.runtime.steps.answer import Answer, Kept
@@ -43,7 +43,7 @@ _HATCH = 16
 
 
 @dataclass(frozen=True)
-class Fates:
+class TokenFates:
     """The fate of each of N tokens, as boolean masks [N]."""
 
     sink: Array
@@ -68,7 +68,7 @@ class Fates:
         return alive
 
 
-def token_fates(kept: Kept) -> Fates:
+def token_fates(kept: Kept) -> TokenFates:
     """Return the fates of all G*N tokens of a pruned picture, from the selection of the graphs."""
     (groups, n), counts = kept.norms.shape, kept.schedule.counts
     if counts is None:
@@ -90,7 +90,7 @@ def token_fates(kept: Kept) -> Fates:
         if counts.sink and sink_dropped_after is None and not sink_rows[rows].any():
             sink_dropped_after = layer
     alive, salience = alive.ravel(), salience.ravel()
-    return Fates(sink.ravel(), salience & alive, alive & ~salience, dropped_after, sink_dropped_after)
+    return TokenFates(sink.ravel(), salience & alive, alive & ~salience, dropped_after, sink_dropped_after)
 
 
 def overlay(answer: Answer, picture: PictureLike | Sequence[PictureLike]) -> Image.Image:
@@ -116,13 +116,13 @@ def overlay(answer: Answer, picture: PictureLike | Sequence[PictureLike]) -> Ima
                 f"found a picture of {size[0]}x{size[1]} pixels, the answer is about one of "
                 f"{kept.layout.size[0]}x{kept.layout.size[1]}. Give the pictures of the request, in their order."
             )
-        frames = image.frames if isinstance(image, Shown) else [image] * len(kept.layout.views)
+        frames = image.frames if isinstance(image, SampledFrames) else [image] * len(kept.layout.views)
         drawn.append(draw_overlay(frames, answer.method, kept))
     return stacked(drawn)
 
 
 def _drawable(picture: PictureLike) -> Picture:
-    if isinstance(picture, Shown):
+    if isinstance(picture, SampledFrames):
         return picture
     if isinstance(picture, (Clip, VideoFile)):
         raise UsageError(
@@ -173,7 +173,7 @@ def picture_bytes(picture: Image.Image, path: Path) -> bytes:
     return buffer.getvalue()
 
 
-def _tinted(canvas: Array, boxes: Array, view: range, fates: Fates) -> Array:
+def _tinted(canvas: Array, boxes: Array, view: range, fates: TokenFates) -> Array:
     """Fill the boxes of `view` by their tokens' fates, and pale the picture outside the model's crop."""
     tinted = _mixed(canvas, _OUTSIDE, _SHADE)
     layers = list(fates.dropped_after)
@@ -207,7 +207,7 @@ def _mixed(pixels: Array, colour: Colour, share: float) -> Array:
     return pixels * (1 - share) + np.array(colour) * share
 
 
-def _outline(picture: Image.Image, boxes: Array, view: range, fates: Fates) -> None:
+def _outline(picture: Image.Image, boxes: Array, view: range, fates: TokenFates) -> None:
     draw = ImageDraw.Draw(picture)
     for tokens, colour in ((fates.sink, _SINK), (fates.salience, _SALIENCE), (fates.diversity, _DIVERSITY)):
         for token in filter(tokens.__getitem__, view):
@@ -217,7 +217,7 @@ def _outline(picture: Image.Image, boxes: Array, view: range, fates: Fates) -> N
             draw.rectangle((left + 1, top + 1, *corner), outline=colour, width=2)
 
 
-def _legend(fates: Fates, method: str) -> list[tuple[str, Colour, bool]]:
+def _legend(fates: TokenFates, method: str) -> list[tuple[str, Colour, bool]]:
     """Return the lines of the legend: text, colour, and whether the swatch is filled."""
     sink_fate = (
         f", the sink itself until layer {fates.sink_dropped_after}" if fates.sink_dropped_after is not None else ""

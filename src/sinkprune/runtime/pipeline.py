@@ -7,24 +7,28 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
+from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
-from sinkprune.contract.checks.arguments import check_callable, check_path, check_type
-from sinkprune.contract.costs.cache import cache_costs, cached_costs
+from sinkprune.contract.checks.arguments import check_callable, check_options, check_path, check_type
+from sinkprune.contract.checks.format_value import counted
+from sinkprune.contract.costs.file import cache_costs, cached_costs
 from sinkprune.contract.costs.model import Costs, Place
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.trust import ANY, Trust
 from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
+from sinkprune.runtime.answering import Answering
 from sinkprune.runtime.backends import Backend, Decoder, Engine, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines, own_engines, usual_backend
 from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.deadline.cost_measuring import SECONDS, measure_costs, place_of
+from sinkprune.runtime.deadline.cost_measuring import SECONDS, SECONDS_RANGE, measure_costs, place_of
 from sinkprune.runtime.deadline.other_load import OtherLoad
 from sinkprune.runtime.deadline.policy import BudgetPolicy, DeadlinePolicy
 from sinkprune.runtime.deadline.request_history import RequestHistory
@@ -32,30 +36,33 @@ from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.generate import generate
 from sinkprune.runtime.media.fits import Fit, check_fit
-from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.chain import Chain
+from sinkprune.runtime.steps.choice_scores import ChoiceTokens
 from sinkprune.runtime.steps.embedding import Embedding
-from sinkprune.runtime.steps.encoding import Encoded, encode, run_tower
+from sinkprune.runtime.steps.encoding import EncodedPicture, encode, run_tower
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.observer import NOBODY, Observer
-from sinkprune.runtime.steps.pictures import PictureLike, decoded, see
-from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS, Request, new_request
+from sinkprune.runtime.steps.pictures import PictureLike, decoded, tower_input
+from sinkprune.runtime.steps.prefix_cache import NO_MEMORY, PrefixCache
+from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS, Request, check_request_options, new_request
 from sinkprune.runtime.stream import Stream, StreamState
+from sinkprune.runtime.text.constraint import Grammars, Unconstrained
 from sinkprune.runtime.text.prompt import PromptEncoder
 
 Wrap = Callable[[str, Engine, Backend], Engine]
 """Receives a graph's name, its loaded engine and the backend; returns the engine to run in its place."""
 
 
-class Pipeline:
+class Pipeline(Answering):
     """A loaded bundle. Every budget and the unpruned baseline run on the same engines.
 
     Any number of threads may share a pipeline. Streams may alternate, be closed or be dropped: each answer is the one
     that the request gets alone. On `ort-cpu` and `ort-cuda` threads compute at the same time. On other backends they
     take turns, for a prefill or for one token.
 
-    The parts are public (`family`, `prompts`, `embedding`, `chain`). `see`, `encode`, `lay_out`, `prefill` and
-    `decode_one_token` run the steps of a request on them, one by one. Threads that call these hold `backend.turn`.
+    The parts are public (`family`, `prompts`, `embedding`, `chain`). `tower_input`, `encode`, `lay_out`, `prefill`
+    and `decode_one_token` run the steps of a request on them, one by one. Threads that call these hold
+    `backend.turn`.
     """
 
     def __init__(
@@ -90,6 +97,8 @@ class Pipeline:
         self.limits = built.limits if built else None
         tokenizer = bundle.files[TOKENIZER].read(TOKENIZER_BYTES)
         self.prompts = PromptEncoder(tokenizer, bundle.files[CHAT_TEMPLATE].read(TEMPLATE_BYTES), manifest.tokens)
+        self._stop = tuple(manifest.tokens.stop)
+        self._grammars = Grammars(self.prompts, self._stop)
         self.embedding = Embedding(bundle.files[EMBEDDING], manifest)
         self.chain = Chain(manifest, backend, load, load_decoder)
 
@@ -109,6 +118,7 @@ class Pipeline:
         wrap: Wrap | None = None,
         fit: Fit | None = None,
         during: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+        **unknown: NoReturn,
     ) -> Pipeline:
         """Load a bundle or a folder of engines, by its path or already read; or `engines` built from the bundle.
 
@@ -123,9 +133,11 @@ class Pipeline:
         was already read, `read_runnable` has compared them. `during` is a context that is entered with the name of
         each slow part.
 
-        Raises `BundleError`, `EnginesError`, `BackendError` and `UsageError`, and `TypeError` for an argument of a
-        wrong type.
+        Raises `BundleError`, `EnginesError`, `BackendError` and `UsageError` (`OptionError` for an unknown argument),
+        and `TypeError` for an argument of a wrong type.
         """
+        known = signature(cls.load).parameters.values()
+        check_options(unknown, [one.name for one in known if one.kind == one.KEYWORD_ONLY])
         if not isinstance(bundle, Bundle):
             check_path("bundle", bundle)
         for name, path in (("engines", engines), ("signed_by", signed_by)):
@@ -138,15 +150,15 @@ class Pipeline:
         key = Path(signed_by) if signed_by is not None else None
         pinned, engines_pinned = Trust(sha256, key), Trust(engines_sha256, key)
         if engines is None and engines_sha256 is not None:
-            raise UsageError("a sum of engines was given, and no engines. Give both, or leave out --engines-sha256.")
+            raise UsageError("a sum of engines was given, and no engines. Give both, or leave out the sum.")
         opened = bundle if isinstance(bundle, Bundle) else read_runnable(bundle, pinned)
-        known = opened.trust
-        if sha256 not in (None, known.sha256) or key not in (None, known.signed_by):
+        trusted = opened.trust
+        if sha256 not in (None, trusted.sha256) or key not in (None, trusted.signed_by):
             raise UsageError(
                 f"the bundle '{opened.path}' was read already, and not compared with this sum or key. Give them to "
                 "read_runnable, as in read_runnable(path, Trust(sha256, key))."
             )
-        if not check_sums and (known != ANY or engines_pinned != ANY):
+        if not check_sums and (trusted != ANY or engines_pinned != ANY):
             raise UsageError(
                 f"the bundle '{opened.path}' or its engines are pinned by a sum or a key, and their files were not "
                 "to be compared with it. Leave out --skip-sums (check_sums=False)."
@@ -165,51 +177,28 @@ class Pipeline:
         pipeline.load_ms = (time.perf_counter() - began) * 1e3
         return pipeline
 
-    def generate(
-        self,
-        image: PictureLike | Sequence[PictureLike],
-        prompt: str | Sequence[str],
-        *,
-        on_text: Callable[[str], None] | None = None,
-        observer: Observer = NOBODY,
-        **options: Any,
-    ) -> Answer:
-        """Return the whole answer. Takes what `stream` takes; `on_text` receives each piece of text as it comes."""
-        if on_text is not None:
-            check_callable("on_text", on_text)
-        return self.stream(image, prompt, observer=observer, **options).rest(on_text)
-
-    def stream(
-        self,
-        image: PictureLike | Sequence[PictureLike],
-        prompt: str | Sequence[str],
-        *,
-        observer: Observer = NOBODY,
-        **options: Any,
-    ) -> Stream:
-        """Return the answer's text as a stream of pieces; after the last, `Stream.answer` is the whole `Answer`.
-
-        `image` is a Pillow image, a uint8 [height,width,3] array, a file, a `Clip` or a `VideoFile`, or a list of
-        these. `prompt` follows the images. A list of texts surrounds them: one text before each image, and one after
-        the last. `options` are the fields of `Request`: `budget`, `method`, `max_new_tokens`, `min_new_tokens`,
-        `stop`, `system`, `temperature`, `top_p`, `seed`, `deadline_ms`; and `order`, "bgr" for arrays with OpenCV's
-        order of channels.
-
-        Raises at once `TypeError`, `UsageError` (`OptionError` for an unknown option), `PromptError`, `BudgetError`,
-        and `ImageError` for an object that is no picture. Reading the first piece raises `ImageError`, `PromptError`,
-        `PruningError` and `NumericsError`.
-        """
-        check_type("observer", observer, (Observer,), "an Observer")
-        return self.answer(self.new_request(image, prompt, **options), observer)
-
     def answer(self, request: Request, observer: Observer = NOBODY) -> Stream:
-        """Return the stream of a request, with each step reported to `observer`; raises what `stream` does."""
-        plan, state = self.bundle.manifest.plan(request.method, request.budget), StreamState()
-        return Stream(generate(self._model, request, plan, lambda: self._policy(request), observer, state), state)
+        return self.answer_with(NO_MEMORY, request, observer)
 
-    def encode(self, image: PictureLike) -> Encoded:
+    def answer_with(self, memory: PrefixCache, request: Request, observer: Observer = NOBODY) -> Stream:
+        """Do what `answer` does, with the `memory` of a session."""
+        plan, state = self.bundle.manifest.plan(request.method, request.budget), StreamState()
+        form: Unconstrained | ChoiceTokens = self._grammars.constraint(
+            request.schema, request.regex, request.min_new_tokens
+        )
+        timed = request
+        if request.choice:
+            ids = tuple(tuple(self.prompts.answer_ids(text)) for text in request.choice)
+            form = ChoiceTokens(tuple(request.choice), ids, self._stop)
+            request = replace(request, max_new_tokens=max(map(len, ids)))
+            # Each pass takes about the time of a token.
+            timed = replace(request, max_new_tokens=1 + len(form.passes))
+        steps = generate(self._model, request, plan, form, lambda: self._policy(timed), observer, state, memory)
+        return Stream(steps, state)
+
+    def encode(self, image: PictureLike) -> EncodedPicture:
         """Return an image as the unpruned LLM receives it, with norms and salience; raises `ImageError`."""
-        inputs, _ = see(image, decoded(image, self.family), self.family, self.bundle.manifest)
+        inputs, _ = tower_input(image, decoded(image, self.family), self.family, self.bundle.manifest)
         clock = Stopwatch(self.backend)
         with self.backend.turn:
             return encode(self.chain, None, run_tower(self.chain, inputs, clock), clock)
@@ -224,25 +213,24 @@ class Pipeline:
     ) -> Costs:
         """Measure the costs of requests like this one on this machine, and load all budgets.
 
-        Requests with a deadline need these costs. Every budget answers at least four times: this takes about
-        `seconds`, or minutes with a large model. Takes what `stream` takes. With `deadline_ms`, budgets that are far
-        too slow are left out. Sets and returns `costs`, and writes them to the user's cache folder, if possible, for
-        later processes. Raises what `generate` raises.
+        Requests with a deadline need these costs. Repeats measurements for `seconds`, from 0 to 86400, but every
+        budget answers five times or more. So this takes 3 to 15 seconds for a small model, even with 0, and minutes
+        for a large one. Takes what `stream` takes. With `deadline_ms`, budgets that are far too slow are left out.
+        Sets and returns `costs`, and writes them to the user's cache folder, if possible, for later processes. Raises
+        what `generate` raises.
         """
+        check_request_options(options, "seconds")
         return self.measure_costs(self.new_request(image, prompt, **options), seconds)
 
     def new_request(
         self, image: PictureLike | Sequence[PictureLike], prompt: str | Sequence[str], **options: Any
     ) -> Request:
-        """Return the checked request that `stream` answers; takes what `stream` takes, except `observer`.
-
-        The default of `max_new_tokens` is lower where engines were built for shorter answers.
-        """
         most = self.limits.new_tokens if self.limits else DEFAULT_NEW_TOKENS
         return new_request(image, prompt, **{"max_new_tokens": min(DEFAULT_NEW_TOKENS, most), **options})
 
     def measure_costs(self, request: Request, seconds: float = SECONDS) -> Costs:
-        """Do what `warm_up` does, for a `Request`; raises what `answer` raises."""
+        """Do what `warm_up` does, for a `Request`; raises what `answer` raises, and `UsageError` for `seconds`."""
+        seconds = SECONDS_RANGE.check(seconds)
         self.load_plans(request.method)
         with self.backend.turn:
             others = OtherLoad()
@@ -267,8 +255,13 @@ class Pipeline:
         return place_of(self.bundle.manifest, self.backend)
 
     def load_plans(self, method: str) -> None:
-        """Load the pruning graphs of all budgets of a method, so that no request waits for them."""
-        for plan in self.bundle.manifest.plans.get(method, {}).values():
+        """Load the pruning graphs of all budgets of a method, so that no request waits for them.
+
+        Raises `BudgetError` for a method that the bundle does not have.
+        """
+        manifest = self.bundle.manifest
+        manifest.plan(method, UNPRUNED)
+        for plan in manifest.plans[method].values():
             self.chain.load_plan(plan)
 
     @property
@@ -284,8 +277,9 @@ class Pipeline:
         if self.costs is None:
             raise UsageError(
                 f"a deadline was given, and the costs of requests on this machine, with {self.place.backend} in "
-                f"{self.place.threads} threads, are not known. Measure them first, with pipeline.warm_up(picture, "
-                "prompt) or --warm-up, or read measured ones: --costs FILE.json."
+                f"{counted(self.place.threads, 'thread')}, are not known. Measure them first, with "
+                "pipeline.warm_up(picture, prompt) or --warm-up, or read measured ones: read_costs or --costs "
+                "FILE.json."
             )
         manifest = self.bundle.manifest
         return DeadlinePolicy(

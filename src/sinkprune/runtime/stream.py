@@ -44,8 +44,18 @@ class Stream(Generator[str, None, Answer]):
 
     def send(self, value: None) -> str:
         """Return the next piece of text, as `next` does; after the last, raise `StopIteration` with the answer."""
+        while not (piece := self.step()):
+            pass
+        return piece
+
+    def step(self) -> str:
+        """Generate one token, and return its text: nothing while a character or a stop string is incomplete.
+
+        After the last token, raise `StopIteration` with the answer. A program that answers several requests in turn
+        calls this, so that none waits for a whole piece of another's text.
+        """
         try:
-            return self._steps.send(value)
+            return next(self._steps)
         except StopIteration as end:
             if end.value is not None:
                 self._answer = end.value

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.calibration.attention.watching import Watch, observe
+from sinkprune.calibration.attention.watching import AttentionObserver, observe
 from sinkprune.calibration.commands import attention
 from sinkprune.calibration.evaluation.report import BASELINE, Combination
 from sinkprune.calibration.tasks import load_task
@@ -59,7 +59,7 @@ def test_means_are_those_of_the_questions(bundle: Bundles, questions: Path, tmp_
     assert {method: [*budgets] for method, budgets in report["methods"].items()} == {
         "sinkpruner": ["retain-192", "retain-64"]
     }
-    watch = Watch()
+    watch = AttentionObserver()
     pipeline = Pipeline.load(bundle("gqa-112"), wrap=watch.wrap)
     runs = {
         BASELINE: report["none"],

@@ -182,3 +182,25 @@ def test_kinds_are_shown_as_they_are_called(bundle: Bundles, task: Path, tmp_pat
     for shown in ("[red]x ", "[/] ", "\\x1b[2Jy ", "[link=file:///]z "):
         assert shown in outcome.stdout
     assert "\x1b" not in outcome.stdout
+
+
+def test_brackets_are_announced_where_there_are_any(bundle: Bundles, task: Path) -> None:
+    arguments = ("sinkprune-evaluate", bundle("gqa-112"), "--task", task, "--budgets")
+    alone, pruned = run(*arguments, "none", "--threads", 1).stdout, run(*arguments, "retain-64").stdout
+    assert "; accuracy in % and its 95 % interval\n" in alone and "brackets" not in alone
+    assert "in brackets the share of none's" in pruned and "%)" in pruned
+    assert ", 1 thread, " in alone
+    # At 0 % of the unpruned model there is no share of it.
+    wrong = task.parent / "wrong.jsonl"
+    wrong.write_text('{"image": "coffee.png", "question": "What is this?", "answer": "zebra crossing"}\n')
+    none_right = run("sinkprune-evaluate", bundle("gqa-112"), "--data", wrong, "--budgets", "retain-64").stdout
+    assert "brackets" not in none_right and "(-)" not in none_right
+    assert "wrong.jsonl, 1 question; accuracy" in none_right
+
+
+@pytest.mark.parametrize("option", ["--budgets", "--methods"])
+def test_an_empty_list_is_refused(
+    option: str, bundle: Bundles, task: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run("sinkprune-evaluate", bundle("gqa-112"), "--data", task, option, " ,")

@@ -14,13 +14,16 @@ from onnx import numpy_helper
 from PIL import Image
 
 from sinkprune import Pipeline
+from sinkprune.calibration.quantising.chain_run import encode_prompts
 from sinkprune.calibration.quantising.products import joined_layers
 from sinkprune.calibration.quantising.report import layer_reports
+from sinkprune.calibration.tasks import load_task
 from sinkprune.contract.bundle import Bundle, read_bundle
+from sinkprune.contract.errors import TaskError
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
 from sinkprune.contract.precision import Array
 from sinkprune.export.rewriting import read_graph
-from sinkprune.export.weights.calibrated_rounding import Inputs, calibrated
+from sinkprune.export.weights.calibrated_rounding import InputProducts, calibrated
 from sinkprune.export.weights.rounding import rounded
 from support.models.tasks import PHOTOS, write_task
 from support.programs.commands import assert_refused, run
@@ -160,7 +163,7 @@ def test_each_of_them_has_the_error_of_its_own_outputs() -> None:
     seen, weight = random.standard_normal((50, 32), np.float32), random.standard_normal((12, 32), np.float32)
     # A layer with small weights, whose error is small in the sum.
     weight[8:10] *= 1e-3
-    found = calibrated(weight, Inputs(seen.T @ seen), 7, 32, np.dtype(np.float32))
+    found = calibrated(weight, InputProducts(seen.T @ seen), 7, 32, np.dtype(np.float32))
     parts = {"q": 8, "k": 2, "v": 2}
     reports = layer_reports("decoder_0", parts, 4, found)
     assert {report.matrix: (report.inputs, report.outputs) for report in reports} == {
@@ -315,3 +318,26 @@ def test_without_a_verb_norms_are_measured(bundle: Bundles, task: Path) -> None:
     assert (bare.code, bare.stderr) == (0, "")
     assert bare == named
     assert "2 pictures" in bare.stdout
+
+
+def test_a_fit_shows_the_whole_pictures(bundle: Bundles, task: Path) -> None:
+    source = read_bundle(bundle("gqa-112"))
+    items = load_task(str(task))[:1]
+    seen = {fit: encode_prompts(source, items, fit)[0].picture for fit in (None, "crop", "pad", "stretch")}
+    assert {fit: prompt.layout.seen_share == 1 for fit, prompt in seen.items()} == {
+        None: False,
+        "crop": False,
+        "pad": True,
+        "stretch": True,
+    }
+
+
+def test_the_fit_of_the_command_reaches_the_prompts(
+    bundle: Bundles, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def noted(source: Bundle, items: object, fit: str | None) -> list[object]:
+        raise TaskError(f"the fit is {fit}")
+
+    monkeypatch.setattr("sinkprune.calibration.quantising.chain_run.encode_prompts", noted)
+    words = (bundle("gqa-112"), "--data", task, "-o", tmp_path / "out", "--weights", "int4", "--fit", "pad")
+    assert_refused(run("sinkprune-calibrate", "quantize", *words), "the fit is pad")

@@ -10,7 +10,13 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.calibration.scheduling.attention import Attended, Measurements, attend, lost, space_of
+from sinkprune.calibration.scheduling.attention import (
+    Measurements,
+    PictureAttention,
+    dropped_attention,
+    measure_attention,
+    plan_space,
+)
 from sinkprune.calibration.scheduling.grid import sanitizers, sizes
 from sinkprune.calibration.scheduling.trials import TRIAL, Trials
 from sinkprune.contract.budgets import Budget, Share
@@ -31,7 +37,7 @@ def test_a_stage_keeps_what_the_text_attends_to_most(
     for number, cut in enumerate(cuts):
         trials.add(f"after {number}", every, (cut,))
     trials.add("some", some, ())
-    found = attend(pipeline, photo, QUESTION, ["some"])
+    found = measure_attention(pipeline, photo, QUESTION, ["some"])
     for number, cut in enumerate(cuts):
         answer = pipeline.generate(photo, QUESTION, method=TRIAL, budget=f"after {number}", max_new_tokens=1)
         kept = answer.kept.after_stage[cut]
@@ -44,11 +50,11 @@ def test_a_stage_keeps_what_the_text_attends_to_most(
 def test_what_is_lost_beside_plain_loops() -> None:
     random = np.random.default_rng(3)
     attended = [
-        Attended(random.uniform(0, 1, (2, tokens)), [random.permutation(tokens)[:kept] for kept in (5, 12)])
+        PictureAttention(random.uniform(0, 1, (2, tokens)), [random.permutation(tokens)[:kept] for kept in (5, 12)])
         for tokens in (20, 30)
     ]
     stages, selects, seen = [Share(1, 10), Share(1, 3)], [0, 1], [0, 1, 1]
-    before, after = lost(attended, stages, selects, seen)
+    before, after = dropped_attention(attended, stages, selects, seen)
     assert before.shape == (2, 3) and after.shape == (2, 2, 3, 2)
     for sanitizer, segment in np.ndindex(2, 3):
         gone = []
@@ -67,9 +73,9 @@ def test_what_is_lost_beside_plain_loops() -> None:
 
 
 def test_cuts_that_were_not_measured_go_by_those_that_were() -> None:
-    attended = [Attended(np.array([[4.0, 3, 2, 1], [1.0, 2, 3, 4]]), [np.arange(4)])]
+    attended = [PictureAttention(np.array([[4.0, 3, 2, 1], [1.0, 2, 3, 4]]), [np.arange(4)])]
     looked = Measurements(attended, (2, 6), (4,), [Share(1, 4), Share(2, 4)], 4)
-    own, more = space_of(looked, (2, 6), 10), space_of(looked, (1, 2, 4, 6, 8), 10)
+    own, more = plan_space(looked, (2, 6), 10), plan_space(looked, (1, 2, 4, 6, 8), 10)
     assert own.layers == (3, 4, 3) and more.layers == (2, 1, 2, 2, 2, 1)
     assert (own.sizes.tolist(), own.kept.tolist()) == ([1, 2], [4])
     # Layer 1 was not measured and takes the values of 2, layer 4 those of 2, layer 8 those of 6.

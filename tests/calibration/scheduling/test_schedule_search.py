@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from itertools import combinations, pairwise, product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from sinkprune.calibration.scheduling import grid
 from sinkprune.calibration.scheduling.search import (
-    Found,
-    MeanTokens,
-    Milliseconds,
-    Space,
+    FoundPlan,
+    LatencyPrice,
+    MeanTokensPrice,
+    PlanSpace,
     best_of_each_sanitizer,
     cheapest,
 )
@@ -20,11 +22,11 @@ from sinkprune.contract.costs.model import Costs, Curve, Place
 TEXT = 9
 
 
-def space(seed: int) -> Space:
+def space(seed: int) -> PlanSpace:
     random = np.random.default_rng(seed)
     sanitizers, segments, sizes = 3, 4, 5
     lost = np.sort(random.uniform(0, 1, (sanitizers, segments - 1, segments, sizes)))[..., ::-1]
-    return Space(
+    return PlanSpace(
         layers=(2, 1, 3, 4),
         kept=np.array([12, 30, 50]),
         sizes=np.array([2, 5, 10, 20, 40]),
@@ -54,7 +56,7 @@ def price_by_hand(found: Costs, rows: list[int], stages: tuple[int, ...], tokens
     return float(total + (new - 1) * found.token.ms(mean))
 
 
-def all_plans(within: Space) -> list[tuple[int, tuple[int, ...], tuple[int, ...], list[int], float]]:
+def all_plans(within: PlanSpace) -> list[tuple[int, tuple[int, ...], tuple[int, ...], list[int], float]]:
     """Sanitizer, stages, sizes, rows of each segment and loss of every plan."""
     plans = []
     for sanitizer, count in product(range(len(within.kept)), range(4)):
@@ -81,11 +83,13 @@ def all_plans(within: Space) -> list[tuple[int, tuple[int, ...], tuple[int, ...]
 @pytest.mark.parametrize("new", [1, 5])
 def test_the_best_plan_at_a_price_is_found(seed: int, new: int) -> None:
     within, found = space(seed), costs(seed)
-    price = Milliseconds(found, within.layers, TEXT, 64, True, new)
+    price = LatencyPrice(found, within.layers, TEXT, 64, True, new)
     plans = [(price_by_hand(found, rows, stages, 64, new), lost, sanitizer, stages, sizes)
              for sanitizer, stages, sizes, rows, lost in all_plans(within)]  # fmt: skip
     prices = sorted(plan[0] for plan in plans)
-    assert cheapest(within, price) == pytest.approx(prices[0])
+    least = cheapest(within, price)
+    assert least.price == pytest.approx(prices[0])
+    assert (least.sanitizer, least.stages, least.sizes) in [plan[2:] for plan in plans if plan[0] < prices[0] + 1e-9]
     for limit in (prices[0] + 1e-9, *np.quantile(prices, [0.2, 0.5, 0.8]), prices[-1] + 1):
         best = min((lost, cost) for cost, lost, *_ in plans if cost <= limit)
         first = best_of_each_sanitizer(within, price, limit)[0]
@@ -96,7 +100,7 @@ def test_the_best_plan_at_a_price_is_found(seed: int, new: int) -> None:
 
 def test_each_sanitizer_has_its_own_best() -> None:
     within = space(3)
-    price = MeanTokens(within.layers)
+    price = MeanTokensPrice(within.layers)
     plans = [
         (rows @ np.array(within.layers) / 10, lost, sanitizer) for sanitizer, _, _, rows, lost in all_plans(within)
     ]
@@ -110,7 +114,15 @@ def test_each_sanitizer_has_its_own_best() -> None:
 
 def test_of_equal_loss_the_cheaper_is_taken() -> None:
     within = space(1)
-    nothing = Space(within.layers, within.kept, within.sizes, 0 * within.lost_before, 0 * within.lost_after)
-    price = MeanTokens(within.layers)
-    found: Found = best_of_each_sanitizer(nothing, price, 1000.0)[0]
-    assert found.price == cheapest(nothing, price)
+    nothing = PlanSpace(within.layers, within.kept, within.sizes, 0 * within.lost_before, 0 * within.lost_after)
+    price = MeanTokensPrice(within.layers)
+    found: FoundPlan = best_of_each_sanitizer(nothing, price, 1000.0)[0]
+    assert found.price == cheapest(nothing, price).price
+
+
+@pytest.mark.parametrize("tokens", [256, 576])
+def test_no_two_sanitizers_keep_as_many_tokens(tokens: int) -> None:
+    """As many salient ones and as many diverse ones are the same plan, whatever its fractions."""
+    manifest = SimpleNamespace(any_resolution=False, most_visual_tokens=tokens, family="llava")
+    counts = [(each.reserve.of(tokens), each.diverse.of(tokens)) for each in grid.sanitizers(manifest)]  # type: ignore[arg-type]
+    assert len(counts) == len({*counts}) > 15

@@ -57,6 +57,30 @@ def test_a_line_has_the_steps_done_the_rate_and_the_time_left() -> None:
     assert unknown.line(100) == "reading\\x1b: 1234.5 M weights in 100 s, 12.3 a second"
 
 
+def test_a_line_has_no_rate_of_the_first_steps_alone() -> None:
+    lines = ProgressLines("asking", 3740, "answers")
+    lines.update(advance=1)
+    assert lines.line(2) == "asking: 1 of 3740 answers in 2 s"
+    lines.update(advance=1)
+    assert lines.line(12) == "asking: 2 of 3740 answers in 12 s"
+    lines.update(advance=1)
+    assert lines.line(3) == "asking: 3 of 3740 answers in 3 s"
+    assert lines.line(10) == "asking: 3 of 3740 answers in 10 s, 0.3 a second, 3.5 h left"
+    lines.update(done=75)
+    assert lines.line(5).endswith("75 of 3740 answers in 5 s, 15 a second, 4 min left")
+
+
+def test_a_line_has_minutes_hours_and_rounded_weights() -> None:
+    lines = ProgressLines("decoder_0", 6.41434, "M weights")
+    lines.update(advance=0.147456)
+    assert lines.line(1).startswith("decoder_0: 0.1 of 6.4 M weights in 1 s, ")
+    lines.update(done=3.2071)
+    assert lines.line(180) == "decoder_0: 3.2 of 6.4 M weights in 3 min, 0.0178 a second, 3 min left"
+    lines.update(done=5.0)
+    assert lines.line(9000).startswith("decoder_0: 5 of 6.4 M weights in 2.5 h, ")
+    assert ProgressLines("waiting").line(180) == "waiting: 3 min"
+
+
 def test_a_line_comes_each_time_and_none_after_the_end_or_on_a_terminal() -> None:
     assert progress_lines.SECONDS >= 10
     with redirect_stderr(io.StringIO()) as stderr:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sinkprune.contract.errors import BundleError
-from sinkprune.contract.files.system_calls import How, Rename, system_rename
+from sinkprune.contract.files.system_calls import Rename, RenameMode, system_rename
 from support.programs.listed_folders import no_such_rename, replace, whole_version, write_folder
 
 
@@ -17,7 +17,7 @@ def acting(act: Callable[[], object]) -> Rename:
     """Return a rename that first runs `act`, once."""
     done: list[object] = []
 
-    def rename(source: Path, target: Path, how: How) -> None:
+    def rename(source: Path, target: Path, how: RenameMode) -> None:
         if not done:
             done.append(act())
         system_rename(source, target, how)
@@ -45,7 +45,7 @@ def test_files_that_appear_at_the_last_moment_are_kept_and_reported(tmp_path: Pa
 def test_an_interrupt_after_the_exchange_loses_nothing(tmp_path: Path) -> None:
     output = write_folder(tmp_path / "bundle", 1)
 
-    def interrupted(source: Path, target: Path, how: How) -> None:
+    def interrupted(source: Path, target: Path, how: RenameMode) -> None:
         (output / "notes.txt").write_text("mine")
         system_rename(source, target, how)
         raise KeyboardInterrupt
@@ -81,8 +81,8 @@ def test_one_of_ours_that_comes_at_the_last_moment(tmp_path: Path) -> None:
 def test_between_two_renames_another_may_be_faster(tmp_path: Path) -> None:
     output, faster = write_folder(tmp_path / "bundle", 1), iter([9])
 
-    def slow(source: Path, target: Path, how: How) -> None:
-        if how is How.NO_REPLACE:
+    def slow(source: Path, target: Path, how: RenameMode) -> None:
+        if how is RenameMode.NO_REPLACE:
             for version in faster:
                 write_folder(output, version)
         no_such_rename(source, target, how)
@@ -95,8 +95,8 @@ def test_between_two_renames_another_may_be_faster(tmp_path: Path) -> None:
 def test_between_two_renames_somebody_else_may_come(tmp_path: Path) -> None:
     output = write_folder(tmp_path / "bundle", 1)
 
-    def slow(source: Path, target: Path, how: How) -> None:
-        if how is How.NO_REPLACE:
+    def slow(source: Path, target: Path, how: RenameMode) -> None:
+        if how is RenameMode.NO_REPLACE:
             output.mkdir()
         no_such_rename(source, target, how)
 
@@ -110,7 +110,7 @@ def test_between_two_renames_somebody_else_may_come(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [FileExistsError(17, "File exists"), PermissionError(1, "Operation not permitted")])
 @pytest.mark.parametrize("there", [None, 1])
 def test_a_rename_that_always_fails_changes_nothing(error: OSError, there: int | None, tmp_path: Path) -> None:
-    def failing(source: Path, target: Path, how: How) -> None:
+    def failing(source: Path, target: Path, how: RenameMode) -> None:
         raise error
 
     output = tmp_path / "bundle"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sinkprune.contract.files.system_calls import How, Rename, move, system_rename
+from sinkprune.contract.files.system_calls import Rename, RenameMode, move, system_rename
 from support.programs.listed_folders import no_such_rename
 
 WAYS = pytest.mark.parametrize("rename", [system_rename, no_such_rename], ids=["one step", "plain"])
@@ -21,7 +21,7 @@ def folder(path: Path, *names: str) -> Path:
 
 def test_two_folders_change_places(tmp_path: Path) -> None:
     one, other = folder(tmp_path / "one", "a"), folder(tmp_path / "other \udcff", "b")
-    system_rename(one, other, How.EXCHANGE)
+    system_rename(one, other, RenameMode.EXCHANGE)
     assert (one / "b").is_file()
     assert (other / "a").is_file()
 
@@ -29,9 +29,9 @@ def test_two_folders_change_places(tmp_path: Path) -> None:
 def test_what_the_system_refuses_is_an_error(tmp_path: Path) -> None:
     one, other = folder(tmp_path / "one"), folder(tmp_path / "other")
     with pytest.raises(FileExistsError, match=r"one' -> .*other'"):
-        system_rename(one, other, How.NO_REPLACE)
+        system_rename(one, other, RenameMode.NO_REPLACE)
     with pytest.raises(FileNotFoundError):
-        system_rename(one, tmp_path / "none", How.EXCHANGE)
+        system_rename(one, tmp_path / "none", RenameMode.EXCHANGE)
 
 
 def test_a_system_without_the_call_is_an_error_that_move_expects(
@@ -39,7 +39,7 @@ def test_a_system_without_the_call_is_an_error_that_move_expects(
 ) -> None:
     monkeypatch.setattr("ctypes.CDLL", lambda *given, **options: object())
     with pytest.raises(OSError, match="Function not implemented"):
-        system_rename(folder(tmp_path / "one", "a"), tmp_path / "two", How.NO_REPLACE)
+        system_rename(folder(tmp_path / "one", "a"), tmp_path / "two", RenameMode.NO_REPLACE)
     move(tmp_path / "one", tmp_path / "two")
     assert (tmp_path / "two" / "a").is_file()
 

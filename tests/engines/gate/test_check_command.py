@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
+from sinkprune import Answer, Pipeline
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import ENGINES, read_engines
 from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.engines.gate.checking import check_engines
 from sinkprune.engines.gate.limits import rounding_of
-from sinkprune.engines.gate.question import Question
+from sinkprune.engines.gate.question import GateQuestion
 from sinkprune.engines.gate.recording import record
 from sinkprune.engines.gate.report import GateReport, first_refusal
 from sinkprune.engines.progress import SILENT
+from sinkprune.runtime import backends
+from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.tensorrt.backend import TensorRTBackend
@@ -79,7 +83,7 @@ def test_honest_engines(target: str, source: Path, built: Built, photo_file: Pat
     command = (source, built(target), "--image", photo_file)
     outcome = run("sinkprune-check", *command)
     assert outcome.code == 0, outcome.stderr
-    assert "REFUSED" not in outcome.stdout
+    assert "REJECTED" not in outcome.stdout
     graphs = len(read_bundle(source).manifest.graphs)
     assert outcome.stdout.count("passed") == graphs + 3
     assert outcome.stdout.endswith(f"\npassed: {graphs} engines, 2 answers\n")
@@ -121,7 +125,7 @@ def test_a_refusal_names_graph_output_limit_and_what_to_try(
     planted = plant(read_bundle(source), built("onnxruntime"), "vision", swapped("norms", "salience"), tmp_path)
     outcome = run("sinkprune-check", source, planted, "--image", photo_file)
     assert outcome.code == 2
-    assert outcome.stdout.count("REFUSED") == 1
+    assert outcome.stdout.count("REJECTED") == 1
     assert "passed:" not in outcome.stdout
     assert outcome.stderr.count("\n") == 1
     for said in ("error: the engine of graph 'vision', by onnxruntime", "'norms'", "may by 0.0001", "Build again"):
@@ -162,7 +166,7 @@ def test_wrong_arguments_are_refused(source: Path, built: Built, photo_file: Pat
 def fakes_checked(source: Path, engines: Path, photo: Image.Image, folder: Path) -> GateReport:
     """Compare fake TensorRT engines on a fake device with the graphs."""
     opened = read_bundle(source)
-    question = Question([photo], "What is on the table?")
+    question = GateQuestion([photo], "What is on the table?")
     fakes = open_engines(engines, opened)
     device = FakeDevice()
     backend = TensorRTBackend("tensorrt", FakeTensorRT(device), device, fakes)
@@ -195,3 +199,51 @@ def test_a_fault_of_tensorrt_on_fakes(
     message = first_refusal(report, read_engines(engines).manifest)
     assert message is not None and f"graph '{graph}', by tensorrt" in message
     assert ("TensorRT 10.3" in message) == (graph == "vision")
+
+
+def test_the_whole_picture_may_be_compared(
+    source: Path, built: Built, photo: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares, answer = set[float](), Pipeline.generate
+
+    def noted(self: Pipeline, *arguments: Any, **options: Any) -> Answer:
+        found = answer(self, *arguments, **options)
+        shares.update(kept.layout.seen_share for kept in found.images)
+        return found
+
+    monkeypatch.setattr(Pipeline, "generate", noted)
+    photo.resize((200, 100)).save(tmp_path / "wide.png")
+    wide = ("--image", tmp_path / "wide.png")
+    check = ("sinkprune-check", source, built("onnxruntime"), *wide)
+    assert run(*check, "--fit", "pad", "--threads", 1).code == 0
+    assert shares == {1.0}
+    build = ("sinkprune-build", source, "-o", tmp_path / "engines", "--target", "onnxruntime")
+    # The names that sinkprune-check has for the picture and the question.
+    outcome = run(*build, *wide, "--prompt", "What?", "--fit", "stretch")
+    assert outcome.code == 0 and "check passed" in outcome.stdout, outcome.stderr
+    assert shares == {1.0}
+    assert_refused(run(*build, "--force", "--fit", "pad"), "--fit is how the picture of --check", "Add --check")
+    assert run(*check).code == 0
+    assert min(shares) < 1
+
+
+def test_check_runs_engines_in_the_threads_given(
+    source: Path, built: Built, photo_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, load = list[object](), backends.load_backend
+
+    def noted(name: str, given: int | None = None, *arguments: Any, **options: Any) -> Backend:
+        threads.append(given)
+        return load(name, given, *arguments, **options)
+
+    monkeypatch.setattr(backends, "load_backend", noted)
+    check = ("sinkprune-check", source, built("onnxruntime"), "--image", photo_file)
+    assert run(*check, "--threads", 1).code == 0
+    assert threads == [1]
+    assert_refused(run(*check, "--threads", 0), "--threads is 0, expected")
+
+
+def test_the_fit_is_part_of_what_was_checked(source: Path, photo: Image.Image) -> None:
+    bundle = read_bundle(source)
+    sums = {GateQuestion([photo], "What?", 8, fit).sha256(bundle) for fit in (None, "crop", "pad")}
+    assert len(sums) == 3

@@ -13,7 +13,7 @@ from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.gate.checking import check_engines, engines_alone
 from sinkprune.engines.gate.comparing import compare_engine
-from sinkprune.engines.gate.question import Question
+from sinkprune.engines.gate.question import GateQuestion
 from sinkprune.engines.gate.recording import Recording, record
 from sinkprune.engines.gate.report import GraphReport
 from sinkprune.engines.limits import resolve_limits
@@ -48,7 +48,7 @@ class Honest:
 
     def __init__(self, bundle: Bundle, folder: Path, photo: Image.Image) -> None:
         self.bundle, self._folder = bundle, folder
-        self.question = Question([photo], "What is on the table?")
+        self.question = GateQuestion([photo], "What is on the table?")
         self.recording: Recording = record(bundle, self.question, folder / "recording", SILENT)
 
     def engines(self, target: str) -> Path:

@@ -24,9 +24,9 @@ from sinkprune.engines import command as engines_command
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.gate import recording
 from sinkprune.engines.gate.checking import Gate
-from sinkprune.engines.gate.question import Question
+from sinkprune.engines.gate.question import GateQuestion
 from sinkprune.engines.progress import SILENT, BuildProgress
-from sinkprune.engines.targets import Job
+from sinkprune.engines.targets import BuildJob
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
 from sinkprune.runtime.device import open_device
 from support.programs.commands import assert_refused, run
@@ -44,12 +44,12 @@ class Faulty(OnnxRuntimeBuilder):
         super().__init__()
         self.graphs, self._wrong, self._alter, self._folder = list[str](), wrong, alter, folder
 
-    def build(self, job: Job, output: Path, progress: BuildProgress) -> Any:
+    def build(self, job: BuildJob, output: Path, progress: BuildProgress) -> Any:
         self.graphs.append(job.model.graph)
         if job.model.graph == self._wrong:
             if self._alter is None or self._folder is None:
                 raise EnginesError("broken down.")
-            job = Job(altered(job.model, self._alter, self._folder), job.optimisation_profiles)
+            job = BuildJob(altered(job.model, self._alter, self._folder), job.optimisation_profiles)
         return super().build(job, output, progress)
 
 
@@ -61,7 +61,7 @@ def source(bundle: Callable[..., Path], tmp_path: Path) -> Path:
 
 @pytest.fixture
 def gate(photo: Image.Image) -> Gate:
-    return Gate(Question([photo], "What is on the table?"))
+    return Gate(GateQuestion([photo], "What is on the table?"))
 
 
 @pytest.mark.parametrize(

@@ -51,4 +51,4 @@ def test_two_pictures(bundle: Callable[..., Path], photo_file: Path, tmp_path: P
     # The same picture twice is seen once.
     assert report["graphs"]["vision"]["calls"] == 1
     ask = [word for _ in range(3) for word in ("--image", photo_file)]
-    assert_refused(run("sinkprune-check", source, tmp_path / "engines", *ask), "expected 1 to 2")
+    assert_refused(run("sinkprune-check", source, tmp_path / "engines", *ask), "expected at most 2")

@@ -16,9 +16,9 @@ from sinkprune.contract.engines_manifest import Limits
 from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.gate.checking import Gate
-from sinkprune.engines.gate.comparing import compare_texts, errors
+from sinkprune.engines.gate.comparing import compare_texts, row_differences
 from sinkprune.engines.gate.limits import gap_limit
-from sinkprune.engines.gate.question import NEW_TOKENS, Question
+from sinkprune.engines.gate.question import NEW_TOKENS, GateQuestion
 from sinkprune.engines.gate.recording import Recording, record
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
@@ -32,12 +32,12 @@ def source(bundle: Callable[..., Path]) -> Bundle:
 
 
 @pytest.fixture(scope="module")
-def question(photo: Image.Image) -> Question:
-    return Question([photo], "What is on the table?")
+def question(photo: Image.Image) -> GateQuestion:
+    return GateQuestion([photo], "What is on the table?")
 
 
 @pytest.fixture(scope="module")
-def recording(source: Bundle, question: Question, tmp_path_factory: pytest.TempPathFactory) -> Recording:
+def recording(source: Bundle, question: GateQuestion, tmp_path_factory: pytest.TempPathFactory) -> Recording:
     return record(source, question, tmp_path_factory.mktemp("texts") / "recording", SILENT)
 
 
@@ -63,7 +63,7 @@ def raised(token: int, place: int = 0) -> Any:
 
 @pytest.mark.parametrize("place", [0, 3])
 def test_the_gap_is_that_of_the_graphs_logits(
-    place: int, source: Bundle, question: Question, recording: Recording
+    place: int, source: Bundle, question: GateQuestion, recording: Recording
 ) -> None:
     expected = recording.logits(0)[place].astype(np.float64)
     second = int(np.argsort(expected)[-2])
@@ -86,20 +86,20 @@ def test_a_chain_that_keeps_other_tokens_has_no_gap_limit() -> None:
     assert gap_limit("int8", 1) == 0.5
 
 
-def test_the_least_likely_token_is_never_passed(source: Bundle, question: Question, recording: Recording) -> None:
+def test_the_least_likely_token_is_never_passed(source: Bundle, question: GateQuestion, recording: Recording) -> None:
     last = int(recording.logits(0)[0].argmin())
     pipeline = Pipeline.load(source, wrap=raised(last))
     assert not any(text.passed for text in compare_texts(pipeline, question, recording, "int8"))
 
 
-def test_the_same_text_passes(source: Bundle, question: Question, recording: Recording) -> None:
+def test_the_same_text_passes(source: Bundle, question: GateQuestion, recording: Recording) -> None:
     texts = compare_texts(Pipeline.load(source), question, recording, "fp32")
     assert [(text.same_tokens, text.gap, text.passed, text.found) for text in texts] == [
         (NEW_TOKENS, 0.0, True, answer.text) for answer in recording.answers
     ]
 
 
-def test_a_build_compares_the_answers_of_all_engines(source: Bundle, question: Question, tmp_path: Path) -> None:
+def test_a_build_compares_the_answers_of_all_engines(source: Bundle, question: GateQuestion, tmp_path: Path) -> None:
     """The last check is that of the complete folder, before it is in its place."""
     asked = list[Path]()
 
@@ -116,7 +116,7 @@ def test_a_build_compares_the_answers_of_all_engines(source: Bundle, question: Q
 
 
 def test_wrong_answers_of_a_folder_are_rejected(
-    source: Bundle, question: Question, recording: Recording, tmp_path: Path
+    source: Bundle, question: GateQuestion, recording: Recording, tmp_path: Path
 ) -> None:
     build_engines(source, tmp_path / "out", OnnxRuntimeBuilder(), Limits(60, 10, 1))
     gate = Gate(question)
@@ -133,7 +133,7 @@ def test_rows_against_plain_numpy(kind: Any) -> None:
     expected = draw.standard_normal((2, 5, 7))
     expected[0, 0] *= 1000
     found = expected + 0.01 * draw.standard_normal(expected.shape)
-    got = errors(kind, found, expected)
+    got = row_differences(kind, found, expected)
     width = 7 if kind == "rows" else 1
     wanted = []
     for own, other in zip(found.reshape(-1, width), expected.reshape(-1, width), strict=True):
@@ -145,25 +145,25 @@ def test_rows_against_plain_numpy(kind: Any) -> None:
     # A row that is a thousand times larger hides no difference.
     if kind == "rows":
         expected[1, 1, 0] += 1
-        assert errors(kind, found, expected).max() > 0.1
+        assert row_differences(kind, found, expected).max() > 0.1
 
 
 def test_heads_of_a_row_are_one_row() -> None:
     expected = np.ones((1, 2, 3, 4))
     found = expected.copy()
     found[0, :, 1] = 2
-    np.testing.assert_allclose(errors("rows", found, expected), [0, 1, 0])
+    np.testing.assert_allclose(row_differences("rows", found, expected), [0, 1, 0])
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
 def test_values_that_are_not_finite_differ_infinitely(wrong: float) -> None:
     found = np.ones((1, 3, 4))
     found[0, 1, 2] = wrong
-    assert errors("rows", found, np.ones((1, 3, 4))).max() == np.inf
-    assert errors("rows", np.ones((1, 2, 4)), np.ones((1, 3, 4))).max() == np.inf
+    assert row_differences("rows", found, np.ones((1, 3, 4))).max() == np.inf
+    assert row_differences("rows", np.ones((1, 2, 4)), np.ones((1, 3, 4))).max() == np.inf
 
 
 def test_indices_are_counted() -> None:
-    assert errors("indices", np.array([1, 2, 4]), np.array([1, 2, 3])) == [1]
-    assert errors("indices", np.array([1, 2]), np.array([1, 2, 3])) == [3]
-    assert errors("indices", np.array([], np.int64), np.array([], np.int64)) == [0]
+    assert row_differences("indices", np.array([1, 2, 4]), np.array([1, 2, 3])) == [1]
+    assert row_differences("indices", np.array([1, 2]), np.array([1, 2, 3])) == [3]
+    assert row_differences("indices", np.array([], np.int64), np.array([], np.int64)) == [0]

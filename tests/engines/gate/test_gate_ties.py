@@ -16,8 +16,8 @@ from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.engines_manifest import Limits
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.gate.comparing import compare_engine
-from sinkprune.engines.gate.question import Question
-from sinkprune.engines.gate.recording import Call, Recording, record
+from sinkprune.engines.gate.question import GateQuestion
+from sinkprune.engines.gate.recording import RecordedCall, Recording, record
 from sinkprune.engines.gate.report import OutputReport
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
@@ -33,11 +33,11 @@ Array = np.ndarray[Any, Any]
 class OneCall(Recording):
     """A recording of one call of `GRAPH`."""
 
-    def __init__(self, folder: Path, call: Call) -> None:
+    def __init__(self, folder: Path, call: RecordedCall) -> None:
         super().__init__(folder)
         self._call = call
 
-    def calls(self, graph: str) -> Iterator[Call]:
+    def calls(self, graph: str) -> Iterator[RecordedCall]:
         yield self._call
 
 
@@ -46,7 +46,7 @@ class Select:
 
     def __init__(self, bundle: Bundle, photo: Image.Image, folder: Path) -> None:
         self.bundle, self.folder = bundle, folder
-        self.recording = record(bundle, Question([photo], "What is on the table?"), folder / "recording", SILENT)
+        self.recording = record(bundle, GateQuestion([photo], "What is on the table?"), folder / "recording", SILENT)
         (self.call,) = self.recording.calls(GRAPH)
         self._backend = load_backend("ort-cpu", compute="fp32")
         self._engine = self._backend.load(Model.of_bundle(bundle, GRAPH))
@@ -56,7 +56,7 @@ class Select:
         outputs = self._engine({name: self._backend.tensor(array) for name, array in inputs.items()})
         return {name: self._backend.numpy(tensor) for name, tensor in outputs.items()}
 
-    def compared(self, call: Call, engines: Path) -> OutputReport:
+    def compared(self, call: RecordedCall, engines: Path) -> OutputReport:
         built = open_engines(engines, self.bundle)
         backend = load_backend("ort-cpu", None, built)
         report = compare_engine(GRAPH, built, backend, OneCall(self.folder / "recording", call))
@@ -71,7 +71,7 @@ def select(bundle: Callable[..., Path], photo: Image.Image, tmp_path_factory: py
 
 
 @pytest.fixture(scope="module")
-def tied(select: Select) -> tuple[Call, int]:
+def tied(select: Select) -> tuple[RecordedCall, int]:
     """Return a call in which the last kept token and a dropped token have equal keys, and the row of the latter."""
     inputs, kept = select.call.inputs, select.call.outputs["keep_index"]
     visual = inputs["visual_index"]
@@ -82,7 +82,7 @@ def tied(select: Select) -> tuple[Call, int]:
         alike = {**inputs, "key": key}
         outputs = select.run(alike)
         if row != dropped and (row in outputs["keep_index"]) != (dropped in outputs["keep_index"]):
-            return Call(alike, outputs), int(dropped)
+            return RecordedCall(alike, outputs), int(dropped)
     raise AssertionError("found no last kept token")
 
 
@@ -102,7 +102,7 @@ def larger_key(row: int, rows: int, share: float) -> Alter:
     return alter
 
 
-def keys_apart(select: Select, call: Call, row: int, share: float, folder: Path) -> list[OutputReport]:
+def keys_apart(select: Select, call: RecordedCall, row: int, share: float, folder: Path) -> list[OutputReport]:
     """Return the reports of two engines, in which the row's key is larger or smaller by a share."""
     found = []
     for sign in (1, -1):
@@ -114,14 +114,16 @@ def keys_apart(select: Select, call: Call, row: int, share: float, folder: Path)
     return found
 
 
-def test_either_choice_of_a_tie_passes(select: Select, tied: tuple[Call, int], tmp_path: Path) -> None:
+def test_either_choice_of_a_tie_passes(select: Select, tied: tuple[RecordedCall, int], tmp_path: Path) -> None:
     call, row = tied
     found = keys_apart(select, call, row, 1e-6, tmp_path)
     assert all(output.passed for output in found)
     assert sorted(output.ties for output in found) == [0, 1]
 
 
-def test_another_choice_without_a_tie_is_rejected(select: Select, tied: tuple[Call, int], tmp_path: Path) -> None:
+def test_another_choice_without_a_tie_is_rejected(
+    select: Select, tied: tuple[RecordedCall, int], tmp_path: Path
+) -> None:
     """The keys of the two tokens differ."""
     _, row = tied
     found = keys_apart(select, select.call, row, 5.0, tmp_path)
@@ -129,7 +131,7 @@ def test_another_choice_without_a_tie_is_rejected(select: Select, tied: tuple[Ca
     assert all(output.ties == 0 for output in found)
 
 
-def test_a_tie_does_not_excuse_other_rows(select: Select, tied: tuple[Call, int], tmp_path: Path) -> None:
+def test_a_tie_does_not_excuse_other_rows(select: Select, tied: tuple[RecordedCall, int], tmp_path: Path) -> None:
     """After another choice of a tie, the rows must be those of the kept tokens."""
     call, row = tied
     for share in (1e-6, -1e-6):

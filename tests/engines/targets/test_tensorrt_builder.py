@@ -24,7 +24,7 @@ from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
 from sinkprune.engines.progress import SILENT
-from sinkprune.engines.targets import Built, Job
+from sinkprune.engines.targets import BuildJob, EngineFacts
 from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
 from sinkprune.runtime.backends.models import Model
 
@@ -37,30 +37,30 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 
 @pytest.fixture
-def head(small: Bundle, tmp_path: Path) -> Callable[..., Job]:
+def head(small: Bundle, tmp_path: Path) -> Callable[..., BuildJob]:
     """Return a function that makes the job for `head`, with changes of its model and optimisation profiles."""
 
     def get(
         change: Callable[[onnx.ModelProto], None] = lambda model: None,
         spec: GraphSpec = small.manifest.graphs["head"],
         **of_job: Any,
-    ) -> Job:
+    ) -> BuildJob:
         model = onnx.load(small.graph_path("head"))
         change(model)
         onnx.save(model, tmp_path / "head.onnx")
         changed = {"head.onnx": HeldFile(tmp_path / "head.onnx", BundleError)}
         head = Model("head", spec, "head.onnx", changed, 0)
-        job = Job(head, optimisation_profiles(small.manifest, LIMITS)["head"])
+        job = BuildJob(head, optimisation_profiles(small.manifest, LIMITS)["head"])
         return replace(job, **of_job)
 
     return get
 
 
-def build(job: Job, output: Path) -> Built:
+def build(job: BuildJob, output: Path) -> EngineFacts:
     return TensorRTRTX((86,)).build(job, output, SILENT)
 
 
-def refusal(job: Job, output: Path) -> str:
+def refusal(job: BuildJob, output: Path) -> str:
     with pytest.raises(EnginesError) as caught:
         build(job, output)
     assert not output.exists()
@@ -69,7 +69,7 @@ def refusal(job: Job, output: Path) -> str:
     return message
 
 
-def test_the_graph_as_it_is(head: Callable[..., Job], tmp_path: Path) -> None:
+def test_the_graph_as_it_is(head: Callable[..., BuildJob], tmp_path: Path) -> None:
     built = build(head(), tmp_path / "engine")
     assert (tmp_path / "engine").stat().st_size > 320 * 256 * 2
     assert list(built.optimisation_profiles) == ["prefill", "decode"]
@@ -77,7 +77,7 @@ def test_the_graph_as_it_is(head: Callable[..., Job], tmp_path: Path) -> None:
     assert built.device_memory is None
 
 
-def test_an_operator_the_parser_does_not_know(head: Callable[..., Job], tmp_path: Path) -> None:
+def test_an_operator_the_parser_does_not_know(head: Callable[..., BuildJob], tmp_path: Path) -> None:
     def change(model: onnx.ModelProto) -> None:
         node = next(node for node in model.graph.node if node.op_type == "MatMul")
         node.op_type = "Det"
@@ -90,7 +90,7 @@ def test_an_operator_the_parser_does_not_know(head: Callable[..., Job], tmp_path
     assert "node 'strange_node' (Det)" in message
 
 
-def test_an_input_no_layer_reads(head: Callable[..., Job], small: Bundle, tmp_path: Path) -> None:
+def test_an_input_no_layer_reads(head: Callable[..., BuildJob], small: Bundle, tmp_path: Path) -> None:
     def change(model: onnx.ModelProto) -> None:
         model.graph.input.append(onnx.helper.make_tensor_value_info("unused", onnx.TensorProto.FLOAT16, [4]))
 
@@ -99,7 +99,9 @@ def test_an_input_no_layer_reads(head: Callable[..., Job], small: Bundle, tmp_pa
     assert "no layer reads the input 'unused'" in refusal(head(change, spec=taking_it), tmp_path / "engine")
 
 
-def test_other_outputs_than_the_bundle_s_are_refused(head: Callable[..., Job], small: Bundle, tmp_path: Path) -> None:
+def test_other_outputs_than_the_bundle_s_are_refused(
+    head: Callable[..., BuildJob], small: Bundle, tmp_path: Path
+) -> None:
     spec = small.manifest.graphs["head"]
     (logits,) = spec.outputs
     for output, said in (
@@ -113,7 +115,7 @@ def test_other_outputs_than_the_bundle_s_are_refused(head: Callable[..., Job], s
         assert said in refusal(head(spec=replace(spec, outputs=(output,))), tmp_path / "engine")
 
 
-def test_an_optimisation_profile_tensorrt_refuses(head: Callable[..., Job], tmp_path: Path) -> None:
+def test_an_optimisation_profile_tensorrt_refuses(head: Callable[..., BuildJob], tmp_path: Path) -> None:
     upside_down = {"prefill": {"hidden": Range((1, 9, 256), (1, 8, 256), (1, 7, 256))}}
     message = refusal(head(optimisation_profiles=upside_down), tmp_path / "engine")
     assert "refuses the optimisation profile 'prefill'" in message
@@ -123,7 +125,7 @@ def test_an_optimisation_profile_tensorrt_refuses(head: Callable[..., Job], tmp_
 
 def test_nodes_are_reported_as_tensorrt_compiled_them(small: Bundle, tmp_path: Path) -> None:
     graph = "sinkpruner/retain-64/sanitizer"
-    job = Job(Model.of_bundle(small, graph), optimisation_profiles(small.manifest, LIMITS)[graph])
+    job = BuildJob(Model.of_bundle(small, graph), optimisation_profiles(small.manifest, LIMITS)[graph])
     names = {
         node.name for node in onnx.load_model_from_string(job.model.onnx).graph.node if node.domain == "sinkprune"
     }
@@ -136,7 +138,7 @@ def test_prefill_and_decode_share_one_copy_of_the_weights(tmp_path: Path) -> Non
     large = export_random(tmp_path, {**CONFIG, "text_config": wide}, budgets=("retain-64",), precision="fp16")
     weights = large.manifest.files["graphs/weights/decoder_0.bin"].size
     assert weights > 20e6
-    job = Job(Model.of_bundle(large, "decoder_0"), optimisation_profiles(large.manifest, LIMITS)["decoder_0"])
+    job = BuildJob(Model.of_bundle(large, "decoder_0"), optimisation_profiles(large.manifest, LIMITS)["decoder_0"])
     build(job, tmp_path / "engine")
     # Code takes some 5 MB.
     assert (tmp_path / "engine").stat().st_size < 1.4 * weights

@@ -22,6 +22,7 @@ from support.models.checkpoints import Shape, make_checkpoint
 from support.models.heads_of_64 import CONFIG, export_random, operators
 from support.models.quantised_checkpoints import Layout, make_quantised
 from support.programs.slow_cases import slow, slow_except
+from support.references.reference_methods import CANNOT_REACH_ALL
 
 if platform.machine() != "x86_64":
     pytest.skip("tensorrt-rtx has wheels for x86-64 only", allow_module_level=True)
@@ -30,7 +31,7 @@ from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.engines_manifest import Limits
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
 from sinkprune.engines.progress import SILENT
-from sinkprune.engines.targets import Job
+from sinkprune.engines.targets import BuildJob
 from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.dialects import DIALECTS
@@ -98,7 +99,7 @@ def of_method(bundle: Bundle, method: str) -> Iterator[str]:
 def compile_graph(bundle: Bundle, graph: str, folder: Path) -> bytes:
     """Return the engine of a graph. Nodes of domain `sinkprune` are functions, as RTX takes no plugins."""
     builder = TensorRTRTX(COMPUTE_CAPABILITIES)
-    job = Job(Model.of_bundle(bundle, graph), optimisation_profiles(bundle.manifest, LIMITS)[graph])
+    job = BuildJob(Model.of_bundle(bundle, graph), optimisation_profiles(bundle.manifest, LIMITS)[graph])
     built = builder.build(job, folder / "engine", SILENT)
     names = ["prefill", "decode"] if graph.startswith(("decoder_", "head")) else ["prefill"]
     assert list(built.optimisation_profiles) == names
@@ -114,7 +115,7 @@ def test_no_graph_is_left_out(dialect: str, graphs: Callable[[str, str], Graphs]
     assert sorted(listed) == sorted(bundle.manifest.graphs)
     cut_short = {method for method, plans in bundle.manifest.plans.items() if tuple(plans) != BUDGETS}
     # Methods that prune only in the decoder cannot reach the smallest budgets.
-    assert cut_short == {"fastv", "pyramiddrop", "sinkpruner-no-sanitizer", "sparsevlm"}
+    assert cut_short == {*CANNOT_REACH_ALL}
     assert all("retain-192" in plans for plans in bundle.manifest.plans.values())
 
 
@@ -138,7 +139,7 @@ def test_attention_to_a_cache_is_fused(
     bundle = graphs(dialect, "fp16").bundle
     profiles = optimisation_profiles(bundle.manifest, LIMITS)["decoder_0"]
     for name, profile in profiles.items():
-        job = Job(Model.of_bundle(bundle, "decoder_0"), {name: profile})
+        job = BuildJob(Model.of_bundle(bundle, "decoder_0"), {name: profile})
         TensorRTRTX(COMPUTE_CAPABILITIES[:1]).build(job, tmp_path / name, SILENT)
     assert [name for name in profiles if FUSED_ATTENTION in (tmp_path / name).read_bytes()] == fused
 

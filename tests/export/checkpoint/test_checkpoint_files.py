@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sinkprune.contract.errors import CheckpointError
-from sinkprune.export.checkpoint.folder import SafetensorsWeights, file_of, holds, read_json
+from sinkprune.export.checkpoint.folder import SafetensorsWeights, file_of, has_entry, read_json
 from sinkprune.export.source import ExportRequest, open_source
 from support.programs.commands import assert_refused, run
 
@@ -244,7 +244,7 @@ def test_links_within_the_folder_are_followed(folder: Path) -> None:
     (folder / "config.json").symlink_to("real.json")
     assert read_json(folder, "config.json")["model_type"] == "qwen2_5_vl"
     (folder / "gone.json").symlink_to("nothing.json")
-    assert holds(folder, "gone.json")
+    assert has_entry(folder, "gone.json")
     with pytest.raises(CheckpointError, match=r"gone.json' is missing"):
         read_json(folder, "gone.json")
 

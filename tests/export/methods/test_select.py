@@ -20,7 +20,7 @@ from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.graph import Graph
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.select import build_select, every_text_row, last_row, text_like_the_image
-from sinkprune.export.pruning.survivors import best, best_of_each_image
+from sinkprune.export.pruning.survivors import best_of_each_image, best_of_one_image
 from support.models import graphs
 from support.references import reference
 from support.references.reference_methods import IN_LLM, asking_rows, rows_like_the_image
@@ -213,7 +213,7 @@ def test_no_value_grows_with_the_square_of_the_visual_rows(images: int, dialect:
     """Three clips have some 13000: a table of them squared would take 0.7 GB."""
     graph, size = Graph("select", PRECISIONS["fp32"], DIALECTS[dialect]), 1000
     model = graphs.language_model(*HEADS["mha"], HEAD_DIM)
-    choice = best(300) if images == 1 else best_of_each_image(images)
+    choice = best_of_one_image(300) if images == 1 else best_of_each_image(images)
     build_select(graph, model, choice, budget_of(1), every_text_row)
     path = tmp_path / graph.save(tmp_path, "graph.onnx").file
     inputs = stage("mha", size + 3, seed=1)
@@ -325,7 +325,7 @@ def test_methods_ask_the_rows_they_should(method: str) -> None:
     """The graph of the plan itself."""
     plan = graphs.method_plan(method, 576, 32, parse_budget("llava", "retain-192"))
     (layer, graph), *_ = plan.select_after.items()
-    assert layer == {"fastv": 2, "pyramiddrop": 8, "sparsevlm": 2}[method]
+    assert layer == IN_LLM[method].cuts[0]
     inputs = stage("mha", 610, head_dim=8)
     visual, text = list(range(4, 580)), list(range(580, 610))
     out = graphs.loaded(graph)(**inputs, visual_index=np.array(visual), text_index=np.array(text))

@@ -13,7 +13,7 @@ from sinkprune.export.dialects import opset24
 from sinkprune.export.methods import load_method
 from sinkprune.export.planning import plan_graphs
 from sinkprune.export.precision import PRECISIONS
-from sinkprune.export.pruning.plan import PlanFacts, UpTo
+from sinkprune.export.pruning.plan import PlanFacts, VariableTokens
 from support.models import graphs
 from support.programs.slow_cases import each_once
 from support.references import reference
@@ -31,7 +31,7 @@ NAMES = [
 
 
 def facts(most: int = 480, precision: str = "fp32", images: int = 1) -> PlanFacts:
-    return PlanFacts(MODEL, UpTo(most, 784, most), D, PRECISIONS[precision], opset24, images=images)
+    return PlanFacts(MODEL, VariableTokens(most, 784, most), D, PRECISIONS[precision], opset24, images=images)
 
 
 @pytest.mark.parametrize(("name", "precision"), each_once(NAMES, ["fp32", "fp16"]))
@@ -121,7 +121,9 @@ def test_more_than_topk_gives_is_rejected_with_the_size_that_fits(
 
 
 def test_what_is_ranked_of_a_clip_is_of_all_its_frames_unless_they_stand_apart() -> None:
-    clip = PlanFacts(MODEL, UpTo(1280, 784, 11 * 1000), D, PRECISIONS["fp32"], opset24, groups=11, joined=True)
+    clip = PlanFacts(
+        MODEL, VariableTokens(1280, 784, 11 * 1000), D, PRECISIONS["fp32"], opset24, groups=11, joined=True
+    )
     with pytest.raises(BudgetError, match=r"up to 11000 .* keeps 4400 in one step.*fewer --max-frames.*per-frame"):
         load_method("sinkpruner")(clip, parse_budget("qwen2.5-vl", "prune-80"))
     assert load_method("sinkpruner")(clip, parse_budget("qwen2.5-vl", "prune-80+per-frame")).sanitizer is not None

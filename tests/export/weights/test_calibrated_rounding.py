@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from sinkprune.contract.precision import Array
-from sinkprune.export.weights.calibrated_rounding import Inputs, calibrated
-from sinkprune.export.weights.rounding import Rounded, rounded
+from sinkprune.export.weights.calibrated_rounding import InputProducts, calibrated
+from sinkprune.export.weights.rounding import RoundedMatrix, rounded
 
 FP32 = np.dtype(np.float32)
 
@@ -25,7 +25,7 @@ def inputs_like_a_model(rows: int, width: int, seed: int) -> Array:
     return (mixed + 0.5 * random.standard_normal((rows, width))).astype(np.float32)
 
 
-def square_errors(weight: Array, of: Rounded, seen: Array) -> Array:
+def square_errors(weight: Array, of: RoundedMatrix, seen: Array) -> Array:
     """[outputs]: the sum of the squares of each output's errors on the inputs `seen`."""
     matrix = of.codes * np.repeat(of.scales.astype(np.float64), weight.shape[1] // of.scales.shape[1], axis=1)
     return ((seen.astype(np.float64) @ (matrix - weight).T) ** 2).sum(axis=0)
@@ -64,7 +64,7 @@ def test_codes_and_scales_are_the_references(most: int, block: int) -> None:
     seen = inputs_like_a_model(400, 96, seed=most + block)
     weight = np.random.default_rng(5).standard_normal((24, 96), np.float32)
     products = seen.T @ seen
-    found = calibrated(weight, Inputs(products), most, block, FP32).rounded
+    found = calibrated(weight, InputProducts(products), most, block, FP32).rounded
     codes, steps = slowly_calibrated(weight, products, most, block)
     np.testing.assert_allclose(np.repeat(found.scales, block, axis=1), steps, rtol=1e-6)
     # A value in the middle of two codes may go either way, and others then follow it.
@@ -76,7 +76,7 @@ def test_codes_and_scales_are_the_references(most: int, block: int) -> None:
 def test_what_is_seen_is_far_nearer_than_to_the_nearest() -> None:
     seen = inputs_like_a_model(2000, 256, seed=1)
     weight, products = np.random.default_rng(2).standard_normal((64, 256), np.float32), seen.T @ seen
-    ours, nearest = calibrated(weight, Inputs(products), 7, 128, FP32).rounded, rounded(weight, 7, 128, FP32)
+    ours, nearest = calibrated(weight, InputProducts(products), 7, 128, FP32).rounded, rounded(weight, 7, 128, FP32)
     off = [np.linalg.norm(seen @ (of.values() - weight).T) for of in (ours, nearest)]
     assert off[0] < 0.5 * off[1]
 
@@ -91,7 +91,7 @@ def test_no_output_is_further_off_than_to_the_nearest(
 ) -> None:
     (most, block), products = kind, seen.T @ seen
     found, nearest = (
-        calibrated(weight, Inputs(products), most, block, np.dtype(dtype)).rounded,
+        calibrated(weight, InputProducts(products), most, block, np.dtype(dtype)).rounded,
         rounded(weight, most, block, np.dtype(dtype)),
     )
     off, nearest_off = (square_errors(weight, of, seen) for of in (found, nearest))
@@ -104,15 +104,15 @@ def test_no_output_is_further_off_than_to_the_nearest(
 def test_many_outputs_are_rounded_as_few_are() -> None:
     seen = inputs_like_a_model(200, 32, seed=3)
     weight, products = np.random.default_rng(4).standard_normal((5000, 32), np.float32), seen.T @ seen
-    codes = calibrated(weight, Inputs(products), 7, 32, FP32).rounded.codes
+    codes = calibrated(weight, InputProducts(products), 7, 32, FP32).rounded.codes
     for row in (0, 2047, 2048, 4999):
-        alone = calibrated(weight[row : row + 1], Inputs(products), 7, 32, FP32).rounded
+        alone = calibrated(weight[row : row + 1], InputProducts(products), 7, 32, FP32).rounded
         np.testing.assert_array_equal(alone.codes[0], codes[row])
 
 
 def test_inputs_that_were_never_seen_are_rounded_too() -> None:
     weight = np.random.default_rng(6).standard_normal((4, 64), np.float32)
-    found = calibrated(weight, Inputs(np.zeros((64, 64), np.float32)), 7, 32, FP32).rounded
+    found = calibrated(weight, InputProducts(np.zeros((64, 64), np.float32)), 7, 32, FP32).rounded
     assert np.abs(found.values() - weight).max() < 0.5
 
 
@@ -121,12 +121,12 @@ def test_reported_errors_are_those_of_the_outputs(block: int) -> None:
     seen = inputs_like_a_model(200, 64, seed=7)
     weight = np.random.default_rng(8).standard_normal((6, 64), np.float32)
     # Its largest values are met by no smaller scale: some outputs stay as they are to the nearest.
-    found = calibrated(weight, Inputs(seen.T @ seen), 7, block, np.dtype(np.float16))
+    found = calibrated(weight, InputProducts(seen.T @ seen), 7, block, np.dtype(np.float16))
     outputs = seen.astype(np.float64) @ weight.T
     assert found.length == pytest.approx((outputs**2).sum(axis=0), rel=1e-4)
     for of, reported in (
-        (found.rounded, found.off),
-        (rounded(weight, 7, block, np.dtype(np.float16)), found.nearest_off),
+        (found.rounded, found.errors),
+        (rounded(weight, 7, block, np.dtype(np.float16)), found.nearest_errors),
     ):
         errors = seen.astype(np.float64) @ (of.values() - weight).T
         assert reported.square == pytest.approx((errors**2).sum(axis=0), rel=1e-3)

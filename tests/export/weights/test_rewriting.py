@@ -17,7 +17,7 @@ from sinkprune.contract.precision import Array, WeightsName
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.rewriting import RewrittenGraph, read_graph
-from sinkprune.export.weights.rounding import Rounded, rounded, to_nearest
+from sinkprune.export.weights.rounding import RoundedMatrix, rounded, to_nearest
 from sinkprune.export.weights.weight_forms import form_of
 from sinkprune.runtime.backends.models import Model
 from support.programs.slow_cases import slow
@@ -96,7 +96,7 @@ def test_casts_of_the_old_form_are_gone(bundle: Bundles, tmp_path: Path) -> None
 def test_the_rule_receives_each_matrix_by_its_name(bundle: Bundles, tmp_path: Path) -> None:
     seen = {}
 
-    def rule(name: str, weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> Rounded:
+    def rule(name: str, weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> RoundedMatrix:
         seen[name] = weight.shape, most, block, dtype
         return rounded(np.zeros_like(weight), most, block, dtype)
 

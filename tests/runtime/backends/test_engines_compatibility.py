@@ -23,7 +23,7 @@ from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.backends.tensorrt import backend as tensorrt
 from sinkprune.runtime.backends.tensorrt.backend import TensorRTBackend
-from sinkprune.runtime.system.processor import instructions, machine
+from sinkprune.runtime.system.processor import architecture, instructions
 from support.programs.commands import assert_refused, run
 from support.stand_ins.fake_device import FakeDevice
 from support.stand_ins.fake_tensorrt import ACTIVATIONS, VERSION, FakeBuild, FakeTensorRT, build_fake_engines
@@ -93,7 +93,8 @@ def test_a_mismatch_names_both_sides_and_the_command(
 def test_the_sm_of_rtx_engines_is_part_of_the_command(small: Bundle, build: FakeBuild) -> None:
     build.change(target="tensorrt-rtx")
     built = open_engines(build.folder, small)
-    with pytest.raises(EnginesError, match="--target tensorrt-rtx --force --sm 120"):
+    limits = r"--max-prompt \d+ --max-new-tokens \d+ --max-images 1"
+    with pytest.raises(EnginesError, match=f"--target tensorrt-rtx {limits} --force --sm 120"):
         built.check_gpu("GeForce", 120)
 
 
@@ -221,7 +222,7 @@ def optimised(small: Bundle, tmp_path: Path) -> FakeBuild:
         library_version=onnxruntime.__version__,
         compute_capabilities=(),
         engines=engines,
-        flags={"provider": "CPUExecutionProvider", "machine": machine(), "instructions": instructions()},
+        flags={"provider": "CPUExecutionProvider", "machine": architecture(), "instructions": instructions()},
         files=file_specs(folder),
         limits=Limits(1, 1, 1),
     )
@@ -290,3 +291,20 @@ def test_the_command_without_a_gpu_says_so_and_leaves(
     assert_refused(run("sinkprune-run", *arguments), "--engines")
     outcome = run("sinkprune-run", *arguments, "--engines", build.folder)
     assert_refused(outcome, "an NVIDIA GPU and its driver")
+
+
+def test_the_command_has_the_limits_and_the_check_of_the_engines(
+    small: Bundle, bundle: Callable[..., Path], photo_file: Path, tmp_path: Path
+) -> None:
+    build, target = ("sinkprune-build", small.path, "-o", tmp_path / "engines"), ("--target", "onnxruntime")
+    words = ("--max-prompt", 128, "--max-new-tokens", 64, "--check", photo_file)
+    assert run(*build, *target, *words).code == 0
+    ask = ("--engines", tmp_path / "engines", "--image", photo_file, "--prompt", "What?")
+    told = f"{bundle('gqa-112')} -o {tmp_path / 'engines'} --target onnxruntime"
+    assert_refused(
+        run("sinkprune-run", bundle("gqa-112"), *ask),
+        "another bundle",
+        f"{told} --max-prompt 128 --max-new-tokens 64 --check PICTURE --force",
+    )
+    assert run(*build, *target, "--force").code == 0
+    assert_refused(run("sinkprune-run", bundle("gqa-112"), *ask), "another bundle", "--target onnxruntime --force")

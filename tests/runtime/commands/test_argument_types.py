@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from sinkprune import Clip, Pipeline, VideoFile
-from sinkprune.contract.errors import SinkpruneError
+from sinkprune.contract.errors import BudgetError, OptionError, SinkpruneError
 from sinkprune.runtime.steps.request import Request
 from support.programs.slow_cases import slow_except
 
@@ -65,7 +65,10 @@ ODD: dict[str, Callable[[], Any]] = {
     "an array of objects": lambda: np.array([None, {}], dtype=object),
     "a clip": lambda: Clip([Image.new("RGB", (8, 8))], 1.0),
 }
-OPTIONS = ("budget", "method", "max_new_tokens", "min_new_tokens", "temperature", "top_p", "seed", "stop", "system")
+OPTIONS = (
+    *("budget", "method", "max_new_tokens", "min_new_tokens", "temperature", "top_p", "seed", "stop", "system"),
+    *("schema", "regex", "choice"),
+)
 
 
 def outcome(call: Callable[[], Any], *names: str) -> None:
@@ -84,6 +87,7 @@ def outcome(call: Callable[[], Any], *names: str) -> None:
     assert "\n" not in said
 
 
+@pytest.mark.filterwarnings("ignore:.* changed nothing, because this answer is greedy")
 @pytest.mark.parametrize("value", ODD)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_of_a_request(name: str, value: str, pipeline: Callable[..., Pipeline]) -> None:
@@ -151,3 +155,23 @@ def test_whole_numbers_of_numpy_become_ints_which_do_not_overflow(kind: Any) -> 
     assert type(request.max_new_tokens) is type(request.min_new_tokens) is int
     assert request.max_new_tokens + request.min_new_tokens + 100 == 300
     assert request.new_sampler()(np.eye(4, dtype=np.float32)[2]) == 2
+
+
+def test_unknown_arguments_are_refused_with_a_guess(
+    bundle: Callable[..., Path], pipeline: Callable[..., Pipeline]
+) -> None:
+    load: Any = Pipeline.load
+    with pytest.raises(OptionError, match=r"no option 'thread'; did you mean 'threads'\? Options are: backend, "):
+        load(bundle("gqa-112"), thread=1)
+    assert issubclass(OptionError, TypeError)
+    pipe, picture = pipeline("gqa-112"), Image.new("RGB", (8, 8))
+    with pytest.raises(OptionError, match=r"no option 'second'; did you mean 'seconds'\? "):
+        pipe.warm_up(picture, "What?", second=1)
+
+
+def test_plans_of_an_unknown_method_are_not_loaded(pipeline: Callable[..., Pipeline]) -> None:
+    pipe = pipeline("gqa-112")
+    pipe.load_plans("sinkpruner")
+    for method in ("fastv", "nonsense", 3):
+        with pytest.raises(BudgetError, match="sinkpruner"):
+            pipe.load_plans(method)  # type: ignore[arg-type]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import shutil
 import subprocess
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from PIL import Image
 
 from sinkprune.contract.manifest import FORMAT_VERSION
 from sinkprune.contract.reports.report import PARTS
+from sinkprune.runtime.commands.profile import main as profile
 from sinkprune.runtime.system.cores import usable_cores
-from support.programs.commands import BIN, assert_refused, run
+from support.programs.commands import BIN, assert_refused, run, without_progress
 
 Bundles = Callable[..., Path]
 ASK = ("--prompt", "What is in the picture?")
@@ -65,7 +68,7 @@ def test_a_normal_run_warns_of_nothing(bundle: Bundles, photo: Image.Image, tmp_
     image = ("--image", tmp_path / "square.png")
     command = [BIN / "sinkprune-run", bundle("gqa-112"), *image, *ASK, "--max-new-tokens", "2"]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stderr == ""
+    assert without_progress(done.stderr) == ""
 
 
 def test_overlay_marks_kept_tokens_on_the_image(bundle: Bundles, photo_file: Path, tmp_path: Path) -> None:
@@ -277,3 +280,28 @@ def test_run_notes_the_options_that_changed_nothing(bundle: Bundles, photo_file:
         "note: --seed and --top-p changed nothing, because this answer is greedy. Add --temperature.",
         f"note: this process may use {cores} of {cores + 1} threads at once. Give --threads {cores}.",
     ]
+
+
+def test_an_empty_list_of_budgets_is_refused(bundle: Bundles, photo_file: Path) -> None:
+    ask = (bundle("gqa-112"), "--image", photo_file, *ASK)
+    stderr = io.StringIO()
+    with redirect_stderr(stderr), pytest.raises(SystemExit) as ended:
+        profile([*map(str, ask), "--budgets", ""])
+    assert ended.value.code == 2
+    assert "argument --budgets: found '', expected names with commas between them." in stderr.getvalue()
+
+
+def test_messages_name_options_as_commands_do(bundle: Bundles, photo_file: Path) -> None:
+    ask = (bundle("gqa-112"), "--image", photo_file, *ASK)
+    assert_refused(run("sinkprune-run", *ask, "--stop", ""), "--stop is '', expected text.")
+    assert_refused(run("sinkprune-run", *ask, "--deadline-ms", "nan"), "--deadline-ms is nan, expected milliseconds")
+    assert_refused(run("sinkprune-profile", *ask, "--new-tokens", 0), "--new-tokens is 0, expected")
+    assert_refused(run("sinkprune-profile", *ask, "--warmup-rounds", -1), "--warmup-rounds is -1, expected")
+
+
+def test_profile_takes_the_other_name_of_new_tokens(bundle: Bundles, photo_file: Path) -> None:
+    ask = (bundle("gqa-112"), "--image", photo_file, *ASK, "--budgets", "none", "--repeat", 1, "--threads", 1)
+    outcome = run("sinkprune-profile", *ask, "--max-new-tokens", 3)
+    assert outcome.code == 0, outcome.stderr
+    assert ", 1 thread, " in outcome.stdout
+    assert " 3 new tokens; milliseconds, median (p95) of 1 interleaved run (" in outcome.stdout

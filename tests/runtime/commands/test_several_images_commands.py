@@ -69,9 +69,15 @@ def test_the_profile_measures_all_images_together(
 def test_images_and_places_that_do_not_match(command: str, bundle: Callable[..., Path], files: list[Path]) -> None:
     root = bundle("gqa-112", "fp32", BUDGETS, max_images=3)
     image = ("--image", files[0])
-    assert_refused(run(command, root, *image, "--prompt", "{image} or {image}?"), "places for 2 images, and 1 were")
-    assert_refused(run(command, root, *image, *image, "--prompt", "See {image}"), "places for 1 images, and 2 were")
+    assert_refused(
+        run(command, root, *image, "--prompt", "{image} or {image}?"), "2 places for images, and there is 1 image."
+    )
+    assert_refused(
+        run(command, root, *image, *image, "--prompt", "See {image}"), "1 place for images, and there are 2 images"
+    )
     assert_refused(run(command, root, *image, "--prompt", " {image} "), "prompt is empty")
-    assert_refused(run(command, root, *image * 4, "--prompt", "What?"), "4 images, expected 1 to 3", "--max-images")
+    assert_refused(
+        run(command, root, *image * 4, "--prompt", "What?"), "4 images, expected at most 3", "--max-images"
+    )
     missing = files[0].with_name("none.png")
     assert_refused(run(command, root, *image, "--image", missing, "--prompt", "What?"), "none.png")

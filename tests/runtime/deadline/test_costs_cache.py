@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.costs.cache import cache_costs, cache_file, cached_costs
-from sinkprune.contract.costs.model import Costs, Recent
+from sinkprune.contract.costs.file import cache_costs, cache_file, cached_costs
+from sinkprune.contract.costs.model import Costs, RecentRatios
 from sinkprune.contract.errors import UsageError
 from sinkprune.runtime.deadline import other_load
 from sinkprune.runtime.deadline.other_load import OtherLoad
@@ -123,11 +123,11 @@ def test_the_command_measures_once_and_expects_what_its_last_runs_took(warm: Pip
     assert [report["can_meet"] for report in reports] == [False, True]
     assert reports[1]["budget"] == "none"
     cached = cached_costs(warm.place)
-    assert cached is not None and replace(cached, recent=Recent()) == costs_of(warm).slower(1e6)
+    assert cached is not None and replace(cached, recent=RecentRatios()) == costs_of(warm).slower(1e6)
     first, second = cached.recent.first
     assert reports[1]["slower"] == pytest.approx(1.05 * 1.3 * first) and second < 1e-3
     # Then the machine gets ten times as slow as at its slowest.
-    cache_costs(replace(cached, recent=Recent((first, second, 10 * first), (1.0,))))
+    cache_costs(replace(cached, recent=RecentRatios((first, second, 10 * first), (1.0,))))
     assert json.loads(run("sinkprune-run", *timed, "--json").stdout)["deadline"]["slower"] > 10 * first
 
 
@@ -164,6 +164,7 @@ def test_doubtful_costs_are_noted_in_one_line(
     cache_costs(replace(costs_of(warm), measured_at=time.time() - age, load=load))
     outcome = run("sinkprune-run", warm.bundle.path, "--image", photo_file, *ASK)
     assert outcome.code == 0
+    assert ("compare --threads 1" in outcome.stderr) == (load > 0.25 and warm.backend.threads > 1)
     assert outcome.stderr.startswith("note: the costs ") if said else outcome.stderr == ""
     assert said in outcome.stderr and outcome.stderr.count("\n") == bool(said)
 

@@ -10,7 +10,7 @@ import pytest
 
 from sinkprune import Pipeline
 from sinkprune.contract.costs.model import Costs, Curve, Place, predict
-from sinkprune.runtime.deadline.choices import choice_of, runnable, up_to
+from sinkprune.runtime.deadline.choices import budgets_up_to, runnable, scheduled_budget
 from sinkprune.runtime.deadline.policy import BudgetPolicy, DeadlinePolicy
 from sinkprune.runtime.deadline.request_history import WINDOW, RequestHistory
 from sinkprune.runtime.steps.answer import DeadlineReport
@@ -85,7 +85,7 @@ def budgets(found: Sequence[DeadlineReport]) -> list[str]:
 def first_ms(small: Pipeline, budget: str) -> float:
     """When the first token comes at a budget, on a quiet machine."""
     manifest, layouts = small.bundle.manifest, [*small.family.largest().values()]
-    planned = choice_of(manifest, "sinkpruner", budget, layouts).schedule
+    planned = scheduled_budget(manifest, "sinkpruner", budget, layouts).schedule
     return TOWER_MS + predict(Machine(small, quiet).costs, manifest, planned, TEXT, layouts).first
 
 
@@ -104,7 +104,7 @@ def test_a_quiet_machine_runs_the_largest_budget_that_fits(small: Pipeline) -> N
         assert report.measured_ms <= report.predicted_ms <= needed
         (report,) = reports(small, quiet, needed - 8, 1)
         assert report.budget != name or name == "retain-32"
-    assert "largest budget" in report.reason or "most" in report.reason
+    assert "earliest first token" in report.reason
 
 
 def test_a_budget_that_is_given_is_the_largest(small: Pipeline) -> None:
@@ -113,6 +113,16 @@ def test_a_budget_that_is_given_is_the_largest(small: Pipeline) -> None:
     assert report.budget == "retain-64"
     report, _ = machine.answer(asked(budget="retain-64"), first_ms(small, "retain-32"))
     assert report.budget == "retain-32"
+
+
+def test_a_long_answer_that_does_not_fit_is_named_by_its_limit(small: Pipeline) -> None:
+    """Without `max_new_tokens` a request asks for 128 tokens, which few deadlines leave time for."""
+    whole, _ = Machine(small, quiet).answer(asked(8), 400)
+    assert whole.budget == "none" and "largest budget" in whole.reason
+    report, _ = Machine(small, quiet).answer(asked(128), 400)
+    assert (report.budget, report.can_meet) == ("retain-32", True)
+    for words in ("all 128 tokens", "earliest first token", "set max_new_tokens (--max-new-tokens)"):
+        assert words in report.reason
 
 
 def test_load_moves_it_to_smaller_budgets_and_quiet_moves_it_back(small: Pipeline) -> None:
@@ -211,7 +221,7 @@ def test_tokens_end_in_time_also_where_they_are_slower_than_expected(small: Pipe
     machine = Machine(small, quiet, tokens=1000)
     policy = DeadlinePolicy(asked(100), 1000.0, small.bundle.manifest, machine.costs, RequestHistory(), machine.now)
     layouts = [*small.family.largest().values()]
-    policy.choose([choice_of(small.bundle.manifest, "sinkpruner", "retain-64", layouts)], TEXT, layouts)
+    policy.choose([scheduled_budget(small.bundle.manifest, "sinkpruner", "retain-64", layouts)], TEXT, layouts)
     policy.first_token()
     count = 1
     while not policy.finish(count):
@@ -233,7 +243,7 @@ def test_a_request_without_a_deadline_runs_at_its_own_budget(small: Pipeline) ->
 def test_budgets_up_to_another_the_largest_first(small: Pipeline) -> None:
     layouts, manifest = [*small.family.largest().values()], small.bundle.manifest
     for budget, count in (("none", 5), ("retain-64", 2)):
-        choices = up_to(manifest, "sinkpruner", budget, layouts)
+        choices = budgets_up_to(manifest, "sinkpruner", budget, layouts)
         # Whatever the order of the candidates.
         found = [choice.budget for choice in runnable(manifest, None, asked(), choices[::-1], TEXT, layouts)]
         assert found == ["none", "retain-192", "retain-128", "retain-64", "retain-32"][-count:]

@@ -173,8 +173,32 @@ def test_costs_of_a_request_are_separated(bundle: Bundles, photo: Image.Image) -
 
 @pytest.mark.parametrize("deadline", [0, -1, math.nan, math.inf, 1e12, True, "300", [300]])
 def test_what_is_no_deadline_is_refused(deadline: Any, pipeline: Pipelines, photo: Image.Image) -> None:
-    with pytest.raises(UsageError, match=r"deadline ms is .*, expected milliseconds"):
+    with pytest.raises(UsageError, match=r"deadline_ms is .*, expected milliseconds"):
         pipeline("gqa-112").generate(photo, QUESTION, deadline_ms=deadline)
+
+
+@pytest.mark.parametrize("seconds", [-5, "a", math.nan, None, 1e6])
+def test_no_number_of_seconds_is_refused(seconds: Any, pipeline: Pipelines, photo: Image.Image) -> None:
+    with pytest.raises(UsageError, match=r"seconds is .*, expected a number of seconds, from 0 to 86400"):
+        pipeline("gqa-112").warm_up(photo, QUESTION, seconds=seconds)
+
+
+def test_an_overlay_is_of_the_budget_that_the_deadline_chose(
+    bundle: Bundles, photo_file: Path, tmp_path: Path
+) -> None:
+    pipeline, picture, costs = loaded(bundle), tmp_path / "kept.png", tmp_path / "costs.json"
+    assert pipeline.costs is not None
+    write_costs(costs, pipeline.costs)
+    ask = (bundle("gqa-112"), "--image", photo_file, "--fit", "pad", "--prompt", QUESTION, "--max-new-tokens", 3)
+    outcome = run("sinkprune-run", *ask, "--overlay", picture, "--deadline-ms", 60_000, "--costs", costs)
+    assert outcome.code == 0 and not picture.exists()
+    assert outcome.stderr == "note: --overlay drew nothing, because budget none ran, which drops no tokens.\n"
+    # The smallest budget is expected to be the fastest, and runs.
+    slow = tuple(Curve(0.0, 1000.0, 0.0) for _ in pipeline.costs.decoders)
+    write_costs(costs, replace(pipeline.costs, decoders=slow))
+    outcome = run("sinkprune-run", *ask, "--overlay", picture, "--deadline-ms", 60_000, "--costs", costs)
+    assert outcome.code == 0 and picture.exists()
+    assert_refused(run("sinkprune-run", *ask, "--overlay", picture), "--budget", "--deadline-ms")
 
 
 def test_the_command_reports_what_was_chosen(

@@ -124,6 +124,7 @@ def test_arguments_are_checked() -> None:
         new_request("a.jpg", "Why?", order="gbr")
 
 
+@pytest.mark.filterwarnings("ignore:.* changed nothing, because .*no picture is an array")
 def test_a_request_takes_bgr_arrays_and_clips_of_them(pipeline: Pipelines, photo: Image.Image) -> None:
     rgb = np.asarray(photo)
     bgr = rgb[..., ::-1]

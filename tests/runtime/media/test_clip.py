@@ -25,7 +25,7 @@ from sinkprune.runtime.families.qwen2_5_vl import Qwen25VL
 from sinkprune.runtime.media.clip import (
     Clip,
     ClipSize,
-    Shown,
+    SampledFrames,
     end_to_end_indices,
     evenly_spaced_indices,
     sample_frames,
@@ -95,7 +95,7 @@ def test_patches_are_those_of_the_models_processor(
     """uint8 tensors, resized by what torchvision calls for them on a CPU, then cut as both processors cut them."""
     preset, processing, patch, hub = PROCESSORS[name]
     known = preset.processor(hub)
-    taken = Shown(frames(count, size, photo), ClipSize(*size, count, 2.0))
+    taken = SampledFrames(frames(count, size, photo), ClipSize(*size, count, 2.0))
     processor = processing(known)
     grid = processor.grid(taken.size)
     pixels = torch.from_numpy(np.stack([np.asarray(frame) for frame in taken.frames])).permute(0, 3, 1, 2)
@@ -153,7 +153,7 @@ def test_clips_that_cannot_be_shown(clip: Clip, message: str) -> None:
     [
         (([], None), "None frames a second, expected a number"),
         (([], "2"), "'2' frames a second, expected a number"),
-        ((3, 2), "frames are a int, expected images"),
+        ((3, 2), "frames are an int, expected images"),
         (("clip.mp4", 2), "frames are a str, expected images"),
     ],
 )
@@ -180,7 +180,7 @@ def test_positions_of_a_clip_equal_transformers(
     settings = QWEN.processor({"min_pixels": 784, "max_frames": 768})
     family = Qwen25VL(replace(facts, vision=tower, processor=settings))
     for fps, shown_frames in ((2.0, 8), (0.75, 6), (1.37, 40), (24.0, 5)):
-        clip = Shown([photo.resize((112, 84))] * shown_frames, ClipSize(112, 84, shown_frames, fps))
+        clip = SampledFrames([photo.resize((112, 84))] * shown_frames, ClipSize(112, 84, shown_frames, fps))
         layout, grid = family.layout(clip), QwenProcessor(settings).grid(clip.size)
         n = len(layout.unpruned_rows)
         ids = torch.tensor([[7] * 5 + [VIDEO_TOKEN] * n + [7] * 3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import socket
@@ -13,8 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from sinkprune.contract.errors import ImageError
+from sinkprune.contract.errors import ImageError, VideoError
 from sinkprune.runtime.media.images import FORMATS, MOST_BYTES, MOST_PIXELS, MOST_WEBP_PIXELS, read_image, to_rgb
+from sinkprune.runtime.media.video_file import VideoFile
 from support.programs.repository import ROOT
 from support.programs.slow_cases import each_once, slow
 
@@ -253,3 +255,16 @@ def test_channels_of_32_bits_are_refused(dtype: type[np.generic], tmp_path: Path
         read_image(named(tmp_path, encoded(picture, "TIFF")))
     with pytest.raises(ImageError, match=message):
         to_rgb(picture)
+
+
+def test_a_forbidden_file_is_not_said_to_be_of_another_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("sinkprune.contract.files.untrusted.os.open", refuse)
+    for error, read in ((ImageError, read_image), (VideoError, VideoFile)):
+        with pytest.raises(error) as refused:
+            read(tmp_path / "unread.jpg")
+        assert str(refused.value).endswith("cannot be read: Permission denied. Allow this user to read it.")

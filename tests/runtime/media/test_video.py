@@ -117,7 +117,7 @@ def test_features_of_a_clip_with_times_are_transformers(
 def test_text_rows_have_no_features(pipe: Callable[[str], Pipeline], clip: Clip) -> None:
     ours = pipe("qwen3-vl")
     rows = watched(ours, clip, budget="prune-80", max_new_tokens=1).rows
-    beside = ours.backend.numpy(rows.beside["deepstack"])[0]
+    beside = ours.backend.numpy(rows.deepstack_inputs["deepstack"])[0]
     text = np.setdiff1d(np.arange(rows.length), rows.visual)
     assert not beside[text].any()
     assert (np.abs(beside[rows.visual]).max(axis=1) > 0).all()

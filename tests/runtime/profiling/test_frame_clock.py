@@ -78,9 +78,9 @@ def test_a_camera_sends_as_many_frames_as_fit_into_its_time() -> None:
     assert found == {(5, 60): 300, (0.1, 1): 1, (29.97, 10): 299, (3, 0.3): 1}
     # In floats 100 * 0.29 is less than 29.
     assert frame_clock(100, 0.29).frames == 29
-    with pytest.raises(UsageError, match=r"^--rate is 0, expected from 0\.01 to 1000 frames a second\.$"):
+    with pytest.raises(UsageError, match=r"^rate is 0, expected from 0\.01 to 1000 frames a second\.$"):
         frame_clock(0, 60)
-    with pytest.raises(UsageError, match="--duration is nan"):
+    with pytest.raises(UsageError, match="duration is nan"):
         frame_clock(5, float("nan"))
 
 

@@ -8,9 +8,11 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.errors import UsageError
+from sinkprune.contract.errors import PromptError, UsageError
 from sinkprune.contract.reports.report import OF_TTFT, PARTS, Spread
+from sinkprune.runtime.profiling.frame_clock import frame_clock
 from sinkprune.runtime.profiling.profile import profile
+from sinkprune.runtime.profiling.rate import at_rate
 
 
 def test_budgets_take_turns_and_each_round_starts_with_another(
@@ -34,11 +36,11 @@ def test_warm_up_is_not_counted(pipeline: Callable[..., Pipeline], photo: Image.
 
 
 def test_nonsense_repetitions_are_refused(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
-    with pytest.raises(UsageError, match=r"^--repeat is 0, expected a whole number from 1 to 100000\.$"):
+    with pytest.raises(UsageError, match=r"^repeat is 0, expected a whole number from 1 to 100000\.$"):
         profile(pipeline("gqa-112"), photo, "What?", [], repeat=0)
-    with pytest.raises(UsageError, match=r"^--warmup is -1, expected a whole number from 0 to 100000\.$"):
+    with pytest.raises(UsageError, match=r"^warmup is -1, expected a whole number from 0 to 100000\.$"):
         profile(pipeline("gqa-112"), photo, "What?", [], warmup=-1)
-    with pytest.raises(UsageError, match="max new tokens is 0"):
+    with pytest.raises(UsageError, match="max_new_tokens is 0"):
         profile(pipeline("gqa-112"), photo, "What?", [], new_tokens=0)
 
 
@@ -58,3 +60,20 @@ def test_nothing_of_the_time_to_the_first_token_is_unaccounted_for(
     assert all(part is not None and part > 0 for part in parts)
     assert sum(part or 0.0 for part in parts) == pytest.approx(answer.ms["ttft"])
     assert set(PARTS) - set(OF_TTFT) == {"select", "ttft", "per_token", "latency"}
+
+
+def test_a_length_that_one_budget_does_not_take_is_refused_before_any_runs(
+    pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    pipe, ran = pipeline("gqa-112"), list[str]()
+    positions = pipe.bundle.manifest.language_model.max_positions
+    text = pipe.prompts.encode(["", "What?"]).text_tokens
+    unpruned = pipe.generate(photo, "What?", max_new_tokens=1).visual_tokens
+    left = positions - text - unpruned
+    # Fits at retain-32, and not unpruned.
+    said = rf"{text} text tokens, {unpruned} visual tokens and up to {left + 1} .* ask for at most {left} new tokens"
+    with pytest.raises(PromptError, match=said):
+        profile(pipe, photo, "What?", ["retain-32"], new_tokens=left + 1, on_run=ran.append)
+    with pytest.raises(PromptError, match=f"ask for at most {left} new tokens"):
+        at_rate(pipe, [photo], "What?", ["retain-32", "none"], frame_clock(1, 1), new_tokens=left + 1, warmup=0)
+    assert ran == []

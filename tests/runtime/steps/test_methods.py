@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from sinkprune import Pipeline
+from sinkprune.contract.budgets import scaled_layers
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BudgetError
 from sinkprune.export.bundle_writer import Unreachable, export_bundle
@@ -22,7 +23,7 @@ from sinkprune.runtime.overlay import token_fates
 from sinkprune.runtime.profiling.profile import profile
 from support.programs.commands import assert_refused, run
 from support.references.masking import Sequence, embedded, masked_forward
-from support.references.reference_methods import BEFORE_LLM, IN_LLM, asking_rows
+from support.references.reference_methods import BEFORE_LLM, CANNOT_REACH_ALL, IN_LLM, asking_rows
 
 PROMPT = "Describe the image, please: which colour is the cup?"
 LAYERS, TOKENS = 8, 64
@@ -55,7 +56,8 @@ def test_one_bundle_is_cut_at_the_union_of_all_layers(root: Path) -> None:
     manifest = read_bundle(root).manifest
     assert manifest.cut_after == (1, 2, 4, 6)
     selects = {method: tuple(map(int, plans["retain-192"].select_after)) for method, plans in manifest.plans.items()}
-    inside = {"fastv": (1,), "pyramiddrop": (2, 4, 6), "sparsevlm": (1, 2, 4)}
+    inside = {method: scaled_layers(own.cuts, LAYERS) for method, own in IN_LLM.items()}
+    assert inside["pyramiddrop"] == (2, 4, 6)
     before = dict.fromkeys((*BEFORE_LLM, "random"), ())
     assert selects == dict.fromkeys(METHODS, (1, 2, 4)) | inside | before
     for path in (root / "graphs").glob("*/retain-192/*.onnx"):
@@ -64,9 +66,7 @@ def test_one_bundle_is_cut_at_the_union_of_all_layers(root: Path) -> None:
 
 def test_what_a_method_cannot_reach_is_left_out_and_reported(root: Path, left_out: list[Unreachable]) -> None:
     missing = {(plan.method, plan.budget) for plan in left_out}
-    assert missing == {
-        (method, "retain-32") for method in ("fastv", "pyramiddrop", "sparsevlm", "sinkpruner-no-sanitizer")
-    }
+    assert missing == {(method, "retain-32") for method in CANNOT_REACH_ALL}
     manifest = read_bundle(root).manifest
     for method in METHODS:
         held = [name for name in BUDGETS if (method, name) not in missing]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinkprune import Pipeline
-from sinkprune.contract.errors import BundleError, PromptError, UsageError
+from sinkprune import Clip, Pipeline
+from sinkprune.contract.errors import BundleError, ImageError, PromptError, UsageError
 from sinkprune.contract.schedule import schedule
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.steps.decoding import prefill
@@ -30,22 +30,25 @@ def test_a_question_stands_behind_the_pictures_and_texts_around_them() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"max_new_tokens": 0}, "max new tokens is 0"),
-        ({"max_new_tokens": 3.0}, "max new tokens is 3.0"),
-        ({"max_new_tokens": "4"}, "max new tokens is '4'"),
-        ({"max_new_tokens": True}, "max new tokens is True, expected a whole number from 1 to 10000000."),
-        ({"max_new_tokens": 10**30}, "max new tokens is 1000000000000000000000000000000, expected a whole number"),
-        ({"max_new_tokens": 10**5000}, "max new tokens is a number of more than 80 digits, expected"),
-        ({"min_new_tokens": "a"}, "min new tokens is 'a'"),
-        ({"min_new_tokens": -1}, "min new tokens is -1"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"max_new_tokens": 3.0}, "max_new_tokens is 3.0"),
+        ({"max_new_tokens": "4"}, "max_new_tokens is '4'"),
+        ({"max_new_tokens": True}, "max_new_tokens is True, expected a whole number from 1 to 10000000."),
+        ({"max_new_tokens": 10**30}, "max_new_tokens is 1000000000000000000000000000000, expected a whole number"),
+        ({"max_new_tokens": 10**5000}, "max_new_tokens is a number of more than 80 digits, expected"),
+        ({"min_new_tokens": "a"}, "min_new_tokens is 'a'"),
+        ({"min_new_tokens": -1}, "min_new_tokens is -1"),
+        ({"min_new_tokens": 9, "max_new_tokens": 3}, "min_new_tokens is 9 and max_new_tokens 3, expected a minimum"),
+        ({"deadline_ms": float("nan")}, "deadline_ms is nan, expected milliseconds"),
+        ({"stop": [""]}, "stop is [''], expected strings that are not empty, as in '\\n'."),
         ({"temperature": -1.0}, "temperature is -1"),
         ({"temperature": "warm"}, "temperature is 'warm'"),
         ({"temperature": None}, "temperature is None"),
         ({"temperature": float("nan")}, "temperature is nan, expected 0 (greedy) or a larger finite number."),
         ({"temperature": float("inf")}, "temperature is inf, expected 0"),
-        ({"top_p": 0.0}, "top-p is 0"),
-        ({"top_p": 1.5}, "top-p is 1.5"),
-        ({"top_p": "0.5"}, "top-p is '0.5', expected more than 0 and at most 1."),
+        ({"top_p": 0.0}, "top_p is 0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"top_p": "0.5"}, "top_p is '0.5', expected more than 0 and at most 1."),
         ({"seed": -3}, "seed is -3"),
         ({"seed": 1.5}, "seed is 1.5"),
         ({"seed": 2**128}, "seed is 340282366920938463463374607431768211456, expected a whole number from 0 to"),
@@ -61,15 +64,40 @@ def test_what_no_bundle_can_answer_is_refused_at_once(options: dict[str, Any], s
 @pytest.mark.parametrize(
     ("pictures", "texts", "said"),
     [
-        (2, ["", "Why?"], "places for 1 images, and 2 were given"),
-        (1, ["Two ", " and ", "."], "places for 2 images, and 1 were given"),
+        (2, ["", "Why?"], "1 place for images, and there are 2 images"),
+        (1, ["Two ", " and ", "."], "2 places for images, and there is 1 image"),
         (2, ["", " ", "\n"], "the prompt is empty"),
-        (1, " \n", "the prompt is empty"),
+        (1, " \n", r"the prompt is empty\. Ask something about the image, as in 'What is this\?'\.$"),
     ],
 )
 def test_texts_must_fit_the_pictures(pictures: int, texts: str | list[str], said: str) -> None:
     with pytest.raises(PromptError, match=said):
         new_request(["a.jpg"] * pictures, texts)
+
+
+def test_an_order_of_channels_without_an_array_is_warned_of() -> None:
+    array = np.zeros((4, 4, 3), np.uint8)
+    picture = Image.fromarray(array)
+    for pictures in (array, [picture, array], Clip([picture, array], 1.0)):
+        new_request(pictures, "Why?", order="bgr")
+    for without in (picture, ["a.jpg", picture], Clip([picture], 1.0)):
+        with pytest.warns(UserWarning, match="^order changed nothing, because no picture is an array"):
+            new_request(without, "Why?", order="bgr")
+
+
+def test_sampling_options_of_a_greedy_answer_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match="^top_p and seed changed nothing, because this answer is greedy"):
+        new_request("a.jpg", "Why?", top_p=0.5, seed=0)
+    with pytest.warns(UserWarning, match="^seed changed nothing"):
+        new_request("a.jpg", "Why?", seed=3)
+    new_request("a.jpg", "Why?", top_p=0.5, seed=0, temperature=0.5)
+
+
+def test_types_have_their_article() -> None:
+    with pytest.raises(ImageError, match="the image is an int, expected"):
+        new_request(3, "Why?")  # type: ignore[arg-type]
+    with pytest.raises(PromptError, match="the prompt is an int, expected"):
+        new_request("a.jpg", 3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", [TypeError, UsageError])

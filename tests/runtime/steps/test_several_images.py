@@ -168,11 +168,11 @@ def test_three_images_each_keep_their_quota(pipe: Callable[[str], Pipeline], pho
     assert answer.visual_tokens == sum(kept.norms.size for kept in answer.images)
 
 
-@pytest.mark.parametrize(("images", "most"), [(4, 3), (0, 3), (2, 1)])
+@pytest.mark.parametrize(("images", "most"), [(4, 3), (2, 1)])
 def test_a_bundle_takes_as_many_images_as_it_was_exported_for(
     images: int, most: int, pipe: Callable[[str], Pipeline], pipeline: Callable[..., Pipeline], photo: Image.Image
 ) -> None:
-    with pytest.raises(PromptError, match=f"{images} images, expected 1 to {most}.*--max-images"):
+    with pytest.raises(PromptError, match=f"{images} images, expected at most {most}.*--max-images"):
         (pipe if most > 1 else pipeline)("gqa-112").generate([photo] * images, QUESTION, max_new_tokens=1)
 
 

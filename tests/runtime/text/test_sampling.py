@@ -111,7 +111,7 @@ def test_logits_that_are_not_finite_are_refused(bad: float, temperature: float) 
     ("options", "message"),
     [
         *(({"temperature": bad}, "temperature is") for bad in (-0.1, -1e-300, float("nan"), float("-inf"))),
-        *(({"top_p": bad}, "top-p is") for bad in (0.0, -0.5, 1.0001, float("nan"), float("inf"))),
+        *(({"top_p": bad}, "top_p is") for bad in (0.0, -0.5, 1.0001, float("nan"), float("inf"))),
         ({"seed": -1}, "seed is -1"),
     ],
 )
@@ -132,3 +132,20 @@ def test_any_finite_logits_give_a_token_of_the_vocabulary(
 ) -> None:
     token = Sampler(temperature, top_p, seed)(np.array(logits, np.float32))
     assert 0 <= token < len(logits)
+
+
+def test_only_allowed_tokens_are_sampled() -> None:
+    allowed = np.array([1, 0, 1, 1, 0, 1, 0], np.bool_)
+    assert Sampler()(LOGITS, allowed) == 3
+    assert Sampler()(np.zeros(7), allowed) == 0
+    expected = np.where(allowed, softmax(LOGITS, 0.7), 0)
+    drawer = Sampler(0.7, seed=5)
+    drawn = np.bincount([drawer(LOGITS, allowed) for _ in range(5000)], minlength=7) / 5000
+    assert np.abs(drawn - expected / expected.sum()).max() < 0.03
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_are_checked_before_they_are_masked(temperature: float) -> None:
+    logits = np.array([1.0, np.nan])
+    with pytest.raises(NumericsError, match="not finite"):
+        Sampler(temperature)(logits, np.array([True, False]))

@@ -27,7 +27,7 @@ from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning import equal_mean
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 from sinkprune.export.pruning.select import ChooseQueries, build_select, every_text_row
-from sinkprune.export.pruning.survivors import best, best_of_each_image
+from sinkprune.export.pruning.survivors import best_of_each_image, best_of_one_image
 from sinkprune.export.weights.weight_forms import FloatForm
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.models import Model
@@ -92,7 +92,7 @@ def asked_select(
 ) -> Run:
     """A select that keeps the `kept` visual rows the rows of `queries` attend to most, loaded."""
     graph = Graph("select", PRECISIONS[precision], opset24)
-    build_select(graph, model, best(kept), budget, queries)
+    build_select(graph, model, best_of_one_image(kept), budget, queries)
     return loaded(graph)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from sinkprune.export.command import main as export
 from sinkprune.jetson.commands.doctor import main as doctor
 from sinkprune.runtime.commands.profile import main as profile
 from sinkprune.runtime.commands.run import main as run_
+from sinkprune.runtime.commands.serve import main as serve
 
 BIN = Path(sys.executable).parent
 """The folder of the installed commands."""
@@ -28,6 +30,7 @@ _ENTRY_POINTS = {
     "sinkprune-check": check,
     "sinkprune-run": run_,
     "sinkprune-profile": profile,
+    "sinkprune-serve": serve,
     "sinkprune-evaluate": evaluate,
     "sinkprune-calibrate": calibrate,
     "sinkprune-doctor": doctor,
@@ -60,6 +63,11 @@ def run(command: str, *arguments: object) -> Outcome:
     with redirect_stdout(stdout), redirect_stderr(stderr):
         code = _ENTRY_POINTS[command]([*map(str, arguments)])
     return Outcome(code, stdout.getvalue(), stderr.getvalue())
+
+
+def without_progress(stderr: str) -> str:
+    """Return `stderr` without its lines of progress, which a process writes on a machine that is slow enough."""
+    return re.sub(r"^.*(: [\d.]+ (s|min|h)| in [\d.]+ (s|min|h)(, .*)?)\n", "", stderr, flags=re.MULTILINE)
 
 
 def assert_refused(outcome: Outcome, *said: str) -> None:

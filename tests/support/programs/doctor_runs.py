@@ -10,7 +10,7 @@ import pytest
 
 from sinkprune.jetson.boards import Board, read_boards
 from sinkprune.jetson.commands import doctor as doctor_command
-from sinkprune.jetson.fit import ModelFit, Target, fit
+from sinkprune.jetson.fit import ModelFit, TargetMachine, fit
 from sinkprune.jetson.presets import preset_manifest, read_presets
 from support.programs.commands import Outcome, run
 from support.stand_ins.board_trees import PYTHON_OF_JETPACK_6
@@ -39,4 +39,4 @@ def set_python(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
 def preset(name: str, board: Board | None = NANO, usable: int = 0) -> ModelFit:
     """Return the fit of a preset on a board with `usable` bytes of memory for programs; 0 means unknown."""
     manifest = preset_manifest(name, read_presets()[name], "opset20")
-    return fit(name, "preset", manifest, Target("tensorrt", usable, board), PICTURE)
+    return fit(name, "preset", manifest, TargetMachine("tensorrt", usable, board), PICTURE)

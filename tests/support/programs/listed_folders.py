@@ -14,7 +14,7 @@ from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.files.folders import replacing
 from sinkprune.contract.files.manifest_file import ManifestFile, file_specs, sha256
-from sinkprune.contract.files.system_calls import How, Rename, system_rename
+from sinkprune.contract.files.system_calls import Rename, RenameMode, system_rename
 
 KIND = ManifestFile(
     name="bundle.json",
@@ -63,6 +63,6 @@ def replace(output: Path, version: int, **options: Any) -> None:
         write_folder(root, version)
 
 
-def no_such_rename(source: Path, target: Path, how: How) -> None:
+def no_such_rename(source: Path, target: Path, how: RenameMode) -> None:
     """Fail like a file system that can only rename."""
     raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from sinkprune import Pipeline
-from sinkprune.runtime.media.clip import Shown
+from sinkprune.runtime.media.clip import SampledFrames
 from support.models.qwen_checkpoints import VIDEO_TOKEN
 from support.models.small_models import NEXT_SHAPES
 from support.references.pruned_prompts import seconds_per_patch
@@ -81,7 +81,9 @@ def reference_inputs(
     return {**ids, "mm_token_type_ids": (ids["input_ids"] == token).int(), **pictures}
 
 
-def clip_ids(pipe: Pipeline, folder: Path, clip: Shown, fps: float, pieces: str | list[str] = QUESTION) -> list[int]:
+def clip_ids(
+    pipe: Pipeline, folder: Path, clip: SampledFrames, fps: float, pieces: str | list[str] = QUESTION
+) -> list[int]:
     """Return the ids that the model's own processor gives a prompt about a clip of `fps` frames a second."""
     tokenizer, grid = AutoTokenizer.from_pretrained(folder), torch.tensor([patch_grid(pipe, clip)])
     family, written = pipe.bundle.manifest.family, "<|video_pad|>" * (int(grid.prod()) // 4)
@@ -93,7 +95,7 @@ def clip_ids(pipe: Pipeline, folder: Path, clip: Shown, fps: float, pieces: str 
     return ids
 
 
-def _with_times(clip: Shown, grid: torch.Tensor, fps: float) -> str:
+def _with_times(clip: SampledFrames, grid: torch.Tensor, fps: float) -> str:
     """Return what the processor of Qwen3-VL writes in the place of a clip's token."""
     processor = Qwen3VLProcessor.__new__(Qwen3VLProcessor)
     processor.video_token, processor.vision_start_token = "<|video_pad|>", "<|vision_start|>"
@@ -105,7 +107,7 @@ def _with_times(clip: Shown, grid: torch.Tensor, fps: float) -> str:
     return text
 
 
-def clip_inputs(model: Any, pipe: Pipeline, folder: Path, clip: Shown, fps: float) -> dict[str, Any]:
+def clip_inputs(model: Any, pipe: Pipeline, folder: Path, clip: SampledFrames, fps: float) -> dict[str, Any]:
     """Return the inputs of transformers' `model` for a question about a clip of `fps` frames a second."""
     ids = torch.tensor([clip_ids(pipe, folder, clip, fps)])
     return {

@@ -10,7 +10,7 @@ import torch
 
 from sinkprune import Pipeline
 from sinkprune.contract.families import parse_budget
-from sinkprune.runtime.media.clip import Picture, Shown
+from sinkprune.runtime.media.clip import Picture, SampledFrames
 from support.models.qwen_checkpoints import VIDEO_TOKEN
 from support.references.masking import Array, Sequence, embedded
 from support.references.reference import beside_kept, sanitize
@@ -21,7 +21,7 @@ def sanitized(pipe: Pipeline, picture: Picture, budget: str) -> tuple[Array, lis
     """Return the tokens that the reference's sanitizer keeps, their sources by group, and DeepStack features."""
     options = parse_budget(pipe.bundle.manifest.family, budget)
     features, deepstack = [*tower_output(pipe, picture)], deepstack_output(pipe, picture)
-    if isinstance(picture, Shown) and options.sanitizer and options.frames == "together":
+    if isinstance(picture, SampledFrames) and options.sanitizer and options.frames == "together":
         features = [x.reshape(1, -1, *x.shape[2:]) for x in features]
         deepstack = None if deepstack is None else deepstack.reshape(len(deepstack), 1, -1, deepstack.shape[-1])
     kept, indices, beside = [], [], []
@@ -88,7 +88,7 @@ def prompt_rows(
 
 def _positions(model: Any, pipe: Pipeline, picture: Picture, texts: list[list[int]], run_length: int) -> Array:
     """[3,S] the positions of the unpruned prompt, by transformers."""
-    clip = isinstance(picture, Shown)
+    clip = isinstance(picture, SampledFrames)
     token = VIDEO_TOKEN if clip else model.config.image_token_id
     ids = torch.tensor([[*texts[0], *chain.from_iterable([*[token] * run_length, *text] for text in texts[1:])]])
     grid = torch.tensor([patch_grid(pipe, picture)])
@@ -99,6 +99,6 @@ def _positions(model: Any, pipe: Pipeline, picture: Picture, texts: list[list[in
 
 def seconds_per_patch(model: Any, picture: Picture) -> dict[str, torch.Tensor]:
     """Return the option about time that Qwen2.5-VL takes with a clip; the others count frames or read the time."""
-    if not isinstance(picture, Shown) or model.config.model_type != "qwen2_5_vl":
+    if not isinstance(picture, SampledFrames) or model.config.model_type != "qwen2_5_vl":
         return {}
     return {"second_per_grid_ts": torch.tensor([2 / picture.size.fps])}

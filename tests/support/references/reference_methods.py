@@ -6,7 +6,8 @@ the kept rows [k,D] and the token each stands for.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -126,12 +127,26 @@ def rows_like_the_image(hidden: Array, visual: list[int], text: list[int]) -> li
 
 def asking_rows(method: str, hidden: Array, visual: list[int], text: list[int]) -> list[int]:
     """The rows whose attention scores the visual rows."""
-    if method in ("fastv", "pyramiddrop"):
-        return [len(hidden) - 1]
-    if method == "sparsevlm":
-        return rows_like_the_image(hidden, visual, text)
-    return text
+    return IN_LLM[method].asking(hidden, visual, text) if method in IN_LLM else text
 
 
-IN_LLM = ("fastv", "pyramiddrop", "sparsevlm")
-"""Methods that drop tokens inside the LLM only."""
+class InLlm(NamedTuple):
+    """A method that drops tokens inside the LLM only."""
+
+    cuts: tuple[int, ...]
+    """The 0-based layers of 32 after which it drops tokens."""
+    asking: Callable[[Array, list[int], list[int]], list[int]]
+    """Returns the rows whose attention scores the visual rows, of the hidden states, visual rows and text rows."""
+
+
+def _last_row(hidden: Array, visual: list[int], text: list[int]) -> list[int]:
+    return [len(hidden) - 1]
+
+
+IN_LLM = {
+    "fastv": InLlm((2,), _last_row),
+    "pyramiddrop": InLlm((8, 16, 24), _last_row),
+    "sparsevlm": InLlm((2, 6, 15), rows_like_the_image),
+}
+CANNOT_REACH_ALL = {**{method: own.cuts for method, own in IN_LLM.items()}, "sinkpruner-no-sanitizer": (2, 6, 15)}
+"""The layers of 32 after which methods drop tokens that run their first layers on all tokens."""

@@ -10,12 +10,12 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.contract.layout import VisualLayout
-from sinkprune.runtime.families import Family, Seen
+from sinkprune.runtime.families import Family, TowerInput
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.processors.qwen import Qwen3Processor, QwenProcessor
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.decoding import Prefill
-from sinkprune.runtime.steps.encoding import Encoded
+from sinkprune.runtime.steps.encoding import EncodedPicture
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.prompt_rows import PromptRows
 
@@ -26,8 +26,8 @@ QUESTION = "What is in the picture?"
 class Watched(Observer):
     """Keeps what every step gives."""
 
-    pictures: Sequence[Seen]
-    features: Sequence[Encoded]
+    pictures: Sequence[TowerInput]
+    features: Sequence[EncodedPicture]
     rows: PromptRows
     prefill: Prefill
     answer: Answer
@@ -35,10 +35,10 @@ class Watched(Observer):
     def __init__(self) -> None:
         self.logits: list[Array] = []
 
-    def seen(self, pictures: Sequence[Seen]) -> None:
+    def seen(self, pictures: Sequence[TowerInput]) -> None:
         self.pictures = pictures
 
-    def encoded(self, pictures: Sequence[Encoded]) -> None:
+    def encoded(self, pictures: Sequence[EncodedPicture]) -> None:
         self.features = pictures
 
     def laid_out(self, rows: PromptRows) -> None:

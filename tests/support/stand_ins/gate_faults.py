@@ -18,7 +18,7 @@ from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.contract.manifest import TensorSpec
 from sinkprune.engines.progress import SILENT
-from sinkprune.engines.targets import Job, new_builder
+from sinkprune.engines.targets import BuildJob, new_builder
 from sinkprune.runtime.backends.models import Model
 
 Alter = Callable[[onnx.ModelProto], None]
@@ -33,7 +33,7 @@ def plant(bundle: Bundle, engines: Path, graph: str, alter: Alter, folder: Path)
         old.unlink(missing_ok=True)
     model = altered(Model.of_bundle(bundle, graph), alter, folder / "altered")
     builder = new_builder(manifest.target, None, folder / "timing-cache")
-    builder.build(Job(model, {}), file, SILENT)
+    builder.build(BuildJob(model, {}), file, SILENT)
     (root / ENGINES.name).unlink()
     ENGINES.write(root, replace(manifest, files=file_specs(root)))
     return root

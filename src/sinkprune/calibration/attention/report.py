@@ -50,9 +50,9 @@ class RunFigures(Generic[Figure]):
 
 Observation = RunFigures[float]
 """The figures of one question."""
-RunReport = RunFigures[Mean]
+RunMeans = RunFigures[Mean]
 """The means over questions."""
-LayerReport = LayerFigures[Mean]
+LayerMeans = LayerFigures[Mean]
 """The means over questions at one prune layer."""
 _WITHOUT_INTERVAL = ("rows", "last_rows", "uniform")
 
@@ -73,15 +73,15 @@ class AttentionReport:
     pictures: int
     outlier_per_mille: int
     """rho: sink tokens are so many per mille of each group's tokens, rounded up, those of largest norm."""
-    none: RunReport
+    none: RunMeans
     """The unpruned engines: all visual tokens, nothing sanitised."""
-    methods: dict[str, dict[str, RunReport]]
+    methods: dict[str, dict[str, RunMeans]]
     """By method, then budget."""
     warnings: tuple[str, ...]
     """Sentences: why the figures say little, for example too few pictures."""
 
 
-def summarise(pictures: Sequence[str], observations: Sequence[Observation]) -> RunReport:
+def summarise(pictures: Sequence[str], observations: Sequence[Observation]) -> RunMeans:
     """Return the means over questions. `pictures` names the picture of each, for its share of the bootstrap."""
     averaged = PictureBootstrap(pictures)
 
@@ -91,6 +91,6 @@ def summarise(pictures: Sequence[str], observations: Sequence[Observation]) -> R
         return {name: value.mean if name in _WITHOUT_INTERVAL else value for name, value in found.items()}
 
     layers = {
-        layer: LayerReport(**means([seen.layers[layer] for seen in observations])) for layer in observations[0].layers
+        layer: LayerMeans(**means([seen.layers[layer] for seen in observations])) for layer in observations[0].layers
     }
-    return RunReport(layers=layers, **means(observations))
+    return RunMeans(layers=layers, **means(observations))

@@ -10,7 +10,7 @@ from sinkprune.calibration.attention.report import LayerFigures, Observation
 from sinkprune.calibration.attention.text_attention import text_attention
 from sinkprune.calibration.evaluation.replies import generate_answer
 from sinkprune.calibration.evaluation.report import Combination
-from sinkprune.calibration.sink_tokens import largest, sink_tokens
+from sinkprune.calibration.sink_tokens import mark_largest, sink_tokens
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.precision import Array
@@ -22,7 +22,7 @@ from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.prompt_rows import PromptRows
 
 
-class Watch(Observer):
+class AttentionObserver(Observer):
     """Keeps the tensors of the last request that `observe` needs. Pass `wrap` to `Pipeline.load`."""
 
     rows: PromptRows
@@ -54,7 +54,7 @@ class Watch(Observer):
         self.prefill = result
 
 
-def observe(pipeline: Pipeline, watch: Watch, item: Item, combination: Combination) -> Observation:
+def observe(pipeline: Pipeline, watch: AttentionObserver, item: Item, combination: Combination) -> Observation:
     """Answer one question with one method and budget, on a pipeline that was loaded with `watch.wrap`.
 
     Raises what `Pipeline.generate` raises, with the question's id.
@@ -100,4 +100,4 @@ def _sink_rows(kept: Kept, *, unpruned: bool) -> Array:
 
 def _salience_alone(kept: Kept) -> float:
     """Return the share of sink tokens among the most salient tokens, as many of each group as were kept."""
-    return float(sink_tokens(kept.norms)[largest(kept.salience, kept.index.shape[1])].mean())
+    return float(sink_tokens(kept.norms)[mark_largest(kept.salience, kept.index.shape[1])].mean())

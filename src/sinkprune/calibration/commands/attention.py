@@ -10,16 +10,16 @@ from pathlib import Path
 
 from sinkprune.calibration.attention.report import (
     AttentionReport,
-    LayerReport,
+    LayerMeans,
     Observation,
-    RunReport,
+    RunMeans,
     summarise,
 )
-from sinkprune.calibration.attention.watching import Watch, observe
-from sinkprune.calibration.commands.measuring import TaskOptions, open_task, progress_bar, report_table, task_parser
+from sinkprune.calibration.attention.watching import AttentionObserver, observe
+from sinkprune.calibration.commands.measuring import TaskOptions, open_task, progress_bar, task_parser
 from sinkprune.calibration.evaluation.intervals import Mean
 from sinkprune.calibration.evaluation.report import BASELINE, Combination
-from sinkprune.calibration.evaluation.sample_size import counted, mean_warnings
+from sinkprune.calibration.evaluation.sample_size import mean_warnings, quantity
 from sinkprune.calibration.plots import plot_attention
 from sinkprune.calibration.sink_tokens import OUTLIER_PER_MILLE
 from sinkprune.calibration.tasks import Item
@@ -28,8 +28,8 @@ from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.manifest import Manifest
-from sinkprune.runtime.commands import load_pipeline, plain, write_report
-from sinkprune.runtime.commands.table_console import TableConsole
+from sinkprune.runtime.commands import load_pipeline, plain_text, write_report
+from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.profile import model_name
 
@@ -39,8 +39,8 @@ examples:
   sinkprune-calibrate attention llava-7b --data kitchen.jsonl --limit 100 --budgets retain-64 \\
       --json attention.json --plot attention.png
 
-`sinkprune evaluate --help` shows a line of FILE.jsonl. The unpruned engines always
-run: they are what is compared with. Each method of the bundle is another row.
+`sinkprune evaluate --help` shows a line of FILE.jsonl. The unpruned model always runs, for comparison. Each method
+of the bundle is another row.
 """
 _PICTURES = 50
 """Pictures without --limit: enough for steady shares, and minutes instead of an hour of a large model."""
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measure(arguments: Sequence[str] | None) -> None:
     parser = task_parser(
         "sinkprune calibrate attention",
-        "Measure how many sink tokens (those of largest norm) are among the kept ones, and the entropy of the text's "
+        "Measure how many kept tokens are sink tokens (tokens of largest norm), and the entropy of the text's "
         "attention on visual tokens at each prune layer, with and without the sanitizer.",
         _EXAMPLES,
         limit=f"the first N questions (default: those about the first {_PICTURES} pictures)",
@@ -65,7 +65,7 @@ def _measure(arguments: Sequence[str] | None) -> None:
     options = parser.parse(arguments, TaskOptions)
     task = open_task(options, 1)
     items = task.items if options.limit else _first_pictures(task.items)
-    watch = Watch()
+    watch = AttentionObserver()
     pipeline = load_pipeline(options, task.bundle, watch.wrap)
     report = _report(pipeline, Path(options.data).name, items, _observe(pipeline, watch, items, task.combinations))
     write_report(options, report, plot_attention)
@@ -87,7 +87,7 @@ def _first_pictures(items: Sequence[Item]) -> list[Item]:
 
 
 def _observe(
-    pipeline: Pipeline, watch: Watch, items: Sequence[Item], combinations: Sequence[Combination]
+    pipeline: Pipeline, watch: AttentionObserver, items: Sequence[Item], combinations: Sequence[Combination]
 ) -> dict[Combination, list[Observation]]:
     """Return the observations of every question by combination, the unpruned engines first."""
     found: dict[Combination, list[Observation]] = {pair: [] for pair in (BASELINE, *combinations)}
@@ -104,7 +104,7 @@ def _report(
 ) -> AttentionReport:
     pictures = [item.picture for item in items]
     runs = {pair: summarise(pictures, own) for pair, own in observed.items()}
-    none, methods = runs.pop(BASELINE), dict[str, dict[str, RunReport]]()
+    none, methods = runs.pop(BASELINE), dict[str, dict[str, RunMeans]]()
     for pair, run in runs.items():
         methods.setdefault(pair.method, {})[pair.budget] = run
     manifest, count = pipeline.bundle.manifest, len(set(pictures))
@@ -127,7 +127,7 @@ def _print(report: AttentionReport) -> None:
     console = TableConsole()
     console.print(
         f"{escaped(report.model)}, {report.precision}, {report.backend}: {escaped(report.task)}, "
-        f"{counted(report.questions, 'question')} about {counted(report.pictures, 'picture')}; "
+        f"{quantity(report.questions, 'question')} about {quantity(report.pictures, 'picture')}; "
         "± half the 95 % interval\n"
         f"sink tokens: the {report.outlier_per_mille / 10:g} % of each group with the largest norms",
         *report.warnings,
@@ -138,25 +138,27 @@ def _print(report: AttentionReport) -> None:
     runs = [(UNPRUNED, "", report.none)]
     runs += [(method, budget, run) for method, budgets in report.methods.items() for budget, run in budgets.items()]
     names = ("method", "budget")
-    shares = report_table(names, ("into the LLM", "%", "by salience alone, %", "in the last layer", "%"))
+    shares = make_table(names, ("into the LLM", "%", "by salience alone, %", "in the last layer", "%"))
     for method, budget, run in runs:
         into, alone, last = (
             _with_interval(share, 100, 2) for share in (run.sink_share, run.salience_alone, run.last_sink_share)
         )
-        shares.add_row(plain(method), plain(budget), f"{run.rows:.0f}", into, alone, f"{run.last_rows:.0f}", last)
+        shares.add_row(
+            plain_text(method), plain_text(budget), f"{run.rows:.0f}", into, alone, f"{run.last_rows:.0f}", last
+        )
     console.print(shares)
     console.print(
         "\nthe text's attention on visual tokens: entropy in nats (of its mean over heads and text rows; of a "
         "uniform one), and % on sink tokens\n",
         markup=False,
     )
-    layers = report_table(names, [f"layer {layer}" for layer in report.none.layers])
+    layers = make_table(names, [f"layer {layer}" for layer in report.none.layers])
     for method, budget, run in runs:
-        layers.add_row(plain(method), plain(budget), *map(_entropies, run.layers.values()))
+        layers.add_row(plain_text(method), plain_text(budget), *map(_entropies, run.layers.values()))
     console.print(layers)
 
 
-def _entropies(layer: LayerReport) -> str:
+def _entropies(layer: LayerMeans) -> str:
     return (
         f"{_with_interval(layer.entropy, 1, 3)} ({layer.entropy_of_mean.mean:.3f}; {layer.uniform:.3f}), "
         f"{100 * layer.sink_attention.mean:.1f} %"

@@ -14,21 +14,21 @@ from sinkprune.calibration.commands.measuring import (
     add_former_name,
     open_task,
     progress_bar,
-    report_table,
     task_parser,
 )
 from sinkprune.calibration.evaluation.outliers import plant_in_vision
 from sinkprune.calibration.evaluation.replies import collect_replies, evaluation_report
 from sinkprune.calibration.evaluation.report import Combination, CombinationReport, EvaluationReport, Reply
 from sinkprune.calibration.plots import plot_evaluation
-from sinkprune.calibration.tasks import blinded
+from sinkprune.calibration.tasks import with_grey_picture
+from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import prints_json
-from sinkprune.contract.files.output_files import Output, write_whole
-from sinkprune.runtime.commands import load_pipeline, plain, write_report
-from sinkprune.runtime.commands.table_console import TableConsole
+from sinkprune.contract.files.output_files import OutputFile, write_whole
+from sinkprune.runtime.commands import load_pipeline, plain_text, write_report
+from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
 
 _EXAMPLES = """\
@@ -38,9 +38,9 @@ examples:
       --json accuracy.json --plot accuracy.png
   sinkprune-evaluate bundle --data wide-scenes --fit pad
   sinkprune-evaluate bundle --data kitchen.jsonl --answers replies.jsonl
-  sinkprune-evaluate bundle --data kitchen.jsonl --blind      # how much can be guessed without looking
+  sinkprune-evaluate bundle --data kitchen.jsonl --blind      # the accuracy of guessing
 
-a line of FILE.jsonl, `image` relative to the file; `kind` and `id` may be left out:
+a line of FILE.jsonl, `image` relative to the file; `kind` and `id` are optional:
   {"image": "1.jpg", "question": "Is there a cup?", "answer": ["yes", "yeah"], "kind": "existence", "id": "k1"}
   {"image": "1.jpg", "question": "What colour is it?", "options": ["red", "blue"], "answer": "B"}
 """
@@ -61,9 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _evaluate(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, _Options)
-    answers: list[Output] = [(options.answers, (".jsonl",))] if options.answers else []
+    answers: list[OutputFile] = [(options.answers, (".jsonl",))] if options.answers else []
     task = open_task(options, options.max_new_tokens, *answers)
-    items = [blinded(item) for item in task.items] if options.blind else task.items
+    items = [with_grey_picture(item) for item in task.items] if options.blind else task.items
     pipeline = load_pipeline(options, task.bundle, plant_in_vision if options.plant_outliers else None)
     with progress_bar("warming up", len(items) * (1 + len(task.combinations)), "answers") as count:
         replies = collect_replies(
@@ -101,7 +101,7 @@ def _parser() -> CommandParser:
     )
     add_former_name(parser, "--task", "data")
     add = parser.add_argument
-    add("--blind", action="store_true", help="show grey pictures: what is still right was guessed")
+    add("--blind", action="store_true", help="use grey pictures, to measure the accuracy of guessing")
     add(
         "--plant-outliers",
         action="store_true",
@@ -125,9 +125,9 @@ def _print_tables(result: EvaluationReport) -> None:
     planted = ", outliers planted in the background" if result.planted_outliers else ""
     console.print(
         f"{escaped(result.model)}, {result.precision}, weights {result.weights.name}, {result.backend}, "
-        f"{result.threads} threads, {result.machine}\n"
-        f"{escaped(result.task)}, {result.questions} questions{blind}{planted}{fit}; "
-        "accuracy in %, its 95 % interval, and in brackets the share of none's",
+        f"{counted(result.threads, 'thread')}, {result.machine}\n"
+        f"{escaped(result.task)}, {counted(result.questions, 'question')}{blind}{planted}{fit}; "
+        f"accuracy in %{_bracketed(result)}",
         markup=False,
     )
     for warning in result.warnings:
@@ -141,9 +141,9 @@ def _print_tables(result: EvaluationReport) -> None:
     none = result.none
     accuracy = _accuracy(none.accuracy, none.ci95)
     console.print(f"\nnone: {accuracy}, TTFT and visual tokens {_ttft_and_tokens(none)}; by kind")
-    kinds = report_table(["kind"], ["questions", "accuracy"])
+    kinds = make_table(["kind"], ["questions", "accuracy"])
     for kind, part in none.by_kind.items():
-        kinds.add_row(plain(kind), str(part.count), _accuracy(part.accuracy, part.ci95))
+        kinds.add_row(plain_text(kind), str(part.count), _accuracy(part.accuracy, part.ci95))
     console.print(kinds)
 
 
@@ -151,11 +151,11 @@ def _grid(result: EvaluationReport, cell: Callable[[CombinationReport], str]) ->
     """Return a table with a row for each method and a column for each budget."""
     held = [Combination(method, budget) for method, budgets in result.methods.items() for budget in budgets]
     budgets = dict.fromkeys(pair.budget for pair in (*held, *result.unreachable))
-    table = report_table(["method"], list(budgets))
+    table = make_table(["method"], list(budgets))
     for method in dict.fromkeys(pair.method for pair in (*held, *result.unreachable)):
         points = result.methods.get(method, {})
         table.add_row(
-            plain(method), *(cell(points[budget]) if budget in points else "not reachable" for budget in budgets)
+            plain_text(method), *(cell(points[budget]) if budget in points else "not reachable" for budget in budgets)
         )
     return table
 
@@ -165,9 +165,15 @@ def _accuracy(accuracy: float, interval: tuple[float, float]) -> str:
     return f"{100 * accuracy:.1f}, {low:.1f} to {high:.1f}"
 
 
+def _bracketed(result: EvaluationReport) -> str:
+    """Return what follows an accuracy in the tables."""
+    shares = any(point.relative is not None for budgets in result.methods.values() for point in budgets.values())
+    return ", its 95 % interval, and in brackets the share of none's" if shares else " and its 95 % interval"
+
+
 def _accuracy_and_share(point: CombinationReport) -> str:
-    share = "-" if point.relative is None else f"{100 * point.relative:.1f} %"
-    return f"{_accuracy(point.accuracy, point.ci95)} ({share})"
+    share = "" if point.relative is None else f" ({100 * point.relative:.1f} %)"
+    return f"{_accuracy(point.accuracy, point.ci95)}{share}"
 
 
 def _ttft_and_tokens(point: CombinationReport) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from sinkprune.calibration.evaluation.replies import choose_combinations
 from sinkprune.calibration.evaluation.report import Combination
@@ -23,20 +22,20 @@ from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.progress_lines import ProgressLines
-from sinkprune.contract.files.output_files import Output, check_apart
+from sinkprune.contract.files.output_files import OutputFile, check_apart
 from sinkprune.runtime.commands import (
     BundleOptions,
     ReportOptions,
     add_report_options,
     bundle_parser,
     check_report_options,
-    plain,
+    name_list,
     status,
 )
-from sinkprune.runtime.commands.memory import Planned, check_memory
+from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
 
 LIMIT = WholeNumber("--limit", 1, 10**9)
-OWN_TEST_SETS = f"or a test set that comes along: {', '.join(TEST_SETS)} (default: {SCENES})"
+OWN_TEST_SETS = f"or a test set of this package: {', '.join(TEST_SETS)} (default: {SCENES})"
 
 
 @dataclass(kw_only=True)
@@ -44,8 +43,8 @@ class TaskOptions(BundleOptions, ReportOptions):
     """The options of `task_parser`; a command's own options are fields of a subclass."""
 
     data: str
-    methods: str
-    budgets: str
+    methods: list[str] | None
+    budgets: list[str] | None
     limit: int | None
 
 
@@ -64,8 +63,8 @@ def task_parser(name: str, description: str, examples: str, *, limit: str, drawn
     parser = bundle_parser(name, description, examples)
     add = parser.add_argument
     add("--data", default=SCENES, help=f"questions about pictures: FILE.jsonl, {OWN_TEST_SETS}")
-    add("--methods", default="", help="comma-separated (default: all of the bundle)")
-    add("--budgets", default="", help="comma-separated; none is always run (default: all of the bundle)")
+    add("--methods", type=name_list, help="comma-separated (default: all of the bundle)")
+    add("--budgets", type=name_list, help="comma-separated; none is always run (default: all of the bundle)")
     add("--limit", type=LIMIT, metavar="N", help=limit)
     add_report_options(parser, drawn)
     return parser
@@ -76,7 +75,7 @@ def add_former_name(parser: Any, name: str, option: str, **kind: Any) -> None:
     parser.add_argument(name, dest=option, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind)
 
 
-def open_task(options: TaskOptions, new_tokens: int, *others: Output) -> OpenTask:
+def open_task(options: TaskOptions, new_tokens: int, *others: OutputFile) -> OpenTask:
     """Read the bundle and the questions, and check all that can be checked before the bundle is loaded.
 
     `others` are outputs besides the report. Raises `BundleError`, `BudgetError`, `TaskError`, `OutputError` and
@@ -84,7 +83,7 @@ def open_task(options: TaskOptions, new_tokens: int, *others: Output) -> OpenTas
     """
     check_report_options(options, options, [Path(options.data)], *others)
     bundle = read_runnable(options.bundle, options.trust)
-    combinations, unreachable = choose_combinations(bundle.manifest, _names(options.methods), _names(options.budgets))
+    combinations, unreachable = choose_combinations(bundle.manifest, options.methods or [], options.budgets or [])
     with status("checking the questions"):
         items = load_task(options.data, options.limit)
     check_apart([path for path, _ in (*options.outputs, *others)], (Path(item.picture) for item in items))
@@ -97,7 +96,7 @@ def check_unpruned_memory(
 ) -> None:
     """Check the memory that one unpruned request takes; raises `TooLittleMemoryError`."""
     method = next(iter(bundle.manifest.plans))
-    check_memory(options, bundle, Planned([picture], method, [UNPRUNED], prompt, new_tokens))
+    check_memory(options, bundle, PlannedRequests([picture], method, [UNPRUNED], prompt, new_tokens))
 
 
 @contextmanager
@@ -120,17 +119,3 @@ def progress_bar(what: str, total: int, unit: str) -> Iterator[Callable[..., Non
             lines.update(name, advance=1)
 
         yield count
-
-
-def report_table(left: Sequence[str], right: Sequence[str]) -> Table:
-    """Return an empty table with left-aligned columns, then right-aligned ones, by their headings."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in left:
-        table.add_column(plain(heading), no_wrap=True)
-    for heading in right:
-        table.add_column(plain(heading), justify="right", no_wrap=True)
-    return table
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]

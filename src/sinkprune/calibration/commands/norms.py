@@ -17,7 +17,7 @@ from sinkprune.calibration.commands.measuring import (
     check_unpruned_memory,
     progress_bar,
 )
-from sinkprune.calibration.evaluation.sample_size import counted
+from sinkprune.calibration.evaluation.sample_size import quantity
 from sinkprune.calibration.heatmaps import draw_heatmaps
 from sinkprune.calibration.norms import NormReport, summarise
 from sinkprune.calibration.pictures import NamedPicture, file_pictures, task_pictures
@@ -31,7 +31,7 @@ from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.errors import OutputError, UsageError
-from sinkprune.contract.files.output_files import Output, check_outputs, write_whole
+from sinkprune.contract.files.output_files import OutputFile, check_outputs, write_whole
 from sinkprune.contract.manifest import MANIFEST
 from sinkprune.runtime.commands import (
     BundleOptions,
@@ -59,7 +59,7 @@ _FOR_BUNDLES = ("backend", "compute", "fit", "engines", "sha256", "signed_by", "
 _LAYER = -2
 """The hidden states that LLaVA takes from its tower, counted from the last block's."""
 
-Tower = Callable[[Image.Image], TokenFeatures]
+MeasureFeatures = Callable[[Image.Image], TokenFeatures]
 """Returns the features of an RGB image's tokens."""
 
 
@@ -110,7 +110,7 @@ def _measure(arguments: Sequence[str] | None) -> None:
 def _parser() -> CommandParser:
     parser = bundle_parser(
         "sinkprune calibrate norms",
-        "Measure the norms of a vision tower's tokens over pictures: are there outliers to be removed, and how many? "
+        "Measure the norms of a vision tower's tokens over pictures, and suggest how many outliers to remove. "
         "BUNDLE may also be a checkpoint folder of a vision tower without an LLM: CLIP, SigLIP or DINOv2.",
         _EXAMPLES,
     )
@@ -118,7 +118,7 @@ def _parser() -> CommandParser:
     shown.add_argument(
         "--data",
         default=SCENES,
-        help=f"pictures: a folder, those that FILE.jsonl asks about, {OWN_TEST_SETS}",
+        help=f"pictures: a folder, the pictures of FILE.jsonl, {OWN_TEST_SETS}",
     )
     add_former_name(shown, "--task", "data")
     # Its own field, because it takes several files.
@@ -133,7 +133,7 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--layer",
         type=int,
-        help="of a tower without an LLM: the block whose tokens are measured, from the last, -1 (default: -2)",
+        help="for a tower without an LLM: the block to measure, counted from the last, -1 (default: -2)",
     )
     add_report_options(parser, "the histogram of the norms")
     return parser
@@ -150,13 +150,13 @@ def _check_fit(parser: argparse.ArgumentParser, options: _Options, *, is_tower: 
         )
 
 
-def _lone_tower(options: _Options) -> tuple[str, Tower]:
+def _lone_tower(options: _Options) -> tuple[str, MeasureFeatures]:
     """Return the name and the features of a tower without an LLM."""
     layer = _LAYER if options.layer is None else options.layer
     return options.bundle.resolve().name, VisionTower(options.bundle, layer, options.threads).features
 
 
-def _bundle_tower(options: _Options, pictures: Sequence[NamedPicture]) -> tuple[str, Tower]:
+def _bundle_tower(options: _Options, pictures: Sequence[NamedPicture]) -> tuple[str, MeasureFeatures]:
     """Return the model's name and the features of a bundle's tower."""
     bundle = read_runnable(options.bundle, options.trust)
     check_unpruned_memory(options, bundle, pictures[0].load())
@@ -164,7 +164,7 @@ def _bundle_tower(options: _Options, pictures: Sequence[NamedPicture]) -> tuple[
     return model_name(bundle.manifest.checkpoint.source), lambda image: bundle_features(pipeline, image)
 
 
-def _heatmap_outputs(options: _Options, pictures: Sequence[NamedPicture]) -> list[Output]:
+def _heatmap_outputs(options: _Options, pictures: Sequence[NamedPicture]) -> list[OutputFile]:
     """Return the heat maps that will be written, or their folder if it does not exist yet.
 
     Raises `OutputError` for a file in the folder's place, and `UsageError` without matplotlib.
@@ -188,7 +188,7 @@ def _heatmap_file(folder: Path, pictures: Sequence[NamedPicture], number: int) -
 def _text(report: NormReport) -> str:
     overlap, chance = 100 * report.top_overlap, 100 * report.chance_overlap
     return (
-        f"{report.model}: {counted(report.pictures, 'picture')}, {report.tokens} visual tokens\n"
+        f"{report.model}: {quantity(report.pictures, 'picture')}, {report.tokens} visual tokens\n"
         f"{report.verdict}\n"
         f"Of the 1 % of largest norms, {overlap:.1f} % are among the most salient 1 % (by chance: {chance:.1f} %)\n"
         f"and take {100 * report.top_salience_share:.1f} % of the salience. Rank correlation of norm and salience: "

@@ -10,10 +10,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sinkprune.calibration.commands.measuring import add_former_name, report_table
+from sinkprune.calibration.commands.measuring import add_former_name
 from sinkprune.calibration.plots import plot_quantisation
 from sinkprune.calibration.tasks import Item, check_own_questions, items_by_picture, load_task
 from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
@@ -33,28 +34,29 @@ from sinkprune.runtime.commands import (
     BundleOptions,
     ReportOptions,
     add_report_options,
-    plain,
+    plain_text,
     status,
     write_report,
 )
-from sinkprune.runtime.commands.table_console import TableConsole
+from sinkprune.runtime.commands.table_console import TableConsole, make_table
+from sinkprune.runtime.media.fits import add_fit_option
 from sinkprune.runtime.profiling.plot import import_matplotlib
 
 if TYPE_CHECKING:
-    from sinkprune.calibration.quantising.cost import Cost
+    from sinkprune.calibration.quantising.cost import CalibrationCost
     from sinkprune.calibration.quantising.report import LogitError, QuantisationReport
     from sinkprune.export.progress import WeightProgress
 
 _EXAMPLES = """\
 examples:
-  sinkprune-calibrate quantize llava-7b --data kitchen.jsonl -o llava-7b-int4 --weights int4
-  sinkprune-calibrate quantize llava-7b --data kitchen.jsonl -o small --weights int4 --block-size 32 \\
+  sinkprune-calibrate quantize llava-fp32 --data kitchen.jsonl -o llava-7b-calibrated --weights int4
+  sinkprune-calibrate quantize llava-fp32 --data kitchen.jsonl -o small --weights int4 --block-size 32 \\
       --limit 64 --json errors.json --plot errors.png
-  sinkprune-calibrate quantize llava-7b --data kitchen.jsonl -o llava-7b-int8 --weights int8 --vision-weights fp16
+  sinkprune-calibrate quantize llava-fp32 --data kitchen.jsonl -o llava-7b-int8 --weights int8 --vision-weights fp16
 
 `sinkprune evaluate --help` shows a line of FILE.jsonl. The n-th picture is shown
-with the n-th of its questions. They should be like those the model will see, and none that it is evaluated on.
-Prompts run unpruned: rows of pruned prompts are among theirs, so one bundle serves every budget.
+with its n-th question. Use pictures and questions like those of the application, and none of an evaluation.
+Prompts run unpruned. They contain all rows of pruned prompts, so one bundle serves every budget.
 """
 _LIMIT = WholeNumber("--limit", 1, 10**6)
 _MAX_ERROR = RealNumber("--max-error", 0, 1e9, "0 or more")
@@ -84,8 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _quantize(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, _Options)
     with report_missing_package("quantising"), ProgressLines("loading packages"):
-        from sinkprune.calibration.quantising.quantise import Limits, quantise_bundle, quantised_forms
-        from sinkprune.calibration.quantising.walk import encode_prompts
+        from sinkprune.calibration.quantising.chain_run import encode_prompts
+        from sinkprune.calibration.quantising.quantise import ErrorLimits, quantise_bundle, quantised_forms
         from sinkprune.export.progress import shown_progress
     check_outputs(options.outputs, [options.data, *options.key_files], [options.bundle, options.output])
     if options.plot:
@@ -98,7 +100,7 @@ def _quantize(arguments: Sequence[str] | None) -> None:
     with status("checking the pictures"):
         items = _chosen(options.data, options.limit)
         check_apart([path for path, _ in options.outputs], (Path(item.picture) for item in items))
-        prompts = encode_prompts(bundle, items)
+        prompts = encode_prompts(bundle, items, options.fit)
     with status("checking sums"):
         bundle.verify()
     with shown_progress() as progress:
@@ -107,7 +109,7 @@ def _quantize(arguments: Sequence[str] | None) -> None:
             options.output,
             prompts,
             forms,
-            Limits(options.max_error, options.max_layer_error),
+            ErrorLimits(options.max_error, options.max_layer_error),
             threads=load_backend("ort-cpu", options.threads).threads,
             force=options.force,
             sign=sign,
@@ -132,7 +134,7 @@ def _chosen(data: Path, limit: int) -> list[Item]:
     return [items[number % len(items)] for number, items in enumerate(by_picture)]
 
 
-def _print_cost(progress: WeightProgress, cost: Cost) -> None:
+def _print_cost(progress: WeightProgress, cost: CalibrationCost) -> None:
     """Report memory and time before the work begins."""
     progress.expect(cost.weights)
     minutes, free = cost.seconds / 60, available_bytes()
@@ -149,17 +151,18 @@ def _print(report: QuantisationReport) -> None:
     """Print the errors of the worst layers and of the logits, next to those of rounding to the nearest."""
     console = TableConsole()
     console.print(
-        f"{escaped(report.model)}, weights {report.weights.name}: {report.prompts} prompts of {report.rows} rows; "
+        f"{escaped(report.model)}, weights {report.weights.name}: {counted(report.prompts, 'prompt')} of "
+        f"{counted(report.rows, 'row')}{' in all' if report.prompts > 1 else ''}; "
         "errors as shares of the length, (rounded to the nearest)",
         markup=False,
     )
     worst = f"worst {min(_SHOWN, len(report.layers))} of {len(report.layers)} layers"
-    table = report_table((worst, "graph"), ("bits", "relative L2", "cosine"))
+    table = make_table((worst, "graph"), ("bits", "relative L2", "cosine"))
     for layer in report.worst[:_SHOWN]:
         error, nearest = layer.error, layer.to_nearest
         table.add_row(
-            plain(layer.matrix),
-            plain(layer.graph),
+            plain_text(layer.matrix),
+            plain_text(layer.graph),
             str(layer.bits),
             f"{error.relative_l2:.4f} ({nearest.relative_l2:.4f})",
             f"{error.cosine:.5f} ({nearest.cosine:.5f})",
@@ -177,16 +180,16 @@ def _logits(error: LogitError) -> str:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "sinkprune calibrate quantize",
-        "Store a bundle's weights in 4 or 8 bits, rounded so that what layers give changes least on your "
-        "own pictures and prompts.",
+        "Store a bundle's weights in 4 or 8 bits, rounded so that the outputs of layers change least on your "
+        "pictures and prompts.",
         _EXAMPLES,
     )
     add = parser.add_argument
-    add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export, its weights floats")
+    add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export, with float weights")
     add("--data", type=Path, required=True, metavar="FILE.jsonl", help="questions about pictures, a line each")
     add("-o", "--output", type=Path, required=True, metavar="BUNDLE", help="the folder to write")
     add("--weights", choices=("int8", "int4"), required=True, help="of decoder, projector and head")
-    add("--vision-weights", help="of the vision tower: int8, int4, or what it is to leave it so (default: int8)")
+    add("--vision-weights", help="of the vision tower: int8, int4, or its present form to keep it (default: int8)")
     add(
         "--block-size",
         type=int,
@@ -200,7 +203,7 @@ def _parser() -> CommandParser:
         type=_MAX_ERROR,
         default=0.3,
         metavar="SHARE",
-        help="refuse where the logits' error is a larger share of their length (default: 0.3)",
+        help="fail if the relative L2 error of the logits is larger (default: 0.3)",
     )
     add(
         "--max-layer-error",
@@ -209,6 +212,7 @@ def _parser() -> CommandParser:
         metavar="SHARE",
         help="the same for each layer's output (default: 0.3)",
     )
+    add_fit_option(parser)
     add("--threads", type=THREADS, help="CPU threads that graphs run with (default: all cores)")
     add("--force", action="store_true", help="replace an existing bundle")
     add_report_options(parser, "the error of every layer")

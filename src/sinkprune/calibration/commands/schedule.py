@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from sinkprune.calibration.commands.measuring import add_former_name
+from sinkprune.calibration.scheduling.report import NEAR
 from sinkprune.calibration.tasks import Item, check_own_questions, items_by_picture, load_task
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_bundle
@@ -24,7 +25,7 @@ from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.contract.costs.file import write_costs
 from sinkprune.contract.costs.model import LOADED
 from sinkprune.contract.errors import BudgetError, UsageError
-from sinkprune.contract.files.output_files import Output, check_apart, check_outputs
+from sinkprune.contract.files.output_files import OutputFile, check_apart, check_outputs
 from sinkprune.contract.files.signature import read_private_key
 from sinkprune.contract.files.trust import add_sign_option, add_trust_options
 from sinkprune.contract.manifest import BUNDLE
@@ -32,28 +33,30 @@ from sinkprune.contract.reports.report import Spread
 from sinkprune.export.packages import report_missing_package
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.known import COMPUTES, KNOWN
-from sinkprune.runtime.commands import BundleOptions, load_pipeline, status
-from sinkprune.runtime.commands.memory import Planned, check_memory
+from sinkprune.runtime.commands import BundleOptions, add_new_tokens, load_pipeline, status
+from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
+from sinkprune.runtime.media.fits import add_fit_option
 from sinkprune.runtime.media.images import read_image
 from sinkprune.runtime.steps.pictures import layout_of
-from sinkprune.runtime.steps.request import MAX_NEW_TOKENS, new_request
+from sinkprune.runtime.steps.request import new_request
 
 if TYPE_CHECKING:
-    from sinkprune.calibration.scheduling.propose import Prompt, Target
+    from sinkprune.calibration.scheduling.propose import BudgetTarget
     from sinkprune.calibration.scheduling.report import Candidate, ScheduleReport
+    from sinkprune.calibration.scheduling.request_times import PictureQuestion
 
 _EXAMPLES = """\
 examples:
   sinkprune-calibrate schedule llava-7b --target-ms 250                         # the first token in 250 ms, here
   sinkprune-calibrate schedule llava-7b --target-ms 900 --new-tokens 8 --name in-a-second
-  sinkprune-calibrate schedule llava-7b --target-ms 250 --data kitchen.jsonl    # the one that answers most of these
+  sinkprune-calibrate schedule llava-7b --target-ms 250 --data kitchen.jsonl    # most right answers
   sinkprune-calibrate schedule llava-7b --budget-tokens 64 --image kitchen.jpg --prompt "Is there a cup on the table?"
   sinkprune-calibrate schedule llava-7b --costs costs.json                  # for sinkprune-run --deadline-ms --costs
   sinkprune-run llava-7b --budget in-250ms --image kitchen.jpg --prompt "Is there a cup on the table?"
 
-The budget is added to the bundle in its place: kilobytes, no weights are written. The bundle has another sum then:
-build engines again, and sign it again with --sign where it is signed. Run it on the machine that will answer, when
-it does nothing else.
+The command adds the budget to the bundle in place. It writes kilobytes, and no weights. The sha256 of the bundle
+changes: build engines again, and sign a signed bundle again with --sign. Run the command on the machine that will
+answer, when no other program runs.
 """
 _BACKENDS = tuple(name for name, spec in KNOWN.items() if spec.runs_new_budgets)
 _TARGET_MS = RealNumber("--target-ms", 1e-3, 86_400_000, "milliseconds, more than 0 and at most 86400000 (a day)")
@@ -90,7 +93,7 @@ class _Options(BundleOptions):
         return self.target_ms is not None or self.budget_tokens is not None
 
     @property
-    def outputs(self) -> list[Output]:
+    def outputs(self) -> list[OutputFile]:
         """The files that are written, each with the suffixes it may have."""
         return [*json_outputs(self.json), *([(self.costs, (".json",))] if self.costs else [])]
 
@@ -105,9 +108,9 @@ def _schedule(arguments: Sequence[str] | None) -> None:
     _check_options(options)
     with report_missing_package("adding budgets"), ProgressLines("loading packages"):
         from sinkprune.calibration.scheduling.named_budget import METHOD, add_budget, check_addable, check_name
-        from sinkprune.calibration.scheduling.propose import TOKENS_A_LAYER, Proposer, Target, nearest_target
+        from sinkprune.calibration.scheduling.propose import TOKENS_A_LAYER, BudgetTarget, Proposer
         from sinkprune.calibration.scheduling.trials import Trials
-    target = Target(options.target_ms, options.budget_tokens, options.new_tokens)
+    target = BudgetTarget(options.target_ms, options.budget_tokens, options.new_tokens)
     bundle = read_bundle(options.bundle, options.trust)
     name, sign = options.name or _name(target), read_private_key(options.sign) if options.sign else None
     check_name(bundle.manifest, name)
@@ -118,7 +121,9 @@ def _schedule(arguments: Sequence[str] | None) -> None:
         check_apart([path for path, _ in options.outputs], (Path(item.picture) for item in items))
         prompts = _prompts(options, items)
     first = prompts[0]
-    check_memory(options, bundle, Planned([first.image], METHOD, [UNPRUNED], first.question, options.new_tokens))
+    check_memory(
+        options, bundle, PlannedRequests([first.image], METHOD, [UNPRUNED], first.question, options.new_tokens)
+    )
     with TemporaryDirectory(prefix="sinkprune-") as folder:
         trials = Trials(bundle, Path(folder))
         pipeline = load_pipeline(options, trials.bundle)
@@ -128,12 +133,14 @@ def _schedule(arguments: Sequence[str] | None) -> None:
             target.check_unmet(tokens, TOKENS_A_LAYER)
         with status("measuring, which takes some hundred requests"):
             if options.costs and not options.wants_budget:
-                write_costs(options.costs, pipeline.measure_costs(new_request(*first), options.seconds))
+                costs = pipeline.measure_costs(new_request(*first), options.seconds)
+                write_costs(options.costs, costs)
+                write_json(options.json, {"costs": to_json(costs)})
                 return
             proposer = Proposer(trials, pipeline, prompts, options.seconds)
             # Written now, because costs are useful even if no budget is found.
             if options.costs:
-                write_costs(options.costs, proposer.costs)
+                write_costs(options.costs, proposer.times.costs)
             report = proposer.propose(name, target, items)
     if options.costs:
         write_costs(options.costs, report.costs)
@@ -147,18 +154,27 @@ def _schedule(arguments: Sequence[str] | None) -> None:
     if (load := report.costs.load or 0.0) > LOADED:
         sys.stderr.write(
             f"note: other programs took {100 * load:.0f} % of the processors meanwhile. Measure again when the "
-            "machine is idle.\n"
+            f"machine is idle.{report.costs.place.thread_hint}\n"
+        )
+    if not report.accurate:
+        sys.stderr.write(
+            f"warning: the prediction misses the measurement by {100 * abs(report.off):.1f} %, more than "
+            f"{100 * NEAR:.0f} %: the machine's speed changed meanwhile. Measure again when the machine does nothing "
+            "else.\n"
         )
     if not prints_json(options.json):
         _print(report)
         if sha256:
-            sys.stdout.write(f"{escaped(str(options.bundle))}: added budget {name}\nsha256 {sha256}\n")
+            sys.stdout.write(
+                f"{escaped(str(options.bundle))}: added budget {name}\nsha256 {sha256}\n"
+                "The sha256 is new: replace it where you give --sha256 or sha256=, and build engines of this bundle "
+                "again.\n"
+            )
     if report.meets(target.ms):
         return
     missed = (
         f"95 of 100 requests took up to {_ms(report.measured_ms.p95)}, more than the target of {target.ms:g} "
-        "ms. Measure again when the machine does nothing else, or give --target-ms "
-        f"{nearest_target(report.measured_ms.p95)}."
+        f"ms. Measure again when the machine does nothing else, or give --target-ms {report.nearest_target_ms}."
     )
     if not (kept or options.dry_run):
         raise BudgetError(f"budget '{name}' was found and not added: {missed}")
@@ -172,8 +188,6 @@ def _check_options(options: _Options) -> None:
             "neither a budget nor costs were requested. Give --target-ms or --budget-tokens for a budget, or --costs "
             "for what requests cost here."
         )
-    if not options.wants_budget and options.json:
-        raise UsageError("--json reports a budget. Give --target-ms or --budget-tokens too, or leave it out.")
     if options.data and (options.image or options.prompt):
         raise UsageError("--data holds pictures and questions. Leave out --image and --prompt, or --data.")
     check_own_questions(options.data)
@@ -181,25 +195,25 @@ def _check_options(options: _Options) -> None:
     check_outputs(options.outputs, read, [options.bundle])
 
 
-def _name(target: Target) -> str:
+def _name(target: BudgetTarget) -> str:
     """Return the default name of a budget for a target."""
     return f"in-{target.ms:g}ms" if target.ms is not None else f"mean-{target.tokens or 0:g}"
 
 
-def _prompts(options: _Options, items: Sequence[Item]) -> list[Prompt]:
+def _prompts(options: _Options, items: Sequence[Item]) -> list[PictureQuestion]:
     """Return one question about each picture of --data, each --image, or drawn scenes; first one of median length."""
-    from sinkprune.calibration.scheduling.propose import Prompt
+    from sinkprune.calibration.scheduling.request_times import PictureQuestion
 
     if items:
         chosen = [group[0] for group in islice(items_by_picture(items), _PICTURES)]
-        prompts = [Prompt(item.load_image(), item.question.prompt) for item in chosen]
+        prompts = [PictureQuestion(item.load_image(), item.question.prompt) for item in chosen]
     elif options.image:
-        prompts = [Prompt(read_image(path), options.prompt or _PROMPT) for path in options.image]
+        prompts = [PictureQuestion(read_image(path), options.prompt or _PROMPT) for path in options.image]
     else:
         from sinkprune.demo.scenes import make_scene
 
         scenes = [make_scene("validation", number)[1] for number in range(_PICTURES)]
-        prompts = [Prompt(scene, options.prompt or _PROMPT) for scene in scenes]
+        prompts = [PictureQuestion(scene, options.prompt or _PROMPT) for scene in scenes]
     median = sorted(range(len(prompts)), key=lambda number: len(prompts[number].question))[len(prompts) // 2]
     return [prompts[median], *prompts[:median], *prompts[median + 1 :]]
 
@@ -210,8 +224,13 @@ def _print(report: ScheduleReport) -> None:
         f"{report.visual_tokens} visual tokens and {report.prompt_tokens} of text, to the {what}\n"
         f"none: predicted {_ms(report.unpruned_ms)}, measured {_spread(report.unpruned_measured_ms)}"
         f"{_rated(report.unpruned_accuracy)}\n{report.name}: predicted {_ms(report.chosen.predicted_ms)}, measured "
-        f"{_spread(report.measured_ms)}: {100 * report.off:+.1f} %\n{_described(report.chosen)}\n"
+        f"{_spread(report.measured_ms)}; the prediction is {100 * abs(report.off):.1f} % too "
+        f"{'low' if report.off < 0 else 'high'}\n{_described(report.chosen)}\n"
     )
+    if report.searches > 1:
+        sys.stdout.write(
+            f"searched {report.searches} times, because earlier budgets missed the target or their predictions\n"
+        )
     for other in report.others:
         sys.stdout.write(f"also looked at: {_described(other)}, predicted {_ms(other.predicted_ms)}\n")
     for cuts in report.other_cuts:
@@ -228,7 +247,7 @@ def _described(candidate: Candidate) -> str:
     stages = f", {', '.join(map(str, left))} after layers {_listed(candidate.stages_after)}" if left else ""
     return (
         f"{first} tokens into the LLM{stages}; mean {candidate.mean_visual_tokens:.1f} a layer; drops "
-        f"{100 * candidate.lost:.1f} % of the attention{_rated(candidate.accuracy)}"
+        f"{100 * candidate.lost:.1f} % of the text's attention{_rated(candidate.accuracy)}"
     )
 
 
@@ -251,31 +270,34 @@ def _listed(layers: Sequence[int]) -> str:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "sinkprune calibrate schedule",
-        "Find the budget that answers in time on this machine and drops least of what the text attends "
-        "to, and add it to the bundle.",
+        "Find the budget that meets a time on this machine and drops the least of the text's attention, and add it "
+        "to the bundle.",
         _EXAMPLES,
     )
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export")
     target = parser.add_mutually_exclusive_group()
-    target.add_argument("--target-ms", type=_TARGET_MS, metavar="MS", help="to the last of --new-tokens, at most")
     target.add_argument(
-        "--budget-tokens", type=_BUDGET_TOKENS, metavar="N", help="visual tokens a layer at most, on average"
+        "--target-ms", type=_TARGET_MS, metavar="MS", help="the longest time to the last of --new-tokens"
     )
-    add("--new-tokens", type=MAX_NEW_TOKENS, default=1, metavar="N", help="tokens of the answer (default: 1)")
-    add("--name", help="the budget's name in the bundle (default: as in in-250ms, mean-64)")
+    target.add_argument(
+        "--budget-tokens", type=_BUDGET_TOKENS, metavar="N", help="the most visual tokens a layer, on average"
+    )
+    add_new_tokens(parser, default=1)
+    add("--name", help="the budget's name in the bundle (default: for example in-250ms, mean-64)")
     add("--data", type=Path, metavar="FILE.jsonl", help="questions about pictures, as sinkprune evaluate reads them")
     add("--limit", type=_LIMIT, default=64, metavar="N", help="the first N questions of --data only (default: 64)")
     add_former_name(parser, "--questions", "limit", type=_LIMIT)
     add("--image", type=Path, action="append", help="an image file to measure; may be repeated (default: scenes)")
     add("--prompt", help=f"the question about it (default: {_PROMPT})")
-    add("--costs", type=Path, metavar="FILE.json", help="write what requests cost on this machine")
+    add("--costs", type=Path, metavar="FILE.json", help="write the costs of requests on this machine")
     parser.add_json("the report")
     add("--dry-run", action="store_true", help="report the budget, and leave the bundle unchanged")
     add("--force", action="store_true", help="replace a budget of that name that was added before")
-    add("--seconds", type=_SECONDS, default=5.0, help="how long to measure each part, about (default: 5)")
+    add("--seconds", type=_SECONDS, default=5.0, help="about how long to measure each part (default: 5)")
     add("--backend", choices=_BACKENDS, default="ort-cpu", help="engine library (default: ort-cpu)")
-    add("--compute", choices=COMPUTES, help="as sinkprune-run has it")
+    add("--compute", choices=COMPUTES, help="the type of the computation, as in sinkprune-run (default: fastest)")
+    add_fit_option(parser)
     add("--threads", type=THREADS, help="CPU threads (default: all cores)")
     add("--skip-sums", action="store_true", help="compare file sizes only, not their sha256")
     add_trust_options(parser)

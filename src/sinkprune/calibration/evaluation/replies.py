@@ -20,13 +20,14 @@ from sinkprune.calibration.evaluation.report import (
 from sinkprune.calibration.evaluation.sample_size import accuracy_warnings
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.errors import BudgetError, SinkpruneError, UsageError
+from sinkprune.contract.errors import BudgetError, SinkpruneError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.text.questions import Question
 from sinkprune.runtime.commands.picture_notes import percent
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.answer import Answer
+from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
 from sinkprune.runtime.system.processor import processor_name
 
 
@@ -76,8 +77,7 @@ def collect_replies(
     Each combination runs once on the first question as a warm-up. `on_run` is called before each run that counts.
     Raises what `Pipeline.generate` raises, with the question's id, and `UsageError` for fewer than one new token.
     """
-    if max_new_tokens < 1:
-        raise UsageError(f"max new tokens is {max_new_tokens}, expected at least 1.")
+    MAX_NEW_TOKENS.check(max_new_tokens)
     turns = [BASELINE, *combinations]
     replies: list[Reply] = []
     for number, item in enumerate(items):

@@ -24,7 +24,7 @@ bytes for each value of X^T X while it is inverted."""
 _SAMPLE, _TRIES = 1024, 8
 
 
-class Cost(NamedTuple):
+class CalibrationCost(NamedTuple):
     """Approximate memory and time."""
 
     bytes: int
@@ -33,15 +33,17 @@ class Cost(NamedTuple):
     """How many weights are rounded."""
 
 
-def estimate(graphs: Mapping[str, Sequence[Sequence[Layer]]], rows: Mapping[str, int], states: int) -> Cost:
-    """Estimate the cost of rounding the layers of `graphs`; the layers of one stretch are in memory together.
+def estimate(
+    graphs: Mapping[str, Sequence[Sequence[Layer]]], rows: Mapping[str, int], states: int
+) -> CalibrationCost:
+    """Estimate the cost of rounding the layers of `graphs`; the layers of one subgraph are in memory together.
 
-    `rows` is the number of each graph's input rows. `states` is the bytes of the states between stretches and within
+    `rows` is the number of each graph's input rows. `states` is the bytes of the states between subgraphs and within
     them. The time is for this machine, by a short benchmark of matrix products.
     """
     most, operations = 0.0, 0.0
-    for name, stretches in graphs.items():
-        for layers in stretches:
+    for name, subgraphs in graphs.items():
+        for layers in subgraphs:
             weights = sum(layer.inputs * layer.outputs for layer in layers)
             squares = {layer.value: layer.inputs**2 for layer in layers}
             widest = max((layer.inputs for layer in layers), default=0)
@@ -51,12 +53,12 @@ def estimate(graphs: Mapping[str, Sequence[Sequence[Layer]]], rows: Mapping[str,
             operations += 2.0 * (_RUNS * weights + sum(squares.values())) * rows[name]
             operations += 2.0 * _ROUNDING_PRODUCTS * sum(layer.inputs**2 * layer.outputs for layer in layers)
     rounded = sum(
-        layer.inputs * layer.outputs for stretches in graphs.values() for layers in stretches for layer in layers
+        layer.inputs * layer.outputs for subgraphs in graphs.values() for layers in subgraphs for layer in layers
     )
-    return Cost(round(most) + states + _FIXED_BYTES, operations / _operations_a_second(), rounded)
+    return CalibrationCost(round(most) + states + _FIXED_BYTES, operations / _operations_a_second(), rounded)
 
 
-def check_memory(cost: Cost) -> None:
+def check_memory(cost: CalibrationCost) -> None:
     """Raise `TooLittleMemoryError` if the cost exceeds the free memory."""
     free = available_bytes()
     if 0 < free < cost.bytes:

@@ -8,13 +8,13 @@ from pathlib import Path
 import onnx_ir as ir
 
 from sinkprune.calibration.quantising.products import Layer, linear_layers
-from sinkprune.calibration.quantising.stretches import Passage, Session, Tensors, stretches
+from sinkprune.calibration.quantising.subgraphs import GraphRun, GraphSession, Tensors, split_graph
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.precision import Array, WeightForms, WeightsName
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.rewriting import RewrittenGraph, read_graph
-from sinkprune.export.weights.rounding import Rounding
+from sinkprune.export.weights.rounding import RoundingMethod
 from sinkprune.export.weights.weight_forms import form_of
 from sinkprune.runtime.backends.models import Model
 
@@ -22,7 +22,7 @@ _WANTED = ("tokens", "norms", "salience", "deepstack", "embeddings", "hidden_out
 """Outputs of weight graphs that the next graph or the answer needs."""
 
 
-class Graphs:
+class WeightGraphs:
     """The weight graphs of `bundle`, of which matrices will be stored in `forms`."""
 
     def __init__(self, bundle: Bundle, forms: WeightForms, threads: int) -> None:
@@ -38,12 +38,12 @@ class Graphs:
         return _wanted(read_graph(Model.of_bundle(self._bundle, graph).onnx))
 
     def layers(self, graph: str) -> list[list[Layer]]:
-        """Return the linear layers of each stretch of a graph."""
+        """Return the linear layers of each subgraph of a graph."""
         read = self.read(graph)
         layers = linear_layers(read).values()
-        return [[layer for layer in layers if layer.value in stretch.inputs] for stretch in stretches(read)]
+        return [[layer for layer in layers if layer.value in subgraph.layer_inputs] for subgraph in split_graph(read)]
 
-    def rewritten(self, graph: str, rounding: Rounding) -> RewrittenGraph:
+    def rewritten(self, graph: str, rounding: RoundingMethod) -> RewrittenGraph:
         """Return the graph with its matrices rounded by a rule; raises `UsageError` if one does not fit its form."""
         form = form_of(self._form(graph, self._forms), self._forms.block_size, rounding=rounding)
         precision, model = PRECISIONS[self._bundle.manifest.precision], Model.of_bundle(self._bundle, graph)
@@ -58,17 +58,19 @@ class Graphs:
         """Return the name of the graph's ONNX file in the bundle."""
         return self._bundle.manifest.graphs[graph].file
 
-    def passage(self, graph: str, feeds: Iterable[Tensors]) -> Passage:
-        """Return a passage of prompts through the graph of floats; raises what `Model.onnx` raises."""
-        return self._passage(self.read(graph), Model.of_bundle(self._bundle, graph).file.path.parent, feeds)
+    def run(self, graph: str, feeds: Iterable[Tensors]) -> GraphRun:
+        """Return a run of prompts through the graph of floats; raises what `Model.onnx` raises."""
+        return self._run(self.read(graph), Model.of_bundle(self._bundle, graph).file.path.parent, feeds)
 
-    def written_passage(self, graph: str, root: Path, feeds: Iterable[Tensors]) -> Passage:
-        """Return a passage of prompts through the graph in the folder `root`."""
+    def run_written(self, graph: str, root: Path, feeds: Iterable[Tensors]) -> GraphRun:
+        """Return a run of prompts through the graph in the folder `root`."""
         path = root / self.file(graph)
-        return self._passage(_wanted(read_graph(path.read_bytes())), path.parent, feeds)
+        return self._run(_wanted(read_graph(path.read_bytes())), path.parent, feeds)
 
-    def _passage(self, graph: ir.Graph, folder: Path, feeds: Iterable[Tensors]) -> Passage:
-        return Passage(graph, lambda part: Session(part, self._dialect.IR_VERSION, folder, self._threads), feeds)
+    def _run(self, graph: ir.Graph, folder: Path, feeds: Iterable[Tensors]) -> GraphRun:
+        return GraphRun(
+            graph, lambda part: GraphSession(part, self._dialect.IR_VERSION, folder, self._threads), feeds
+        )
 
     @staticmethod
     def _form(graph: str, forms: WeightForms) -> WeightsName:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from sinkprune.calibration.quantising.stretches import Passage, Tensors
+from sinkprune.calibration.quantising.subgraphs import GraphRun, Tensors
 from sinkprune.contract.precision import Array
 from sinkprune.export.rewriting import multiplications, shape_of
-from sinkprune.export.weights.calibrated_rounding import Inputs
+from sinkprune.export.weights.calibrated_rounding import InputProducts
 
 _WEIGHT = ".weight"
 
@@ -27,28 +27,28 @@ class Layer(NamedTuple):
 
 
 class Products:
-    """X^T X of each matrix of a graph on the same prompts, computed on demand, a stretch of layers at a time.
+    """X^T X of each matrix of a graph on the same prompts, computed on demand, a subgraph of layers at a time.
 
     Calls in the order of the layers compute each product once.
     """
 
-    def __init__(self, graph: ir.Graph, start: Callable[[], Passage]) -> None:
-        """`start` returns a passage of all prompts through `graph`."""
+    def __init__(self, graph: ir.Graph, start: Callable[[], GraphRun]) -> None:
+        """`start` returns a run of all prompts through `graph`."""
         self._layers, self._joined = linear_layers(graph), joined_layers(graph)
-        self._start, self._passage = start, start()
-        self._held: dict[str, Inputs] = {}
+        self._start, self._run = start, start()
+        self._held: dict[str, InputProducts] = {}
 
-    def __call__(self, matrix: str) -> Inputs:
+    def __call__(self, matrix: str) -> InputProducts:
         """Return the products of the inputs of the layer with the matrix of that name; raises `BackendError`."""
         value = self._layers[matrix].value
-        if value not in self._held and not self._passage.is_ahead(value):
-            self._passage = self._start()
+        if value not in self._held and not self._run.is_ahead(value):
+            self._run = self._start()
         while value not in self._held:
             # Free the old products before the next ones are computed.
             self._held = {}
             sums: dict[str, Array] = {}
-            self._passage.step(partial(_add, sums))
-            self._held = {name: Inputs(products) for name, products in sums.items()}
+            self._run.step(partial(_add, sums))
+            self._held = {name: InputProducts(products) for name, products in sums.items()}
         return self._held[value]
 
     def parts(self, matrix: str) -> Mapping[str, int]:
@@ -58,7 +58,7 @@ class Products:
     def outputs(self) -> list[Tensors]:
         """Return the graph's outputs for each prompt; raises `BackendError`."""
         self._held = {}
-        return self._passage.outputs()
+        return self._run.outputs()
 
 
 def linear_layers(graph: ir.Graph) -> dict[str, Layer]:

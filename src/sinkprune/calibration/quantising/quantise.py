@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from sinkprune.calibration.evaluation.sample_size import calibration_warnings
-from sinkprune.calibration.quantising.cost import Cost, check_memory, estimate
-from sinkprune.calibration.quantising.graphs import Graphs
+from sinkprune.calibration.quantising.chain_run import ChainRun, EncodedPrompt, weight_graphs
+from sinkprune.calibration.quantising.cost import CalibrationCost, check_memory, estimate
+from sinkprune.calibration.quantising.graphs import WeightGraphs
 from sinkprune.calibration.quantising.products import Products
 from sinkprune.calibration.quantising.report import LayerReport, QuantisationReport, layer_reports, logit_error
-from sinkprune.calibration.quantising.stretches import Tensors
-from sinkprune.calibration.quantising.walk import EncodedPrompt, Walk, order
+from sinkprune.calibration.quantising.subgraphs import Tensors
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import AccuracyError, NumericsError, UsageError
 from sinkprune.contract.files.folders import check_outside, check_replaceable, replacing
@@ -28,10 +28,11 @@ from sinkprune.contract.files.signature import Sign
 from sinkprune.contract.manifest import BUNDLE, FORMAT_VERSION, Manifest
 from sinkprune.contract.precision import DTYPES, Array, WeightForms, WeightsName
 from sinkprune.contract.system.memory_need import decoder_bytes, tower_bytes
+from sinkprune.export.bundle_writer import Progress
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.rewriting import RewrittenGraph
 from sinkprune.export.weights.calibrated_rounding import calibrated
-from sinkprune.export.weights.rounding import Rounded, to_nearest
+from sinkprune.export.weights.rounding import RoundedMatrix, to_nearest
 from sinkprune.export.weights.weight_forms import chosen_forms
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.profiling.profile import model_name
@@ -42,16 +43,13 @@ _NEAREST = "nearest"
 _BLOCK = 1 << 24
 _SMALL_FILES_BYTES = 64 << 20
 _STATES = 6
-"""Hidden states of a row that are kept: before a graph and between its stretches, in each walk."""
+"""Hidden states of a row that are kept: before a graph and between its subgraphs, in each chain run."""
 _NAMED = 3
 """Layers that an error message names."""
 
-Progress = Callable[[str, int], None]
-"""Called with the name of the work and the number of weights done since the last call."""
-
 
 @dataclass(frozen=True)
-class Limits:
+class ErrorLimits:
     """The largest relative L2 errors with which a bundle is written."""
 
     logits: float
@@ -82,13 +80,13 @@ def quantise_bundle(
     output: Path,
     prompts: Sequence[EncodedPrompt],
     forms: WeightForms,
-    limits: Limits,
+    limits: ErrorLimits,
     *,
     threads: int,
     force: bool = False,
     sign: Sign | None = None,
     progress: Progress = lambda what, weights: None,
-    on_cost: Callable[[Cost], None] = lambda cost: None,
+    on_cost: Callable[[CalibrationCost], None] = lambda cost: None,
 ) -> tuple[Manifest, QuantisationReport]:
     """Write `bundle` into the new folder `output` with its matrices in `forms`, rounded for the `prompts`.
 
@@ -99,8 +97,10 @@ def quantise_bundle(
     """
     check_replaceable(output, BUNDLE, force=force)
     check_outside(output, bundle.path, BUNDLE)
-    graphs = Graphs(bundle, forms, threads)
-    planned = {name: graphs.rewritten(name, to_nearest) for name in order(bundle.manifest) if graphs.changes(name)}
+    graphs = WeightGraphs(bundle, forms, threads)
+    planned = {
+        name: graphs.rewritten(name, to_nearest) for name in weight_graphs(bundle.manifest) if graphs.changes(name)
+    }
     cost = _cost(graphs, bundle.manifest, planned, prompts)
     on_cost(cost)
     check_memory(cost)
@@ -126,27 +126,27 @@ def quantise_bundle(
 class _Quantisation:
     """The quantisation of one bundle into the folder `root`."""
 
-    def __init__(self, bundle: Bundle, graphs: Graphs, root: Path, progress: Progress) -> None:
+    def __init__(self, bundle: Bundle, graphs: WeightGraphs, root: Path, progress: Progress) -> None:
         self._bundle, self._graphs, self._root, self._progress = bundle, graphs, root, progress
         self._layers: list[LayerReport] = []
 
     def run(self, prompts: Sequence[EncodedPrompt], forms: WeightForms) -> QuantisationReport:
         """Write every graph that changes, and compare the outputs."""
         manifest = self._bundle.manifest
-        floats, ours, nearest = (Walk(self._bundle, prompts) for _ in range(3))
-        for name in order(manifest):
+        floats, ours, nearest = (ChainRun(self._bundle, prompts) for _ in range(3))
+        for name in weight_graphs(manifest):
             self._progress(name, 0)
             with Model.of_bundle(self._bundle, name).by_path():
                 if self._graphs.changes(name):
                     outputs = self._write(name, floats.feeds)
-                    ours.advance(self._graphs.written_passage(name, self._root, ours.feeds).outputs())
+                    ours.advance(self._graphs.run_written(name, self._root, ours.feeds).outputs())
                     folder = self._root / _NEAREST
-                    nearest.advance(self._graphs.written_passage(name, folder, nearest.feeds).outputs())
+                    nearest.advance(self._graphs.run_written(name, folder, nearest.feeds).outputs())
                     shutil.rmtree(folder)
                     floats.advance(outputs)
                 else:
-                    for walk in (floats, ours, nearest):
-                        walk.advance(self._graphs.passage(name, walk.feeds).outputs())
+                    for run in (floats, ours, nearest):
+                        run.advance(self._graphs.run(name, run.feeds).outputs())
         if not np.isfinite(floats.logits).all():
             raise NumericsError(
                 "the bundle's own logits on these prompts are not finite, so nothing can be compared with them. "
@@ -171,9 +171,9 @@ class _Quantisation:
         """
         samples = [_samples(graph, feed) for feed in feeds]
         every = list(chain.from_iterable(samples))
-        products = Products(self._graphs.read(graph), lambda: self._graphs.passage(graph, every))
+        products = Products(self._graphs.read(graph), lambda: self._graphs.run(graph, every))
 
-        def rounding(name: str, weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> Rounded:
+        def rounding(name: str, weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> RoundedMatrix:
             found = calibrated(weight, products(name), most, block, dtype)
             self._layers += layer_reports(graph, products.parts(name), most.bit_length() + 1, found)
             self._progress(graph, weight.size)
@@ -200,12 +200,14 @@ def _samples(graph: str, feed: Tensors) -> list[Tensors]:
 
 def _rows(prompts: Sequence[EncodedPrompt]) -> int:
     """Return the rows of all prompts, of text and pictures."""
-    return sum(prompt.seen.layout.all_tokens + sum(map(len, prompt.texts)) for prompt in prompts)
+    return sum(prompt.picture.layout.all_tokens + sum(map(len, prompt.texts)) for prompt in prompts)
 
 
-def _cost(graphs: Graphs, manifest: Manifest, planned: Iterable[str], prompts: Sequence[EncodedPrompt]) -> Cost:
+def _cost(
+    graphs: WeightGraphs, manifest: Manifest, planned: Iterable[str], prompts: Sequence[EncodedPrompt]
+) -> CalibrationCost:
     text = sum(len(prompt.texts[-1]) for prompt in prompts)
-    patches = sum(prompt.seen.layout.all_tokens for prompt in prompts) * manifest.vision.patches_per_token
+    patches = sum(prompt.picture.layout.all_tokens for prompt in prompts) * manifest.vision.patches_per_token
     rows = {"vision": patches, "head": text}
     layers = {name: graphs.layers(name) for name in planned}
     return estimate(layers, {name: rows.get(name, _rows(prompts)) for name in layers}, _states(manifest, prompts))
@@ -216,7 +218,7 @@ def _states(manifest: Manifest, prompts: Sequence[EncodedPrompt]) -> int:
     lengths, lm = [_rows([prompt]) for prompt in prompts], manifest.language_model
     kept = sum(_STATES * rows * lm.hidden_size + rows**2 for rows in lengths)
     computed = max(
-        decoder_bytes(manifest, max(lengths)), *(tower_bytes(manifest, prompt.seen.layout) for prompt in prompts)
+        decoder_bytes(manifest, max(lengths)), *(tower_bytes(manifest, prompt.picture.layout) for prompt in prompts)
     )
     return kept * DTYPES[manifest.precision].itemsize + computed
 
@@ -228,7 +230,7 @@ def _disk_bytes(manifest: Manifest, planned: dict[str, RewrittenGraph]) -> int:
     return max(kept, 0) + sum(written) + max(written, default=0) + _SMALL_FILES_BYTES
 
 
-def _check_limits(report: QuantisationReport, limits: Limits) -> None:
+def _check_limits(report: QuantisationReport, limits: ErrorLimits) -> None:
     found, worst = report.logits.relative_l2, report.worst[:_NAMED]
     furthest = worst[0].error.relative_l2
     if found <= limits.logits and furthest <= limits.layer:

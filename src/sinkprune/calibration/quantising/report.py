@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from sinkprune.contract.precision import Array, WeightForms
-from sinkprune.export.weights.calibrated_rounding import Calibrated, Off
+from sinkprune.export.weights.calibrated_rounding import CalibratedMatrix, OutputErrors
 
 
 @dataclass(frozen=True)
-class OutputError:
+class LayerError:
     """The error of a layer's output without its bias, over all rows of the prompts."""
 
     relative_l2: float
@@ -31,8 +31,8 @@ class LayerReport:
     inputs: int
     outputs: int
     bits: int
-    error: OutputError
-    to_nearest: OutputError
+    error: LayerError
+    to_nearest: LayerError
     """If every weight had been rounded to the nearest."""
 
 
@@ -72,22 +72,26 @@ class QuantisationReport:
         return sorted(self.layers, key=lambda layer: -layer.error.relative_l2)
 
 
-def layer_reports(graph: str, parts: Mapping[str, int], bits: int, found: Calibrated) -> list[LayerReport]:
+def layer_reports(graph: str, parts: Mapping[str, int], bits: int, found: CalibratedMatrix) -> list[LayerReport]:
     """Return the reports of layers that share a matrix; `parts` are their matrices and outputs, in order."""
     reports, start, inputs = [], 0, found.rounded.codes.shape[1]
     for matrix, outputs in parts.items():
         rows = slice(start, start + outputs)
-        error, to_nearest = (_output_error(found.length[rows], off, rows) for off in (found.off, found.nearest_off))
+        error, to_nearest = (
+            _layer_error(found.length[rows], errors, rows) for errors in (found.errors, found.nearest_errors)
+        )
         reports.append(LayerReport(graph, matrix, inputs, outputs, bits, error, to_nearest))
         start += outputs
     return reports
 
 
-def _output_error(lengths: Array, off: Off, rows: slice) -> OutputError:
-    length, square, along = (float(x.sum(dtype=np.float64)) for x in (lengths, off.square[rows], off.along[rows]))
+def _layer_error(lengths: Array, errors: OutputErrors, rows: slice) -> LayerError:
+    length, square, along = (
+        float(x.sum(dtype=np.float64)) for x in (lengths, errors.square[rows], errors.along[rows])
+    )
     longest = length * (length + 2 * along + square)
     cosine = min((length + along) / longest**0.5, 1.0) if longest > 0 else 1.0
-    return OutputError((square / length) ** 0.5 if length > 0 else 0.0, cosine)
+    return LayerError((square / length) ** 0.5 if length > 0 else 0.0, cosine)
 
 
 def logit_error(exact: Sequence[Array], found: Sequence[Array]) -> LogitError:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from sinkprune.calibration.scheduling.search import Space
+from sinkprune.calibration.scheduling.search import PlanSpace
 from sinkprune.calibration.scheduling.trials import TRIAL
 from sinkprune.contract.budgets import Share
 from sinkprune.contract.errors import NumericsError
@@ -18,11 +18,11 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.encoding import encode, run_tower
-from sinkprune.runtime.steps.pictures import see
+from sinkprune.runtime.steps.pictures import tower_input
 from sinkprune.runtime.steps.prompt_rows import PromptRows, lay_out
 
 
-class Attended(NamedTuple):
+class PictureAttention(NamedTuple):
     """The measured attention to a picture of T visual tokens."""
 
     received: Array
@@ -34,14 +34,16 @@ class Attended(NamedTuple):
     """The tokens that each sanitizer keeps; the token of largest norm stands for the sink."""
 
 
-def attend(pipeline: Pipeline, image: Image.Image, question: str, sanitizers: Sequence[str]) -> Attended:
+def measure_attention(
+    pipeline: Pipeline, image: Image.Image, question: str, sanitizers: Sequence[str]
+) -> PictureAttention:
     """Run the unpruned model on a picture and a question, and the sanitizers of the trial plans of these names.
 
     Raises what a request raises.
     """
     manifest, chain, backend = pipeline.bundle.manifest, pipeline.chain, pipeline.backend
     clock = Stopwatch(backend)
-    inputs, layout = see(image, image, pipeline.family, manifest)
+    inputs, layout = tower_input(image, image, pipeline.family, manifest)
     tower = run_tower(chain, inputs, clock)
     kept = []
     for name in sanitizers:
@@ -59,7 +61,7 @@ def attend(pipeline: Pipeline, image: Image.Image, question: str, sanitizers: Se
         raise NumericsError(
             "the text's attention to the picture is zero or not finite, so it cannot choose a budget."
         )
-    return Attended(np.stack(received), kept)
+    return PictureAttention(np.stack(received), kept)
 
 
 def _received(pipeline: Pipeline, rows: PromptRows) -> list[Array]:
@@ -67,7 +69,7 @@ def _received(pipeline: Pipeline, rows: PromptRows) -> list[Array]:
     chain, backend = pipeline.chain, pipeline.backend
     text = rows.text if len(rows.text) else np.array([rows.length - 1])
     cos, sin = (backend.tensor(table) for table in chain.rotary.tables(rows.positions.rows))
-    hidden, added, found = rows.hidden, rows.beside, []
+    hidden, added, found = rows.hidden, rows.deepstack_inputs, []
     for decoder in chain.decoders[:-1]:
         outputs = decoder({"hidden": hidden, "cos": cos, "sin": sin, **added}, decoder.new_cache())
         # DeepStack's rows are inputs of the first segment only.
@@ -93,10 +95,10 @@ def _attention(query: Array, key: Array, rows: Array) -> Array:
     return total / heads
 
 
-def lost(
-    attended: Sequence[Attended], sizes: Sequence[Share], selects: Sequence[int], seen: Sequence[int]
+def dropped_attention(
+    attended: Sequence[PictureAttention], sizes: Sequence[Share], selects: Sequence[int], seen: Sequence[int]
 ) -> tuple[Array, Array]:
-    """Return `lost_before` [A,S] and `lost_after` [A,C,S,M] of `Space`: dropped attention, mean over pictures.
+    """Return `lost_before` [A,S] and `lost_after` [A,C,S,M] of `PlanSpace`: dropped attention, mean over pictures.
 
     `selects` [C] are the cuts whose attention ranks the tokens of the stage after each segment. `seen` [S] are the
     cuts whose attention stands for each segment: its own, and for the last segment the one before. Both are numbers
@@ -121,7 +123,7 @@ def lost(
 class Measurements(NamedTuple):
     """The attention to all pictures, and the sanitizers and sizes to choose from."""
 
-    attended: Sequence[Attended]
+    attended: Sequence[PictureAttention]
     measured: Sequence[int]
     """The layers (0-based, ascending) whose attention is known: those after which the bundle is cut."""
     kept: Sequence[int]
@@ -131,7 +133,7 @@ class Measurements(NamedTuple):
     """Visual tokens of that picture."""
 
 
-def space_of(measurements: Measurements, cut_after: Sequence[int], num_layers: int) -> Space:
+def plan_space(measurements: Measurements, cut_after: Sequence[int], num_layers: int) -> PlanSpace:
     """Return the plans of a decoder of `num_layers` that is cut after the layers `cut_after`.
 
     For a layer whose attention is unknown, a stage uses the nearest known layer before it, and a segment the nearest
@@ -141,6 +143,6 @@ def space_of(measurements: Measurements, cut_after: Sequence[int], num_layers: i
     segments = decoder_segments(cut_after, num_layers)
     selects = [max(0, bisect_right(measurements.measured, cut) - 1) for cut in cut_after]
     seen = [min(last, bisect_left(measurements.measured, layers[-1])) for layers in segments]
-    before, after = lost(measurements.attended, measurements.sizes, selects, seen)
+    before, after = dropped_attention(measurements.attended, measurements.sizes, selects, seen)
     rows = np.array([size.of(measurements.tokens) for size in measurements.sizes])
-    return Space(tuple(map(len, segments)), np.array(measurements.kept), rows, before, after)
+    return PlanSpace(tuple(map(len, segments)), np.array(measurements.kept), rows, before, after)

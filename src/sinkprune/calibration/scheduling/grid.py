@@ -29,8 +29,11 @@ def sanitizers(manifest: Manifest) -> list[Budget]:
         chosen = max(2, round(whole * float(kept)))
         reserve = min(max(1, round(chosen * own[nearest] / nearest)), chosen - 1)
         found.append(Budget(Share(reserve, whole), Share(chosen - reserve, whole), ()))
-    # The grid may repeat the family's.
-    return [*dict.fromkeys(found)]
+    # The grid may repeat the family's, in other fractions. The first of equal counts stays: the family's.
+    by_counts: dict[tuple[int, int], Budget] = {}
+    for budget in found:
+        by_counts.setdefault((budget.reserve.of(whole), budget.diverse.of(whole)), budget)
+    return [*by_counts.values()]
 
 
 def sizes(manifest: Manifest) -> list[Share]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from sinkprune.contract.budgets import Budget
 from sinkprune.contract.costs.model import Costs
 from sinkprune.contract.reports.report import Spread
+
+NEAR: Final = 0.08
+"""The largest error of an accurate prediction, as a share of the measured time."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,10 @@ class ScheduleReport:
     Its ratio to `unpruned_ms` is the change of the machine's speed since the costs were measured.
     """
     other_cuts: tuple[OtherCuts, ...]
+    searches: int = 1
+    """How many times a budget was searched and measured."""
+    nearest_target_ms: int | None = None
+    """The nearest target that a budget may meet, if no budget met the target."""
 
     def meets(self, ms: float | None) -> bool:
         """Return whether 95 of 100 measured requests took at most `ms` milliseconds; true for None."""
@@ -77,3 +85,8 @@ class ScheduleReport:
     def off(self) -> float:
         """The error of the prediction, as a share of the measured time."""
         return self.chosen.predicted_ms / self.measured_ms.median - 1
+
+    @property
+    def accurate(self) -> bool:
+        """Whether the measured time confirms the prediction."""
+        return abs(self.off) <= NEAR

@@ -21,7 +21,7 @@ and the numbers of the segments that a stage follows."""
 
 
 @dataclass(frozen=True)
-class Milliseconds:
+class LatencyPrice:
     """The time of a request to its last token: `sinkprune.contract.costs.model.predict` for many plans."""
 
     costs: Costs
@@ -49,7 +49,7 @@ class Milliseconds:
 
 
 @dataclass(frozen=True)
-class MeanTokens:
+class MeanTokensPrice:
     """Visual tokens a decoder layer runs on, mean over layers."""
 
     layers: tuple[int, ...]
@@ -61,7 +61,7 @@ class MeanTokens:
 
 
 @dataclass(frozen=True)
-class Space:
+class PlanSpace:
     """The plans to choose from: A sanitizers, and stages of M sizes after some of the C = S - 1 first segments."""
 
     layers: tuple[int, ...]
@@ -76,7 +76,7 @@ class Space:
     """[A,C,S,M]: the same on all dropped tokens, if the last stage before the segment has that place and size."""
 
 
-class Found(NamedTuple):
+class FoundPlan(NamedTuple):
     """A plan of the space."""
 
     sanitizer: int
@@ -90,7 +90,7 @@ class Found(NamedTuple):
     """The share of text-visual attention that it drops, mean over layers."""
 
 
-def best_of_each_sanitizer(space: Space, price: Price, limit: float) -> list[Found]:
+def best_of_each_sanitizer(space: PlanSpace, price: Price, limit: float) -> list[FoundPlan]:
     """Return the plan of each sanitizer with the least loss at a price of at most `limit`, the least loss first.
 
     Of equal losses the cheaper comes first. A sanitizer without such a plan is left out.
@@ -99,28 +99,36 @@ def best_of_each_sanitizer(space: Space, price: Price, limit: float) -> list[Fou
     return sorted(filter(None, found), key=lambda plan: (plan.lost, plan.price))
 
 
-def cheapest(space: Space, price: Price) -> float:
-    """Return the least price of any plan of the space."""
-    return min(
-        float(price(sanitizer, rows, stages).min())
-        for sanitizer in range(len(space.kept))
-        for stages, _, rows in _plans(space, sanitizer)
-    )
+def cheapest(space: PlanSpace, price: Price) -> FoundPlan:
+    """Return the plan of the space with the least price; of equal prices the one with the least loss."""
+    found = []
+    for sanitizer in range(len(space.kept)):
+        for stages, chosen, rows in _plans(space, sanitizer):
+            prices = price(sanitizer, rows, stages)
+            found.append(_plan(sanitizer, stages, chosen, prices, _lost(space, sanitizer, stages, chosen), prices))
+    return min(found, key=lambda plan: (plan.price, plan.lost))
 
 
-def _best(space: Space, price: Price, limit: float, sanitizer: int) -> Found | None:
+def _best(space: PlanSpace, price: Price, limit: float, sanitizer: int) -> FoundPlan | None:
     best = None
     for stages, chosen, rows in _plans(space, sanitizer):
         prices = price(sanitizer, rows, stages)
         lost = np.where(prices <= limit, _lost(space, sanitizer, stages, chosen), np.inf)
-        place = int(np.lexsort((prices, lost))[0])
-        plan = Found(sanitizer, stages, tuple(chosen[place].tolist()), float(prices[place]), float(lost[place]))
+        plan = _plan(sanitizer, stages, chosen, prices, lost, lost)
         if np.isfinite(plan.lost) and (best is None or (plan.lost, plan.price) < (best.lost, best.price)):
             best = plan
     return best
 
 
-def _plans(space: Space, sanitizer: int) -> Iterator[tuple[tuple[int, ...], Array, Array]]:
+def _plan(
+    sanitizer: int, stages: tuple[int, ...], chosen: Array, prices: Array, lost: Array, least: Array
+) -> FoundPlan:
+    """Return the one of n plans with the `least` value; of equal values the cheaper, then the one of less loss."""
+    place = int(np.lexsort((lost, prices, least))[0])
+    return FoundPlan(sanitizer, stages, tuple(chosen[place].tolist()), float(prices[place]), float(lost[place]))
+
+
+def _plans(space: PlanSpace, sanitizer: int) -> Iterator[tuple[tuple[int, ...], Array, Array]]:
     """Yield each choice of stages, its descending sizes' numbers [n,stages], and the segments' rows [n,S]."""
     segments, kept = len(space.layers), int(space.kept[sanitizer])
     smaller = range(int(np.searchsorted(space.sizes, kept)))
@@ -134,7 +142,7 @@ def _plans(space: Space, sanitizer: int) -> Iterator[tuple[tuple[int, ...], Arra
             yield stages, chosen, rows
 
 
-def _lost(space: Space, sanitizer: int, stages: tuple[int, ...], chosen: Array) -> Array:
+def _lost(space: PlanSpace, sanitizer: int, stages: tuple[int, ...], chosen: Array) -> Array:
     """Return [n]: the attention that plans lose, mean over layers."""
     total, last = np.zeros(len(chosen)), None
     for segment, layers in enumerate(space.layers):

@@ -18,7 +18,7 @@ from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.methods.sinkpruner import build_after
 from sinkprune.export.planning import save_plan
 from sinkprune.export.precision import PRECISIONS
-from sinkprune.export.pruning.plan import PlanFacts, UpTo
+from sinkprune.export.pruning.plan import PlanFacts, VariableTokens
 from sinkprune.runtime.families import load_family
 
 TRIAL = "trial"
@@ -64,10 +64,10 @@ def plan_facts(manifest: Manifest) -> PlanFacts:
     outputs = {tensor.name: tensor.shape for tensor in manifest.graphs["vision"].outputs}
     largest: Sequence[VisualLayout] = [*load_family(manifest).largest().values()]
     groups, in_all = max(one.groups for one in largest), max(one.all_tokens for one in largest)
-    tokens: int | UpTo = manifest.most_visual_tokens
+    tokens: int | VariableTokens = manifest.most_visual_tokens
     if manifest.any_resolution:
         tower = manifest.tower(QwenTower)
-        tokens = UpTo(manifest.most_visual_tokens, (tower.patch_size * tower.merge_size) ** 2, in_all)
+        tokens = VariableTokens(manifest.most_visual_tokens, (tower.patch_size * tower.merge_size) ** 2, in_all)
     return PlanFacts(
         language_model=manifest.language_model,
         tokens=tokens,

@@ -1,10 +1,28 @@
-"""Format values for messages."""
+"""Format values, counts and durations for messages."""
 
 from __future__ import annotations
 
 from numbers import Integral, Real
 
 _SHOWN = 80
+
+
+def counted(count: int, one: str) -> str:
+    """Return a count with its noun, as in "1 thread" and "2 threads"."""
+    return f"{count} {one}" if count == 1 else f"{count} {one}s"
+
+
+def type_name(value: object) -> str:
+    """Return the type of a value with its article, as in "a str" and "an int"."""
+    name = type(value).__name__
+    return f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in words: as minutes above two minutes, and as hours above two hours."""
+    if seconds <= 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds <= 7200 else f"{seconds / 3600:.1f} h"
 
 
 def format_value(value: object) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import Annotated, ClassVar, Generic, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 from sinkprune.contract.checks.fields import Bounds, describe, fits
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import UsageError
 
 N = TypeVar("N", int, float)
+R = TypeVar("R", bound="_Number[Any]")
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class _Number(Generic[N]):
     """A number from `least` to `most`: an argument (`check`), or a word of a command line (call it)."""
 
     name: str
-    """What messages call it: `--repeat`, or "max new tokens" in Python and then `--max-new-tokens` in a command."""
+    """What messages call it: `--sm`, or `max_new_tokens` in Python and then `--max-new-tokens` in a command."""
     least: N
     most: N
     expected: str = ""
@@ -38,9 +39,13 @@ class _Number(Generic[N]):
             raise UsageError(f"{self.name} is {format_value(value)}, expected {self.expected or describe(kind)}.")
         return number  # type: ignore[return-value]
 
+    def named(self: R, name: str) -> R:
+        """Return this range under another `name`, for an option that is spelled otherwise."""
+        return replace(self, name=name)
+
     def __call__(self, word: str) -> N:
         """Return the number that `word` of a command line is; raises `UsageError`, which names the option."""
-        option = self if "--" in self.name else replace(self, name=f"--{'-'.join(self.name.split())}")
+        option = self if "--" in self.name else self.named(f"--{self.name.replace('_', '-')}")
         try:
             return option.check(self.kind(word))
         except ValueError:

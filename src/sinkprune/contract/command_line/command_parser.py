@@ -15,6 +15,8 @@ from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.json_output import STDOUT, SUFFIX
 
 Options = TypeVar("Options")
+_ALIKE = 0.7
+"""The least ratio of `get_close_matches` at which an unknown option may be a misspelt one."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -22,7 +24,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, description: str, examples: str) -> None:
         super().__init__(
-            prog=prog,
+            prog=_as_started(prog),
             description=description,
             epilog=examples,
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -43,10 +45,13 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End the process with exit code 2 and one message, which suggests the option that was meant."""
-        names = [name for name in self._option_string_actions if name.startswith("--")]
+        shown = {name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS}
+        # Without the dashes, which make short names alike.
+        names = [name.removeprefix("--") for name in shown if name.startswith("--")]
         unknown = message.split() if message.startswith("unrecognized arguments") else []
-        near = [found for word in unknown for found in get_close_matches(word.partition("=")[0], names, 1)]
-        meant = f" Did you mean {near[0]}?" if near else ""
+        words = [word.partition("=")[0].removeprefix("--") for word in unknown if word.startswith("--")]
+        near = [found for word in words for found in get_close_matches(word, names, 1, _ALIKE)]
+        meant = f" Did you mean --{near[0]}?" if near else ""
         self.exit(2, f"error: {escaped(message)}.{meant} See {self.prog} --help.\n")
 
     def parse(self, arguments: Sequence[str] | None, kind: type[Options]) -> Options:
@@ -84,6 +89,13 @@ class CommandParser(argparse.ArgumentParser):
             return not argparse.ArgumentParser.parse_known_args(trial, words)[1]
         except argparse.ArgumentError:
             return False
+
+
+def _as_started(prog: str) -> str:
+    """Return `sinkprune run` as `sinkprune-run` in a process that was started by that name."""
+    script = Path(sys.argv[0]).name
+    verbs = script.replace("-", " ")
+    return script + prog.removeprefix(verbs) if f"{prog} ".startswith(f"{verbs} ") else prog
 
 
 def _is_value(following: Sequence[str], action: argparse.Action) -> bool:

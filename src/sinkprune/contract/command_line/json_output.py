@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from sinkprune.contract.files.output_files import Output, write_whole
+from sinkprune.contract.files.output_files import OutputFile, write_whole
 
 STDOUT = Path("-")
 """The value of `--json` that prints."""
@@ -22,7 +22,7 @@ def prints_json(json_path: Path | None) -> bool:
     return json_path == STDOUT
 
 
-def json_outputs(json_path: Path | None) -> list[Output]:
+def json_outputs(json_path: Path | None) -> list[OutputFile]:
     """Return the file that `write_json` will write, for `check_outputs`; empty if the JSON is printed."""
     return [] if json_path is None or prints_json(json_path) else [(json_path, (SUFFIX,))]
 

@@ -8,10 +8,13 @@ import time
 from contextlib import suppress
 from types import TracebackType
 
+from sinkprune.contract.checks.format_value import duration
 from sinkprune.contract.checks.terminal import escaped
 
 SECONDS = 10.0
 """The time between two lines. The first comes after a fifth of it."""
+# The rate of the first steps is that of a warm-up.
+_ENOUGH_SHARE, _ENOUGH_STEPS, _ENOUGH_SECONDS = 0.02, 3, 10.0
 
 
 class ProgressLines:
@@ -27,7 +30,7 @@ class ProgressLines:
 
     def __init__(self, what: str, total: float | None = None, unit: str = "", seconds: float | None = None) -> None:
         """Name the work `what`. `total` is the number of its steps, each a `unit`; None if it is unknown."""
-        self._what, self._total, self._unit, self._done = what, total, unit, 0.0
+        self._what, self._total, self._unit, self._done, self._updates = what, total, unit, 0.0, 0
         self._seconds = SECONDS if seconds is None else seconds
         self._began = self._written_at = time.monotonic()
         self._ended = threading.Event()
@@ -53,23 +56,27 @@ class ProgressLines:
     ) -> None:
         """Set the name of the work, the steps that are `done` (or add `advance` to them), and their `total`."""
         self._what = self._what if what is None else what
-        self._done = self._done + advance if done is None else done
+        before, self._done = self._done, self._done + advance if done is None else done
+        self._updates += self._done > before
         self._total = self._total if total is None else total
 
     def line(self, seconds: float) -> str:
         """Return the line at `seconds` after the start, without a line end."""
         if not self._done:
-            return escaped(f"{self._what}: {seconds:.0f} s")
+            return escaped(f"{self._what}: {duration(seconds)}")
         rate, unit = self._done / seconds, f" {self._unit}" if self._unit else ""
-        of = "" if self._total is None else f" of {self._total:.6g}"
-        text = f"{self._what}: {self._done:.6g}{of}{unit} in {seconds:.0f} s, {rate:.3g} a second"
-        if self._total is not None:
-            text += f", {max(0.0, self._total - self._done) / rate:.0f} s left"
+        of = "" if self._total is None else f" of {_rounded(self._total)}"
+        text = f"{self._what}: {_rounded(self._done)}{of}{unit} in {duration(seconds)}"
+        if self._total is None:
+            return escaped(f"{text}, {rate:.3g} a second")
+        several = self._updates >= _ENOUGH_STEPS and seconds >= _ENOUGH_SECONDS
+        if several or self._done >= _ENOUGH_SHARE * self._total:
+            text += f", {rate:.3g} a second, {duration(max(0.0, self._total - self._done) / rate)} left"
         return escaped(text)
 
     def restart(self, what: str) -> None:
         """Name the next part of the work, and count its steps and its time from now on."""
-        self._what, self._done, self._began = what, 0.0, time.monotonic()
+        self._what, self._done, self._updates, self._began = what, 0.0, 0, time.monotonic()
 
     def _run(self) -> None:
         wait = self._seconds / 5
@@ -83,3 +90,8 @@ class ProgressLines:
         with suppress(OSError, ValueError):
             sys.stderr.write(self.line(self._written_at - self._began) + "\n")
             sys.stderr.flush()
+
+
+def _rounded(count: float) -> str:
+    """Return a whole number as it is, and a fraction with one digit."""
+    return f"{count:.0f}" if count == int(count) else f"{count:.1f}" if count >= 1 else f"{count:.1g}"

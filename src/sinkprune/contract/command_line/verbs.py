@@ -50,7 +50,7 @@ def _explain(prog: str, description: str, verbs: Mapping[str, Verb], words: Sequ
     width = max(map(len, verbs))
     listed = "".join(f"  {name:{width}}  {verb.summary}\n" for name, verb in verbs.items())
     parser = CommandParser(prog, description, f"verbs:\n{listed}\n`{prog} VERB --help` lists the options of a verb.")
-    parser.add_argument("verb", metavar="VERB", help="what to do, followed by options of its own")
+    parser.add_argument("verb", metavar="VERB", help="the verb, followed by its options")
     if not words:
         parser.print_help(sys.stderr)
         raise SystemExit(2)

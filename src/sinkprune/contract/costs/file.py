@@ -1,7 +1,8 @@
-"""Read and write a machine's costs, in a file apart from bundles and engines."""
+"""Files of costs: where the user wants them, and in the user's cache folder for later processes."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -9,12 +10,15 @@ from pathlib import Path
 from sinkprune.contract.checks.arguments import check_path
 from sinkprune.contract.checks.fields import SchemaError, from_json, to_json
 from sinkprune.contract.checks.format_value import format_value
-from sinkprune.contract.costs.model import COSTS_VERSION, Costs, Place, Recent
-from sinkprune.contract.errors import UsageError
+from sinkprune.contract.costs.model import COSTS_VERSION, Costs, Place, RecentRatios
+from sinkprune.contract.errors import OutputError, UsageError
 from sinkprune.contract.files.output_files import write_whole
 from sinkprune.contract.files.untrusted import UnreadableError, read_json
 
-_AGAIN = "Measure them here with: sinkprune-calibrate schedule BUNDLE --costs FILE.json"
+_AGAIN = (
+    "Measure them here with Pipeline.warm_up and write_costs in Python, or with: sinkprune-calibrate schedule BUNDLE "
+    "--costs FILE.json"
+)
 
 
 def write_costs(path: str | os.PathLike[str], costs: Costs) -> None:
@@ -39,11 +43,19 @@ def read_costs(path: str | os.PathLike[str], here: Place) -> Costs:
         data = read_json(Path(path))
     except UnreadableError as error:
         raise UsageError(f"the costs '{path}' {error}. {_AGAIN}") from error
-    version = data.get("costs_version") if isinstance(data, dict) else None
+    if not isinstance(data, dict) or "costs_version" not in data:
+        raise UsageError(f"'{path}' is no file of costs: found no costs_version. {_AGAIN}")
+    version = data["costs_version"]
     if version == 1 and type(version) is int:
         # Version 1 lacks the time and load of the measurement, and later requests.
         version = COSTS_VERSION
-        data = {**data, "costs_version": version, "measured_at": None, "load": None, "recent": to_json(Recent())}
+        data = {
+            **data,
+            "costs_version": version,
+            "measured_at": None,
+            "load": None,
+            "recent": to_json(RecentRatios()),
+        }
     if type(version) is not int or version != COSTS_VERSION:
         raise UsageError(
             f"the costs '{path}' have the version {format_value(version)}, this sinkprune reads {COSTS_VERSION}. "
@@ -66,3 +78,46 @@ def read_costs(path: str | os.PathLike[str], here: Place) -> Costs:
             f"{len(here.cut_after) + 1}. {_AGAIN}"
         )
     return costs
+
+
+def cache_file(place: Place) -> Path | None:
+    """Return the file for the costs of `place`, whether it exists or not; None for a user without a home folder.
+
+    One file for each bundle, backend and machine: `$XDG_CACHE_HOME/sinkprune/costs/*.json`, or below `~/.cache`
+    where that variable is unset (XDG Base Directory Specification).
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not folder.is_absolute():
+        try:
+            folder = Path.home() / ".cache"
+        except RuntimeError:
+            return None
+    key = hashlib.sha256(json.dumps(to_json(place), sort_keys=True).encode()).hexdigest()
+    return folder / "sinkprune" / "costs" / f"{key[:32]}.json"
+
+
+def cached_costs(place: Place) -> Costs | None:
+    """Return the costs of `place` that `cache_costs` wrote last, or None.
+
+    None also for a file that cannot be read; the next measurement replaces it.
+    """
+    file = cache_file(place)
+    if file is None:
+        return None
+    try:
+        return read_costs(file, place)
+    except (UsageError, OSError):
+        return None
+
+
+def cache_costs(costs: Costs) -> Path | None:
+    """Write `costs` to the user's cache folder. Return the file, or None where it cannot be written."""
+    file = cache_file(costs.place)
+    if file is None:
+        return None
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_costs(file, costs)
+    except (OutputError, OSError):
+        return None
+    return file

@@ -90,12 +90,19 @@ class Place:
     machine: str
     """The processor, in words."""
 
+    @property
+    def thread_hint(self) -> str:
+        """A sentence of advice for a command on a machine that other programs keep busy; "" for one thread."""
+        if self.threads <= 1:
+            return ""
+        return " If other programs always run, compare --threads 1: fewer threads may be faster then."
+
 
 Ratio = Annotated[float, Bounds(0, 1e12)]
 
 
 @dataclass(frozen=True)
-class Recent:
+class RecentRatios:
     """The ratios of measured to predicted time of recent requests, the latest last."""
 
     first: tuple[Ratio, ...] = ()
@@ -130,7 +137,7 @@ class Costs:
     """The time of the measurement, in seconds of Unix time; None if the file lacks it."""
     load: Annotated[float, Bounds(0, 1)] | None = None
     """The share of processor time of other programs meanwhile; None if it is unknown."""
-    recent: Recent = Recent()
+    recent: RecentRatios = RecentRatios()
     """Later requests, under the load of their time."""
 
     def slower(self, times: float) -> Costs:

@@ -22,13 +22,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from sinkprune.contract.files.listed_files import listed_files, remove_listed, unlisted
+from sinkprune.contract.files.listed_files import listed_files, remove_listed, unlisted_paths
 from sinkprune.contract.files.manifest_file import ManifestFile
 from sinkprune.contract.files.system_calls import (
     LOCK,
     UNSUPPORTED,
-    How,
     Rename,
+    RenameMode,
     locked,
     move,
     sync_folder,
@@ -87,7 +87,7 @@ def check_replaceable(output: Path, kind: ManifestFile, *, force: bool) -> None:
         raise kind.error(
             f"'{output}' is {kind.a_folder} already. Add --force to replace it, or choose another place."
         )
-    if strangers := sorted(unlisted(output, listed)):
+    if strangers := sorted(unlisted_paths(output, listed)):
         raise kind.error(
             f"'{output}' holds what its {kind.name} does not list: {first_names(strangers)}. Move it away, or choose "
             "another place; it is left as it is."
@@ -209,7 +209,7 @@ class Staging:
         # From here on only listed files are removed, so files that appear in `output` meanwhile survive.
         self.new.rename(self.old)
         try:
-            self.rename(self.old, self.output, How.EXCHANGE)
+            self.rename(self.old, self.output, RenameMode.EXCHANGE)
         except OSError as error:
             # Nothing was exchanged. After KeyboardInterrupt this is not certain, so it must not come here.
             self.old.rename(self.new)

@@ -19,7 +19,7 @@ from sinkprune.contract.files.untrusted import UnreadableError, read_json
 _DEPTH = 32
 
 
-class Listed(NamedTuple):
+class ListedPaths(NamedTuple):
     """Paths relative to a folder, with `/` between their parts."""
 
     files: frozenset[str] = frozenset()
@@ -27,7 +27,7 @@ class Listed(NamedTuple):
     """All folders above `files`."""
 
 
-def listed_files(folder: Path, kind: ManifestFile) -> Listed:
+def listed_files(folder: Path, kind: ManifestFile) -> ListedPaths:
     """Return the files in the manifest of `folder`, with the manifest and its signature, in any format version.
 
     Raises `UnreadableError` for a manifest that sinkprune did not write; the message follows the manifest's name.
@@ -50,10 +50,10 @@ def listed_files(folder: Path, kind: ManifestFile) -> Listed:
             raise UnreadableError(f"lists {name[:100]!r}, which is no path within the {kind.folder}")
         if name in folders or len(path.parts) > _DEPTH:
             raise UnreadableError(f"lists {name[:100]!r}, which cannot be the name of a file of the {kind.folder}")
-    return Listed(files, folders)
+    return ListedPaths(files, folders)
 
 
-def unlisted(folder: Path, listed: Listed, below: str = "") -> Iterator[str]:
+def unlisted_paths(folder: Path, listed: ListedPaths, below: str = "") -> Iterator[str]:
     """Yield the path of everything in `folder` that is not `listed`: files, folders, links, FIFOs.
 
     `below` is empty, or the path of a listed folder with a `/` at its end: then only this folder is searched.
@@ -62,7 +62,7 @@ def unlisted(folder: Path, listed: Listed, below: str = "") -> Iterator[str]:
         for entry in entries:
             path = below + entry.name
             if path in listed.folders and entry.is_dir(follow_symlinks=False):
-                yield from unlisted(folder, listed, f"{path}/")
+                yield from unlisted_paths(folder, listed, f"{path}/")
             elif path not in listed.files or not entry.is_file(follow_symlinks=False):
                 yield path
 
@@ -76,7 +76,7 @@ def remove_listed(folder: Path, kind: ManifestFile) -> list[str]:
     try:
         listed = listed_files(folder, kind)
     except UnreadableError:
-        listed = Listed()
+        listed = ListedPaths()
     # Open folders are safe to remove from even if they are moved or replaced by links meanwhile.
     for root, folders, files, descriptor in os.fwalk(folder, topdown=False):
         below = Path(root).relative_to(folder)
@@ -92,7 +92,7 @@ def remove_listed(folder: Path, kind: ManifestFile) -> list[str]:
                 with suppress(OSError):
                     os.rmdir(name, dir_fd=descriptor)
     manifest = listed.files & {kind.name}
-    left = sorted(unlisted(folder, Listed(manifest, listed.folders)))
+    left = sorted(unlisted_paths(folder, ListedPaths(manifest, listed.folders)))
     if not left:
         (folder / kind.name).unlink(missing_ok=True)
         folder.rmdir()

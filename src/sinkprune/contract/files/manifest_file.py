@@ -24,7 +24,7 @@ from sinkprune.contract.files.trust import Trust
 from sinkprune.contract.files.untrusted import MANIFEST_BYTES, MissingError, UnreadableError, parsed_json, read_bytes
 
 T = TypeVar("T")
-M = TypeVar("M", bound="Lists")
+M = TypeVar("M", bound="ListsFiles")
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class ManifestFile:
         Raises `error` for a file that is missing, of another size, no regular file, or not listed.
         """
         for name in files:
-            if outside(name):
+            if is_outside(name):
                 raise self.error(
                     f"'{root / self.name}' names the file '{name}', which lies outside the {self.folder}."
                 )
@@ -163,8 +163,9 @@ class ManifestFile:
     def _check_trust(self, path: Path, data: bytes, digest: str, trust: Trust) -> None:
         if trust.sha256 is not None and trust.sha256 != digest:
             raise self.error(
-                f"'{path}' has the sha256 {digest}, expected {trust.sha256}. It is not the expected manifest: "
-                f"{self._or_again}"
+                f"'{path}' has the sha256 {digest}, expected {trust.sha256}. It is not the expected manifest. If you "
+                f"made or changed this {self.folder} since, as when you add a budget, give the sum that the command "
+                f"printed. Otherwise do not use it: {self._or_again}"
             )
         if trust.signed_by is None:
             return
@@ -191,7 +192,7 @@ class ManifestFile:
         return self.again[0].lower() + self.again[1:]
 
 
-class Lists(Protocol):
+class ListsFiles(Protocol):
     """A manifest that lists files."""
 
     @property
@@ -230,7 +231,7 @@ def file_specs(root: Path, known: Collection[str] = ()) -> dict[str, FileSpec]:
     }
 
 
-def outside(name: str) -> bool:
+def is_outside(name: str) -> bool:
     """Return whether the file `name` of a manifest lies outside its folder."""
     return Path(name).is_absolute() or ".." in Path(name).parts
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from sinkprune.contract.errors import OutputError
 
-Output = tuple[Path, tuple[str, ...]]
+OutputFile = tuple[Path, tuple[str, ...]]
 """A file that a command writes, and the suffixes it may have."""
 
 
-def check_outputs(outputs: Sequence[Output], read: Iterable[Path] = (), folders: Iterable[Path] = ()) -> None:
+def check_outputs(outputs: Sequence[OutputFile], read: Iterable[Path] = (), folders: Iterable[Path] = ()) -> None:
     """Reject outputs that cannot be written, or that would replace an input. Raises `OutputError`.
 
     An output may not be one of the files in `read`, lie in one of `folders`, or be the same file as another output.

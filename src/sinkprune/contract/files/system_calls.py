@@ -20,7 +20,7 @@ _SYNC_THREADS = 8
 _NO_FOLDER_SYNC = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP)
 
 
-class How(IntEnum):
+class RenameMode(IntEnum):
     """What a rename does with its target: the flags of renameat2(2)."""
 
     NO_REPLACE = 1
@@ -29,14 +29,14 @@ class How(IntEnum):
     """Source and target change places."""
 
 
-Rename = Callable[[Path, Path, How], None]
+Rename = Callable[[Path, Path, RenameMode], None]
 """Renames its first path to its second. Raises `OSError`, with a number of `UNSUPPORTED` before anything changes."""
 UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 """The error numbers of a system or file system without such a rename, for example NFS."""
 _CURRENT_FOLDER = -100
 
 
-def system_rename(source: Path, target: Path, how: How) -> None:
+def system_rename(source: Path, target: Path, how: RenameMode) -> None:
     """Rename `source` to `target` in one step. Raises `OSError`."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     failed = call is None or call(_CURRENT_FOLDER, os.fsencode(source), _CURRENT_FOLDER, os.fsencode(target), how)
@@ -48,7 +48,7 @@ def system_rename(source: Path, target: Path, how: How) -> None:
 def move(source: Path, target: Path, rename: Rename = system_rename) -> None:
     """Rename the folder `source` to `target`. Raises `OSError`; `FileExistsError` if `target` exists."""
     try:
-        rename(source, target, How.NO_REPLACE)
+        rename(source, target, RenameMode.NO_REPLACE)
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise

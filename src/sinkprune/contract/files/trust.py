@@ -37,8 +37,12 @@ ANY = Trust()
 def add_trust_options(parser: argparse.ArgumentParser) -> None:
     """Add `--sha256` and `--signed-by`, the two fields of a `Trust`."""
     add = parser.add_argument
-    add("--sha256", metavar="SUM", help="the sum that was printed when BUNDLE was written; any other is rejected")
-    add("--signed-by", type=Path, metavar="KEY.pub", help="a public key; anything that it did not sign is rejected")
+    add(
+        "--sha256",
+        metavar="SUM",
+        help="the sha256 that was printed when BUNDLE was written; other bundles are rejected",
+    )
+    add("--signed-by", type=Path, metavar="KEY.pub", help="a public key; bundles that it did not sign are rejected")
 
 
 def add_sign_option(parser: argparse.ArgumentParser, what: str) -> None:

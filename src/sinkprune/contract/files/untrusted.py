@@ -35,6 +35,10 @@ class UnreadableError(Exception):
     """A file is not what it should be. The message follows the file's name, as in "is a FIFO, ..."."""
 
 
+class ForbiddenError(UnreadableError):
+    """The file's permissions forbid reading it."""
+
+
 class MissingError(UnreadableError):
     """There is no such file."""
 
@@ -54,7 +58,8 @@ def open_regular(path: str | os.PathLike[str], *, follow_links: bool = True) -> 
             raise UnreadableError("is a link, expected the file itself") from error
         if error.errno == errno.ENXIO:
             raise UnreadableError("is a socket or a device, expected a regular file") from error
-        raise UnreadableError(f"cannot be read: {error.strerror}") from error
+        refusal = ForbiddenError if isinstance(error, PermissionError) else UnreadableError
+        raise refusal(f"cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise MissingError(f"cannot be the name of a file ({error})") from error
     mode = os.fstat(descriptor).st_mode

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sinkprune.contract.reports.energy import RateEnergy
-from sinkprune.contract.reports.report import Measured, percentile
+from sinkprune.contract.reports.report import ReportHeader, percentile
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class ConditionsReport:
 
 
 @dataclass(frozen=True)
-class RateReport(Measured):
+class RateReport(ReportHeader):
     """Budgets in turn, each at a camera's steady rate."""
 
     rate_hz: float

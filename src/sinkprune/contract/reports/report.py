@@ -94,7 +94,7 @@ class BudgetReport:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ReportHeader:
     """The head of every report: model, backend, machine and settings."""
 
     model: str
@@ -120,7 +120,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Report(Measured):
+class ProfileReport(ReportHeader):
     """A profile: every budget and the unpruned engines, measured in turn."""
 
     repeat: int

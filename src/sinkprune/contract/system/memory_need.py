@@ -17,7 +17,7 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import DTYPES, WeightsName
 from sinkprune.contract.schedule import Schedule
 
-TOLD_BYTES = 1_000_000_000
+LEAST_REPORTED_BYTES = 1_000_000_000
 """Commands report needs of at least so many bytes, without libraries. Smaller ones are not worth a line."""
 _FIXED_BYTES = 100 << 20
 """Python, numpy and an engine library."""
@@ -27,7 +27,7 @@ _SPARE = 1.1
 """The factor for memory that heaps and arenas keep in reserve."""
 
 
-class Copies(NamedTuple):
+class WeightCopies(NamedTuple):
     """The memory of weights, as multiples of their bytes in files."""
 
     held: float
@@ -40,32 +40,32 @@ class Copies(NamedTuple):
 class WeightMemory:
     """The memory of weights in an engine library, by their storage form."""
 
-    copies: Mapping[WeightsName, Copies]
+    copies: Mapping[WeightsName, WeightCopies]
     maps_engines: bool = False
     """Whether engines are memory-mapped, so that loading needs no more memory."""
 
 
-_ORT_CPU: dict[WeightsName, Copies] = {
-    "fp32": Copies(1.0, 0.1),
+_ORT_CPU: dict[WeightsName, WeightCopies] = {
+    "fp32": WeightCopies(1.0, 0.1),
     # The CPU computes in fp32.
-    "fp16": Copies(2.0, 0.5),
-    "bf16": Copies(2.0, 0.5),
+    "fp16": WeightCopies(2.0, 0.5),
+    "bf16": WeightCopies(2.0, 0.5),
     # Besides the codes, a sum and a scale for each 32 inputs; while packing, the codes twice.
-    "int8": Copies(1.4, 0.9),
-    "int4": Copies(1.2, 0.9),
-    "uint4": Copies(1.2, 0.9),
+    "int8": WeightCopies(1.4, 0.9),
+    "int4": WeightCopies(1.2, 0.9),
+    "uint4": WeightCopies(1.2, 0.9),
 }
-_OPENVINO: dict[WeightsName, Copies] = {
+_OPENVINO: dict[WeightsName, WeightCopies] = {
     # The file's content in the process's own memory, and the packed weights. Measured on one segment; 16 bits: an
     # upper bound.
-    "fp32": Copies(2.0, 0.3),
-    "fp16": Copies(3.0, 0.3),
-    "bf16": Copies(3.0, 0.3),
-    "int8": Copies(2.2, 0.3),
-    "int4": Copies(2.4, 0.3),
-    "uint4": Copies(2.4, 0.3),
+    "fp32": WeightCopies(2.0, 0.3),
+    "fp16": WeightCopies(3.0, 0.3),
+    "bf16": WeightCopies(3.0, 0.3),
+    "int8": WeightCopies(2.2, 0.3),
+    "int4": WeightCopies(2.4, 0.3),
+    "uint4": WeightCopies(2.4, 0.3),
 }
-_GPU = Copies(1.0, 1.0)
+_GPU = WeightCopies(1.0, 1.0)
 """For every form: a GPU holds weights as in their file, which is in memory too during loading. Boards and integrated
 GPUs have a single memory for both."""
 ORT_CPU, OPENVINO = WeightMemory(_ORT_CPU, maps_engines=True), WeightMemory(_OPENVINO)
@@ -171,7 +171,7 @@ def cache_bytes(manifest: Manifest, rows: Schedule, tokens: int) -> int:
     return lengths * 2 * lm.num_kv_heads * lm.head_dim * DTYPES[manifest.precision].itemsize
 
 
-def _copies(manifest: Manifest, memory: BackendMemory, graph: str, built: bool) -> Copies:
+def _copies(manifest: Manifest, memory: BackendMemory, graph: str, built: bool) -> WeightCopies:
     """Return the copies of weights of a graph, or of its engine if it is `built`."""
     vision, forms = graph == "vision", manifest.weights
     library = memory.vision or memory.decoder if vision else memory.decoder

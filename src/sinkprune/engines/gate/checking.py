@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from sinkprune.contract.bundle import Bundle, read_runnable
-from sinkprune.contract.engines_manifest import ANY_SHAPE, Target
+from sinkprune.contract.engines_manifest import ANY_SHAPE, CHECKED, Target
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.files.trust import ANY, Trust
 from sinkprune.engines.gate.comparing import compare_engine, compare_texts
-from sinkprune.engines.gate.limits import coarsest
-from sinkprune.engines.gate.question import Question
+from sinkprune.engines.gate.limits import coarsest_rounding
+from sinkprune.engines.gate.question import GateQuestion
 from sinkprune.engines.gate.recording import Recording, record
 from sinkprune.engines.gate.report import GateReport, TextReport, refusal, text_refusal
 from sinkprune.engines.progress import SILENT, BuildProgress
@@ -19,15 +19,12 @@ from sinkprune.runtime.backends.compatibility import BuiltEngines, backend_of, o
 from sinkprune.runtime.device import open_device
 from sinkprune.runtime.pipeline import Pipeline
 
-CHECKED = "checked"
-"""The flag in `engines.json` of engines that passed the gate."""
-
 
 def check_engines(
     built: BuiltEngines,
     own: BuiltEngines,
     backend: Backend,
-    question: Question,
+    question: GateQuestion,
     recording: Recording,
     progress: BuildProgress = SILENT,
 ) -> GateReport:
@@ -73,7 +70,7 @@ class Gate:
 
     _recording: Recording
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: GateQuestion) -> None:
         self._question = question
 
     def flags(self, bundle: Bundle) -> dict[str, str]:
@@ -106,7 +103,7 @@ class Gate:
 
 
 def _compare_answers(
-    own: BuiltEngines, backend: Backend, question: Question, recording: Recording
+    own: BuiltEngines, backend: Backend, question: GateQuestion, recording: Recording
 ) -> list[TextReport]:
-    rounding = coarsest(own.bundle.manifest, backend.compute)
-    return compare_texts(Pipeline(own.bundle, backend, own), question, recording, rounding)
+    rounding = coarsest_rounding(own.bundle.manifest, backend.compute)
+    return compare_texts(Pipeline(own.bundle, backend, own, fit=question.fit), question, recording, rounding)

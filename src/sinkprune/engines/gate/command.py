@@ -18,8 +18,8 @@ examples:
   sinkprune-check llava-7b engines --image photo.jpg --backend openvino-gpu
   sinkprune-check llava-7b engines --image photo.jpg --prompt "What is on the table?" --json > checked.json
 
-Each engine of ENGINES gets the inputs of its ONNX graph in BUNDLE. It must return the same outputs but for rounding.
-Then all engines together answer, unpruned and at every budget. Exit code 0: all passed. 2: some were refused.
+Each engine of ENGINES gets the inputs of its ONNX graph in BUNDLE. It must return the same outputs, within rounding.
+Then all engines together answer, unpruned and at every budget. Exit code 0: all passed. 2: some were rejected.
 """
 
 
@@ -49,9 +49,11 @@ def _check(arguments: Sequence[str] | None) -> None:
     bundle = read_bundle(options.bundle, Trust(options.sha256, options.signed_by))
     trust = Trust(options.engines_sha256, options.signed_by)
     built = open_engines(options.engines, bundle, trust)
-    question = read_question(options.image, options.prompt, bundle, built.engines.manifest.enforced_limits)
+    question = read_question(
+        options.image, options.prompt, bundle, built.engines.manifest.enforced_limits, options.fit
+    )
     name = options.backend or backend_of(built.engines.manifest.target)
-    backend = load_backend(name, None, built, options.compute)
+    backend = load_backend(name, options.threads, built, options.compute)
     with TerminalProgress() as progress, TemporaryDirectory(prefix="sinkprune-check-") as folder:
         bundle.verify()
         built.engines.verify()
@@ -71,11 +73,13 @@ def _check(arguments: Sequence[str] | None) -> None:
 def _parser() -> CommandParser:
     # Imports numpy, as the imports of `_check` do.
     from sinkprune.engines.gate import PROMPT
+    from sinkprune.runtime.backends import THREADS
     from sinkprune.runtime.backends.known import BACKENDS, COMPUTES
+    from sinkprune.runtime.media.fits import add_fit_option
 
     parser = CommandParser(
         "sinkprune check",
-        "Compare every engine with the ONNX graph that it was built from, and refuse those that differ.",
+        "Compare every engine with the ONNX graph that it was built from, and reject engines that differ.",
         _EXAMPLES,
     )
     add = parser.add_argument
@@ -83,9 +87,11 @@ def _parser() -> CommandParser:
     add("engines", type=Path, metavar="ENGINES", help="a folder written by sinkprune-build")
     add("--image", type=Path, action="append", required=True, help="an image file to ask about; may be repeated")
     add("--prompt", default=PROMPT, help=f"the question (default: {PROMPT})")
-    add("--backend", choices=BACKENDS, help="what runs the engines (default: what they are built for)")
-    add("--compute", choices=COMPUTES, help="openvino, openvino-gpu: what to compute in (default: fastest)")
+    add("--backend", choices=BACKENDS, help="the backend of the engines (default: the one they are built for)")
+    add("--compute", choices=COMPUTES, help="openvino, openvino-gpu: the type of the computation (default: fastest)")
+    add_fit_option(parser)
+    add("--threads", type=THREADS, help="CPU threads of the engines (default: all cores)")
     add_trust_options(parser)
-    add("--engines-sha256", metavar="SUM", help="the sum that sinkprune-build printed: other engines are refused")
+    add("--engines-sha256", metavar="SUM", help="the sha256 that sinkprune-build printed; other engines are rejected")
     parser.add_json("every output of every engine")
     return parser

@@ -13,8 +13,8 @@ from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.manifest import CacheForm
 from sinkprune.contract.precision import Array
-from sinkprune.engines.gate.limits import TIE, Kind, Rounding, gap_limit, kind_of, limit_of, rounding_of
-from sinkprune.engines.gate.question import Question
+from sinkprune.engines.gate.limits import TIE, OutputKind, Rounding, gap_limit, kind_of, limit_of, rounding_of
+from sinkprune.engines.gate.question import GateQuestion
 from sinkprune.engines.gate.recording import REFERENCE, GateAnswer, Recording, answer_question
 from sinkprune.engines.gate.report import GraphReport, TextReport, output_report
 from sinkprune.runtime.backends import Backend, load_backend
@@ -102,19 +102,19 @@ def _noisy_runs(bundle: Bundle, graph: str, inputs: Mapping[str, Array]) -> Iter
 
 
 def _differences(
-    kinds: Mapping[str, Kind], found: Mapping[str, Array], expected: Mapping[str, Array]
+    kinds: Mapping[str, OutputKind], found: Mapping[str, Array], expected: Mapping[str, Array]
 ) -> dict[str, Array]:
-    """Return the `errors` of each output; infinite for a missing one."""
+    """Return the `row_differences` of each output; infinite for a missing one."""
     missing = np.empty(0)
-    return {name: errors(kinds[name], found.get(name, missing), array) for name, array in expected.items()}
+    return {name: row_differences(kinds[name], found.get(name, missing), array) for name, array in expected.items()}
 
 
-def _selects_otherwise(kinds: Mapping[str, Kind], differences: Mapping[str, Array]) -> bool:
+def _selects_otherwise(kinds: Mapping[str, OutputKind], differences: Mapping[str, Array]) -> bool:
     return any(own.any() for name, own in differences.items() if kinds[name] == "indices")
 
 
 def compare_texts(
-    pipeline: Pipeline, question: Question, recording: Recording, rounding: Rounding
+    pipeline: Pipeline, question: GateQuestion, recording: Recording, rounding: Rounding
 ) -> list[TextReport]:
     """Compare each answer of `recording` with that of `pipeline`, which loaded the engines, to the same `question`.
 
@@ -154,7 +154,7 @@ def _kept_alike(found: GateAnswer, expected: GateAnswer) -> float:
     return min(len(set(own) & set(other)) / len(other) for own, other in zip(found.kept, expected.kept, strict=True))
 
 
-def errors(kind: Kind, found: Array, expected: Array) -> Array:
+def row_differences(kind: OutputKind, found: Array, expected: Array) -> Array:
     """Return [rows] fp64, the relative difference of each row; infinite if not finite or of another shape.
 
     Rows and values: the length of the difference, over the length of the expected row. Logits: the difference, over
@@ -177,7 +177,7 @@ def errors(kind: Kind, found: Array, expected: Array) -> Array:
     return result
 
 
-def _rows(kind: Kind, array: Array) -> Array:
+def _rows(kind: OutputKind, array: Array) -> Array:
     """Return [rows,width] fp64."""
     exact = array.astype(np.float64)
     if kind != "rows":

@@ -26,10 +26,10 @@ class Limit(NamedTuple):
     worst: float
 
 
-Kind = Literal["rows", "values", "logits", "indices"]
+OutputKind = Literal["rows", "values", "logits", "indices"]
 """How an output is compared: as rows of states, one value a token (norms, salience), logits, or indices."""
 
-_LIMITS: dict[Rounding, dict[Kind, Limit]] = {
+_LIMITS: dict[Rounding, dict[OutputKind, Limit]] = {
     "fp32": {"rows": Limit(1e-4, 1e-3), "values": Limit(1e-4, 1e-3), "logits": Limit(1e-4, 1e-3)},
     "fp16": {"rows": Limit(0.005, 0.03), "values": Limit(0.01, 0.06), "logits": Limit(0.003, 0.02)},
     "bf16": {"rows": Limit(0.04, 0.15), "values": Limit(0.1, 0.5), "logits": Limit(0.01, 0.06)},
@@ -54,12 +54,12 @@ def rounding_of(graph: str, manifest: Manifest, compute: str) -> Rounding:
     return next((rounding for rounding in floats if rounding in types), manifest.precision)
 
 
-def coarsest(manifest: Manifest, compute: str) -> Rounding:
+def coarsest_rounding(manifest: Manifest, compute: str) -> Rounding:
     """Return the coarsest rounding of all graphs."""
     return max((rounding_of(graph, manifest, compute) for graph in manifest.graphs), key=ROUNDINGS.index)
 
 
-def limit_of(kind: Kind, rounding: Rounding) -> Limit:
+def limit_of(kind: OutputKind, rounding: Rounding) -> Limit:
     """Return the limit of an output. Of indices, except for ties, none may differ."""
     return Limit(0, 0) if kind == "indices" else _LIMITS[rounding][kind]
 
@@ -73,7 +73,7 @@ def gap_limit(rounding: Rounding, kept_alike: float) -> float | None:
     return _GAPS[rounding] if kept_alike == 1 else None
 
 
-def kind_of(output: TensorSpec) -> Kind:
+def kind_of(output: TensorSpec) -> OutputKind:
     """Return how an output of a graph is compared."""
     if output.dtype == "int64":
         return "indices"

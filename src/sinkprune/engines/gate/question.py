@@ -15,6 +15,7 @@ from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.contract.manifest import CHAT_TEMPLATE, TOKENIZER
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.clip import Picture
+from sinkprune.runtime.media.fits import Fit
 from sinkprune.runtime.steps.pictures import decoded, layout_of
 from sinkprune.runtime.steps.request import check_texts
 from sinkprune.runtime.text.prompt import PromptEncoder
@@ -25,7 +26,7 @@ NO_LIMITS: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True)
-class Question:
+class GateQuestion:
     """Pictures and a prompt, for the graphs and the engines."""
 
     images: Sequence[Picture]
@@ -33,10 +34,13 @@ class Question:
     prompt: str
     new_tokens: int = NEW_TOKENS
     """Tokens of each answer; fewer if the engines accept fewer."""
+    fit: Fit | None = None
+    """How a picture becomes a square; None is the checkpoint's own way."""
 
     def sha256(self, bundle: Bundle) -> str:
         """Return the sum of the question and the bundle, in hexadecimal."""
-        digest = hashlib.sha256(f"{bundle.sha256} {self.new_tokens} {self.prompt}".encode())
+        fit = f" {self.fit}" if self.fit else ""
+        digest = hashlib.sha256(f"{bundle.sha256} {self.new_tokens} {self.prompt}{fit}".encode())
         for image in self.images:
             pixels = np.asarray(image)
             digest.update(f" {pixels.shape} ".encode() + pixels.tobytes())
@@ -44,15 +48,20 @@ class Question:
 
 
 def read_question(
-    files: Sequence[Path], prompt: str, bundle: Bundle, limits: Mapping[str, int] = NO_LIMITS
-) -> Question:
+    files: Sequence[Path],
+    prompt: str,
+    bundle: Bundle,
+    limits: Mapping[str, int] = NO_LIMITS,
+    fit: Fit | None = None,
+) -> GateQuestion:
     """Return the pictures in `files` and the question about them, for engines with the enforced `limits`.
 
-    Raises `ImageError`, and `PromptError` for a question that is longer than the engines accept.
+    `fit` is that of `load_family`. Raises `ImageError`, `PromptError` for a question that is longer than the engines
+    accept, and `UsageError` for a `fit` that the bundle's family does not have.
     """
     texts = [*[""] * len(files), prompt]
     check_texts(texts, len(files))
-    family = load_family(bundle.manifest)
+    family = load_family(bundle.manifest, fit)
     images = [decoded(file, family) for file in files]
     layouts = [layout_of(file, image, family, bundle.manifest) for file, image in zip(files, images, strict=True)]
     most = limits.get("prompt_tokens")
@@ -66,4 +75,4 @@ def read_question(
                 f"{most}. Give a shorter one (sinkprune check --prompt, sinkprune build --check-prompt), or build "
                 f"with --max-prompt {tokens}."
             )
-    return Question(images, prompt, min(NEW_TOKENS, limits.get("new_tokens", NEW_TOKENS)))
+    return GateQuestion(images, prompt, min(NEW_TOKENS, limits.get("new_tokens", NEW_TOKENS)), fit)

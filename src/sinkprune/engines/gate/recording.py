@@ -24,7 +24,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import schedule
 from sinkprune.contract.system.memory_need import running_need
 from sinkprune.contract.system.system_memory import available_bytes
-from sinkprune.engines.gate.question import Question
+from sinkprune.engines.gate.question import GateQuestion
 from sinkprune.engines.progress import BuildProgress
 from sinkprune.runtime.backends import Backend, Engine, Tensor, load_backend
 from sinkprune.runtime.backends.known import KNOWN
@@ -43,7 +43,7 @@ _IN, _OUT = "in.", "out."
 _PROMPT_TOKENS = 512
 
 
-class Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """The inputs and outputs of one call of a graph, without the caches of a decoder segment."""
 
     inputs: dict[str, Array]
@@ -71,12 +71,12 @@ class Recording:
         self.answers = [GateAnswer(**answer) for answer in stored["answers"]]
         """The answers at every budget, the unpruned first."""
 
-    def calls(self, graph: str) -> Iterator[Call]:
+    def calls(self, graph: str) -> Iterator[RecordedCall]:
         """Yield every call of a graph, in order. The calls of a decoder are those of one answer after the other."""
         for path in sorted((self._folder / graph).glob("*.npz")):
             with np.load(path, allow_pickle=False) as stored:
                 arrays = {name: stored[name] for name in stored.files}
-            yield Call(
+            yield RecordedCall(
                 *(
                     {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
                     for prefix in (_IN, _OUT)
@@ -89,7 +89,7 @@ class Recording:
         return logits
 
 
-def record(bundle: Bundle, question: Question, folder: Path, progress: BuildProgress) -> Recording:
+def record(bundle: Bundle, question: GateQuestion, folder: Path, progress: BuildProgress) -> Recording:
     """Run `bundle` on `question`, unpruned and at every budget, and store all calls below `folder`.
 
     A complete recording of the same bundle and question is reused. Raises what `Pipeline.generate` raises,
@@ -104,7 +104,8 @@ def record(bundle: Bundle, question: Question, folder: Path, progress: BuildProg
     plans = [(method, budget) for method, plans in bundle.manifest.plans.items() for budget in plans]
     plans.insert(0, (next(iter(bundle.manifest.plans)), UNPRUNED))
     _check_graphs_and_memory(bundle, question, plans)
-    pipeline = Pipeline(bundle, load_backend(REFERENCE, compute="fp32"), wrap=_Recorder(bundle, folder).wrap)
+    backend, recorder = load_backend(REFERENCE, compute="fp32"), _Recorder(bundle, folder)
+    pipeline = Pipeline(bundle, backend, wrap=recorder.wrap, fit=question.fit)
     answers = []
     for number, (method, budget) in enumerate(plans):
         progress.graph(f"ONNX graphs, {budget}", number, len(plans))
@@ -116,7 +117,7 @@ def record(bundle: Bundle, question: Question, folder: Path, progress: BuildProg
     return Recording(folder)
 
 
-def answer_question(pipeline: Pipeline, question: Question, method: str, budget: str) -> tuple[GateAnswer, Array]:
+def answer_question(pipeline: Pipeline, question: GateQuestion, method: str, budget: str) -> tuple[GateAnswer, Array]:
     """Return a greedy answer, and [tokens,vocab] fp32, the logits of its tokens."""
     logits = _LogitsObserver()
     answer = pipeline.generate(
@@ -164,7 +165,7 @@ class _Recorder:
 
         def recorded(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
             outputs = engine(inputs)
-            call = Call(
+            call = RecordedCall(
                 {name: backend.numpy(inputs[name]) for name in own},
                 {name: backend.numpy(tensor) for name, tensor in outputs.items() if name not in caches},
             )
@@ -174,7 +175,7 @@ class _Recorder:
 
         return recorded
 
-    def _store(self, graph: str, call: Call, *, once: bool) -> None:
+    def _store(self, graph: str, call: RecordedCall, *, once: bool) -> None:
         """Write a call to a new file; with `once`, only if no call with the same inputs is there."""
         for name, array in call.outputs.items():
             if not np.isfinite(array).all():
@@ -194,7 +195,7 @@ class _Recorder:
         np.savez(path, **parts | {_OUT + name: array for name, array in call.outputs.items()})
 
 
-def _check_graphs_and_memory(bundle: Bundle, question: Question, plans: Sequence[tuple[str, str]]) -> None:
+def _check_graphs_and_memory(bundle: Bundle, question: GateQuestion, plans: Sequence[tuple[str, str]]) -> None:
     """Raise `EnginesError` or `TooLittleMemoryError` before anything slow begins."""
     missing = [graph for graph, spec in bundle.manifest.graphs.items() if spec.file not in bundle.files]
     if missing:
@@ -202,7 +203,7 @@ def _check_graphs_and_memory(bundle: Bundle, question: Question, plans: Sequence
             f"'{bundle.path}' holds graph '{missing[0]}' no more, and its calls were not recorded, so that engines "
             "cannot be compared with it. Export the bundle again."
         )
-    manifest, family = bundle.manifest, load_family(bundle.manifest)
+    manifest, family = bundle.manifest, load_family(bundle.manifest, question.fit)
     layouts = [layout_of(image, image, family, manifest) for image in question.images]
     tokens = _PROMPT_TOKENS + question.new_tokens
     for method, budget in plans:

@@ -11,8 +11,8 @@ from rich.table import Table
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.engines_manifest import EnginesManifest
 from sinkprune.contract.precision import Array, WeightForms
-from sinkprune.engines.gate.limits import Kind, Limit, Rounding
-from sinkprune.runtime.commands.table_console import TableConsole
+from sinkprune.engines.gate.limits import Limit, OutputKind, Rounding
+from sinkprune.runtime.commands.table_console import TableConsole, make_table
 
 _ALIGNED_LEFT = ("engine", "in", "output", "method", "budget", "")
 
@@ -21,7 +21,7 @@ _ALIGNED_LEFT = ("engine", "in", "output", "method", "budget", "")
 class OutputReport:
     """The difference between an output of an engine and its graph's, over all calls."""
 
-    kind: Kind
+    kind: OutputKind
     typical: float | None
     """The relative difference of the median row, or the number of indices that differ. None if the output is not
     finite or has another shape."""
@@ -109,7 +109,7 @@ class GateReport:
     passed: bool
 
 
-def output_report(kind: Kind, errors: Array, limit: Limit, ties: int) -> OutputReport:
+def output_report(kind: OutputKind, errors: Array, limit: Limit, ties: int) -> OutputReport:
     """Return the report of an output from the `errors` of its rows in all calls. Only indices have `ties`."""
     chosen = kind == "indices"
     if chosen:
@@ -150,7 +150,7 @@ def print_report(report: GateReport) -> None:
             _figure(output.worst),
             f"{output.worst_limit:g}",
             str(sum(each.ties for each in own.outputs.values())),
-            "passed" if own.refused is None else "REFUSED",
+            "passed" if own.refused is None else "REJECTED",
         )
     console.print(table)
     if not report.texts:
@@ -164,13 +164,13 @@ def print_report(report: GateReport) -> None:
             _figure(text.gap),
             "-" if text.gap_limit is None else f"{text.gap_limit:g}",
             f"{100 * text.kept_alike:.1f}",
-            "passed" if text.passed else "REFUSED",
+            "passed" if text.passed else "REJECTED",
         )
     console.print(table)
 
 
 def _table(*headings: str) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
+    table = make_table([])
     for heading in headings:
         table.add_column(heading, justify="left" if heading in _ALIGNED_LEFT else "right", no_wrap=True)
     return table
@@ -187,7 +187,7 @@ def first_refusal(report: GateReport, manifest: EnginesManifest) -> str | None:
     if not messages:
         return None
     more = len(messages) - 1
-    return messages[0] + (f" {more} more {'was' if more == 1 else 'were'} refused." if more else "")
+    return messages[0] + (f" {more} more {'was' if more == 1 else 'were'} rejected." if more else "")
 
 
 def refusal(graph: str, report: GraphReport, manifest: EnginesManifest) -> str:

@@ -20,7 +20,13 @@ from numpy.typing import NDArray
 
 from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.plugins.binaries import ptx
-from sinkprune.engines.plugins.descriptions import AHEAD_OF_TIME_NAMESPACE, Plugin, bind, tensor_types, token_types
+from sinkprune.engines.plugins.descriptions import (
+    AHEAD_OF_TIME_NAMESPACE,
+    Plugin,
+    sizes_of,
+    tensor_types,
+    token_types,
+)
 
 
 def register_ahead_of_time(library: Any, plugins: Any, description: Plugin, sm: int) -> None:
@@ -81,5 +87,5 @@ def _signed(function: Callable[..., Any], parameters: list[Parameter], returns: 
 
 def _sizes(description: Plugin, inputs: Any, fields: Any) -> dict[Any, Any]:
     """Return the sizes by name: symbolic ones from shapes, integers from the node's attributes."""
-    sizes = bind(description.inputs, [tensor.shape_expr for tensor in inputs])
+    sizes = sizes_of(description.inputs, [tensor.shape_expr for tensor in inputs])
     return sizes | {name: int(value[0]) for name, value in zip(description.fields, fields, strict=True)}

@@ -51,7 +51,7 @@ def tensor_types(library: Any, tokens: Any) -> dict[TensorType, Any]:
 
 
 @dataclass(frozen=True)
-class Tensor:
+class PluginTensor:
     """An input or output of a plugin, or an output in place of a workspace."""
 
     name: str
@@ -73,7 +73,7 @@ class SingleKernel:
     """The kernel's integers from sizes, which may be symbolic, and `tensorrt.plugin`, which calculates with them."""
     grid: Callable[[Any, int], tuple[Any, ...]]
     """The blocks along three axes, from G, which may be symbolic, and D."""
-    scratch: tuple[Tensor, ...] = ()
+    scratch: tuple[PluginTensor, ...] = ()
     """Outputs in place of a workspace, which nothing reads."""
 
 
@@ -83,10 +83,10 @@ class Plugin:
 
     name: str
     """The name of the plugin, and the operator of the ONNX nodes that it replaces."""
-    inputs: tuple[Tensor, ...]
-    shape_inputs: tuple[Tensor, ...]
+    inputs: tuple[PluginTensor, ...]
+    shape_inputs: tuple[PluginTensor, ...]
     """Inputs after `inputs` whose values are sizes. A constant one is an attribute of the same name instead."""
-    outputs: tuple[Tensor, ...]
+    outputs: tuple[PluginTensor, ...]
     attributes: tuple[str, ...]
     """The names of the integers that every node has as attributes."""
     workspace: Callable[[Sizes], int]
@@ -108,7 +108,7 @@ class Plugin:
         return [tensor.type for tensor in self.inputs].index("tokens")
 
 
-def bind(tensors: Sequence[Tensor], shapes: Sequence[Sequence[Any]]) -> dict[str, Any]:
+def sizes_of(tensors: Sequence[PluginTensor], shapes: Sequence[Sequence[Any]]) -> dict[str, Any]:
     """Return the sizes of `tensors` by name, from their `shapes`, one shape for each tensor."""
     return {
         name: size
@@ -131,9 +131,9 @@ def _diversity_integers(sizes: Mapping[str, Any], symbolic: Any) -> Sequence[Any
 PLUGINS = (
     Plugin(
         name="TopRho",
-        inputs=(Tensor("norms", "float32", ("G", "N")), Tensor("tokens", "tokens", ("G", "N", "D"))),
+        inputs=(PluginTensor("norms", "float32", ("G", "N")), PluginTensor("tokens", "tokens", ("G", "N", "D"))),
         shape_inputs=(),
-        outputs=(Tensor("sink", "tokens", ("G", 1, "D")), Tensor("outlier", "mask", ("G", "N"))),
+        outputs=(PluginTensor("sink", "tokens", ("G", 1, "D")), PluginTensor("outlier", "mask", ("G", "N"))),
         attributes=("per_mille",),
         workspace=lambda sizes: 0,
         launches=_top_rho,
@@ -150,12 +150,12 @@ PLUGINS = (
     Plugin(
         name="DiversitySelect",
         inputs=(
-            Tensor("tokens", "tokens", ("G", "N", "D")),
-            Tensor("candidate", "mask", ("G", "N")),
-            Tensor("reserved", "int64", ("G", "R")),
+            PluginTensor("tokens", "tokens", ("G", "N", "D")),
+            PluginTensor("candidate", "mask", ("G", "N")),
+            PluginTensor("reserved", "int64", ("G", "R")),
         ),
-        shape_inputs=(Tensor("count", "int64", (1,)),),
-        outputs=(Tensor("chosen", "int64", ("G", "count")),),
+        shape_inputs=(PluginTensor("count", "int64", (1,)),),
+        outputs=(PluginTensor("chosen", "int64", ("G", "count")),),
         attributes=("batch",),
         workspace=lambda sizes: diversity_workspace(sizes["G"], sizes["N"]),
         launches=diversity_launches,
@@ -164,7 +164,7 @@ PLUGINS = (
             integers=_diversity_integers,
             # The second axis is the group, which has one block.
             grid=lambda groups, width: (1, groups, 1),
-            scratch=(Tensor("scratch", "float32", ("G", SCRATCH_ROWS, "N")),),
+            scratch=(PluginTensor("scratch", "float32", ("G", SCRATCH_ROWS, "N")),),
         ),
     ),
 )

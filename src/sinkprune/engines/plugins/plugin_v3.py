@@ -18,7 +18,15 @@ from typing import Any
 import numpy as np
 
 from sinkprune.contract.errors import EnginesError
-from sinkprune.engines.plugins.descriptions import NAMESPACE, VERSION, Plugin, Sizes, bind, tensor_types, token_types
+from sinkprune.engines.plugins.descriptions import (
+    NAMESPACE,
+    VERSION,
+    Plugin,
+    Sizes,
+    sizes_of,
+    tensor_types,
+    token_types,
+)
 from sinkprune.engines.plugins.kernel_runner import KernelRunner
 from sinkprune.engines.plugins.launches import Launch
 
@@ -61,7 +69,7 @@ class PluginV3:
         The expressions of a shape input are its values, not its shape (`IPluginV3OneBuild`).
         """
         described = self._description
-        sizes = bind(described.inputs, [[dims[axis] for axis in range(len(dims))] for dims in inputs])
+        sizes = sizes_of(described.inputs, [[dims[axis] for axis in range(len(dims))] for dims in inputs])
         sizes.update({name: expr_builder.constant(value) for name, value in self._fields.items()})
         # Without shape inputs, every size is a field.
         sizes.update(
@@ -139,7 +147,7 @@ class PluginV3:
         """Return the sizes from all shapes; the outputs have the value of a shape input."""
         described = self._description
         tensors = (*described.inputs, *described.outputs)
-        return self._fields | bind(tensors, [*inputs[: len(described.inputs)], *outputs])
+        return self._fields | sizes_of(tensors, [*inputs[: len(described.inputs)], *outputs])
 
 
 class CreatorV3:

@@ -9,7 +9,7 @@ from typing import get_args
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import OptimisationProfiles, Realisation, Target
 from sinkprune.contract.errors import BackendError, UsageError
-from sinkprune.engines.preflight import COPIES, Memory, system_memory
+from sinkprune.engines.preflight import COPIES, BuildMemory, system_memory
 from sinkprune.engines.progress import BuildProgress
 from sinkprune.runtime.backends.models import Model
 
@@ -18,7 +18,7 @@ TARGETS: tuple[Target, ...] = get_args(Target)
 
 
 @dataclass(frozen=True)
-class Job:
+class BuildJob:
     """One graph to build an engine from."""
 
     model: Model
@@ -28,7 +28,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Built:
+class EngineFacts:
     """The facts of a new engine, for `engines.json`."""
 
     optimisation_profiles: OptimisationProfiles
@@ -60,11 +60,11 @@ class Builder:
     def check_bundle(self, bundle: Bundle) -> None:
         """Raise `EnginesError` for a bundle that this version of the library cannot build."""
 
-    def memories(self) -> tuple[Memory, ...]:
+    def memories(self) -> tuple[BuildMemory, ...]:
         """Return the memories that a build uses, with the free bytes of each."""
         return system_memory(COPIES[self.target].memory, activations=False)
 
-    def build(self, job: Job, output: Path, progress: BuildProgress) -> Built:
+    def build(self, job: BuildJob, output: Path, progress: BuildProgress) -> EngineFacts:
         """Write the engine of one graph to the file `output`, and report the library's phases to `progress`.
 
         Raises `EnginesError`, and its subclass `OutOfMemoryError` for too little memory.

@@ -15,11 +15,11 @@ from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.aligned_weights import align_weights, takes_prepacked
 from sinkprune.engines.plugin_graph import custom_nodes, read_model
 from sinkprune.engines.progress import BuildProgress
-from sinkprune.engines.targets import Builder, Built, Job
+from sinkprune.engines.targets import Builder, BuildJob, EngineFacts
 from sinkprune.runtime.backends.onnxruntime.library import import_onnxruntime, session_options, session_path, words
 from sinkprune.runtime.system.cores import usable_cores
 from sinkprune.runtime.system.heap import trim_heap
-from sinkprune.runtime.system.processor import instructions, machine
+from sinkprune.runtime.system.processor import architecture, instructions
 
 _PROVIDER = "CPUExecutionProvider"
 # Smaller tensors stay in the model's own file.
@@ -42,11 +42,11 @@ class OnnxRuntimeBuilder(Builder):
         self.flags = {
             "provider": _PROVIDER,
             "graph_optimization_level": "ORT_ENABLE_ALL",
-            "machine": machine(),
+            "machine": architecture(),
             "instructions": instructions(),
         }
 
-    def build(self, job: Job, output: Path, progress: BuildProgress) -> Built:
+    def build(self, job: BuildJob, output: Path, progress: BuildProgress) -> EngineFacts:
         """Write the optimised model of one graph to `output`, with its weights next to it; raises `EnginesError`."""
         if not self._warned:
             self._warned = True
@@ -79,4 +79,4 @@ class OnnxRuntimeBuilder(Builder):
         align_weights(output)
         # ONNX Runtime inlines every function.
         nodes: dict[str, Realisation] = dict.fromkeys(custom_nodes(model), "function")
-        return Built(optimisation_profiles={}, nodes=nodes, device_memory=None)
+        return EngineFacts(optimisation_profiles={}, nodes=nodes, device_memory=None)

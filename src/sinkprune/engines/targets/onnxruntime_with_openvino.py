@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sinkprune.contract.engines_manifest import Target
 from sinkprune.engines.progress import BuildProgress
-from sinkprune.engines.targets import Built, Job
+from sinkprune.engines.targets import BuildJob, EngineFacts
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
 from sinkprune.engines.targets.openvino import OpenVinoBuilder
 from sinkprune.runtime.backends.openvino.library import import_openvino
@@ -29,7 +29,7 @@ class OnnxRuntimeWithOpenVinoBuilder(OnnxRuntimeBuilder):
     def file_name(self, graph: str) -> str:
         return self._openvino.file_name(graph) if graph == OF_OPENVINO else super().file_name(graph)
 
-    def build(self, job: Job, output: Path, progress: BuildProgress) -> Built:
+    def build(self, job: BuildJob, output: Path, progress: BuildProgress) -> EngineFacts:
         """Write the engine of one graph to the file `output`, with its weights next to it; raises `EnginesError`."""
         if job.model.graph == OF_OPENVINO:
             return self._openvino.build(job, output, progress)

@@ -13,7 +13,7 @@ from sinkprune.contract.engines_manifest import Realisation, Target
 from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.plugin_graph import custom_nodes, read_model
 from sinkprune.engines.progress import BuildProgress
-from sinkprune.engines.targets import Builder, Built, Job
+from sinkprune.engines.targets import Builder, BuildJob, EngineFacts
 from sinkprune.runtime.backends.openvino.backend import OpenVinoBackend
 from sinkprune.runtime.system.heap import trim_heap
 
@@ -38,9 +38,9 @@ class OpenVinoBuilder(Builder):
                 "again with --dialect opset24."
             )
 
-    def build(self, job: Job, output: Path, progress: BuildProgress) -> Built:
+    def build(self, job: BuildJob, output: Path, progress: BuildProgress) -> EngineFacts:
         """Write the model of one graph to the file `output`, with its weights next to it; raises `BackendError`."""
         self._backend.write(job.model, output)
         trim_heap()
         nodes: dict[str, Realisation] = dict.fromkeys(custom_nodes(read_model(job.model)), "function")
-        return Built(optimisation_profiles={}, nodes=nodes, device_memory=None)
+        return EngineFacts(optimisation_profiles={}, nodes=nodes, device_memory=None)

@@ -14,7 +14,7 @@ from sinkprune.contract.manifest import Manifest, TensorSpec
 from sinkprune.engines.plugin_graph import layers, read_model, realisations
 from sinkprune.engines.preflight import OutOfMemoryError
 from sinkprune.engines.progress import BuildProgress, interrupts_noted, new_monitor
-from sinkprune.engines.targets import Builder, Built, Job
+from sinkprune.engines.targets import Builder, BuildJob, EngineFacts
 from sinkprune.runtime.backends.kv_cache import cache_names, fixed_room
 from sinkprune.runtime.backends.tensorrt.library import new_error_log
 
@@ -65,7 +65,7 @@ class TensorRTBuilder(Builder):
         """Return the bytes of activations that the new engine needs; None if that takes a GPU."""
         return None
 
-    def build(self, job: Job, output: Path, progress: BuildProgress) -> Built:
+    def build(self, job: BuildJob, output: Path, progress: BuildProgress) -> EngineFacts:
         """Write the engine of one graph to the file `output`; raises `EnginesError`.
 
         The parsed network must have the inputs and outputs of the bundle. Ctrl-C ends the build with
@@ -88,9 +88,9 @@ class TensorRTBuilder(Builder):
             engine = self._compile(job, builder, network, config, log)
         self.keep_timings(config)
         output.write_bytes(memoryview(engine))
-        return Built(job.optimisation_profiles, nodes, self.device_memory(engine, log))
+        return EngineFacts(job.optimisation_profiles, nodes, self.device_memory(engine, log))
 
-    def _parse(self, job: Job, model: onnx.ModelProto, network: Any, log: Any) -> None:
+    def _parse(self, job: BuildJob, model: onnx.ModelProto, network: Any, log: Any) -> None:
         parser = self._trt.OnnxParser(network, log)
         # The parser looks for weights in the folder of the path.
         with job.model.by_path() as path:
@@ -104,7 +104,7 @@ class TensorRTBuilder(Builder):
             "Export the bundle in another --dialect, or use another version of the library."
         )
 
-    def _check_interface(self, job: Job, network: Any) -> None:
+    def _check_interface(self, job: BuildJob, network: Any) -> None:
         """Raise `EnginesError` unless the network has the bundle's inputs and outputs, and reads every input.
 
         TensorRT accepts an input that no layer reads without a message.
@@ -145,7 +145,7 @@ class TensorRTBuilder(Builder):
                 f"{tuple(found.shape)}, the bundle expects {expected.dtype} {list(expected.shape)}. Export it again."
             )
 
-    def _add_optimisation_profiles(self, job: Job, builder: Any, config: Any, log: Any) -> None:
+    def _add_optimisation_profiles(self, job: BuildJob, builder: Any, config: Any, log: Any) -> None:
         for name, ranges in job.optimisation_profiles.items():
             profile = builder.create_optimization_profile()
             for tensor, shapes in ranges.items():
@@ -156,7 +156,7 @@ class TensorRTBuilder(Builder):
                     f"{_words(log)}."
                 )
 
-    def _compile(self, job: Job, builder: Any, network: Any, config: Any, log: Any) -> Any:
+    def _compile(self, job: BuildJob, builder: Any, network: Any, config: Any, log: Any) -> Any:
         failed = f"{self.target} {self.library_version} cannot build graph '{job.model.graph}'"
         try:
             engine = builder.build_serialized_network(network, config)
@@ -169,7 +169,7 @@ class TensorRTBuilder(Builder):
         return engine
 
 
-def with_fixed_room(model: onnx.ModelProto, job: Job) -> onnx.ModelProto:
+def with_fixed_room(model: onnx.ModelProto, job: BuildJob) -> onnx.ModelProto:
     """Return `model` with the size of its caches if they have one size only. The original does not change.
 
     TensorRT needs the size before it compiles updates of the caches in place.

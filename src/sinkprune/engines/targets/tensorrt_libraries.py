@@ -17,7 +17,7 @@ from sinkprune.contract.errors import BackendError, EnginesError, UsageError
 from sinkprune.contract.files.output_files import write_whole
 from sinkprune.engines.plugin_graph import custom_nodes, for_plugins, has_shape_inputs, read_model
 from sinkprune.engines.plugins import registry
-from sinkprune.engines.preflight import COPIES, Memory, system_memory
+from sinkprune.engines.preflight import COPIES, BuildMemory, system_memory
 from sinkprune.engines.targets.tensorrt import TensorRTBuilder, export_again
 from sinkprune.engines.trt10_checker import check_trt10
 from sinkprune.runtime.backends.models import Model
@@ -55,7 +55,7 @@ class TensorRT(TensorRTBuilder):
             for graph in manifest.graphs:
                 check_trt10(read_model(Model.of_bundle(bundle, graph)), graph)
 
-    def memories(self) -> tuple[Memory, ...]:
+    def memories(self) -> tuple[BuildMemory, ...]:
         """Return the machine's memory and the GPU's; on a board they are one."""
         copies = COPIES[self.target]
         if self._device.compute_capability in _BOARDS:
@@ -63,7 +63,7 @@ class TensorRT(TensorRTBuilder):
         free, _ = self._device.memory()
         return (
             *system_memory(copies.memory, activations=False),
-            Memory(f"memory of {self._device.name}", free, copies=copies.gpu, activations=True),
+            BuildMemory(f"memory of {self._device.name}", free, copies=copies.gpu, activations=True),
         )
 
     def fit(self, model: onnx.ModelProto) -> onnx.ModelProto:

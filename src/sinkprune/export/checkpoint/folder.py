@@ -74,7 +74,7 @@ def locate(source: str) -> Path:
         ) from error
 
 
-def holds(folder: Path, name: str) -> bool:
+def has_entry(folder: Path, name: str) -> bool:
     """Return whether the checkpoint folder has an entry `name`, even a link to nothing."""
     return os.path.lexists(folder / name)
 
@@ -213,9 +213,9 @@ class SafetensorsWeights:
         return array
 
     def _shards(self) -> list[str]:
-        if holds(self.folder, _INDEX):
+        if has_entry(self.folder, _INDEX):
             return _shards_of(read_json(self.folder, _INDEX), f"'{self.folder / _INDEX}'")
-        if holds(self.folder, _SINGLE):
+        if has_entry(self.folder, _SINGLE):
             return [_SINGLE]
         raise self._error(
             f"found neither {_INDEX} nor {_SINGLE}. Only safetensors are read; convert others with transformers' "

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.files.untrusted import TOKENIZER_BYTES, UnreadableError
 from sinkprune.contract.text.tokenizer_json import check_tokenizer_json
-from sinkprune.export.checkpoint.folder import holds, read_json, read_text
+from sinkprune.export.checkpoint.folder import has_entry, read_json, read_text
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -164,7 +164,7 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
 
     Raises `CheckpointError`.
     """
-    return read_json(folder, name) if holds(folder, name) else {}
+    return read_json(folder, name) if has_entry(folder, name) else {}
 
 
 def read_file(folder: Path, name: str, limit: int) -> str | None:
@@ -172,4 +172,4 @@ def read_file(folder: Path, name: str, limit: int) -> str | None:
 
     Raises `CheckpointError` if it is no regular file, has more than `limit` bytes or is not UTF-8.
     """
-    return read_text(folder, name, limit) if holds(folder, name) else None
+    return read_text(folder, name, limit) if has_entry(folder, name) else None

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from sinkprune.contract.manifest import CacheForm, DialectName
 from sinkprune.export.dialects import opset20, opset24
-from sinkprune.export.dialects.cached import Attended, Past
+from sinkprune.export.dialects.cached import CachedAttention, LayerCache
 
 
 class Dialect(Protocol):
@@ -37,8 +37,8 @@ class Dialect(Protocol):
         """
 
     def cached_attention(
-        self, op: Any, query: ir.Value, key: ir.Value, value: ir.Value, past: Past, mask: ir.Value | None
-    ) -> Attended:
+        self, op: Any, query: ir.Value, key: ir.Value, value: ir.Value, past: LayerCache, mask: ir.Value | None
+    ) -> CachedAttention:
         """Return the attention of new rows, [1,H,S,h] and [1,Hkv,S,h], to the cache and to new rows up to their own.
 
         `mask` is that of the layer before, and None in a segment's first layer.

@@ -13,7 +13,7 @@ With -inf a fused kernel could compute NaN if its first block has hidden keys on
 """
 
 
-class Past(NamedTuple):
+class LayerCache(NamedTuple):
     """The cache of a layer before its new rows."""
 
     key: ir.Value
@@ -24,7 +24,7 @@ class Past(NamedTuple):
     """[1] int64: the number of rows so far."""
 
 
-class Attended(NamedTuple):
+class CachedAttention(NamedTuple):
     """The attention of a layer's new rows, and its cache with them."""
 
     mixed: ir.Value

@@ -11,7 +11,7 @@ from typing import Any
 import onnx_ir as ir
 
 from sinkprune.contract.manifest import CacheForm
-from sinkprune.export.dialects.cached import HIDDEN, Attended, Past, size
+from sinkprune.export.dialects.cached import HIDDEN, CachedAttention, LayerCache, size
 
 OPSET = 20
 IR_VERSION = 10
@@ -56,8 +56,8 @@ def attention(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, mask: ir
 
 
 def cached_attention(
-    op: Any, query: ir.Value, key: ir.Value, value: ir.Value, past: Past, mask: ir.Value | None
-) -> Attended:
+    op: Any, query: ir.Value, key: ir.Value, value: ir.Value, past: LayerCache, mask: ir.Value | None
+) -> CachedAttention:
     """Return the attention of new rows to a cache and to themselves, and the new rows, which the caller caches.
 
     Cache and new rows have products of their own, so that only scores are joined and no cache is copied. Query heads
@@ -73,7 +73,7 @@ def cached_attention(
     of_past = op.MatMul(op.Slice(shares, [0], room, [3]), past.value)
     of_new = op.MatMul(op.Slice(shares, room, [2**31 - 1], [3]), value)
     mixed = op.Reshape(op.Add(of_past, of_new), [1, heads, -1, head_dim])
-    return Attended(mixed, key, value, mask)
+    return CachedAttention(mixed, key, value, mask)
 
 
 def running_sum(op: Any, x: ir.Value) -> ir.Value:
@@ -92,7 +92,7 @@ def running_sum(op: Any, x: ir.Value) -> ir.Value:
     return op.Cast(op.Slice(sums, [0], count, [0]), to=ir.DataType.INT64)
 
 
-def _cache_mask(op: Any, query: ir.Value, past: Past, group: int) -> ir.Value:
+def _cache_mask(op: Any, query: ir.Value, past: LayerCache, group: int) -> ir.Value:
     """Return [group*S, C+S], added to scores: every row sees the cache's rows, and new rows up to its own."""
     new, room = (op.Shape(tensor, start=2, end=3) for tensor in (query, past.key))
     places = op.Range(0, op.Squeeze(new), 1)

@@ -10,7 +10,7 @@ from typing import Any
 import onnx_ir as ir
 
 from sinkprune.contract.manifest import CacheForm
-from sinkprune.export.dialects.cached import HIDDEN, Attended, Past, size
+from sinkprune.export.dialects.cached import HIDDEN, CachedAttention, LayerCache, size
 
 OPSET = 24
 IR_VERSION = 12
@@ -36,8 +36,8 @@ def attention(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, mask: ir
 
 
 def cached_attention(
-    op: Any, query: ir.Value, key: ir.Value, value: ir.Value, past: Past, mask: ir.Value | None
-) -> Attended:
+    op: Any, query: ir.Value, key: ir.Value, value: ir.Value, past: LayerCache, mask: ir.Value | None
+) -> CachedAttention:
     """Return the attention of new rows to a cache and to themselves, and the cache with the new rows.
 
     If a library uses one buffer for the cache before and after, it writes the new rows only. Attention runs over all
@@ -52,7 +52,7 @@ def cached_attention(
     if mask is None:
         mask = _mask(op, query, key, past.length)
     scaled = op.Mul(query, size(query, 3) ** -0.5)
-    return Attended(op.Attention(scaled, key, value, mask, scale=1.0), key, value, mask)
+    return CachedAttention(op.Attention(scaled, key, value, mask, scale=1.0), key, value, mask)
 
 
 def running_sum(op: Any, x: ir.Value) -> ir.Value:

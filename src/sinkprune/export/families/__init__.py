@@ -18,7 +18,7 @@ from sinkprune.contract.towers import Tower
 from sinkprune.export.checkpoint.folder import Name, read_fields
 from sinkprune.export.checkpoint.text import SpecialTokens
 from sinkprune.export.graph import WeightedGraph
-from sinkprune.export.pruning.plan import UpTo
+from sinkprune.export.pruning.plan import VariableTokens
 
 SalienceBlock = Literal["penultimate", "last"]
 """The block whose attention is the salience, in a tower without a CLS token."""
@@ -75,7 +75,7 @@ class Family(Protocol):
         made from the settings `video_processor`.
         """
 
-    def tokens_of(self, processor: Mapping[str, Any]) -> int | UpTo:
+    def tokens_of(self, processor: Mapping[str, Any]) -> int | VariableTokens:
         """Return N, the visual tokens of each group of an image, with these settings of the processor."""
 
     def groups_of(self, processor: Mapping[str, Any]) -> int:

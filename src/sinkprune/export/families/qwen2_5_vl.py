@@ -32,7 +32,7 @@ from sinkprune.export.families.llama_shaped import (
 )
 from sinkprune.export.models.llama import Llama
 from sinkprune.export.models.qwen2_5_vision import QwenVision, build_vision
-from sinkprune.export.pruning.plan import UpTo
+from sinkprune.export.pruning.plan import VariableTokens
 
 _PATCHES = ("patch_size", "temporal_patch_size", "merge_size")
 IMAGE_DEFAULTS: dict[str, Any] = {
@@ -217,10 +217,10 @@ class Qwen25VL(LlamaShaped):
             known["video"] = self._video(settings, known)
         return known
 
-    def tokens_of(self, processor: Mapping[str, Any]) -> UpTo:
+    def tokens_of(self, processor: Mapping[str, Any]) -> VariableTokens:
         image = self._most_tokens(processor)
         frame: int = processor["video"]["most_tokens"] if "video" in processor else 0
-        return UpTo(max(image, frame), self._pixels_each, max(image, frame * self.groups_of(processor)))
+        return VariableTokens(max(image, frame), self._pixels_each, max(image, frame * self.groups_of(processor)))
 
     def groups_of(self, processor: Mapping[str, Any]) -> int:
         # The frames that the model sees at once are one group, and so is an image.

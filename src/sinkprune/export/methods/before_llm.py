@@ -15,26 +15,28 @@ from sinkprune.export.pruning.equal_mean import kept_before, tokens_into_llm
 from sinkprune.export.pruning.functions import cosines, diversity_select, unit_rows
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 from sinkprune.export.pruning.sanitizer import (
-    Features,
+    TowerValues,
     ascending,
-    give_tokens,
     largest,
     mask_of,
     new_sanitizer,
+    output_tokens,
     smallest,
 )
-from sinkprune.export.pruning.shares import Count, sanitizer_counts, vector
+from sinkprune.export.pruning.shares import TokenCount, as_vector, sanitizer_counts
 
 PIVOTS = 4
 SEED = 0
 _FLOAT = ir.DataType.FLOAT
 
-Choose = Callable[[PlanFacts, Budget, Graph, Features, Callable[[], Count]], ir.Value]
+Choose = Callable[[PlanFacts, Budget, Graph, TowerValues, Callable[[], TokenCount]], ir.Value]
 """Writes the choice of tokens into a sanitizer for the shares of a budget. Returns their index [G,k], or [1,k] if all
 groups are alike. The last argument returns k."""
 
 
-def fastervlm(facts: PlanFacts, kept: Budget, graph: Graph, features: Features, k: Callable[[], Count]) -> ir.Value:
+def fastervlm(
+    facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Callable[[], TokenCount]
+) -> ir.Value:
     """Keep the tokens of largest CLS attention: FasterVLM ("[CLS] Attention is All You Need for Training-Free Visual
     Token Pruning"). CLS attention is our salience, which towers without a CLS token have too."""
     facts.check_ranked(facts.most_counts(kept).kept)
@@ -42,7 +44,9 @@ def fastervlm(facts: PlanFacts, kept: Budget, graph: Graph, features: Features, 
     return ascending(graph, largest(graph, features.salience, count), count)
 
 
-def divprune(facts: PlanFacts, kept: Budget, graph: Graph, features: Features, k: Callable[[], Count]) -> ir.Value:
+def divprune(
+    facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Callable[[], TokenCount]
+) -> ir.Value:
     """Keep the tokens least similar to each other, by greedy max-min cosine distance: DivPrune ("DivPrune:
     Diversity-based Visual Token Pruning for Large Multimodal Models").
 
@@ -58,12 +62,14 @@ def divprune(facts: PlanFacts, kept: Budget, graph: Graph, features: Features, k
         function = diversity_select(rounds=-(-(most - 1) // batch), opset=facts.dialect.OPSET)
         count = k()
         candidate = op.Not(mask_of(graph, features, index))
-        others = op.call(function, features.tokens, candidate, index, op.Sub(vector(count), [1]), batch=batch)
+        others = op.call(function, features.tokens, candidate, index, op.Sub(as_vector(count), [1]), batch=batch)
         index = ascending(graph, op.Concat(index, others, axis=1), count)
     return index
 
 
-def dart(facts: PlanFacts, kept: Budget, graph: Graph, features: Features, k: Callable[[], Count]) -> ir.Value:
+def dart(
+    facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Callable[[], TokenCount]
+) -> ir.Value:
     """Keep 4 pivots of largest norm, and for each in turn its share of the tokens least similar to it: DART ("Stop
     Looking for Important Tokens in Multimodal Language Models: Duplication Matters More").
 
@@ -73,27 +79,31 @@ def dart(facts: PlanFacts, kept: Budget, graph: Graph, features: Features, k: Ca
     most = facts.most_counts(kept).kept
     facts.check_ranked(most)
     op, count = graph.op, k()
-    pivots = op.Min(vector(count), [PIVOTS])
+    pivots = op.Min(as_vector(count), [PIVOTS])
     chosen = largest(graph, features.norms, pivots)
     similarity = cosines(op, unit_rows(op, op.Cast(features.tokens, to=_FLOAT)), chosen)
     # The largest image has a share for the most pivots.
     for pivot in range(min(PIVOTS, most - PIVOTS)):
         # If an image keeps fewer tokens than there are pivots, its last pivot repeats, with a share of 0.
-        share = op.Max(op.Div(op.Sub(vector(count), [1 + pivot]), pivots), [0])
+        share = op.Max(op.Div(op.Sub(as_vector(count), [1 + pivot]), pivots), [0])
         to_pivot = op.Squeeze(op.Gather(similarity, op.Min([pivot], op.Sub(pivots, [1])), axis=2), [2])
         free = op.Where(mask_of(graph, features, chosen), float("inf"), to_pivot)
         chosen = op.Concat(chosen, smallest(graph, free, share), axis=1)
     return ascending(graph, chosen, count)
 
 
-def uniform(facts: PlanFacts, kept: Budget, graph: Graph, features: Features, k: Callable[[], Count]) -> ir.Value:
+def uniform(
+    facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Callable[[], TokenCount]
+) -> ir.Value:
     """Keep the middle token of each of k equal parts: a baseline that ignores the content of the image."""
     op, (tokens, count) = graph.op, _sizes(graph, features, k)
     part = op.Unsqueeze(op.Range(0, op.Squeeze(count), 1), [0])
     return op.Div(op.Mul(op.Add(op.Mul(part, 2), 1), tokens), op.Mul(count, 2))
 
 
-def random(facts: PlanFacts, kept: Budget, graph: Graph, features: Features, k: Callable[[], Count]) -> ir.Value:
+def random(
+    facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Callable[[], TokenCount]
+) -> ir.Value:
     """Keep the k tokens of largest score, with scores drawn from `SEED`: another baseline. A large budget keeps all
     tokens of a small one, and images of equal N keep the same places."""
     facts.check_ranked(facts.most_counts(kept).kept)
@@ -108,13 +118,13 @@ def random(facts: PlanFacts, kept: Budget, graph: Graph, features: Features, k: 
     return ascending(graph, largest(graph, op.Unsqueeze(own, [0]), count), count)
 
 
-def _sizes(graph: Graph, features: Features, k: Callable[[], Count]) -> tuple[ir.Value, ir.Value]:
+def _sizes(graph: Graph, features: TowerValues, k: Callable[[], TokenCount]) -> tuple[ir.Value, ir.Value]:
     """Return N and k, each [1] int64."""
     count, tokens = k(), graph.op.Shape(features.norms, start=1, end=2)
-    return tokens, graph.op.Constant(value_ints=vector(count)) if isinstance(count, int) else count
+    return tokens, graph.op.Constant(value_ints=as_vector(count)) if isinstance(count, int) else count
 
 
-def _loneliest(graph: Graph, features: Features) -> ir.Value:
+def _loneliest(graph: Graph, features: TowerValues) -> ir.Value:
     """Return [G,1]: the token whose largest cosine with another is smallest."""
     op = graph.op
     place = op.Range(0, op.Squeeze(op.Shape(features.norms, start=1, end=2)), 1)
@@ -130,11 +140,11 @@ def _build(choose: Choose, booked: Literal["reserve", "diverse"], facts: PlanFac
     kept = kept_before(facts, budget, **{booked: tokens_into_llm(facts, budget)})
     graph, features = new_sanitizer(facts, kept)
 
-    def count() -> Count:
-        found: Count = getattr(sanitizer_counts(graph.op, facts, kept, features.norms), booked)
+    def count() -> TokenCount:
+        found: TokenCount = getattr(sanitizer_counts(graph.op, facts, kept, features.norms), booked)
         return found
 
-    give_tokens(graph, facts, kept, features, choose(facts, kept, graph, features, count))
+    output_tokens(graph, facts, kept, features, choose(facts, kept, graph, features, count))
     return PlanGraphs(kept, graph)
 
 

@@ -13,9 +13,9 @@ from sinkprune.contract.budgets import Budget, prune_layers
 from sinkprune.export.graph import Graph
 from sinkprune.export.pruning.functions import diversity_select, top_rho
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
-from sinkprune.export.pruning.sanitizer import ascending, gather_rows, give_rows, largest, new_sanitizer
+from sinkprune.export.pruning.sanitizer import ascending, gather_rows, largest, new_sanitizer, output_rows
 from sinkprune.export.pruning.select import build_selects, every_text_row
-from sinkprune.export.pruning.shares import sanitizer_counts, vector
+from sinkprune.export.pruning.shares import as_vector, sanitizer_counts
 
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
@@ -60,7 +60,7 @@ def _sanitizer(facts: PlanFacts, budget: Budget) -> Graph:
             candidate = op.And(candidate, op.Not(outlier))
         batch = budget.diversity_group_size
         function = diversity_select(-(-most.diverse // batch), opset=facts.dialect.OPSET)
-        chosen = op.call(function, tokens, candidate, reserved, vector(diverse), batch=batch)
+        chosen = op.call(function, tokens, candidate, reserved, as_vector(diverse), batch=batch)
         index = op.Concat(index, chosen, axis=1)
 
     # 5: Z = [sink ; RES ; DIV]
@@ -71,5 +71,5 @@ def _sanitizer(facts: PlanFacts, budget: Budget) -> Graph:
         first = largest(graph, norms, 1)
         kept = op.Concat(sink, kept, axis=1)
         index = op.Concat(first, index, axis=1)
-    give_rows(graph, facts, budget, kept, index)
+    output_rows(graph, facts, budget, kept, index)
     return graph

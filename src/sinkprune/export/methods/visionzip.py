@@ -18,17 +18,17 @@ from sinkprune.export.pruning.equal_mean import UnreachableMean, shares_of, toke
 from sinkprune.export.pruning.functions import cosines, top_rho, unit_rows
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 from sinkprune.export.pruning.sanitizer import (
-    Features,
+    TowerValues,
     ascending,
     gather_rows,
-    give_rows,
     in_every_group,
     largest,
     mask_of,
     new_sanitizer,
+    output_rows,
     smallest,
 )
-from sinkprune.export.pruning.shares import Count, sanitizer_counts, vector
+from sinkprune.export.pruning.shares import TokenCount, as_vector, sanitizer_counts
 
 _FLOAT = ir.DataType.FLOAT
 
@@ -75,12 +75,12 @@ def _build(facts: PlanFacts, options: Budget, count: int) -> PlanGraphs:
     if kept.order == "raster":
         order = smallest(graph, op.Cast(index, to=_FLOAT), op.Shape(index, start=1, end=2))
         index, rows = op.GatherElements(index, order, axis=1), gather_rows(graph, rows, order)
-    give_rows(graph, facts, kept, rows, index)
+    output_rows(graph, facts, kept, rows, index)
     return PlanGraphs(kept, graph)
 
 
 def _merged(
-    graph: Graph, features: Features, taken: ir.Value, left: Count, contextual: Count
+    graph: Graph, features: TowerValues, taken: ir.Value, left: TokenCount, contextual: TokenCount
 ) -> tuple[ir.Value, ir.Value]:
     """Return the contextual rows [G,C,D'] and their index [G,C], of the `left` tokens of each group not in `taken`.
 
@@ -90,11 +90,11 @@ def _merged(
     op = graph.op
     tokens = op.Shape(features.norms, start=1, end=2)
     place = op.Cast(op.Range(0, op.Squeeze(tokens), 1), to=_FLOAT)
-    rest = smallest(graph, op.Where(taken, op.Cast(tokens, to=_FLOAT), place), op.Max(vector(left), [1]))
+    rest = smallest(graph, op.Where(taken, op.Cast(tokens, to=_FLOAT), place), op.Max(as_vector(left), [1]))
     # At least one target, because ArgMax needs one; it is cut off below.
-    some = op.Max(vector(contextual), [1])
+    some = op.Max(as_vector(contextual), [1])
     number = op.Range(0, op.Squeeze(some), 1)
-    targets = op.Gather(rest, op.Mul(number, op.Div(vector(left), some)), axis=1)
+    targets = op.Gather(rest, op.Mul(number, op.Div(as_vector(left), some)), axis=1)
 
     unit = unit_rows(op, op.Cast(features.tokens, to=_FLOAT))
     nearest = op.ArgMax(cosines(op, unit, targets), axis=-1, keepdims=1)
@@ -105,5 +105,5 @@ def _merged(
     sums = op.MatMul(op.Transpose(member, perm=[0, 2, 1]), rows)
     sizes = op.Unsqueeze(op.ReduceSum(member, [1], keepdims=0), [-1])
     merged = op.Add(gather_rows(graph, rows, targets), op.Div(sums, op.Max(sizes, 1.0)))
-    merged, targets = (op.Slice(x, [0], vector(contextual), [1]) for x in (merged, targets))
+    merged, targets = (op.Slice(x, [0], as_vector(contextual), [1]) for x in (merged, targets))
     return op.CastLike(merged, features.tokens), targets

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from sinkprune.contract.manifest import LanguageModel
-from sinkprune.export.dialects.cached import Attended, Past
+from sinkprune.export.dialects.cached import CachedAttention, LayerCache
 from sinkprune.export.graph import Dim, WeightedGraph
 
 
@@ -40,7 +40,9 @@ def build_segment(graph: WeightedGraph, llama: Llama, layers: range) -> None:
     buffer: list[Dim] = [1, facts.num_kv_heads, "C", facts.head_dim]
     new_rows: list[Dim] = [1, facts.num_kv_heads, "S", facts.head_dim]
     pasts = {
-        layer: Past(graph.input(f"past_key_{layer}", buffer), graph.input(f"past_value_{layer}", buffer), length)
+        layer: LayerCache(
+            graph.input(f"past_key_{layer}", buffer), graph.input(f"past_value_{layer}", buffer), length
+        )
         for layer in layers
     }
     caches, mask, added = [], None, _deepstack(graph, llama) if layers.start == 0 else []
@@ -88,9 +90,9 @@ def _layer(
     hidden: ir.Value,
     cos: ir.Value,
     sin: ir.Value,
-    past: Past,
+    past: LayerCache,
     mask: ir.Value | None,
-) -> tuple[ir.Value, ir.Value, ir.Value, Attended]:
+) -> tuple[ir.Value, ir.Value, ir.Value, CachedAttention]:
     """Return the hidden states after a decoder layer, its rotated query and key, and its attention."""
     op, dialect, facts, name = graph.op, graph.dialect, llama.facts, f"language_model.layers.{layer}"
     d, width, kv_width = facts.hidden_size, facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim

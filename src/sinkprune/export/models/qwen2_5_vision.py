@@ -79,7 +79,7 @@ class Qwen2Vision(QwenVision):
         return two_layers(graph, x, [f"{name}.fc1", f"{name}.fc2"], widths, "quick_gelu")
 
 
-class _Attending(NamedTuple):
+class _AttentionSequences(NamedTuple):
     """B sequences of T slots that attend within themselves: the frames, or the windows."""
 
     cos: ir.Value
@@ -104,7 +104,7 @@ def build_vision(graph: WeightedGraph, vision: QwenVision) -> None:
     op, x = graph.op, vision.embed(graph)
     table: list[Dim] = ["G", "patches", vision.head_dim // 2]
     cos, sin = graph.input("cos", table), graph.input("sin", table)
-    full = windowed = _Attending(cos, sin, None, None, lambda x: x, lambda x: x)
+    full = windowed = _AttentionSequences(cos, sin, None, None, lambda x: x, lambda x: x)
     if len(vision.full_attention_blocks) < vision.num_blocks:
         slots = (vision.window_side * vision.merge_size) ** 2
         index = graph.input("window_index", ["windows", slots], _INT64)
@@ -138,7 +138,9 @@ def embedded_patches(graph: WeightedGraph, vision: QwenVision) -> ir.Value:
     return graph.op.MatMul(pixels, weight)
 
 
-def _windows(graph: WeightedGraph, cos: ir.Value, sin: ir.Value, index: ir.Value, slot: ir.Value) -> _Attending:
+def _windows(
+    graph: WeightedGraph, cos: ir.Value, sin: ir.Value, index: ir.Value, slot: ir.Value
+) -> _AttentionSequences:
     """Return attention within the windows `index` [W,T], -1 for empty slots; `slot` [G,patches] is its inverse."""
     op = graph.op
     # An empty slot holds the first patch: a masked key, and a query that is never gathered back.
@@ -156,11 +158,13 @@ def _windows(graph: WeightedGraph, cos: ir.Value, sin: ir.Value, index: ir.Value
     def gather(x: ir.Value) -> ir.Value:
         return op.Gather(flat(x), patch, axis=0)
 
-    return _Attending(gather(cos), gather(sin), op.Expand(held, square), op.Cast(held, to=_FLOAT), gather, scatter)
+    return _AttentionSequences(
+        gather(cos), gather(sin), op.Expand(held, square), op.Cast(held, to=_FLOAT), gather, scatter
+    )
 
 
 def _block(
-    graph: WeightedGraph, vision: QwenVision, name: str, x: ir.Value, attending: _Attending
+    graph: WeightedGraph, vision: QwenVision, name: str, x: ir.Value, attending: _AttentionSequences
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Return the output of a block on `x` [G,patches,D], and its rotated queries and keys [B,H,T,h]."""
     op, d = graph.op, vision.hidden_size
@@ -181,7 +185,7 @@ def _block(
 
 
 def _received(
-    graph: WeightedGraph, vision: QwenVision, query: ir.Value, key: ir.Value, attending: _Attending
+    graph: WeightedGraph, vision: QwenVision, query: ir.Value, key: ir.Value, attending: _AttentionSequences
 ) -> ir.Value:
     """Return [G,patches] fp32: the softmax attention that each patch receives, mean over heads and queries."""
     op = graph.op

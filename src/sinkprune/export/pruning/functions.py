@@ -12,7 +12,7 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript import build_function
 
-from sinkprune.export.pruning.shares import outliers
+from sinkprune.export.pruning.shares import outlier_count
 
 DOMAIN = "sinkprune"
 
@@ -32,7 +32,7 @@ def top_rho(opset: int) -> ir.Function:
     """
 
     def body(op: Any, norms: ir.Value, tokens: ir.Value) -> list[ir.Value]:
-        count = outliers(op, op.Shape(norms, start=1, end=2), _attribute(op, "per_mille"))
+        count = outlier_count(op, op.Shape(norms, start=1, end=2), _attribute(op, "per_mille"))
         _, top = op.TopK(norms, count, axis=-1, largest=1, sorted=1, _outputs=2)
         members = op.GatherND(op.Cast(tokens, to=_FLOAT), op.Unsqueeze(top, [-1]), batch_dims=1)
         sink = op.CastLike(op.ReduceMean(members, [1], keepdims=1), tokens)

@@ -17,7 +17,7 @@ _NOMINAL = 10_000
 
 
 @dataclass(frozen=True)
-class UpTo:
+class VariableTokens:
     """A number of visual tokens that differs from image to image."""
 
     most: int
@@ -33,7 +33,7 @@ class PlanFacts:
     """The facts of a model that methods use."""
 
     language_model: LanguageModel
-    tokens: int | UpTo
+    tokens: int | VariableTokens
     """N of each group."""
     visual_width: int
     """D, the width of `tokens`."""
@@ -57,22 +57,22 @@ class PlanFacts:
     def nominal_tokens(self) -> int:
         """N, or ten thousand if N differs from image to image: counts of these are shares of any image's tokens."""
         # OpenVINO computes shapes in 32 bits, so this times the tokens of the longest clip must fit.
-        return _NOMINAL if isinstance(self.tokens, UpTo) else self.tokens
+        return _NOMINAL if isinstance(self.tokens, VariableTokens) else self.tokens
 
     @property
     def most_in_group(self) -> int:
         """The most visual tokens of a group."""
-        return self.tokens.most if isinstance(self.tokens, UpTo) else self.tokens
+        return self.tokens.most if isinstance(self.tokens, VariableTokens) else self.tokens
 
     @property
     def most_visual_tokens(self) -> int:
         """The most visual tokens of an image or clip, in all its groups."""
-        return self.tokens.in_all if isinstance(self.tokens, UpTo) else self.groups * self.tokens
+        return self.tokens.in_all if isinstance(self.tokens, VariableTokens) else self.groups * self.tokens
 
     @property
     def visual_dim(self) -> Dim:
         """N in the shape of a graph's tensor."""
-        return "N" if isinstance(self.tokens, UpTo) else self.tokens
+        return "N" if isinstance(self.tokens, VariableTokens) else self.tokens
 
     def as_one(self, kept: Budget) -> bool:
         """Return whether the groups are sanitised as one."""
@@ -91,7 +91,7 @@ class PlanFacts:
         if count <= MAX_TOP_K:
             return
         in_all, remedy = self.most_visual_tokens, "Choose a smaller budget."
-        if isinstance(self.tokens, UpTo):
+        if isinstance(self.tokens, VariableTokens):
             fit = in_all * MAX_TOP_K // count
             remedy = (
                 f"Allow up to {fit} tokens only: for images with --max-pixels {fit * self.tokens.pixels_each} or "

@@ -12,14 +12,14 @@ import onnx_ir as ir
 from sinkprune.contract.budgets import Budget
 from sinkprune.export.graph import Dim, Graph
 from sinkprune.export.pruning.plan import PlanFacts
-from sinkprune.export.pruning.shares import Count, rows_kept, vector
+from sinkprune.export.pruning.shares import TokenCount, as_vector, rows_kept
 
 _FLOAT = ir.DataType.FLOAT
 _INT64 = ir.DataType.INT64
 _BOOL = ir.DataType.BOOL
 
 
-class Features(NamedTuple):
+class TowerValues(NamedTuple):
     """The vision tower's outputs."""
 
     tokens: ir.Value
@@ -32,7 +32,7 @@ class Features(NamedTuple):
     """[G,N,D'] float: `tokens`, each followed by its DeepStack features, which play no part in the choice."""
 
 
-def new_sanitizer(facts: PlanFacts, kept: Budget) -> tuple[Graph, Features]:
+def new_sanitizer(facts: PlanFacts, kept: Budget) -> tuple[Graph, TowerValues]:
     """Return an empty `sanitizer` for the shares `kept`, and its inputs, joined if groups are sanitised as one."""
     graph, n = Graph("sanitizer", facts.precision, facts.dialect), facts.visual_dim
     rows = tokens = graph.input("tokens", ["G", n, facts.visual_width])
@@ -41,18 +41,18 @@ def new_sanitizer(facts: PlanFacts, kept: Budget) -> tuple[Graph, Features]:
     if facts.deepstack:
         # Joined to one row, so that tokens and features are gathered and averaged together.
         rows = graph.op.Concat(tokens, graph.input("deepstack", ["G", n, facts.deepstack_width]), axis=-1)
-    features = Features(tokens, norms, salience, rows)
+    features = TowerValues(tokens, norms, salience, rows)
     return graph, _joined(graph, facts, features) if facts.as_one(kept) else features
 
 
-def give_tokens(graph: Graph, facts: PlanFacts, kept: Budget, features: Features, index: ir.Value) -> None:
+def output_tokens(graph: Graph, facts: PlanFacts, kept: Budget, features: TowerValues, index: ir.Value) -> None:
     """Output the tokens `index` [G,n0], or [1,n0] for all groups alike, in this order."""
     index = in_every_group(graph, features, index)
-    give_rows(graph, facts, kept, gather_rows(graph, features.rows, index), index)
+    output_rows(graph, facts, kept, gather_rows(graph, features.rows, index), index)
 
 
-def give_rows(graph: Graph, facts: PlanFacts, kept: Budget, rows: ir.Value, index: ir.Value) -> None:
-    """Output `rows` [G,n0,D'], as in `Features.rows`, and the token of each, `index` [G,n0]."""
+def output_rows(graph: Graph, facts: PlanFacts, kept: Budget, rows: ir.Value, index: ir.Value) -> None:
+    """Output `rows` [G,n0,D'], as in `TowerValues.rows`, and the token of each, `index` [G,n0]."""
     count, width, features = rows_kept(facts, kept), facts.visual_width, None
     groups: Dim = 1 if facts.as_one(kept) else "G"
     if facts.deepstack:
@@ -63,7 +63,7 @@ def give_rows(graph: Graph, facts: PlanFacts, kept: Budget, rows: ir.Value, inde
         graph.output("kept_deepstack", features, [groups, count, facts.deepstack_width])
 
 
-def in_every_group(graph: Graph, features: Features, index: ir.Value) -> ir.Value:
+def in_every_group(graph: Graph, features: TowerValues, index: ir.Value) -> ir.Value:
     """Return `index` [1,K] or [G,K] as [G,K]."""
     op = graph.op
     return op.Expand(index, op.Concat(op.Slice(_sizes(graph, features), [0], [1]), [1], axis=0))
@@ -74,33 +74,33 @@ def gather_rows(graph: Graph, rows: ir.Value, index: ir.Value) -> ir.Value:
     return graph.op.GatherND(rows, graph.op.Unsqueeze(index, [-1]), batch_dims=1)
 
 
-def largest(graph: Graph, values: ir.Value, count: Count) -> ir.Value:
+def largest(graph: Graph, values: ir.Value, count: TokenCount) -> ir.Value:
     """Return the index of the `count` largest of each row of `values` [G,N], largest first."""
-    _, index = graph.op.TopK(values, vector(count), axis=-1, largest=1, sorted=1, _outputs=2)
+    _, index = graph.op.TopK(values, as_vector(count), axis=-1, largest=1, sorted=1, _outputs=2)
     return index
 
 
-def smallest(graph: Graph, values: ir.Value, count: Count) -> ir.Value:
+def smallest(graph: Graph, values: ir.Value, count: TokenCount) -> ir.Value:
     """Return the index of the `count` smallest of each row of `values` [G,N], smallest first."""
-    _, index = graph.op.TopK(values, vector(count), axis=-1, largest=0, sorted=1, _outputs=2)
+    _, index = graph.op.TopK(values, as_vector(count), axis=-1, largest=0, sorted=1, _outputs=2)
     return index
 
 
-def ascending(graph: Graph, index: ir.Value, count: Count) -> ir.Value:
+def ascending(graph: Graph, index: ir.Value, count: TokenCount) -> ir.Value:
     """Return the `count` indices of each row in ascending order. fp32 holds every index up to 2**24 exactly."""
     op = graph.op
-    ordered, _ = op.TopK(op.Cast(index, to=_FLOAT), vector(count), axis=-1, largest=0, sorted=1, _outputs=2)
+    ordered, _ = op.TopK(op.Cast(index, to=_FLOAT), as_vector(count), axis=-1, largest=0, sorted=1, _outputs=2)
     return op.Cast(ordered, to=_INT64)
 
 
-def mask_of(graph: Graph, features: Features, index: ir.Value) -> ir.Value:
+def mask_of(graph: Graph, features: TowerValues, index: ir.Value) -> ir.Value:
     """Return the mask of the tokens `index`."""
     op = graph.op
     nowhere = op.Expand(0, op.Shape(features.norms))
     return op.Cast(op.ScatterElements(nowhere, index, op.Expand(1, op.Shape(index)), axis=1), to=_BOOL)
 
 
-def _joined(graph: Graph, facts: PlanFacts, features: Features) -> Features:
+def _joined(graph: Graph, facts: PlanFacts, features: TowerValues) -> TowerValues:
     """Return the features of all groups as one: [1,G*N,D] and [1,G*N]."""
     op = graph.op
     tokens = op.ReduceProd(_sizes(graph, features), [0], keepdims=1)
@@ -113,10 +113,10 @@ def _joined(graph: Graph, facts: PlanFacts, features: Features) -> Features:
     rows = tokens = rows_of(features.tokens, facts.visual_width)
     if facts.deepstack:
         rows = rows_of(features.rows, facts.visual_width + facts.deepstack_width)
-    return Features(tokens, norms, salience, rows)
+    return TowerValues(tokens, norms, salience, rows)
 
 
-def _sizes(graph: Graph, features: Features) -> ir.Value:
+def _sizes(graph: Graph, features: TowerValues) -> ir.Value:
     """Return [2] int64: G and N, from the shapes of all inputs, because TensorRT drops unused inputs."""
     op = graph.op
     return op.Max(*(op.Shape(feature, start=0, end=2) for feature in dict.fromkeys(features)))

@@ -17,7 +17,7 @@ from sinkprune.export.graph import Dim, Graph
 from sinkprune.export.pruning.functions import unit_rows
 from sinkprune.export.pruning.plan import PlanFacts
 from sinkprune.export.pruning.shares import of_all_groups
-from sinkprune.export.pruning.survivors import Choice, best, best_of_each_image
+from sinkprune.export.pruning.survivors import SelectionRule, best_of_each_image, best_of_one_image
 
 _FLOAT = ir.DataType.FLOAT
 _INT64 = ir.DataType.INT64
@@ -97,12 +97,14 @@ def build_selects(facts: PlanFacts, kept: Budget, cuts: Sequence[int], queries: 
         selects[layer] = Graph(f"select_after_{layer}", facts.precision, facts.dialect)
         rows = of_all_groups(stage, facts)
         facts.check_ranked(rows if isinstance(rows, int) else rows.of(facts.most_visual_tokens))
-        choice = best_of_each_image(facts.images) if facts.images > 1 else best(rows, facts.visual_dim)
+        choice = best_of_each_image(facts.images) if facts.images > 1 else best_of_one_image(rows, facts.visual_dim)
         build_select(selects[layer], facts.language_model, choice, kept, queries)
     return selects
 
 
-def build_select(graph: Graph, model: LanguageModel, choice: Choice, budget: Budget, queries: ChooseQueries) -> None:
+def build_select(
+    graph: Graph, model: LanguageModel, choice: SelectionRule, budget: Budget, queries: ChooseQueries
+) -> None:
     """Write a select that keeps, in order, the visual rows of `choice` and every other row."""
     op, h = graph.op, model.head_dim
     table: list[Dim] = [1, "S", h // 2]

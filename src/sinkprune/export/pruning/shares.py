@@ -14,11 +14,11 @@ from sinkprune.contract.budgets import Budget, Share
 from sinkprune.export.graph import Dim, Graph
 from sinkprune.export.pruning.plan import PlanFacts
 
-Count = int | ir.Value
+TokenCount = int | ir.Value
 """A number of tokens: known at export, or [1] int64 in the graph."""
 
 
-def vector(count: Count) -> list[int] | ir.Value:
+def as_vector(count: TokenCount) -> list[int] | ir.Value:
     """Return `count` as an operand of shape [1]."""
     return [count] if isinstance(count, int) else count
 
@@ -26,11 +26,11 @@ def vector(count: Count) -> list[int] | ir.Value:
 class SanitizerCounts(NamedTuple):
     """The tokens that a sanitizer keeps of each group."""
 
-    reserve: Count
+    reserve: TokenCount
     """k_res."""
-    diverse: Count
+    diverse: TokenCount
     """k_div."""
-    others: Count
+    others: TokenCount
     """The number of tokens that are neither outliers nor among the k_res."""
 
 
@@ -40,7 +40,7 @@ def sanitizer_counts(op: Any, facts: PlanFacts, kept: Budget, norms: ir.Value) -
         counts = kept.resolve(facts.tokens)
         return SanitizerCounts(counts.reserve, counts.diverse, facts.tokens - counts.outliers - counts.reserve)
     tokens = op.Shape(norms, start=1, end=2)
-    low = op.Sub(tokens, outliers(op, tokens, [kept.outlier_per_mille])) if kept.remove_outliers else tokens
+    low = op.Sub(tokens, outlier_count(op, tokens, [kept.outlier_per_mille])) if kept.remove_outliers else tokens
     reserve = op.Min(_share(op, tokens, kept.reserve), low)
     others = op.Sub(low, reserve)
     return SanitizerCounts(reserve, op.Min(_share(op, tokens, kept.diverse), others), others)
@@ -51,7 +51,7 @@ def rows_kept(facts: PlanFacts, kept: Budget) -> Dim:
     return kept.resolve(facts.tokens).kept if isinstance(facts.tokens, int) else "n0"
 
 
-def outliers(op: Any, tokens: ir.Value, per_mille: ir.Value | list[int]) -> ir.Value:
+def outlier_count(op: Any, tokens: ir.Value, per_mille: ir.Value | list[int]) -> ir.Value:
     """Return |H| [1] int64 of a group of `tokens` [1] int64: a share rounded up, at least 1."""
     return op.Max(op.Div(op.Add(op.Mul(tokens, per_mille), [999]), [1000]), [1])
 

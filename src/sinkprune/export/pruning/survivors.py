@@ -25,11 +25,11 @@ class Survivors(NamedTuple):
     """[1] int64: the number of survivors, which depends on shapes only."""
 
 
-Choice = Callable[[Graph, ir.Value], Survivors]
+SelectionRule = Callable[[Graph, ir.Value], Survivors]
 """Chooses by the rows' scores [V] fp32, and declares the inputs that it needs. Ties go to the earlier row."""
 
 
-def best(kept: int | Share, tokens: Dim = "N") -> Choice:
+def best_of_one_image(kept: int | Share, tokens: Dim = "N") -> SelectionRule:
     """Return a choice of the `kept` best of one image. A share is of the tokens of `norms` [G,`tokens`]."""
 
     def choose(graph: Graph, scores: ir.Value) -> Survivors:
@@ -42,7 +42,7 @@ def best(kept: int | Share, tokens: Dim = "N") -> Choice:
     return choose
 
 
-def best_of_each_image(images: int) -> Choice:
+def best_of_each_image(images: int) -> SelectionRule:
     """Return a choice of the best of each of up to `images` images.
 
     The inputs `quota` [V2] and `visual_group` [V] hold image numbers; an image keeps as many rows as `quota` has of

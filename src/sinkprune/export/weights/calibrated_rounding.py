@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sinkprune.contract.precision import Array
-from sinkprune.export.weights.rounding import Rounded, rounded, stored_scales
+from sinkprune.export.weights.rounding import RoundedMatrix, rounded, stored_scales
 
 _SCALES = np.linspace(1.0, 0.4, 25, dtype=np.float32)
 """The scales to try, as shares of the scale that represents the largest value."""
@@ -26,7 +26,7 @@ _INPUTS, _OUTPUTS = 128, 2048
 """The inputs that share a product with all errors, and the outputs that are rounded at a time."""
 
 
-class Inputs:
+class InputProducts:
     """The products of the inputs of a layer, or of several layers with the same inputs."""
 
     def __init__(self, products: Array) -> None:
@@ -63,7 +63,7 @@ class Inputs:
         return feedback
 
 
-class Off(NamedTuple):
+class OutputErrors(NamedTuple):
     """The errors of a rounded layer's outputs, as sums over the inputs."""
 
     square: Array
@@ -72,18 +72,18 @@ class Off(NamedTuple):
     """[outputs] fp32: the sums of the products of errors and outputs."""
 
 
-class Calibrated(NamedTuple):
+class CalibratedMatrix(NamedTuple):
     """A matrix that was rounded for inputs."""
 
-    rounded: Rounded
+    rounded: RoundedMatrix
     length: Array
     """[outputs] fp32: the sum of the squares of each output on the inputs, without a bias."""
-    off: Off
-    nearest_off: Off
+    errors: OutputErrors
+    nearest_errors: OutputErrors
     """The errors of rounding every weight to the nearest."""
 
 
-def calibrated(weight: Array, inputs: Inputs, most: int, block: int, dtype: np.dtype[Any]) -> Calibrated:
+def calibrated(weight: Array, inputs: InputProducts, most: int, block: int, dtype: np.dtype[Any]) -> CalibratedMatrix:
     """Return `weight` [outputs,inputs] in codes and scales as of `rounded`, chosen for the `inputs` of its layer.
 
     On these inputs, no output has a larger error than with rounding to the nearest.
@@ -93,7 +93,7 @@ def calibrated(weight: Array, inputs: Inputs, most: int, block: int, dtype: np.d
     for start in range(0, len(weight), _OUTPUTS):
         rows = slice(start, start + _OUTPUTS)
         exact = np.ascontiguousarray(weight[rows].T.astype(np.float32))
-        nearest = Rounded(best.codes[rows], best.scales[rows]).values().T - exact
+        nearest = RoundedMatrix(best.codes[rows], best.scales[rows]).values().T - exact
         scales = _searched_scales(exact, inputs.squares, most, block, dtype)
         steps, errors = np.repeat(scales.astype(np.float32), block, axis=0), np.zeros_like(exact)
         for feedback in (inputs.feedback_of_earlier, *[inputs.feedback_of_others] * _SWEEPS):
@@ -106,10 +106,10 @@ def calibrated(weight: Array, inputs: Inputs, most: int, block: int, dtype: np.d
         squares = _along(exact, inputs.products @ exact)
         sums[:, rows] = squares, least, least_along, nearest_off, along_nearest
     length, *offs = sums
-    return Calibrated(best, length, Off(*offs[:2]), Off(*offs[2:]))
+    return CalibratedMatrix(best, length, OutputErrors(*offs[:2]), OutputErrors(*offs[2:]))
 
 
-def _off(exact: Array, errors: Array, inputs: Inputs) -> tuple[Array, Array]:
+def _off(exact: Array, errors: Array, inputs: InputProducts) -> tuple[Array, Array]:
     """Return [outputs] each: the square of an output's error if weights [inputs,outputs] have `errors`, and the
     product of error and output."""
     seen = inputs.products @ errors

@@ -13,7 +13,7 @@ from sinkprune.contract.precision import Array
 _CHUNK = 1 << 17
 
 
-class Rounded(NamedTuple):
+class RoundedMatrix(NamedTuple):
     """A matrix [outputs,inputs] as codes, scales and zero points of blocks of inputs.
 
     Value (o,i) is (codes[o,i] - zeros[o,b]) * scales[o,b] with b = i // block.
@@ -37,19 +37,19 @@ class Rounded(NamedTuple):
         return values
 
 
-class Rounding(Protocol):
+class RoundingMethod(Protocol):
     """A rule that rounds matrices."""
 
-    def __call__(self, name: str, weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> Rounded:
+    def __call__(self, name: str, weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> RoundedMatrix:
         """Return the matrix `name`, rounded as by `rounded` or nearer by another measure."""
 
 
-def to_nearest(name: str, weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> Rounded:
+def to_nearest(name: str, weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> RoundedMatrix:
     """Return `rounded` of the matrix, whatever its name."""
     return rounded(weight, most, block, dtype)
 
 
-def rounded(weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> Rounded:
+def rounded(weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> RoundedMatrix:
     """Return `weight` [outputs,inputs] in codes up to `most` (127 for int8, 7 for int4), with a scale per `block`.
 
     Scales have `dtype`, and codes are rounded with the stored scales. The largest value of each block is exact, up to
@@ -65,10 +65,10 @@ def rounded(weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> Round
         np.rint(blocks, out=blocks)
         np.clip(blocks, -most, most, out=blocks)
         codes[rows] = blocks.reshape(-1, inputs)
-    return Rounded(codes, scales)
+    return RoundedMatrix(codes, scales)
 
 
-def rounded_from_zero(weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> Rounded:
+def rounded_from_zero(weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> RoundedMatrix:
     """Return `weight` [outputs,inputs] in codes from 0 to `most` (15 for uint4), with a scale and zero point per
     `block`.
 
@@ -91,7 +91,7 @@ def rounded_from_zero(weight: Array, most: int, block: int, dtype: np.dtype[Any]
         blocks += zero[..., None]
         np.clip(blocks, 0, most, out=blocks)
         codes[rows] = blocks.reshape(-1, inputs)
-    return Rounded(codes, scales, zeros)
+    return RoundedMatrix(codes, scales, zeros)
 
 
 def _in_chunks(weight: Array, block: int) -> Iterator[tuple[slice, Array]]:

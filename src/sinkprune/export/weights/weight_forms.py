@@ -21,7 +21,7 @@ from sinkprune.contract.manifest import DialectName
 from sinkprune.contract.precision import BLOCK_SIZES, DTYPES, Array, WeightForms, WeightsName
 from sinkprune.export.checkpoint.quantisation_config import Quantisation
 from sinkprune.export.precision import PRECISIONS, Precision
-from sinkprune.export.weights.rounding import Rounded, Rounding, packed, rounded_from_zero, to_nearest
+from sinkprune.export.weights.rounding import RoundedMatrix, RoundingMethod, packed, rounded_from_zero, to_nearest
 
 DEFAULT_BLOCK_SIZE = max(BLOCK_SIZES)
 """Engines round states in groups of at most a block, and larger groups are faster."""
@@ -31,7 +31,7 @@ _FLOAT_TYPES: dict[str, np.dtype[Any]] = {
     "bf16": np.dtype(ml_dtypes.bfloat16),
 }
 
-OnRounded = Callable[[str, Array, Rounded], None]
+OnRounded = Callable[[str, Array, RoundedMatrix], None]
 """Receives each rounded matrix: the tensor's name, its values [outputs,inputs], and the rounded matrix."""
 
 
@@ -107,7 +107,7 @@ class FloatForm(WeightForm):
             return own.converted(name, array) if own else array.astype(self._dtype)
 
         def read() -> ir.Tensor[Any]:
-            return ir.Tensor(below([part(name, values) for name, values in matrix.read(graph)]).T)
+            return ir.Tensor(concatenated([part(name, values) for name, values in matrix.read(graph)]).T)
 
         onnx_type = ir.DataType.from_numpy(self._dtype)
         value = graph.stored(matrix.name, onnx_type, [matrix.inputs, matrix.outputs], read)
@@ -118,7 +118,7 @@ class RoundedForm(WeightForm):
     """Rounded at export: int8 with a scale for each output, int4 and uint4 with a scale for each block of inputs."""
 
     def __init__(
-        self, name: WeightsName, most_in_block: int | None, rounding: Rounding, on_rounded: OnRounded
+        self, name: WeightsName, most_in_block: int | None, rounding: RoundingMethod, on_rounded: OnRounded
     ) -> None:
         self._name, self._most_in_block = name, most_in_block
         self._rounding, self._on_rounded = rounding, on_rounded
@@ -129,11 +129,11 @@ class RoundedForm(WeightForm):
 
         def read() -> list[Array]:
             parts = [self._rounded(graph, name, weight, block) for name, weight in matrix.read(graph)]
-            return [below(same).T for same in zip(*parts, strict=True) if same[0] is not None]
+            return [concatenated(same).T for same in zip(*parts, strict=True) if same[0] is not None]
 
         return dequantised(graph, matrix, self._name, block, read)
 
-    def _rounded(self, graph: Matrices, name: str, weight: Array, block: int | None) -> Rounded:
+    def _rounded(self, graph: Matrices, name: str, weight: Array, block: int | None) -> RoundedMatrix:
         # Reject what the graph's type cannot hold, but round the values as read.
         graph.precision.converted(name, weight)
         block, dtype = block or weight.shape[1], graph.precision.numpy
@@ -188,7 +188,7 @@ class _ReadTogether:
         return ir.Tensor(array.reshape(shape))
 
 
-def below(parts: Sequence[Array]) -> Array:
+def concatenated(parts: Sequence[Array]) -> Array:
     """Return `parts` [n,...], one below the other. A single part is not copied."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -216,7 +216,7 @@ def form_of(
     name: WeightsName,
     block_size: int | None,
     on_rounded: OnRounded = lambda name, weight, found: None,
-    rounding: Rounding = to_nearest,
+    rounding: RoundingMethod = to_nearest,
 ) -> WeightForm:
     """Return the form `name`. Only forms in blocks use `block_size`, only int8 and int4 use `rounding`."""
     if name in _FLOAT_TYPES:

@@ -70,7 +70,7 @@ def _size(words: str) -> tuple[int, int]:
 def _parser(boards: str, presets: str) -> CommandParser:
     parser = CommandParser(
         "sinkprune doctor",
-        "Describe this machine, or a Jetson board elsewhere: which models fit it, with which weights and budget, "
+        "Report on this machine, or on a Jetson board: which models fit, with which weights and budget, "
         "what to fix first, and what to run next.",
         f"{_EXAMPLES}\nboards:\n  {boards}\npresets:\n  {presets}\n",
     )
@@ -81,12 +81,12 @@ def _parser(boards: str, presets: str) -> CommandParser:
         metavar="MODEL",
         help="a folder of a bundle or of engines, or a preset (default: every preset)",
     )
-    add("--board", metavar="NAME", help="a board elsewhere, in place of this machine")
+    add("--board", metavar="NAME", help="report on this board instead of this machine")
     add("--picture", default="640x480", metavar="WxH", help="size of the image in a request (default: 640x480)")
     add(
         "--backend",
         choices=ON_CPU,
-        help="what runs the models (default: tensorrt on a board, else what is installed)",
+        help="engine library (default: tensorrt on a board, else the installed one)",
     )
     parser.add_json("the whole report")
     # A recorded tree of a system's files, in place of this machine's.

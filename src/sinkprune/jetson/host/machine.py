@@ -10,7 +10,13 @@ from pathlib import Path
 from sinkprune.contract.system.system_memory import available_bytes
 from sinkprune.jetson.boards import Boards
 from sinkprune.jetson.host.jetpack_files import InstalledJetPack, read_installed
-from sinkprune.jetson.host.power_mode import Clock, PowerMode, read_cpu_clock, read_gpu_clock, read_power_mode
+from sinkprune.jetson.host.power_mode import (
+    ClockFrequency,
+    PowerMode,
+    read_cpu_clock,
+    read_gpu_clock,
+    read_power_mode,
+)
 from sinkprune.jetson.host.python_environment import PythonEnvironment
 from sinkprune.jetson.host.system_files import SystemFiles
 from sinkprune.runtime.system.cores import usable_cores
@@ -44,8 +50,8 @@ class Machine:
     jetpack: InstalledJetPack
     python: PythonEnvironment
     power_mode: PowerMode | None
-    cpu_clock: Clock | None
-    gpu_clock: Clock | None
+    cpu_clock: ClockFrequency | None
+    gpu_clock: ClockFrequency | None
     processor: str
     instructions: str
     cores: int

@@ -53,7 +53,7 @@ class ModeFacts:
 
 
 @dataclass(frozen=True)
-class Clock:
+class ClockFrequency:
     """A clock in MHz. Unknown facts are None."""
 
     now: int | None
@@ -97,19 +97,19 @@ def fastest_mode(names: Iterable[str]) -> str | None:
     return max((name for name in names if name.startswith("MAXN")), key=len, default=None)
 
 
-def read_cpu_clock(files: SystemFiles) -> Clock | None:
+def read_cpu_clock(files: SystemFiles) -> ClockFrequency | None:
     """Return the first core's clock; None if unknown."""
     now, least, most = (_mhz(files.number(f"{_CPU}/scaling_{what}_freq"), 1000) for what in ("cur", "min", "max"))
     governor = files.line(f"{_CPU}/scaling_governor")
-    return Clock(now, least, most, governor) if most or governor else None
+    return ClockFrequency(now, least, most, governor) if most or governor else None
 
 
-def read_gpu_clock(files: SystemFiles) -> Clock | None:
+def read_gpu_clock(files: SystemFiles) -> ClockFrequency | None:
     """Return a Jetson's GPU clock; None if unknown."""
     for folder in (path for pattern in GPU_FOLDERS for path in files.matching(pattern)):
         now, least, most = (_mhz(files.number(f"{folder}/{what}_freq"), 1_000_000) for what in ("cur", "min", "max"))
         if most:
-            return Clock(now, least, most, files.line(f"{folder}/governor"))
+            return ClockFrequency(now, least, most, files.line(f"{folder}/governor"))
     return None
 
 

@@ -59,6 +59,12 @@ class Decoder(Protocol):
         library fails or memory runs out; then the cache cannot be used any more.
         """
 
+    def save(self, cache: Any, rows: int) -> Any:
+        """Return a copy of the keys and values of the first `rows` rows of `cache`, for `restore`."""
+
+    def restore(self, saved: Any, rows: int) -> Any:
+        """Return a new `Cache` with the first `rows` rows of what `save` returned, which stays as it is."""
+
 
 class Backend(Protocol):
     """An engine library on a device: loads graphs, holds tensors, and measures times."""
@@ -75,6 +81,8 @@ class Backend(Protocol):
     """The versions of libraries, and the device, for reports."""
     turn: AbstractContextManager[Any]
     """Held by a thread while it calls engines; a null context where the library runs several calls at once."""
+    resumes: bool = True
+    """Whether a decoder takes several new rows after earlier ones, as sessions need."""
 
     def load(self, model: Model) -> Engine:
         """Load the engine of one graph, from the bundle's ONNX file or a built engine.

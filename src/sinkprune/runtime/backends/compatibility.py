@@ -7,12 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.engines_manifest import MOST_TOKENS, Engines, Limits, Target, read_engines
+from sinkprune.contract.engines_manifest import (
+    CHECKED,
+    LIMIT_OPTIONS,
+    MOST_TOKENS,
+    Engines,
+    Limits,
+    Target,
+    read_engines,
+)
 from sinkprune.contract.errors import EnginesError, UsageError
 from sinkprune.contract.files.trust import ANY, Trust
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.system.processor import instructions, machine
+from sinkprune.runtime.system.processor import architecture, instructions
 
 
 @dataclass(frozen=True)
@@ -81,13 +89,13 @@ class BuiltEngines:
         Their matrices are packed for the instructions of one processor. Raises `EnginesError`.
         """
         flags = self.engines.manifest.flags
-        here = {"provider": provider, "machine": machine(), "instructions": instructions()}
+        here = {"provider": provider, "machine": architecture(), "instructions": instructions()}
         for what, found in here.items():
             built = flags.get(what)
             if built != found:
                 raise EnginesError(
                     f"{self._were} optimised for {what} {built}, here it is {found}. The bundle itself runs on every "
-                    f"one, without --engines. {self.rebuild}"
+                    f"one, without engines. {self.rebuild}"
                 )
 
     def check_gpu(self, name: str, compute_capability: int) -> None:
@@ -121,8 +129,13 @@ class BuiltEngines:
     @property
     def rebuild(self) -> str:
         """The command that rebuilds these engines, as a sentence without its full stop."""
-        path, target = self.engines.path, self.engines.manifest.target
-        return f"Build them with: sinkprune-build {self._source} -o {path} --target {target} --force"
+        path, manifest = self.engines.path, self.engines.manifest
+        limits = [f" {LIMIT_OPTIONS[name]} {value}" for name, value in manifest.enforced_limits.items()]
+        check = " --check PICTURE" if CHECKED in manifest.flags else ""
+        return (
+            f"Build them with: sinkprune-build {self._source} -o {path} --target {manifest.target}{''.join(limits)}"
+            f"{check} --force"
+        )
 
     @property
     def _source(self) -> str:
@@ -143,10 +156,11 @@ def open_engines(path: str | os.PathLike[str], bundle: Bundle, trust: Trust = AN
     if bundle.trust != ANY and trust == ANY:
         raise UsageError(
             f"the bundle '{bundle.path}' is pinned, and the engines in '{path}', which would run in its place, are "
-            "not. Add --engines-sha256 with the sum that sinkprune-build printed, or sign both."
+            "not. Give the engines' sum that sinkprune-build printed (--engines-sha256, engines_sha256=), or sign "
+            "both."
         )
     if bundle.engines is not None:
-        raise UsageError(f"'{bundle.path}' holds engines, and others were given in '{path}'. Leave --engines out.")
+        raise UsageError(f"'{bundle.path}' holds engines, and others were given in '{path}'. Leave those out.")
     return _checked(read_engines(path, trust), bundle)
 
 

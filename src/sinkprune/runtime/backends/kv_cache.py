@@ -63,8 +63,8 @@ class CacheMemory(Protocol):
         Raises `BackendError` where memory runs out.
         """
 
-    def copy_rows(self, source: Tensor, target: Tensor, place: int) -> None:
-        """Copy all rows of `source` [1,Hkv,R,h] to the rows of `target` [1,Hkv,C,h] from `place` on."""
+    def copy_rows(self, source: Tensor, target: Tensor, place: int, rows: int) -> None:
+        """Copy the first `rows` rows of `source` [1,Hkv,R,h] to those of `target` [1,Hkv,C,h] from `place` on."""
 
     def zero_rows(self, target: Tensor, first: int) -> None:
         """Set the rows of `target` [1,Hkv,C,h] from `first` on to zero; there may be none."""
@@ -102,7 +102,8 @@ class BufferedDecoder(Decoder):
         return BufferedCache(self._new_buffers(0))
 
     def __call__(self, inputs: Mapping[str, Tensor], cache: BufferedCache) -> dict[str, Tensor]:
-        length = cache.length + self._memory.rows(inputs["hidden"])
+        rows = self._memory.rows(inputs["hidden"])
+        length = cache.length + rows
         if self._in_place:
             self._make_room(cache, length)
         past_length = self._memory.tensor(np.array([cache.length], np.int64))
@@ -111,9 +112,23 @@ class BufferedDecoder(Decoder):
             # After the run, because new room may hold values that are not finite until the rows are written.
             self._make_room(cache, length)
             for output, name in self._names.items():
-                self._memory.copy_rows(outputs[output], cache.buffers[name], cache.length)
+                self._memory.copy_rows(outputs[output], cache.buffers[name], cache.length, rows)
         cache.length = length
         return outputs
+
+    def save(self, cache: BufferedCache, rows: int) -> BufferedCache:
+        return self._copied(cache, rows, room_for(rows))
+
+    def restore(self, saved: BufferedCache, rows: int) -> BufferedCache:
+        return self._copied(saved, rows, self._room or room_for(rows))
+
+    def _copied(self, cache: BufferedCache, rows: int, room: int) -> BufferedCache:
+        """Return a copy of the first `rows` rows of `cache`, with `room`."""
+        buffers = self._new_buffers(room)
+        for name, buffer in buffers.items():
+            self._memory.copy_rows(cache.buffers[name], buffer, 0, rows)
+            self._memory.zero_rows(buffer, rows)
+        return BufferedCache(buffers, rows, room)
 
     def _make_room(self, cache: BufferedCache, rows: int) -> None:
         """Grow `cache` to have room for `rows`; rows after these are zero in new buffers."""
@@ -128,7 +143,7 @@ class BufferedDecoder(Decoder):
         buffers = self._new_buffers(room)
         for name, buffer in buffers.items():
             if cache.length:
-                self._memory.copy_rows(cache.buffers[name], buffer, 0)
+                self._memory.copy_rows(cache.buffers[name], buffer, 0, cache.length)
             self._memory.zero_rows(buffer, rows)
         cache.buffers, cache.room = buffers, room
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,22 +17,23 @@ from rich.text import Text
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.checks.fields import to_json
+from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines
-from sinkprune.contract.files.output_files import Output, check_outputs, write_whole
+from sinkprune.contract.files.output_files import OutputFile, check_outputs, write_whole
 from sinkprune.contract.files.trust import Trust, add_trust_options
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.known import BACKENDS, COMPUTES, Compute
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.clip import Picture
-from sinkprune.runtime.media.fits import FITS, Fit
+from sinkprune.runtime.media.fits import Fit, add_fit_option
 from sinkprune.runtime.media.video_file import VideoFile
 from sinkprune.runtime.pipeline import Pipeline, Wrap
 from sinkprune.runtime.profiling.plot import PLOT_SUFFIXES, import_matplotlib
 from sinkprune.runtime.steps.pictures import decoded
-from sinkprune.runtime.steps.request import check_texts
+from sinkprune.runtime.steps.request import MAX_NEW_TOKENS, check_texts
 
 R = TypeVar("R")
 
@@ -94,7 +96,7 @@ class ReportOptions:
     plot: Path | None
 
     @property
-    def outputs(self) -> list[Output]:
+    def outputs(self) -> list[OutputFile]:
         """The reports to write, each with its allowed suffixes."""
         return [*json_outputs(self.json), *([(self.plot, PLOT_SUFFIXES)] if self.plot else [])]
 
@@ -113,7 +115,7 @@ def new_parser(
     picture.add_argument("--video", type=Path, action="append", help="a video file to ask about; may be repeated")
     for source, help_text in sources.items():
         picture.add_argument(source, type=Path, help=help_text)
-    add("--prompt", required=True, help="the question; {image} in it is the place of an image (default: in front)")
+    add("--prompt", required=True, help="the question; {image} marks the place of an image (default: images first)")
     add("--method", default="sinkpruner", help="pruning method (default: sinkpruner)")
     return parser
 
@@ -123,23 +125,18 @@ def bundle_parser(name: str, description: str, examples: str) -> CommandParser:
     parser = CommandParser(name, description, examples)
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export or sinkprune-build")
-    add("--backend", choices=BACKENDS, help="engine library (default: ort-cpu, or what the engines are for)")
+    add("--backend", choices=BACKENDS, help="engine library (default: ort-cpu, or the library of the engines)")
     add(
         "--compute",
         choices=COMPUTES,
         help="on CPUs and openvino-gpu: fastest rounds activations to 8 bits for int8 and int4 weights, fp32 does "
         "not; bf16: openvino only (default: fastest)",
     )
-    add(
-        "--fit",
-        choices=FITS,
-        help="how a picture becomes the model's square: crop loses the sides, pad adds bars, stretch changes the "
-        "aspect ratio (default: the checkpoint's own)",
-    )
+    add_fit_option(parser)
     add("--engines", type=Path, metavar="ENGINES", help="a folder written by sinkprune-build; TensorRT needs one")
     add("--threads", type=THREADS, help="CPU threads (default: all cores)")
     add_trust_options(parser)
-    add("--engines-sha256", metavar="SUM", help="the sum that sinkprune-build printed: other engines are refused")
+    add("--engines-sha256", metavar="SUM", help="the sha256 that sinkprune-build printed; other engines are rejected")
     add("--skip-sums", action="store_true", help="compare file sizes only, not their sha256")
     return parser
 
@@ -194,13 +191,29 @@ def prompt_pieces(prompt: str) -> str | list[str]:
     return pieces if len(pieces) > 1 else prompt
 
 
+def add_new_tokens(parser: CommandParser, default: int) -> None:
+    """Add `--new-tokens`, the length of every measured answer."""
+    parser.add_argument(
+        "--new-tokens",
+        # The name that run, evaluate and build have for it.
+        "--max-new-tokens",
+        dest="new_tokens",
+        type=MAX_NEW_TOKENS.named("--new-tokens"),
+        default=default,
+        metavar="N",
+        help=f"tokens of every answer (default: {default})",
+    )
+
+
 def add_report_options(parser: CommandParser, drawn: str) -> None:
     """Add the arguments of `ReportOptions`; `check_report_options` and `write_report` read them."""
     parser.add_json("the report")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"draw {drawn}")
 
 
-def check_report_options(bundle: BundleOptions, report: ReportOptions, read: Iterable[Path], *others: Output) -> None:
+def check_report_options(
+    bundle: BundleOptions, report: ReportOptions, read: Iterable[Path], *others: OutputFile
+) -> None:
     """Reject outputs that cannot be written, or that the command reads; `others` are outputs besides reports.
 
     Raises `OutputError`, and `UsageError` without matplotlib.
@@ -223,6 +236,14 @@ def write_report(
     write_json(options.json, {**to_json(report), **more})
 
 
+def name_list(words: str) -> list[str]:
+    """Return the names in a comma-separated option; raises `ArgumentTypeError` if there is none."""
+    names = [name.strip() for name in words.split(",") if name.strip()]
+    if not names:
+        raise ArgumentTypeError(f"found {format_value(words)}, expected names with commas between them")
+    return names
+
+
 @contextmanager
 def status(text: str) -> Iterator[None]:
     """Show a spinner on stderr while the block runs, or a line every ten seconds if stderr is no terminal."""
@@ -231,11 +252,11 @@ def status(text: str) -> Iterator[None]:
         with ProgressLines(text):
             yield
         return
-    with console.status(plain(text)):
+    with console.status(plain_text(text)):
         yield
 
 
-def plain(text: str) -> Text:
+def plain_text(text: str) -> Text:
     """Return untrusted text for rich's tables, in which markup and control characters have no effect."""
     return Text(escaped(text))
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.schedule import schedule
-from sinkprune.contract.system.memory_need import TOLD_BYTES, memory_line, running_need
+from sinkprune.contract.system.memory_need import LEAST_REPORTED_BYTES, memory_line, running_need
 from sinkprune.runtime.backends.compatibility import usual_backend
 from sinkprune.runtime.backends.free_memory import free_bytes
 from sinkprune.runtime.backends.known import KNOWN
@@ -23,7 +23,7 @@ _LETTERS_A_TOKEN = 2
 _WAY_OUT = "give fewer or smaller pictures and fewer new tokens, or export with --weights int4"
 
 
-class Planned(NamedTuple):
+class PlannedRequests(NamedTuple):
     """The requests of a command, as far as memory depends on them."""
 
     pictures: Sequence[Picture]
@@ -34,7 +34,7 @@ class Planned(NamedTuple):
     new_tokens: int
 
 
-class Memory(NamedTuple):
+class MemoryCheck(NamedTuple):
     """The memory that a command needs, and the free memory."""
 
     needed_bytes: int
@@ -42,7 +42,7 @@ class Memory(NamedTuple):
     """None where it is unknown."""
 
 
-def check_memory(options: BundleOptions, bundle: Bundle, planned: Planned) -> Memory:
+def check_memory(options: BundleOptions, bundle: Bundle, planned: PlannedRequests) -> MemoryCheck:
     """Check that the memory for `planned` is free, and print the need on stderr if it is large.
 
     Raises `TooLittleMemoryError`, and what `layout_of` raises.
@@ -63,6 +63,6 @@ def check_memory(options: BundleOptions, bundle: Bundle, planned: Planned) -> Me
     need, free = max(needs, key=lambda need: need.bytes), free_bytes(backend)
     need.check(f"'{bundle.path}' on {backend}", free, _WAY_OUT)
     # Without the fixed part, because libraries need that for any bundle.
-    if need.bytes - need.fixed >= TOLD_BYTES:
+    if need.bytes - need.fixed >= LEAST_REPORTED_BYTES:
         sys.stderr.write(f"{memory_line(need, free)}\n")
-    return Memory(need.bytes, free or None)
+    return MemoryCheck(need.bytes, free or None)

@@ -23,13 +23,13 @@ def add_power_options(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=AUTO,
         choices=SENSORS,
-        help="measure joules, with the first sensor that is there or the one that is named",
+        help="measure joules, with the named sensor or the first that covers the device in use",
     )
     parser.add_argument(
         "--idle",
-        type=IDLE,
+        type=IDLE.named("--idle"),
         metavar="SECONDS",
-        help=f"seconds before the first request, for the power that is subtracted (default: {IDLE_SECONDS:g})",
+        help=f"seconds of idle power before the first request, to be subtracted (default: {IDLE_SECONDS:g})",
     )
 
 

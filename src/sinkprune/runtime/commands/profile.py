@@ -11,27 +11,30 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.contract.reports.energy import BudgetEnergy
-from sinkprune.contract.reports.report import OF_TTFT, BudgetReport, Report, Spread
+from sinkprune.contract.reports.report import OF_TTFT, BudgetReport, ProfileReport, Spread
 from sinkprune.runtime.backends.compatibility import usual_backend
 from sinkprune.runtime.commands import (
     PictureOptions,
     ReportOptions,
+    add_new_tokens,
     add_report_options,
     check_report_options,
     load_pipeline,
+    name_list,
     new_parser,
     open_bundle,
-    plain,
+    plain_text,
     prompt_pieces,
     read_pictures,
     write_report,
 )
-from sinkprune.runtime.commands.memory import Planned, check_memory
+from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.commands.power import (
     PowerOptions,
@@ -51,13 +54,12 @@ from sinkprune.runtime.commands.rate import (
     read_frames,
     wanted_camera,
 )
-from sinkprune.runtime.commands.table_console import TableConsole, budget_table
+from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.profiling.plot import plot_report
 from sinkprune.runtime.profiling.profile import REPEAT, WARMUP, profile
 from sinkprune.runtime.profiling.rate import at_rate
 from sinkprune.runtime.profiling.rate_plot import plot_rate
-from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
 
 _EXAMPLES = """\
 examples:
@@ -79,7 +81,7 @@ x: speed-up over none; ideal x: what the FLOPs of the prefill allow; achieved: p
 
 @dataclass(kw_only=True)
 class _Options(PictureOptions, ReportOptions, RateOptions, PowerOptions):
-    budgets: str | None
+    budgets: list[str] | None
     new_tokens: int
     warmup: int
 
@@ -97,15 +99,15 @@ def _profile(arguments: Sequence[str] | None) -> None:
         FRAMES,
     )
     add = parser.add_argument
-    add("--budgets", help="comma-separated, none included (default: all of the bundle)")
-    add("--new-tokens", type=MAX_NEW_TOKENS, default=16, help="length of every answer (default: 16)")
+    add("--budgets", type=name_list, help="comma-separated, none included (default: all of the bundle)")
+    add_new_tokens(parser, default=16)
     add("--repeat", type=REPEAT, help=f"measured rounds (default: {_REPEAT})")
     add(
         "--warmup-rounds",
         # The older name, too close to run's --warm-up.
         "--warmup",
         dest="warmup",
-        type=WARMUP,
+        type=WARMUP.named("--warmup-rounds"),
         default=1,
         metavar="N",
         help="rounds before them that do not count (default: 1)",
@@ -119,9 +121,8 @@ def _profile(arguments: Sequence[str] | None) -> None:
     files = frame_files(options.frames) if options.frames else options.picture_files
     check_report_options(options, options, files)
     prompt = prompt_pieces(options.prompt)
-    budgets = [name.strip() for name in (options.budgets or "").split(",") if name.strip()]
-    bundle = open_bundle(options, budgets)
-    budgets = budgets or [UNPRUNED, *bundle.manifest.plans[options.method]]
+    bundle = open_bundle(options, options.budgets or [])
+    budgets = options.budgets or [UNPRUNED, *bundle.manifest.plans[options.method]]
     sensor = wanted_sensor(options, options.backend or usual_backend(bundle))
     if options.frames:
         prompts = [[frame] for frame in read_frames(files, load_family(bundle.manifest, options.fit))]
@@ -129,7 +130,7 @@ def _profile(arguments: Sequence[str] | None) -> None:
         prompts = [read_pictures(options, bundle)]
     planned = list(dict.fromkeys([*([] if camera else [UNPRUNED]), *budgets]))
     largest = max(prompts, key=lambda pictures: sum(picture.size[0] * picture.size[1] for picture in pictures))
-    check_memory(options, bundle, Planned(largest, options.method, planned, prompt, options.new_tokens))
+    check_memory(options, bundle, PlannedRequests(largest, options.method, planned, prompt, options.new_tokens))
     pipeline = load_pipeline(options, bundle)
 
     common: dict[str, Any] = {"method": options.method, "new_tokens": options.new_tokens, "warmup": options.warmup}
@@ -180,16 +181,16 @@ def _progress(total: int) -> Iterator[Callable[..., None]]:
         yield show
 
 
-def _print_table(report: Report) -> None:
+def _print_table(report: ProfileReport) -> None:
     console = TableConsole()
     few = _FEW if report.repeat < _ENOUGH else ""
-    console.print_head(report, f"milliseconds, median (p95) of {report.repeat} interleaved runs{few}")
+    console.print_head(report, f"milliseconds, median (p95) of {counted(report.repeat, 'interleaved run')}{few}")
     headings = ["visual", "mean %", "TTFT", "vision", "prefill", "select", "a token", "latency", "KV MB"]
-    table = budget_table([*headings, "prefill x", "ideal x", "achieved", "TTFT x"])
+    table = make_table(["budget"], [*headings, "prefill x", "ideal x", "achieved", "TTFT x"])
     for name, budget in report.budgets.items():
         ms = budget.ms
         table.add_row(
-            plain(name),
+            plain_text(name),
             f"{budget.visual_tokens}>{budget.kept_after_sanitizer}>{budget.tokens_per_layer[-1]}",
             f"{100 * budget.mean_visual_tokens / budget.visual_tokens:.1f}",
             _with_p95(ms["ttft"]),
@@ -205,21 +206,21 @@ def _print_table(report: Report) -> None:
     console.print(table)
     console.print(_LEGEND)
     if len(report.budgets) > 1 and report.repeat > 1:
-        console.print(plain(_noise(report)))
+        console.print(plain_text(_noise(report)))
     for name, budget in report.budgets.items():
-        console.print(plain(f"{name}: medians of TTFT's parts: {_parts(budget)}; {_rates(budget)}"))
+        console.print(plain_text(f"{name}: medians of TTFT's parts: {_parts(budget)}; {_rates(budget)}"))
     for name, budget in report.budgets.items():
         if budget.stage_peak_rss_bytes:
-            console.print(plain(f"{name}: peak memory in MB: {_peaks(budget)}"))
+            console.print(plain_text(f"{name}: peak memory in MB: {_peaks(budget)}"))
     if report.power is not None:
         for name, budget in report.budgets.items():
-            console.print(plain(f"{name}: {_joules(budget.energy)}"))
-        console.print(plain(power_line(report.power)))
+            console.print(plain_text(f"{name}: {_joules(budget.energy)}"))
+        console.print(plain_text(power_line(report.power)))
     if report.load_ms is not None and report.first_answer_ms is not None:
         console.print(f"loaded in {report.load_ms:.0f} ms, the first answer began at {report.first_answer_ms:.0f} ms")
 
 
-def _noise(report: Report) -> str:
+def _noise(report: ProfileReport) -> str:
     """Return how far apart runs of one budget are: smaller differences between budgets mean nothing."""
     spreads = [budget.ms["ttft"] for budget in report.budgets.values()]
     widest = max(spread.p95 / spread.median - 1 for spread in spreads if spread)
@@ -246,7 +247,7 @@ def _joules(energy: BudgetEnergy | None) -> str:
     if energy is None:
         return "no joules: the power sensor reported nothing for its runs"
     parts = [f"{part} {joules_text(use)}" for part in (*OF_TTFT, "select") if (use := energy.joules[part])]
-    left_out = f"; {energy.left_out} runs left out" if energy.left_out else ""
+    left_out = f"; {counted(energy.left_out, 'run')} left out" if energy.left_out else ""
     request, token = (joules_text(energy.joules[part]) for part in ("latency", "per_token"))
     return f"{request} a request ({', '.join(parts)}), {token} a token, {energy.watts:.2f} W meanwhile{left_out}"
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.reports.rate_report import RateReport
-from sinkprune.runtime.commands import plain
+from sinkprune.runtime.commands import plain_text
 from sinkprune.runtime.commands.power import power_line
-from sinkprune.runtime.commands.table_console import TableConsole, budget_table
+from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.profiling.frame_clock import DURATION, RATE, FrameClock, frame_clock
 from sinkprune.runtime.steps.pictures import decoded
 
 DURATION_SECONDS = 60.0
-FRAMES = {"--frames": "with --rate: a folder of pictures, of which each frame shows the next"}
+FRAMES = {"--frames": "with --rate: a folder of pictures, one for each frame in turn"}
 """The option that may replace images, for `new_parser`."""
 _MOST_FRAME_BYTES = 1 << 30
 _CHANNELS = 3
@@ -26,7 +26,7 @@ _CHANNELS = 3
 def add_rate_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `RateOptions`, except `--frames` and `--repeat`."""
     add = parser.add_argument
-    add("--rate", type=RATE, metavar="HZ", help="ask at a camera's steady rate instead, each budget for --duration")
+    add("--rate", type=RATE, metavar="HZ", help="send requests at a camera's rate, each budget for --duration")
     add("--duration", type=DURATION, metavar="SECONDS", help=f"for --rate (default: {DURATION_SECONDS:g})")
 
 
@@ -88,12 +88,12 @@ def print_rates(report: RateReport) -> None:
         "whole answer",
     )
     headings = ["visual", "frames", "missed", "p50", "p95", "p99", "max", "jitter", "busy p50"]
-    table = budget_table([*headings, *(["J a frame", "W"] if report.power else [])])
+    table = make_table(["budget"], [*headings, *(["J a frame", "W"] if report.power else [])])
     for name, budget in report.rates.items():
         late, energy = budget.latency_ms, budget.energy
         joules = [f"{energy.joules_per_frame:.3g}", f"{energy.watts:.2f}"] if energy else ["-", "-"]
         table.add_row(
-            plain(name),
+            plain_text(name),
             f"{budget.visual_tokens}>{budget.kept_after_sanitizer}>{budget.tokens_per_layer[-1]}",
             f"{budget.frames}",
             f"{budget.missed}",
@@ -107,10 +107,12 @@ def print_rates(report: RateReport) -> None:
     for name, budget in report.rates.items():
         if budget.busy_ms.p50 > 1000 / report.rate_hz:
             fastest = 1000 / budget.busy_ms.p50
-            console.print(plain(f"{name}: at most {fastest:.2g} frames a second here: a request outlasts a frame"))
+            console.print(
+                plain_text(f"{name}: at most {fastest:.2g} frames a second here: a request outlasts a frame")
+            )
     if report.power is not None:
-        console.print(plain(power_line(report.power)))
-    console.print(plain(_conditions(report)))
+        console.print(plain_text(power_line(report.power)))
+    console.print(plain_text(_conditions(report)))
 
 
 def _conditions(report: RateReport) -> str:

@@ -14,9 +14,8 @@ from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines
-from sinkprune.contract.costs.cache import cache_file
-from sinkprune.contract.costs.file import read_costs
-from sinkprune.contract.costs.model import LOADED
+from sinkprune.contract.costs.file import cache_file, read_costs
+from sinkprune.contract.costs.model import LOADED, Place
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs, write_whole
 from sinkprune.runtime.commands import (
@@ -29,13 +28,14 @@ from sinkprune.runtime.commands import (
     status,
     write_line,
 )
-from sinkprune.runtime.commands.memory import Memory, Planned, check_memory
+from sinkprune.runtime.commands.memory import MemoryCheck, PlannedRequests, check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, overlay, picture_bytes
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.answer import Answer, DeadlineReport
 from sinkprune.runtime.steps.request import DEADLINE_MS, DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS
 from sinkprune.runtime.system.cores import usable_cores
+from sinkprune.runtime.text.answer_form import check_one_form, checked_choices, checked_regex, read_schema
 from sinkprune.runtime.text.sampling import SEED, TEMPERATURE, TOP_P
 
 _EXAMPLES = """\
@@ -45,6 +45,9 @@ examples:
   sinkprune-run bundle --image a.jpg --image b.jpg --prompt "Before: {image} After: {image} What has changed?"
   sinkprune-run bundle --image wide.jpg --prompt "Is there a cup at the edge?" --fit pad
   sinkprune-run bundle --video clip.mp4 --prompt "What happens?" --budget prune-80
+  sinkprune-run bundle --image photo.jpg --prompt "Is the door open?" --choice yes --choice no
+  sinkprune-run bundle --image photo.jpg --prompt "Describe the cup." --schema cup.json
+  sinkprune-run bundle --image photo.jpg --prompt "How many cups are there?" --regex "[0-9]{1,2}"
   sinkprune-run bundle --image photo.jpg --prompt "Is the door open?" --deadline-ms 300 --max-new-tokens 8 --warm-up
 """
 _REQUEST = (
@@ -68,6 +71,9 @@ class _Options(PictureOptions):
     seed: int | None
     system: str | None
     stop: list[str]
+    schema: Path | None
+    regex: str | None
+    choice: list[str]
     overlay: Path | None
     json: Path | None
 
@@ -78,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> None:
-    parser = new_parser("sinkprune run", "Ask a bundle about an image.", _EXAMPLES)
+    parser = new_parser("sinkprune run", "Answer a question about images or a video.", _EXAMPLES)
     add = parser.add_argument
     add(
         "--budget",
@@ -89,20 +95,20 @@ def _run(arguments: Sequence[str] | None) -> None:
         "--deadline-ms",
         type=DEADLINE_MS,
         metavar="MS",
-        help="have the whole answer in so many milliseconds: chooses the largest budget that brings all of "
-        "--max-new-tokens, so ask for as many as you need; needs --warm-up once on this machine, or --costs",
+        help="milliseconds for the whole answer. Chooses the largest budget whose predicted time for "
+        "--max-new-tokens tokens meets them. Needs --warm-up once on this machine, or --costs",
     )
     add(
         "--warm-up",
         action="store_true",
-        help="measure what requests cost here before the answer, and keep it for later runs; takes seconds, and "
-        "minutes for a large model",
+        help="measure the costs of requests on this machine before the answer, and keep them for later runs; takes "
+        "seconds, or minutes for a large model",
     )
     add(
         "--costs",
         type=Path,
         metavar="FILE.json",
-        help="what requests cost here, written by sinkprune-calibrate schedule --costs or by write_costs in Python",
+        help="costs of requests on this machine, from sinkprune-calibrate schedule --costs or write_costs in Python",
     )
     add(
         "--max-new-tokens",
@@ -119,31 +125,57 @@ def _run(arguments: Sequence[str] | None) -> None:
     add("--seed", type=SEED, help="repeat the same sampling, with --temperature above 0")
     add("--system", metavar="TEXT", help="a system message, which the checkpoint's chat template writes")
     add(
-        "--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; may be repeated"
+        "--stop",
+        action="append",
+        type=_stop_text,
+        default=[],
+        metavar="TEXT",
+        help="end the answer before this text; may be repeated",
     )
-    add("--overlay", type=Path, metavar="FILE.png", help="draw what was kept and dropped on the image")
+    add("--schema", type=Path, metavar="FILE.json", help="answer in JSON that conforms to the JSON schema in a file")
+    add("--regex", metavar="REGEX", help="answer with a text that matches a regular expression")
+    add(
+        "--choice",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="answer with the likeliest of these texts; give it twice or more",
+    )
+    add("--overlay", type=Path, metavar="FILE.png", help="draw the kept and dropped tokens on the image")
     parser.add_json("the answer and its figures")
     options = parser.parse(arguments, _Options)
 
     overlays = [(options.overlay, PICTURE_SUFFIXES)] if options.overlay else []
-    read = [*options.picture_files, *options.key_files, *([options.costs] if options.costs else [])]
+    read = [*options.picture_files, *options.key_files]
+    read += [file for file in (options.costs, options.schema) if file]
     check_outputs([*json_outputs(options.json), *overlays], read, options.folders)
-    if options.overlay and options.budget == UNPRUNED:
-        raise UsageError("--overlay draws what pruning kept; choose a --budget other than none.")
+    if options.overlay and options.budget == UNPRUNED and options.deadline_ms is None:
+        raise UsageError("--overlay draws what pruning kept. Give a --budget other than none, or --deadline-ms.")
     if (options.costs or options.warm_up) and options.deadline_ms is None:
         raise UsageError("--costs and --warm-up are for a deadline, and there is none. Add --deadline-ms.")
     if options.costs and options.warm_up:
         raise UsageError("--warm-up measures costs, and --costs reads measured ones. Leave out one of the two.")
+    form = {
+        "schema": read_schema(options.schema) if options.schema else None,
+        "regex": checked_regex(options.regex),
+        "choice": checked_choices(options.choice),
+    }
+    check_one_form(form, options.stop)
     prompt = prompt_pieces(options.prompt)
     bundle = open_bundle(options, [options.budget])
     images = read_pictures(options, bundle)
     texts = [options.system or "", *([prompt] if isinstance(prompt, str) else prompt)]
     new_tokens = options.max_new_tokens or DEFAULT_NEW_TOKENS
-    memory = check_memory(options, bundle, Planned(images, options.method, [options.budget], texts, new_tokens))
+    memory = check_memory(
+        options, bundle, PlannedRequests(images, options.method, [options.budget], texts, new_tokens)
+    )
     pipeline = load_pipeline(options, bundle)
-    fields = {name: getattr(options, name) for name in _REQUEST}
+    fields = {name: getattr(options, name) for name in _REQUEST} | form
     if options.max_new_tokens is None:
         del fields["max_new_tokens"]
+    if not options.temperature:
+        # `_unused_options` reports them.
+        del fields["top_p"], fields["seed"]
     request = pipeline.new_request(images, prompt, **fields)
     if options.costs:
         pipeline.costs = read_costs(options.costs, pipeline.place)
@@ -157,17 +189,25 @@ def _run(arguments: Sequence[str] | None) -> None:
         answer = pipeline.answer(request).rest(on_text)
     if not prints_json(options.json):
         write_line("\n" + _timings(answer))
+        for text, share in answer.choices.items():
+            _write_piece(f"{share:.3f} {text}\n")
     if options.json is not None:
         write_json(options.json, _summary(pipeline, answer, memory))
     if answer.deadline is not None:
-        sys.stderr.write(_late(answer.deadline) + _doubtful_costs(answer.deadline))
+        sys.stderr.write(_late(answer.deadline) + _doubtful_costs(answer.deadline, pipeline.place))
         if not options.costs and pipeline.save_costs() is None and options.warm_up:
             sys.stderr.write(_not_kept(pipeline))
-    if options.overlay:
+    if options.overlay and answer.budget != UNPRUNED:
         write_whole(options.overlay, picture_bytes(overlay(answer, images), options.overlay))
     # Last: where a command fails, its error is the only line.
     note_pictures(pipeline, options.picture_files, images)
-    sys.stderr.write(_unused_options(options))
+    sys.stderr.write(_unused_options(options, answer.budget))
+
+
+def _stop_text(word: str) -> str:
+    if not word:
+        raise UsageError("--stop is '', expected text. Leave the option out to stop at the end only.")
+    return word
 
 
 def _write_piece(text: str) -> None:
@@ -211,9 +251,11 @@ def _late(deadline: DeadlineReport) -> str:
     return f"{late}. No budget was expected to bring a token sooner than in {deadline.predicted_first_ms:.0f} ms.\n"
 
 
-def _unused_options(options: _Options) -> str:
-    """Return a note for each option that changed nothing: sampling of a greedy answer, threads without a core."""
+def _unused_options(options: _Options, budget: str) -> str:
+    """Return a note for each option without effect: sampling of a greedy answer, threads without a core, overlay."""
     notes = []
+    if options.overlay and budget == UNPRUNED:
+        notes.append(f"--overlay drew nothing, because budget {UNPRUNED} ran, which drops no tokens.")
     sampling = [*(["--seed"] if options.seed is not None else []), *(["--top-p"] if options.top_p < 1 else [])]
     if sampling and not options.temperature:
         notes.append(f"{' and '.join(sampling)} changed nothing, because this answer is greedy. Add --temperature.")
@@ -233,7 +275,7 @@ def _not_kept(pipeline: Pipeline) -> str:
     )
 
 
-def _doubtful_costs(deadline: DeadlineReport) -> str:
+def _doubtful_costs(deadline: DeadlineReport, place: Place) -> str:
     """Return a line about costs that are old or were measured under load, and nothing about others."""
     age, load, doubts = deadline.costs_age_s or 0.0, deadline.costs_load or 0.0, []
     if age > _OLD_S:
@@ -242,14 +284,19 @@ def _doubtful_costs(deadline: DeadlineReport) -> str:
         doubts.append(f"were measured while other programs took {100 * load:.0f} % of the processors")
     if not doubts:
         return ""
-    return f"note: the costs {' and '.join(doubts)}. Measure them again with --warm-up when the machine is idle.\n"
+    hint = place.thread_hint if load > LOADED else ""
+    return (
+        f"note: the costs {' and '.join(doubts)}. Measure them again with --warm-up when the machine is idle.{hint}\n"
+    )
 
 
-def _summary(pipeline: Pipeline, answer: Answer, memory: Memory) -> dict[str, Any]:
+def _summary(pipeline: Pipeline, answer: Answer, memory: MemoryCheck) -> dict[str, Any]:
     return {
         "text": answer.text,
         "token_ids": answer.token_ids,
         "finish": answer.finish,
+        "confidence": answer.confidence,
+        "choices": dict(answer.choices),
         "method": answer.method,
         "budget": answer.budget,
         "backend": pipeline.backend.name,

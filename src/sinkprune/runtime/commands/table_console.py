@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.reports.rate_report import RateReport
-from sinkprune.contract.reports.report import Report
+from sinkprune.contract.reports.report import ProfileReport
+from sinkprune.runtime.commands import plain_text
 
 
 class TableConsole(Console):
@@ -19,23 +22,30 @@ class TableConsole(Console):
         """With `width` in columns; `soft_wrap` leaves longer lines to the terminal."""
         super().__init__(width=width, soft_wrap=soft_wrap, highlight=False)
 
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print without blanks at the ends of lines, which rich adds to fill a table's last column."""
+        with self.capture() as printed:
+            super().print(*objects, **options)
+        self.file.write("\n".join(line.rstrip(" ") for line in printed.get().split("\n")))
+
     def on_broken_pipe(self) -> None:
         """Raise `BrokenPipeError`, which `run_command` handles; rich would exit with 1."""
         raise BrokenPipeError
 
-    def print_head(self, report: Report | RateReport, measured: str) -> None:
+    def print_head(self, report: ProfileReport | RateReport, measured: str) -> None:
         """Print the model, the machine and the lengths of a report's requests, and what was `measured`."""
         self.print(
-            f"{escaped(report.model)}, {report.precision}, {report.backend}, {report.threads} threads, "
+            f"{escaped(report.model)}, {report.precision}, {report.backend}, {counted(report.threads, 'thread')}, "
             f"{report.machine}\n{report.prompt_tokens} text tokens, {report.new_tokens} new tokens; {measured}",
             markup=False,
         )
 
 
-def budget_table(headings: Sequence[str]) -> Table:
-    """Return a table with a row for each budget: its name on the left, and columns of figures."""
+def make_table(left: Sequence[str], right: Sequence[str] = ()) -> Table:
+    """Return an empty table with left-aligned columns, then right-aligned ones, by their headings."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("budget", no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in left:
+        table.add_column(plain_text(heading), no_wrap=True)
+    for heading in right:
+        table.add_column(plain_text(heading), justify="right", no_wrap=True)
     return table

@@ -15,7 +15,7 @@ from sinkprune.runtime.steps.context_length import check_length
 from sinkprune.runtime.steps.request import Request
 
 
-class Choice(NamedTuple):
+class ScheduledBudget(NamedTuple):
     """A budget, and what it keeps."""
 
     budget: str
@@ -24,19 +24,23 @@ class Choice(NamedTuple):
     """The visual rows of all decoder layers together: how large the budget is."""
 
 
-def choice_of(manifest: Manifest, method: str, budget: str, layouts: Sequence[VisualLayout]) -> Choice:
+def scheduled_budget(
+    manifest: Manifest, method: str, budget: str, layouts: Sequence[VisualLayout]
+) -> ScheduledBudget:
     """Return what `budget` keeps of pictures of these `layouts`; raises `BudgetError` for an unknown budget."""
     planned = schedule(manifest, method, budget, layouts)
-    return Choice(budget, planned, sum(planned.per_layer(manifest.language_model.num_layers)))
+    return ScheduledBudget(budget, planned, sum(planned.per_layer(manifest.language_model.num_layers)))
 
 
-def up_to(manifest: Manifest, method: str, budget: str, layouts: Sequence[VisualLayout]) -> list[Choice]:
+def budgets_up_to(
+    manifest: Manifest, method: str, budget: str, layouts: Sequence[VisualLayout]
+) -> list[ScheduledBudget]:
     """Return `budget` and all budgets of `method` that keep no more of pictures of these `layouts`.
 
     Raises `BudgetError` for an unknown method or budget.
     """
-    most = choice_of(manifest, method, budget, layouts).rows
-    every = [choice_of(manifest, method, name, layouts) for name in (UNPRUNED, *manifest.plans[method])]
+    most = scheduled_budget(manifest, method, budget, layouts).rows
+    every = [scheduled_budget(manifest, method, name, layouts) for name in (UNPRUNED, *manifest.plans[method])]
     return [choice for choice in every if choice.rows <= most]
 
 
@@ -44,10 +48,10 @@ def runnable(
     manifest: Manifest,
     limits: Limits | None,
     request: Request,
-    choices: Iterable[Choice],
+    choices: Iterable[ScheduledBudget],
     text: int,
     layouts: Sequence[VisualLayout],
-) -> list[Choice]:
+) -> list[ScheduledBudget]:
     """Return the `choices` at which a request with `text` tokens of text can run, the largest first.
 
     Raises the `PromptError` or `PruningError` of the last choice where none can run.

@@ -9,11 +9,12 @@ from statistics import median
 
 import numpy as np
 
+from sinkprune.contract.checks.ranges import RealNumber
 from sinkprune.contract.costs.model import COSTS_VERSION, Costs, Place, fit_measured
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.reports.report import PARTS
 from sinkprune.runtime.backends import Backend
-from sinkprune.runtime.deadline.choices import Choice, runnable, up_to
+from sinkprune.runtime.deadline.choices import ScheduledBudget, budgets_up_to, runnable
 from sinkprune.runtime.deadline.decoder_times import DecoderTimes
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.loaded_model import LoadedModel
@@ -22,7 +23,8 @@ from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.system.processor import processor_name
 
 SECONDS = 2.0
-"""About how long a measurement takes."""
+"""About how long a measurement repeats, unless its fewest rounds take longer."""
+SECONDS_RANGE = RealNumber("seconds", 0, 86_400, "a number of seconds, from 0 to 86400 (a day)")
 _ROUNDS = (3, 100)
 """The fewest and the most rounds, however long a round takes."""
 _COUNTS = 6
@@ -43,10 +45,12 @@ def measure_costs(model: LoadedModel, ask: Ask, request: Request, seconds: float
     manifest, limits, family, prompts, embedding, chain = model
     pictures = tuple(decoded(source, family) for source in request.pictures)
     layouts = [layout_of(picture, picture, family, manifest) for picture in pictures]
-    prompt = prompts.encode(request.texts, [layout.texts for layout in layouts], request.system)
+    prompt = prompts.encode(request.texts, [one.texts for one in layouts], request.system, request.history)
     text = prompt.text_tokens
     plain = replace(request, pictures=pictures, deadline_ms=None, max_new_tokens=1, temperature=0.0)
-    candidates = up_to(manifest, request.method, request.budget, layouts)
+    # The form of an answer adds little, and may be too long for one token.
+    plain = replace(plain, schema=None, regex=None, choice=())
+    candidates = budgets_up_to(manifest, request.method, request.budget, layouts)
     possible = runnable(manifest, limits, plain, candidates, text, layouts)[::-1]
     requests = _fast_enough(ask, plain, possible, request.deadline_ms or float("inf"))
     planned = [choice.schedule for choice in possible[: len(requests)]]
@@ -54,7 +58,7 @@ def measure_costs(model: LoadedModel, ask: Ask, request: Request, seconds: float
     most = max(one.rows for one in planned)
     counts = {round(count) for count in np.geomspace(text + least, text + most, _COUNTS)}
     decoder, runs = DecoderTimes(chain, embedding, [*counts]), [list[_Ms]() for _ in requests]
-    for counted in rounds(seconds):
+    for counted in measurement_rounds(seconds):
         for each, own in zip(requests, runs, strict=True):
             answered = ask(each).ms
             if counted:
@@ -90,7 +94,7 @@ def measure_costs(model: LoadedModel, ask: Ask, request: Request, seconds: float
     )
 
 
-def rounds(seconds: float) -> Iterator[bool]:
+def measurement_rounds(seconds: float) -> Iterator[bool]:
     """Yield for each round of a measurement of about `seconds`: False first, because a warm-up does not count."""
     yield False
     began = time.perf_counter()
@@ -114,7 +118,7 @@ def place_of(manifest: Manifest, backend: Backend) -> Place:
     )
 
 
-def _fast_enough(ask: Ask, plain: Request, possible: Sequence[Choice], most_ms: float) -> list[Request]:
+def _fast_enough(ask: Ask, plain: Request, possible: Sequence[ScheduledBudget], most_ms: float) -> list[Request]:
     """Return the request at the smallest of the `possible` budgets, and at all before the first far above `most_ms`.
 
     `possible` are ordered from the smallest to the largest.

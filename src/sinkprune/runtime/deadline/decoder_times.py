@@ -54,7 +54,7 @@ class DecoderTimes:
     def _run(self, count: int, *, counted: bool) -> None:
         chain, backend = self._chain, self._chain.backend
         cos, sin = (backend.tensor(table) for table in chain.rotary.tables(np.arange(count)))
-        hidden, added = backend.tensor(self._rows[None, :count]), chain.beside_text(count)
+        hidden, added = backend.tensor(self._rows[None, :count]), chain.deepstack_zeros(count)
         caches, spans = [], []
         for decoder in chain.decoders:
             cache, start = decoder.new_cache(), backend.mark()

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from sinkprune.contract.costs.model import Costs, Prediction, predict
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
-from sinkprune.runtime.deadline.choices import Choice, choice_of, up_to
-from sinkprune.runtime.deadline.request_history import RequestHistory, Slower
+from sinkprune.runtime.deadline.choices import ScheduledBudget, budgets_up_to, scheduled_budget
+from sinkprune.runtime.deadline.request_history import RequestHistory, Slowdown
 from sinkprune.runtime.steps.answer import DeadlineReport
 from sinkprune.runtime.steps.request import Request
 
@@ -28,11 +28,13 @@ class BudgetPolicy:
     def __init__(self, request: Request) -> None:
         self._request = request
 
-    def candidates(self, manifest: Manifest, layouts: Sequence[VisualLayout]) -> list[Choice]:
+    def candidates(self, manifest: Manifest, layouts: Sequence[VisualLayout]) -> list[ScheduledBudget]:
         """Return the budgets that the request may run at; raises `BudgetError` for an unknown budget."""
-        return [choice_of(manifest, self._request.method, self._request.budget, layouts)]
+        return [scheduled_budget(manifest, self._request.method, self._request.budget, layouts)]
 
-    def choose(self, choices: Sequence[Choice], text: int, layouts: Sequence[VisualLayout]) -> Choice:
+    def choose(
+        self, choices: Sequence[ScheduledBudget], text: int, layouts: Sequence[VisualLayout]
+    ) -> ScheduledBudget:
         """Choose from at least one choice, the largest first; called when the vision tower is done."""
         return choices[0]
 
@@ -43,8 +45,11 @@ class BudgetPolicy:
         """Return why the answer ends after so many tokens, or "" where it may go on."""
         return "length" if tokens >= self._request.max_new_tokens else ""
 
-    def ended(self, token_ms: Sequence[float]) -> DeadlineReport | None:
-        """Called when the answer is complete, with the milliseconds of each token after the first."""
+    def ended(self, token_ms: Sequence[float], *, reused: bool = False) -> DeadlineReport | None:
+        """Called when the answer is complete, with the milliseconds of each token after the first.
+
+        `reused` is whether rows of the prompt came from an earlier request.
+        """
         return None
 
 
@@ -55,7 +60,7 @@ class _Decision:
     budget: str
     tower_ms: float
     """When the vision tower was done and the budget was chosen."""
-    slower: Slower
+    slower: Slowdown
     usual: Prediction
     """The times that the machine's costs predict."""
     expected: Prediction
@@ -96,10 +101,12 @@ class DeadlinePolicy(BudgetPolicy):
         self._deadline_ms, self._manifest, self._costs, self._history = deadline_ms, manifest, costs, history
         self._now, self._began = now, now() if began is None else began
 
-    def candidates(self, manifest: Manifest, layouts: Sequence[VisualLayout]) -> list[Choice]:
-        return up_to(manifest, self._request.method, self._request.budget, layouts)
+    def candidates(self, manifest: Manifest, layouts: Sequence[VisualLayout]) -> list[ScheduledBudget]:
+        return budgets_up_to(manifest, self._request.method, self._request.budget, layouts)
 
-    def choose(self, choices: Sequence[Choice], text: int, layouts: Sequence[VisualLayout]) -> Choice:
+    def choose(
+        self, choices: Sequence[ScheduledBudget], text: int, layouts: Sequence[VisualLayout]
+    ) -> ScheduledBudget:
         tower_ms, slower, wanted = self._elapsed(), self._history.slower, self._request.max_new_tokens
         left = self._deadline_ms - tower_ms
         usual = [predict(self._costs, self._manifest, choice.schedule, text, layouts) for choice in choices]
@@ -110,9 +117,12 @@ class DeadlinePolicy(BudgetPolicy):
         if whole:
             reason = f"the largest budget that is expected to bring {_counted(wanted)} in time"
         elif can_meet:
-            reason = f"no budget is expected to bring {_counted(wanted)} in time; this one brings most"
+            reason = (
+                f"no budget is expected to bring {_counted(wanted)} in time, so that with the earliest first token "
+                "runs; set max_new_tokens (--max-new-tokens) to the tokens that you need"
+            )
         else:
-            reason = "no budget is expected to bring a token in time; this one brings the first soonest"
+            reason = "no budget is expected to bring a token in time, so that with the earliest first token runs"
         self._decision = _Decision(
             choices[chosen].budget,
             tower_ms,
@@ -132,10 +142,12 @@ class DeadlinePolicy(BudgetPolicy):
         in_time = self._elapsed() + self._decision.expected.token <= self._deadline_ms
         return super().finish(tokens) or ("" if in_time else "deadline")
 
-    def ended(self, token_ms: Sequence[float]) -> DeadlineReport:
+    def ended(self, token_ms: Sequence[float], *, reused: bool = False) -> DeadlineReport:
         measured, chosen, costs = self._elapsed(), self._decision, self._costs
         token = sum(token_ms) / len(token_ms) if token_ms else None
-        self._history.add(chosen.usual, self._first_ms - chosen.tower_ms, token)
+        if not reused:
+            # The costs are those of whole requests.
+            self._history.add(chosen.usual, self._first_ms - chosen.tower_ms, token)
         first = chosen.tower_ms + chosen.expected.first
         return DeadlineReport(
             deadline_ms=self._deadline_ms,

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection
 from typing import NamedTuple
 
-from sinkprune.contract.costs.model import Prediction, Recent
+from sinkprune.contract.costs.model import Prediction, RecentRatios
 
 WINDOW = 40
 """How many requests the history holds. If their order is random, the next request is slower than all of them with
@@ -17,10 +17,10 @@ _FEW = 20
 """With fewer requests, the next one is slower than all of them with a probability of more than 5 %."""
 _UNKNOWN = 1.3
 """With fewer than `_FEW` requests, the expected slowdown is at least the fastest request's times this."""
-_NONE = Recent()
+_NONE = RecentRatios()
 
 
-class Slower(NamedTuple):
+class Slowdown(NamedTuple):
     """The expected time of a request as a multiple of its predicted costs."""
 
     first: float
@@ -39,7 +39,7 @@ class RequestHistory:
     Requests that are faster than their costs lower the expected times in the same way.
     """
 
-    def __init__(self, recent: Recent = _NONE) -> None:
+    def __init__(self, recent: RecentRatios = _NONE) -> None:
         """Start with `recent` requests, which an earlier process may have answered."""
         self._first, self._token = deque(recent.first, WINDOW), deque(recent.token, WINDOW)
 
@@ -54,14 +54,14 @@ class RequestHistory:
         self._token.append(ratio if token is None else token / usual.token)
 
     @property
-    def slower(self) -> Slower:
+    def slower(self) -> Slowdown:
         """The expected slowdown of the next request: that of the slowest recent one."""
-        return Slower(_expected(self._first), _expected(self._token))
+        return Slowdown(_expected(self._first), _expected(self._token))
 
     @property
-    def recent(self) -> Recent:
+    def recent(self) -> RecentRatios:
         """The requests, for a later process."""
-        return Recent(tuple(self._first), tuple(self._token))
+        return RecentRatios(tuple(self._first), tuple(self._token))
 
 
 def _expected(ratios: Collection[float]) -> float:

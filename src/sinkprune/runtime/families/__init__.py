@@ -15,11 +15,11 @@ from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.media.clip import Picture, Shown, Video
+from sinkprune.runtime.media.clip import Picture, SampledFrames, Video
 from sinkprune.runtime.media.fits import Fit, check_fit
 
 
-class Seen(NamedTuple):
+class TowerInput(NamedTuple):
     """A picture as inputs of a model's vision tower."""
 
     inputs: dict[str, Array]
@@ -43,7 +43,7 @@ class Family(Protocol):
     def check_video(self) -> None:
         """Raise `VideoError` if the bundle takes no video, before a file is opened."""
 
-    def shown(self, video: Video) -> Shown:
+    def shown(self, video: Video) -> SampledFrames:
         """Return the frames of a clip or a video file that the model sees; raises `VideoError`."""
 
     def fitted(self, fit: Fit) -> Family | None:

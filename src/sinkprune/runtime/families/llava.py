@@ -13,11 +13,12 @@ from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import DTYPES, Array
 from sinkprune.contract.towers import ViTTower
-from sinkprune.runtime.media.clip import Picture, Shown, Video
+from sinkprune.runtime.media.clip import Picture, SampledFrames, Video
 from sinkprune.runtime.media.fits import Fit, share_within
 from sinkprune.runtime.processors.grid_boxes import grid_boxes
 from sinkprune.runtime.processors.pixel_values import check_settings
-from sinkprune.runtime.processors.square import Size, SquareProcessor
+from sinkprune.runtime.processors.square import SquareProcessor
+from sinkprune.runtime.processors.torchvision_resize import PixelSize
 
 
 class Llava:
@@ -50,7 +51,7 @@ class Llava:
         """Raise `VideoError`: LLaVA takes no video."""
         raise _no_video()
 
-    def shown(self, video: Video) -> Shown:
+    def shown(self, video: Video) -> SampledFrames:
         """Raise `VideoError`: LLaVA takes no video."""
         raise _no_video()
 
@@ -71,13 +72,13 @@ class Llava:
     def _pixels(self, image: Image.Image) -> Array:
         return self._processor(image)[None]
 
-    def _layout(self, size: Size) -> VisualLayout:
+    def _layout(self, size: PixelSize) -> VisualLayout:
         area = self._processor.source_box(size)
         boxes = grid_boxes(area, self._side, self._side)
         layout = self._in_line(size, 1, np.arange(self._tower.tokens), boxes, [range(self._tower.tokens)])
         return replace(layout, seen_share=share_within(area, size))
 
-    def _in_line(self, size: Size, groups: int, rows: Array, boxes: Array, views: list[range]) -> VisualLayout:
+    def _in_line(self, size: PixelSize, groups: int, rows: Array, boxes: Array, views: list[range]) -> VisualLayout:
         """Return a layout whose rows have their numbers in the prompt as positions."""
         return VisualLayout(
             size=size,
@@ -102,7 +103,7 @@ class Llava:
 
 
 def _image(picture: Picture) -> Image.Image:
-    if isinstance(picture, Shown):
+    if isinstance(picture, SampledFrames):
         raise _no_video()
     return picture
 

@@ -14,7 +14,7 @@ from sinkprune.runtime.families.llava import Llava
 from sinkprune.runtime.media.fits import Fit
 from sinkprune.runtime.processors.grid_boxes import grid_boxes
 from sinkprune.runtime.processors.llava_next import Canvas, LlavaNextProcessor, unpadded
-from sinkprune.runtime.processors.square import Size
+from sinkprune.runtime.processors.torchvision_resize import PixelSize
 
 
 class LlavaNext(Llava):
@@ -39,14 +39,14 @@ class LlavaNext(Llava):
     def _pixels(self, image: Image.Image) -> Array:
         return self._tiles(image)
 
-    def _layout(self, size: Size) -> VisualLayout:
+    def _layout(self, size: PixelSize) -> VisualLayout:
         canvas, n = self._tiles.canvas(size), self._tower.tokens
         groups = 1 + canvas.width * canvas.height // self._tower.image_size**2
         # The whole image, and its tiles side by side
         views = [range(n), range(n, groups * n)]
         return self._in_line(size, groups, self._rows(size, canvas), self._boxes(size, canvas), views)
 
-    def _rows(self, size: Size, canvas: Canvas) -> Array:
+    def _rows(self, size: PixelSize, canvas: Canvas) -> Array:
         """Return the tokens of the whole image, then of the canvas by lines, without padding; -1 ends a line."""
         side, n = self._side, self._tower.tokens
         rows, columns = (length // self._tower.image_size for length in (canvas.height, canvas.width))
@@ -55,7 +55,7 @@ class LlavaNext(Llava):
         lines = raster[unpadded(size, columns * side, rows * side)]
         return np.concatenate([np.arange(n), np.pad(lines, ((0, 0), (0, 1)), constant_values=-1).ravel()])
 
-    def _boxes(self, size: Size, canvas: Canvas) -> Array:
+    def _boxes(self, size: PixelSize, canvas: Canvas) -> Array:
         """Return the boxes of all tokens. Those of patches on padding are outside the image."""
         side, length = self._side, self._tower.image_size
         boxes = [grid_boxes((0, 0, *size), side, side)]

@@ -12,7 +12,7 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import DTYPES, Array
 from sinkprune.contract.towers import QwenTower
 from sinkprune.runtime.families.rotary import Rotary
-from sinkprune.runtime.media.clip import Picture, Sampling, Shown, Video, evenly_spaced_indices, sample_frames
+from sinkprune.runtime.media.clip import Picture, SampledFrames, Sampling, Video, evenly_spaced_indices, sample_frames
 from sinkprune.runtime.media.fits import Fit
 from sinkprune.runtime.processors.grid_boxes import grid_boxes
 from sinkprune.runtime.processors.pixel_values import check_settings
@@ -51,7 +51,7 @@ class Qwen25VL:
     def layout(self, picture: Picture) -> VisualLayout:
         """Return a group for each temporal patch; raises `ImageError` for a shape that the model cannot take."""
         grid = self._processor.grid(picture.size)
-        times = self._times(grid.t, picture.size.fps) if isinstance(picture, Shown) else np.arange(grid.t)
+        times = self._times(grid.t, picture.size.fps) if isinstance(picture, SampledFrames) else np.arange(grid.t)
         return self._layout(grid, self._windows(grid), (picture.size[0], picture.size[1]), times)
 
     def inputs(self, picture: Picture) -> dict[str, Array]:
@@ -73,7 +73,7 @@ class Qwen25VL:
         """Raise `VideoError` if the bundle was exported for images only."""
         self._video_settings()
 
-    def shown(self, video: Video) -> Shown:
+    def shown(self, video: Video) -> SampledFrames:
         """Return frames sampled by the processor's settings; raises `VideoError`."""
         return sample_frames(video, self._video_settings(), self._tower.temporal_patch_size, self._sampling)
 

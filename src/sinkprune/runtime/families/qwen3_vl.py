@@ -11,7 +11,7 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.contract.towers import Qwen3Tower
 from sinkprune.runtime.families.qwen2_5_vl import Qwen25VL
-from sinkprune.runtime.media.clip import Picture, Shown, end_to_end_indices
+from sinkprune.runtime.media.clip import Picture, SampledFrames, end_to_end_indices
 from sinkprune.runtime.processors.qwen import Grid, Qwen3Processor
 
 _START, _END = "<|vision_start|>", "<|vision_end|>"
@@ -32,7 +32,7 @@ class Qwen3VL(Qwen25VL):
     def layout(self, picture: Picture) -> VisualLayout:
         """Return a group for each temporal patch, and for clips the texts with their times; raises `ImageError`."""
         layout = super().layout(picture)
-        return replace(layout, texts=self._texts(picture)) if isinstance(picture, Shown) else layout
+        return replace(layout, texts=self._texts(picture)) if isinstance(picture, SampledFrames) else layout
 
     def inputs(self, picture: Picture) -> dict[str, Array]:
         """Return pixel patches, rotary tables and learned positions of their grid; raises `ImageError`."""
@@ -43,7 +43,7 @@ class Qwen3VL(Qwen25VL):
         """Return [T] zeros: each temporal patch has the positions of an image, because the time is text."""
         return np.zeros(frames, np.int64)
 
-    def _texts(self, clip: Shown) -> tuple[str, ...]:
+    def _texts(self, clip: SampledFrames) -> tuple[str, ...]:
         """Return texts with the mean time of each temporal patch, to a tenth of a second (Qwen3VLProcessor)."""
         together = self._tower.temporal_patch_size
         # The last frame fills an incomplete patch.

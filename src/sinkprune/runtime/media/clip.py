@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from PIL import Image
 
-from sinkprune.contract.checks.format_value import format_value
+from sinkprune.contract.checks.format_value import format_value, type_name
 from sinkprune.contract.errors import VideoError
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.media.images import to_rgb
@@ -56,9 +56,7 @@ class Clip:
 
     def __post_init__(self) -> None:
         if not isinstance(self.frames, Iterable) or isinstance(self.frames, (str, bytes)):
-            raise VideoError(
-                f"a clip's frames are a {type(self.frames).__name__}, expected images. Give a list of them."
-            )
+            raise VideoError(f"a clip's frames are {type_name(self.frames)}, expected images. Give a list of them.")
         # A whole number of Python may be larger than any float.
         too_large = isinstance(self.fps, int) and self.fps > sys.float_info.max
         if not isinstance(self.fps, Real) or isinstance(self.fps, bool) or too_large:
@@ -78,7 +76,7 @@ class Clip:
 
 
 @dataclass(frozen=True)
-class Shown:
+class SampledFrames:
     """The frames of a clip that a model sees, of one size."""
 
     frames: list[Image.Image]
@@ -87,7 +85,7 @@ class Shown:
     """The time of each of them after the video's first frame."""
 
 
-Picture = Image.Image | Shown
+Picture = Image.Image | SampledFrames
 """The visual input of a model: an RGB image, or the frames of a clip."""
 
 
@@ -137,7 +135,7 @@ Sampling = Callable[[int, float, Mapping[str, Any], int], list[int]]
 
 def sample_frames(
     video: Video, settings: Mapping[str, Any], together: int, sampling: Sampling = evenly_spaced_indices
-) -> Shown:
+) -> SampledFrames:
     """Return the frames of `video` that a model sees by a processor's `settings`, `together` of them to a token.
 
     Raises `VideoError` for a video without frames, without a rate, or with frames of several sizes.
@@ -153,4 +151,4 @@ def sample_frames(
         raise VideoError(f"the frames have different sizes, {sorted(sizes)}; expected one. Scale them to one size.")
     (width, height), fps = frames[0].size, len(indices) / video.count * video.fps
     seconds = tuple(index / video.fps for index in indices)
-    return Shown(frames, ClipSize(width, height, len(indices), fps), seconds)
+    return SampledFrames(frames, ClipSize(width, height, len(indices), fps), seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -12,6 +13,16 @@ Fit = Literal["crop", "pad", "stretch"]
 """`crop` keeps the middle square and loses the rest. `pad` adds bars of the processor's mean colour around the whole
 picture. `stretch` resizes the whole picture without keeping its aspect ratio."""
 FITS: tuple[Fit, ...] = get_args(Fit)
+
+
+def add_fit_option(parser: ArgumentParser) -> None:
+    """Add `--fit`, one of `FITS`, to the parser of a command that runs pictures."""
+    parser.add_argument(
+        "--fit",
+        choices=FITS,
+        help="how a picture becomes the model's square: crop loses the sides, pad adds bars, stretch changes the "
+        "aspect ratio (default: the checkpoint's own)",
+    )
 
 
 def check_fit(fit: object) -> None:

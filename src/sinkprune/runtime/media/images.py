@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import warnings
 from collections.abc import Iterator
@@ -11,8 +12,9 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from sinkprune.contract.checks.format_value import type_name
 from sinkprune.contract.errors import ImageError
-from sinkprune.contract.files.untrusted import MissingError, UnreadableError, open_regular
+from sinkprune.contract.files.untrusted import ForbiddenError, MissingError, UnreadableError, open_regular
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.media.metered_file import MeteredFile
 
@@ -50,6 +52,8 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
         file = open_regular(path)
     except MissingError as error:
         raise ImageError(f"image '{path}': found no such file. {_GIVE}") from error
+    except ForbiddenError as error:
+        raise ImageError(f"image '{path}' {error}. Allow this user to read it.") from error
     except UnreadableError as error:
         raise ImageError(f"image '{path}' {error}. {_GIVE}") from error
     with file:
@@ -68,6 +72,16 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
             raise ImageError(f"'{path}': {error}") from error
 
 
+def read_image_bytes(data: bytes) -> Image.Image:
+    """Return the RGB image in the bytes of a file, as `read_image` does; raises `ImageError`."""
+    if not 0 < len(data) <= MOST_BYTES:
+        raise ImageError(f"the image has {len(data)} bytes, expected 1 to {MOST_BYTES}. {_GIVE}")
+    try:
+        return _decoded(cast(BinaryIO, MeteredFile(io.BytesIO(data), len(data))))
+    except UnidentifiedImageError as error:
+        raise ImageError(f"the image is not one Pillow can read ({len(data)} bytes). {_GIVE}") from error
+
+
 def to_rgb(image: Image.Image | Array) -> Image.Image:
     """Return a Pillow image or a [height,width,3] uint8 array as an RGB image; raises `ImageError`."""
     if isinstance(image, np.ndarray):
@@ -80,7 +94,7 @@ def to_rgb(image: Image.Image | Array) -> Image.Image:
         return Image.fromarray(image)
     if not isinstance(image, Image.Image):
         raise ImageError(
-            f"the image is a {type(image).__name__}, expected a Pillow image, a uint8 [height,width,3] array or the "
+            f"the image is {type_name(image)}, expected a Pillow image, a uint8 [height,width,3] array or the "
             "name of a file."
         )
     _check_size(*image.size)

@@ -14,7 +14,7 @@ from PIL import Image
 
 from sinkprune.contract.checks.arguments import check_path
 from sinkprune.contract.errors import VideoError
-from sinkprune.contract.files.untrusted import MissingError, UnreadableError, open_regular
+from sinkprune.contract.files.untrusted import ForbiddenError, MissingError, UnreadableError, open_regular
 from sinkprune.runtime.media.clip import collected
 from sinkprune.runtime.media.keyframe_index import KeyframeIndex, LostFrameError
 from sinkprune.runtime.media.whole_files import gif_is_whole, matroska_is_whole
@@ -170,12 +170,15 @@ class VideoFile:
         except ImportError as error:
             raise VideoError(
                 "reading video files needs the package 'av', which is not installed. Install it with: "
-                "pip install 'sinkprune[video]', or give the frames as a list."
+                "pip install 'sinkprune[video]', or give the frames as a list. Only bundles of families with clips "
+                "(Qwen2-VL, Qwen2.5-VL, Qwen3-VL) take either."
             ) from error
         try:
             file = open_regular(self._path)
         except MissingError as error:
             raise VideoError(f"video '{self._path}': found no such file. {_GIVE}") from error
+        except ForbiddenError as error:
+            raise VideoError(f"video '{self._path}' {error}. Allow this user to read it.") from error
         except UnreadableError as error:
             raise VideoError(f"video '{self._path}' {error}. {_GIVE}") from error
         try:

@@ -16,7 +16,7 @@ from sinkprune.contract.reports.energy import IDLE_SECONDS, IdlePower, PowerRepo
 from sinkprune.runtime.power.curve import EnergyCurve
 from sinkprune.runtime.power.sensor import SILENT_SECONDS, Reading, Sensor
 
-IDLE = RealNumber("--idle", 0.5, 3600, "from 0.5 to 3600 seconds")
+IDLE = RealNumber("idle_seconds", 0.5, 3600, "from 0.5 to 3600 seconds")
 
 
 class EnergyMeter:

@@ -13,7 +13,8 @@ from sinkprune.contract.checks.fields import from_json
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.image_settings import TileSettings
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.processors.square import Size, SquareProcessor
+from sinkprune.runtime.processors.square import SquareProcessor
+from sinkprune.runtime.processors.torchvision_resize import PixelSize
 
 
 class Canvas(NamedTuple):
@@ -23,7 +24,7 @@ class Canvas(NamedTuple):
     height: int
     left: int
     top: int
-    shown: Size
+    shown: PixelSize
     """Width and height of the resized image on the canvas."""
 
 
@@ -46,7 +47,7 @@ class LlavaNextProcessor:
         tiles = [shown.crop((x, y, x + side, y + side)) for x, y in corners]
         return np.stack([self._square(view) for view in (image.resize((side, side), resample), *tiles)])
 
-    def canvas(self, size: Size) -> Canvas:
+    def canvas(self, size: PixelSize) -> Canvas:
         """Return the canvas for an image of `size`: it loses fewest pixels, and of equals wastes fewest."""
         if 0 in size:
             raise ImageError(f"the image has {size[0]}x{size[1]} pixels, expected at least 1x1.")
@@ -62,7 +63,7 @@ class LlavaNextProcessor:
         return Canvas(width, height, (width - shown[0]) // 2, (height - shown[1]) // 2, shown)
 
 
-def unpadded(size: Size, columns: int, rows: int) -> tuple[slice, slice]:
+def unpadded(size: PixelSize, columns: int, rows: int) -> tuple[slice, slice]:
     """Return the rows and columns of a canvas of `columns` x `rows` tokens that show an image of `size`."""
     width, height = size
     if width / height > columns / rows:
@@ -72,7 +73,7 @@ def unpadded(size: Size, columns: int, rows: int) -> tuple[slice, slice]:
     return slice(0, rows), slice(padding, columns - padding)
 
 
-def _fitted(size: Size, width: int, height: int) -> Size:
+def _fitted(size: PixelSize, width: int, height: int) -> PixelSize:
     """Return the largest size with the aspect ratio of `size` within `width` x `height`, rounded up."""
     across, down = width / size[0], height / size[1]
     if across < down:

@@ -14,14 +14,12 @@ from sinkprune.contract.checks.fields import from_json
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.image_settings import PatchSettings
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.media.clip import ClipSize, Shown
+from sinkprune.runtime.media.clip import ClipSize, SampledFrames
 from sinkprune.runtime.processors.pixel_values import pixel_values
-from sinkprune.runtime.processors.torchvision_resize import TorchvisionResize
+from sinkprune.runtime.processors.torchvision_resize import PixelSize, TorchvisionResize
 
 # The model's own limit (smart_resize).
 _MAX_ASPECT_RATIO = 200
-
-Size = tuple[int, int]
 
 
 class Grid(NamedTuple):
@@ -48,7 +46,7 @@ class QwenProcessor:
         from_json(PatchSettings, settings, "$.processor")
         self._settings = settings
 
-    def __call__(self, picture: Image.Image | Shown) -> Array:
+    def __call__(self, picture: Image.Image | SampledFrames) -> Array:
         """Return [patches, 3 * temporal_patch_size * patch_size**2] fp32 of an RGB image or the frames of a clip.
 
         Merged tokens are in raster order, frame after frame, and the patches of each are next to each other. An
@@ -57,7 +55,7 @@ class QwenProcessor:
         grid, settings = self.grid(picture.size), self._settings
         patch, merge, together = (settings[f"{name}_size"] for name in ("patch", "merge", "temporal_patch"))
         size = (grid.w * patch, grid.h * patch)
-        if isinstance(picture, Shown):
+        if isinstance(picture, SampledFrames):
             frames = [*map(TorchvisionResize(picture.size[:2], size), picture.frames)]
         else:
             frames = [np.asarray(picture.resize(size, Image.Resampling(settings["resample"])))]
@@ -67,7 +65,7 @@ class QwenProcessor:
         blocks = values.reshape(grid.t, together, grid.h // merge, merge, patch, grid.w // merge, merge, patch, 3)
         return blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(grid.patches, -1)
 
-    def grid(self, size: Size | ClipSize) -> Grid:
+    def grid(self, size: PixelSize | ClipSize) -> Grid:
         """Return the patches of an image of `size` (width, height), or of a clip; raises `ImageError`.
 
         Both sides become multiples of a merged token's side, with min_pixels to max_pixels in all. The aspect ratio
@@ -82,7 +80,7 @@ class QwenProcessor:
         frame = self._resized((size.width, size.height), limits["min_pixels"], limits["max_pixels"])
         return frame._replace(t=-(-size.frames // self._settings["temporal_patch_size"]))
 
-    def _resized(self, size: Size, least: int, most: int, frames: int = 1, counted: int = 1) -> Grid:
+    def _resized(self, size: PixelSize, least: int, most: int, frames: int = 1, counted: int = 1) -> Grid:
         """Return the grid of one of `frames` frames, with `least` to `most` pixels in `counted` frames together."""
         width, height = size
         if 0 in size:

@@ -14,12 +14,10 @@ from sinkprune.contract.image_settings import SquareSettings
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.media.fits import Fit, fitted_settings
 from sinkprune.runtime.processors.pixel_values import pixel_values
+from sinkprune.runtime.processors.torchvision_resize import PixelSize
 
 # A larger image after resizing is a panorama whose crop shows next to nothing of it.
 _MAX_RESIZED_PIXELS = 100_000_000
-
-Size = tuple[int, int]
-"""Width and height in pixels, as Pillow orders them."""
 
 
 class SquareProcessor:
@@ -48,7 +46,7 @@ class SquareProcessor:
         """Return a processor with these settings that turns pictures into squares of `side` pixels by `fit`."""
         return SquareProcessor(fitted_settings(self._settings, fit, side))
 
-    def source_box(self, size: Size) -> tuple[float, float, float, float]:
+    def source_box(self, size: PixelSize) -> tuple[float, float, float, float]:
         """Return the area of an image of `size` that the model sees: left, top, right, bottom in its pixels."""
         width, height = size
         shift_x = shift_y = 0.0
@@ -79,7 +77,7 @@ class SquareProcessor:
         square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
         return square
 
-    def _resized_size(self, size: Size) -> Size:
+    def _resized_size(self, size: PixelSize) -> PixelSize:
         wanted = self._settings["size"]
         if "shortest_edge" not in wanted:
             return wanted["width"], wanted["height"]

@@ -14,7 +14,8 @@ from PIL import Image
 
 from sinkprune.contract.precision import Array
 
-Size = tuple[int, int]
+PixelSize = tuple[int, int]
+"""Width and height in pixels, as Pillow orders them."""
 
 _MOST_PRECISION = 22
 # Rows at a time, so that a step's data stays in the cache
@@ -25,7 +26,7 @@ _TRANSPOSE = Image.Transpose.TRANSPOSE
 class TorchvisionResize:
     """Resizes pictures of one size (width, height) to another."""
 
-    def __init__(self, size: Size, resized: Size) -> None:
+    def __init__(self, size: PixelSize, resized: PixelSize) -> None:
         """Compute the weights from `size` to `resized`."""
         self._columns, self._rows = (_weights(*lengths) for lengths in zip(size, resized, strict=True))
 

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from sinkprune.contract.checks.ranges import RealNumber
 
-RATE = RealNumber("--rate", 0.01, 1000, "from 0.01 to 1000 frames a second")
-DURATION = RealNumber("--duration", 0.1, 86_400, "from 0.1 to 86400 seconds")
+RATE = RealNumber("rate", 0.01, 1000, "from 0.01 to 1000 frames a second")
+DURATION = RealNumber("duration", 0.1, 86_400, "from 0.1 to 86400 seconds")
 
 
-class Served(NamedTuple):
+class ServedFrame(NamedTuple):
     """An answered frame. Moments are in seconds of `FrameClock.clock`."""
 
     frame: int
@@ -41,8 +41,8 @@ class FrameClock:
     """Seconds of a clock that never jumps."""
     sleep: Callable[[float], None] = time.sleep
 
-    def serve(self, answer: Callable[[int], object]) -> Iterator[Served]:
-        """Call `answer` with the number of each frame that is not missed, and yield a `Served` after each call.
+    def serve(self, answer: Callable[[int], object]) -> Iterator[ServedFrame]:
+        """Call `answer` with the number of each frame that is not missed, and yield a `ServedFrame` after each call.
 
         The first frame arrives at once. Ends after `duration`, or with the last answer if that is later.
         """
@@ -54,7 +54,7 @@ class FrameClock:
             self._wait_until(came)
             began = self.clock()
             answer(taken)
-            yield Served(taken, came, began, self.clock())
+            yield ServedFrame(taken, came, began, self.clock())
         self._wait_until(start + self.duration)
 
     def _wait_until(self, moment: float) -> None:

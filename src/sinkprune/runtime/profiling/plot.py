@@ -11,8 +11,9 @@ import sys
 import tempfile
 from typing import Any
 
+from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.reports.report import BudgetReport, Report
+from sinkprune.contract.reports.report import BudgetReport, ProfileReport
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -49,7 +50,7 @@ def import_matplotlib() -> Any:
     return Figure
 
 
-def plot_report(report: Report, suffix: str) -> bytes:
+def plot_report(report: ProfileReport, suffix: str) -> bytes:
     """Return the bytes of a picture file with a stacked bar for each budget, from preprocessing to the last token."""
     figure = import_matplotlib()(figsize=(10, 1.6 + 0.55 * len(report.budgets)), layout="constrained")
     axes = figure.add_subplot()
@@ -72,7 +73,7 @@ def plot_report(report: Report, suffix: str) -> bytes:
     axes.set_xlabel("milliseconds (medians of each part)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(
-        f"{report.model}, {report.precision}, {report.backend}, {report.threads} threads\n"
+        f"{report.model}, {report.precision}, {report.backend}, {counted(report.threads, 'thread')}\n"
         f"{report.machine}; {report.prompt_tokens} text + {report.new_tokens} new tokens",
         fontsize=10,
     )

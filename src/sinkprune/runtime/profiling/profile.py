@@ -15,23 +15,25 @@ from sinkprune.contract.reports.report import (
     PARTS,
     BudgetReport,
     Efficiency,
-    Measured,
     PrefillAndTtft,
-    Report,
+    ProfileReport,
+    ReportHeader,
     Spread,
 )
+from sinkprune.runtime.deadline.choices import runnable, scheduled_budget
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.power.meter import EnergyMeter
 from sinkprune.runtime.profiling.energy import budget_energy
 from sinkprune.runtime.profiling.peak_memory import PeakMemory, PeaksOfStages
 from sinkprune.runtime.profiling.stage_spans import StageSpans
 from sinkprune.runtime.steps.answer import Answer
-from sinkprune.runtime.steps.pictures import PictureLike
+from sinkprune.runtime.steps.context_length import check_picture_count
+from sinkprune.runtime.steps.pictures import PictureLike, decoded, layout_of
 from sinkprune.runtime.system.processor import processor_name
 
 # The upper limits bound the memory of the answers, which are kept until the report.
-REPEAT = WholeNumber("--repeat", 1, 100_000)
-WARMUP = WholeNumber("--warmup", 0, 100_000)
+REPEAT = WholeNumber("repeat", 1, 100_000)
+WARMUP = WholeNumber("warmup", 0, 100_000)
 
 
 def profile(
@@ -46,7 +48,7 @@ def profile(
     warmup: int = 1,
     meter: EnergyMeter | None = None,
     on_run: Callable[[str], None] = lambda budget: None,
-) -> Report:
+) -> ProfileReport:
     """Run every budget once in each of `repeat` rounds, after `warmup` rounds that do not count.
 
     The unpruned engines are always included. Every answer has exactly `new_tokens`: stop tokens are ignored. `meter`
@@ -55,6 +57,7 @@ def profile(
     """
     repeat, warmup = REPEAT.check(repeat), WARMUP.check(warmup)
     names = list(dict.fromkeys([UNPRUNED, *budgets]))
+    check_budgets(pipeline, image, prompt, names, method=method, new_tokens=new_tokens)
     runs = {name: _Runs() for name in names}
     first: Answer | None = None
     for turn in range(-warmup, repeat):
@@ -82,8 +85,8 @@ def profile(
                     run.spans.append(spans)
     curve = meter.curve() if meter else None
     unpruned = runs[UNPRUNED]
-    return Report(
-        **vars(described(pipeline, method, unpruned.answers[0].prompt_tokens, new_tokens, meter)),
+    return ProfileReport(
+        **vars(report_header(pipeline, method, unpruned.answers[0].prompt_tokens, new_tokens, meter)),
         repeat=repeat,
         first_answer_ms=_sum(pipeline.load_ms, first.ms["ttft"] if first else None),
         budgets={
@@ -93,6 +96,29 @@ def profile(
             for name, run in runs.items()
         },
     )
+
+
+def check_budgets(
+    pipeline: Pipeline,
+    image: PictureLike | Sequence[PictureLike],
+    prompt: str | Sequence[str],
+    budgets: Sequence[str],
+    *,
+    method: str,
+    new_tokens: int,
+) -> None:
+    """Check that the request can run at each of `budgets`, before any runs.
+
+    Raises what `Pipeline.generate` raises for the largest budget that cannot run.
+    """
+    manifest, family = pipeline.bundle.manifest, pipeline.family
+    request = pipeline.new_request(image, prompt, method=method, max_new_tokens=new_tokens)
+    check_picture_count(manifest, pipeline.limits, len(request.pictures))
+    layouts = [layout_of(source, decoded(source, family), family, manifest) for source in request.pictures]
+    text = pipeline.prompts.encode(request.texts, [layout.texts for layout in layouts], request.system).text_tokens
+    choices = [scheduled_budget(manifest, method, budget, layouts) for budget in budgets]
+    for choice in sorted(choices, key=lambda choice: -choice.schedule.rows):
+        runnable(manifest, pipeline.limits, request, [choice], text, layouts)
 
 
 class _Runs:
@@ -106,12 +132,12 @@ class _Runs:
         self.memory, self.stages = PeakMemory(), PeaksOfStages()
 
 
-def described(
+def report_header(
     pipeline: Pipeline, method: str, prompt_tokens: int, new_tokens: int, meter: EnergyMeter | None
-) -> Measured:
+) -> ReportHeader:
     """Return the head of a report about `pipeline`, with the readings of `meter` so far."""
     manifest = pipeline.bundle.manifest
-    return Measured(
+    return ReportHeader(
         model=model_name(manifest.checkpoint.source),
         backend=pipeline.backend.name,
         precision=manifest.precision,

@@ -14,8 +14,8 @@ from sinkprune.runtime.power.conditions import logging_conditions
 from sinkprune.runtime.power.curve import EnergyCurve
 from sinkprune.runtime.power.meter import EnergyMeter
 from sinkprune.runtime.power.sensor import ROOT
-from sinkprune.runtime.profiling.frame_clock import FrameClock, Served
-from sinkprune.runtime.profiling.profile import WARMUP, described
+from sinkprune.runtime.profiling.frame_clock import FrameClock, ServedFrame
+from sinkprune.runtime.profiling.profile import WARMUP, check_budgets, report_header
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.pictures import PictureLike
 
@@ -47,6 +47,7 @@ def at_rate(
             f"there are {len(pictures)} pictures and {len(budgets)} budgets, expected at least one of each."
         )
 
+    check_budgets(pipeline, next(iter(pictures)), prompt, budgets, method=method, new_tokens=new_tokens)
     first: dict[str, Answer] = {}
 
     def ask(budget: str, frame: int) -> Answer:
@@ -56,7 +57,7 @@ def at_rate(
         )
         return first.setdefault(budget, answer)
 
-    served: dict[str, list[Served]] = {name: [] for name in budgets}
+    served: dict[str, list[ServedFrame]] = {name: [] for name in budgets}
     with logging_conditions(meter, root) as log:
         for name, frames in served.items():
             for turn in range(warmup):
@@ -68,7 +69,7 @@ def at_rate(
     start = min(done.came for frames in served.values() for done in frames)
     answer = first[budgets[0]]
     return RateReport(
-        **vars(described(pipeline, method, answer.prompt_tokens, new_tokens, meter)),
+        **vars(report_header(pipeline, method, answer.prompt_tokens, new_tokens, meter)),
         rate_hz=source.rate,
         duration_s=source.duration,
         pictures=len(pictures),
@@ -83,7 +84,7 @@ def at_rate(
 def _budget_rate(
     answer: Answer,
     source: FrameClock,
-    served: Sequence[Served],
+    served: Sequence[ServedFrame],
     start: float,
     meter: EnergyMeter | None,
     curve: EnergyCurve | None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.reports.rate_report import RateReport
 from sinkprune.runtime.profiling.plot import figure_bytes, import_matplotlib
 
@@ -42,7 +43,7 @@ def plot_rate(report: RateReport, suffix: str) -> bytes:
         axes.spines[["top", "right"]].set_visible(False)
     rows[-1].set_xlabel("seconds")
     rows[0].set_title(
-        f"{report.model}, {report.precision}, {report.backend}, {report.threads} threads; "
+        f"{report.model}, {report.precision}, {report.backend}, {counted(report.threads, 'thread')}; "
         f"{report.rate_hz:g} frames a second\n"
         f"{report.machine}; {report.prompt_tokens} text + {report.new_tokens} new tokens",
         fontsize=10,

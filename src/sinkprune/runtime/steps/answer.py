@@ -68,8 +68,8 @@ class Answer:
     text: str
     token_ids: list[int]
     finish: str
-    """`stop` (the model or a stop string ended it), `length` (max_new_tokens did), `deadline` (no time for more) or
-    `cancelled` (`Stream.cancel` was called)."""
+    """`stop` (the model or a stop string ended it, or its form is complete), `length` (max_new_tokens did),
+    `deadline` (no time for more) or `cancelled` (`Stream.cancel` was called)."""
     method: str
     budget: str
     prompt_tokens: int
@@ -84,8 +84,20 @@ class Answer:
     """Milliseconds by part, those of `sinkprune.contract.reports.report.PARTS`; `per_token` is None for one token."""
     images: tuple[Kept, ...]
     """What each step kept of each picture's tokens."""
+    reused_towers: int = 0
+    """How many pictures a `Session` had encoded for an earlier request."""
+    reused_rows: int = 0
+    """How many rows of the prompt a `Session` took from an earlier request, in the decoder's layers before the first
+    that prunes."""
     deadline: DeadlineReport | None = None
     """How the deadline was met or missed; None without a deadline."""
+    choices: Mapping[str, float] = field(default_factory=dict)
+    """The probability of each answer of the request's `choice` among these answers; empty without them."""
+
+    @property
+    def confidence(self) -> float | None:
+        """The probability of the answer among the request's `choice`; None without one."""
+        return self.choices[self.text] if self.choices else None
 
     @property
     def kept(self) -> Kept:

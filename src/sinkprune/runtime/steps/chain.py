@@ -33,6 +33,9 @@ class Chain:
         self.model = model = manifest.language_model
         self.dtype: np.dtype[Any] = DTYPES[manifest.precision]
         self.segments = manifest.segments
+        widths = {tensor.name: tensor.shape[-1] for tensor in manifest.graphs["vision"].outputs}
+        self.visual_token_bytes = self.dtype.itemsize * (int(widths["tokens"]) + manifest.deepstack_width)
+        """The bytes of the vision tower's output for one token."""
         self.several_images = manifest.max_images > 1
         self.rotary = Rotary(model.rope_theta, model.head_dim, self.dtype, model.rope_sections)
         self._plan_engines: dict[str, Engine] = {}
@@ -42,10 +45,10 @@ class Chain:
         self.decoders = [load_decoder(f"decoder_{segment}") for segment in range(len(self.segments))]
         self.head = load("head")
         self._deepstack = manifest.deepstack_width
-        self.beside_token = self.beside_text(1)
+        self.deepstack_token = self.deepstack_zeros(1)
 
-    def beside_text(self, rows: int) -> dict[str, Tensor]:
-        """Return the additional inputs of `decoder_0` for so many text rows, by name."""
+    def deepstack_zeros(self, rows: int) -> dict[str, Tensor]:
+        """Return the additional inputs of `decoder_0` for text rows, by name: zeros [1,rows,E], or no input."""
         if not self._deepstack:
             return {}
         return {"deepstack": self.backend.tensor(np.zeros((1, rows, self._deepstack), self.dtype))}

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.engines_manifest import MOST_TOKENS, Limits
 from sinkprune.contract.errors import PromptError
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.schedule import schedule
-from sinkprune.runtime.media.clip import Clip, Shown
+from sinkprune.runtime.media.clip import Clip, SampledFrames
 from sinkprune.runtime.media.video_file import VideoFile
 from sinkprune.runtime.steps.pictures import PictureLike
 from sinkprune.runtime.steps.request import Request
 
 
-class Length(NamedTuple):
+class RequestLength(NamedTuple):
     """The length of a request in tokens, and its limit."""
 
     text: int
@@ -26,13 +27,13 @@ class Length(NamedTuple):
     """The number of the model's positions."""
 
 
-def check_number(manifest: Manifest, limits: Limits | None, pictures: int) -> None:
+def check_picture_count(manifest: Manifest, limits: Limits | None, pictures: int) -> None:
     """Reject more pictures than the bundle or its engines take; raises `PromptError`."""
     most = limits.images if limits else manifest.max_images
-    if not 1 <= pictures <= most:
+    if pictures > most:
         raise PromptError(
-            f"the prompt has {pictures} images, expected 1 to {most}. More must be asked for beforehand: "
-            "sinkprune-export --max-images, and sinkprune-build --max-images where engines are built."
+            f"the prompt has {counted(pictures, 'image')}, expected at most {most}. More must be asked for "
+            "beforehand: sinkprune-export --max-images, and sinkprune-build --max-images where engines are built."
         )
 
 
@@ -60,16 +61,16 @@ def check_length(
                     f"{wanted} {what} are more than the {most} the engines were built for. Ask for less, or build "
                     f"them again with sinkprune-build {' '.join(flags)} --force."
                 )
-    length = Length(text, visual, request.max_new_tokens, manifest.language_model.max_positions)
+    length = RequestLength(text, visual, request.max_new_tokens, manifest.language_model.max_positions)
     if sum(length[:3]) > length.limit:
         budgets = manifest.plans[request.method]
         kept = {name: schedule(manifest, request.method, name, layouts).rows for name in budgets}
-        raise too_long(length, kept, _fewer_tokens(manifest, request.pictures))
+        raise too_long_error(length, kept, _fewer_tokens(manifest, request.pictures))
 
 
 def _fewer_tokens(manifest: Manifest, pictures: Sequence[PictureLike]) -> str:
     """Return advice on how to have fewer visual tokens."""
-    if any(isinstance(picture, (Clip, VideoFile, Shown)) for picture in pictures):
+    if any(isinstance(picture, (Clip, VideoFile, SampledFrames)) for picture in pictures):
         return "Give fewer or smaller frames, or export again with a smaller --max-frames or --max-pixels."
     fewer = "fewer images" if len(pictures) > 1 else ""
     if manifest.any_resolution:
@@ -78,7 +79,7 @@ def _fewer_tokens(manifest: Manifest, pictures: Sequence[PictureLike]) -> str:
     return f"Give {fewer}." if fewer else "Ask for fewer new tokens."
 
 
-def too_long(length: Length, kept: Mapping[str, int], fewer_tokens: str) -> PromptError:
+def too_long_error(length: RequestLength, kept: Mapping[str, int], fewer_tokens: str) -> PromptError:
     """Return the error for a prompt that is too long.
 
     `kept` are the visual tokens that each budget keeps; `fewer_tokens` is advice on how to have fewer.

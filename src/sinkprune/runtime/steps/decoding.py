@@ -9,13 +9,16 @@ import numpy as np
 
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.layout import VisualLayout
+from sinkprune.contract.plans import Plan
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import Schedule
 from sinkprune.runtime.backends import Cache, Tensor
+from sinkprune.runtime.backends.kv_cache import room_for
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.steps.answer import Kept
 from sinkprune.runtime.steps.chain import Chain
-from sinkprune.runtime.steps.encoding import Encoded
+from sinkprune.runtime.steps.encoding import EncodedPicture
+from sinkprune.runtime.steps.prefix_cache import SCORED, Prefix, SharedRows, segments_before_select
 from sinkprune.runtime.steps.prompt_rows import PromptRows
 
 
@@ -43,58 +46,98 @@ class Prefill:
     """The sequence length each layer ran on."""
     keep_index: dict[int, Tensor] = field(default_factory=dict)
     """After each pruning layer: the rows that survived it, among its input rows."""
+    scored: dict[str, Tensor] = field(default_factory=dict)
+    """The outputs of all rows that the first select read; empty without a select."""
 
 
 def prefill(
-    chain: Chain, schedule: Schedule, rows: PromptRows, clock: Stopwatch, norms: Tensor | None = None
+    chain: Chain,
+    schedule: Schedule,
+    rows: PromptRows,
+    clock: Stopwatch,
+    norms: Tensor | None = None,
+    shared: SharedRows | None = None,
 ) -> Prefill:
     """Run all rows of a prompt through the segments, with the selects of the schedule's plan between them.
 
-    `norms` [G,N] are the picture's, for plans that keep shares of N: their selects read N from the shape. Raises
-    `BundleError` where the prompt's number of visual rows differs from the schedule.
+    `norms` [G,N] are those of the first picture, for plans that keep shares of N: their selects read N from the
+    shape. Bundles for several pictures use quotas in the place of shares. Segments
+    before the first select start after the `shared` rows, if any. Raises `BundleError` where the prompt's number of
+    visual rows differs from the schedule.
     """
     backend, plan = chain.backend, schedule.plan
     compact = plan is not None and plan.positions == "compact"
-    _check_rows("the sanitizer", len(rows.visual), schedule.rows)
+    _check_rows("the step before the LLM", len(rows.visual), schedule.rows)
     text = rows.length - len(rows.visual)
     with clock.measure("prefill"):
-        cos, sin = chain.rotary.tables(rows.positions.rows)
+        tables = dict(zip(("cos", "sin"), chain.rotary.tables(rows.positions.rows), strict=True))
         state = {
             "hidden": rows.hidden,
-            "cos": backend.tensor(cos),
-            "sin": backend.tensor(sin),
+            **{name: backend.tensor(table) for name, table in tables.items()},
             "visual_index": backend.tensor(rows.visual.astype(np.int64)),
             "text_index": backend.tensor(rows.text.astype(np.int64)),
         }
-        shares_of = {} if norms is None else {"norms": norms}
-        added = rows.beside
+        norms_input = {} if norms is None else {"norms": norms}
+        given = {"hidden": rows.hidden, "cos": state["cos"], "sin": state["sin"], **rows.deepstack_inputs}
+        if shared is not None:
+            new = np.arange(shared.rows, rows.length)
+            given |= {name: backend.tensor(table[..., shared.rows :, :]) for name, table in tables.items()}
+            given |= {name: backend.join([given[name]], new) for name in ("hidden", *rows.deepstack_inputs)}
         result = Prefill(None, KVCache([], []))
         picture = rows.picture
-        for decoder, layers in zip(chain.decoders, chain.segments, strict=True):
+        for segment, (decoder, layers) in enumerate(zip(chain.decoders, chain.segments, strict=True)):
             # From the schedule: reading a shape from the device would wait for it.
             length = text + schedule.reaching(layers.start)
-            cache = decoder.new_cache()
-            outputs = decoder({"hidden": state["hidden"], "cos": state["cos"], "sin": state["sin"], **added}, cache)
-            # Only the first segment takes these.
-            added = {}
+            earlier = shared if shared is not None and segment < len(shared.prefix.saved) else None
+            cache = decoder.restore(earlier.prefix.saved[segment], earlier.rows) if earlier else decoder.new_cache()
+            outputs = decoder(given, cache)
             result.cache.segments.append(cache)
             result.cache.next_positions.append(length if compact else rows.positions.next)
             result.tokens_per_layer += [length] * len(layers)
-            state["hidden"] = outputs["hidden_out"]
             last = layers[-1]
             if plan is not None and str(last) in plan.select_after:
                 select, kept_rows = chain.plan_engine(plan.select_after[str(last)]), schedule.kept_after(last)
+                if earlier:
+                    outputs = earlier.joined(backend, outputs)
+                result.scored = result.scored or {name: outputs[name] for name in SCORED}
                 with clock.measure("select"):
-                    scored = {"query": outputs["query"], "key": outputs["key"], **shares_of}
+                    scored = {"query": outputs["query"], "key": outputs["key"], **norms_input}
                     if chain.several_images:
                         quota = np.repeat(np.arange(len(kept_rows)), kept_rows)
                         scored |= {"visual_group": backend.tensor(picture), "quota": backend.tensor(quota)}
                         picture = quota
-                    selected = select({**state, **scored})
+                    selected = select({**state, "hidden": outputs["hidden_out"], **scored})
                 state = {name: selected[f"{name}_out"] for name in state}
                 result.keep_index[last] = selected["keep_index"]
-        result.logits = chain.head({"hidden": state["hidden"]})["logits"]
+                given = {name: state[name] for name in ("hidden", "cos", "sin")}
+            else:
+                given = {"hidden": outputs["hidden_out"], "cos": given["cos"], "sin": given["sin"]}
+        result.logits = chain.head({"hidden": given["hidden"]})["logits"]
     return result
+
+
+def prefix_of(
+    chain: Chain,
+    plan: Plan | None,
+    rows: PromptRows,
+    encoded: Sequence[EncodedPicture],
+    text: Sequence[int],
+    result: Prefill,
+) -> tuple[Prefix, int]:
+    """Return the rows of a prompt after the segments before the first select, for other prompts, and their bytes.
+
+    `text` are the token ids after the last picture. The cache of `result` may have grown since.
+    """
+    model, item = chain.model, chain.dtype.itemsize
+    segments = segments_before_select(chain.segments, plan)
+    pairs = zip(chain.decoders[:segments], result.cache.segments[:segments], strict=True)
+    scored = {name: chain.backend.numpy(tensor) for name, tensor in result.scored.items()}
+    saved = tuple(decoder.save(cache, rows.length) for decoder, cache in pairs)
+    prefix = Prefix(tuple(encoded), tuple(text), rows.length - len(text), saved, scored)
+    layers = sum(map(len, chain.segments[:segments]))
+    cached = 2 * layers * model.num_kv_heads * model.head_dim * room_for(rows.length) * item
+    visual = sum(one.kept_index.size for one in encoded) * (model.hidden_size * item + chain.visual_token_bytes)
+    return prefix, cached + visual + sum(array.nbytes for array in scored.values())
 
 
 def surviving_rows(chain: Chain, schedule: Schedule, result: Prefill) -> dict[int, Array]:
@@ -115,7 +158,7 @@ def kept_tokens(
     chain: Chain,
     schedule: Schedule,
     layouts: Sequence[VisualLayout],
-    encoded: Sequence[Encoded],
+    encoded: Sequence[EncodedPicture],
     rows: PromptRows,
     result: Prefill,
 ) -> tuple[Kept, ...]:
@@ -139,19 +182,27 @@ def _check_rows(graph: str, found: int, expected: int) -> None:
 
 def decode_one_token(chain: Chain, cache: KVCache, row: Array) -> Tensor:
     """Run one token's embedding `row` [d] through all layers; grows `cache`, and returns logits [1,vocab]."""
-    backend = chain.backend
-    hidden = backend.tensor(row[None, None])
+    return chain.head({"hidden": run_rows(chain, cache, row[None])})["logits"]
+
+
+def run_rows(chain: Chain, cache: KVCache, rows: Array) -> Tensor:
+    """Run the embeddings `rows` [S,d] of the next tokens through all layers; grows `cache`, and returns [1,S,d].
+
+    Several rows at once need a backend that `resumes`.
+    """
+    backend, count = chain.backend, len(rows)
+    hidden = backend.tensor(rows[None])
     tables: dict[int, dict[str, Tensor]] = {}
     for segment, decoder in enumerate(chain.decoders):
         position = cache.next_positions[segment]
         if position not in tables:
-            cos, sin = chain.rotary.tables(np.array([position]))
+            cos, sin = chain.rotary.tables(np.arange(position, position + count))
             tables[position] = {"cos": backend.tensor(cos), "sin": backend.tensor(sin)}
-        added = {} if segment else chain.beside_token
+        added = {} if segment else chain.deepstack_token if count == 1 else chain.deepstack_zeros(count)
         outputs = decoder({"hidden": hidden, **tables[position], **added}, cache.segments[segment])
-        cache.next_positions[segment] += 1
+        cache.next_positions[segment] += count
         hidden = outputs["hidden_out"]
-    return chain.head({"hidden": hidden})["logits"]
+    return hidden
 
 
 def kv_bytes(chain: Chain, cache: KVCache) -> int:

@@ -44,7 +44,7 @@ class Embedding:
         """Read the whole file once; raises `BundleError` for a file without a matching table."""
         lm = manifest.language_model
         self._file, self._vocab, self._width = file, lm.vocab_size, lm.hidden_size
-        self._dtype, self._beside = DTYPES[manifest.precision], manifest.deepstack_width
+        self._dtype, self._deepstack_width = DTYPES[manifest.precision], manifest.deepstack_width
         self._tensors = _read_header(file, manifest.precision)
         self._table = self._tensor(_TABLE, (self._vocab, self._width))
         self._row_bytes = self._width * self._dtype.itemsize
@@ -70,9 +70,9 @@ class Embedding:
             rows[place] = np.frombuffer(data, self._dtype)
         return rows
 
-    def beside(self, rows: int) -> dict[str, Array]:
-        """Return zeros [rows,E] for each additional input of `decoder_0`, by name, as text rows have none of that."""
-        return {"deepstack": np.zeros((rows, self._beside), self._dtype)} if self._beside else {}
+    def deepstack_zeros(self, rows: int) -> dict[str, Array]:
+        """Return the additional inputs of `decoder_0` for text rows, by name: zeros [rows,E], or no input."""
+        return {"deepstack": np.zeros((rows, self._deepstack_width), self._dtype)} if self._deepstack_width else {}
 
     def named(self, name: str) -> Array:
         """Return the learned row [d] of that name, such as `image_newline`, in the table's type.

@@ -16,7 +16,7 @@ from sinkprune.runtime.steps.chain import Chain
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedPicture:
     """A picture as the LLM receives it: n0 kept tokens of each of G' groups of N' tokens."""
 
     embeddings: Tensor
@@ -75,7 +75,7 @@ def run_tower(chain: Chain, inputs: Mapping[str, Array], clock: Stopwatch) -> To
     return tower
 
 
-def encode(chain: Chain, plan: Plan | None, tower: TowerOutput, clock: Stopwatch) -> Encoded:
+def encode(chain: Chain, plan: Plan | None, tower: TowerOutput, clock: Stopwatch) -> EncodedPicture:
     """Run the plan's sanitizer, if any, and the projector, if any, on the output of the `tower`."""
     backend, tokens, deepstack, sanitized = chain.backend, tower.tokens, tower.deepstack, None
     if plan is not None and plan.sanitizer is not None:
@@ -85,7 +85,7 @@ def encode(chain: Chain, plan: Plan | None, tower: TowerOutput, clock: Stopwatch
             sanitized = sanitizer(inputs if deepstack is None else {**inputs, "deepstack": deepstack})
         tokens, deepstack = sanitized["kept_tokens"], sanitized.get("kept_deepstack")
     if deepstack is not None:
-        _check_finite("features beside its tokens", backend.numpy(deepstack))
+        _check_finite("DeepStack features", backend.numpy(deepstack))
     if chain.projector is not None:
         with clock.measure("projector"):
             tokens = chain.projector({"tokens": tokens})["embeddings"]
@@ -96,14 +96,14 @@ def encode(chain: Chain, plan: Plan | None, tower: TowerOutput, clock: Stopwatch
     # Frames that the sanitizer treats as one are one group from here on.
     groups = len(kept_index)
     norms, salience = (values.reshape(groups, -1) for values in (tower.norms, tower.salience))
-    return Encoded(tokens, tower.device_norms, kept_index, norms, salience, deepstack)
+    return EncodedPicture(tokens, tower.device_norms, kept_index, norms, salience, deepstack)
 
 
 def _check_finite(what: str, *arrays: Array) -> None:
     if not all(np.isfinite(array).all() for array in arrays):
         raise NumericsError(
-            f"the vision tower gave {what} that are not finite, so no token can be chosen by them. If the bundle is "
-            "fp16, its values may exceed that type; export it with --precision fp32. openvino-gpu computes in fp16 "
-            "unless --compute is fp32. If neither is so, the checkpoint's weights or its image processor's settings "
-            "are damaged."
+            f"the vision tower gave {what} that are not finite, so neither a selection nor an answer is reliable. If "
+            "the bundle is fp16, its values may exceed that type; export it with --precision fp32. openvino-gpu "
+            "computes in fp16 unless --compute is fp32. If neither is so, the checkpoint's weights or its image "
+            "processor's settings are damaged."
         )

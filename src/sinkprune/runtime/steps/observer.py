@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.families import Seen
+from sinkprune.runtime.families import TowerInput
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.decoding import Prefill
-from sinkprune.runtime.steps.encoding import Encoded
+from sinkprune.runtime.steps.encoding import EncodedPicture
 from sinkprune.runtime.steps.prompt_rows import PromptRows
 
 
@@ -26,10 +26,10 @@ class Observer:
         `sinkprune.contract.reports.report`, or `decode`, once for each token after the first. Parts may be nested."""
         return nullcontext()
 
-    def seen(self, pictures: Sequence[Seen]) -> None:
+    def seen(self, pictures: Sequence[TowerInput]) -> None:
         """Receives the inputs of the vision tower and the layout of each picture."""
 
-    def encoded(self, pictures: Sequence[Encoded]) -> None:
+    def encoded(self, pictures: Sequence[EncodedPicture]) -> None:
         """Receives embeddings, norms, salience and kept tokens of each picture."""
 
     def laid_out(self, rows: PromptRows) -> None:

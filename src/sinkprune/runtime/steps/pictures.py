@@ -13,8 +13,8 @@ from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import DTYPES, Array
-from sinkprune.runtime.families import Family, Seen
-from sinkprune.runtime.media.clip import Clip, Picture, Shown
+from sinkprune.runtime.families import Family, TowerInput
+from sinkprune.runtime.media.clip import Clip, Picture, SampledFrames
 from sinkprune.runtime.media.images import read_image, to_rgb
 from sinkprune.runtime.media.video_file import VideoFile
 
@@ -29,7 +29,7 @@ ORDERS = ("rgb", "bgr")
 
 def decoded(source: PictureLike, family: Family) -> Picture:
     """Return an RGB image, or the frames of a clip that a model of `family` sees; raises `ImageError`."""
-    if isinstance(source, Shown):
+    if isinstance(source, SampledFrames):
         return source
     if isinstance(source, (Clip, VideoFile)):
         return family.shown(source)
@@ -43,6 +43,12 @@ def check_order(order: object) -> str:
             f"order is {format_value(order)}, expected 'rgb' or 'bgr', the order of an array's channels."
         )
     return order
+
+
+def has_array(source: object) -> bool:
+    """Return whether `source` is an array or a clip with one, so that the order of channels matters."""
+    frames = source.frames if isinstance(source, Clip) else [source]
+    return any(isinstance(frame, np.ndarray) for frame in frames)
 
 
 def in_rgb(array: Array, order: str) -> Array:
@@ -63,19 +69,19 @@ def with_order(source: PictureLike, order: str) -> PictureLike:
     return source
 
 
-def see(source: PictureLike, picture: Picture, family: Family, manifest: Manifest) -> Seen:
+def tower_input(source: PictureLike, picture: Picture, family: Family, manifest: Manifest) -> TowerInput:
     """Return the vision tower's inputs for `picture`, decoded from `source`, with floats in the bundle's precision.
 
     Raises what `layout_of` raises.
     """
     layout, dtype = layout_of(source, picture, family, manifest), DTYPES[manifest.precision]
-    with _naming(source):
+    with _file_named_in_errors(source):
         inputs = family.inputs(picture)
     in_precision = {
         name: array.astype(dtype, copy=False) if np.issubdtype(array.dtype, np.floating) else array
         for name, array in inputs.items()
     }
-    return Seen(in_precision, layout)
+    return TowerInput(in_precision, layout)
 
 
 def layout_of(source: PictureLike, picture: Picture, family: Family, manifest: Manifest) -> VisualLayout:
@@ -83,7 +89,7 @@ def layout_of(source: PictureLike, picture: Picture, family: Family, manifest: M
 
     Raises `ImageError` for a picture that the family rejects, or with more tokens than the bundle's graphs take.
     """
-    with _naming(source):
+    with _file_named_in_errors(source):
         layout, most = family.layout(picture), manifest.most_visual_tokens
         if layout.tokens > most:
             raise ImageError(
@@ -95,7 +101,7 @@ def layout_of(source: PictureLike, picture: Picture, family: Family, manifest: M
 
 
 @contextmanager
-def _naming(source: PictureLike) -> Iterator[None]:
+def _file_named_in_errors(source: PictureLike) -> Iterator[None]:
     """Begin the messages of an `ImageError` with the file's name, where `source` is a file."""
     try:
         yield

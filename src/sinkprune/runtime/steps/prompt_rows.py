@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, zip_longest
-from itertools import chain as joined
+from itertools import accumulate, chain, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Tensor
 from sinkprune.runtime.families.rotary import Positions
 from sinkprune.runtime.steps.embedding import Embedding
-from sinkprune.runtime.steps.encoding import Encoded
+from sinkprune.runtime.steps.encoding import EncodedPicture
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,8 @@ class PromptRows:
     text: Array
     """[L] int64: the text rows after the last picture."""
     positions: Positions
-    beside: Mapping[str, Tensor] = field(default_factory=dict)
-    """[1,S,E] float on the device, by name: the inputs that only `decoder_0` takes."""
+    deepstack_inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    """[1,S,E] float on the device, by name: the additional inputs of `decoder_0`, for models with DeepStack."""
 
     @property
     def length(self) -> int:
@@ -47,7 +46,7 @@ def lay_out(
     embedding: Embedding,
     between_rows: str | None,
     texts: Sequence[Sequence[int]],
-    pictures: Sequence[tuple[VisualLayout, Encoded]],
+    pictures: Sequence[tuple[VisualLayout, EncodedPicture]],
     *,
     pruned: bool,
 ) -> PromptRows:
@@ -57,12 +56,14 @@ def lay_out(
     end of each line. In a picture of several parts, each row belongs to the part of its token's group. Rows are
     joined on the device.
     """
-    table = embedding([*joined.from_iterable(texts)])
+    table = embedding([*chain.from_iterable(texts)])
     if between_rows is not None:
         table = np.concatenate([table, embedding.named(between_rows)[None]])
     line_end, starts = len(table) - 1, [0, *accumulate(map(len, texts))]
     shown = [*_parts(pictures, len(table), pruned=pruned)]
-    order, visual, place = [], [], 0
+    # A prompt without pictures has no visual rows.
+    no_rows = np.arange(0)
+    order, visual, place = [], [no_rows], 0
     for number, ids in enumerate(texts):
         order.append(np.arange(starts[number], starts[number + 1]))
         place += len(ids)
@@ -72,18 +73,18 @@ def lay_out(
             visual.append(np.arange(place, place + len(rows)))
             place += len(rows)
     whole = np.concatenate(order)
-    beside = {
+    deepstack_inputs = {
         name: backend.join([backend.tensor(zeros), *(encoded.deepstack for _, encoded in pictures)], whole)
-        for name, zeros in embedding.beside(len(table)).items()
+        for name, zeros in embedding.deepstack_zeros(len(table)).items()
     }
     return PromptRows(
         hidden=backend.join([backend.tensor(table), *(encoded.embeddings for _, encoded in pictures)], whole),
         visual=np.concatenate(visual),
-        picture=np.concatenate([np.full(len(part.rows), part.picture) for part in shown]),
-        source=np.concatenate([part.rows for part in shown]),
+        picture=np.concatenate([no_rows, *(np.full(len(part.rows), part.picture) for part in shown)]),
+        source=np.concatenate([no_rows, *(part.rows for part in shown)]),
         text=np.arange(place - len(texts[-1]), place),
         positions=positions([len(ids) for ids in texts], [(part.layout, part.tokens) for part in shown]),
-        beside=beside,
+        deepstack_inputs=deepstack_inputs,
     )
 
 
@@ -101,7 +102,7 @@ class _Part(NamedTuple):
     """The token of each row, numbered through all groups."""
 
 
-def _parts(pictures: Sequence[tuple[VisualLayout, Encoded]], first: int, *, pruned: bool) -> Iterator[_Part]:
+def _parts(pictures: Sequence[tuple[VisualLayout, EncodedPicture]], first: int, *, pruned: bool) -> Iterator[_Part]:
     """Yield the parts of all pictures; `first` is the number of the first picture's first row."""
     for number, (layout, encoded) in enumerate(pictures):
         rows = np.arange(encoded.kept_index.size) if pruned else layout.unpruned_rows
@@ -118,8 +119,8 @@ def _parts(pictures: Sequence[tuple[VisualLayout, Encoded]], first: int, *, prun
 def positions(texts: Sequence[int], pictures: Sequence[tuple[VisualLayout, Array]]) -> Positions:
     """Return the positions of a prompt's rows: `texts` are lengths, `pictures` are layouts with kept tokens [V].
 
-    Text advances along all axes. A picture's token adds its own place, whichever other tokens were dropped. New
-    tokens continue after the largest position.
+    Text advances along all axes. A kept token of a picture has the position that it has unpruned, where the family
+    gives tokens places of their own. New tokens continue after the largest position.
     """
     rows, place, latest = [], 0, 0
     for count, picture in zip_longest(texts, pictures):

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.arguments import check_options, check_type
-from sinkprune.contract.checks.format_value import format_value
+from sinkprune.contract.checks.format_value import counted, format_value, type_name
 from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
 from sinkprune.contract.errors import ImageError, PromptError, UsageError
-from sinkprune.runtime.media.clip import Clip, Shown
+from sinkprune.runtime.media.clip import Clip, SampledFrames
 from sinkprune.runtime.media.video_file import VideoFile
-from sinkprune.runtime.steps.pictures import PictureLike, check_order, with_order
+from sinkprune.runtime.steps.pictures import PictureLike, check_order, has_array, with_order
+from sinkprune.runtime.text.answer_form import check_one_form, checked_choices, checked_regex, checked_schema
+from sinkprune.runtime.text.prompt import Turn
 from sinkprune.runtime.text.sampling import Sampler
 
 DEFAULT_NEW_TOKENS = 128
 """The default limit of an answer's tokens; lower where engines were built for fewer."""
 # More than any model has positions. The limit of a bundle's model is checked with the prompt.
-MAX_NEW_TOKENS = WholeNumber("max new tokens", 1, 10**7)
-MIN_NEW_TOKENS = WholeNumber("min new tokens", 0, 10**7)
-DEADLINE_MS = RealNumber("deadline ms", 1, 86_400_000, "milliseconds, from 1 to 86400000 (a day)")
+ROLES = ("user", "assistant")
+MAX_NEW_TOKENS = WholeNumber("max_new_tokens", 1, 10**7)
+MIN_NEW_TOKENS = WholeNumber("min_new_tokens", 0, 10**7)
+DEADLINE_MS = RealNumber("deadline_ms", 1, 86_400_000, "milliseconds, from 1 to 86400000 (a day)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +42,7 @@ class Request:
 
     pictures: tuple[PictureLike, ...]
     texts: tuple[str, ...]
-    """One before each picture, and one after the last."""
+    """The question: one text before each of its pictures, and one after the last."""
     budget: str = UNPRUNED
     """A budget of the bundle, as in `retain-64`; `none` runs unpruned. With a deadline, the largest that may be
     chosen."""
@@ -46,21 +51,34 @@ class Request:
     max_new_tokens: int = DEFAULT_NEW_TOKENS
     """The largest number of tokens of the answer."""
     min_new_tokens: int = 0
-    """Stop tokens and stop strings are ignored before so many tokens."""
+    """Stop tokens and stop strings are ignored before so many tokens. With `schema` or `regex`, the answer ends
+    earlier where nothing can follow."""
     stop: Sequence[str] = field(default=(), kw_only=True)
     """Strings that end the answer, as in ("\\n", "Question:"); the text ends before them. A single str is one string.
     `Answer.token_ids` has all tokens, also those of the string."""
     system: str | None = field(default=None, kw_only=True)
     """A system message for the checkpoint's chat template; None leaves it to the template."""
+    schema: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    """A JSON schema that the answer conforms to; `{}` stands for any JSON object. At most one of `schema`, `regex`
+    and `choice` is given, without `stop`. All three are described in docs/structured-output.md."""
+    regex: str | None = field(default=None, kw_only=True)
+    """A regular expression that matches the whole answer."""
+    choice: Sequence[str] = field(default=(), kw_only=True)
+    """A closed list of answers, as in ("yes", "no"), of which the likeliest is the answer. `max_new_tokens` and
+    `min_new_tokens` do not apply."""
+    history: Sequence[Turn] = field(default=(), kw_only=True)
+    """Earlier turns of the conversation, oldest first. `pictures` are those of all turns, in order. `new_request`
+    makes turns from pairs, as in [("user", "What is on the table?"), ("assistant", "A cup.")]."""
     temperature: float = 0.0
     """0 takes the likeliest token; larger values sample more freely."""
     top_p: float = 1.0
-    """Sample from the likeliest tokens only, up to this probability."""
+    """Sample from the likeliest tokens only, up to this probability. Changes nothing at `temperature` 0."""
     seed: int | None = None
-    """The same seed samples the same answer; None samples a new answer each time."""
+    """The same seed samples the same answer; None samples a new answer each time. Changes nothing at `temperature`
+    0."""
     deadline_ms: float | None = None
-    """Milliseconds until the whole answer must be complete. A budget is chosen for it, and the answer ends in time;
-    None for no deadline."""
+    """Milliseconds until the whole answer must be complete. The largest budget whose predicted time for
+    `max_new_tokens` meets it is chosen, so set both. The answer ends in time; None for no deadline."""
 
     def __post_init__(self) -> None:
         for name in ("pictures", "texts"):
@@ -74,15 +92,30 @@ class Request:
         for name, count in (("max_new_tokens", MAX_NEW_TOKENS), ("min_new_tokens", MIN_NEW_TOKENS)):
             # As int, because numpy's small integers overflow in sums.
             object.__setattr__(self, name, count.check(getattr(self, name)))
+        if self.min_new_tokens > self.max_new_tokens:
+            raise UsageError(
+                f"min_new_tokens is {self.min_new_tokens} and max_new_tokens {self.max_new_tokens}, expected a "
+                "minimum that is no larger than the maximum. Lower the minimum, or raise the maximum."
+            )
         if self.deadline_ms is not None:
             object.__setattr__(self, "deadline_ms", DEADLINE_MS.check(self.deadline_ms))
         object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "choice", checked_choices(self.choice))
+        object.__setattr__(self, "regex", checked_regex(self.regex))
+        object.__setattr__(self, "schema", checked_schema(self.schema))
+        check_one_form({"schema": self.schema, "regex": self.regex, "choice": self.choice}, self.stop)
         if self.system is not None:
             _check_text("system message", self.system)
         self.new_sampler()
         for picture in self.pictures:
             _check_picture(picture)
-        check_texts(self.texts, len(self.pictures))
+        object.__setattr__(self, "history", _turns(self.history))
+        check_texts(self.texts, len(self.pictures) - sum(turn.pictures for turn in self.history))
+
+    @property
+    def follows_grammar(self) -> bool:
+        """Whether `schema` or `regex` decides which tokens may come next."""
+        return self.schema is not None or self.regex is not None
 
     def new_sampler(self) -> Sampler:
         """Return the sampler of one answer; raises `UsageError` for settings out of range."""
@@ -95,21 +128,49 @@ def new_request(
     """Return the request about one picture or a list; `options` are the fields of `Request` after `texts`.
 
     A `prompt` of one text follows the pictures. A list of texts surrounds them: one before each picture, and one
-    after the last. `order` is that of the channels of arrays, also in clips: "rgb", or OpenCV's "bgr". Raises
-    `ImageError`, `PromptError`, `UsageError`, and for an unknown option `OptionError`, which is also a `TypeError`.
+    after the last. The texts of a `history` may surround pictures in the same way. If neither has places for them,
+    the pictures stand before the first turn. `order` is that of the channels of arrays, also in clips: "rgb", or
+    OpenCV's "bgr". Raises `ImageError`, `PromptError`, `UsageError`, and for an unknown option `OptionError`, which
+    is also a `TypeError`.
+    Warns (`UserWarning`) of `top_p` and `seed` at `temperature` 0, and of "bgr" if no picture is an array.
     """
-    check_options(options, [*(field.name for field in fields(Request)[2:]), "order"])
-    order = check_order(order)
+    check_request_options(options)
     given = tuple(pictures) if isinstance(pictures, (list, tuple)) else (pictures,)
+    order = check_order(order)
     sources = tuple(with_order(source, order) for source in given)
-    texts = tuple(prompt) if isinstance(prompt, (list, tuple)) else (*[""] * len(sources), prompt)
-    return Request(sources, texts, **options)  # type: ignore[arg-type]
+    texts = tuple(prompt) if isinstance(prompt, (list, tuple)) else (prompt,)
+    history = list(_turns(options.pop("history", ())))
+    places = sum(turn.pictures for turn in history) + len(texts) - 1
+    if history and not places:
+        # The conversation began with the pictures.
+        history[0] = Turn(history[0].role, (*[""] * len(sources), *history[0].texts))
+    elif not isinstance(prompt, (list, tuple)):
+        texts = (*[""] * (len(sources) - places), prompt)
+    request = Request(sources, texts, history=history, **options)  # type: ignore[arg-type]
+    unused = [name for name, default in (("top_p", 1.0), ("seed", None)) if getattr(request, name) != default]
+    if unused and not request.temperature:
+        warnings.warn(
+            f"{' and '.join(unused)} changed nothing, because this answer is greedy. Add a temperature above 0.",
+            stacklevel=2,
+        )
+    if order == "bgr" and not any(map(has_array, given)):
+        warnings.warn(
+            "order changed nothing, because no picture is an array. Files and Pillow images have an order of their "
+            "own: leave it out.",
+            stacklevel=2,
+        )
+    return request
+
+
+def check_request_options(given: Iterable[str], *others: str) -> None:
+    """Raise `OptionError` for names that are neither options of `new_request` nor one of `others`."""
+    check_options(given, [*(field.name for field in fields(Request)[2:]), "order", *others])
 
 
 def _check_picture(picture: object) -> None:
-    if not isinstance(picture, (str, os.PathLike, Image.Image, np.ndarray, Clip, VideoFile, Shown)):
+    if not isinstance(picture, (str, os.PathLike, Image.Image, np.ndarray, Clip, VideoFile, SampledFrames)):
         raise ImageError(
-            f"the image is a {type(picture).__name__}, expected a Pillow image, a uint8 [height,width,3] array, the "
+            f"the image is {type_name(picture)}, expected a Pillow image, a uint8 [height,width,3] array, the "
             "name of a file, a Clip or a VideoFile, or a list of these."
         )
 
@@ -118,13 +179,34 @@ def _stop_strings(given: object) -> tuple[str, ...]:
     """Return one string or several as a tuple; raises `UsageError` for anything else, and for empty strings."""
     strings = (given,) if isinstance(given, str) else given
     if not isinstance(strings, (tuple, list)) or not all(isinstance(one, str) and one for one in strings):
-        raise UsageError(f'stop is {format_value(given)}, expected strings that are not empty, as in stop=("\\n",).')
+        raise UsageError(f"stop is {format_value(given)}, expected strings that are not empty, as in '\\n'.")
     return tuple(strings)
+
+
+def _turns(given: object) -> tuple[Turn, ...]:
+    """Return turns, each given as a `Turn` or as a role with texts; raises `PromptError` and `UsageError`."""
+    turns = []
+    for each in given if isinstance(given, (tuple, list)) else [given]:
+        role, content = (each.role, each.texts) if isinstance(each, Turn) else _pair(each)
+        texts = tuple(content) if isinstance(content, (tuple, list)) else (content,)
+        for text in texts:
+            _check_text("history", text)
+        turns.append(Turn(role, texts))
+    return tuple(turns)
+
+
+def _pair(given: object) -> tuple[str, object]:
+    if not isinstance(given, (tuple, list)) or len(given) != 2 or given[0] not in ROLES:
+        raise UsageError(
+            f"history has {format_value(given)}, expected a role, which is {' or '.join(ROLES)}, with a text, as in "
+            '[("user", "What is on the table?"), ("assistant", "A cup.")].'
+        )
+    return given[0], given[1]
 
 
 def _check_text(name: str, text: object) -> None:
     if not isinstance(text, str):
-        raise PromptError(f"the {name} is a {type(text).__name__}, expected a str. Ask something about the image.")
+        raise PromptError(f"the {name} is {type_name(text)}, expected a str. Ask something about the image.")
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise PromptError(f"the {name} is not valid UTF-8. Check the terminal's encoding.")
 
@@ -135,8 +217,9 @@ def check_texts(texts: Sequence[object], pictures: int) -> None:
         _check_text("prompt", text)
     if len(texts) != pictures + 1:
         raise PromptError(
-            f"the prompt has places for {len(texts) - 1} images, and {pictures} were given. Give one image for each "
-            "place, or none of the places: then the images stand before the text."
+            f"the prompt has {counted(len(texts) - 1, 'place')} for images, and there "
+            f"{'is' if pictures == 1 else 'are'} {counted(pictures, 'image')}. Give one image for each place, or "
+            "none of the places: then the images stand before the text."
         )
     if not any(str(text).strip() for text in texts):
-        raise PromptError("the prompt is empty. Ask something about the image, as in --prompt 'What is this?'.")
+        raise PromptError("the prompt is empty. Ask something about the image, as in 'What is this?'.")

@@ -11,7 +11,7 @@ _CHOOSING = {"fma", "f16c", "sme", "sme2", "i8mm", "bf16", "asimddp", "asimdhp",
 _FAMILIES = ("avx", "amx", "sve")
 
 
-def machine() -> str:
+def architecture() -> str:
     """Return the architecture of the processor, e.g. `x86_64`."""
     return platform.machine()
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from sinkprune.contract.errors import BundleError, PromptError
+from sinkprune.contract.checks.format_value import format_value
+from sinkprune.contract.errors import BundleError, PromptError, UsageError
 from sinkprune.contract.files.untrusted import UnreadableError
 from sinkprune.contract.manifest import Tokens
 from sinkprune.contract.text.tokenizer_json import check_tokenizer_json
@@ -18,6 +19,21 @@ from sinkprune.runtime.text.chat_template import ChatTemplate
 
 _Message = dict[str, Any]
 """A turn of a conversation, as chat templates take it."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An earlier turn of a conversation."""
+
+    role: str
+    """`user` or `assistant`."""
+    texts: tuple[str, ...]
+    """The texts around the turn's pictures: one before each, and one after the last."""
+
+    @property
+    def pictures(self) -> int:
+        """The number of pictures in the turn."""
+        return len(self.texts) - 1
 
 
 @dataclass(frozen=True)
@@ -74,17 +90,25 @@ class PromptEncoder:
             self._encoder.token_to_id(special.stand_in): special.identity for special in self._specials
         }
 
-    def encode(self, texts: Sequence[str], within: Sequence[Sequence[str]] = (), system: str | None = None) -> Prompt:
-        """Return the conversation of one user turn: `texts` with an image between each two, after `system`.
+    def encode(
+        self,
+        texts: Sequence[str],
+        within: Sequence[Sequence[str]] = (),
+        system: str | None = None,
+        history: Sequence[Turn] = (),
+    ) -> Prompt:
+        """Return a conversation: `system`, the turns of `history`, and a user turn of `texts` around its images.
 
         `within` has for each image the texts around its groups (`VisualLayout.texts`), or none for an image in one
         piece. An image with such texts stands at several places of the prompt.
         `sinkprune.runtime.steps.request.check_texts` rejects empty texts before. Raises `BundleError` if the template
         does not write every image, and `PromptError` if it writes no system message.
         """
-        pieces = [own or ("", "") for own in within] or [("", "")] * (len(texts) - 1)
+        turns = [*history, Turn("user", tuple(texts))]
+        pieces = [own or ("", "") for own in within] or [("", "")] * sum(turn.pictures for turn in turns)
         images = sum(len(own) - 1 for own in pieces)
-        rendered = self._split_images(self._render([*self._system(system), _user(self._content(texts))]), pieces)
+        messages = [{"role": turn.role, "content": self._content(turn.texts)} for turn in turns]
+        rendered = self._split_images(self._render([*self._system(system), *messages]), pieces)
         # As in transformers' processors: where the template writes the first special token, the tokenizer adds none.
         bos = [special.stand_in for special in self._specials if special.token.content == self._tokens.bos]
         adds = not bos or not rendered.startswith(bos[0])
@@ -100,6 +124,26 @@ class PromptEncoder:
             )
         starts = [0, *(place + 1 for place in found)]
         return Prompt([ids[start:end] for start, end in zip(starts, [*found, len(ids)], strict=True)])
+
+    def answer_ids(self, text: str) -> list[int]:
+        """Return the token ids that a model generates for an answer of this text, without a stop token.
+
+        Where the tokenizer's decoder takes a space from the start of an answer, models generate one. Raises
+        `UsageError` for a text that these tokens do not decode to: the tokenizer may lack characters.
+        """
+        for written in (f" {text}", text):
+            ids: list[int] = self._encoder.encode(written, add_special_tokens=False).ids
+            if not self._identities.keys() & ids and self.tokenizer.decode(ids, skip_special_tokens=True) == text:
+                return ids
+        raise UsageError(
+            f"the model's tokenizer cannot write {format_value(text)} as an answer. Use other characters, as in "
+            "composed accents, or other words."
+        )
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The special tokens, which write no text, and the image token."""
+        return frozenset(special.identity for special in self._specials)
 
     def _split_images(self, rendered: str, pieces: Sequence[Sequence[str]]) -> str:
         """Return `rendered` with each image at as many places as its piece has gaps between texts."""

@@ -12,7 +12,7 @@ from sinkprune.contract.errors import NumericsError
 from sinkprune.contract.precision import Array
 
 TEMPERATURE = RealNumber("temperature", 0.0, sys.float_info.max, "0 (greedy) or a larger finite number")
-TOP_P = RealNumber("top-p", math.nextafter(0.0, 1.0), 1.0, "more than 0 and at most 1")
+TOP_P = RealNumber("top_p", math.nextafter(0.0, 1.0), 1.0, "more than 0 and at most 1")
 # numpy's generator keeps 128 bits of a seed.
 SEED = WholeNumber("seed", 0, 2**128 - 1)
 
@@ -26,13 +26,18 @@ class Sampler:
         seed = None if seed is None else SEED.check(seed)
         self._generator = np.random.default_rng(seed)
 
-    def __call__(self, logits: Array) -> int:
-        """Return a token id for logits [vocab], ties to the lower id; raises `NumericsError` if any is not finite."""
-        if not np.isfinite(logits).all():
-            raise NumericsError(
-                "the model's logits are not finite. If the bundle is fp16, its values may exceed that type; "
-                "export it with --precision fp32. openvino-gpu computes in fp16 unless --compute is fp32."
-            )
+    def __call__(self, logits: Array, allowed: Array | None = None) -> int:
+        """Return a token id for logits [vocab], ties to the lower id; raises `NumericsError` if any is not finite.
+
+        Only tokens where the booleans `allowed` [vocab] are true are sampled; at least one must be. None allows all.
+        """
+        check_finite(logits)
+        if allowed is None:
+            return self._sampled(logits)
+        tokens = np.flatnonzero(allowed)
+        return int(tokens[self._sampled(logits[tokens])])
+
+    def _sampled(self, logits: Array) -> int:
         if self._temperature == 0.0:
             return int(np.argmax(logits))
         below_best = logits.astype(np.float64) - logits.max()
@@ -46,3 +51,12 @@ class Sampler:
         nucleus = order[before < self._top_p]
         weights = probabilities[nucleus] / probabilities[nucleus].sum()
         return int(self._generator.choice(nucleus, p=weights))
+
+
+def check_finite(logits: Array) -> None:
+    """Raise `NumericsError` if any of the logits is not finite."""
+    if not np.isfinite(logits).all():
+        raise NumericsError(
+            "the model's logits are not finite. If the bundle is fp16, its values may exceed that type; "
+            "export it with --precision fp32. openvino-gpu computes in fp16 unless --compute is fp32."
+        )

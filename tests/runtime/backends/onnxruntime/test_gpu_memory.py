@@ -31,15 +31,16 @@ def test_the_graph_is_valid_onnx(element_type: int) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize(("place", "rows"), [(0, 1), (5, 1), (3, 4), (6, 3), (0, 9)])
-def test_rows_are_written_in_place_and_nothing_else_is(dtype: type, place: int, rows: int) -> None:
+@pytest.mark.parametrize("more", [0, 2])
+def test_rows_are_written_in_place_and_nothing_else_is(dtype: type, place: int, rows: int, more: int) -> None:
     draw = np.random.default_rng(0)
-    cache, new = (draw.standard_normal((1, 3, count, 4)).astype(dtype) for count in (9, rows))
+    cache, new = (draw.standard_normal((1, 3, count, 4)).astype(dtype) for count in (9, rows + more))
     expected = cache.copy()
-    expected[:, :, place : place + rows] = new
+    expected[:, :, place : place + rows] = new[:, :, :rows]
     own = memory()
     target, source = own.tensor(cache.copy()), own.tensor(new)
     where = target.data_ptr()
-    own.copy_rows(source, target, place)
+    own.copy_rows(source, target, place, rows)
     assert target.data_ptr() == where
     np.testing.assert_array_equal(target.numpy(), expected)
     np.testing.assert_array_equal(source.numpy(), new)

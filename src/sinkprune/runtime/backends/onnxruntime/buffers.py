@@ -42,9 +42,8 @@ class CpuMemory(_OrtMemory):
         # The OrtValue keeps the array alive.
         return self.tensor(self._blocks.lend(prod(shape) * dtype.itemsize).view(dtype).reshape(shape))
 
-    def copy_rows(self, source: Any, target: Any, place: int) -> None:
-        rows = source.numpy()
-        target.numpy()[:, :, place : place + rows.shape[2]] = rows
+    def copy_rows(self, source: Any, target: Any, place: int, rows: int) -> None:
+        target.numpy()[:, :, place : place + rows] = source.numpy()[:, :, :rows]
 
     def zero_rows(self, target: Any, first: int) -> None:
         target.numpy()[:, :, first:] = 0
@@ -65,8 +64,10 @@ class GpuMemory(_OrtMemory):
     def buffer(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         return self.tensor(np.zeros(shape, dtype))
 
-    def copy_rows(self, source: Any, target: Any, place: int) -> None:
-        _, heads, rows, _ = source.shape()
+    def copy_rows(self, source: Any, target: Any, place: int, rows: int) -> None:
+        _, heads, given, _ = source.shape()
+        if rows < given:
+            source = self.tensor(np.ascontiguousarray(source.numpy()[:, :, :rows]))
         indices = np.zeros((1, heads, rows, 3), np.int64)
         indices[..., 1] = np.arange(heads)[:, None]
         indices[..., 2] = np.arange(place, place + rows)

@@ -57,10 +57,10 @@ class OpenVinoBackend(Backend):
         self.threads, self.compute, self.cache = self._device.threads, self._device.compute, self._device.cache
         self.versions = {"openvino": openvino.__version__, **self._device.versions}
 
-    def load(self, model: Model) -> _OpenVinoEngine:
+    def load(self, model: Model) -> Engine:
         return _OpenVinoEngine(self._compiled(model))
 
-    def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> _OpenVinoDecoder:
+    def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> Decoder:
         if form != "in-place":
             raise BackendError(
                 f"backend '{self.name}' takes decoder segments that write into caches, and '{model.file.path}' gives "
@@ -141,6 +141,15 @@ class _OpenVinoEngine:
             for place, name in enumerate(self._compiled.outputs)
         }
 
+    def states(self) -> dict[str, Array]:
+        """Return the states of the inference request by name: keys and values [1,Hkv,R,h]."""
+        return {state.name: state.state.data for state in self._request.query_state()}
+
+    def set_states(self, states: Mapping[str, Array]) -> None:
+        """Set the states of the inference request, by name."""
+        for state in self._request.query_state():
+            state.state = type(state.state)(np.ascontiguousarray(states[state.name]))
+
 
 @dataclass
 class _OpenVinoCache(Cache):
@@ -171,6 +180,15 @@ class _OpenVinoDecoder(Decoder):
             self._in_use.pop()
         cache.length += inputs["hidden"].shape[1]
         return outputs
+
+    def save(self, cache: _OpenVinoCache, rows: int) -> dict[str, Array]:
+        return {name: state[:, :, :rows].copy() for name, state in cache.engine.states().items()}
+
+    def restore(self, saved: dict[str, Array], rows: int) -> _OpenVinoCache:
+        cache = self.new_cache()
+        cache.engine.set_states({name: state[:, :, :rows] for name, state in saved.items()})
+        cache.length = rows
+        return cache
 
 
 def _smallest_inputs(model: Model, names: Sequence[str]) -> list[Array]:

@@ -3,139 +3,167 @@
 OpenVINO multiplies rows with a quantised matrix there in blocks of 128, and an incomplete block takes longer than a
 whole one: 115 rows take 1.5 times as long as 128. So the last row is repeated until the block is full. The repeated
 rows are dropped where rows interact: before attention, and at the end.
+
+Operators that work row by row form regions. Rows are repeated where they enter a region with a quantised matrix, and
+dropped where they leave it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends.openvino.layers import quantised_layers
+from sinkprune.runtime.backends.openvino.nodes import Input, Node, Output
 
 BLOCK = 128
 """Rows of a block."""
 FEW = 64
 """Up to so many rows take less time than a whole block."""
-_ALONG_FEATURES = ("MVN", "ReduceMean")
-"""Operators that work row by row on their first input, if the second is the axis of features."""
-_BY_A_CONSTANT = ("MatMul", *_ALONG_FEATURES)
-"""Operators that work row by row on their first input, if the second is constant."""
-_OF_FEATURES = ("ConvertLike", *_BY_A_CONSTANT)
-"""Operators that work row by row on their first input; their other inputs have no rows."""
-_OF_VALUES = ("Add", "Convert", "Divide", "Erf", "Gelu", "Multiply", "Power", "Sigmoid", "Sqrt", "Subtract", "Tanh")
-"""Operators that work value by value."""
+_BY_VALUES = ("Add", "Convert", "Divide", "Erf", "Gelu", "Multiply", "Power", "Sigmoid", "Sqrt", "Subtract", "Tanh")
+"""Operators that work value by value. All their inputs may have rows."""
+_ALONG_AXES = ("MVN", "ReduceMean")
+"""Operators that work along the axes of their second input. They work row by row if that is the axis of features."""
+_WITH_CONSTANT = ("MatMul", *_ALONG_AXES)
+"""Operators that work row by row only if their second input is constant."""
+_BY_ROWS = ("ConvertLike", *_WITH_CONSTANT)
+"""Operators that work row by row on their first input. Their other inputs have no rows."""
 _ROWS = -2
 """The axis of rows."""
+_ZERO, _ONE = np.int64(0), np.int64(1)
 
 
-def fill_blocks(openvino: Any, read: Any) -> None:
-    """Make the model `read` multiply whole blocks of rows with quantised matrices, without changing its results.
+def fill_blocks(openvino: Any, model: Any) -> None:
+    """Make the `model` multiply whole blocks of rows with quantised matrices, without changing its results.
 
     Up to `FEW` rows stay as they are, and so do the rows of several groups (tiles of a picture, frames of a clip).
     The inputs of an operator must have the same number of rows, or one that the graph's shapes declare.
     """
-    for region in _regions(openvino, read):
-        _fill(openvino.opset15, region)
-    read.validate_nodes_and_infer_types()
+    for region in _regions(openvino, model):
+        _fill_region(openvino.opset15, region)
+    model.validate_nodes_and_infer_types()
 
 
-def _regions(openvino: Any, read: Any) -> Iterator[list[Any]]:
-    """Yield the connected regions of operators that work row by row and contain a quantised layer, in order."""
-    ordered = read.get_ordered_ops()
+def _regions(openvino: Any, model: Any) -> list[list[Node]]:
+    """Return the connected operators that work row by row, for each such group with a quantised matrix, in order."""
+    ordered: Sequence[Node] = model.get_ordered_ops()
+    neighbours = _neighbours(openvino, ordered)
+    regions: list[set[str]] = []
+    for layer, _ in quantised_layers(model):
+        name = layer.get_name()
+        if name in neighbours and not any(name in region for region in regions):
+            regions.append(_connected(name, neighbours))
+    return [[node for node in ordered if node.get_name() in region] for region in regions]
+
+
+def _neighbours(openvino: Any, ordered: Sequence[Node]) -> dict[str, set[str]]:
+    """Return the names of all operators that work row by row, each with those that it takes from or gives to."""
     constant: set[str] = set()
-    regions: dict[str, set[str]] = {}
+    neighbours: dict[str, set[str]] = {}
     for node in ordered:
-        kind, name = node.get_type_name(), node.get_name()
-        makers = [value.get_node().get_name() for value in node.input_values()]
-        if kind == "Constant" or (makers and constant.issuperset(makers)):
+        name, sources = node.get_name(), {value.get_node().get_name() for value in node.input_values()}
+        if node.get_type_name() == "Constant" or (sources and sources <= constant):
             constant.add(name)
-        elif (kind not in _BY_A_CONSTANT or makers[1] in constant) and _is_by_rows(openvino, node):
-            parts = [regions[maker] for maker in makers if maker in regions]
-            region = max(parts, key=len, default=set())
-            for part in parts:
-                region |= part
-                regions.update(dict.fromkeys(part, region))
-            region.add(name)
-            regions[name] = region
-    found = [regions[layer.get_name()] for layer, _ in quantised_layers(read) if layer.get_name() in regions]
-    for region in {id(region): region for region in found}.values():
-        yield [node for node in ordered if node.get_name() in region]
+        elif _works_by_rows(openvino, node, constant):
+            neighbours[name] = sources & neighbours.keys()
+            for source in neighbours[name]:
+                neighbours[source].add(name)
+    return neighbours
 
 
-def _is_by_rows(openvino: Any, node: Any) -> bool:
+def _connected(name: str, neighbours: Mapping[str, set[str]]) -> set[str]:
+    """Return `name`, and all that are its neighbours or neighbours of these."""
+    found, new = {name}, {name}
+    while new:
+        new = set().union(*(neighbours[each] for each in new)) - found
+        found |= new
+    return found
+
+
+def _works_by_rows(openvino: Any, node: Node, constant: set[str]) -> bool:
     """Return whether a repeated input row gives a repeated output row, and changes no other row."""
     kind = node.get_type_name()
-    if kind in _ALONG_FEATURES and not _is_along_features(openvino, node):
+    if kind not in (*_BY_VALUES, *_BY_ROWS) or not _has_rows(node.output(0)):
         return False
-    return kind in _OF_VALUES + _OF_FEATURES and _has_rows(node.output(0))
+    if kind in _WITH_CONSTANT and node.input_value(1).get_node().get_name() not in constant:
+        return False
+    return kind not in _ALONG_AXES or _is_along_features(openvino, node)
 
 
-def _is_along_features(openvino: Any, node: Any) -> bool:
+def _is_along_features(openvino: Any, node: Node) -> bool:
     """Return whether `node` computes along the last axis only, and keeps it."""
-    rows, axes = node.input_value(0), _constant(openvino, node.input_value(1))
-    return axes.ravel().tolist() == [-1] and _rank(node.output(0)) == _rank(rows)
+    axes = _constant_value(openvino, node.input_value(1)).ravel().tolist()
+    return axes == [-1] and _rank(node.output(0)) == _rank(node.input_value(0))
 
 
-def _constant(openvino: Any, value: Any) -> Array:
-    """Return the constant value of `value`, which is computed from constants."""
+def _constant_value(openvino: Any, value: Output) -> Array:
+    """Return the value of an output that is computed from constants."""
     node = value.get_node()
     if node.get_type_name() == "Constant":
-        return node.get_data()
-    made = openvino.Tensor(value.get_element_type(), value.get_shape())
-    node.evaluate([made], [openvino.Tensor(_constant(openvino, part)) for part in node.input_values()])
-    return made.data
+        data: Array = node.get_data()
+        return data
+    result = openvino.Tensor(value.get_element_type(), value.get_shape())
+    node.evaluate([result], [openvino.Tensor(_constant_value(openvino, part)) for part in node.input_values()])
+    computed: Array = result.data
+    return computed
 
 
-def _rank(value: Any) -> int:
+def _rank(value: Output) -> int:
     return len(value.get_partial_shape())
 
 
-def _has_rows(value: Any) -> bool:
+def _has_rows(value: Output) -> bool:
     shape = value.get_partial_shape()
     return len(shape) > 1 and (shape[_ROWS].is_dynamic or shape[_ROWS].get_length() > 1)
 
 
-def _fill(ops: Any, region: list[Any]) -> None:
+def _fill_region(ops: Any, region: Sequence[Node]) -> None:
     """Repeat the last row of each input of `region`, and drop the repeated rows from each output."""
-    within = {node.get_name() for node in region}
-    taken = {}
-    for node in region:
-        places = 1 if node.get_type_name() in _OF_FEATURES else node.get_input_size()
-        for place, value in enumerate(node.input_values()[:places]):
-            if value.get_node().get_name() not in within and _has_rows(value):
-                taken[node.get_name(), place] = node.input(place), value
-    # From the input with the most axes: one without an axis of groups may serve several groups.
-    kept, repeated = _rows(ops, max((value for _, value in taken.values()), key=_rank))
-    full: dict[tuple[str, int], Any] = {}
-    for target, value in taken.values():
+    inside = {node.get_name() for node in region}
+    entering = _entering(region, inside)
+    # The input with the most axes counts all groups: one without an axis of groups may serve several.
+    own_rows, filled_rows = _row_numbers(ops, max((value for _, value in entering), key=_rank))
+    filled: dict[tuple[str, int], Output] = {}
+    for target, value in entering:
         key = value.get_node().get_name(), value.get_index()
-        if key not in full:
-            full[key] = ops.gather(value, repeated, np.int64(_ROWS)).output(0)
-        target.replace_source_output(full[key])
-    for node in region:
-        targets = [
-            target for target in node.output(0).get_target_inputs() if target.get_node().get_name() not in within
-        ]
+        if key not in filled:
+            filled[key] = ops.gather(value, filled_rows, np.int64(_ROWS)).output(0)
+        target.replace_source_output(filled[key])
+    for value in (node.output(0) for node in region):
+        targets = [target for target in value.get_target_inputs() if target.get_node().get_name() not in inside]
         if targets:
-            tensor = node.output(0).get_tensor()
-            dropped = ops.gather(node.output(0), kept, np.int64(_ROWS)).output(0)
-            dropped.get_tensor().set_names(tensor.get_names())
-            tensor.set_names(set())
-            for target in targets:
-                target.replace_source_output(dropped)
+            _replace(value, ops.gather(value, own_rows, np.int64(_ROWS)).output(0), targets)
 
 
-def _rows(ops: Any, value: Any) -> tuple[Any, Any]:
+def _entering(region: Sequence[Node], inside: set[str]) -> list[tuple[Input, Output]]:
+    """Return the inputs of `region` that take rows of other operators, with these rows; `inside` are its names."""
+    found = []
+    for node in region:
+        for place in range(1 if node.get_type_name() in _BY_ROWS else node.get_input_size()):
+            value = node.input_value(place)
+            if value.get_node().get_name() not in inside and _has_rows(value):
+                found.append((node.input(place), value))
+    return found
+
+
+def _replace(value: Output, by: Output, targets: Sequence[Input]) -> None:
+    """Give the `targets` another value, with the names of the first."""
+    tensor = value.get_tensor()
+    by.get_tensor().set_names(tensor.get_names())
+    tensor.set_names(set())
+    for target in targets:
+        target.replace_source_output(by)
+
+
+def _row_numbers(ops: Any, value: Output) -> tuple[Any, Any]:
     """Return the numbers of the rows of `value`, and the same with the last repeated until blocks are full."""
     last = _rank(value) - 1
-    sizes = ops.gather(ops.shape_of(value, "i64"), np.arange(last), np.int64(0))
-    rows, in_all = ops.gather(sizes, np.int64(last - 1), np.int64(0)), ops.reduce_prod(sizes, np.int64(0))
-    as_it_is = ops.logical_or(ops.less_equal(rows, np.int64(FEW)), ops.not_equal(rows, in_all))
-    missing = ops.floor_mod(ops.negative(rows), np.int64(BLOCK))
-    count = ops.add(rows, ops.select(as_it_is, np.int64(0), missing))
-    zero, one = np.int64(0), np.int64(1)
-    kept, filled = (ops.range(zero, size, one, "i64") for size in (rows, count))
-    return kept, ops.minimum(filled, ops.subtract(rows, one))
+    sizes = ops.gather(ops.shape_of(value, "i64"), np.arange(last), _ZERO)
+    rows, in_all_groups = ops.gather(sizes, np.int64(last - 1), _ZERO), ops.reduce_prod(sizes, _ZERO)
+    unchanged = ops.logical_or(ops.less_equal(rows, np.int64(FEW)), ops.not_equal(rows, in_all_groups))
+    missing = ops.select(unchanged, _ZERO, ops.floor_mod(ops.negative(rows), np.int64(BLOCK)))
+    own_rows, numbers = (ops.range(_ZERO, count, _ONE, "i64") for count in (rows, ops.add(rows, missing)))
+    return own_rows, ops.minimum(numbers, ops.subtract(rows, _ONE))

@@ -22,7 +22,7 @@ Its default is 5000. Then a process grows by megabytes with each new number of r
 """
 
 
-class Device(Protocol):
+class OpenVinoDevice(Protocol):
     """A device of OpenVINO, and the properties that models are compiled with."""
 
     name: str
@@ -42,7 +42,7 @@ class Device(Protocol):
         """Return the properties to compile the model `read` with; a model without `weights` selects tokens."""
 
 
-class Cpu(Device):
+class Cpu(OpenVinoDevice):
     """The processor: bf16 where it has it, and activations rounded to int8 for int8 and int4 weights.
 
     With AMX, activations stay bf16, because OpenVINO does not round them there, and rows fill whole blocks.
@@ -78,7 +78,7 @@ class Cpu(Device):
         }
 
 
-class Gpu(Device):
+class Gpu(OpenVinoDevice):
     """The first Intel GPU, integrated or discrete: fp16, unless `compute` is fp32."""
 
     name = "GPU"

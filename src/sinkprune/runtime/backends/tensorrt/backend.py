@@ -72,8 +72,10 @@ class TensorRTBackend(Backend, CacheMemory):
         self._session = Session(library, device, self._pool, ActivationMemory(device), CudaGraphs(device), log.errors)
         self._runtime = library.Runtime(log)
         self.turn = Turns()
+        # Engines of the other dialect have the profile `prefill` without a cache, and `decode` with one new row.
+        self.resumes = built.bundle.manifest.cache == "in-place"
 
-    def load(self, model: Model) -> TensorRTEngine:
+    def load(self, model: Model) -> Engine:
         return self._load(model, {})
 
     def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> Decoder:
@@ -125,11 +127,11 @@ class TensorRTBackend(Backend, CacheMemory):
     def buffer(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceTensor:
         return DeviceTensor(self._pool.allocate(prod(shape) * dtype.itemsize), shape, dtype)
 
-    def copy_rows(self, source: DeviceTensor, target: DeviceTensor, place: int) -> None:
-        _, heads, rows, size = source.shape
+    def copy_rows(self, source: DeviceTensor, target: DeviceTensor, place: int, rows: int) -> None:
+        _, heads, given, size = source.shape
         row, room = size * source.dtype.itemsize, target.shape[2]
         self._device.copy_lines(
-            target.address + place * row, room * row, source.address, rows * row, rows * row, heads
+            target.address + place * row, room * row, source.address, given * row, rows * row, heads
         )
 
     def zero_rows(self, target: DeviceTensor, first: int) -> None:

@@ -1,4 +1,4 @@
-"""A graph in stretches: each layer runs once, few of them at a time, and little is kept between."""
+"""A graph in subgraphs: each layer runs once, few of them at a time, and little is kept between."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from PIL import Image
 from skimage import data
 
 from sinkprune.calibration.quantising import cost
-from sinkprune.calibration.quantising.graphs import Graphs
+from sinkprune.calibration.quantising.chain_run import weight_graphs
+from sinkprune.calibration.quantising.graphs import WeightGraphs
 from sinkprune.calibration.quantising.products import Layer, linear_layers
-from sinkprune.calibration.quantising.stretches import Passage, Session, stretches
-from sinkprune.calibration.quantising.walk import order
+from sinkprune.calibration.quantising.subgraphs import GraphRun, GraphSession, split_graph
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.runtime.families import load_family
 
@@ -23,25 +23,25 @@ Bundles = Callable[..., Path]
 NAMES = [("gqa-112", "opset24"), ("gqa-112", "opset20"), ("qwen", "opset24"), ("qwen3-vl", "opset24")]
 
 
-def graphs_of(bundle: Bundle) -> Graphs:
-    return Graphs(bundle, bundle.manifest.weights, 1)
+def graphs_of(bundle: Bundle) -> WeightGraphs:
+    return WeightGraphs(bundle, bundle.manifest.weights, 1)
 
 
 @pytest.mark.parametrize(("name", "dialect"), NAMES)
 def test_all_layers_are_in_them_in_order_and_few_at_a_time(name: str, dialect: str, bundle: Bundles) -> None:
     read = read_bundle(bundle(name, dialect=dialect))
-    for graph in order(read.manifest):
+    for graph in weight_graphs(read.manifest):
         read_graph = graphs_of(read).read(graph)
-        layers, found = list(linear_layers(read_graph).values()), stretches(read_graph)
-        assert {value for stretch in found for value in stretch.inputs} >= {layer.value for layer in layers}
-        together = [[layer for layer in layers if layer.value in stretch.inputs] for stretch in found]
+        layers, found = list(linear_layers(read_graph).values()), split_graph(read_graph)
+        assert {value for subgraph in found for value in subgraph.layer_inputs} >= {layer.value for layer in layers}
+        together = [[layer for layer in layers if layer.value in subgraph.layer_inputs] for subgraph in found]
         assert sorted(layer.value for group in together for layer in group) == sorted(layer.value for layer in layers)
         # Attention has four of them, an MLP three, a block of Qwen's tower five.
         assert max(map(len, together)) <= 5
-        assert found[-1].leaves == tuple(value.name for value in read_graph.outputs)
+        assert found[-1].outputs == tuple(value.name for value in read_graph.outputs)
         if graph.startswith("decoder"):
             # Hidden states and a mask; after the first layers also DeepStack's rows.
-            assert all(len(stretch.leaves) <= 2 for stretch in found[8:-1])
+            assert all(len(subgraph.outputs) <= 2 for subgraph in found[8:-1])
 
 
 @pytest.mark.parametrize("name", ["gqa-112", "qwen"])
@@ -55,15 +55,15 @@ def test_a_graph_gives_what_it_gives_in_one_piece_and_loads_each_matrix_once(nam
     feeds = [dict(family.inputs(picture.resize(size))) for size in ((200, 150), (90, 210))]
     matrices, loaded = linear_layers(graph), list[str]()
 
-    def opened(part: ir.Graph) -> Session:
+    def opened(part: ir.Graph) -> GraphSession:
         held = [matrix for matrix in part.initializers if matrix in matrices]
         assert len(held) <= 5
         loaded.extend(held)
-        return Session(part, 12, folder, 1)
+        return GraphSession(part, 12, folder, 1)
 
-    found = Passage(graph, opened, feeds).outputs()
+    found = GraphRun(graph, opened, feeds).outputs()
     assert sorted(loaded) == sorted(matrices)
-    whole = Session(graphs_of(read).read("vision"), 12, folder, 1)
+    whole = GraphSession(graphs_of(read).read("vision"), 12, folder, 1)
     for feed, given in zip(feeds, found, strict=True):
         expected = whole(feed)
         assert given.keys() == expected.keys()

@@ -14,9 +14,9 @@ from PIL import Image
 from skimage import data
 
 from sinkprune import Pipeline
-from sinkprune.calibration.quantising.graphs import Graphs
+from sinkprune.calibration.quantising.chain_run import ChainRun, encode_prompts, weight_graphs
+from sinkprune.calibration.quantising.graphs import WeightGraphs
 from sinkprune.calibration.quantising.products import Products, linear_layers
-from sinkprune.calibration.quantising.walk import Walk, encode_prompts, order
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.text.questions import Question
@@ -49,22 +49,22 @@ def test_the_logits_are_those_of_a_request(
     name: str, dialect: str, bundle: Bundles, pipeline: Callable[..., Pipeline]
 ) -> None:
     read, pipe = read_bundle(bundle(name, dialect=dialect)), pipeline(name, dialect=dialect)
-    graphs, walk = Graphs(read, read.manifest.weights, 1), Walk(read, encode_prompts(read, items()))
-    for graph in order(read.manifest):
-        walk.advance(graphs.passage(graph, walk.feeds).outputs())
+    graphs, run = WeightGraphs(read, read.manifest.weights, 1), ChainRun(read, encode_prompts(read, items()))
+    for graph in weight_graphs(read.manifest):
+        run.advance(graphs.run(graph, run.feeds).outputs())
     expected = [
         watched(pipe, item.load_image(), item.question.prompt, max_new_tokens=1).logits[0] for item in items()
     ]
-    assert len(walk.logits) == 2
-    np.testing.assert_allclose(walk.logits, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
+    assert len(run.logits) == 2
+    np.testing.assert_allclose(run.logits, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
 
 
 def test_products_are_those_of_each_layers_inputs(bundle: Bundles) -> None:
     read = read_bundle(bundle("gqa-112"))
-    graphs, random = Graphs(read, read.manifest.weights, 1), np.random.default_rng(1)
+    graphs, random = WeightGraphs(read, read.manifest.weights, 1), np.random.default_rng(1)
     width = read.manifest.graphs["projector"].inputs[0].shape[2]
     feeds = [{"tokens": random.standard_normal((1, rows, width), np.float32)} for rows in (5, 9)]
-    products = Products(graphs.read("projector"), lambda: graphs.passage("projector", feeds))
+    products = Products(graphs.read("projector"), lambda: graphs.run("projector", feeds))
     first, second = linear_layers(graphs.read("projector"))
     seen = np.concatenate([feed["tokens"][0] for feed in feeds])
     np.testing.assert_allclose(products(first).products, seen.T @ seen, rtol=1e-4, atol=1e-3)

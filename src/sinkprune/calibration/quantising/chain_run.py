@@ -10,18 +10,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sinkprune.calibration.quantising.stretches import Tensors
+from sinkprune.calibration.quantising.subgraphs import Tensors
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER, Manifest
 from sinkprune.contract.precision import DTYPES, Array
 from sinkprune.runtime.backends import Backend, load_backend
-from sinkprune.runtime.families import Seen, load_family
+from sinkprune.runtime.families import TowerInput, load_family
 from sinkprune.runtime.families.rotary import Rotary
+from sinkprune.runtime.media.fits import Fit
 from sinkprune.runtime.steps.embedding import Embedding
-from sinkprune.runtime.steps.encoding import Encoded
-from sinkprune.runtime.steps.pictures import decoded, see
+from sinkprune.runtime.steps.encoding import EncodedPicture
+from sinkprune.runtime.steps.pictures import decoded, tower_input
 from sinkprune.runtime.steps.prompt_rows import lay_out
 from sinkprune.runtime.text.prompt import PromptEncoder
 
@@ -29,31 +30,34 @@ from sinkprune.runtime.text.prompt import PromptEncoder
 class EncodedPrompt(NamedTuple):
     """A prompt about one picture, as the model takes it."""
 
-    seen: Seen
+    picture: TowerInput
     texts: list[list[int]]
     """Token ids before the picture and after it."""
 
 
-def encode_prompts(bundle: Bundle, items: Iterable[Item]) -> list[EncodedPrompt]:
-    """Encode pictures and questions for the model of `bundle`; raises `ImageError` and `PromptError`."""
-    family, manifest = load_family(bundle.manifest), bundle.manifest
+def encode_prompts(bundle: Bundle, items: Iterable[Item], fit: Fit | None = None) -> list[EncodedPrompt]:
+    """Encode pictures and questions for the model of `bundle`; raises `ImageError`, `PromptError`, `UsageError`.
+
+    `fit` is how a picture becomes a square; None is the checkpoint's own way.
+    """
+    family, manifest = load_family(bundle.manifest, fit), bundle.manifest
     tokenizer = bundle.files[TOKENIZER].read(TOKENIZER_BYTES)
     encoder = PromptEncoder(tokenizer, bundle.files[CHAT_TEMPLATE].read(TEMPLATE_BYTES), manifest.tokens)
     prompts = []
     for item in items:
         picture = item.load_image()
-        seen = see(picture, decoded(picture, family), family, manifest)
-        prompts.append(EncodedPrompt(seen, encoder.encode(["", item.question.prompt], [seen.layout.texts]).texts))
+        tower = tower_input(picture, decoded(picture, family), family, manifest)
+        prompts.append(EncodedPrompt(tower, encoder.encode(["", item.question.prompt], [tower.layout.texts]).texts))
     return prompts
 
 
-def order(manifest: Manifest) -> list[str]:
+def weight_graphs(manifest: Manifest) -> list[str]:
     """Return the graphs that hold weights, in the order in which an unpruned request runs them."""
     decoders = [f"decoder_{segment}" for segment in range(len(manifest.segments))]
     return ["vision", *filter(None, [manifest.projector]), *decoders, "head"]
 
 
-class Walk:
+class ChainRun:
     """All prompts, each before the same graph."""
 
     def __init__(self, bundle: Bundle, prompts: Sequence[EncodedPrompt]) -> None:
@@ -79,17 +83,17 @@ def _steps(
     manifest: Manifest, backend: Backend, embedding: Embedding, between_rows: str | None, prompt: EncodedPrompt
 ) -> Generator[Tensors, Tensors, Array]:
     """Run an unpruned request: yield each graph's inputs, receive its outputs, and return the logits [vocab]."""
-    seen = yield prompt.seen.inputs
-    tokens = seen["tokens"]
+    tower = yield prompt.picture.inputs
+    tokens = tower["tokens"]
     if manifest.projector:
         tokens = (yield {"tokens": tokens})["embeddings"]
-    groups, count = seen["norms"].shape
+    groups, count = tower["norms"].shape
     every = np.broadcast_to(np.arange(count), (groups, count))
-    beside = backend.tensor(seen["deepstack"]) if "deepstack" in seen else None
-    encoded = Encoded(backend.tensor(tokens), None, every, seen["norms"], seen["salience"], beside)
-    pictures = [(prompt.seen.layout, encoded)]
+    deepstack = backend.tensor(tower["deepstack"]) if "deepstack" in tower else None
+    encoded = EncodedPicture(backend.tensor(tokens), None, every, tower["norms"], tower["salience"], deepstack)
+    pictures = [(prompt.picture.layout, encoded)]
     rows = lay_out(backend, embedding, between_rows, prompt.texts, pictures, pruned=False)
-    hidden, added = backend.numpy(rows.hidden), {name: backend.numpy(x) for name, x in rows.beside.items()}
+    hidden, added = backend.numpy(rows.hidden), {name: backend.numpy(x) for name, x in rows.deepstack_inputs.items()}
     lm = manifest.language_model
     rotary = Rotary(lm.rope_theta, lm.head_dim, DTYPES[manifest.precision], lm.rope_sections)
     cos, sin = rotary.tables(rows.positions.rows)

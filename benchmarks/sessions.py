@@ -1,0 +1,69 @@
+"""Measures a second question about a picture: in a session, and as a whole request.
+
+    python benchmarks/sessions.py demo-output/bundle
+    python benchmarks/sessions.py bundle --backend openvino --budget retain-64 --rounds 9 --json sessions.json
+
+Every round has a new random picture, and asks in turn: a first question in a session, a second one in the session,
+and the second one without a session. The table has medians and ranges of TTFT, and the median of the rounds' ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from sinkprune import Pipeline, Session
+from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.json_output import json_outputs, write_json
+from sinkprune.contract.files.output_files import check_outputs
+
+FIRST, SECOND = "What colour is the circle?", "How many red objects are there?"
+
+
+def measure(pipeline: Pipeline, budget: str, rounds: int) -> dict[str, list[float]]:
+    """Return the milliseconds of TTFT of each round; a round before them does not count."""
+    rng = np.random.default_rng(0)
+    found: dict[str, list[float]] = {"first, in a session": [], "second, in the session": [], "second, alone": []}
+    for _ in range(rounds + 1):
+        picture = Image.fromarray(rng.integers(0, 256, (480, 640, 3), dtype=np.uint8))
+        session = Session(pipeline)
+        asked = ((session, FIRST), (session, SECOND), (pipeline, SECOND))
+        for (answering, question), times in zip(asked, found.values(), strict=True):
+            answer = answering.generate(picture, question, budget=budget, max_new_tokens=1)
+            times.append(answer.ms["ttft"] or 0.0)
+    return {name: times[1:] for name, times in found.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    return run_command(_run, arguments)
+
+
+def _run(arguments: Sequence[str] | None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--backend")
+    parser.add_argument("--budget", default="retain-64")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    check_outputs(json_outputs(options.json), [])
+    pipeline = Pipeline.load(options.bundle, backend=options.backend)
+    pipeline.load_plans("sinkpruner")
+    found = measure(pipeline, options.budget, options.rounds)
+    alone = found["second, alone"]
+    for name, times in found.items():
+        ratio = statistics.median(time / whole for time, whole in zip(times, alone, strict=True))
+        spread = f"{statistics.median(times):8.1f} ms ({min(times):.1f} to {max(times):.1f})"
+        sys.stdout.write(f"{name:24} {spread}, {ratio:.2f} of alone\n")
+    write_json(options.json, found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""The time of one request with any budget on this machine: predicted from costs, and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from PIL import Image
+
+from sinkprune.calibration.evaluation.report import Combination
+from sinkprune.calibration.scheduling.named_budget import METHOD
+from sinkprune.calibration.scheduling.search import LatencyPrice
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.costs.model import predict
+from sinkprune.contract.reports.report import Spread
+from sinkprune.contract.schedule import Schedule, schedule
+from sinkprune.runtime.deadline.cost_measuring import measurement_rounds
+from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.steps.pictures import layout_of
+from sinkprune.runtime.steps.request import new_request
+
+UNPRUNED_MODEL = Combination(METHOD, UNPRUNED)
+
+
+class PictureQuestion(NamedTuple):
+    """A picture and a question about it."""
+
+    image: Image.Image
+    question: str
+
+
+class RequestTimes:
+    """The times of a request with the budgets of a pipeline's bundle, in milliseconds to the last new token."""
+
+    def __init__(self, pipeline: Pipeline, prompt: PictureQuestion, seconds: float) -> None:
+        """Measure the costs of the request for some `seconds`; raises what a request raises."""
+        self._pipeline, self._prompt, self._seconds = pipeline, prompt, seconds
+        request = new_request(*prompt, method=METHOD)
+        self.costs = pipeline.measure_costs(request, seconds)
+        """Medians, at the machine's speed of the last measurement."""
+        self.p95_ratio = 1.0
+        """The 95th percentile of the last measured times, as a multiple of their median; 1 before the first."""
+        self.layout = layout_of(prompt.image, prompt.image, pipeline.family, pipeline.bundle.manifest)
+        self.text_tokens = pipeline.prompts.encode(request.texts).text_tokens
+
+    def schedule(self, combination: Combination) -> Schedule:
+        """Return the rows that the method and budget keep of the picture."""
+        return schedule(self._pipeline.bundle.manifest, *combination, [self.layout])
+
+    def price(self, new_tokens: int) -> LatencyPrice:
+        """Return the median time of all plans of the bundle's cuts."""
+        manifest = self._pipeline.bundle.manifest
+        layers, projector = tuple(map(len, manifest.segments)), manifest.projector is not None
+        return LatencyPrice(self.costs, layers, self.text_tokens, self.layout.all_tokens, projector, new_tokens)
+
+    def predict(self, combination: Combination, new_tokens: int) -> float:
+        """Return the median time, from the costs."""
+        planned, manifest = self.schedule(combination), self._pipeline.bundle.manifest
+        return predict(self.costs, manifest, planned, self.text_tokens, [self.layout]).latency(new_tokens)
+
+    def measure(self, combinations: Sequence[Combination], new_tokens: int) -> list[Spread]:
+        """Return the measured times of each combination; the combinations take turns in each round."""
+        latencies = [list[float]() for _ in combinations]
+        for counted in measurement_rounds(self._seconds):
+            for (method, budget), own in zip(combinations, latencies, strict=True):
+                answer = self._pipeline.generate(
+                    *self._prompt,
+                    method=method,
+                    budget=budget,
+                    max_new_tokens=new_tokens,
+                    min_new_tokens=new_tokens,
+                )
+                if counted:
+                    own.append(answer.ms["latency"] or 0.0)
+        return [Spread.of(own) for own in latencies]
+
+    def measure_unpruned(self, new_tokens: int) -> Spread:
+        """Measure the unpruned model, and correct the predictions by it."""
+        predicted = self.predict(UNPRUNED_MODEL, new_tokens)
+        (measured,) = self.measure([UNPRUNED_MODEL], new_tokens)
+        self.correct(measured, predicted)
+        return measured
+
+    def correct(self, measured: Spread, predicted_ms: float) -> None:
+        """Scale the costs to the speed at which a request was `measured`, and note how slow the slowest were."""
+        self.costs = self.costs.slower(measured.median / predicted_ms)
+        self.p95_ratio = measured.p95 / measured.median

@@ -1,0 +1,162 @@
+"""`sinkprune-serve`: answers requests of other programs over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.bundle import read_runnable
+from sinkprune.contract.checks.ranges import WholeNumber
+from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.json_output import json_outputs, write_json
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.files.output_files import check_outputs
+from sinkprune.runtime.commands import BundleOptions, bundle_parser, load_pipeline, status
+from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
+from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.session import MAX_BYTES
+from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS
+
+API_KEY = "SINKPRUNE_API_KEY"
+"""The environment variable with the API key."""
+_MIB = 1 << 20
+_PORT = WholeNumber("port", 0, 65535)
+_COUNT = WholeNumber("requests", 1, 10_000)
+_MEGABYTES = WholeNumber("megabytes", 0, 1 << 20)
+_GRACE_S = 5
+_USUAL_PICTURE = Image.new("RGB", (640, 480))
+_EXAMPLES = f"""\
+examples:
+  sinkprune-serve bundle --budget retain-64
+  sinkprune-serve engines --host 0.0.0.0 --port 8080 --api-key "$(cat key)"
+
+Any client of OpenAI's chat completions works, with http://127.0.0.1:8000/v1 as its base URL. The model is the
+bundle's name; NAME:retain-64 chooses a budget. The API key may also be in the environment variable {API_KEY}.
+"""
+
+
+@dataclass(kw_only=True)
+class _Options(BundleOptions):
+    host: str
+    port: int
+    name: str | None
+    budget: str
+    api_key: str | None
+    allow_remote_images: bool
+    max_queue: int
+    max_active: int
+    max_body_mb: int
+    session_mb: int
+    json: Path | None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    return run_command(_run, arguments)
+
+
+def _run(arguments: Sequence[str] | None) -> None:
+    parser = bundle_parser("sinkprune serve", "Answer questions about pictures over HTTP, as OpenAI does.", _EXAMPLES)
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="the address to listen at; 0.0.0.0 for all (default: 127.0.0.1)")
+    add("--port", type=_PORT, default=8000, help="the port to listen at; 0 for any free one (default: 8000)")
+    add("--name", help="the model's name (default: the name of the bundle's folder)")
+    add("--budget", default=UNPRUNED, help="the budget of requests that name none (default: none)")
+    add("--api-key", metavar="KEY", help="the key that every request must have")
+    add("--allow-remote-images", action="store_true", help="fetch pictures from https addresses of public hosts")
+    add("--max-queue", type=_COUNT, default=64, help="requests that wait or run before 429 (default: 64)")
+    add("--max-active", type=_COUNT, default=8, help="requests that run at once, each with KV caches (default: 8)")
+    add("--max-body-mb", type=_MEGABYTES, default=64, help="the largest request, in MiB (default: 64)")
+    add(
+        "--session-mb",
+        type=_MEGABYTES,
+        default=MAX_BYTES // _MIB,
+        help=f"memory for what questions about the same pictures share, in MiB (default: {MAX_BYTES // _MIB})",
+    )
+    parser.add_json("the server's address and models, as soon as it listens,")
+    options = parser.parse(arguments, _Options)
+    check_outputs(json_outputs(options.json), options.key_files, options.folders)
+
+    server = _import_server()
+    bundle = read_runnable(options.bundle, options.trust)
+    bundle.manifest.plan("sinkpruner", options.budget)
+    name = options.bundle.resolve().name if options.name is None else options.name
+    if not name or ":" in name or not name.isprintable():
+        raise UsageError(f"the model's name is '{name}', expected printable characters without ':'. Choose a --name.")
+    # Before the engines are loaded, because a port that is taken should be reported soon.
+    with _listening(options.host, options.port) as listener:
+        budgets = [UNPRUNED, options.budget]
+        check_memory(
+            options, bundle, PlannedRequests([_USUAL_PICTURE], "sinkpruner", budgets, "", DEFAULT_NEW_TOKENS)
+        )
+        pipeline = load_pipeline(options, bundle)
+        with status("loading the pruning graphs"):
+            pipeline.load_plans("sinkpruner")
+        settings = server.ServerSettings(
+            name=name,
+            budget=options.budget,
+            api_key=options.api_key or os.environ.get(API_KEY) or None,
+            allow_remote_images=options.allow_remote_images,
+            max_body_bytes=options.max_body_mb * _MIB,
+            max_queue=options.max_queue,
+            max_active=options.max_active,
+            session_bytes=options.session_mb * _MIB,
+        )
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        write_json(
+            options.json, {"url": f"http://{shown}:{port}/v1", "models": server.model_names(name, bundle.manifest)}
+        )
+        sys.stderr.write(f"{escaped(name)} answers at http://{shown}:{port}/v1. Ctrl-C ends it.\n")
+        sys.stderr.flush()
+        _serve(pipeline, settings, listener)
+
+
+def _serve(pipeline: Pipeline, settings: Any, listener: socket.socket) -> None:
+    """Answer until the process is interrupted; requests that run then get a few seconds."""
+    import uvicorn
+
+    app = _import_server().new_app(pipeline, settings)
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_S, server_header=False)
+    # uvicorn raises the signal again when it has ended.
+    with suppress(KeyboardInterrupt):
+        asyncio.run(uvicorn.Server(config).serve([listener]))
+
+
+def _import_server() -> Any:
+    """Return the module `server.app`; raises `UsageError` without the extra `server`."""
+    try:
+        import uvicorn  # noqa: F401
+
+        from sinkprune.runtime.server import app
+    except ImportError as error:
+        raise UsageError(
+            f"the server needs the package '{error.name}', which is not installed. Install it with: pip install "
+            "'sinkprune[server]'"
+        ) from error
+    return app
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at the address; raises `UsageError`."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        listener = socket.create_server((host, port), family=family, backlog=512)
+    except OSError as error:
+        raise UsageError(
+            f"cannot listen at {host}, port {port}: {error.strerror}. Choose another --host or --port."
+        ) from error
+    # Connections inherit it. asyncio does not set it for them, and each response would wait 40 ms for the client.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener

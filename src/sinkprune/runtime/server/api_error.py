@@ -1,0 +1,27 @@
+"""Errors of HTTP requests, in the form that OpenAI's clients read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ApiError(Exception):
+    """A request that the server rejects, with an HTTP status and one message."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, retry_after: int | None = None
+    ) -> None:
+        """Reject with `status`. `param` is the field of the body that is wrong; `retry_after` is in seconds."""
+        super().__init__(message)
+        self.status, self.param, self.retry_after = status, param, retry_after
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers of the response."""
+        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON of the response."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": None}}

@@ -1,0 +1,277 @@
+"""The HTTP application: routes, limits, and the way of a request through the scheduler and back."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from sinkprune.contract.errors import SinkpruneError
+from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.server.api_error import ApiError
+from sinkprune.runtime.server.chat_request import ChatReader, ChatRequest, model_names
+from sinkprune.runtime.server.metrics import Metrics
+from sinkprune.runtime.server.picture_urls import PictureReader, fetch_https
+from sinkprune.runtime.server.responses import Completion, TokenLogprobs, event
+from sinkprune.runtime.server.scheduler import RETRY_S, Job, Scheduler
+from sinkprune.runtime.session import MAX_BYTES, Session
+from sinkprune.runtime.steps.answer import Answer
+from sinkprune.runtime.steps.observer import NOBODY
+
+# A picture of the largest size takes up to 1 GB while it is decoded.
+_DECODED_AT_ONCE = 2
+
+_Event = tuple[str, list[dict[str, object]] | None] | Answer | BaseException
+"""A token's text with the log probabilities since the last, or how the request ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """What a server answers, and its limits."""
+
+    name: str
+    """The model's name."""
+    budget: str
+    """The budget of requests that name none."""
+    api_key: str | None = None
+    """The key that requests must have in `Authorization: Bearer`; None for none."""
+    allow_remote_images: bool = False
+    """Whether the server fetches pictures from https addresses."""
+    max_body_bytes: int = 64 << 20
+    max_body_seconds: float = 60.0
+    """How long a body may take to arrive."""
+    max_queue: int = 64
+    """The most requests that are being read, and the most that wait or run."""
+    max_active: int = 8
+    """The most requests that run at once. Each has KV caches."""
+    session_bytes: int = MAX_BYTES
+    """The memory for what requests about the same pictures share; 0 for none."""
+
+
+def new_app(pipeline: Pipeline, settings: ServerSettings) -> Starlette:
+    """Return the application, whose scheduler starts and ends with it."""
+    server = _Server(pipeline, settings)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await run_in_threadpool(server.scheduler.close)
+
+    routes = [
+        Route("/v1/chat/completions", server.guarded(server.complete), methods=["POST"]),
+        Route("/v1/models", server.guarded(server.models)),
+        Route("/health", server.health),
+        Route("/metrics", server.metrics_page),
+    ]
+    handlers = {HTTPException: server.http_error, Exception: server.our_error}
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)  # type: ignore[arg-type]
+
+
+class _Server:
+    def __init__(self, pipeline: Pipeline, settings: ServerSettings) -> None:
+        self._settings, self._pipeline = settings, pipeline
+        self._session = Session(pipeline, settings.session_bytes)
+        self._reader = ChatReader(
+            settings.name,
+            model_names(settings.name, pipeline.bundle.manifest),
+            settings.budget,
+            self._session,
+            pipeline.bundle.manifest.plan,
+            PictureReader(pipeline.family, fetch_https if settings.allow_remote_images else None),
+        )
+        self.scheduler = Scheduler(self._session, most_jobs=settings.max_queue, most_active=settings.max_active)
+        self._bodies, self._decoding = 0, asyncio.Semaphore(_DECODED_AT_ONCE)
+        self._started = int(time.time())
+        self._metrics = Metrics(
+            waiting=lambda: self.scheduler.waiting,
+            active=lambda: self.scheduler.active,
+            session_bytes=lambda: self._session.nbytes,
+        )
+
+    def guarded(self, endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """Return `endpoint` with a check of the API key, and errors as JSON."""
+
+        async def guarded(http: Request) -> Response:
+            try:
+                key = self._settings.api_key
+                given = http.headers.get("authorization", "")
+                if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+                    raise ApiError(401, "the API key is missing or wrong. Send the header Authorization: Bearer KEY.")
+                return await endpoint(http)
+            except ApiError as error:
+                self._metrics.ended(error.status)
+                return JSONResponse(error.body, error.status, error.headers)
+            except ClientDisconnect:
+                # Nobody reads the response. nginx gives such requests this status.
+                self._metrics.ended(499)
+                return Response(status_code=499)
+
+        return guarded
+
+    async def models(self, http: Request) -> Response:
+        models = [
+            {"id": name, "object": "model", "created": self._started, "owned_by": "sinkprune"}
+            for name in self._reader.models
+        ]
+        return JSONResponse({"object": "list", "data": models})
+
+    async def health(self, http: Request) -> Response:
+        return JSONResponse({"status": "ok", "model": self._settings.name, "backend": self._pipeline.backend.name})
+
+    async def metrics_page(self, http: Request) -> Response:
+        return PlainTextResponse(self._metrics.text())
+
+    async def complete(self, http: Request) -> Response:
+        chat = await self._read(http)
+        completion = Completion(chat.model)
+        events: asyncio.Queue[_Event] = asyncio.Queue()
+        job = self._job(chat, completion, events)
+        self.scheduler.submit(job)
+        if chat.stream:
+            # The status is known with the first event only.
+            first = await self._next(http, job, events)
+            return StreamingResponse(
+                self._chunks(http, chat, completion, job, events, first), media_type="text/event-stream"
+            )
+        logprobs: list[dict[str, object]] = []
+        while True:
+            found = await self._next(http, job, events)
+            if isinstance(found, Answer):
+                self._metrics.answered(found, completion.queued_ms)
+                self._metrics.ended(200)
+                return JSONResponse(completion.whole(found, None if chat.logprobs is None else logprobs))
+            logprobs += found[1] or []
+
+    async def _read(self, http: Request) -> ChatRequest:
+        """Return the request in the body. Few bodies are in memory, and fewer pictures are decoded, at once."""
+        if self._bodies >= self._settings.max_queue:
+            raise ApiError(429, f"{self._bodies} requests are being read. Try again later.", retry_after=RETRY_S)
+        self._bodies += 1
+        try:
+            body = await asyncio.wait_for(self._body(http), self._settings.max_body_seconds)
+            async with self._decoding:
+                return await run_in_threadpool(self._reader.read, body)
+        except asyncio.TimeoutError as error:
+            seconds = self._settings.max_body_seconds
+            raise ApiError(408, f"the body did not arrive within {seconds:g} seconds. Send it faster.") from error
+        finally:
+            self._bodies -= 1
+
+    async def _body(self, http: Request) -> bytes:
+        most, data = self._settings.max_body_bytes, bytearray()
+        async for part in http.stream():
+            data += part
+            if len(data) > most:
+                raise ApiError(413, f"the body has more than {most} bytes. Send smaller pictures.")
+        return bytes(data)
+
+    def _job(self, chat: ChatRequest, completion: Completion, events: asyncio.Queue[_Event]) -> Job:
+        loop = asyncio.get_running_loop()
+        tokenizer = self._pipeline.prompts.tokenizer
+        observer = NOBODY if chat.logprobs is None else TokenLogprobs(tokenizer, chat.logprobs)
+        job: Job
+
+        def put(found: _Event) -> None:
+            # The loop may have ended before the scheduler.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(events.put_nowait, found)
+
+        def on_text(text: str) -> None:
+            tokens = None
+            if isinstance(observer, TokenLogprobs):
+                tokens, observer.tokens = observer.tokens, []
+            put((text, tokens))
+
+        def on_start() -> None:
+            completion.queued_ms = (time.perf_counter() - job.arrived) * 1e3
+
+        job = Job(chat.request, chat.priority, observer, on_text, put, on_start)
+        return job
+
+    async def _next(
+        self, http: Request, job: Job, events: asyncio.Queue[_Event]
+    ) -> tuple[str, list[dict[str, object]] | None] | Answer:
+        """Return a job's next text, or its answer; cancels it if the client goes away.
+
+        Raises `ApiError` for errors of the request, and other errors as they are.
+        """
+        while True:
+            try:
+                found = await asyncio.wait_for(events.get(), 0.25)
+                break
+            except asyncio.TimeoutError:
+                if await http.is_disconnected():
+                    self.scheduler.cancel(job)
+                    raise ClientDisconnect from None
+            except asyncio.CancelledError:
+                self.scheduler.cancel(job)
+                raise
+        if isinstance(found, SinkpruneError):
+            raise ApiError(400, str(found)) from found
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    async def _chunks(
+        self,
+        http: Request,
+        chat: ChatRequest,
+        completion: Completion,
+        job: Job,
+        events: asyncio.Queue[_Event],
+        found: tuple[str, list[dict[str, object]] | None] | Answer,
+    ) -> AsyncIterator[bytes]:
+        first = True
+        try:
+            while not isinstance(found, Answer):
+                text, logprobs = found
+                if text or logprobs or first:
+                    yield event(completion.chunk(text, logprobs, first=first))
+                first = False
+                found = await self._next(http, job, events)
+            self._metrics.answered(found, completion.queued_ms)
+            self._metrics.ended(200)
+            yield event(completion.last_chunk(found))
+            if chat.include_usage:
+                yield event(completion.usage_chunk(found))
+            yield event("[DONE]")
+        except ClientDisconnect:
+            self._metrics.ended(499)
+        except Exception as error:
+            # The status was sent already.
+            known = error if isinstance(error, ApiError) else _our_fault(error)
+            self._metrics.ended(known.status)
+            yield event(known.body)
+        finally:
+            self.scheduler.cancel(job)
+
+    async def http_error(self, http: Request, error: HTTPException) -> Response:
+        """Return the response for an unknown path or a wrong method."""
+        return _response(ApiError(error.status_code, f"{error.detail}: {http.method} {http.url.path}."))
+
+    async def our_error(self, http: Request, error: Exception) -> Response:
+        """Return the response for a bug of ours."""
+        self._metrics.ended(500)
+        return _response(_our_fault(error))
+
+
+def _our_fault(error: BaseException) -> ApiError:
+    traceback.print_exception(error)
+    return ApiError(500, f"the server has a bug: {type(error).__name__}. Its log has the traceback.")
+
+
+def _response(error: ApiError) -> Response:
+    return JSONResponse(error.body, error.status, error.headers)

@@ -1,0 +1,56 @@
+"""Counts for `/metrics`, in Prometheus's text format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from sinkprune.runtime.steps.answer import Answer
+
+_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0)
+"""The upper ends of the histograms' buckets, in seconds."""
+
+
+class Metrics:
+    """Counts requests and tokens, and times of answers. Any thread may call the methods."""
+
+    def __init__(self, **gauges: Callable[[], float]) -> None:
+        """Start at zero. `gauges` return values of the moment, by the metric's name."""
+        self._registry = own = CollectorRegistry()
+        self._requests = Counter("sinkprune_requests", "Requests by HTTP status", ["status"], registry=own)
+        self._prompt = Counter("sinkprune_prompt_tokens", "Text and visual tokens the LLM received", registry=own)
+        self._visual = Counter("sinkprune_visual_tokens", "Visual tokens before pruning", registry=own)
+        self._new = Counter("sinkprune_generated_tokens", "Tokens of answers", registry=own)
+        self._reused = Counter("sinkprune_reused_rows", "Prompt rows taken from earlier requests", registry=own)
+        self._missed = Counter("sinkprune_missed_deadlines", "Answers after their deadline", registry=own)
+        self._times = {
+            name: Histogram(f"sinkprune_{name}_seconds", help_text, buckets=_BUCKETS, registry=own)
+            for name, help_text in (
+                ("queued", "Time until a request starts"),
+                ("ttft", "Time from the start to the first token"),
+                ("latency", "Time of a whole answer, alone"),
+            )
+        }
+        for name, value in gauges.items():
+            Gauge(f"sinkprune_{name}", name.replace("_", " "), registry=own).set_function(value)
+
+    def ended(self, status: int) -> None:
+        """Count a request that ended with this HTTP status."""
+        self._requests.labels(str(status)).inc()
+
+    def answered(self, answer: Answer, queued_ms: float) -> None:
+        """Count an answer."""
+        self._prompt.inc(answer.prompt_tokens + answer.tokens_per_layer[0])
+        self._visual.inc(answer.visual_tokens)
+        self._new.inc(len(answer.token_ids))
+        self._reused.inc(answer.reused_rows)
+        if answer.deadline is not None and not answer.deadline.met:
+            self._missed.inc()
+        self._times["queued"].observe(queued_ms / 1e3)
+        for name in ("ttft", "latency"):
+            self._times[name].observe((answer.ms[name] or 0.0) / 1e3)
+
+    def text(self) -> bytes:
+        """Return the page."""
+        return generate_latest(self._registry)

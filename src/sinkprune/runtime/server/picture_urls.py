@@ -1,0 +1,141 @@
+"""Pictures and videos in requests: data URIs, and https addresses where the server allows them."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import ipaddress
+import re
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from http.client import HTTPException, HTTPSConnection
+from tempfile import NamedTemporaryFile
+from urllib.parse import unquote_to_bytes, urlsplit
+
+from PIL import Image
+
+from sinkprune.contract.checks.format_value import type_name
+from sinkprune.contract.errors import ImageError
+from sinkprune.runtime.families import Family
+from sinkprune.runtime.media.clip import SampledFrames
+from sinkprune.runtime.media.images import read_image_bytes
+from sinkprune.runtime.media.video_file import VideoFile
+from sinkprune.runtime.server.api_error import ApiError
+
+MOST_REMOTE_BYTES = 32 << 20
+"""The most bytes of a picture that is fetched."""
+_SECONDS = 10.0
+_BLOCK = 1 << 16
+
+Fetch = Callable[[str], bytes]
+"""Returns the bytes at an https address; raises `ApiError`."""
+
+
+@dataclass(frozen=True)
+class PictureReader:
+    """Reads the pictures and videos of requests for a model of one family."""
+
+    family: Family
+    fetch: Fetch | None
+    """Reads https addresses; None where the server fetches nothing."""
+
+    def image(self, url: object) -> Image.Image:
+        """Return the RGB image of an `image_url`; raises `ApiError` for bytes that are no image."""
+        data = self._bytes("image_url", url)
+        try:
+            return read_image_bytes(data)
+        except ImageError as error:
+            raise _wrong(str(error)) from error
+
+    def video(self, url: object) -> SampledFrames:
+        """Return the frames that the model sees of a `video_url`; raises `ApiError` for bytes that are no video."""
+        try:
+            self.family.check_video()
+            with NamedTemporaryFile(prefix="sinkprune-") as file:
+                file.write(self._bytes("video_url", url))
+                file.flush()
+                return self.family.shown(VideoFile(file.name))
+        except ImageError as error:
+            # The message names the temporary file.
+            raise _wrong(re.sub(r"'[^']*/sinkprune-[^']*'", "video_url", str(error))) from error
+
+    def _bytes(self, field: str, url: object) -> bytes:
+        """Return the bytes of a data URI, or of an https address; raises `ApiError` for other addresses."""
+        if not isinstance(url, str):
+            raise _wrong(f"{field}.url is {type_name(url)}. Give a data URI: data:image/jpeg;base64,...")
+        if url[:5].lower() == "data:":
+            return data_uri_bytes(url)
+        if self.fetch is not None and url[:8].lower() == "https://":
+            return self.fetch(url)
+        remote = "" if self.fetch else ", or start the server with --allow-remote-images and give an https address"
+        raise _wrong(f"{field}.url is no data URI. Give data:image/jpeg;base64,...{remote}.")
+
+
+def data_uri_bytes(uri: str) -> bytes:
+    """Return the bytes of a data URI (RFC 2397); raises `ApiError`."""
+    head, comma, content = uri[5:].partition(",")
+    if not comma:
+        raise _wrong("the data URI has no comma. Give data:image/jpeg;base64,...")
+    try:
+        raw = unquote_to_bytes(content)
+        return base64.b64decode(raw, validate=True) if head.lower().endswith(";base64") else raw
+    except (binascii.Error, ValueError, UnicodeError) as error:
+        raise _wrong(f"the data URI is no valid base64 ({error}). Encode the file's bytes again.") from error
+
+
+def fetch_https(url: str) -> bytes:
+    """Return the bytes at an https address: of a public host, without redirects, within limits on size and time.
+
+    Raises `ApiError`. The address is resolved once, and the connection goes to the address that was checked.
+    """
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port or 443
+        address = _public_address(host, port)
+        connection = _CheckedConnection(host, port, address)
+        try:
+            path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+            connection.request("GET", path, headers={"User-Agent": "sinkprune", "Accept": "image/*"})
+            response = connection.getresponse()
+            if response.status != 200:
+                raise _wrong(f"the picture's server answered {response.status}, expected 200 without a redirect.")
+            data = io.BytesIO()
+            while block := response.read(_BLOCK):
+                data.write(block)
+                if data.tell() > MOST_REMOTE_BYTES:
+                    raise _wrong(f"the picture has more than {MOST_REMOTE_BYTES} bytes. Scale it down.")
+            return data.getvalue()
+        finally:
+            connection.close()
+    except (OSError, HTTPException, ValueError) as error:
+        raise _wrong(f"the picture could not be fetched: {' '.join(str(error).split())[:200]}.") from error
+
+
+class _CheckedConnection(HTTPSConnection):
+    """A connection to an address that was checked, with the certificate of the host's name."""
+
+    def __init__(self, host: str, port: int, address: str) -> None:
+        super().__init__(host, port, timeout=_SECONDS)
+        self._address = address
+
+    def connect(self) -> None:
+        """Connect to the checked address; no other lookup takes place."""
+        plain = socket.create_connection((self._address, self.port), self.timeout)
+        context = self._context  # type: ignore[attr-defined]
+        self.sock = context.wrap_socket(plain, server_hostname=self.host)
+
+
+def _public_address(host: str, port: int) -> str:
+    """Return an address of `host`; raises `ApiError` if any of its addresses is not public."""
+    found = {str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    for address in found:
+        numeric = ipaddress.ip_address(address.partition("%")[0])
+        if numeric.is_multicast or not numeric.is_global:
+            raise _wrong(f"'{host}' is an address of a private network. Give a picture on a public host.")
+    return min(found)
+
+
+def _wrong(message: str) -> ApiError:
+    return ApiError(400, message, param="messages")

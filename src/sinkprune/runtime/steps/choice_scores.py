@@ -1,0 +1,140 @@
+"""Scores of a closed list of answers: the log probability that the model gives to each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from sinkprune.contract.precision import Array
+from sinkprune.runtime.backends import Tensor
+from sinkprune.runtime.steps.chain import Chain
+from sinkprune.runtime.steps.decoding import KVCache, run_rows
+from sinkprune.runtime.steps.embedding import Embedding
+from sinkprune.runtime.steps.observer import Observer
+from sinkprune.runtime.text.sampling import check_finite
+
+_Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ChoiceTokens:
+    """A closed list of answers in tokens.
+
+    The probability of an answer is the product of those of its tokens. If the tokens of one answer begin another, as
+    "red" begins "red cup", a stop token after each answer counts too. Otherwise "red" would never be less likely than
+    "red cup".
+    """
+
+    texts: tuple[str, ...]
+    ids: tuple[_Ids, ...]
+    """The tokens of each text, at least one, without a stop token."""
+    stop: tuple[int, ...]
+    """The tokens that end an answer."""
+
+    @property
+    def stop_counts(self) -> bool:
+        """Whether a stop token after each answer counts."""
+        return len(_longest(self.ids)) < len(self.ids)
+
+    @property
+    def passes(self) -> list[_Ids]:
+        """The tokens that run through the decoder after the prompt, in so many passes.
+
+        The last token of an answer only runs if a stop token counts. Tokens that begin another pass need none.
+        """
+        return _longest(self.ids if self.stop_counts else [ids[:-1] for ids in self.ids])
+
+
+class ChoiceScores(NamedTuple):
+    """What the model thinks of each answer of a closed list."""
+
+    log_probabilities: Array
+    """[choices] float64: not normalised, because the model may give other answers too."""
+    complete: bool
+    """Whether all tokens count; else only the first of each answer does."""
+    pass_ms: list[float]
+    """The milliseconds of each pass after the prompt."""
+
+    @property
+    def probabilities(self) -> list[float]:
+        """The probability of each answer among the answers; together 1."""
+        shares = np.exp(self.log_probabilities - self.log_probabilities.max())
+        found: list[float] = (shares / shares.sum()).tolist()
+        return found
+
+
+def score_choices(
+    chain: Chain,
+    embedding: Embedding,
+    cache: KVCache,
+    logits: Array,
+    choices: ChoiceTokens,
+    observer: Observer,
+    late: Callable[[int], bool],
+) -> ChoiceScores:
+    """Return the score of each answer after a prompt with these `logits` [vocab] and `cache`, which may grow.
+
+    `late` receives the number of passes so far, with that of the prompt, and returns whether there is no time for
+    another. Then only the first token of each answer counts. Raises `NumericsError`.
+    """
+    scores, scored, pass_ms, passes = np.zeros(len(choices.ids)), set[_Ids](), list[float](), choices.passes
+
+    def count(prefix: _Ids, logits: Array) -> None:
+        """Add the probability of what follows `prefix`, with these `logits`, to each answer that it begins."""
+        if prefix not in scored:
+            scored.add(prefix)
+            check_finite(logits)
+            for number, ids in enumerate(choices.ids):
+                if ids[: len(prefix)] == prefix:
+                    following = ids[len(prefix) : len(prefix) + 1] or (choices.stop if choices.stop_counts else ())
+                    scores[number] += _log_probability(logits, following)
+
+    count((), logits)
+    first = scores.copy()
+    with chain.backend.turn:
+        saved = [
+            decoder.save(own, own.length) if len(passes) > 1 else None
+            for decoder, own in zip(chain.decoders, cache.segments, strict=True)
+        ]
+    lengths, positions = cache.lengths, [*cache.next_positions]
+    for number, tokens in enumerate(passes, 1):
+        if late(number):
+            return ChoiceScores(first, False, pass_ms)
+        began = time.perf_counter()
+        with chain.backend.turn, observer.during("decode"):
+            own = cache
+            if number < len(passes):
+                parts = zip(chain.decoders, saved, lengths, strict=True)
+                own = KVCache([decoder.restore(one, rows) for decoder, one, rows in parts], [*positions])
+            for place, hidden in enumerate(_hidden_rows(chain, own, embedding(tokens)), 1):
+                count(tokens[:place], chain.backend.numpy(chain.head({"hidden": hidden})["logits"])[0])
+        pass_ms.append((time.perf_counter() - began) * 1e3)
+    return ChoiceScores(scores, True, pass_ms)
+
+
+def _hidden_rows(chain: Chain, cache: KVCache, rows: Array) -> Iterator[Tensor]:
+    """Yield the result [1,1,d] of each row of `rows` [S,d], which follow those of `cache`."""
+    if chain.backend.resumes:
+        hidden = run_rows(chain, cache, rows)
+        yield from (chain.backend.join([hidden], np.array([place])) for place in range(len(rows)))
+    else:
+        yield from (run_rows(chain, cache, row[None]) for row in rows)
+
+
+def _log_probability(logits: Array, tokens: Sequence[int]) -> float:
+    """Return the log probability that one of `tokens` comes next; 0 without tokens, as nothing is asked for."""
+    if not tokens:
+        return 0.0
+    below_best = logits.astype(np.float64) - logits.max()
+    return float(np.logaddexp.reduce(below_best[list(tokens)]) - np.log(np.exp(below_best).sum()))
+
+
+def _longest(sequences: Sequence[_Ids]) -> list[_Ids]:
+    """Return the sequences that begin no other, without repetitions and empty ones, sorted."""
+    ordered = sorted(set(sequences))
+    pairs = zip(ordered, [*ordered[1:], ()], strict=True)
+    return [one for one, following in pairs if following[: len(one)] != one]

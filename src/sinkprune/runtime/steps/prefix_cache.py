@@ -1,0 +1,178 @@
+"""What requests about the same pictures share: the vision tower's output, and the segments before the first select.
+
+Rows of a prompt attend to earlier rows only. So until the first select, no row of a picture depends on the question
+that follows it. A select depends on the question, and runs anew for each request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sinkprune.contract.plans import Plan
+from sinkprune.contract.precision import Array
+from sinkprune.runtime.backends import Backend, Tensor
+from sinkprune.runtime.media.clip import Picture, SampledFrames
+from sinkprune.runtime.steps.encoding import EncodedPicture, TowerOutput
+
+SCORED = ("hidden_out", "query", "key")
+"""The outputs of a decoder segment that a select reads, each [...,S,width]."""
+
+
+def picture_digest(picture: Picture) -> bytes:
+    """Return a digest of what a model sees of a picture: its size and pixels, and the times of a clip's frames."""
+    frames = picture.frames if isinstance(picture, SampledFrames) else [picture]
+    facts = (picture.size, getattr(picture, "seconds", None), [frame.size for frame in frames])
+    digest = hashlib.sha256(repr(facts).encode())
+    for frame in frames:
+        digest.update(frame.tobytes())
+    return digest.digest()
+
+
+class PrefixKey(NamedTuple):
+    """What the rows of a prompt, up to the end of its last picture, depend on before the first select."""
+
+    pictures: tuple[bytes, ...]
+    """`picture_digest` of each picture."""
+    texts: tuple[tuple[int, ...], ...]
+    """The token ids before each part of a picture."""
+    sanitizer: str | None
+    """The plan's sanitizer; None without one."""
+    pruned: bool
+    """Whether a plan runs: an unpruned prompt may have further rows."""
+    segments: int
+    """The number of decoder segments before the first select."""
+
+    @classmethod
+    def of(
+        cls, segments: Sequence[range], plan: Plan | None, digests: Sequence[bytes], texts: Sequence[Sequence[int]]
+    ) -> PrefixKey:
+        """Return the key of a prompt with these pictures and `texts`, on decoder `segments` (the layers of each)."""
+        sanitizer = None if plan is None else plan.sanitizer
+        before = segments_before_select(segments, plan)
+        return cls((*digests,), (*map(tuple, texts[:-1]),), sanitizer, plan is not None, before)
+
+
+def segments_before_select(segments: Sequence[range], plan: Plan | None) -> int:
+    """Return how many decoder `segments` (the layers of each) run before the first select of `plan`; all without."""
+    cut = [number for number, layers in enumerate(segments, 1) if plan and str(layers[-1]) in plan.select_after]
+    return cut[0] if cut else len(segments)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The rows of an earlier prompt, after the decoder segments before the first select."""
+
+    encoded: tuple[EncodedPicture, ...]
+    """The prompt's pictures."""
+    text: tuple[int, ...]
+    """The token ids after the last picture."""
+    length: int
+    """The number of rows up to the end of the last picture."""
+    saved: tuple[Any, ...]
+    """The keys and values of each segment, as `Decoder.save` returned them."""
+    scored: Mapping[str, Array]
+    """The last segment's `SCORED` outputs, on the host; empty where no select follows."""
+
+    def same(self, text: Sequence[int]) -> int:
+        """Return how many first ids `text`, without its last one, has in common with the prefix's."""
+        most = min(len(self.text), len(text) - 1)
+        return next((number for number in range(most) if self.text[number] != text[number]), most)
+
+
+class SharedRows(NamedTuple):
+    """The first rows of a prompt that a stored `Prefix` holds."""
+
+    prefix: Prefix
+    rows: int
+    """How many rows the prompt shares."""
+
+    def joined(self, backend: Backend, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the `SCORED` outputs of all rows of the prompt; `outputs` are those of the rows after the shared."""
+        return {
+            name: backend.tensor(np.concatenate([stored[..., : self.rows, :], backend.numpy(outputs[name])], axis=-2))
+            for name, stored in self.prefix.scored.items()
+        }
+
+
+class PrefixCache:
+    """Stored towers and prefixes of up to `max_bytes`. What was used least recently is dropped first.
+
+    Threads may share it. A cache of 0 bytes stores nothing.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._most, self._bytes = max_bytes, 0
+        self._stored: OrderedDict[bytes | PrefixKey, tuple[Any, int]] = OrderedDict()
+        self._lock = Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all that is stored."""
+        return self._bytes
+
+    def digests(self, pictures: Sequence[Picture]) -> tuple[bytes, ...]:
+        """Return the digest of each picture; of a cache that stores nothing, empty ones, as digests take time."""
+        return tuple(picture_digest(picture) if self._most else b"" for picture in pictures)
+
+    def tower(self, digest: bytes) -> TowerOutput | None:
+        """Return the tower's output for the picture with this `digest`, or None."""
+        found: TowerOutput | None = self._get(digest)
+        return found
+
+    def put_tower(self, digest: bytes, tower: TowerOutput, nbytes: int) -> None:
+        """Store the tower's output for a picture."""
+        self._put(digest, tower, nbytes)
+
+    def shared(self, key: PrefixKey, text: Sequence[int]) -> SharedRows | None:
+        """Return the rows that a prompt shares with a stored one, or None. `text` are its ids after the last picture.
+
+        The last row of a prompt is never shared, because its logits are needed.
+        """
+        found: Prefix | None = self._get(key)
+        if found is None or not text:
+            return None
+        return SharedRows(found, found.length + found.same(text))
+
+    def stores(self, key: PrefixKey, text: Sequence[int]) -> bool:
+        """Return whether the prefix of a prompt is worth storing; `text` are its ids after the last picture.
+
+        A stored prefix stays, unless the new prompt has half of its text or more: then it is a conversation's next
+        turn.
+        """
+        found: Prefix | None = self._get(key)
+        if found is None:
+            return self._most > 0
+        same = found.same(text)
+        return same < len(text) - 1 and 2 * same >= len(found.text)
+
+    def put_prefix(self, key: PrefixKey, prefix: Prefix, nbytes: int) -> None:
+        """Store a prefix in the place of the stored one."""
+        self._put(key, prefix, nbytes)
+
+    def _get(self, key: bytes | PrefixKey) -> Any:
+        with self._lock:
+            if key not in self._stored:
+                return None
+            self._stored.move_to_end(key)
+            return self._stored[key][0]
+
+    def _put(self, key: bytes | PrefixKey, value: Any, nbytes: int) -> None:
+        with self._lock:
+            self._bytes -= self._stored.pop(key, (None, 0))[1]
+            if nbytes <= self._most:
+                self._stored[key] = value, nbytes
+                self._bytes += nbytes
+            while self._bytes > self._most:
+                _, (_, freed) = self._stored.popitem(last=False)
+                self._bytes -= freed
+
+
+NO_MEMORY = PrefixCache(0)
+"""The cache of requests that share nothing."""

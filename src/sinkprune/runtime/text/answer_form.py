@@ -1,0 +1,184 @@
+"""The form that an answer must have: a JSON schema, a regular expression or a closed list. Checked with its request.
+
+llguidance compiles grammars. xgrammar would need torch, which robots do not have.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sinkprune.contract.checks.format_value import format_value
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_json
+
+# Forms may come from network clients, and compiling takes time and memory.
+SCHEMA_BYTES = 1 << 16
+REGEX_BYTES = 1 << 12
+MOST_CHOICES = 256
+CHOICE_BYTES = 1 << 10
+# llguidance needs seconds to intersect 20 patterns, and twice the time for each further one.
+MOST_PATTERNS = 12
+# Larger whole numbers are no exact floats. llguidance computes with floats, and rounds those of more digits.
+_LARGEST = 1 << 53
+
+_PATTERNS = ("pattern", "format")
+_COMBINING = ("allOf", "anyOf", "oneOf", "$ref")
+_PLAIN = {"type", "title", "description", "default", "examples", "$defs", "definitions", "$schema", "$id", "$comment"}
+"""Keywords that change no pattern next to a combining keyword."""
+
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON as `json.dumps` writes it. With free white space, weak models write line ends without end."""
+
+
+def checked_schema(given: object) -> dict[str, Any] | None:
+    """Return a copy of a JSON schema, or None; `{}` stands for any object. Raises `UsageError`."""
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise UsageError(
+            f"schema is {format_value(given)}, expected a JSON schema as a dict, as in "
+            '{"type": "object", "properties": {"colour": {"type": "string"}}}.'
+        )
+    try:
+        data = json.dumps(dict(given), allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"schema is no JSON: {error}. Give a dict of JSON values.") from error
+    if len(data) > SCHEMA_BYTES:
+        raise UsageError(f"schema has {len(data)} bytes, expected at most {SCHEMA_BYTES}. Leave out parts of it.")
+    try:
+        copy: dict[str, Any] = parsed_json(data) or {"type": "object"}
+    except UnreadableError as error:
+        raise UsageError(f"schema {error}. Simplify it.") from error
+    _check_content(copy)
+    _check_grammar("schema", schema_grammar(copy), "Change the schema: docs/structured-output.md has the limits.")
+    return copy
+
+
+def read_schema(path: Path) -> dict[str, Any] | None:
+    """Return the JSON schema in a file, checked; raises `UsageError`."""
+    try:
+        return checked_schema(read_json(path, SCHEMA_BYTES))
+    except UnreadableError as error:
+        raise UsageError(f"the schema '{path}' {error}. Give a JSON file of at most {SCHEMA_BYTES} bytes.") from error
+
+
+def checked_regex(given: object) -> str | None:
+    """Return a regular expression, or None; raises `UsageError`."""
+    if given is None:
+        return None
+    if not isinstance(given, str) or not given:
+        raise UsageError(f"regex is {format_value(given)}, expected a regular expression, as in '[0-9]+ cm'.")
+    size = _utf8_bytes("regex", given)
+    if size > REGEX_BYTES:
+        raise UsageError(f"regex has {size} bytes, expected at most {REGEX_BYTES}. Shorten it.")
+    _check_grammar("regex", regex_grammar(given), "Write it without look-around, back-references and \\b.")
+    return given
+
+
+def checked_choices(given: object) -> tuple[str, ...]:
+    """Return the answers of a closed list as a tuple, which may be empty; raises `UsageError`."""
+    if not isinstance(given, (tuple, list)) or not all(isinstance(one, str) and one for one in given):
+        raise UsageError(
+            f'choice is {format_value(given)}, expected texts that are not empty, as in choice=["yes", "no"].'
+        )
+    if given and not 2 <= len(set(given)) == len(given) <= MOST_CHOICES:
+        raise UsageError(
+            f"choice has {len(given)} texts, {len(set(given))} of them different; expected 2 to {MOST_CHOICES}, all "
+            'different, as in choice=["yes", "no"].'
+        )
+    for one in given:
+        size = _utf8_bytes("choice", one)
+        if size > CHOICE_BYTES:
+            raise UsageError(f"a choice has {size} bytes, expected at most {CHOICE_BYTES}. Shorten it.")
+    return tuple(given)
+
+
+def check_one_form(forms: Mapping[str, object], stop: object) -> None:
+    """Reject more than one of the `forms` of an answer, and one of them with `stop` strings; raises `UsageError`."""
+    given = [name for name, value in forms.items() if value]
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(given)} were given, expected at most one form of the answer. Leave out one.")
+    if given and stop:
+        raise UsageError(f"{given[0]} and stop were given. A stop string would cut the answer: leave out stop.")
+
+
+def schema_grammar(schema: Mapping[str, Any], lead: str = "") -> str:
+    """Return llguidance's grammar of the JSON texts that a schema allows, after the text `lead`."""
+    # The schema's own options of llguidance, if any, are replaced.
+    return _grammar(f"%json {json.dumps({**schema, 'x-guidance': _JSON_STYLE})}", lead)
+
+
+def regex_grammar(regex: str, lead: str = "") -> str:
+    """Return llguidance's grammar of the texts that match a regular expression as a whole, after the text `lead`."""
+    # Digits are those of ASCII, as a program that reads the answer expects.
+    return _grammar(f"/{load_llguidance().regex_to_lark(regex, 'd')}/", lead)
+
+
+def load_llguidance() -> Any:
+    """Return the package llguidance; raises `UsageError` where it is not installed."""
+    try:
+        import llguidance
+    except ImportError as error:
+        raise UsageError(
+            "schema and regex need the package llguidance, which is not installed. Install it with: pip install "
+            "'sinkprune[structured]', or give a closed list of answers as choice."
+        ) from error
+    return llguidance
+
+
+def reason(message: str) -> str:
+    """Return the cause in an error message of llguidance, on one line."""
+    causes = re.findall(r"^error: (.*)$", message, re.MULTILINE)
+    first = message.strip().partition("\n")[0]
+    cause = causes[-1] if causes else re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", first)
+    return " ".join(cause.split()).rstrip(".")[:200]
+
+
+def _grammar(body: str, lead: str) -> str:
+    written: str = load_llguidance().LLMatcher.grammar_from_lark(
+        f"start: {json.dumps(lead)} body\nbody: {body}" if lead else f"start: body\nbody: {body}"
+    )
+    return written
+
+
+def _check_content(schema: dict[str, Any]) -> None:
+    """Reject numbers that llguidance would change, and patterns that it would take too long to combine."""
+    left, patterns, combines = list[Any]([schema]), 0, False
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            left += part.values()
+            given = part.get("patternProperties")
+            patterns += sum(name in part for name in _PATTERNS) + (len(given) if isinstance(given, dict) else 0)
+            combines |= any(name in part for name in _COMBINING) and (
+                "allOf" in part or len(part.keys() - _PLAIN) > 1
+            )
+        elif isinstance(part, list):
+            left += part
+        elif isinstance(part, (int, float)) and (abs(part) > _LARGEST or float(f"{part:.15g}") != part):
+            raise UsageError(
+                f"schema has the number {format_value(part)}, expected at most 2**53 in size and 15 digits. Round "
+                "it, or use a string."
+            )
+    if combines and patterns > MOST_PATTERNS:
+        raise UsageError(
+            f"schema combines {patterns} patterns and formats, expected at most {MOST_PATTERNS} next to allOf, or "
+            "next to anyOf, oneOf and $ref with other keywords. Write each pattern where it applies."
+        )
+
+
+def _check_grammar(name: str, grammar: str, advice: str) -> None:
+    problem = load_llguidance().LLMatcher.validate_grammar(grammar)
+    if problem:
+        raise UsageError(f"{name} is not supported: {reason(problem)}. {advice}")
+
+
+def _utf8_bytes(name: str, text: str) -> int:
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{name} is {format_value(text)}, which is not valid UTF-8.") from error

@@ -1,0 +1,122 @@
+"""Which tokens may come next in an answer that must have a form."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.precision import Array
+from sinkprune.runtime.text.answer_form import load_llguidance, reason, regex_grammar, schema_grammar
+from sinkprune.runtime.text.prompt import PromptEncoder
+
+# Far more than schemas of the largest size need. A grammar that needs more fails within a second.
+_LIMITS = {"initial_lexer_fuel": 1_000_000, "max_lexer_states": 50_000, "max_grammar_size": 100_000}
+
+
+class Unconstrained:
+    """The constraint of an answer that may have any form."""
+
+    complete = False
+    """Whether the answer is complete, so that no token may follow."""
+
+    def allowed(self, vocabulary: int) -> Array | None:
+        """Return whether each of so many tokens may come next, as booleans; None where all may."""
+        return None
+
+    def accept(self, token: int) -> None:
+        """Add `token` to the answer."""
+
+
+class Constraint(Unconstrained):
+    """The tokens that keep an answer within a grammar.
+
+    Stop tokens are allowed where the answer is complete. Before `min_tokens` they are allowed only where no other
+    token is, because no token is ever allowed that the grammar forbids.
+    """
+
+    def __init__(self, matcher: Any, stop: Sequence[int], forbidden: Collection[int], min_tokens: int) -> None:
+        """Follow llguidance's `matcher`. `forbidden` tokens are special: they write no text."""
+        self._matcher, self._stop, self._forbidden = matcher, np.array([*stop]), np.array([*forbidden, *stop])
+        self._min_tokens, self._tokens = min_tokens, 0
+
+    def allowed(self, vocabulary: int) -> Array:
+        """Return whether each of `vocabulary` tokens may come next, as booleans; at least one may.
+
+        The vocabulary may be larger than the tokenizer's, or smaller. Raises `UsageError` where the tokenizer has no
+        token that continues the answer, or the grammar takes too long.
+        """
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
+        mask = np.zeros(vocabulary, np.bool_)
+        known = np.unpackbits(bits, bitorder="little")[:vocabulary]
+        mask[: known.size] = known
+        mask[self._forbidden[self._forbidden < vocabulary]] = False
+        others = bool(mask.any())
+        if self._matcher.is_accepting() and not (others and self._tokens < self._min_tokens):
+            mask[self._stop[self._stop < vocabulary]] = True
+        elif not others:
+            # llguidance writes fixed text in the tokenizer's own tokens. Text such as "</s>" is a special token then.
+            raise UsageError(
+                "the model's tokenizer has no token that continues the answer in the given form. Change the schema "
+                "or the regex: use the tokenizer's characters, and no text of its special tokens."
+            )
+        return mask
+
+    def accept(self, token: int) -> None:
+        """Add `token` to the answer; raises `UsageError` where the grammar takes too long."""
+        self._tokens += 1
+        if token not in self._stop:
+            self._matcher.consume_token(token)
+            self._check()
+            self.complete = self._matcher.is_stopped()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise UsageError(
+                f"the form of the answer is too complex: {reason(self._matcher.get_error())}. Simplify the schema or "
+                "the regex."
+            )
+
+
+class Grammars:
+    """Makes the constraints of a model's answers. llguidance reads the tokenizer when the first is made."""
+
+    def __init__(self, prompts: PromptEncoder, stop: Sequence[int]) -> None:
+        """Use the tokenizer of `prompts`; `stop` are the model's stop tokens."""
+        self._prompts, self._stop = prompts, stop
+        self._made: Any = None
+        self._making = Lock()
+
+    def constraint(self, schema: Mapping[str, Any] | None, regex: str | None, min_tokens: int) -> Unconstrained:
+        """Return the constraint of one answer, for a checked `schema` or `regex`, or neither.
+
+        Raises `UsageError` for a form that is too complex, and where llguidance cannot use the tokenizer.
+        """
+        if schema is None and regex is None:
+            return Unconstrained()
+        library, tokenizer = load_llguidance(), self._tokenizer()
+        # What the decoder takes from the start of an answer is no part of its text.
+        lead = " " if tokenizer.decode_bytes(self._prompts.answer_ids("a")).startswith(b" ") else ""
+        grammar = schema_grammar(schema, lead) if schema is not None else regex_grammar(regex or "", lead)
+        matcher = library.LLMatcher(tokenizer, grammar, log_level=0, limits=library.LLParserLimits(**_LIMITS))
+        constraint = Constraint(matcher, self._stop, self._prompts.special_ids, min_tokens)
+        constraint.allowed(tokenizer.vocab_size)
+        return constraint
+
+    def _tokenizer(self) -> Any:
+        with self._making:
+            if self._made is None:
+                try:
+                    self._made = load_llguidance().LLTokenizer(
+                        self._prompts.tokenizer.to_str(), eos_token=list(self._stop)
+                    )
+                except ValueError as error:
+                    raise UsageError(
+                        f"llguidance cannot use the model's tokenizer: {reason(str(error))}. Leave out schema and "
+                        "regex, or give a closed list of answers as choice."
+                    ) from error
+            return self._made

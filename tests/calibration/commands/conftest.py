@@ -1,0 +1,31 @@
+"""The bundle and the machine of tests of `sinkprune-calibrate schedule`."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sinkprune.calibration.commands import schedule as schedule_command
+from sinkprune.calibration.scheduling import report as report_module
+
+
+@pytest.fixture
+def own(bundle: Callable[..., Path], tmp_path: Path) -> Path:
+    """A bundle that may be written to."""
+    return Path(shutil.copytree(bundle("gqa-112"), tmp_path / "bundle"))
+
+
+@pytest.fixture
+def no_note_of_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is that runs the tests."""
+    monkeypatch.setattr(schedule_command, "LOADED", 1.0)
+
+
+@pytest.fixture
+def any_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accept all predictions, however the speed of the machine changes that runs the tests."""
+    monkeypatch.setattr(report_module, "NEAR", math.inf)

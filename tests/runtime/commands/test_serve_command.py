@@ -1,0 +1,66 @@
+"""`sinkprune-serve`: a server in its own process, and what it refuses before it loads a model."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.runtime.server.test_chat_request import BODY
+
+from sinkprune.runtime.commands import serve
+from support.programs.commands import assert_refused, own_process, run, without_progress
+
+
+def test_it_answers_until_it_is_interrupted(bundle: Callable[..., Path]) -> None:
+    path = bundle("gqa-112", "fp32", ("retain-64",))
+    words = own_process("sinkprune-serve", path, "--port", 0, "--json", "--name", "robot", "--budget", "retain-64")
+    with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            line = ""
+            while "answers at" not in line:
+                line = server.stderr.readline()
+                assert line, server.wait()
+            found = re.fullmatch(r"robot answers at (http://127\.0\.0\.1:\d+)/v1\. Ctrl-C ends it\.\n", line)
+            assert found is not None
+            answer = httpx.post(f"{found[1]}/v1/chat/completions", json={**BODY, "model": "robot"}, timeout=60).json()
+            assert answer["sinkprune"]["budget"] == "retain-64"
+            server.send_signal(signal.SIGINT)
+            out, errors = server.communicate(timeout=30)
+            assert (server.returncode, without_progress(errors)) == (0, "")
+            assert json.loads(out) == {"url": f"{found[1]}/v1", "models": ["robot", "robot:none", "robot:retain-64"]}
+        finally:
+            server.kill()
+
+
+def test_connections_send_small_packets_at_once() -> None:
+    """Otherwise each response waits 40 ms for the client's acknowledgement of its head."""
+    with serve._listening("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+
+
+def test_wrong_options_are_refused(bundle: Callable[..., Path]) -> None:
+    path = bundle("gqa-112", "fp32", ("retain-64",))
+    assert_refused(run("sinkprune-serve", path, "--budget", "retain-63"), "retain-63")
+    assert_refused(run("sinkprune-serve", path, "--name", "a:b"), "without ':'")
+    assert_refused(run("sinkprune-serve", path / "none"), "no folder")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert_refused(run("sinkprune-serve", path, "--port", port), f"cannot listen at 127.0.0.1, port {port}")
+    assert_refused(run("sinkprune-serve", path, "--host", "no.such.host.invalid"), "cannot listen at no.such.host")
+
+
+def test_without_the_extra_it_names_it(bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    outcome = run("sinkprune-serve", bundle("gqa-112", "fp32", ("retain-64",)))
+    assert_refused(outcome, "'uvicorn', which is not installed", "pip install 'sinkprune[server]'")

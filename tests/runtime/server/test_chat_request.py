@@ -1,0 +1,269 @@
+"""Bodies of `/v1/chat/completions`: what they ask for, and one sentence for what is wrong."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from sinkprune import Pipeline
+from sinkprune.runtime.server.api_error import ApiError
+from sinkprune.runtime.server.chat_request import ChatReader, ChatRequest, model_names
+from sinkprune.runtime.server.picture_urls import PictureReader
+
+TEXT = {"type": "text", "text": "What is this?"}
+
+
+def data_uri(image: Image.Image) -> str:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+URI = data_uri(Image.new("RGB", (8, 6), "red"))
+PICTURE = {"type": "image_url", "image_url": {"url": URI}}
+BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": [PICTURE, TEXT]}]}
+
+
+@pytest.fixture(scope="module")
+def reader(pipeline: Callable[..., Pipeline]) -> ChatReader:
+    pipe = pipeline("gqa-112", "fp32", ("retain-64",), max_images=3)
+    return ChatReader(
+        "m",
+        model_names("m", pipe.bundle.manifest),
+        "retain-64",
+        pipe,
+        pipe.bundle.manifest.plan,
+        PictureReader(pipe.family, None),
+    )
+
+
+def read(reader: ChatReader, **changes: Any) -> ChatRequest:
+    return reader.read(json.dumps({**BODY, **changes}).encode())
+
+
+def messages(*turns: tuple[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def test_the_defaults(reader: ChatReader) -> None:
+    found = read(reader)
+    assert (found.model, found.stream, found.include_usage, found.logprobs, found.priority) == (
+        "m",
+        False,
+        False,
+        None,
+        0,
+    )
+    request = found.request
+    assert (request.texts, request.budget, request.method) == (("", "What is this?"), "retain-64", "sinkpruner")
+    assert (request.temperature, request.top_p, request.seed, request.stop) == (0, 1, None, ())
+    assert request.pictures[0].getpixel((0, 0)) == (255, 0, 0)  # type: ignore[union-attr]
+
+
+def test_every_field_arrives(reader: ChatReader) -> None:
+    found = read(
+        reader,
+        model="m:none",
+        temperature=0.5,
+        top_p=0.9,
+        seed=4,
+        max_completion_tokens=9,
+        max_tokens=7,
+        stop=["a", "b"],
+        stream=True,
+        stream_options={"include_usage": True},
+        logprobs=True,
+        top_logprobs=3,
+        priority=-2,
+        deadline_ms=250,
+        n=1,
+        user="robot",
+        tools=[],
+        response_format={"type": "text"},
+    )
+    request = found.request
+    assert (request.budget, request.temperature, request.top_p, request.seed) == ("none", 0.5, 0.9, 4)
+    assert (request.max_new_tokens, request.stop, request.deadline_ms) == (9, ("a", "b"), 250)
+    assert (found.stream, found.include_usage, found.logprobs, found.priority) == (True, True, 3, -2)
+    assert read(reader, stop="end", max_tokens=7).request.stop == ("end",)
+    assert read(reader, max_tokens=7).request.max_new_tokens == 7
+    assert read(reader, temperature=None, stop=None).request.temperature == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "value"),
+    [
+        ({"response_format": {"type": "json_object"}}, "schema", {"type": "object"}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}},
+            "schema",
+            {"type": "integer"},
+        ),
+        ({"guided_json": {"type": "integer"}}, "schema", {"type": "integer"}),
+        ({"guided_regex": "[0-9]+"}, "regex", "[0-9]+"),
+        ({"guided_choice": ["yes", "no"]}, "choice", ("yes", "no")),
+    ],
+)
+def test_forms_of_an_answer(changes: dict[str, Any], field: str, value: object, reader: ChatReader) -> None:
+    assert getattr(read(reader, **changes).request, field) == value
+
+
+def test_turns_with_pictures_in_their_places(reader: ChatReader) -> None:
+    asked = messages(
+        ("system", [{"type": "text", "text": "Be"}, {"type": "text", "text": " brief."}]),
+        ("user", [{"type": "text", "text": "First:"}, PICTURE, TEXT]),
+        ("assistant", "A cup."),
+        ("user", [TEXT, PICTURE]),
+    )
+    request = read(reader, messages=asked).request
+    assert request.system == "Be brief."
+    assert [(turn.role, turn.texts) for turn in request.history] == [
+        ("user", ("First:", "What is this?")),
+        ("assistant", ("A cup.",)),
+    ]
+    assert (request.texts, len(request.pictures)) == (("What is this?", ""), 2)
+
+
+def test_a_request_without_pictures_has_nothing_to_prune(reader: ChatReader) -> None:
+    assert read(reader, messages=messages(("user", "Hello?"))).request.budget == "none"
+
+
+_A, _B = messages(("user", [PICTURE, TEXT]), ("assistant", "No."))
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "said"),
+    [
+        ({"model": "other"}, 404, "the server has m, m:none, m:retain-64"),
+        ({"model": "m:retain-63"}, 404, "the server has"),
+        ({"model": ["m"]}, 404, "model is"),
+        ({"model": "m:none", "budget": "retain-64"}, 400, "model names the budget none"),
+        ({"budget": "retain-63"}, 400, "retain-63"),
+        ({"budget": 3}, 400, "budget is 3"),
+        ({"method": "nothing"}, 400, "nothing"),
+        ({"n": 2}, 400, "n is 2, supported is 1"),
+        ({"presence_penalty": 0.5}, 400, "presence_penalty is 0.5"),
+        ({"tools": [{"type": "function"}]}, 400, "tools is"),
+        ({"tool_choice": "required"}, 400, "tool_choice is 'required'"),
+        ({"response_format": {"type": "xml"}}, 400, "response_format is"),
+        ({"response_format": {"type": "json_schema"}}, 400, "response_format is"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, 400, "schema is 3"),
+        ({"guided_json": {"type": "nothing"}}, 400, "schema"),
+        ({"guided_regex": "("}, 400, "regex"),
+        ({"guided_choice": ["yes"]}, 400, "choice"),
+        ({"guided_choice": ["yes", "no"], "guided_regex": "yes|no"}, 400, "choice"),
+        ({"guided_choice": ["yes", "no"], "stop": "x"}, 400, "stop"),
+        ({"unheard": 1}, 400, "field 'unheard' is not supported"),
+        ({"temperature": "hot"}, 400, "temperature is 'hot'"),
+        ({"temperature": True}, 400, "temperature is True"),
+        ({"top_p": 0}, 400, "top_p is 0"),
+        ({"max_tokens": 0}, 400, "max_new_tokens is 0"),
+        ({"max_tokens": 1.5}, 400, "max_new_tokens is 1.5"),
+        ({"seed": -1}, 400, "seed is -1"),
+        ({"stop": [""]}, 400, "stop is"),
+        ({"stop": 3}, 400, "stop is 3"),
+        ({"deadline_ms": 0}, 400, "deadline_ms is 0"),
+        ({"priority": 1000}, 400, "priority is 1000"),
+        ({"logprobs": 1}, 400, "logprobs is 1"),
+        ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs is 21"),
+        ({"stream": "yes"}, 400, "stream is 'yes'"),
+        ({"stream_options": []}, 400, "stream_options is"),
+        ({"messages": None}, 400, "messages is None"),
+        ({"messages": []}, 400, r"messages is \[\]"),
+        ({"messages": [_A] * 257}, 400, "1 to 256 messages"),
+        ({"messages": ["hello"]}, 400, r"messages\[0\] has the role None"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "the role 'tool'"),
+        ({"messages": [_A, _B]}, 400, "the last message is not the user's"),
+        ({"messages": [{**_B, "content": [PICTURE]}, _A]}, 400, "Pictures are the user's"),
+        ({"messages": [_A, *messages(("system", "x"))]}, 400, "Give one, as the first message"),
+        ({"messages": [*messages(("system", [PICTURE])), _A]}, 400, "more than text"),
+        ({"messages": messages(("user", 5))}, 400, r"messages\[0\].content is 5"),
+        (
+            {"messages": messages(("user", [{"type": "input_audio"}]))},
+            400,
+            "expected a text, an image_url",
+        ),
+        (
+            {"messages": messages(("user", [{"type": "text", "text": 3}]))},
+            400,
+            "expected a text, an image_url",
+        ),
+        ({"messages": messages(("user", [{"type": "video_url", "video_url": "data:,x"}]))}, 400, "takes no video"),
+        ({"messages": messages(("user", [PICTURE]))}, 400, "the prompt is empty"),
+        ({"messages": messages(("user", "\ud800"))}, 400, "not valid UTF-8"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, (dict, str)) else None,
+)
+def test_what_is_wrong_is_one_sentence(changes: dict[str, Any], status: int, said: str, reader: ChatReader) -> None:
+    with pytest.raises(ApiError, match=said) as refused:
+        read(reader, **changes)
+    assert refused.value.status == status
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"3", b"\xff", b"[" * 100_000, b'{"model": NaN}'])
+def test_a_body_that_is_no_object(body: bytes, reader: ChatReader) -> None:
+    with pytest.raises(ApiError) as refused:
+        reader.read(body)
+    assert refused.value.status in (400, 404)
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://127.0.0.1/a.png", "no data URI"),
+        ("https://example.com/a.png", "--allow-remote-images"),
+        ("file:///etc/passwd", "no data URI"),
+        ("/etc/passwd", "no data URI"),
+        ("", "no data URI"),
+        (None, "image_url.url is a NoneType"),
+        (5, "image_url.url is an int"),
+        ("data:image/png;base64", "has no comma"),
+        ("data:image/png;base64,%%%", "no valid base64"),
+        ("data:image/png;base64,AAAA", "not one Pillow can read"),
+        ("data:image/png;base64,", "0 bytes"),
+        ("data:text/plain,hello", "not one Pillow can read"),
+        (URI[:-40], "base64|damaged|truncated|incomplete"),
+    ],
+)
+def test_a_picture_that_cannot_be_read(url: Any, said: str, reader: ChatReader) -> None:
+    part = {"type": "image_url", "image_url": {"url": url}}
+    with pytest.raises(ApiError, match=said):
+        read(reader, messages=messages(("user", [part, TEXT])))
+
+
+def test_an_image_url_may_be_a_string_and_percent_encoded(reader: ChatReader) -> None:
+    for url in (URI, URI.replace("+", "%2B").replace("=", "%3D"), URI.replace("data:", "DATA:")):
+        part = {"type": "image_url", "image_url": url}
+        assert len(read(reader, messages=messages(("user", [part, TEXT]))).request.pictures) == 1
+
+
+_LEAF = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from([URI, "user"])
+_JSON: st.SearchStrategy[Any] = st.deferred(
+    lambda: _LEAF | st.lists(_JSON, max_size=3) | st.dictionaries(st.text(max_size=8), _JSON, max_size=3)
+)
+_FIELDS = (
+    *("model", "messages", "temperature", "top_p", "seed", "stop", "stream", "stream_options", "logprobs", "n"),
+    *("top_logprobs", "max_tokens", "priority", "deadline_ms", "budget", "method", "tools", "response_format", "x"),
+    *("guided_json", "guided_regex", "guided_choice"),
+)
+_PARTS = st.fixed_dictionaries({}, optional={"type": _JSON, "text": _JSON, "image_url": _JSON}) | _JSON
+_MESSAGES = st.lists(st.fixed_dictionaries({}, optional={"role": _JSON, "content": st.lists(_PARTS) | _JSON}) | _JSON)
+
+
+@settings(max_examples=500, deadline=None)
+@given(changes=st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=3), turns=st.none() | _MESSAGES)
+def test_any_body_is_read_or_refused_with_a_4xx(changes: dict[str, Any], turns: Any, reader: ChatReader) -> None:
+    try:
+        read(reader, **{**changes, **({} if turns is None else {"messages": turns})})
+    except ApiError as error:
+        assert 400 <= error.status < 500
+        assert str(error) and "\n" not in str(error) and len(str(error)) < 1000

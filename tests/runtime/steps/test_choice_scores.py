@@ -1,0 +1,216 @@
+"""Closed lists of answers: their probabilities are those of whole prompts, and the likeliest is the answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinkprune import NumericsError, Pipeline, Session, UsageError
+from sinkprune.runtime.deadline.policy import BudgetPolicy
+from sinkprune.runtime.steps.choice_scores import ChoiceTokens
+from sinkprune.runtime.steps.decoding import decode_one_token
+from sinkprune.runtime.text.prompt import Prompt
+from support.references.steps import Array, Watched, watched
+
+QUESTION = "Which colour is the cup?"
+APART = ("red", "the cup", "blue", "the table")
+"""Answers of which none begins another. Two have a first token in common."""
+WITHIN = ("red", "red cup", "red cup on the table", "blue")
+ONE_PASS = {"max_new_tokens": 1}
+
+
+def log_softmax(logits: Array) -> Array:
+    wide = logits.astype(np.float64)
+    found: Array = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
+    return found
+
+
+def by_whole_prompts(pipeline: Pipeline, photo: Image.Image, ids: Sequence[int], budget: str) -> list[Array]:
+    """The log probabilities of what follows the prompt, and each of `ids` after it: each by a prefill of its own."""
+    found, encode = [], pipeline.prompts.encode
+    for length in range(len(ids) + 1):
+
+        def longer(*arguments: Any, length: int = length) -> Prompt:
+            *before, last = encode(*arguments).texts
+            return Prompt([*before, [*last, *ids[:length]]])
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pipeline.prompts, "encode", longer)
+            found.append(log_softmax(watched(pipeline, photo, QUESTION, budget=budget, **ONE_PASS).logits[0]))
+    return found
+
+
+def by_tokens(pipeline: Pipeline, photo: Image.Image, ids: Sequence[int], budget: str) -> list[Array]:
+    """The same, by a prefill and one token after the other, as a select depends on all text of a prompt."""
+    steps = watched(pipeline, photo, QUESTION, budget=budget, **ONE_PASS)
+    logits = [steps.logits[0]]
+    for token in ids:
+        row = pipeline.embedding([token])[0]
+        logits.append(pipeline.backend.numpy(decode_one_token(pipeline.chain, steps.prefill.cache, row))[0])
+    return [log_softmax(each) for each in logits]
+
+
+def expected(pipeline: Pipeline, photo: Image.Image, texts: Sequence[str], budget: str) -> Array:
+    """The probability of each text, by the slow way."""
+    reference, scores = by_whole_prompts if budget == "none" else by_tokens, []
+    stops, stop_counts = [*pipeline.bundle.manifest.tokens.stop], texts == WITHIN
+    for text in texts:
+        ids = pipeline.prompts.answer_ids(text)
+        after = reference(pipeline, photo, ids, budget)
+        score = sum(after[place][token] for place, token in enumerate(ids))
+        scores.append(score + (np.log(np.exp(after[-1][stops]).sum()) if stop_counts else 0))
+    shares: Array = np.exp(np.array(scores) - max(scores))
+    return shares / shares.sum()
+
+
+@pytest.mark.parametrize("texts", [APART, WITHIN])
+@pytest.mark.parametrize(
+    ("backend", "name", "budget"),
+    [
+        ("ort-cpu", "gqa-112", "none"),
+        ("ort-cpu", "gqa-112", "retain-64+compact"),
+        ("openvino", "gqa-112", "none"),
+        ("openvino", "gqa-112", "retain-64"),
+        ("ort-cpu", "qwen3-vl", "prune-66.7"),
+    ],
+)
+def test_probabilities_are_those_of_whole_prompts(
+    backend: str, name: str, budget: str, texts: Sequence[str], bundle: Callable[..., Path], photo: Image.Image
+) -> None:
+    budgets = ("retain-64", "retain-64+compact") if name == "gqa-112" else ("prune-66.7",)
+    pipeline, small = loaded(bundle(name, "fp32", budgets), backend), photo.resize((120, 90))
+    answer = pipeline.generate(small, QUESTION, budget=budget, choice=texts)
+    shares = expected(pipeline, small, texts, budget)
+    assert tuple(answer.choices) == texts
+    np.testing.assert_allclose([*answer.choices.values()], shares, atol=1e-3)
+    # As logarithms too, because small shares differ little.
+    np.testing.assert_allclose(
+        np.log([*answer.choices.values()]), np.log(shares), atol=1e-3 * np.abs(np.log(shares)).max()
+    )
+    assert answer.text == texts[int(np.argmax(shares))]
+    assert answer.confidence == answer.choices[answer.text] == max(answer.choices.values())
+    assert math.isclose(sum(answer.choices.values()), 1, rel_tol=1e-9)
+    assert (answer.finish, answer.token_ids) == ("stop", pipeline.prompts.answer_ids(answer.text))
+    assert answer.ms["per_token"] is None and answer.ms["latency"] > answer.ms["ttft"]  # type: ignore[operator]
+
+
+_LOADED: dict[tuple[Path, str], Pipeline] = {}
+
+
+def loaded(path: Path, backend: str) -> Pipeline:
+    if (path, backend) not in _LOADED:
+        _LOADED[path, backend] = Pipeline.load(path, backend=backend, compute="fp32", threads=1)
+    return _LOADED[path, backend]
+
+
+@pytest.fixture
+def pipe(bundle: Callable[..., Path]) -> Pipeline:
+    return loaded(bundle("gqa-112", "fp32", ("retain-64", "retain-64+compact")), "ort-cpu")
+
+
+def asked(pipeline: Pipeline | Session, photo: Image.Image, texts: Sequence[str], **options: Any) -> Watched:
+    steps = Watched()
+    pipeline.generate(photo, QUESTION, observer=steps, choice=texts, **options)
+    return steps
+
+
+def test_a_backend_that_takes_one_row_at_a_time_scores_the_same(
+    pipe: Pipeline, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = asked(pipe, photo, WITHIN).answer
+    monkeypatch.setattr(type(pipe.backend), "resumes", False)
+    np.testing.assert_allclose(
+        [*asked(pipe, photo, WITHIN).answer.choices.values()], [*before.choices.values()], rtol=1e-3
+    )
+
+
+def test_a_session_scores_the_same(pipe: Pipeline, photo: Image.Image) -> None:
+    session, plain = Session(pipe), asked(pipe, photo, WITHIN, budget="retain-64").answer
+    for reused in (False, True):
+        answer = asked(session, photo, WITHIN, budget="retain-64").answer
+        np.testing.assert_allclose([*answer.choices.values()], [*plain.choices.values()], rtol=1e-3)
+        assert (answer.reused_rows > 0) == reused
+        assert (answer.kv_bytes, answer.tokens_per_layer) == (plain.kv_bytes, plain.tokens_per_layer)
+
+
+def test_the_observer_receives_the_logits_of_the_prompt(pipe: Pipeline, photo: Image.Image) -> None:
+    plain, steps = watched(pipe, photo, QUESTION, **ONE_PASS), asked(pipe, photo, APART)
+    assert len(steps.logits) == 1
+    np.testing.assert_allclose(steps.logits[0], plain.logits[0], rtol=1e-5)
+
+
+def test_order_decides_nothing_but_ties(pipe: Pipeline, photo: Image.Image) -> None:
+    one, other = asked(pipe, photo, APART).answer, asked(pipe, photo, APART[::-1]).answer
+    assert one.text == other.text
+    for text in APART:
+        assert math.isclose(one.choices[text], other.choices[text], rel_tol=1e-4)
+
+
+def test_temperature_samples_by_probability(pipe: Pipeline, photo: Image.Image) -> None:
+    small, texts = photo.resize((60, 40)), ("the cup", "the table")
+    shares = asked(pipe, small, texts).answer.choices
+    # So that both are drawn, however sure the model is.
+    temperature = abs(math.log(shares["the cup"] / shares["the table"]))
+    drawn = [asked(pipe, small, texts, temperature=temperature, seed=seed).answer for seed in range(40)]
+    assert {answer.text for answer in drawn} == {*texts}
+    assert drawn[3].text == asked(pipe, small, texts, temperature=temperature, seed=3).answer.text
+    assert all(math.isclose(answer.choices["the cup"], shares["the cup"], rel_tol=1e-4) for answer in drawn)
+    assert all(answer.confidence == answer.choices[answer.text] for answer in drawn)
+
+
+def test_without_time_the_first_tokens_decide(
+    pipe: Pipeline, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BudgetPolicy, "finish", lambda policy, tokens: "deadline")
+    texts = ("red", "blue")
+    assert len({pipe.prompts.answer_ids(text)[0] for text in texts}) == 1
+    for order in (texts, texts[::-1]):
+        answer = asked(pipe, photo, order).answer
+        assert (answer.text, answer.finish, answer.confidence) == (order[0], "deadline", 0.5)
+
+
+def test_a_deadline_counts_the_passes(pipe: Pipeline, photo: Image.Image) -> None:
+    texts = ("red", "red cup", "blue")
+    pipe.warm_up(photo, QUESTION, seconds=0.1, choice=texts)
+    report = asked(pipe, photo, texts, deadline_ms=60_000).answer.deadline
+    assert report is not None and report.met
+    # A pass for "red cup" and one for "blue", after the prompt's.
+    assert report.expected_tokens == 3
+
+
+def test_choices_ignore_the_limits_of_tokens(pipe: Pipeline, photo: Image.Image) -> None:
+    plain = asked(pipe, photo, WITHIN).answer
+    for options in ({"max_new_tokens": 1}, {"min_new_tokens": 4}):
+        assert asked(pipe, photo, WITHIN, **options).answer.choices == pytest.approx(plain.choices, rel=1e-4)
+
+
+def test_a_text_that_the_tokenizer_cannot_write_is_refused_at_once(pipe: Pipeline, photo: Image.Image) -> None:
+    with pytest.raises(UsageError, match="cannot write 'zebra' as an answer"):
+        pipe.stream(photo, QUESTION, choice=["red", "zebra"])
+
+
+def test_logits_that_are_not_finite_are_refused(bundle: Callable[..., Path], photo: Image.Image) -> None:
+    def spoil(name: str, engine: Any, backend: Any) -> Any:
+        return (lambda inputs: {"logits": engine(inputs)["logits"] * np.float32("nan")}) if name == "head" else engine
+
+    path = bundle("gqa-112", "fp32", ("retain-64", "retain-64+compact"))
+    pipeline = Pipeline.load(path, backend="openvino", compute="fp32", threads=1, wrap=spoil)
+    with pytest.raises(NumericsError, match="not finite"):
+        pipeline.generate(photo, QUESTION, choice=APART)
+
+
+def test_passes_are_few() -> None:
+    def passes(*ids: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return ChoiceTokens((), ids, (2,)).passes
+
+    assert passes((5,), (6,), (7,)) == []
+    assert passes((5, 6), (5, 7), (8,)) == [(5,)]
+    assert passes((5,), (5, 6)) == [(5, 6)]
+    assert passes((5, 6, 7), (5, 6), (9,)) == [(5, 6, 7), (9,)]
+    assert passes((5, 6, 7), (5, 8, 7)) == [(5, 6), (5, 8)]

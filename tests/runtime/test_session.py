@@ -1,0 +1,241 @@
+"""Sessions: a second question about a picture gets the answer of a whole request, by less work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinkprune import Clip, Pipeline, Session, UsageError
+from sinkprune.contract.precision import WeightsName
+from sinkprune.runtime.media.clip import ClipSize, SampledFrames
+from sinkprune.runtime.steps.prefix_cache import PrefixCache, picture_digest
+from support.programs.slow_cases import each_once, slow_except
+from support.references.same_answers import kept_sets
+from support.references.steps import Watched
+
+FIRST, SECOND = "What is on the table?", "Is the cup full, and where is it?"
+QWENS = ("qwen-tied", "qwen2-vl", "qwen3-vl")
+NEW = {"max_new_tokens": 4, "min_new_tokens": 4}
+
+
+def answered(answering: Pipeline | Session, picture: object, question: object, **options: object) -> Watched:
+    steps = Watched()
+    answering.generate(picture, question, observer=steps, **{**NEW, **options})  # type: ignore[arg-type]
+    return steps
+
+
+def assert_same(found: Watched, expected: Watched, tolerance: float = 1e-3) -> None:
+    assert kept_sets(found.answer) == kept_sets(expected.answer)
+    assert found.answer.token_ids == expected.answer.token_ids
+    assert found.answer.tokens_per_layer == expected.answer.tokens_per_layer
+    assert found.answer.kv_bytes == expected.answer.kv_bytes
+    for own, other in zip(found.logits, expected.logits, strict=True):
+        np.testing.assert_allclose(own, other, atol=tolerance * np.abs(other).max())
+
+
+def assert_second_is_whole(
+    pipeline: Pipeline, picture: object, questions: Sequence[object] = (FIRST, SECOND), **options: object
+) -> None:
+    """Ask both questions in turn: each answer is that of the pipeline, and all but the first reuse the picture."""
+    session = Session(pipeline)
+    for number, question in enumerate([*questions, *questions]):
+        found = answered(session, picture, question, **options)
+        assert_same(found, answered(pipeline, picture, question, **options))
+        assert (found.answer.reused_towers > 0) == (number > 0)
+        assert (found.answer.reused_rows >= found.rows.visual[-1]) == (number > 0)
+
+
+@pytest.mark.parametrize(
+    ("backend", "budget"),
+    each_once(
+        ["ort-cpu", "openvino", "ort-cpu+openvino", "ort-cpu of opset20"], ["none", "retain-64", "retain-64+compact"]
+    ),
+)
+def test_a_second_question_on_every_backend(
+    backend: str, budget: str, bundle: Callable[..., Path], photo: Image.Image
+) -> None:
+    backend, _, dialect = backend.partition(" of ")
+    path = bundle("gqa-112", "fp32", ("retain-64", "retain-64+compact"), dialect or "opset24")
+    assert_second_is_whole(Pipeline.load(path, backend=backend, compute="fp32"), photo, budget=budget)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_with_quantised_weights(weights: WeightsName, bundle: Callable[..., Path], photo: Image.Image) -> None:
+    pipeline = Pipeline.load(bundle("gqa-112", "fp32", ("retain-64",), weights=weights))
+    assert_second_is_whole(pipeline, photo, budget="retain-64")
+
+
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    slow_except(
+        [(name, "prune-66.7") for name in QWENS] + [("next-mistral", "none")],
+        [*((name, budget) for name in QWENS for budget in ("none", "prune-66.7"))]
+        + [("next-mistral", budget) for budget in ("none", "retain-320")],
+    ),
+)
+def test_every_family(name: str, budget: str, pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    budgets = ("retain-320",) if name.startswith("next") else ("prune-66.7",)
+    assert_second_is_whole(pipeline(name, "fp32", budgets), photo.resize((300, 200)), budget=budget)
+
+
+@pytest.mark.parametrize("name", ["qwen-tied", "qwen3-vl"])
+def test_clips(name: str, pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    clip = Clip([photo.rotate(turn).resize((120, 90)) for turn in (0, 20, 40, 60)], fps=2)
+    pipe = pipeline(name, "fp32", ("prune-66.7",), max_frames=8)
+    assert_second_is_whole(pipe, clip, budget="prune-66.7")
+
+
+def test_several_pictures_with_texts_between(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    pipe = pipeline("gqa-112", "fp32", ("retain-64",), max_images=3)
+    pictures = [photo, photo.rotate(90)]
+    questions = [["First:", "Second:", FIRST], ["First:", "Second:", SECOND]]
+    assert_second_is_whole(pipe, pictures, questions, budget="retain-64")
+
+
+@pytest.fixture
+def pipe(pipeline: Callable[..., Pipeline]) -> Pipeline:
+    return pipeline("gqa-112", "fp32", ("retain-64", "retain-192"))
+
+
+def test_a_conversation_reuses_its_earlier_words(pipe: Pipeline, photo: Image.Image) -> None:
+    session, history, reused = Session(pipe), list[tuple[str, str]](), list[int]()
+    for question in (FIRST, SECOND, "And the spoon?"):
+        found = answered(session, photo, question, budget="retain-64", history=history)
+        assert_same(found, answered(pipe, photo, question, budget="retain-64", history=history))
+        history += [("user", question), ("assistant", "A cup.")]
+        reused.append(found.answer.reused_rows)
+    # Each turn reuses the rows of the one before, but for the start of the answer.
+    assert 0 == reused[0] < found.rows.visual[-1] < reused[1] < reused[2] < found.rows.length
+
+
+def test_the_same_question_twice_computes_its_last_row(pipe: Pipeline, photo: Image.Image) -> None:
+    session = Session(pipe)
+    answered(session, photo, FIRST)
+    found = answered(session, photo, FIRST)
+    assert_same(found, answered(pipe, photo, FIRST))
+    assert found.answer.reused_rows == found.rows.length - 1
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ({"budget": "retain-192"}, False),
+        ({"budget": "none"}, False),
+        ({"budget": "retain-64", "system": "Answer in one word."}, False),
+        ({"budget": "retain-64", "temperature": 0.5, "seed": 3}, True),
+    ],
+)
+def test_what_differs_before_the_question_is_computed_anew(
+    options: dict[str, object], rows: bool, pipe: Pipeline, photo: Image.Image
+) -> None:
+    session = Session(pipe)
+    answered(session, photo, FIRST, budget="retain-64")
+    found = answered(session, photo, SECOND, **options)
+    assert_same(found, answered(pipe, photo, SECOND, **options))
+    assert found.answer.reused_towers == 1
+    assert (found.answer.reused_rows > 0) == rows
+
+
+def test_answers_that_reuse_rows_do_not_correct_the_costs(bundle: Callable[..., Path], photo: Image.Image) -> None:
+    pipeline = Pipeline.load(bundle("gqa-112", "fp32", ("retain-64",)))
+    costs = pipeline.warm_up(photo, FIRST, seconds=0.2)
+    session, corrections = Session(pipeline), []
+    for answering in (session, session, pipeline):
+        answered(answering, photo, SECOND, deadline_ms=60_000)
+        corrections.append(len(pipeline._history_of(costs).recent.first))
+    assert corrections == [1, 1, 2]
+
+
+def test_one_pixel_makes_another_picture(pipe: Pipeline, photo: Image.Image) -> None:
+    session, other = Session(pipe), photo.copy()
+    other.putpixel((0, 0), (1, 2, 3))
+    answered(session, photo, FIRST)
+    found = answered(session, other, FIRST)
+    assert (found.answer.reused_towers, found.answer.reused_rows) == (0, 0)
+    assert_same(found, answered(pipe, other, FIRST))
+
+
+def test_a_digest_is_of_pixels_shape_and_times(photo: Image.Image) -> None:
+    small = photo.resize((6, 4))
+    shown = SampledFrames([small, small], ClipSize(6, 4, 2, 1.0), (0.0, 1.0))
+    others = [
+        small,
+        Image.frombytes("RGB", (4, 6), small.tobytes()),
+        shown,
+        SampledFrames([small], ClipSize(6, 4, 1, 1.0), (0.0,)),
+        SampledFrames([small, small], ClipSize(6, 4, 2, 2.0), (0.0, 1.0)),
+        SampledFrames([small, small], ClipSize(6, 4, 2, 1.0), (0.0, 2.0)),
+    ]
+    assert len({picture_digest(picture) for picture in others}) == len(others)
+    assert picture_digest(small.copy()) == picture_digest(small)
+
+
+def test_memory_is_bounded_and_the_oldest_goes_first(pipe: Pipeline, photo: Image.Image) -> None:
+    pictures = [photo.rotate(turn) for turn in (0, 90, 180)]
+    session = Session(pipe)
+    answered(session, pictures[0], FIRST, budget="retain-64")
+    most = int(2.5 * session.nbytes)
+    session = Session(pipe, max_bytes=most)
+    reused = []
+    for number in (0, 1, 0, 2, 0, 1):
+        found = answered(session, pictures[number], FIRST, budget="retain-64")
+        assert_same(found, answered(pipe, pictures[number], FIRST, budget="retain-64"))
+        reused.append(found.answer.reused_rows > 0)
+        assert 0 < session.nbytes <= most
+    assert reused == [False, False, True, False, True, False]
+
+
+def test_a_cache_counts_what_it_holds() -> None:
+    cache = PrefixCache(100)
+    tower: object = object()
+    for number, size in enumerate([40, 40, 101, 40, 10]):
+        cache.put_tower(bytes([number]), tower, size)  # type: ignore[arg-type]
+        assert cache.nbytes == [40, 80, 80, 80, 90][number]
+    assert [cache.tower(bytes([number])) is tower for number in range(5)] == [False, True, False, True, True]
+    cache.put_tower(bytes([1]), tower, 101)  # type: ignore[arg-type]
+    assert cache.nbytes == 50 and cache.tower(bytes([1])) is None
+
+
+def test_a_session_without_room_stores_nothing(pipe: Pipeline, photo: Image.Image) -> None:
+    session = Session(pipe, max_bytes=0)
+    for _ in range(2):
+        found = answered(session, photo, FIRST)
+        assert (found.answer.reused_towers, found.answer.reused_rows, session.nbytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, "1"])
+def test_a_wrong_size_is_refused(wrong: object, pipe: Pipeline) -> None:
+    with pytest.raises(UsageError, match="max bytes"):
+        Session(pipe, max_bytes=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["ort-cpu", "openvino"])
+def test_threads_that_share_a_session(backend: str, bundle: Callable[..., Path], photo: Image.Image) -> None:
+    pipeline = Pipeline.load(bundle("gqa-112", "fp32", ("retain-64",)), backend=backend, compute="fp32", threads=1)
+    session = Session(pipeline, max_bytes=1 << 20)
+    pictures = [photo.rotate(turn).resize((100, 80)) for turn in range(0, 360, 60)]
+    requests = [(picture, question) for picture in pictures for question in (FIRST, SECOND)]
+    expected = [pipeline.generate(*request, budget="retain-64", **NEW).token_ids for request in requests]
+
+    def ask(number: int) -> list[int]:
+        return session.generate(*requests[number], budget="retain-64", **NEW).token_ids
+
+    numbers = np.random.default_rng(0).integers(len(requests), size=60).tolist()
+    with ThreadPoolExecutor(4) as threads:
+        assert [*threads.map(ask, numbers)] == [expected[number] for number in numbers]
+
+
+def test_an_answer_that_goes_on_leaves_the_memory_as_it_is(pipe: Pipeline, photo: Image.Image) -> None:
+    """Its cache is a copy: tokens of one answer are no rows of another."""
+    session = Session(pipe)
+    long = session.stream(photo, FIRST, max_new_tokens=40, min_new_tokens=40)
+    next(long)
+    others = [answered(session, photo, question) for question in (SECOND, FIRST)]
+    for found, question in zip(others, (SECOND, FIRST), strict=True):
+        assert_same(found, answered(pipe, photo, question))
+    assert long.rest().token_ids == pipe.generate(photo, FIRST, max_new_tokens=40, min_new_tokens=40).token_ids

@@ -1,0 +1,147 @@
+"""Answers of a model in a given form: schemas, regular expressions and closed lists, on every kind of pipeline."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from PIL import Image
+
+from sinkprune import Pipeline, Session
+from sinkprune.demo.write_scenes import write_scenes
+from sinkprune.export.command import main as export
+from support.references.answer_encoders import POCKET
+
+COLOURS = ["red", "green", "blue", "yellow", "orange", "purple"]
+SCENE = {
+    "type": "object",
+    "properties": {
+        "count": {"type": "integer", "minimum": 0, "maximum": 12},
+        "colour": {"enum": COLOURS},
+        "sure": {"type": "boolean"},
+        "objects": {"type": "array", "items": {"type": "string", "maxLength": 5}, "maxItems": 2},
+    },
+    "required": ["count", "colour", "objects"],
+    "additionalProperties": False,
+}
+QUESTION = "What is in the picture?"
+
+
+@pytest.fixture(scope="module")
+def pocket(tmp_path_factory: pytest.TempPathFactory) -> tuple[Pipeline, Path]:
+    """The pocket model, and a folder of scenes with their questions."""
+    folder = tmp_path_factory.mktemp("pocket")
+    assert export([str(POCKET), "-o", str(folder / "bundle"), "--budgets", "retain-64"]) == 0
+    write_scenes(folder, 4)
+    return Pipeline.load(folder / "bundle", threads=1), folder
+
+
+def questions(folder: Path, *kinds: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "scenes.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"].startswith(kinds)]
+
+
+@pytest.mark.parametrize("budget", ["none", "retain-64"])
+def test_the_pocket_model_chooses_rightly_and_is_surer_when_it_is_right(
+    budget: str, pocket: tuple[Pipeline, Path]
+) -> None:
+    pipe, folder = pocket
+    asked = [(line, COLOURS) for line in questions(folder, "colour")]
+    asked += [(line, ["yes", "no"]) for line in questions(folder, "existence-random", "existence-popular")]
+    answers = [
+        pipe.generate(folder / line["image"], line["question"], budget=budget, choice=texts) for line, texts in asked
+    ]
+    right = [answer.text == line["answer"] for answer, (line, _) in zip(answers, asked, strict=True)]
+    assert len(right) > 8 and sum(right) >= 0.9 * len(right)
+    sure = [answer.confidence for answer, ok in zip(answers, right, strict=True) if ok]
+    assert sorted(share or 0 for share in sure)[len(sure) // 2] > 0.9
+    # What it writes freely is what it chooses.
+    for answer, (line, _) in [*zip(answers, asked, strict=True)][:3]:
+        free = pipe.generate(folder / line["image"], line["question"], budget=budget)
+        assert free.text == answer.text
+        assert free.token_ids[:-1] == answer.token_ids
+
+
+def test_the_pocket_model_counts_in_a_regex_and_in_json(pocket: tuple[Pipeline, Path]) -> None:
+    pipe, folder = pocket
+    right = []
+    for line in questions(folder, "counting"):
+        picture, question = folder / line["image"], line["question"]
+        free = pipe.generate(picture, question)
+        digits = pipe.generate(picture, question, regex="[0-9]{1,2}", budget="none")
+        assert (digits.text, digits.finish) == (free.text, "stop")
+        found = json.loads(pipe.generate(picture, question, schema={"type": "integer", "maximum": 20}).text)
+        right.append(found == int(free.text))
+    assert len(right) > 2 and sum(right) >= 0.7 * len(right)
+
+
+@pytest.mark.parametrize("backend", ["ort-cpu", "openvino"])
+def test_answers_of_random_weights_conform(backend: str, bundle: Callable[..., Path], photo: Image.Image) -> None:
+    path, small = bundle("qwen-tied", budgets=("prune-66.7",)), photo.resize((90, 60))
+    pipe = Pipeline.load(path, backend=backend, compute="fp32", threads=1)
+    for temperature, budget in ((0.0, "none"), (0.0, "prune-66.7"), (1.0, "none"), (1.0, "prune-66.7")):
+        options = {"temperature": temperature, "budget": budget, "max_new_tokens": 120}
+        options |= {"seed": 3} if temperature else {}
+        answer = pipe.generate(small, QUESTION, schema=SCENE, **options)
+        assert answer.finish == "stop" and answer.confidence is None and answer.choices == {}
+        jsonschema.validate(json.loads(answer.text), SCENE)
+        answer = pipe.generate(small, QUESTION, regex="(left|right) [0-9]{2} cm", **options)
+        assert re.fullmatch("(left|right) [0-9]{2} cm", answer.text) and answer.finish == "stop"
+
+
+@pytest.fixture
+def pipe(pipeline: Callable[..., Pipeline]) -> Pipeline:
+    return pipeline("qwen-tied", budgets=("prune-66.7",))
+
+
+def test_pieces_of_a_stream_are_the_answer(pipe: Pipeline, photo: Image.Image) -> None:
+    for options in ({"schema": SCENE}, {"choice": ["yes", "no"]}):
+        stream = pipe.stream(photo, QUESTION, max_new_tokens=100, **options)
+        pieces = [*stream]
+        assert "".join(pieces) == stream.answer.text
+        assert (len(pieces) > 5) == ("schema" in options)
+        assert Session(pipe).generate(photo, QUESTION, max_new_tokens=100, **options).text == stream.answer.text
+
+
+def test_an_answer_that_is_cut_has_the_reason_and_the_beginning(pipe: Pipeline, photo: Image.Image) -> None:
+    whole = pipe.generate(photo, QUESTION, schema=SCENE, max_new_tokens=100)
+    for most in (1, 5, len(whole.token_ids) - 1):
+        cut = pipe.generate(photo, QUESTION, schema=SCENE, max_new_tokens=most)
+        assert cut.finish == "length" and cut.token_ids == whole.token_ids[:most]
+        assert whole.text.startswith(cut.text)
+    exact = pipe.generate(photo, QUESTION, schema=SCENE, max_new_tokens=len(whole.token_ids))
+    assert (exact.text, exact.finish) == (whole.text, "stop")
+    stream = pipe.stream(photo, QUESTION, schema=SCENE, max_new_tokens=100)
+    next(stream)
+    stream.cancel()
+    assert stream.rest().finish == "cancelled"
+
+
+def test_a_deadline_cuts_an_answer(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    pipe = pipeline("qwen-tied", budgets=("prune-66.7",))
+    pipe.warm_up(photo, QUESTION, seconds=0.1, schema=SCENE)
+    answer = pipe.generate(photo, QUESTION, schema=SCENE, deadline_ms=1, max_new_tokens=100)
+    assert answer.finish == "deadline" and len(answer.token_ids) == 1
+    assert answer.deadline is not None and not answer.deadline.met
+
+
+def test_more_tokens_are_written_where_the_form_has_room(pipe: Pipeline, photo: Image.Image) -> None:
+    long = pipe.generate(photo, QUESTION, regex="[a-z]{1,40}", min_new_tokens=12, max_new_tokens=60)
+    assert len(long.token_ids) >= 12 and re.fullmatch("[a-z]{1,40}", long.text)
+    short = pipe.generate(photo, QUESTION, regex="[0-9]{3}", min_new_tokens=12)
+    assert (len(short.text), short.finish) == (3, "stop")
+
+
+def test_requests_without_a_form_are_as_before(pipe: Pipeline, photo: Image.Image) -> None:
+    """The same tokens whether or not another request of the pipeline had a form."""
+    before = pipe.generate(photo, QUESTION, max_new_tokens=6, min_new_tokens=6)
+    stream = pipe.stream(photo, QUESTION, max_new_tokens=6, min_new_tokens=6)
+    next(stream)
+    pipe.generate(photo, QUESTION, schema=SCENE, max_new_tokens=20)
+    assert stream.rest().token_ids == before.token_ids
+    assert before.confidence is None

@@ -1,0 +1,102 @@
+"""The forms of answers: which are refused when a request is made, and what the errors say."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import pytest
+
+from sinkprune import Request, UsageError
+from sinkprune.runtime.steps.request import new_request
+from sinkprune.runtime.text.answer_form import CHOICE_BYTES, MOST_CHOICES, REGEX_BYTES, SCHEMA_BYTES
+
+
+def deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        schema = {"items": schema}
+    return schema
+
+
+def many_patterns(count: int) -> list[dict[str, str]]:
+    """Patterns whose intersection is hard to compute."""
+    return [{"type": "string", "pattern": f"a.{{{number}}}b"} for number in range(10, 10 + count)]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"schema": "object"}, "schema is 'object', expected a JSON schema as a dict"),
+        ({"schema": {"const": {1}}}, "schema is no JSON: Object of type set is not JSON serializable."),
+        ({"schema": {"minimum": float("nan")}}, "schema is no JSON: Out of range float values"),
+        ({"schema": {"const": "\ud800"}}, "schema holds half of a surrogate pair"),
+        ({"schema": {"const": "a" * SCHEMA_BYTES}}, f"bytes, expected at most {SCHEMA_BYTES}."),
+        ({"schema": deep(70)}, "schema is nested more than 64 deep. Simplify it."),
+        ({"schema": deep(5000)}, "schema is no JSON: "),
+        ({"schema": {"type": "objet"}}, "schema is not supported: Invalid type: objet. Change the schema"),
+        ({"schema": {"uniqueItems": True}}, 'schema is not supported: Unimplemented keys: ["uniqueItems"].'),
+        (
+            {"schema": {"uniqueItems": True, "x-guidance": {"lenient": True}}},
+            'schema is not supported: Unimplemented keys: ["uniqueItems"].',
+        ),
+        ({"schema": {"enum": []}}, "schema is not supported: Unsatisfiable schema: anyOf is empty."),
+        ({"schema": {"$ref": "https://example.com/a.json"}}, "schema is not supported: Resource 'https://example"),
+        ({"schema": {"pattern": "(?=a)"}}, "schema is not supported: look-around, including look-ahead"),
+        (
+            {"schema": {"const": [2**53 + 1]}},
+            "schema has the number 9007199254740993, expected at most 2**53 in size and",
+        ),
+        ({"schema": {"allOf": many_patterns(30)}}, "schema combines 30 patterns and formats, expected at most 12"),
+        ({"schema": {"pattern": "a", "anyOf": many_patterns(12)}}, "schema combines 13 patterns and formats"),
+        ({"schema": {"allOf": many_patterns(12)}}, "schema is not supported: Unable to determine if regex is empty"),
+        ({"regex": ""}, "regex is '', expected a regular expression, as in '[0-9]+ cm'."),
+        ({"regex": 3}, "regex is 3, expected a regular expression"),
+        ({"regex": "a" * (REGEX_BYTES + 1)}, f"regex has {REGEX_BYTES + 1} bytes, expected at most {REGEX_BYTES}."),
+        ({"regex": "a)(b"}, "regex is not supported: unopened group. Write it without"),
+        ({"regex": r"(a)\1"}, "regex is not supported: backreferences are not supported."),
+        ({"regex": "\ud800"}, "which is not valid UTF-8."),
+        ({"choice": "yes"}, "choice is 'yes', expected texts that are not empty"),
+        ({"choice": ["yes", ""]}, "choice is ['yes', ''], expected texts that are not empty"),
+        ({"choice": ["yes"]}, "choice has 1 texts, 1 of them different; expected 2 to"),
+        ({"choice": ["yes", "no", "no"]}, "choice has 3 texts, 2 of them different; expected 2 to"),
+        ({"choice": [*map(str, range(MOST_CHOICES + 1))]}, f"expected 2 to {MOST_CHOICES}, all different"),
+        ({"choice": ["yes", "a" * (CHOICE_BYTES + 1)]}, f"a choice has {CHOICE_BYTES + 1} bytes"),
+        ({"choice": ["yes", "\ud800"]}, "which is not valid UTF-8."),
+        ({"choice": ["yes", "no"], "regex": "a"}, "regex and choice were given, expected at most one form"),
+        ({"schema": {}, "choice": ["yes", "no"]}, "schema and choice were given, expected at most one form"),
+        ({"schema": {}, "stop": "\n"}, "schema and stop were given. A stop string would cut the answer"),
+    ],
+)
+def test_what_is_no_form_is_refused_at_once_in_one_line(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)) as refused:
+        new_request("a.jpg", "Why?", **options)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
+
+
+def test_a_request_has_its_own_copy_of_a_schema() -> None:
+    schema: dict[str, Any] = {"enum": ["a"]}
+    request = new_request("a.jpg", "Why?", schema=schema)
+    schema["enum"].append("b")
+    assert request.schema == {"enum": ["a"]} and request.follows_grammar
+    assert new_request("a.jpg", "Why?", schema={}).schema == {"type": "object"}
+    assert not new_request("a.jpg", "Why?", choice=["yes", "no"]).follows_grammar
+
+
+def test_many_patterns_apart_are_taken() -> None:
+    for schema in ({"anyOf": many_patterns(30)}, {"properties": {str(i): {"format": "date"} for i in range(30)}}):
+        assert new_request("a.jpg", "Why?", schema=schema).schema == schema
+
+
+def test_forms_are_keywords() -> None:
+    names = ("schema", "regex", "choice")
+    assert not set(names) & set(Request.__match_args__)
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    for options in ({"schema": {}}, {"regex": "a"}):
+        with pytest.raises(UsageError, match=re.escape("pip install 'sinkprune[structured]'")):
+            new_request("a.jpg", "Why?", **options)
+    assert new_request("a.jpg", "Why?", choice=("yes", "no")).choice == ("yes", "no")

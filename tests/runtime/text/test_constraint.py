@@ -1,0 +1,208 @@
+"""Constraints: answers of random logits conform to their schema or regex, with tokenizers of each kind."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from sinkprune import UsageError
+from sinkprune.contract.manifest import Tokens
+from sinkprune.runtime.text.answer_form import checked_regex, checked_schema
+from sinkprune.runtime.text.answer_text import AnswerText
+from sinkprune.runtime.text.constraint import Grammars, Unconstrained
+from sinkprune.runtime.text.prompt import PromptEncoder
+from sinkprune.runtime.text.sampling import Sampler
+from support.models.checkpoints import IMAGE_TOKEN, tokenizer
+from support.references.answer_encoders import STOP, answer_encoder
+
+Schema = dict[str, Any]
+KINDS = ("pocket", "qwen", "llama")
+ENCODERS = {kind: answer_encoder(kind) for kind in KINDS}
+GRAMMARS = {kind: Grammars(ENCODERS[kind], STOP[kind]) for kind in KINDS}
+VOCABULARY = 700
+"""Larger than the tokenizers'."""
+MOST = 400
+
+
+def answer(
+    kind: str,
+    schema: Schema | None = None,
+    regex: str | None = None,
+    seed: int | None = 0,
+    least: int = 0,
+    most: int = MOST,
+) -> tuple[str, list[int], bool]:
+    """Return the text of random logits, its tokens, and whether it ended; greedy without a `seed`."""
+    constraint = GRAMMARS[kind].constraint(checked_schema(schema), checked_regex(regex), least)
+    tokenizer, generator = ENCODERS[kind].tokenizer, np.random.default_rng(seed)
+    sampler = Sampler() if seed is None else Sampler(1.5, seed=seed)
+    text, ids = AnswerText(tokenizer, STOP[kind], (), 0), list[int]()
+    # Tokens that end something are likelier, so that answers end.
+    ends = [
+        token for token in range(tokenizer.get_vocab_size()) if re.search('["}\\]]', tokenizer.id_to_token(token))
+    ]
+    while not text.stopped and not constraint.complete and len(ids) < most:
+        logits = generator.normal(size=VOCABULARY) * 3
+        logits[[*ends, *STOP[kind]]] += 4
+        token = sampler(logits, constraint.allowed(VOCABULARY))
+        constraint.accept(token)
+        text.add(token)
+        ids.append(token)
+    text.end()
+    return text.text, ids, text.stopped or constraint.complete
+
+
+TEXTS = st.text(st.sampled_from('ab "\\\n/{}é€😀'), max_size=6)
+NUMBERS = st.integers(-(10**15), 10**15) | st.integers(-(10**9), 10**9).map(lambda thousandths: thousandths / 1000)
+LEAVES: st.SearchStrategy[Schema] = st.one_of(
+    st.just({"type": "boolean"}),
+    st.just({"type": "null"}),
+    st.builds(
+        lambda low, more: {"type": "integer", "minimum": low, "maximum": low + more}, *[st.integers(0, 99)] * 2
+    ),
+    st.builds(lambda low: {"type": "number", "exclusiveMinimum": low, "maximum": low + 7}, st.integers(-9, 9)),
+    st.builds(lambda most: {"type": "string", "maxLength": most}, st.integers(0, 9)),
+    st.builds(lambda least: {"type": "string", "minLength": least, "maxLength": 9}, st.integers(0, 9)),
+    st.sampled_from(
+        [{"type": "string", "pattern": pattern} for pattern in ("^[a-f]{2,5}$", "^(left|right)-[0-9]+$", "^é?x$")]
+    ),
+    st.just({"type": "string", "format": "date"}),
+    st.builds(lambda values: {"enum": values}, st.lists(TEXTS | NUMBERS | st.none(), min_size=1, max_size=4)),
+    st.builds(lambda value: {"const": value}, TEXTS | st.booleans() | st.lists(NUMBERS, max_size=2)),
+)
+
+
+def larger(inner: st.SearchStrategy[Schema]) -> st.SearchStrategy[Schema]:
+    objects = st.dictionaries(st.sampled_from("abcde") | TEXTS, inner, max_size=4).flatmap(
+        lambda properties: st.builds(
+            lambda required: {
+                "type": "object",
+                "properties": properties,
+                "required": sorted(required),
+                "additionalProperties": False,
+            },
+            st.sets(st.sampled_from(sorted(properties))) if properties else st.just(set[str]()),
+        )
+    )
+    arrays = st.builds(
+        lambda items, least, more: {"type": "array", "items": items, "minItems": least, "maxItems": least + more},
+        inner,
+        st.integers(0, 2),
+        st.integers(0, 2),
+    )
+    return objects | arrays | st.builds(lambda each: {"anyOf": each}, st.lists(inner, min_size=1, max_size=3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60)
+@given(schema=st.recursive(LEAVES, larger, max_leaves=6), seed=st.none() | st.integers(0, 2**32))
+def test_every_answer_conforms_to_its_schema(kind: str, schema: Schema, seed: int | None) -> None:
+    text, ids, ended = answer(kind, schema, seed=seed)
+    assume(ended)
+    jsonschema.validate(json.loads(text), schema)
+    assert not set(ids) & (ENCODERS[kind].special_ids - {*STOP[kind]})
+    # The style of json.dumps: no other white space between the parts.
+    assert "\n" not in text and text == text.strip()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "regex",
+    ["[a-z]{2,7}", "(left|right) of .{3}", "^é+/?$", " a?", "x?y?", "(?i)yes|no", r"\d{2}/[\d\n]", r"(\s|-){3}"],
+)
+def test_every_answer_matches_its_regex(kind: str, regex: str) -> None:
+    for seed in range(8):
+        text, _, ended = answer(kind, regex=regex, seed=seed, most=60)
+        if ended:
+            assert re.fullmatch(regex, text), repr(text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_object_may_be_asked_for(kind: str) -> None:
+    texts = [answer(kind, {}, seed=seed) for seed in range(12)]
+    assert all(isinstance(json.loads(text), dict) for text, _, ended in texts if ended)
+    assert sum(ended for *_, ended in texts) > 6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_complete_answer_needs_no_stop_token(kind: str) -> None:
+    text, ids, ended = answer(kind, {"const": "red"})
+    assert (text, ended) == ('"red"', True)
+    assert not set(ids) & {*STOP[kind]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_starts_as_the_model_would_write_it(kind: str) -> None:
+    """Where the decoder takes a space from the start, the answer has one more."""
+    encoder, constraint = ENCODERS[kind], GRAMMARS[kind].constraint(None, "red", 0)
+    ids = encoder.answer_ids("red")
+    assert encoder.tokenizer.decode(ids) == "red"
+    for token in ids:
+        assert constraint.allowed(VOCABULARY)[token]  # type: ignore[index]
+        constraint.accept(token)
+    assert constraint.complete
+    spaced = encoder.tokenizer.id_to_token(ids[0])[0] in "▁Ġ"
+    assert spaced == (kind != "qwen")
+
+
+def test_no_token_is_forced_that_the_form_forbids() -> None:
+    for least in (0, 3, 9):
+        text, ids, ended = answer("qwen", regex="a{2,5}", least=least)
+        assert ended and 2 <= len(text) <= 5
+        assert len(ids) >= min(least, 5)
+    assert len(answer("qwen", regex="ab", least=5)[0]) == 2
+
+
+@pytest.mark.parametrize("size", [300, 375, 380, 1000])
+def test_logits_may_be_of_more_or_fewer_tokens_than_the_tokenizer(size: int) -> None:
+    mask = GRAMMARS["qwen"].constraint(None, ".*", 0).allowed(size)
+    assert mask is not None and mask.shape == (size,) and mask.dtype == np.bool_
+    allowed = {*np.flatnonzero(mask).tolist()}
+    assert allowed & {*STOP["qwen"]} == {token for token in STOP["qwen"] if token < size}
+    assert not allowed & (ENCODERS["qwen"].special_ids - {*STOP["qwen"]})
+    assert all(token < ENCODERS["qwen"].tokenizer.get_vocab_size() for token in allowed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_of_a_special_token_is_letters_or_refused(kind: str) -> None:
+    encoder = ENCODERS[kind]
+    typed = f"a{encoder.tokenizer.id_to_token(STOP[kind][0])}b"
+    ids = encoder.answer_ids(typed)
+    assert len(ids) > 4 and not encoder.special_ids & {*ids}
+    with pytest.raises(UsageError, match="no text of its special tokens"):
+        answer(kind, {"const": typed})
+    text, ids, ended = answer(kind, regex="[</a-z>|_]{9}")
+    assert ended and len(text) == 9 and not encoder.special_ids & {*ids}
+
+
+def test_characters_that_the_tokenizer_lacks_are_refused() -> None:
+    json_text = tokenizer().backend_tokenizer.to_str().encode()
+    encoder = PromptEncoder(json_text, b"", Tokens(IMAGE_TOKEN, (2,), "<s>", "</s>"))
+    constraint = Grammars(encoder, (2,)).constraint({"type": "object"}, None, 0)
+    constraint.accept(encoder.tokenizer.token_to_id("▁"))
+    with pytest.raises(UsageError, match="has no token that continues the answer in the given form"):
+        constraint.allowed(VOCABULARY)
+    with pytest.raises(UsageError, match="cannot write 'zebra' as an answer"):
+        encoder.answer_ids("zebra")
+    assert encoder.tokenizer.decode(encoder.answer_ids("the cup")) == "the cup"
+
+
+@pytest.mark.parametrize("regex", ["((a{100}){100}){100}b", "(.*a.{40}){40}", "([^x]*(x[^y]*y){100}){50}"])
+def test_a_form_that_is_too_complex_ends_soon(regex: str) -> None:
+    try:
+        answer("pocket", regex=regex, most=20)
+    except UsageError as error:
+        assert "is too complex" in str(error)
+
+
+def test_without_a_form_every_token_is_allowed() -> None:
+    free = GRAMMARS["pocket"].constraint(None, None, 4)
+    free.accept(3)
+    assert type(free) is Unconstrained and free.allowed(10) is None and not free.complete

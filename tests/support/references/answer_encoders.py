@@ -1,0 +1,47 @@
+"""Encoders with tokenizers of each kind: what starts an answer differs."""
+
+from __future__ import annotations
+
+import json
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+from sinkprune.contract.manifest import Tokens
+from sinkprune.runtime.text.prompt import PromptEncoder
+from support.models.qwen_checkpoints import qwen_tokenizer
+from support.programs.repository import ROOT
+
+POCKET = ROOT / "src/sinkprune/demo/pocket"
+_TEMPLATE = b"{{ messages[0]['content'] }}"
+STOP = {"pocket": (2,), "qwen": (372, 370), "llama": (2,)}
+"""The stop tokens, by the name of the kind."""
+
+
+def answer_encoder(kind: str) -> PromptEncoder:
+    """The encoder of one kind.
+
+    The decoder of `pocket` takes a space from the start that the encoder does not add. `llama` does both, and has
+    byte tokens for all but a few words. `qwen` does neither.
+    """
+    if kind == "pocket":
+        return PromptEncoder((POCKET / "tokenizer.json").read_bytes(), _TEMPLATE, Tokens(3, STOP[kind], "", "</s>"))
+    if kind == "qwen":
+        backend = qwen_tokenizer().backend_tokenizer
+        names = {token.content: number for number, token in backend.get_added_tokens_decoder().items()}
+        image = names["<|image_pad|>"]
+        return PromptEncoder(backend.to_str().encode(), _TEMPLATE, Tokens(image, STOP[kind], "", "<|im_end|>"))
+    return PromptEncoder(_llama().to_str().encode(), _TEMPLATE, Tokens(3, STOP[kind], "<s>", "</s>"))
+
+
+def _llama() -> Tokenizer:
+    pieces = ["<unk>", "<s>", "</s>", "<image>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", *map(chr, range(33, 127)), "re", "d", "▁re", "▁red", "red", '"▁', "▁{", "▁▁"]
+    vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
+    merges = [("r", "e"), ("▁", "re"), ("▁re", "d"), ("re", "d"), ('"', "▁"), ("▁", "{"), ("▁", "▁")]
+    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in pieces[:4]])
+    return Tokenizer.from_str(json.dumps(json.loads(backend.to_str())))
