@@ -59,6 +59,10 @@ class UsageError(SinkpruneError):
     """An argument is outside its range."""
 
 
+class PartlySeenWarning(UserWarning):
+    """The model does not see the sides of a picture. Each size of pictures causes one warning."""
+
+
 class OptionError(UsageError, TypeError):
     """A function has no such option."""
 

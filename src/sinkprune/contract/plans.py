@@ -95,5 +95,8 @@ def _remedy(family: str, budget: str) -> str:
     try:
         parse_budget(family, budget)
     except BudgetError:
-        return f"It is no budget of family '{family}' either."
+        return (
+            f"It is no budget of family '{family}' either. Choose one of these, or find one for this machine: "
+            "sinkprune-calibrate schedule."
+        )
     return "Others must be exported first, with sinkprune-export --budgets."

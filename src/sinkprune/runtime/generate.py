@@ -17,6 +17,7 @@ from sinkprune.runtime.steps.decoding import kept_tokens, kv_bytes, prefill, pre
 from sinkprune.runtime.steps.encoding import encode, run_tower
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.observer import Observer
+from sinkprune.runtime.steps.part_seen import warn_if_partly_seen
 from sinkprune.runtime.steps.pictures import decoded, layout_of, tower_input
 from sinkprune.runtime.steps.prefix_cache import PrefixCache, PrefixKey
 from sinkprune.runtime.steps.prompt_rows import lay_out
@@ -65,6 +66,8 @@ def generate(
             layouts = [layout for _, layout in seen]
             prompt = prompts.encode(request.texts, [one.texts for one in layouts], request.system, request.history)
         observer.seen(seen)
+        for layout in layouts:
+            warn_if_partly_seen(layout)
         candidates = policy.candidates(manifest, layouts)
         choices = runnable(manifest, limits, request, candidates, prompt.text_tokens, layouts)
         with backend.turn:

@@ -25,10 +25,12 @@ def test_it_answers_until_it_is_interrupted(bundle: Callable[..., Path]) -> None
     with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         try:
-            line = ""
+            line, earlier = "", ""
             while "answers at" not in line:
+                earlier += line
                 line = server.stderr.readline()
                 assert line, server.wait()
+            assert re.fullmatch(r"note: the model sees 75 % .* --fit pad .*\n", without_progress(earlier))
             found = re.fullmatch(r"robot answers at (http://127\.0\.0\.1:\d+)/v1\. Ctrl-C ends it\.\n", line)
             assert found is not None
             answer = httpx.post(f"{found[1]}/v1/chat/completions", json={**BODY, "model": "robot"}, timeout=60).json()

@@ -27,6 +27,15 @@ def test_the_answer_conforms_to_a_schema_in_a_file(bundle: Bundles, photo_file: 
     assert (found["confidence"], found["choices"], found["finish"]) == (None, {}, "stop")
 
 
+def test_an_answer_that_is_cut_off_is_noted(bundle: Bundles, photo_file: Path, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object", "properties": {"colour": {"type": "string"}}, "required": ["colour"]}')
+    asked = ("--image", photo_file, "--prompt", "What?", "--schema", schema, "--max-new-tokens", 2)
+    done = run("sinkprune-run", bundle("qwen-tied"), *asked)
+    assert done.code == 0, done.stderr
+    assert "the answer was cut off after 2 tokens" in done.stderr
+
+
 def test_the_answer_matches_a_regex(bundle: Bundles, photo_file: Path) -> None:
     done = run("sinkprune-run", bundle("qwen-tied"), "--image", photo_file, *ASK, "--regex", "[0-9]{3} cm")
     assert re.fullmatch("[0-9]{3} cm", done.stdout.splitlines()[0])
@@ -48,7 +57,7 @@ def test_the_answer_is_one_of_the_choices(bundle: Bundles, photo_file: Path, tmp
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--choice", "yes"), "choice has 1 texts, 1 of them different; expected 2 to 256"),
+        (("--choice", "yes"), "choice has 1 text, 1 of them different; expected 2 to 256"),
         (("--choice", "yes", "--choice", "no", "--regex", "a"), "regex and choice were given"),
         (("--choice", "yes", "--choice", "no", "--stop", "n"), "choice and stop were given"),
         (("--regex", "("), "regex is not supported: unclosed group"),

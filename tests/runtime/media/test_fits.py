@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 from transformers import CLIPImageProcessorPil, LlavaImageProcessorPil
 
-from sinkprune import Clip, Pipeline
+from sinkprune import Clip, PartlySeenWarning, Pipeline
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BundleError, SinkpruneError, UsageError, VideoError
 from sinkprune.contract.manifest import Manifest
@@ -206,3 +207,15 @@ def test_the_overlay_hatches_what_is_not_seen_and_draws_tokens_in_place(
         for token in np.flatnonzero(tokens & within):
             x, y, *_ = np.rint(boxes[token] * scale).astype(int) + 1
             assert tuple(drawn[y + 5, x]) == tuple(drawn[y, x + 5]) == colour
+
+
+def test_a_picture_that_is_seen_in_part_causes_a_warning(
+    pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    pipe = pipeline("gqa-112", "fp32", ("retain-64", "retain-192"))
+    with pytest.warns(PartlySeenWarning, match=r"the model sees 67 % of the picture \(the middle 400x400") as caught:
+        pipe.generate(photo, "What?", max_new_tokens=1)
+    assert [warning.filename for warning in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe.generate(photo.resize((90, 90)), "What?", max_new_tokens=1)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import re
 import struct
+import warnings
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.contract.errors import ImageError
+from sinkprune.runtime.media import images
 from sinkprune.runtime.media.images import MOST_PIXELS, read_image, to_rgb
 
 
@@ -109,6 +112,25 @@ def test_reading_closes_the_file(photo_file: Path, recwarn: pytest.WarningsRecor
     image = read_image(photo_file)
     image.load()
     assert getattr(image, "fp", None) is None
+    assert not recwarn.list
+
+
+def test_threads_that_read_files_leave_the_warnings_of_a_program(photo_file: Path) -> None:
+    before = [*warnings.filters]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(20):
+            assert {image.size for image in pool.map(read_image, [photo_file] * 8)} == {(600, 400)}
+    assert warnings.filters == before
+    with pytest.warns(UserWarning, match="my own"), images._PILLOW_WARNINGS:
+        warnings.warn("my own", stacklevel=1)
+
+
+def test_pillow_warns_of_nothing(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    # A palette whose transparency is bytes: Pillow warns when it is converted.
+    picture = Image.new("P", (2, 2))
+    picture.putpalette([1, 2, 3] * 256)
+    picture.save(tmp_path / "palette.png", transparency=bytes(256))
+    assert read_image(tmp_path / "palette.png").size == (2, 2)
     assert not recwarn.list
 
 

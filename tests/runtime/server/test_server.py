@@ -89,6 +89,7 @@ def test_an_answer_is_that_of_the_pipeline(
         assert found.usage is not None and found.usage.prompt_tokens == rows
         assert found.usage.completion_tokens == len(expected.token_ids)
         done = found.model_extra["sinkprune"]  # type: ignore[index]
+        assert done["seen_share"] == [pytest.approx(2 / 3)]
         assert (done["budget"], done["tokens_per_layer"]) == (budget, expected.tokens_per_layer)
     # The second answer has its picture from the session.
     assert done["reused_towers"] == 1 and done["reused_rows"] == rows - 1

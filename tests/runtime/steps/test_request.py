@@ -75,6 +75,12 @@ def test_texts_must_fit_the_pictures(pictures: int, texts: str | list[str], said
         new_request(["a.jpg"] * pictures, texts)
 
 
+def test_an_empty_list_of_pictures_is_refused_and_an_empty_tuple_is_none() -> None:
+    with pytest.raises(ImageError, match="the list of images is empty"):
+        new_request([], "What?")
+    assert new_request((), "What?").pictures == ()
+
+
 def test_an_order_of_channels_without_an_array_is_warned_of() -> None:
     array = np.zeros((4, 4, 3), np.uint8)
     picture = Image.fromarray(array)

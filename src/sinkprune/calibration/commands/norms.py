@@ -158,6 +158,11 @@ def _lone_tower(options: _Options) -> tuple[str, MeasureFeatures]:
 
 def _bundle_tower(options: _Options, pictures: Sequence[NamedPicture]) -> tuple[str, MeasureFeatures]:
     """Return the model's name and the features of a bundle's tower."""
+    if not options.bundle.exists():
+        raise UsageError(
+            f"there is no folder '{options.bundle}'. Give a bundle, which sinkprune-export makes, or the checkpoint "
+            f"folder of a vision tower, with its {CONFIG}."
+        )
     bundle = read_runnable(options.bundle, options.trust)
     check_unpruned_memory(options, bundle, pictures[0].load())
     pipeline = load_pipeline(options, bundle)

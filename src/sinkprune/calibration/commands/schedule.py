@@ -66,6 +66,8 @@ _LIMIT = WholeNumber("--limit", 1, 10**6)
 _PROMPT = "What is in the picture?"
 _WORTH_A_CUT = 0.005
 """The share of attention that other cuts must save to be printed."""
+_MOST_LOST = 0.75
+"""The share of attention above which a budget causes a warning."""
 _PICTURES = 8
 """Pictures whose attention is measured; a plan's share of it differs little between pictures."""
 
@@ -156,6 +158,11 @@ def _schedule(arguments: Sequence[str] | None) -> None:
             f"note: other programs took {100 * load:.0f} % of the processors meanwhile. Measure again when the "
             f"machine is idle.{report.costs.place.thread_hint}\n"
         )
+    if chosen.lost > _MOST_LOST:
+        sys.stderr.write(
+            f"warning: the budget drops {100 * chosen.lost:.1f} % of the text's attention to the picture, so many "
+            "answers may be wrong. Compare it with others: sinkprune-evaluate.\n"
+        )
     if not report.accurate:
         sys.stderr.write(
             f"warning: the prediction misses the measurement by {100 * abs(report.off):.1f} %, more than "
@@ -229,7 +236,8 @@ def _print(report: ScheduleReport) -> None:
     )
     if report.searches > 1:
         sys.stdout.write(
-            f"searched {report.searches} times, because earlier budgets missed the target or their predictions\n"
+            f"searched {report.searches} times, because earlier budgets missed the target, or the times predicted "
+            "for them\n"
         )
     for other in report.others:
         sys.stdout.write(f"also looked at: {_described(other)}, predicted {_ms(other.predicted_ms)}\n")

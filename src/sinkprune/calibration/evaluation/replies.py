@@ -23,10 +23,10 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.errors import BudgetError, SinkpruneError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.text.questions import Question
-from sinkprune.runtime.commands.picture_notes import percent
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.answer import Answer
+from sinkprune.runtime.steps.part_seen import percent
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
 from sinkprune.runtime.system.processor import processor_name
 

@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -20,7 +21,7 @@ from traceback import walk_stack
 from types import FrameType
 
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.errors import SinkpruneError
+from sinkprune.contract.errors import PartlySeenWarning, SinkpruneError
 
 INTERRUPTED = 130
 
@@ -65,6 +66,8 @@ def start(module: str, *words: str) -> int:
 
 def run_command(body: Callable[[Sequence[str] | None], None], arguments: Sequence[str] | None) -> int:
     """Run a command's body and return its exit code."""
+    # Commands print a note.
+    warnings.simplefilter("ignore", PartlySeenWarning)
     try:
         with _signals_as_interrupts():
             body(arguments)

@@ -142,8 +142,13 @@ def bundle_parser(name: str, description: str, examples: str) -> CommandParser:
 
 
 def open_bundle(options: PictureOptions, budgets: list[str]) -> Bundle:
-    """Open the bundle, and check early that it has the method and the budgets; raises `BudgetError`."""
+    """Open the bundle, and check early that it takes videos, if given, and has the method and the budgets.
+
+    Raises `VideoError` and `BudgetError`.
+    """
     bundle = read_runnable(options.bundle, options.trust)
+    if options.video:
+        load_family(bundle.manifest, options.fit).check_video()
     for budget in [UNPRUNED, *budgets]:
         bundle.manifest.plan(options.method, budget)
     return bundle
@@ -172,8 +177,6 @@ def read_pictures(options: PictureOptions, bundle: Bundle) -> list[Picture]:
     Prints a note about each long video that must be decoded as a whole.
     """
     family = load_family(bundle.manifest, options.fit)
-    if options.video:
-        family.check_video()
     videos = [VideoFile(path) for path in options.video or ()]
     for path, video in zip(options.video or (), videos, strict=True):
         if not video.can_seek and video.count >= _LONG_VIDEO:

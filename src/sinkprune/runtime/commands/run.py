@@ -10,6 +10,7 @@ from typing import Any
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.fields import to_json
+from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
@@ -193,6 +194,11 @@ def _run(arguments: Sequence[str] | None) -> None:
             _write_piece(f"{share:.3f} {text}\n")
     if options.json is not None:
         write_json(options.json, _summary(pipeline, answer, memory))
+    if answer.finish in ("length", "deadline") and request.follows_grammar:
+        sys.stderr.write(
+            f"warning: the answer was cut off after {counted(len(answer.token_ids), 'token')}, so it does not have "
+            "the form. Give a larger --max-new-tokens or --deadline-ms.\n"
+        )
     if answer.deadline is not None:
         sys.stderr.write(_late(answer.deadline) + _doubtful_costs(answer.deadline, pipeline.place))
         if not options.costs and pipeline.save_costs() is None and options.warm_up:

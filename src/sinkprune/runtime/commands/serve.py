@@ -26,6 +26,7 @@ from sinkprune.runtime.commands import BundleOptions, bundle_parser, load_pipeli
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.session import MAX_BYTES
+from sinkprune.runtime.steps.part_seen import seen_part
 from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS
 
 API_KEY = "SINKPRUNE_API_KEY"
@@ -118,6 +119,11 @@ def _run(arguments: Sequence[str] | None) -> None:
         write_json(
             options.json, {"url": f"http://{shown}:{port}/v1", "models": server.model_names(name, bundle.manifest)}
         )
+        if (layout := pipeline.family.layout(_USUAL_PICTURE)).seen_share < 1:
+            sys.stderr.write(
+                f"note: {seen_part(layout)}, and of others in proportion; the response has seen_share. --fit pad "
+                "shows pictures whole (docs/pictures.md).\n"
+            )
         sys.stderr.write(f"{escaped(name)} answers at http://{shown}:{port}/v1. Ctrl-C ends it.\n")
         sys.stderr.flush()
         _serve(pipeline, settings, listener)

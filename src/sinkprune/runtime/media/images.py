@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any, BinaryIO, cast
 
 import numpy as np
@@ -148,13 +149,40 @@ def _check_tiles(image: Image.Image) -> None:
     _check_size(across * width, down * height)
 
 
+class _NoPillowWarnings:
+    """A context without warnings of Pillow, of large images and of untidy EXIF data, which users need not know.
+
+    Python's filters belong to all threads. So the first of several threads inside changes them, and the last one
+    undoes that.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside = Lock(), 0
+        self._changed = warnings.catch_warnings()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._changed = warnings.catch_warnings()
+                self._changed.__enter__()
+                warnings.filterwarnings("ignore", module=r"PIL\.")
+            self._inside += 1
+
+    def __exit__(self, *error: Any) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._changed.__exit__(*error)
+
+
+_PILLOW_WARNINGS = _NoPillowWarnings()
+
+
 @contextmanager
 def _damage_as_error() -> Iterator[None]:
     """Raise an `ImageError` for any error that Pillow raises."""
     try:
-        with warnings.catch_warnings():
-            # Pillow warns of large images and of untidy EXIF data, which users need not know.
-            warnings.simplefilter("ignore")
+        with _PILLOW_WARNINGS:
             yield
     except (ImageError, UnidentifiedImageError):
         raise

@@ -126,7 +126,7 @@ class ChatReader:
                     if field in options:
                         numbers.check(options.pop(field))
             request = self.answering.new_request(
-                pictures, last.texts, history=history, system=system, budget=budget, method=method, **options
+                tuple(pictures), last.texts, history=history, system=system, budget=budget, method=method, **options
             )
             priority = PRIORITY.check(given.get("priority", 0))
             listed = _TOP_LOGPROBS.check(given.get("top_logprobs", 0)) if _flag(given, "logprobs") else None

@@ -91,6 +91,7 @@ class Completion:
             "method": answer.method,
             "finish": answer.finish,
             "visual_tokens": answer.visual_tokens,
+            "seen_share": [kept.layout.seen_share for kept in answer.images],
             "tokens_per_layer": answer.tokens_per_layer,
             "ms": answer.ms,
             "queued_ms": self.queued_ms,

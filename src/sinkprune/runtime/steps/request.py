@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -15,6 +14,7 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.arguments import check_options, check_type
 from sinkprune.contract.checks.format_value import counted, format_value, type_name
 from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
+from sinkprune.contract.checks.user_warnings import warn_user
 from sinkprune.contract.errors import ImageError, PromptError, UsageError
 from sinkprune.runtime.media.clip import Clip, SampledFrames
 from sinkprune.runtime.media.video_file import VideoFile
@@ -129,12 +129,17 @@ def new_request(
 
     A `prompt` of one text follows the pictures. A list of texts surrounds them: one before each picture, and one
     after the last. The texts of a `history` may surround pictures in the same way. If neither has places for them,
-    the pictures stand before the first turn. `order` is that of the channels of arrays, also in clips: "rgb", or
-    OpenCV's "bgr". Raises `ImageError`, `PromptError`, `UsageError`, and for an unknown option `OptionError`, which
-    is also a `TypeError`.
-    Warns (`UserWarning`) of `top_p` and `seed` at `temperature` 0, and of "bgr" if no picture is an array.
+    the pictures stand before the first turn. `()` in the place of pictures asks a question without one. `order` is
+    that of the channels of arrays, also in clips: "rgb", or OpenCV's "bgr".
+
+    Raises `ImageError`, `PromptError`, `UsageError`, and for an unknown option `OptionError`, which is also a
+    `TypeError`. Warns (`UserWarning`) of `top_p` and `seed` at `temperature` 0, and of "bgr" without an array.
     """
     check_request_options(options)
+    if isinstance(pictures, list) and not pictures:
+        raise ImageError(
+            "the list of images is empty, expected at least one image. Give () for a question without an image."
+        )
     given = tuple(pictures) if isinstance(pictures, (list, tuple)) else (pictures,)
     order = check_order(order)
     sources = tuple(with_order(source, order) for source in given)
@@ -149,15 +154,13 @@ def new_request(
     request = Request(sources, texts, history=history, **options)  # type: ignore[arg-type]
     unused = [name for name, default in (("top_p", 1.0), ("seed", None)) if getattr(request, name) != default]
     if unused and not request.temperature:
-        warnings.warn(
-            f"{' and '.join(unused)} changed nothing, because this answer is greedy. Add a temperature above 0.",
-            stacklevel=2,
+        warn_user(
+            f"{' and '.join(unused)} changed nothing, because this answer is greedy. Add a temperature above 0."
         )
     if order == "bgr" and not any(map(has_array, given)):
-        warnings.warn(
+        warn_user(
             "order changed nothing, because no picture is an array. Files and Pillow images have an order of their "
-            "own: leave it out.",
-            stacklevel=2,
+            "own: leave it out."
         )
     return request
 

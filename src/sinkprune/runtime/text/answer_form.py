@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sinkprune.contract.checks.format_value import format_value
+from sinkprune.contract.checks.format_value import counted, format_value
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_json
 
@@ -87,8 +87,8 @@ def checked_choices(given: object) -> tuple[str, ...]:
         )
     if given and not 2 <= len(set(given)) == len(given) <= MOST_CHOICES:
         raise UsageError(
-            f"choice has {len(given)} texts, {len(set(given))} of them different; expected 2 to {MOST_CHOICES}, all "
-            'different, as in choice=["yes", "no"].'
+            f"choice has {counted(len(given), 'text')}, {len(set(given))} of them different; expected 2 to "
+            f'{MOST_CHOICES}, all different, as in choice=["yes", "no"] or --choice yes --choice no.'
         )
     for one in given:
         size = _utf8_bytes("choice", one)
