@@ -66,7 +66,7 @@ _LIMIT = WholeNumber("--limit", 1, 10**6)
 _PROMPT = "What is in the picture?"
 _WORTH_A_CUT = 0.005
 """The share of attention that other cuts must save to be printed."""
-_MOST_LOST = 0.75
+_MOST_LOST = 0.85
 """The share of attention above which a budget causes a warning."""
 _PICTURES = 8
 """Pictures whose attention is measured; a plan's share of it differs little between pictures."""
