@@ -69,7 +69,7 @@ _FRAME = st.tuples(st.booleans(), st.lists(st.integers(0, 3), unique=True, max_s
 
 @given(
     st.lists(_FRAME, min_size=1, max_size=8),
-    st.one_of(st.none(), st.integers(8, 14)),
+    st.one_of(st.none(), st.integers(9, 14)),
     st.sampled_from([0.0, 0.5, 1.0]),
     st.integers(1, 2),
     st.data(),
@@ -77,7 +77,10 @@ _FRAME = st.tuples(st.booleans(), st.lists(st.integers(0, 3), unique=True, max_s
 def test_memory(
     frames: list[tuple[bool, list[int], int]], capacity: int | None, decay: float, recent: int, data: st.DataObject
 ) -> None:
-    """Frames of four tokens and two features: key or not, with these tokens, and features by a seed."""
+    """Frames of four tokens and two features: key or not, with these tokens, and features by a seed.
+
+    A watch rejects a capacity below two recent frames and a sink.
+    """
     memory, rows = FrameMemory(HOST, capacity, decay, recent), list[Row]()
     for number, (key, chosen, seed) in enumerate(frames):
         tokens, key = sorted(chosen) or [0], key or number == 0

@@ -132,6 +132,15 @@ def test_a_still_scene_adds_no_rows(pipe: Pipeline, photo: Image.Image) -> None:
     assert len({tuple(answer.token_ids) for answer in found}) == 1
 
 
+def test_what_was_added_once_is_not_new_again(pipe: Pipeline, photo: Image.Image) -> None:
+    still, moved, *_ = frames(photo)
+    settings = WatchSettings(capacity=None, novelty=0.01)
+    found = [*pipe.watch([still, *[moved] * 9], INSTRUCTION, settings=settings, budget="retain-64", **NEW)]
+    added = [answer.new_rows for answer in found]
+    assert added[1] > 0
+    assert added[-1] == 0
+
+
 def test_another_scene_is_a_key_frame(pipe: Pipeline, photo: Image.Image) -> None:
     scenes = [photo.resize((120, 80)), Image.effect_noise((120, 80), 200).convert("RGB")]
     found = [*pipe.watch(scenes, INSTRUCTION, settings=ALL, budget="retain-64", **NEW)]
