@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from sinkprune.runtime.steps.answer import Answer
     from sinkprune.runtime.steps.request import Request
     from sinkprune.runtime.stream import Stream
+    from sinkprune.runtime.watching.watch import FrameAnswer, WatchSettings
 
 __version__ = "0.1.0"
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "Clip",
     "Costs",
     "EnginesError",
+    "FrameAnswer",
     "ImageError",
     "NoSensorError",
     "NumericsError",
@@ -78,6 +80,7 @@ __all__ = [
     "UsageError",
     "VideoError",
     "VideoFile",
+    "WatchSettings",
     "overlay",
     "read_costs",
     "write_costs",
@@ -88,11 +91,13 @@ _MODULES = {
     "Camera": "sinkprune.runtime.camera",
     "Clip": "sinkprune.runtime.media.clip",
     "Costs": "sinkprune.contract.costs.model",
+    "FrameAnswer": "sinkprune.runtime.watching.watch",
     "Pipeline": "sinkprune.runtime.pipeline",
     "Request": "sinkprune.runtime.steps.request",
     "Session": "sinkprune.runtime.session",
     "Stream": "sinkprune.runtime.stream",
     "VideoFile": "sinkprune.runtime.media.video_file",
+    "WatchSettings": "sinkprune.runtime.watching.watch",
     "overlay": "sinkprune.runtime.overlay",
     "read_costs": "sinkprune.contract.costs.file",
     "write_costs": "sinkprune.contract.costs.file",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from inspect import signature
@@ -48,6 +48,7 @@ from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS, Request, check_r
 from sinkprune.runtime.stream import Stream, StreamState
 from sinkprune.runtime.text.constraint import Grammars, Unconstrained
 from sinkprune.runtime.text.prompt import PromptEncoder
+from sinkprune.runtime.watching.watch import USUAL_SETTINGS, FrameAnswer, Watch, WatchSettings
 
 Wrap = Callable[[str, Engine, Backend], Engine]
 """Receives a graph's name, its loaded engine and the backend; returns the engine to run in its place."""
@@ -183,18 +184,41 @@ class Pipeline(Answering):
     def answer_with(self, memory: PrefixCache, request: Request, observer: Observer = NOBODY) -> Stream:
         """Do what `answer` does, with the `memory` of a session."""
         plan, state = self.bundle.manifest.plan(request.method, request.budget), StreamState()
-        form: Unconstrained | ChoiceTokens = self._grammars.constraint(
-            request.schema, request.regex, request.min_new_tokens
-        )
+        request, form = self._formed(request)
         timed = request
-        if request.choice:
-            ids = tuple(tuple(self.prompts.answer_ids(text)) for text in request.choice)
-            form = ChoiceTokens(tuple(request.choice), ids, self._stop)
-            request = replace(request, max_new_tokens=max(map(len, ids)))
+        if isinstance(form, ChoiceTokens):
             # Each pass takes about the time of a token.
             timed = replace(request, max_new_tokens=1 + len(form.passes))
         steps = generate(self._model, request, plan, form, lambda: self._policy(timed), observer, state, memory)
         return Stream(steps, state)
+
+    def watch(
+        self,
+        frames: Iterable[PictureLike],
+        instruction: str,
+        *,
+        settings: WatchSettings = USUAL_SETTINGS,
+        observer: Observer = NOBODY,
+        **options: Any,
+    ) -> Iterator[FrameAnswer]:
+        """Answer `instruction` after each of `frames`, which may never end, with what is left of earlier frames.
+
+        `frames` are pictures of one size, as from a `Camera`. `settings` say how much of them is remembered; memory
+        and time of a frame are bounded (docs/watch.md). `options` are those of `stream`, without `deadline_ms`; the
+        budget must prune inside the decoder. `observer` receives each frame's steps, except `answered`.
+
+        Raises at once what `stream` raises. Reading an answer raises what reading a stream raises, and `ImageError`
+        for a frame of another size.
+        """
+        check_type("settings", settings, (WatchSettings,), "WatchSettings")
+        check_type("observer", observer, (Observer,), "an Observer")
+        return Watch(
+            self._model,
+            lambda frame: self.new_request(frame, instruction, **options),
+            self._formed,
+            settings,
+            observer,
+        ).run(frames)
 
     def encode(self, image: PictureLike) -> EncodedPicture:
         """Return an image as the unpruned LLM receives it, with norms and salience; raises `ImageError`."""
@@ -263,6 +287,14 @@ class Pipeline(Answering):
         manifest.plan(method, UNPRUNED)
         for plan in manifest.plans[method].values():
             self.chain.load_plan(plan)
+
+    def _formed(self, request: Request) -> tuple[Request, Unconstrained | ChoiceTokens]:
+        """Return the request with the length of its answer, and the form of its answer."""
+        if not request.choice:
+            return request, self._grammars.constraint(request.schema, request.regex, request.min_new_tokens)
+        ids = tuple(tuple(self.prompts.answer_ids(text)) for text in request.choice)
+        form = ChoiceTokens(tuple(request.choice), ids, self._stop)
+        return replace(request, max_new_tokens=max(map(len, ids))), form
 
     @property
     def _model(self) -> LoadedModel:

@@ -20,6 +20,7 @@ from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.encoding import encode, run_tower
 from sinkprune.runtime.steps.pictures import tower_input
 from sinkprune.runtime.steps.prompt_rows import PromptRows, lay_out
+from sinkprune.runtime.steps.received_attention import received_attention
 
 
 class PictureAttention(NamedTuple):
@@ -75,24 +76,8 @@ def _received(pipeline: Pipeline, rows: PromptRows) -> list[Array]:
         # DeepStack's rows are inputs of the first segment only.
         hidden, added = outputs["hidden_out"], {}
         query, key = (backend.numpy(outputs[name])[0].astype(np.float32) for name in ("query", "key"))
-        found.append(_attention(query[:, text], key, text)[rows.visual])
+        found.append(received_attention(query[:, text], key, text)[rows.visual])
     return found
-
-
-def _attention(query: Array, key: Array, rows: Array) -> Array:
-    """Return [T]: the causal attention that keys [Hkv,T,h] receive from the queries [H,R,h] of the rows `rows` [R].
-
-    A softmax over visible keys, then the mean over heads and rows.
-    """
-    heads, _, size = query.shape
-    total = np.zeros(key.shape[1])
-    hidden = np.arange(key.shape[1]) > rows[:, None]
-    for head in range(heads):
-        logits = query[head] @ key[head * len(key) // heads].T / np.sqrt(size)
-        logits[hidden] = -np.inf
-        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-        total += (weights / weights.sum(axis=1, keepdims=True)).mean(axis=0)
-    return total / heads
 
 
 def dropped_attention(

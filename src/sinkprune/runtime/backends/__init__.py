@@ -83,6 +83,8 @@ class Backend(Protocol):
     """Held by a thread while it calls engines; a null context where the library runs several calls at once."""
     resumes: bool = True
     """Whether a decoder takes several new rows after earlier ones, as sessions need."""
+    any_length: bool = True
+    """Whether engines take any number of visual rows, as a watch needs; else those of a request's pictures."""
 
     def load(self, model: Model) -> Engine:
         """Load the engine of one graph, from the bundle's ONNX file or a built engine.

@@ -84,15 +84,32 @@ def encode(chain: Chain, plan: Plan | None, tower: TowerOutput, clock: Stopwatch
             inputs = {"tokens": tokens, "norms": tower.device_norms, "salience": tower.device_salience}
             sanitized = sanitizer(inputs if deepstack is None else {**inputs, "deepstack": deepstack})
         tokens, deepstack = sanitized["kept_tokens"], sanitized.get("kept_deepstack")
-    if deepstack is not None:
-        _check_finite("DeepStack features", backend.numpy(deepstack))
-    if chain.projector is not None:
-        with clock.measure("projector"):
-            tokens = chain.projector({"tokens": tokens})["embeddings"]
     if sanitized is None:
         kept_index = np.broadcast_to(np.arange(tower.norms.shape[1]), tower.norms.shape)
     else:
         kept_index = backend.numpy(sanitized["kept_index"])
+    return _projected(chain, tower, tokens, deepstack, kept_index, clock)
+
+
+def encode_tokens(chain: Chain, tower: TowerOutput, index: Array, clock: Stopwatch) -> EncodedPicture:
+    """Run the projector, if any, on the tokens `index` [n] of the `tower`'s output, as one group.
+
+    `index` is int64, numbered through all groups.
+    """
+    join = chain.backend.join
+    deepstack = None if tower.deepstack is None else join([tower.deepstack], index)
+    return _projected(chain, tower, join([tower.tokens], index), deepstack, index[None], clock)
+
+
+def _projected(
+    chain: Chain, tower: TowerOutput, tokens: Tensor, deepstack: Tensor | None, kept_index: Array, clock: Stopwatch
+) -> EncodedPicture:
+    """Return the `tokens` with these `kept_index` [G',n0] as the LLM receives them."""
+    if deepstack is not None:
+        _check_finite("DeepStack features", chain.backend.numpy(deepstack))
+    if chain.projector is not None:
+        with clock.measure("projector"):
+            tokens = chain.projector({"tokens": tokens})["embeddings"]
     # Frames that the sanitizer treats as one are one group from here on.
     groups = len(kept_index)
     norms, salience = (values.reshape(groups, -1) for values in (tower.norms, tower.salience))
