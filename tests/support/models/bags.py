@@ -62,7 +62,9 @@ def compressed_image(picture: Image.Image, kind: str = "jpeg", time_ns: int = ST
     file = io.BytesIO()
     picture.save(file, format=kind.upper())
     data = np.frombuffer(file.getvalue(), np.uint8)
-    return typestore().types[COMPRESSED](header=header(time_ns), format=name or f"bgr8; {kind} compressed bgr8", data=data)
+    return typestore().types[COMPRESSED](
+        header=header(time_ns), format=name or f"bgr8; {kind} compressed bgr8", data=data
+    )
 
 
 def text(words: str) -> Any:

@@ -65,6 +65,8 @@ class SqliteFile:
         database = sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
         try:
             database.execute("PRAGMA trusted_schema = OFF")
+            # Otherwise sqlite3 reads nothing of a file that is cut off. Nothing is written.
+            database.execute("PRAGMA writable_schema = ON")
             for table in _TABLES:
                 # Views and computed columns are programs.
                 place = database.execute(
