@@ -160,7 +160,7 @@ RENAMED = "ALTER TABLE messages RENAME TO m;"
     "statement",
     [
         f"{RENAMED} CREATE VIEW messages AS {ENDLESS} x'00' AS data FROM n",
-        f"{RENAMED} CREATE TABLE messages (id INTEGER, topic_id INTEGER, timestamp INTEGER, data BLOB AS (zeroblob(9e8)))",
+        f"{RENAMED} CREATE TABLE messages (id INTEGER, topic_id INTEGER, timestamp INTEGER, data AS (zeroblob(9e8)))",
         f"{RENAMED} CREATE VIRTUAL TABLE messages USING fts5(id, topic_id, timestamp, data)",
         RENAMED,
     ],
@@ -227,11 +227,9 @@ def test_wrong_metadata_is_rejected(metadata: str, said_: str, tmp_path: Path) -
 
 def test_a_topic_without_pictures_is_rejected(tmp_path: Path) -> None:
     bag = open_bag(write_bag(tmp_path / "bag", said()))
-    with pytest.raises(
-        BagError, match=r"its topics|Its topics are: /camera/image_raw \(sensor_msgs/msg/Image\), /words"
-    ):
+    with pytest.raises(BagError, match=r"Its topics are: /camera/image_raw \(sensor_msgs/msg/Image\), /words"):
         bag.check_pictures("/camera")
-    with pytest.raises(BagError, match="type std_msgs/msg/String in cdr, expected sensor_msgs/msg/Image or"):
+    with pytest.raises(BagError, match="type std_msgs/msg/String in cdr, expected sensor_msgs"):
         bag.check_pictures("/words")
 
 
@@ -240,7 +238,7 @@ def test_compressed_data_takes_no_more_memory_than_it_may() -> None:
     unsized = zstandard.ZstdCompressor(write_content_size=False).compress(zeros)
     for name, data in (("zstd", zstandard.compress(zeros)), ("zstd", unsized), ("lz4", lz4.frame.compress(zeros))):
         assert decompressed(name, data, 1 << 20) == zeros
-        with pytest.raises(DamagedError, match="has more than|is damaged"):
+        with pytest.raises(DamagedError, match=r"has more than|is damaged"):
             decompressed(name, data, (1 << 20) - 1)
         with pytest.raises(DamagedError, match="is damaged"):
             decompressed(name, data[: len(data) // 2], 1 << 20)
