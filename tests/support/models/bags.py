@@ -106,7 +106,7 @@ def write_bag(
 
 
 def write_metadata(mcap: Path, types: Mapping[str, str], count: int) -> None:
-    """Write the `metadata.yaml` next to an MCAP file, as `ros2 bag reindex` does; rosbags reads no file without it."""
+    """Write the `metadata.yaml` next to an MCAP file, without which rosbags reads nothing."""
     topics = [
         {
             "topic_metadata": {
