@@ -50,7 +50,7 @@ class Summary:
     failures: tuple[FrameFailure, ...]
     overlays: int
     """The drawings that were written."""
-    ms: Mapping[str, Spread | None]
+    ms: dict[str, Spread | None]
     """Milliseconds of the answers by part; None where no answer has the part."""
 
 
