@@ -7,7 +7,7 @@ import shutil
 import sqlite3
 import struct
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import lz4.frame
@@ -17,9 +17,10 @@ import pytest
 import zstandard
 from rosbags.rosbag2 import CompressionMode
 
-from sinkprune.contract.errors import BagError
+from sinkprune.contract.errors import BagError, ImageError
 from sinkprune.jetson.bags.bag import open_bag
 from sinkprune.jetson.bags.bag_file import DamagedError
+from sinkprune.jetson.bags.images import read_frame
 from sinkprune.jetson.bags.mcap_file import decompressed
 from support.models.bags import PERIOD_NS, START_NS, TOPIC, Said, Storage, raw_image, text, write_bag
 
@@ -247,3 +248,27 @@ def test_compressed_data_takes_no_more_memory_than_it_may() -> None:
         decompressed("zstd", b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", 1 << 60) + bytes(8), 1 << 30)
     with pytest.raises(DamagedError, match="compressed with 'br'"):
         decompressed("br", b"")
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_wrong_bytes_are_read_or_rejected(storage: Storage, tmp_path: Path) -> None:
+    """Whatever the bytes are, frames are decoded or fail, and reading ends with a report."""
+    path, random = only_file(write_bag(tmp_path / "bag", said(), storage)), np.random.default_rng(7)
+    whole = path.read_bytes()
+    ends = {"rejected": 0, "damaged": 0, "whole": 0}
+    for _ in range(80):
+        wrong = bytearray(whole)
+        for place in random.integers(0, len(wrong), random.integers(1, 9)):
+            wrong[place : place + 4] = random.bytes(4) if random.integers(2) else b"\xff\xff\xff\x7f"
+        path.write_bytes(wrong)
+        try:
+            bag = open_bag(path)
+            kind = bag.check_pictures(TOPIC)
+        except BagError:
+            ends["rejected"] += 1
+            continue
+        for message in bag.messages(TOPIC):
+            with suppress(ImageError):
+                read_frame(kind, message.data)
+        ends["damaged" if bag.damage else "whole"] += 1
+    assert all(ends.values()), ends
