@@ -29,6 +29,7 @@ _QUESTION = ("--image", "x.jpg", "--prompt", "What?")
 COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "run": (("BUNDLE",), _QUESTION),
     "serve": (("BUNDLE",), ()),
+    "replay": (("BUNDLE", "BAG"), ("--topic", "/x", "--prompt", "What?", "-o", "x.mcap")),
     "profile": (("BUNDLE",), _QUESTION),
     "export": (("CHECKPOINT",), ("-o", "bundle")),
     "build": (("BUNDLE",), ("-o", "engines", "--target", "openvino")),
@@ -77,7 +78,7 @@ def given(options: argparse.Namespace) -> tuple[list[str], Path | None]:
     """Return the positionals, and the value of `--json`."""
     if "models" in options:
         return options.models, options.json
-    places = (getattr(options, name, None) for name in ("source", "bundle", "engines"))
+    places = (getattr(options, name, None) for name in ("source", "bundle", "bag", "engines"))
     return [str(place) for place in places if place is not None], options.json
 
 

@@ -23,6 +23,7 @@ from sinkprune.contract.precision import WeightForms
 from sinkprune.contract.reports.rate_report import Latency, RateReport
 from sinkprune.contract.reports.report import PARTS, ProfileReport, Spread
 from sinkprune.engines.gate.report import GateReport
+from sinkprune.jetson.commands.replay import ReplayReport
 from sinkprune.jetson.host.power_mode import ClockFrequency
 from sinkprune.jetson.report import DoctorReport
 from sinkprune.jetson.times import TimeRange
@@ -58,6 +59,7 @@ REPORTS: dict[str, tuple[type, ...]] = {
     "sinkprune-calibrate attention": (AttentionReport,),
     "sinkprune-calibrate norms": (NormReport,),
     "sinkprune-doctor": (DoctorReport,),
+    "sinkprune-replay": (ReplayReport,),
 }
 """The dataclasses that commands write, by the heading of the section."""
 ADDED = {"sinkprune-calibrate schedule": {"sha256"}, "sinkprune-calibrate quantize": {"sha256"}}

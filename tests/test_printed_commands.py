@@ -65,6 +65,7 @@ NOT_RUN: dict[str, str] = {
     r"sinkprune-(calibrate|evaluate) .*\bpocket": MINUTES,
     r"sinkprune-calibrate (schedule|quantize) ": MINUTES,
     r"sinkprune-calibrate norms \./clip": PARTS,
+    r"sinkprune-replay ": PARTS,
     r"sinkprune-run .*--deadline-ms": LOAD,
     r"sinkprune-serve ": "it ends when it is interrupted: see tests/runtime/commands/test_serve_command.py",
 }

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sinkprune.contract.errors import (
         AccuracyError,
         BackendError,
+        BagError,
         BudgetError,
         BundleError,
         CheckpointError,
@@ -54,6 +55,7 @@ __all__ = [
     "AccuracyError",
     "Answer",
     "BackendError",
+    "BagError",
     "BudgetError",
     "BundleError",
     "Camera",

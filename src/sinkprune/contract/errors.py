@@ -35,6 +35,10 @@ class VideoError(ImageError):
     """A video is missing, damaged, without frames, or not what the bundle takes."""
 
 
+class BagError(SinkpruneError):
+    """A recording of a robot is missing, damaged, or has no pictures in the topic."""
+
+
 class PromptError(SinkpruneError):
     """A prompt is empty or longer than the model can take."""
 

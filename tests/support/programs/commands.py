@@ -15,6 +15,7 @@ from sinkprune.engines.command import main as build
 from sinkprune.engines.gate.command import main as check
 from sinkprune.export.command import main as export
 from sinkprune.jetson.commands.doctor import main as doctor
+from sinkprune.jetson.commands.replay import main as replay
 from sinkprune.runtime.commands.profile import main as profile
 from sinkprune.runtime.commands.run import main as run_
 from sinkprune.runtime.commands.serve import main as serve
@@ -34,6 +35,7 @@ _ENTRY_POINTS = {
     "sinkprune-evaluate": evaluate,
     "sinkprune-calibrate": calibrate,
     "sinkprune-doctor": doctor,
+    "sinkprune-replay": replay,
 }
 
 

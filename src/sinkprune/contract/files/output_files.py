@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
+from typing import BinaryIO
 
 from sinkprune.contract.errors import OutputError
 
@@ -66,6 +68,16 @@ def check_writable(path: Path, suffixes: tuple[str, ...]) -> None:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write `data` to a temporary file next to `path`, sync it, and rename it to `path`. Raises `OutputError`."""
+    with whole_file(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file next to `path` for writing. At the end of the block it is synced and renamed to `path`.
+
+    If the block raises, the temporary file is removed. Raises `OutputError`.
+    """
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
     except OSError as error:
@@ -73,7 +85,7 @@ def write_whole(path: Path, data: bytes) -> None:
     temporary = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             # Otherwise a power cut may leave an empty file under the new name.
             os.fsync(file.fileno())

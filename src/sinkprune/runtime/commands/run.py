@@ -29,6 +29,7 @@ from sinkprune.runtime.commands import (
     status,
     write_line,
 )
+from sinkprune.runtime.commands.form_options import FormOptions, add_form_options, read_form
 from sinkprune.runtime.commands.memory import MemoryCheck, PlannedRequests, check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, overlay, picture_bytes
@@ -36,7 +37,6 @@ from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.answer import Answer, DeadlineReport
 from sinkprune.runtime.steps.request import DEADLINE_MS, DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS
 from sinkprune.runtime.system.cores import usable_cores
-from sinkprune.runtime.text.answer_form import check_one_form, checked_choices, checked_regex, read_schema
 from sinkprune.runtime.text.sampling import SEED, TEMPERATURE, TOP_P
 
 _EXAMPLES = """\
@@ -61,7 +61,7 @@ _OLD_S = 30 * _DAY_S
 
 
 @dataclass(kw_only=True)
-class _Options(PictureOptions):
+class _Options(PictureOptions, FormOptions):
     budget: str
     deadline_ms: float | None
     warm_up: bool
@@ -72,9 +72,6 @@ class _Options(PictureOptions):
     seed: int | None
     system: str | None
     stop: list[str]
-    schema: Path | None
-    regex: str | None
-    choice: list[str]
     overlay: Path | None
     json: Path | None
 
@@ -133,22 +130,14 @@ def _run(arguments: Sequence[str] | None) -> None:
         metavar="TEXT",
         help="end the answer before this text; may be repeated",
     )
-    add("--schema", type=Path, metavar="FILE.json", help="answer in JSON that conforms to the JSON schema in a file")
-    add("--regex", metavar="REGEX", help="answer with a text that matches a regular expression")
-    add(
-        "--choice",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="answer with the likeliest of these texts; give it twice or more",
-    )
+    add_form_options(parser)
     add("--overlay", type=Path, metavar="FILE.png", help="draw the kept and dropped tokens on the image")
     parser.add_json("the answer and its figures")
     options = parser.parse(arguments, _Options)
 
     overlays = [(options.overlay, PICTURE_SUFFIXES)] if options.overlay else []
-    read = [*options.picture_files, *options.key_files]
-    read += [file for file in (options.costs, options.schema) if file]
+    read = [*options.picture_files, *options.key_files, *options.form_files]
+    read += [options.costs] if options.costs else []
     check_outputs([*json_outputs(options.json), *overlays], read, options.folders)
     if options.overlay and options.budget == UNPRUNED and options.deadline_ms is None:
         raise UsageError("--overlay draws what pruning kept. Give a --budget other than none, or --deadline-ms.")
@@ -156,12 +145,7 @@ def _run(arguments: Sequence[str] | None) -> None:
         raise UsageError("--costs and --warm-up are for a deadline, and there is none. Add --deadline-ms.")
     if options.costs and options.warm_up:
         raise UsageError("--warm-up measures costs, and --costs reads measured ones. Leave out one of the two.")
-    form = {
-        "schema": read_schema(options.schema) if options.schema else None,
-        "regex": checked_regex(options.regex),
-        "choice": checked_choices(options.choice),
-    }
-    check_one_form(form, options.stop)
+    form = read_form(options, options.stop)
     prompt = prompt_pieces(options.prompt)
     bundle = open_bundle(options, [options.budget])
     images = read_pictures(options, bundle)

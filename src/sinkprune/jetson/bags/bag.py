@@ -1,0 +1,149 @@
+"""Open a bag: a folder of rosbag2, or one of its files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from sinkprune.contract.checks.format_value import format_value
+from sinkprune.contract.errors import BagError, UsageError
+from sinkprune.contract.files.untrusted import UnreadableError, open_regular, read_text
+from sinkprune.jetson.bags import mcap_file, sqlite_file
+from sinkprune.jetson.bags.bag_file import BagFile, DamagedError, Message, Topic
+from sinkprune.jetson.bags.images import IMAGE_TYPES
+from sinkprune.jetson.bags.mcap_file import McapFile
+from sinkprune.jetson.bags.sqlite_file import SqliteFile
+
+METADATA = "metadata.yaml"
+_METADATA_BYTES = 1 << 20
+_HEAD_BYTES = 16
+_SUFFIXES = (".mcap", ".db3")
+_MOST_LISTED = 40
+_GIVE = "Give a folder of rosbag2, or a file of it that ends in .mcap or .db3."
+
+
+class Bag:
+    """A bag that was opened. Its files are read one after the other."""
+
+    def __init__(self, path: Path, files: list[BagFile]) -> None:
+        """Read the topics of all `files`. Raises `BagError`."""
+        self.path, self.files = path, files
+        self.topics: dict[str, Topic] = {}
+        """The topics by name."""
+        self.counts: dict[str, int] | None = {}
+        """The messages that the files state for each topic; None if a file states none."""
+        self.damage: str | None = None
+        """Why reading ended early, once `messages` has ended; None for a whole bag."""
+        for file in files:
+            try:
+                contents = file.contents()
+            except (DamagedError, UnreadableError) as error:
+                if file is files[0]:
+                    raise BagError(f"'{file.path}' {error}. {_GIVE}") from error
+                # `messages` reports it when it reaches the file.
+                break
+            self.topics |= contents.topics
+            if not contents.counts or self.counts is None:
+                self.counts = None
+            else:
+                self.counts = {name: self.counts.get(name, 0) + contents.counts.get(name, 0) for name in self.topics}
+
+    def check_pictures(self, topic: str) -> str:
+        """Return the type of a topic's messages; raises `BagError` unless it has pictures."""
+        found = self.topics.get(topic)
+        if found is None:
+            listed = [f"{name} ({self.topics[name].type_name})" for name in sorted(self.topics)[:_MOST_LISTED]]
+            more = f" and {len(self.topics) - _MOST_LISTED} more" if len(self.topics) > _MOST_LISTED else ""
+            raise BagError(
+                f"'{self.path}' has no topic {format_value(topic)}. Its topics are: {', '.join(listed)}{more}."
+                if listed
+                else f"'{self.path}' has no topics."
+            )
+        if found.type_name not in IMAGE_TYPES or found.encoding != "cdr":
+            raise BagError(
+                f"topic '{topic}' has messages of type {found.type_name or 'unknown'} in "
+                f"{found.encoding or 'an unknown format'}, expected {' or '.join(IMAGE_TYPES)} in cdr. "
+                "Choose a topic with pictures."
+            )
+        return found.type_name
+
+    def messages(self, topic: str) -> Iterator[Message]:
+        """Yield the messages of a topic in the order of the files. Where a file is damaged, set `damage` and end."""
+        self.damage = None
+        for file in self.files:
+            try:
+                yield from file.messages(topic)
+            except (DamagedError, UnreadableError) as error:
+                self.damage = f"'{file.path}' {error}"
+                return
+
+
+def open_bag(path: Path) -> Bag:
+    """Open the bag at `path`. Raises `BagError` for what is none, and `UsageError` without the extra `robots`."""
+    _check_packages()
+    if not path.is_dir():
+        return Bag(path, [_open_file(path)])
+    if not (path / METADATA).is_file():
+        # ros2 bag writes the metadata last.
+        names = sorted((found.name for found in path.iterdir() if found.suffix in _SUFFIXES), key=_by_number)
+        if not names:
+            raise BagError(
+                f"'{path}' is no bag: it has no {METADATA}, and no file that ends in .mcap or .db3. {_GIVE}"
+            )
+        return Bag(path, [_open_file(path / name) for name in names])
+    try:
+        facts = _metadata(path / METADATA)
+        mode, listed = str(facts.get("compression_mode") or "").lower(), facts.get("relative_file_paths")
+    except (UnreadableError, AttributeError) as error:
+        raise BagError(f"'{path / METADATA}' {error}. Repair it with: ros2 bag reindex '{path}'") from error
+    if not isinstance(listed, list) or not listed or not all(isinstance(name, str) for name in listed):
+        raise BagError(f"'{path / METADATA}' lists no files. Repair it with: ros2 bag reindex '{path}'")
+    if mode == "file":
+        raise BagError(f"the files of '{path}' are compressed. Unpack them with zstd -d, and give one of them.")
+    # Bags of early versions of ros2 have paths with the name of the folder.
+    return Bag(path, [_open_file(path / Path(name).name, mode == "message") for name in listed])
+
+
+def _open_file(path: Path, compressed: bool = False) -> BagFile:
+    try:
+        with open_regular(path) as file:
+            head = file.read(_HEAD_BYTES)
+    except UnreadableError as error:
+        raise BagError(f"'{path}' {error}. {_GIVE}") from error
+    if head.startswith(mcap_file.MAGIC):
+        return McapFile(path, compressed)
+    if head.startswith(sqlite_file.MAGIC):
+        return SqliteFile(path, compressed)
+    raise BagError(f"'{path}' is no bag: it begins neither as MCAP nor as sqlite3. {_GIVE}")
+
+
+def _metadata(path: Path) -> dict[str, Any]:
+    """Return the facts in a `metadata.yaml`. Raises `UnreadableError`, and `AttributeError` for another structure."""
+    import yaml
+
+    try:
+        facts: dict[str, Any] = yaml.safe_load(read_text(path, _METADATA_BYTES)).get("rosbag2_bagfile_information")
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UnreadableError(f"is not YAML: {' '.join(str(error).split())[:200]}") from error
+    if not isinstance(facts, dict):
+        raise UnreadableError("has no rosbag2_bagfile_information")
+    return facts
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """Return a key by which `bag_10` comes after `bag_9`."""
+    return [(int(digits or 0), letters) for letters, digits in re.findall(r"(\D+)(\d*)", name)]
+
+
+def _check_packages() -> None:
+    try:
+        for name in ("mcap", "lz4", "zstandard", "yaml"):
+            import_module(name)
+    except ImportError as error:
+        raise UsageError(
+            f"reading bags needs the package '{error.name}', which is not installed. Install it with: pip install "
+            "'sinkprune[robots]'"
+        ) from error

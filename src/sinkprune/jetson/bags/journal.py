@@ -1,0 +1,172 @@
+"""The results of a replay that has not ended, in a file next to its output.
+
+`.NAME.replaying` is next to `NAME`. Its first line has the settings of the replay, and each other line has the result
+of a frame, as JSON. A line is complete with its line end. A replay that is killed leaves the file there, and the same
+command goes on from its last complete line. The file is locked while a replay runs.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import fcntl
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from sinkprune.contract.errors import OutputError
+
+
+@dataclass(frozen=True)
+class FrameResult:
+    """The answer about a frame, or why there is none."""
+
+    number: int
+    """The number of the frame in the topic, from 0."""
+    time_ns: int
+    """When the frame was recorded, in nanoseconds since 1970."""
+    seconds: int = 0
+    nanoseconds: int = 0
+    """The time in the frame's own header."""
+    frame_id: str = ""
+    failure: str | None = None
+    """Why the picture could not be decoded; None for an answer."""
+    text: str = ""
+    finish: str = ""
+    budget: str = ""
+    confidence: float | None = None
+    prompt_tokens: int = 0
+    visual_tokens: int = 0
+    tokens_per_layer: tuple[int, ...] = ()
+    kv_bytes: int = 0
+    ms: Mapping[str, float | None] | None = None
+    """Milliseconds by the parts of `PARTS`."""
+    overlay: bytes = b""
+    """The drawing of the kept tokens as a JPEG; empty if there is none."""
+
+    def line(self) -> bytes:
+        """Return the result as a line of JSON."""
+        return _line({**asdict(self), "overlay": base64.b64encode(self.overlay).decode()})
+
+    @staticmethod
+    def of_line(line: bytes) -> FrameResult:
+        """Return the result in a line. Raises `ValueError` for a line that is damaged."""
+        found = json.loads(line)
+        if not isinstance(found, dict) or found.keys() != {field.name for field in fields(FrameResult)}:
+            raise ValueError("no result of a frame")
+        found["overlay"] = base64.b64decode(found["overlay"])
+        found["tokens_per_layer"] = tuple(found["tokens_per_layer"])
+        return FrameResult(**found)
+
+
+class Journal:
+    """The results that are complete; see `open_journal`."""
+
+    def __init__(self, path: Path, file: BinaryIO, settings: Mapping[str, object]) -> None:
+        """Go on with the results in the open `file`, or begin it. Raises `OutputError` for another replay's."""
+        self.path, self._file, self.count = path, file, 0
+        head, first = _line(settings), file.readline()
+        # A first line that is cut off has no results after it.
+        if first.endswith(b"\n") and first != head:
+            raise OutputError(
+                f"'{path}' has answers of another replay: {', '.join(_different(first, settings))} differ. Give the "
+                "same options again, choose another -o, or remove that file to begin anew."
+            )
+        complete = len(first)
+        if first != head:
+            file.seek(0)
+            file.truncate()
+            file.write(head)
+            complete = len(head)
+        for _ in self.results():
+            self.count += 1
+        for line in self._lines(self.count):
+            complete += len(line)
+        file.truncate(complete)
+        file.seek(complete)
+
+    def add(self, result: FrameResult) -> None:
+        """Write a result. It stays if the process is killed afterwards."""
+        self._file.write(result.line())
+        self._file.flush()
+        self.count += 1
+
+    def results(self) -> Iterator[FrameResult]:
+        """Yield the complete results, in the order in which they were added."""
+        for line in self._lines():
+            try:
+                yield FrameResult.of_line(line)
+            except (ValueError, TypeError):
+                # A power cut may leave zeros in place of the last lines.
+                return
+
+    def _lines(self, most: int | None = None) -> Iterator[bytes]:
+        """Yield up to `most` complete lines after the first."""
+        self._file.flush()
+        with self.path.open("rb") as file:
+            file.readline()
+            for number, line in enumerate(file):
+                if not line.endswith(b"\n") or number == most:
+                    return
+                yield line
+
+
+@contextmanager
+def open_journal(output: Path, settings: Mapping[str, object]) -> Iterator[Journal]:
+    """Open the journal of the replay that writes `output`, for one process at a time.
+
+    If the block raises, results stay for the next replay; otherwise the file is removed. Raises `OutputError` if
+    another process writes `output`, or if the file is of another replay.
+    """
+    path = output.absolute().with_name(f".{output.name}.replaying")
+    with _open_own(path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = os.fstat(file.fileno()).st_nlink > 0
+        except BlockingIOError:
+            held = False
+        if not held:
+            raise OutputError(f"another sinkprune-replay is writing '{output}'. Wait for it, or choose another -o.")
+        journal, keep = Journal(path, file, settings), True
+        try:
+            yield journal
+            keep = False
+        finally:
+            if not (keep and journal.count):
+                path.unlink(missing_ok=True)
+
+
+def _open_own(path: Path) -> BinaryIO:
+    """Open a regular file of this user for reading and writing, or create it. Raises `OutputError`."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except OSError as error:
+        reason = "is a link" if error.errno == errno.ELOOP else f"cannot be opened: {error.strerror}"
+        raise OutputError(f"'{path}' {reason}, and the replay needs that place. Move it away.") from error
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        os.close(descriptor)
+        raise OutputError(f"'{path}' is not a file of your own, and the replay needs that place. Move it away.")
+    return os.fdopen(descriptor, "r+b")
+
+
+def _line(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value).encode() + b"\n"
+
+
+def _different(line: bytes, settings: Mapping[str, object]) -> list[str]:
+    """Return the names of the settings that differ from those in a line."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        return list(settings)
+    ours = json.loads(_line(settings))
+    return [name for name in {**ours, **found} if found.get(name) != ours.get(name)]

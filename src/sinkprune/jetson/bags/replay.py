@@ -1,0 +1,151 @@
+"""Answer a question about the frames of a topic, and report what became of each frame."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from sinkprune.contract.errors import BagError, ImageError, OutputError
+from sinkprune.contract.reports.report import PARTS, Spread
+from sinkprune.jetson.bags.bag import Bag
+from sinkprune.jetson.bags.images import Frame, read_frame
+from sinkprune.jetson.bags.journal import FrameResult, Journal
+from sinkprune.jetson.bags.sampling import Fate, FrameChooser, Sampling
+
+
+@dataclass(frozen=True)
+class FrameCounts:
+    """What became of the frames of a topic. All other numbers add up to `total`."""
+
+    total: int
+    """The frames of the topic that the bag holds, as far as it can be read."""
+    answered: int
+    failed: int
+    """Frames that were chosen, and whose pictures could not be decoded."""
+    skipped: int
+    """Frames that --every or --max-rate left out."""
+    outside: int
+    """Frames before --start or after --end."""
+    after_limit: int
+    """Frames after the last of --limit."""
+
+
+@dataclass(frozen=True)
+class FrameFailure:
+    """A frame that was chosen, and not answered."""
+
+    frame: int
+    """Its number in the topic, from 0."""
+    time_ns: int
+    """When it was recorded, in nanoseconds since 1970."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a replay did with the frames of a topic."""
+
+    frames: FrameCounts
+    failures: tuple[FrameFailure, ...]
+    overlays: int
+    """The drawings that were written."""
+    ms: dict[str, Spread | None]
+    """Milliseconds of the answers by part; None where no answer has the part."""
+
+
+Answer = Callable[[FrameResult, Frame], FrameResult]
+"""Returns the result of a frame, from a result with the frame's number and times. Raises `ImageError` for a picture
+that the model cannot take."""
+
+
+class TopicReplay:
+    """The frames of a topic with pictures, of which some are wanted."""
+
+    def __init__(self, bag: Bag, topic: str, sampling: Sampling) -> None:
+        """Check that the topic has pictures; raises `BagError`."""
+        self.bag, self.topic, self.sampling = bag, topic, sampling
+        self.type_name = bag.check_pictures(topic)
+
+    def first_frame(self) -> Frame:
+        """Return the first wanted frame that can be decoded. Raises `BagError` if there is none."""
+        chooser, fates, reason = FrameChooser(self.sampling), Counter[Fate](), ""
+        for message in self.bag.messages(self.topic):
+            fate = chooser.fate(message.time_ns)
+            fates[fate] += 1
+            if fate is Fate.CHOSEN:
+                try:
+                    return read_frame(self.type_name, message.data)
+                except ImageError as error:
+                    reason = reason or str(error)
+        found = [f"'{self.bag.path}' has {fates.total()} frames of topic '{self.topic}'"]
+        found += [f"none of the {fates[Fate.CHOSEN]} that are wanted can be decoded: {reason}"] if reason else []
+        found += [f"{fates[Fate.OUTSIDE]} are before --start or after --end"] if fates[Fate.OUTSIDE] else []
+        found += [self.bag.damage] if self.bag.damage else []
+        raise BagError("; ".join(part.rstrip(".") for part in found) + ". Choose another topic or other times.")
+
+    def run(self, journal: Journal, answer: Answer, on_frame: Callable[[FrameResult | None], None]) -> Counter[Fate]:
+        """Answer the wanted frames that `journal` does not have yet, and add them to it. Return the fates of all.
+
+        `on_frame` receives each frame's result, and None for a frame that is not answered now. Raises what `answer`
+        raises, except `ImageError`.
+        """
+        chooser, fates, earlier = FrameChooser(self.sampling), Counter[Fate](), _first(journal)
+        for number, message in enumerate(self.bag.messages(self.topic)):
+            fate = chooser.fate(message.time_ns)
+            fates[fate] += 1
+            result = FrameResult(number, message.time_ns)
+            if fate is not Fate.CHOSEN:
+                on_frame(None)
+                continue
+            known = next(earlier, None)
+            if known is not None:
+                if (known.number, known.time_ns) != (number, message.time_ns):
+                    raise OutputError(f"'{journal.path}' has answers about other frames. Remove it to begin anew.")
+                on_frame(None)
+                continue
+            try:
+                result = answer(result, read_frame(self.type_name, message.data))
+            except ImageError as error:
+                result = FrameResult(number, message.time_ns, failure=str(error).rstrip("."))
+            journal.add(result)
+            on_frame(result)
+        return fates
+
+
+def summarise(results: Iterable[FrameResult], fates: Mapping[Fate, int]) -> Summary:
+    """Return the summary of all frames. Raises `BagError` where no frame was answered."""
+    failures: list[FrameFailure] = []
+    times: dict[str, list[float]] = {part: [] for part in PARTS}
+    answered = overlays = 0
+    for result in results:
+        if result.failure is not None:
+            failures.append(FrameFailure(result.number, result.time_ns, result.failure))
+            continue
+        answered, overlays = answered + 1, overlays + bool(result.overlay)
+        for part, value in (result.ms or {}).items():
+            if value is not None:
+                times[part].append(value)
+    counts = FrameCounts(
+        sum(fates.values()),
+        answered,
+        len(failures),
+        fates.get(Fate.SKIPPED, 0),
+        fates.get(Fate.OUTSIDE, 0),
+        fates.get(Fate.AFTER_LIMIT, 0),
+    )
+    if not answered:
+        first = f", the first because {failures[0].reason}" if failures else ""
+        raise BagError(f"no frame was answered: {len(failures)} failed{first}. Choose another topic or other times.")
+    return Summary(
+        counts,
+        tuple(failures),
+        overlays,
+        {part: Spread.of(found) if found else None for part, found in times.items()},
+    )
+
+
+def _first(journal: Journal) -> Iterator[FrameResult]:
+    """Yield the results that the journal has now."""
+    count = journal.count
+    return (result for result, _ in zip(journal.results(), range(count), strict=False))

@@ -1,0 +1,307 @@
+"""`sinkprune-replay`: answers a question about the frames of a recording of ROS 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.bundle import Bundle, read_runnable
+from sinkprune.contract.checks.fields import to_json
+from sinkprune.contract.checks.format_value import counted
+from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
+from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
+from sinkprune.contract.command_line.progress_lines import ProgressLines
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.files.output_files import check_outputs
+from sinkprune.jetson.bags.answers_file import write_answers
+from sinkprune.jetson.bags.bag import Bag, open_bag
+from sinkprune.jetson.bags.images import Frame
+from sinkprune.jetson.bags.journal import FrameResult, Journal, open_journal
+from sinkprune.jetson.bags.replay import Summary, TopicReplay, summarise
+from sinkprune.jetson.bags.sampling import Sampling
+from sinkprune.runtime.commands import BundleOptions, bundle_parser, load_pipeline, prompt_pieces, write_line
+from sinkprune.runtime.commands.form_options import FormOptions, add_form_options, read_form
+from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
+from sinkprune.runtime.commands.picture_notes import note_pictures
+from sinkprune.runtime.overlay import overlay, picture_bytes
+from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.profiling.profile import model_name
+from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS, check_texts
+
+_SUFFIX = ".mcap"
+_EXAMPLES = """\
+examples:
+  sinkprune-replay bundle drive.mcap --topic /camera/image_raw --prompt "Is the way clear?" -o answers.mcap
+  sinkprune-replay bundle drive --topic /camera/image_raw/compressed --prompt "Is the way clear?" --choice yes \\
+    --choice no --budget retain-64 --every 1 -o answers.mcap
+
+A replay that was stopped goes on when the same command is given again. docs/ros2.md describes the output.
+"""
+_EVERY = RealNumber("every", 0.001, 86_400, "seconds, from 0.001 to 86400")
+_MAX_RATE = RealNumber("max_rate", 0.001, 1000, "frames a second, from 0.001 to 1000")
+_START = RealNumber("start", 0, 1e9, "seconds, 0 or more")
+_END = _START.named("end")
+_LIMIT = WholeNumber("limit", 1, 10**9)
+
+
+@dataclass(kw_only=True)
+class _Options(BundleOptions, FormOptions):
+    bag: Path
+    topic: str
+    prompt: str
+    method: str
+    budget: str
+    max_new_tokens: int | None
+    system: str | None
+    every: float | None
+    max_rate: float | None
+    start: float
+    end: float | None
+    limit: int | None
+    no_overlay: bool
+    output: Path
+    json: Path | None
+
+    @property
+    def sampling(self) -> Sampling:
+        """The frames that are wanted."""
+        return Sampling(self.start, self.end, 1 / self.max_rate if self.max_rate else self.every or 0.0, self.limit)
+
+    @property
+    def draws(self) -> bool:
+        """Whether overlays are drawn."""
+        return self.budget != UNPRUNED and not self.no_overlay
+
+
+@dataclass(frozen=True)
+class ReplayReport(Summary):
+    """A replay: what `--json` writes."""
+
+    bag: str
+    topic: str
+    type: str
+    prompt: str
+    output: str
+    model: str
+    bundle_sha256: str
+    backend: str
+    precision: str
+    method: str
+    budget: str
+    damage: str | None
+    """Why the bag could not be read to its end; None for a whole bag."""
+    resumed: int
+    """The frames that an earlier replay had answered, or failed to decode."""
+    seconds: float
+    """The time that this replay took, without loading."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `sinkprune-replay` with `arguments` (default: those of the process) and return the exit code."""
+    return run_command(_replay, arguments)
+
+
+def _replay(arguments: Sequence[str] | None) -> None:
+    options = _parser().parse(arguments, _Options)
+    bag_folders = [options.bag] if options.bag.is_dir() else []
+    check_outputs(
+        [(options.output, (_SUFFIX,)), *json_outputs(options.json)],
+        [*options.key_files, *options.form_files, options.bag],
+        [*options.folders, *bag_folders],
+    )
+    if options.every and options.max_rate:
+        raise UsageError("--every and --max-rate both choose frames by their times. Leave out one of the two.")
+    if options.end is not None and options.end < options.start:
+        raise UsageError(f"--end is {options.end:g} and --start {options.start:g}, expected an end after the start.")
+    form, prompt = read_form(options, []), prompt_pieces(options.prompt)
+    if not isinstance(prompt, str):
+        check_texts(prompt, 1)
+    bag = open_bag(options.bag)
+    topic = TopicReplay(bag, options.topic, options.sampling)
+    first = topic.first_frame()
+    bundle = read_runnable(options.bundle, options.trust)
+    bundle.manifest.plan(options.method, options.budget)
+    texts = [options.system or "", *([prompt] if isinstance(prompt, str) else prompt)]
+    new_tokens = options.max_new_tokens or DEFAULT_NEW_TOKENS
+    check_memory(
+        options, bundle, PlannedRequests([first.picture], options.method, [options.budget], texts, new_tokens)
+    )
+    with open_journal(options.output, _settings(options, form, bag, bundle)) as journal:
+        pipeline = load_pipeline(options, bundle)
+        answering = _Answering(pipeline, options, prompt, form)
+        try:
+            report = _answer_all(topic, journal, answering)
+        except KeyboardInterrupt:
+            if journal.count:
+                where = escaped(str(journal.path))
+                sys.stderr.write(f"{counted(journal.count, 'frame')} in '{where}'; the same command goes on.\n")
+            raise
+    if not prints_json(options.json):
+        write_line(_in_words(report))
+    write_json(options.json, to_json(report))
+    sys.stderr.write(_warnings(report))
+    note_pictures(pipeline, [Path(options.topic)], [first.picture])
+
+
+class _Answering:
+    """Answers the question about each frame."""
+
+    def __init__(self, pipeline: Pipeline, options: _Options, prompt: str | list[str], form: dict[str, Any]) -> None:
+        self.pipeline, self.options, self._prompt = pipeline, options, prompt
+        self._fields = {**form, "budget": options.budget, "method": options.method, "system": options.system}
+        if options.max_new_tokens is not None:
+            self._fields["max_new_tokens"] = options.max_new_tokens
+
+    def __call__(self, result: FrameResult, frame: Frame) -> FrameResult:
+        answer = self.pipeline.generate(frame.picture, self._prompt, **self._fields)
+        drawn = picture_bytes(overlay(answer, frame.picture), Path("overlay.jpg")) if self.options.draws else b""
+        return replace(
+            result,
+            seconds=frame.seconds,
+            nanoseconds=frame.nanoseconds,
+            frame_id=frame.frame_id,
+            text=answer.text,
+            finish=answer.finish,
+            budget=answer.budget,
+            confidence=answer.confidence,
+            prompt_tokens=answer.prompt_tokens,
+            visual_tokens=answer.visual_tokens,
+            tokens_per_layer=tuple(answer.tokens_per_layer),
+            kv_bytes=answer.kv_bytes,
+            ms=answer.ms,
+            overlay=drawn,
+        )
+
+
+def _answer_all(topic: TopicReplay, journal: Journal, answering: _Answering) -> ReplayReport:
+    """Answer what the journal does not have yet, and write the output. Raises what these raise."""
+    options, resumed, began = answering.options, journal.count, time.monotonic()
+    if resumed:
+        sys.stderr.write(f"goes on after {counted(resumed, 'frame')} of an earlier replay\n")
+    counts, first_ns = topic.bag.counts, None
+
+    with ProgressLines("replaying", (counts or {}).get(options.topic) or None, "frames") as lines:
+
+        def on_frame(result: FrameResult | None) -> None:
+            nonlocal first_ns
+            lines.update(advance=1)
+            if result is not None and result.failure is None and not prints_json(options.json):
+                first_ns = result.time_ns if first_ns is None else first_ns
+                write_line(f"{result.number} {(result.time_ns - first_ns) / 1e9:.3f} s: {escaped(result.text)}")
+
+        fates = topic.run(journal, answering, on_frame)
+    summary = summarise(journal.results(), fates)
+    manifest = answering.pipeline.bundle.manifest
+    report = ReplayReport(
+        **{name: getattr(summary, name) for name in ("frames", "failures", "overlays", "ms")},
+        bag=str(options.bag),
+        topic=options.topic,
+        type=topic.type_name,
+        prompt=options.prompt,
+        output=str(options.output),
+        model=model_name(manifest.checkpoint.source),
+        bundle_sha256=answering.pipeline.bundle.sha256,
+        backend=answering.pipeline.backend.name,
+        precision=manifest.precision,
+        method=options.method,
+        budget=options.budget,
+        damage=topic.bag.damage,
+        resumed=resumed,
+        seconds=time.monotonic() - began,
+    )
+    write_answers(options.output, journal.results(), _metadata(report))
+    return report
+
+
+def _metadata(report: ReplayReport) -> dict[str, str]:
+    """Return the report as texts, which the metadata of MCAP are; parts of the report are JSON."""
+    values = to_json(report)
+    return {
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in values.items()
+        if name not in ("output", "resumed", "seconds")
+    }
+
+
+def _settings(options: _Options, form: dict[str, Any], bag: Bag, bundle: Bundle) -> dict[str, object]:
+    """Return what must be equal for a replay to go on with the answers of an earlier one."""
+    files = [(file.path.name, (found := file.path.stat()).st_size, found.st_mtime_ns) for file in bag.files]
+    return {
+        "format": 1,
+        "bag": [list(file) for file in files],
+        "bundle": bundle.sha256,
+        "engines": str(options.engines.resolve()) if options.engines else None,
+        **form,
+        **{name: getattr(options, name) for name in ("topic", "prompt", "method", "budget", "max_new_tokens")},
+        **{name: getattr(options, name) for name in ("system", "backend", "compute", "fit", "draws")},
+        "frames": asdict(options.sampling),
+    }
+
+
+def _in_words(report: ReplayReport) -> str:
+    frames, ttft = report.frames, report.ms["ttft"]
+    others = {
+        "failed": frames.failed,
+        "skipped": frames.skipped,
+        "before --start or after --end": frames.outside,
+        "after --limit": frames.after_limit,
+    }
+    return (
+        f"[{report.budget}] {frames.answered} of {counted(frames.total, 'frame')} answered"
+        + "".join(f", {count} {what}" for what, count in others.items() if count)
+        + (f"; TTFT {ttft.median:.0f} ms (p95 {ttft.p95:.0f})" if ttft else "")
+        + f"; written to '{escaped(report.output)}'"
+    )
+
+
+def _warnings(report: ReplayReport) -> str:
+    lines = []
+    if report.failures:
+        first = report.failures[0]
+        lines.append(
+            f"warning: {counted(report.frames.failed, 'frame')} could not be decoded. Frame {first.frame}: "
+            f"{first.reason}."
+        )
+    if report.damage is not None:
+        lines.append(f"warning: the bag ends early. {report.damage}. {report.frames.total} frames were read before.")
+    if report.budget == UNPRUNED:
+        lines.append(f"note: no overlays were drawn, because budget {UNPRUNED} drops no tokens.")
+    return "".join(f"{escaped(line)}\n" for line in lines)
+
+
+def _parser() -> Any:
+    parser = bundle_parser(
+        "sinkprune replay", "Answer a question about the frames of a recording of ROS 2.", _EXAMPLES
+    )
+    add = parser.add_argument
+    add("bag", type=Path, metavar="BAG", help="a folder of rosbag2, or a file of it: .mcap or .db3")
+    add("--topic", required=True, help="the topic, of sensor_msgs/msg/Image or CompressedImage")
+    add("--prompt", required=True, help="the question; {image} marks the place of the frame (default: frame first)")
+    add("-o", "--output", type=Path, required=True, metavar="OUT.mcap", help="the file to write")
+    add("--budget", default=UNPRUNED, help="a budget of the bundle, or none (default: none)")
+    add("--method", default="sinkpruner", help="pruning method (default: sinkpruner)")
+    add(
+        "--max-new-tokens",
+        type=MAX_NEW_TOKENS,
+        help=f"longest answer (default: {DEFAULT_NEW_TOKENS}, or the engines' limit)",
+    )
+    add("--system", metavar="TEXT", help="a system message, which the checkpoint's chat template writes")
+    add_form_options(parser)
+    add(
+        "--every", type=_EVERY, metavar="SECONDS", help="answer the first frame of each period (default: every frame)"
+    )
+    add("--max-rate", type=_MAX_RATE, metavar="HZ", help="the same by frames a second: --every 1/HZ")
+    add("--start", type=_START, default=0.0, metavar="SECONDS", help="begin so long after the topic's first frame")
+    add("--end", type=_END, metavar="SECONDS", help="end so long after the topic's first frame")
+    add("--limit", type=_LIMIT, metavar="N", help="answer at most N frames")
+    add("--no-overlay", action="store_true", help="draw no kept and dropped tokens")
+    parser.add_json("the counts of frames and the times")
+    return parser

@@ -1,0 +1,274 @@
+"""Bags that the library rosbags writes, whole and damaged."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import struct
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+
+import lz4.frame
+import mcap.writer
+import numpy as np
+import pytest
+import zstandard
+from rosbags.rosbag2 import CompressionMode
+
+from sinkprune.contract.errors import BagError, ImageError
+from sinkprune.jetson.bags.bag import open_bag
+from sinkprune.jetson.bags.bag_file import DamagedError
+from sinkprune.jetson.bags.images import read_frame
+from sinkprune.jetson.bags.mcap_file import decompressed
+from support.models.bags import PERIOD_NS, START_NS, TOPIC, Said, Storage, raw_image, text, write_bag
+
+STORAGES: tuple[Storage, ...] = ("mcap", "sqlite3")
+COUNT = 6
+
+
+def said() -> list[Said]:
+    """Six frames of noise, with messages of another topic between them."""
+    random = np.random.default_rng(0)
+    found = []
+    for number in range(COUNT):
+        time_ns = START_NS + number * PERIOD_NS
+        pixels = random.integers(0, 256, (32, 32, 3), np.uint8)
+        found += [
+            Said(TOPIC, time_ns, raw_image(pixels, "rgb8", time_ns)),
+            Said("/words", time_ns + 1, text("x" * 50)),
+        ]
+    return found
+
+
+def read(path: Path) -> tuple[list[int], str | None]:
+    """Return the numbers of the frames that are read, and the damage."""
+    bag = open_bag(path)
+    assert bag.check_pictures(TOPIC) == "sensor_msgs/msg/Image"
+    messages = list(bag.messages(TOPIC))
+    assert all(len(message.data) > 32 * 32 * 3 for message in messages)
+    return [(message.time_ns - START_NS) // PERIOD_NS for message in messages], bag.damage
+
+
+def only_file(folder: Path) -> Path:
+    (found,) = (path for path in folder.iterdir() if path.suffix in (".mcap", ".db3"))
+    return found
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_folder_and_its_file_are_read(storage: Storage, tmp_path: Path) -> None:
+    folder = write_bag(tmp_path / "bag", said(), storage)
+    before = sorted(folder.iterdir())
+    assert read(folder) == read(only_file(folder)) == (list(range(COUNT)), None)
+    (folder / "metadata.yaml").unlink()
+    # A recorder that was killed writes no metadata.
+    assert read(folder) == (list(range(COUNT)), None)
+    assert sorted(folder.iterdir()) == [path for path in before if path.name != "metadata.yaml"]
+    bag = open_bag(folder)
+    assert {name: topic.type_name for name, topic in bag.topics.items()} == {
+        TOPIC: "sensor_msgs/msg/Image",
+        "/words": "std_msgs/msg/String",
+    }
+    assert bag.counts == ({TOPIC: COUNT, "/words": COUNT} if storage == "mcap" else None)
+
+
+@pytest.mark.parametrize("mode", [CompressionMode.STORAGE, CompressionMode.MESSAGE])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_compressed_bags_are_read(storage: Storage, mode: CompressionMode, tmp_path: Path) -> None:
+    if storage == "sqlite3" and mode is CompressionMode.STORAGE:
+        pytest.skip("sqlite3 has no compression of its own")
+    assert read(write_bag(tmp_path / "bag", said(), storage, mode)) == (list(range(COUNT)), None)
+
+
+def test_files_are_read_in_the_order_of_the_metadata_or_of_their_numbers(tmp_path: Path) -> None:
+    frames = [one for one in said() if one.topic == TOPIC]
+    folder = tmp_path / "all"
+    folder.mkdir()
+    for number in (0, 9, 10):
+        part = write_bag(
+            tmp_path / f"part{number}", frames[min(number, 4) : min(number, 4) + (4 if number == 0 else 1)]
+        )
+        shutil.copy(only_file(part), folder / f"all_{number}.mcap")
+    times = [0, 1, 2, 3, 4, 4]
+    assert read(folder) == (times, None)
+    (folder / "metadata.yaml").write_text(
+        "rosbag2_bagfile_information:\n  relative_file_paths: [all/all_10.mcap, all_0.mcap]\n"
+    )
+    assert read(folder) == ([4, 0, 1, 2, 3], None)
+
+
+@pytest.mark.parametrize("compression", [*mcap.writer.CompressionType])
+@pytest.mark.parametrize("chunked", [True, False])
+def test_an_mcap_that_is_cut_off_is_read_up_to_there(
+    compression: mcap.writer.CompressionType, chunked: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "bag.mcap"
+    with path.open("wb") as file:
+        # A chunk to each message.
+        writer = mcap.writer.Writer(file, chunk_size=1, compression=compression, use_chunking=chunked)
+        writer.start("ros2")
+        schema = writer.register_schema("sensor_msgs/msg/Image", "ros2msg", b"")
+        channel = writer.register_channel(TOPIC, "cdr", schema)
+        for number in range(COUNT):
+            noise = np.random.default_rng(number).bytes(4000)
+            writer.add_message(channel, START_NS + number * PERIOD_NS, noise, START_NS)
+        writer.finish()  # type: ignore[no-untyped-call]
+    whole = path.read_bytes()
+    assert read(path) == (list(range(COUNT)), None)
+    last = 0
+    for size in range(300, len(whole), 331):
+        path.write_bytes(whole[:size])
+        try:
+            frames, damage = read(path)
+        except BagError as error:
+            # Before the first channel
+            assert size < 4500 and "is cut off" in str(error)
+            continue
+        assert frames == list(range(len(frames))) and last <= len(frames)
+        last = len(frames)
+        assert damage is not None or len(frames) == COUNT
+    assert last == COUNT
+    if chunked:
+        # One wrong byte in the fourth message
+        at = whole.index(np.random.default_rng(3).bytes(4000)[:50]) if compression.name != "ZSTD" else len(whole) // 2
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        frames, damage = read(path)
+        assert frames == [0, 1, 2] and damage is not None and "is damaged" in damage
+
+
+def test_a_sqlite3_file_that_is_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
+    path = only_file(write_bag(tmp_path / "bag", said(), "sqlite3"))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) * 3 // 4])
+    frames, damage = read(path)
+    assert 0 < len(frames) < COUNT and frames == list(range(len(frames)))
+    assert damage is not None and "is damaged after" in damage and str(path) in damage
+
+
+def wrong_sqlite(path: Path, statement: str) -> None:
+    with closing(sqlite3.connect(path)) as database:
+        database.executescript(statement)
+
+
+ENDLESS = (
+    "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i AS id, 1 AS topic_id, 1 AS timestamp, "
+)
+RENAMED = "ALTER TABLE messages RENAME TO m;"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        f"{RENAMED} CREATE VIEW messages AS {ENDLESS} x'00' AS data FROM n",
+        f"{RENAMED} CREATE TABLE messages (id INTEGER, topic_id INTEGER, timestamp INTEGER, data AS (zeroblob(9e8)))",
+        f"{RENAMED} CREATE VIRTUAL TABLE messages USING fts5(id, topic_id, timestamp, data)",
+        RENAMED,
+    ],
+)
+def test_a_sqlite3_file_with_programs_in_place_of_tables_is_rejected(statement: str, tmp_path: Path) -> None:
+    path = only_file(write_bag(tmp_path / "bag", said(), "sqlite3"))
+    wrong_sqlite(path, statement)
+    with pytest.raises(BagError, match="has no plain table 'messages'"):
+        open_bag(path)
+
+
+def test_a_sqlite3_file_with_a_log_is_rejected(tmp_path: Path) -> None:
+    path = only_file(write_bag(tmp_path / "bag", said(), "sqlite3"))
+    Path(f"{path}-wal").write_bytes(b"x")
+    with pytest.raises(BagError, match="wal_checkpoint"):
+        open_bag(path)
+
+
+def test_rows_that_are_no_messages_end_the_reading(tmp_path: Path) -> None:
+    path = only_file(write_bag(tmp_path / "bag", said(), "sqlite3"))
+    wrong_sqlite(path, "UPDATE messages SET timestamp = -1 WHERE id = 5")
+    frames, damage = read(path)
+    assert frames == [0, 1] and damage is not None and "row 5 has no message" in damage
+
+
+@pytest.mark.parametrize(
+    ("make", "said_"),
+    [
+        (lambda path: None, "is missing"),
+        (lambda path: path.write_bytes(b"no bag"), "begins neither as MCAP nor as sqlite3"),
+        (lambda path: path.write_bytes(b"\x89MCAP0\r\n"), "is cut off"),
+        (lambda path: path.write_bytes(b"SQLite format 3\0" + bytes(100)), "is damaged"),
+        (lambda path: path.mkdir(), "has no metadata.yaml"),
+        (os.mkfifo, "is a FIFO"),
+    ],
+)
+def test_what_is_no_bag_is_rejected(make: Callable[[Path], object], said_: str, tmp_path: Path) -> None:
+    make(tmp_path / "bag")
+    with pytest.raises(BagError, match=said_):
+        open_bag(tmp_path / "bag")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said_"),
+    [
+        ("[", "is not YAML"),
+        ("[" * 5000, "is not YAML"),
+        ("!!python/object/apply:os.system [ls]", "is not YAML"),
+        ("[]", "bag reindex"),
+        ("a: 1", "has no rosbag2_bagfile_information"),
+        ("rosbag2_bagfile_information: {relative_file_paths: [1]}", "lists no files"),
+        ("rosbag2_bagfile_information: {relative_file_paths: [x.mcap]}", "is missing"),
+        (
+            "rosbag2_bagfile_information: {relative_file_paths: [x.db3.zstd], compression_mode: FILE}",
+            "are compressed",
+        ),
+    ],
+)
+def test_wrong_metadata_is_rejected(metadata: str, said_: str, tmp_path: Path) -> None:
+    (tmp_path / "metadata.yaml").write_text(metadata)
+    with pytest.raises(BagError, match=said_):
+        open_bag(tmp_path)
+
+
+def test_a_topic_without_pictures_is_rejected(tmp_path: Path) -> None:
+    bag = open_bag(write_bag(tmp_path / "bag", said()))
+    with pytest.raises(BagError, match=r"Its topics are: /camera/image_raw \(sensor_msgs/msg/Image\), /words"):
+        bag.check_pictures("/camera")
+    with pytest.raises(BagError, match="type std_msgs/msg/String in cdr, expected sensor_msgs"):
+        bag.check_pictures("/words")
+
+
+def test_compressed_data_takes_no_more_memory_than_it_may() -> None:
+    zeros = bytes(1 << 20)
+    unsized = zstandard.ZstdCompressor(write_content_size=False).compress(zeros)
+    for name, data in (("zstd", zstandard.compress(zeros)), ("zstd", unsized), ("lz4", lz4.frame.compress(zeros))):
+        assert decompressed(name, data, 1 << 20) == zeros
+        with pytest.raises(DamagedError, match=r"has more than|is damaged"):
+            decompressed(name, data, (1 << 20) - 1)
+        with pytest.raises(DamagedError, match="is damaged"):
+            decompressed(name, data[: len(data) // 2], 1 << 20)
+    # The head of a frame that states 2**60 bytes.
+    with pytest.raises(DamagedError, match="has more than"):
+        decompressed("zstd", b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", 1 << 60) + bytes(8), 1 << 30)
+    with pytest.raises(DamagedError, match="compressed with 'br'"):
+        decompressed("br", b"")
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_wrong_bytes_are_read_or_rejected(storage: Storage, tmp_path: Path) -> None:
+    """Whatever the bytes are, frames are decoded or fail, and reading ends with a report."""
+    path, random = only_file(write_bag(tmp_path / "bag", said(), storage)), np.random.default_rng(7)
+    whole = path.read_bytes()
+    ends = {"rejected": 0, "damaged": 0, "whole": 0}
+    for _ in range(80):
+        wrong = bytearray(whole)
+        for place in random.integers(0, len(wrong), random.integers(1, 9)):
+            wrong[place : place + 4] = random.bytes(4) if random.integers(2) else b"\xff\xff\xff\x7f"
+        path.write_bytes(wrong)
+        try:
+            bag = open_bag(path)
+            kind = bag.check_pictures(TOPIC)
+        except BagError:
+            ends["rejected"] += 1
+            continue
+        for message in bag.messages(TOPIC):
+            with suppress(ImageError):
+                read_frame(kind, message.data)
+        ends["damaged" if bag.damage else "whole"] += 1
+    assert all(ends.values()), ends
