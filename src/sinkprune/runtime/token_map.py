@@ -94,6 +94,8 @@ class TokenClass:
     grey: bool = False
     """Whether the picture is grey below the colour."""
     outlined: bool = False
+    stage: int = 0
+    """The step that decides the class: 0 for the sanitizer, and the numbers of the stages from 1 on."""
     layer: int | None = None
     """For a `stage`, the 0-based decoder layer that it follows."""
 
@@ -158,10 +160,10 @@ def _pruned(fates: TokenFates, method: str) -> list[TokenClass]:
     # Grey, because the picture's own colours could pass for those of sink members and stages.
     text = f"dropped by the sanitizer: {len(dropped)}"
     classes.append(TokenClass("sanitizer", text, _DROPPED, dropped, fill=_SHADE, grey=True))
-    for stage, (layer, mask) in enumerate(fates.dropped_after.items()):
-        tokens, colour = np.flatnonzero(mask), _STAGES[min(stage, len(_STAGES) - 1)]
+    for stage, (layer, mask) in enumerate(fates.dropped_after.items(), 1):
+        tokens, colour = np.flatnonzero(mask), _STAGES[min(stage, len(_STAGES)) - 1]
         text = f"dropped after layer {layer}: {len(tokens)}"
-        classes.append(TokenClass("stage", text, colour, tokens, fill=_TINT, layer=layer))
+        classes.append(TokenClass("stage", text, colour, tokens, fill=_TINT, stage=stage, layer=layer))
     survived = np.flatnonzero(fates.survived)
     and_sink = " and the sink" if len(sink) and until is None else ""
     text = f"seen by the last layer: {len(survived)}{and_sink} (clear)"

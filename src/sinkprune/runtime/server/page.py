@@ -39,7 +39,7 @@ def _policy(html: str) -> str:
             "default-src 'none'",
             f"style-src {_hashes('style', html)}",
             f"script-src {_hashes('script', html)}",
-            "img-src blob:",
+            "img-src data:",
             "connect-src 'self'",
             "base-uri 'none'",
             "form-action 'none'",
@@ -52,6 +52,6 @@ def _policy(html: str) -> str:
 
 def _hashes(tag: str, html: str) -> str:
     """Return the sources of the inline elements `tag`, by the digests of their content (CSP level 2)."""
-    contents = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+    contents = re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", html, re.DOTALL)
     digests = [base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents]
     return " ".join(f"'sha256-{digest}'" for digest in digests)
