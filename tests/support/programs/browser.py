@@ -95,7 +95,9 @@ def opened_browser(folder: Path) -> Iterator[Browser]:
     with subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         try:
-            port = next(found[1] for line in running.stdout if (found := re.search(r"successfully on port (\d+)", line)))
+            port = next(
+                found[1] for line in running.stdout if (found := re.search(r"successfully on port (\d+)", line))
+            )
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as http:
                 options = {"args": [*_FLAGS, f"--user-data-dir={folder}"]}
                 wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "WARNING"}}
