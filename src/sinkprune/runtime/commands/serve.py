@@ -118,7 +118,8 @@ def _run(arguments: Sequence[str] | None) -> None:
         write_json(
             options.json, {"url": f"http://{shown}:{port}/v1", "models": server.model_names(name, bundle.manifest)}
         )
-        sys.stderr.write(f"{escaped(name)} answers at http://{shown}:{port}/v1. Ctrl-C ends it.\n")
+        page = f"http://{shown}:{port}/"
+        sys.stderr.write(f"{escaped(name)} answers at {page}v1. {page} is a page to try it. Ctrl-C ends it.\n")
         sys.stderr.flush()
         _serve(pipeline, settings, listener)
 
