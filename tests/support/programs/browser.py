@@ -58,7 +58,7 @@ class Browser:
             self.command("POST", f"/element/{self._element(selector)}/clear", {})
         self.command("POST", f"/element/{self._element(selector)}/value", {"text": text})
 
-    def wait(self, condition: Callable[[], Any], seconds: float = 60) -> Any:
+    def wait(self, condition: Callable[[], Any], seconds: float = 300) -> Any:
         """Return the first true value of `condition`; fails after `seconds`."""
         until = time.monotonic() + seconds
         while not (found := condition()):
@@ -98,7 +98,7 @@ def opened_browser(folder: Path) -> Iterator[Browser]:
             port = next(
                 found[1] for line in running.stdout if (found := re.search(r"successfully on port (\d+)", line))
             )
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as http:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as http:
                 options = {"args": [*_FLAGS, f"--user-data-dir={folder}"]}
                 wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "WARNING"}}
                 made = http.post("/session", json={"capabilities": {"alwaysMatch": wanted}}).json()["value"]
