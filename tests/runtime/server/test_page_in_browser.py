@@ -99,15 +99,18 @@ def test_a_question_its_tokens_times_and_a_second_question(
 def check_colours(browser: Browser, boxes: Any, classes: Any) -> None:
     """Compare the middle of each token on the canvas before and after pruning with its class's colour."""
     script = """
-        const [width, boxes] = arguments, canvas = document.querySelector("canvas");
-        return boxes.map(([left, top, right, bottom]) => [...canvas.getContext("2d").getImageData(
-            (left + right) / 2 * canvas.width / width, (top + bottom) / 2 * canvas.width / width, 1, 1).data]);"""
+        const [width, boxes] = arguments, canvas = document.querySelector("canvas"), scale = canvas.width / width;
+        const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+        return boxes.map(([left, top, right, bottom]) => {
+            const [x, y] = [Math.floor((left + right) / 2 * scale), Math.floor((top + bottom) / 2 * scale)];
+            return [...data.subarray(4 * (y * canvas.width + x)).subarray(0, 3)];
+        });"""
     after = browser.run(script, 600, boxes.tolist())
     browser.run("document.querySelector('#steps input').click()")
     before = browser.run(script, 600, boxes.tolist())
     for each in classes:
         for token in each.tokens.tolist() if each.fill is not None else ():
-            below, shown = before[token][:3], after[token][:3]
+            below, shown = before[token], after[token]
             if not each.grey:
                 wanted = [b * (1 - each.fill) + c * each.fill for b, c in zip(below, each.colour, strict=True)]
                 assert shown == pytest.approx(wanted, abs=2), each.name
