@@ -28,6 +28,7 @@ from sinkprune.jetson.host.power_mode import ClockFrequency
 from sinkprune.jetson.report import DoctorReport
 from sinkprune.jetson.times import TimeRange
 from sinkprune.runtime.steps.answer import DeadlineReport
+from sinkprune.runtime.token_map import TokenClass, TokenMap
 from support.programs.commands import run
 from support.programs.repository import ROOT
 
@@ -35,6 +36,8 @@ OBJECTS: dict[str, type] = {
     "weights": WeightForms,
     "spread": Spread,
     "latency": Latency,
+    "token map": TokenMap,
+    "token class": TokenClass,
     "result": CombinationReport,
     "kind": KindReport,
     "curve": Curve,

@@ -31,10 +31,12 @@ def test_it_answers_until_it_is_interrupted(bundle: Callable[..., Path]) -> None
                 line = server.stderr.readline()
                 assert line, server.wait()
             assert re.fullmatch(r"note: the model sees 75 % .* --fit pad .*\n", without_progress(earlier))
-            found = re.fullmatch(r"robot answers at (http://127\.0\.0\.1:\d+)/v1\. Ctrl-C ends it\.\n", line)
+            message = r"robot answers at (http://127\.0\.0\.1:\d+)/v1\. \1/ is a page to try it\. Ctrl-C ends it\.\n"
+            found = re.fullmatch(message, line)
             assert found is not None
             answer = httpx.post(f"{found[1]}/v1/chat/completions", json={**BODY, "model": "robot"}, timeout=60).json()
             assert answer["sinkprune"]["budget"] == "retain-64"
+            assert "<title>" in httpx.get(f"{found[1]}/").text
             server.send_signal(signal.SIGINT)
             out, errors = server.communicate(timeout=30)
             assert (server.returncode, without_progress(errors)) == (0, "")

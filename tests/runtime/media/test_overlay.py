@@ -10,7 +10,8 @@ import pytest
 from PIL import Image, ImageChops
 
 from sinkprune import Clip, Pipeline, UsageError, overlay
-from sinkprune.runtime.overlay import draw_overlay, token_fates
+from sinkprune.runtime.overlay import draw_overlay
+from sinkprune.runtime.token_map import token_fates
 
 Pipelines = Callable[..., Pipeline]
 

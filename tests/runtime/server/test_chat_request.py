@@ -93,6 +93,9 @@ def test_every_field_arrives(reader: ChatReader) -> None:
     assert (request.budget, request.temperature, request.top_p, request.seed) == ("none", 0.5, 0.9, 4)
     assert (request.max_new_tokens, request.stop, request.deadline_ms) == (9, ("a", "b"), 250)
     assert (found.stream, found.include_usage, found.logprobs, found.priority) == (True, True, 3, -2)
+    assert (found.kept_tokens, found.session) == (False, True)
+    own = read(reader, kept_tokens=True, session=False)
+    assert (own.kept_tokens, own.session) == (True, False)
     assert read(reader, stop="end", max_tokens=7).request.stop == ("end",)
     assert read(reader, max_tokens=7).request.max_new_tokens == 7
     assert read(reader, temperature=None, stop=None).request.temperature == 0

@@ -96,6 +96,18 @@ def test_an_answer_is_that_of_the_pipeline(
     assert found.usage.prompt_tokens_details.cached_tokens == rows - 1  # type: ignore[union-attr]
 
 
+def test_a_request_without_the_session_takes_and_leaves_nothing(pipe: Pipeline, photo: Image.Image) -> None:
+    body = {"messages": asked(photo), "max_tokens": 1}
+    with served(pipe) as address:
+        alone = [post(address, session=False, **body).json()["sinkprune"] for _ in range(2)]
+        first, second = (post(address, **body).json()["sinkprune"] for _ in range(2))
+        alone.append(post(address, session=False, **body).json()["sinkprune"])
+    assert [(each["reused_towers"], each["reused_rows"]) for each in (*alone, first)] == [(0, 0)] * 4
+    assert second["reused_towers"] == 1 and second["reused_rows"] > 0
+    with served(pipe) as address:
+        assert post(address, session="no").json()["error"]["message"] == "session is 'no', expected true or false."
+
+
 def test_a_stream_has_the_same_text_in_pieces(client: openai.OpenAI, pipe: Pipeline, photo: Image.Image) -> None:
     expected = pipe.generate(photo, QUESTION, budget="retain-64", max_new_tokens=TOKENS)
     options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": TOKENS}

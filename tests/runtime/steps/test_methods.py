@@ -19,8 +19,8 @@ from sinkprune.contract.errors import BudgetError
 from sinkprune.export.bundle_writer import Unreachable, export_bundle
 from sinkprune.export.methods import all_methods
 from sinkprune.export.source import ExportRequest
-from sinkprune.runtime.overlay import token_fates
 from sinkprune.runtime.profiling.profile import profile
+from sinkprune.runtime.token_map import token_fates
 from support.programs.commands import assert_refused, run
 from support.references.masking import Sequence, embedded, masked_forward
 from support.references.reference_methods import BEFORE_LLM, CANNOT_REACH_ALL, IN_LLM, asking_rows

@@ -124,7 +124,8 @@ def _run(arguments: Sequence[str] | None) -> None:
                 f"note: {seen_part(layout)}, and of others in proportion; the response has seen_share. --fit pad "
                 "shows pictures whole (docs/pictures.md).\n"
             )
-        sys.stderr.write(f"{escaped(name)} answers at http://{shown}:{port}/v1. Ctrl-C ends it.\n")
+        page = f"http://{shown}:{port}/"
+        sys.stderr.write(f"{escaped(name)} answers at {page}v1. {page} is a page to try it. Ctrl-C ends it.\n")
         sys.stderr.flush()
         _serve(pipeline, settings, listener)
 

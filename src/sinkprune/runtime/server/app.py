@@ -22,6 +22,7 @@ from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.server.api_error import ApiError
 from sinkprune.runtime.server.chat_request import ChatReader, ChatRequest, model_names
 from sinkprune.runtime.server.metrics import Metrics
+from sinkprune.runtime.server.page import page_endpoint
 from sinkprune.runtime.server.picture_urls import PictureReader, fetch_https
 from sinkprune.runtime.server.responses import Completion, TokenLogprobs, event
 from sinkprune.runtime.server.scheduler import RETRY_S, Job, Scheduler
@@ -71,6 +72,7 @@ def new_app(pipeline: Pipeline, settings: ServerSettings) -> Starlette:
             await run_in_threadpool(server.scheduler.close)
 
     routes = [
+        Route("/", page_endpoint()),
         Route("/v1/chat/completions", server.guarded(server.complete), methods=["POST"]),
         Route("/v1/models", server.guarded(server.models)),
         Route("/health", server.health),
@@ -136,7 +138,7 @@ class _Server:
 
     async def complete(self, http: Request) -> Response:
         chat = await self._read(http)
-        completion = Completion(chat.model)
+        completion = Completion(chat.model, kept_tokens=chat.kept_tokens)
         events: asyncio.Queue[_Event] = asyncio.Queue()
         job = self._job(chat, completion, events)
         self.scheduler.submit(job)
@@ -199,6 +201,8 @@ class _Server:
             completion.queued_ms = (time.perf_counter() - job.arrived) * 1e3
 
         job = Job(chat.request, chat.priority, observer, on_text, put, on_start)
+        if not chat.session:
+            job.answering = self._pipeline
         return job
 
     async def _next(

@@ -43,7 +43,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
 }
-_OURS = ("budget", "method", "priority")
+_OURS = ("budget", "method", "priority", "kept_tokens", "session")
 _GUIDED = {"guided_json": "schema", "guided_regex": "regex", "guided_choice": "choice"}
 """vLLM's names of the forms of an answer, and ours."""
 _KNOWN = {
@@ -66,6 +66,10 @@ class ChatRequest:
     """How many alternatives of each token the response lists; None without log probabilities."""
     priority: int
     """Requests with a larger number go first."""
+    kept_tokens: bool
+    """Whether the response has what became of each visual token."""
+    session: bool
+    """Whether the request shares work with others about the same pictures."""
 
 
 def model_names(name: str, manifest: Manifest) -> tuple[str, ...]:
@@ -133,7 +137,16 @@ class ChatReader:
         except SinkpruneError as error:
             raise ApiError(400, str(error)) from error
         include_usage = _flag(_object(given, "stream_options"), "include_usage")
-        return ChatRequest(model, request, _flag(given, "stream"), include_usage, listed, priority)
+        return ChatRequest(
+            model=model,
+            request=request,
+            stream=_flag(given, "stream"),
+            include_usage=include_usage,
+            logprobs=listed,
+            priority=priority,
+            kept_tokens=_flag(given, "kept_tokens"),
+            session=_flag(given, "session", default=True),
+        )
 
     def _check_names(self, given: Mapping[str, Any]) -> None:
         for name, value in given.items():
@@ -222,8 +235,8 @@ def _list(content: Any, number: int) -> list[Any]:
     return content
 
 
-def _flag(given: Mapping[str, Any], name: str) -> bool:
-    value = given.get(name, False)
+def _flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    value = given.get(name, default)
     if not isinstance(value, bool):
         raise ApiError(400, f"{name} is {format_value(value)}, expected true or false.", param=name)
     return value

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.observer import Observer
+from sinkprune.runtime.token_map import token_map
 
 FINISH = {"stop": "stop", "length": "length", "deadline": "length", "cancelled": "length"}
 """OpenAI's finish reason for each of ours."""
@@ -47,6 +48,8 @@ class Completion:
     """The response to one request, as JSON objects."""
 
     model: str
+    kept_tokens: bool = False
+    """Whether `sinkprune` has what became of each visual token."""
     queued_ms: float = 0.0
     """The time between the request's arrival and its start."""
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
@@ -100,10 +103,16 @@ class Completion:
             "confidence": answer.confidence,
             "choices": answer.choices,
             "deadline": None if answer.deadline is None else asdict(answer.deadline),
+            **({"kept_tokens": kept_tokens(answer)} if self.kept_tokens else {}),
         }
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def kept_tokens(answer: Answer) -> list[dict[str, Any]]:
+    """Return what became of the visual tokens of each picture, as an overlay draws it."""
+    return [token_map(answer.method, kept).as_json() for kept in answer.images]
 
 
 def usage(answer: Answer) -> dict[str, Any]:

@@ -32,6 +32,8 @@ class Job:
     on_end: Callable[[Answer | BaseException], None]
     """Receives the answer, or the error that ended the request."""
     on_start: Callable[[], None] = lambda: None
+    answering: Answering | None = None
+    """What answers the request, if it is not what the scheduler has for all."""
     cancelled: bool = False
     """Set when the client has gone away: no further token is generated."""
     number: int = 0
@@ -143,7 +145,8 @@ class Scheduler:
             if job.stream is None:
                 self._last_start = job.last_step
                 job.on_start()
-                job.stream = self._answering.answer(job.in_time(), job.observer)
+                answering = job.answering or self._answering
+                job.stream = answering.answer(job.in_time(), job.observer)
             job.on_text(job.stream.step())
         except StopIteration as end:
             self._end(job, end.value)

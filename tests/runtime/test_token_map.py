@@ -1,0 +1,132 @@
+"""The map of tokens in responses is the one that the overlay draws, for every family's shape of pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+from tests.runtime.server.test_server import asked, served
+
+from sinkprune import Pipeline
+from sinkprune.runtime.overlay import draw_overlay
+from sinkprune.runtime.steps.answer import Kept
+from sinkprune.runtime.token_map import token_fates
+
+CASES = {
+    "gqa-112": ("retain-64", {"size": [600, 400], "groups": 1, "views": 1}),
+    "next": ("retain-320", {"size": [600, 400], "groups": 5, "views": 2}),
+    "qwen-tied": ("prune-66.7", {"size": [600, 400], "groups": 1, "views": 1}),
+}
+"""A budget and facts of the photo's layout, by the name of the model."""
+
+
+def from_server(pipe: Pipeline, pictures: list[Image.Image], budget: str, **options: Any) -> dict[str, Any]:
+    """Return `sinkprune` of the response to a question about pictures."""
+    content = [part for picture in pictures for part in asked(picture)[0]["content"][:1]]
+    messages = [{"role": "user", "content": [*content, {"type": "text", "text": "What?"}]}]
+    body = {"model": "m", "budget": budget, "messages": messages, "max_tokens": 1, **options}
+    with served(pipe, budget="none") as address:
+        response = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60)
+    text = response.text if not options.get("stream") else response.text.split("data: ")[-2]
+    found: dict[str, Any] = json.loads(text)["sinkprune"]
+    return found
+
+
+def check(found: dict[str, Any], kept: Kept) -> None:
+    """Compare the map in a response with the fates and the layout of a picture of an answer."""
+    fates, layout = token_fates(kept), kept.layout
+    assert found["size"] == [*layout.size]
+    np.testing.assert_allclose(found["boxes"], layout.boxes, atol=0.0051)
+    assert found["views"] == [[view[0], view[-1] + 1] for view in layout.views]
+    classes: dict[str, list[Any]] = {}
+    for each in found["classes"]:
+        classes.setdefault(each["name"], []).append(each)
+        assert each["name"] in ("unseen", "padding") or f"{len(each['tokens'])} " in f"{each['text']} "
+    masks = {"sink": fates.sink, "salience": fates.salience, "diversity": fates.diversity}
+    masks |= {"sanitizer": ~fates.sink & ~fates.kept, "last_layer": fates.survived}
+    for name, mask in masks.items():
+        assert [token for each in classes.get(name, ()) for token in each["tokens"]] == np.flatnonzero(mask).tolist()
+    dropped = {each["layer"]: each["tokens"] for each in classes["stage"]}
+    assert dropped == {layer: np.flatnonzero(mask).tolist() for layer, mask in fates.dropped_after.items()}
+    assert [each["stage"] for each in classes["stage"]] == [*range(1, len(dropped) + 1)]
+    # Each token's box is filled by one class.
+    filled = [token for each in found["classes"] if each["fill"] is not None for token in each["tokens"]]
+    assert sorted(filled) == [*range(layout.all_tokens)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_response_has_the_fates_of_the_answer(
+    name: str, pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    budget, facts = CASES[name]
+    pipe = pipeline(name, "fp32", (budget,))
+    kept = pipe.generate(photo, "What?", budget=budget, max_new_tokens=1).kept
+    layout = kept.layout
+    assert facts == {"size": [*layout.size], "groups": layout.groups, "views": len(layout.views)}
+    for stream in (False, True):
+        (found,) = from_server(pipe, [photo], budget, kept_tokens=True, stream=stream)["kept_tokens"]
+        check(found, kept)
+
+
+def test_the_overlay_draws_the_colours_of_the_response(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    pipe = pipeline("gqa-112", "fp32", ("retain-64",))
+    white = Image.new("RGB", photo.size, "white")
+    (found,) = from_server(pipe, [white], "retain-64", kept_tokens=True)["kept_tokens"]
+    answer = pipe.generate(white, "What?", budget="retain-64", max_new_tokens=1)
+    drawn, scale = draw_overlay([white], answer.method, answer.kept), 1100 / 600
+    for each in found["classes"]:
+        colour = np.frombuffer(bytes.fromhex(each["colour"][1:]), np.uint8)
+        for token in each["tokens"]:
+            left, top, right, bottom = (edge * scale for edge in found["boxes"][token])
+            if each["fill"] is not None:
+                centre = drawn.getpixel((int((left + right) / 2), int((top + bottom) / 2)))
+                np.testing.assert_allclose(centre, 255 * (1 - each["fill"]) + each["fill"] * colour, atol=1)
+            if each["outlined"]:
+                assert drawn.getpixel((round(left) + 2, int((top + bottom) / 2))) == (*colour.tolist(),)
+
+
+def test_several_pictures_are_in_their_order(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    pipe = pipeline("gqa-112", "fp32", ("retain-64", "retain-192"), max_images=3)
+    pictures = [photo, photo.rotate(90, expand=True).resize((200, 210))]
+    found = from_server(pipe, pictures, "retain-64", kept_tokens=True)["kept_tokens"]
+    kept = pipe.generate(pictures, "What?", budget="retain-64", max_new_tokens=1).images
+    assert [each["size"] for each in found] == [[600, 400], [200, 210]]
+    for each, own in zip(found, kept, strict=True):
+        check(each, own)
+
+
+@pytest.mark.parametrize(
+    ("size", "seen", "share"), [((600, 400), [100, 0, 500, 400], 33), ((90, 90), [0, 0, 90, 90], 0)]
+)
+def test_the_seen_part(
+    size: tuple[int, int], seen: list[float], share: int, pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    pipe = pipeline("gqa-112", "fp32", ("retain-64",))
+    for budget in ("retain-64", "none"):
+        (found,) = from_server(pipe, [photo.resize(size)], budget, kept_tokens=True)["kept_tokens"]
+        assert found["seen"] == pytest.approx(seen, abs=0.51)
+        unseen = [each["text"] for each in found["classes"] if each["name"] == "unseen"]
+        assert unseen == ([f"not seen by the model (hatched): {share} %"] if share else [])
+
+
+def test_unpruned_all_tokens_reach_the_last_layer(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    """Without the rows that end a line, which LLaVA-NeXT's prompt has too."""
+    pipe = pipeline("next", "fp32", ("retain-320",))
+    (found,) = from_server(pipe, [photo], "none", kept_tokens=True)["kept_tokens"]
+    layout = pipe.family.layout(photo)
+    (clear, *others) = found["classes"]
+    assert clear["name"] == "last_layer" and [each["name"] for each in others] == ["padding"]
+    assert clear["tokens"] == sorted({*layout.unpruned_rows.tolist()} - {-1})
+
+
+def test_no_map_without_the_field_and_none_without_pictures(
+    pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    pipe = pipeline("gqa-112", "fp32", ("retain-64",))
+    assert "kept_tokens" not in from_server(pipe, [photo], "retain-64")
+    assert from_server(pipe, [], "none", kept_tokens=True)["kept_tokens"] == []
