@@ -63,7 +63,14 @@ def generate(
                 for source, picture, tower in sources
             ]
             layouts = [layout for _, layout in seen]
-            prompt = prompts.encode(request.texts, [one.texts for one in layouts], request.system, request.history)
+            prompt = prompts.encode(
+                request.texts,
+                [one.texts for one in layouts],
+                request.system,
+                request.history,
+                request.tools,
+                request.tool_call_id,
+            )
         observer.seen(seen)
         candidates = policy.candidates(manifest, layouts)
         choices = runnable(manifest, limits, request, candidates, prompt.text_tokens, layouts)

@@ -184,7 +184,7 @@ class Pipeline(Answering):
         """Do what `answer` does, with the `memory` of a session."""
         plan, state = self.bundle.manifest.plan(request.method, request.budget), StreamState()
         form: Unconstrained | ChoiceTokens = self._grammars.constraint(
-            request.schema, request.regex, request.min_new_tokens
+            request.schema, request.regex, request.min_new_tokens, request.tools
         )
         timed = request
         if request.choice:

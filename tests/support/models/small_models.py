@@ -19,6 +19,8 @@ QWEN_SHAPES = {
     "qwen3-vl": QwenShape(kind="qwen3_vl", num_layers=24),
 }
 
+TOOL_SHAPES = {"qwen3-vl-tools": QwenShape(kind="qwen3_vl", num_layers=24, tools=True)}
+
 CLIPS_IN_ONE_PIECE = [name for name, shape in QWEN_SHAPES.items() if shape.kind != "qwen3_vl"]
 """Those that have no text between the frames of a clip."""
 
@@ -31,8 +33,8 @@ NEXT_SHAPES = {
 def make_small_model(name: str, folder: Path) -> None:
     """Write the checkpoint of that name into the new `folder`."""
     folder.mkdir()
-    if name in QWEN_SHAPES:
-        make_qwen_checkpoint(folder, QWEN_SHAPES[name])
+    if name in (shapes := {**QWEN_SHAPES, **TOOL_SHAPES}):
+        make_qwen_checkpoint(folder, shapes[name])
     elif name in NEXT_SHAPES:
         make_llava_next_checkpoint(folder, NEXT_SHAPES[name])
     else:
