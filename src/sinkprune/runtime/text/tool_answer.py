@@ -67,7 +67,7 @@ def _joined(parts: list[AnswerPart]) -> list[AnswerPart]:
     """Return the parts with neighbours of the same kind as one."""
     joined: list[AnswerPart] = []
     for part in parts:
-        if joined and joined[-1].call == part.call and not part.name:
+        if joined and joined[-1].call == part.call and not part.name and not joined[-1].name:
             joined[-1] = joined[-1]._replace(text=joined[-1].text + part.text)
         else:
             joined.append(part)
