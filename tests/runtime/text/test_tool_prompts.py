@@ -39,7 +39,7 @@ RESULTS = [Turn("tool", ("A cup is red.\n",), tool_call_id="c1"), Turn("tool", (
 
 @pytest.fixture(scope="module")
 def pipe(pipeline: Callable[..., Pipeline]) -> Pipeline:
-    return pipeline("qwen3-vl-tools", "fp32", ("prune-77.8",))
+    return pipeline("qwen-tools", "fp32", ("prune-66.7",))
 
 
 def messages_of(turns: list[Turn]) -> list[dict[str, Any]]:
@@ -86,7 +86,7 @@ def test_ids_equal_transformers(
     messages = messages_of(asked)
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint("qwen3-vl-tools"))
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint("qwen-tools"))
     text = tokenizer.apply_chat_template(messages, tools=functions, tokenize=False, add_generation_prompt=True)
     *history, last = asked
     tools = Tools(functions) if functions else None
@@ -127,7 +127,7 @@ def test_a_template_without_tools_is_an_error(name: str, pipeline: Callable[...,
 
 def test_a_second_turn_reuses_the_rows_of_the_first(pipe: Pipeline, photo: Image.Image) -> None:
     session, tools, small = Session(pipe), Tools([LOOK_UP, STOP], "required"), photo.resize((128, 96))
-    options: dict[str, Any] = {"budget": "prune-77.8", "tools": tools, "max_new_tokens": 4}
+    options: dict[str, Any] = {"budget": "prune-66.7", "tools": tools, "max_new_tokens": 4}
     first = session.generate(small, QUESTION, **options)
     history = [Turn("user", ("", QUESTION)), Turn("assistant", ("",), CALLS[:1])]
     second = session.generate(small, "A red cup.", history=history, tool_call_id="c1", **options)

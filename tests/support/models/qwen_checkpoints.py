@@ -141,7 +141,7 @@ def qwen_tokenizer(tools: bool = False) -> PreTrainedTokenizerFast:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=min(SPECIALS), initial_alphabet=alphabet, show_progress=False)
     text = "system user assistant What is in the picture? Describe the image. Which colour is the cup on the table?"
-    backend.train_from_iterator([text, text.lower()], trainer)
+    backend.train_from_iterator([text, text.lower(), *[TOOL_TEMPLATE] * tools], trainer)
     while backend.get_vocab_size() < min(SPECIALS):
         backend.add_tokens([f" filler{backend.get_vocab_size()}"])
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS.values()])

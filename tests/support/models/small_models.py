@@ -19,7 +19,10 @@ QWEN_SHAPES = {
     "qwen3-vl": QwenShape(kind="qwen3_vl", num_layers=24),
 }
 
-TOOL_SHAPES = {"qwen3-vl-tools": QwenShape(kind="qwen3_vl", num_layers=24, tools=True)}
+TOOL_SHAPES = {
+    "qwen-tools": QwenShape(depth=3, full_attention_blocks=(1,), num_layers=8, num_kv_heads=1, tied=True, tools=True)
+}
+"""With Qwen3-VL's kind of chat template. Its decoder would need 24 layers."""
 
 CLIPS_IN_ONE_PIECE = [name for name, shape in QWEN_SHAPES.items() if shape.kind != "qwen3_vl"]
 """Those that have no text between the frames of a clip."""
