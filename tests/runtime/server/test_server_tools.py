@@ -133,6 +133,15 @@ def test_text_without_a_call(choice: Any, client: openai.OpenAI, favour: Favour,
     assert found.message.tool_calls is None and found.finish_reason in ("stop", "length")
 
 
+def test_tools_that_are_not_called_leave_room_for_a_form(client: openai.OpenAI, small: Image.Image) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [4, 5]}}}
+    options = {**OPTIONS, "tool_choice": "none"}
+    found = client.chat.completions.create(messages=asked(small), response_format=form, **options).choices[0]
+    assert found.message.content in ("4", "5") and found.finish_reason == "stop"
+    stopped = client.chat.completions.create(messages=asked(small), stop=["\n"], **{**options, "max_tokens": 2})
+    assert "\n" not in (stopped.choices[0].message.content or "")
+
+
 def test_a_stream_is_assembled_by_openais_client(client: openai.OpenAI, favour: Favour, small: Image.Image) -> None:
     two = ["Two.\n", BEGIN, '\n{"name": "look_up", "arguments": {"word": "dog", "most": 2}}\n']
     favour(*two)
