@@ -64,7 +64,14 @@ def generate(
                 for source, picture, tower in sources
             ]
             layouts = [layout for _, layout in seen]
-            prompt = prompts.encode(request.texts, [one.texts for one in layouts], request.system, request.history)
+            prompt = prompts.encode(
+                request.texts,
+                [one.texts for one in layouts],
+                request.system,
+                request.history,
+                request.tools,
+                request.tool_call_id,
+            )
         observer.seen(seen)
         for layout in layouts:
             warn_if_partly_seen(layout)

@@ -291,7 +291,9 @@ class Pipeline(Answering):
     def _formed(self, request: Request) -> tuple[Request, Unconstrained | ChoiceTokens]:
         """Return the request with the length of its answer, and the form of its answer."""
         if not request.choice:
-            return request, self._grammars.constraint(request.schema, request.regex, request.min_new_tokens)
+            return request, self._grammars.constraint(
+                request.schema, request.regex, request.min_new_tokens, request.tools
+            )
         ids = tuple(tuple(self.prompts.answer_ids(text)) for text in request.choice)
         form = ChoiceTokens(tuple(request.choice), ids, self._stop)
         return replace(request, max_new_tokens=max(map(len, ids))), form

@@ -154,8 +154,9 @@ _A, _B = messages(("user", [PICTURE, TEXT]), ("assistant", "No."))
         ({"method": "nothing"}, 400, "nothing"),
         ({"n": 2}, 400, "n is 2, supported is 1"),
         ({"presence_penalty": 0.5}, 400, "presence_penalty is 0.5"),
-        ({"tools": [{"type": "function"}]}, 400, "tools is"),
-        ({"tool_choice": "required"}, 400, "tool_choice is 'required'"),
+        ({"tools": [{"type": "function"}]}, 400, r"tools\[0\] is"),
+        ({"tool_choice": "required"}, 400, "there are no tools"),
+        ({"parallel_tool_calls": 1}, 400, "parallel_tool_calls is 1"),
         ({"response_format": {"type": "xml"}}, 400, "response_format is"),
         ({"response_format": {"type": "json_schema"}}, 400, "response_format is"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, 400, "schema is 3"),
@@ -183,7 +184,7 @@ _A, _B = messages(("user", [PICTURE, TEXT]), ("assistant", "No."))
         ({"messages": []}, 400, r"messages is \[\]"),
         ({"messages": [_A] * 257}, 400, "1 to 256 messages"),
         ({"messages": ["hello"]}, 400, r"messages\[0\] has the role None"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "the role 'tool'"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, r"messages\[0\].tool_call_id is None"),
         ({"messages": [_A, _B]}, 400, "the last message is not the user's"),
         ({"messages": [{**_B, "content": [PICTURE]}, _A]}, 400, "Pictures are the user's"),
         ({"messages": [_A, *messages(("system", "x"))]}, 400, "Give one, as the first message"),
@@ -256,10 +257,11 @@ _JSON: st.SearchStrategy[Any] = st.deferred(
 _FIELDS = (
     *("model", "messages", "temperature", "top_p", "seed", "stop", "stream", "stream_options", "logprobs", "n"),
     *("top_logprobs", "max_tokens", "priority", "deadline_ms", "budget", "method", "tools", "response_format", "x"),
-    *("guided_json", "guided_regex", "guided_choice"),
+    *("guided_json", "guided_regex", "guided_choice", "tool_choice", "parallel_tool_calls"),
 )
 _PARTS = st.fixed_dictionaries({}, optional={"type": _JSON, "text": _JSON, "image_url": _JSON}) | _JSON
-_MESSAGES = st.lists(st.fixed_dictionaries({}, optional={"role": _JSON, "content": st.lists(_PARTS) | _JSON}) | _JSON)
+_MESSAGE = {"role": _JSON, "content": st.lists(_PARTS) | _JSON, "tool_calls": _JSON, "tool_call_id": _JSON}
+_MESSAGES = st.lists(st.fixed_dictionaries({}, optional=_MESSAGE) | _JSON)
 
 
 @settings(max_examples=500, deadline=None)

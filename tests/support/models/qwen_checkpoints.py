@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen2VLImageProcessorPil
 
 from support.models.checkpoints import save_random_model, small_decoder
+from support.models.tool_templates import CALL_TOKENS, TOOL_TEMPLATE
 
 SPECIALS = {
     370: "<|endoftext|>",
@@ -54,6 +55,8 @@ class QwenShape:
     """Of Qwen3-VL alone, whose decoder needs 24 layers to be cut behind the third."""
     merge_size: int = 2
     """Patches along a side of a merged token."""
+    tools: bool = False
+    """Whether the chat template has tools. Their definitions make prompts long."""
 
     @property
     def token_side(self) -> int:
@@ -107,6 +110,7 @@ def make_qwen_checkpoint(folder: Path, shape: QwenShape, seed: int = 0) -> Path:
             **small_decoder(shape.num_layers, shape.num_kv_heads),
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **sections},
             **({"head_dim": 32, "tie_word_embeddings": shape.tied} if shape.kind == "qwen3_vl" else {}),
+            **({"max_position_embeddings": 4096} if shape.tools else {}),
             "bos_token_id": 370,
             "eos_token_id": 372,
         },
@@ -116,7 +120,8 @@ def make_qwen_checkpoint(folder: Path, shape: QwenShape, seed: int = 0) -> Path:
         vision_end_token_id=374,
         tie_word_embeddings=shape.tied,
     )
-    save_random_model(folder, config, qwen_tokenizer(), TEMPLATE, [372, 370], seed)
+    template = TOOL_TEMPLATE if shape.tools else TEMPLATE
+    save_random_model(folder, config, qwen_tokenizer(shape.tools), template, [372, 370], seed)
     own: dict[str, Any] = (
         {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3} if shape.kind == "qwen3_vl" else {}
     )
@@ -128,17 +133,19 @@ def make_qwen_checkpoint(folder: Path, shape: QwenShape, seed: int = 0) -> Path:
     return folder
 
 
-def qwen_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of Qwen's kind: bytes, no BOS, special tokens behind the words."""
+def qwen_tokenizer(tools: bool = False) -> PreTrainedTokenizerFast:
+    """A tokenizer of Qwen's kind: bytes, no BOS, special tokens behind the words, and with `tools` those of calls."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=min(SPECIALS), initial_alphabet=alphabet, show_progress=False)
     text = "system user assistant What is in the picture? Describe the image. Which colour is the cup on the table?"
-    backend.train_from_iterator([text, text.lower()], trainer)
+    backend.train_from_iterator([text, text.lower(), *[TOOL_TEMPLATE] * tools], trainer)
     while backend.get_vocab_size() < min(SPECIALS):
         backend.add_tokens([f" filler{backend.get_vocab_size()}"])
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS.values()])
     assert {backend.token_to_id(token): token for token in SPECIALS.values()} == SPECIALS
+    if tools:
+        backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in CALL_TOKENS])
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")

@@ -19,6 +19,11 @@ QWEN_SHAPES = {
     "qwen3-vl": QwenShape(kind="qwen3_vl", num_layers=24),
 }
 
+TOOL_SHAPES = {
+    "qwen-tools": QwenShape(depth=3, full_attention_blocks=(1,), num_layers=8, num_kv_heads=1, tied=True, tools=True)
+}
+"""With Qwen3-VL's kind of chat template. Its decoder would need 24 layers."""
+
 CLIPS_IN_ONE_PIECE = [name for name, shape in QWEN_SHAPES.items() if shape.kind != "qwen3_vl"]
 """Those that have no text between the frames of a clip."""
 
@@ -31,8 +36,8 @@ NEXT_SHAPES = {
 def make_small_model(name: str, folder: Path) -> None:
     """Write the checkpoint of that name into the new `folder`."""
     folder.mkdir()
-    if name in QWEN_SHAPES:
-        make_qwen_checkpoint(folder, QWEN_SHAPES[name])
+    if name in (shapes := {**QWEN_SHAPES, **TOOL_SHAPES}):
+        make_qwen_checkpoint(folder, shapes[name])
     elif name in NEXT_SHAPES:
         make_llava_next_checkpoint(folder, NEXT_SHAPES[name])
     else:

@@ -45,7 +45,14 @@ def measure_costs(model: LoadedModel, ask: Ask, request: Request, seconds: float
     manifest, limits, family, prompts, embedding, chain = model
     pictures = tuple(decoded(source, family) for source in request.pictures)
     layouts = [layout_of(picture, picture, family, manifest) for picture in pictures]
-    prompt = prompts.encode(request.texts, [one.texts for one in layouts], request.system, request.history)
+    prompt = prompts.encode(
+        request.texts,
+        [one.texts for one in layouts],
+        request.system,
+        request.history,
+        request.tools,
+        request.tool_call_id,
+    )
     text = prompt.text_tokens
     plain = replace(request, pictures=pictures, deadline_ms=None, max_new_tokens=1, temperature=0.0)
     # The form of an answer adds little, and may be too long for one token.

@@ -29,6 +29,7 @@ from sinkprune.runtime.server.scheduler import RETRY_S, Job, Scheduler
 from sinkprune.runtime.session import MAX_BYTES, Session
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.observer import NOBODY
+from sinkprune.runtime.text.tool_answer import ToolAnswerReader
 
 # A picture of the largest size takes up to 1 GB while it is decoded.
 _DECODED_AT_ONCE = 2
@@ -138,7 +139,8 @@ class _Server:
 
     async def complete(self, http: Request) -> Response:
         chat = await self._read(http)
-        completion = Completion(chat.model, kept_tokens=chat.kept_tokens)
+        reader = None if chat.request.tools is None else ToolAnswerReader()
+        completion = Completion(chat.model, kept_tokens=chat.kept_tokens, reader=reader)
         events: asyncio.Queue[_Event] = asyncio.Queue()
         job = self._job(chat, completion, events)
         self.scheduler.submit(job)
@@ -242,8 +244,8 @@ class _Server:
         try:
             while not isinstance(found, Answer):
                 text, logprobs = found
-                if text or logprobs or first:
-                    yield event(completion.chunk(text, logprobs, first=first))
+                for chunk in completion.chunks(text, logprobs, first=first):
+                    yield event(chunk)
                 first = False
                 found = await self._next(http, job, events)
             self._metrics.answered(found, completion.queued_ms)

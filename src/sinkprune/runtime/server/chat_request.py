@@ -19,6 +19,7 @@ from sinkprune.runtime.answering import Answering
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.server.api_error import ApiError
 from sinkprune.runtime.server.picture_urls import PictureReader
+from sinkprune.runtime.server.tools import TOOL_FIELDS, OpenCalls, read_tools
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.text.prompt import Turn
 from sinkprune.runtime.text.sampling import SEED, TOP_P
@@ -34,9 +35,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (...,),
     "modalities": (["text"],),
     "user": (...,),
     "metadata": (...,),
@@ -48,7 +46,7 @@ _GUIDED = {"guided_json": "schema", "guided_regex": "regex", "guided_choice": "c
 """vLLM's names of the forms of an answer, and ours."""
 _KNOWN = {
     *("model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "logprobs"),
-    *("top_logprobs", "response_format", *_OPTIONS, *_OURS, *_GUIDED, *_NEUTRAL),
+    *("top_logprobs", "response_format", *_OPTIONS, *_OURS, *_GUIDED, *TOOL_FIELDS, *_NEUTRAL),
 }
 
 
@@ -101,7 +99,7 @@ class ChatReader:
             raise ApiError(400, f"the body is no JSON ({error}). Send an object with model and messages.") from error
         if not isinstance(fields, dict):
             raise ApiError(400, f"the body is {type_name(fields)}, expected an object with model and messages.")
-        given = {name: value for name, value in fields.items() if value is not None}
+        given = _given(fields)
         self._check_names(given)
         model, budget = self._model(given)
         pictures, turns, system = self._messages(given.get("messages"))
@@ -130,7 +128,15 @@ class ChatReader:
                     if field in options:
                         numbers.check(options.pop(field))
             request = self.answering.new_request(
-                tuple(pictures), last.texts, history=history, system=system, budget=budget, method=method, **options
+                tuple(pictures),
+                last.texts,
+                history=history,
+                tool_call_id=last.tool_call_id,
+                tools=read_tools(given),
+                system=system,
+                budget=budget,
+                method=method,
+                **options,
             )
             priority = PRIORITY.check(given.get("priority", 0))
             listed = _TOP_LOGPROBS.check(given.get("top_logprobs", 0)) if _flag(given, "logprobs") else None
@@ -181,23 +187,31 @@ class ChatReader:
         pictures: list[Picture] = []
         turns: list[Turn] = []
         system: str | None = None
+        calls = OpenCalls()
         for number, message in enumerate(given):
-            role = message.get("role") if isinstance(message, dict) else None
+            role, where = message.get("role") if isinstance(message, dict) else None, f"messages[{number}]"
+            if role == "tool":
+                turns.append(calls.result(message, _text_of(message, number), where))
+                continue
+            calls.check_none(where)
             if role in ("system", "developer"):
                 if system is not None or turns:
                     raise _wrong("messages has a system message after others. Give one, as the first message.")
                 system = _text_of(message, number)
             elif role in ("user", "assistant"):
-                texts = self._texts(message, number, pictures)
+                called = calls.read(message, where) if role == "assistant" else ()
+                # Clients leave out the content of calls.
+                texts = self._texts({"content": ""} | _given(message) if called else message, number, pictures)
                 if role == "assistant" and len(texts) > 1:
-                    raise _wrong(f"messages[{number}] is the assistant's and has a picture. Pictures are the user's.")
-                turns.append(Turn(role, texts))
+                    raise _wrong(f"{where} is the assistant's and has a picture. Pictures are the user's.")
+                turns.append(Turn(role, texts, called))
             else:
-                raise _wrong(
-                    f"messages[{number}] has the role {format_value(role)}, expected system, user or assistant."
-                )
-        if not turns or turns[-1].role != "user":
-            raise _wrong("the last message is not the user's. End messages with a question.")
+                raise _wrong(f"{where} has the role {format_value(role)}, expected system, user, assistant or tool.")
+        calls.check_none("the end of messages")
+        if not turns or turns[-1].role not in ("user", "tool"):
+            raise _wrong(
+                "the last message is not the user's, and no tool's. End messages with a question or a result."
+            )
         return pictures, turns, system
 
     def _texts(self, message: Mapping[str, Any], number: int, pictures: list[Picture]) -> tuple[str, ...]:
@@ -219,13 +233,18 @@ class ChatReader:
         return tuple(texts)
 
 
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that are not null."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 def _text_of(message: Mapping[str, Any], number: int) -> str:
     content = message.get("content")
     if isinstance(content, str):
         return content
     parts = _list(content, number)
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        raise _wrong(f"messages[{number}] is a system message with more than text.")
+        raise _wrong(f"messages[{number}] is of the role {message['role']} and has more than text.")
     return "".join(part["text"] for part in parts)
 
 

@@ -13,8 +13,10 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from sinkprune.contract.precision import Array
+from sinkprune.runtime.server.tools import message_fields, part_delta
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.observer import Observer
+from sinkprune.runtime.text.tool_answer import ToolAnswerReader
 from sinkprune.runtime.token_map import token_map
 
 FINISH = {"stop": "stop", "length": "length", "deadline": "length", "cancelled": "length"}
@@ -50,6 +52,8 @@ class Completion:
     model: str
     kept_tokens: bool = False
     """Whether `sinkprune` has what became of each visual token."""
+    reader: ToolAnswerReader | None = None
+    """Takes the answer apart if it may call tools."""
     queued_ms: float = 0.0
     """The time between the request's arrival and its start."""
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
@@ -58,7 +62,9 @@ class Completion:
     def whole(self, answer: Answer, logprobs: Sequence[dict[str, Any]] | None) -> dict[str, Any]:
         """Return the response with the whole answer."""
         message = {"role": "assistant", "content": answer.text, "refusal": None}
-        choice = {"index": 0, "message": message, "finish_reason": FINISH[answer.finish]}
+        if self.reader is not None:
+            message |= message_fields([*self.reader.add(answer.text), *self.reader.end()])
+        choice = {"index": 0, "message": message, "finish_reason": self._finish(answer)}
         return {
             **self._head("chat.completion"),
             "choices": [{**choice, "logprobs": _listed(logprobs)}],
@@ -66,22 +72,26 @@ class Completion:
             "sinkprune": self.details(answer),
         }
 
-    def chunk(
+    def chunks(
         self, text: str, logprobs: Sequence[dict[str, Any]] | None = None, *, first: bool = False
-    ) -> dict[str, Any]:
-        """Return a chunk with a piece of text."""
-        delta = {"role": "assistant", "content": text} if first else {"content": text}
-        choice = {"index": 0, "delta": delta, "logprobs": _listed(logprobs), "finish_reason": None}
-        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+    ) -> list[dict[str, Any]]:
+        """Return the chunks for a piece of the answer's text; none if it adds nothing."""
+        deltas: list[dict[str, Any]] = [{"content": text}] if text else []
+        if self.reader is not None:
+            deltas = [part_delta(part) for part in self.reader.add(text)]
+        if not deltas and (first or logprobs):
+            deltas = [{"content": "" if self.reader is None else None} if first else {}]
+        if first:
+            deltas[0] = {"role": "assistant", "content": None, **deltas[0]}
+        listed = [_listed(logprobs), *[None] * len(deltas)]
+        return [self._chunk(delta, tokens) for delta, tokens in zip(deltas, listed, strict=False)]
 
     def last_chunk(self, answer: Answer) -> dict[str, Any]:
         """Return the chunk that ends the answer."""
-        choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": FINISH[answer.finish]}
-        return {
-            **self._head("chat.completion.chunk"),
-            "choices": [choice],
-            "sinkprune": self.details(answer),
-        }
+        delta: dict[str, Any] = {}
+        for part in [] if self.reader is None else self.reader.end():
+            delta |= part_delta(part)
+        return {**self._chunk(delta, None, self._finish(answer)), "sinkprune": self.details(answer)}
 
     def usage_chunk(self, answer: Answer) -> dict[str, Any]:
         """Return the chunk with `usage`, which `stream_options.include_usage` asks for."""
@@ -105,6 +115,16 @@ class Completion:
             "deadline": None if answer.deadline is None else asdict(answer.deadline),
             **({"kept_tokens": kept_tokens(answer)} if self.kept_tokens else {}),
         }
+
+    def _finish(self, answer: Answer) -> str:
+        called = self.reader is not None and self.reader.calls > 0
+        return "tool_calls" if called and answer.finish == "stop" else FINISH[answer.finish]
+
+    def _chunk(
+        self, delta: dict[str, Any], logprobs: dict[str, Any] | None, finish: str | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

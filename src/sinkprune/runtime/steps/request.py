@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from sinkprune.runtime.steps.pictures import PictureLike, check_order, has_array
 from sinkprune.runtime.text.answer_form import check_one_form, checked_choices, checked_regex, checked_schema
 from sinkprune.runtime.text.prompt import Turn
 from sinkprune.runtime.text.sampling import Sampler
+from sinkprune.runtime.text.tools import Tools, check_call_id
 
 DEFAULT_NEW_TOKENS = 128
 """The default limit of an answer's tokens; lower where engines were built for fewer."""
@@ -69,6 +70,10 @@ class Request:
     history: Sequence[Turn] = field(default=(), kw_only=True)
     """Earlier turns of the conversation, oldest first. `pictures` are those of all turns, in order. `new_request`
     makes turns from pairs, as in [("user", "What is on the table?"), ("assistant", "A cup.")]."""
+    tools: Tools | None = field(default=None, kw_only=True)
+    """Functions that the answer may call, if the checkpoint's chat template has tools (docs/server.md)."""
+    tool_call_id: str | None = field(default=None, kw_only=True)
+    """The id of the call in `history` whose result `texts` is; None for a question."""
     temperature: float = 0.0
     """0 takes the likeliest token; larger values sample more freely."""
     top_p: float = 1.0
@@ -103,19 +108,28 @@ class Request:
         object.__setattr__(self, "choice", checked_choices(self.choice))
         object.__setattr__(self, "regex", checked_regex(self.regex))
         object.__setattr__(self, "schema", checked_schema(self.schema))
-        check_one_form({"schema": self.schema, "regex": self.regex, "choice": self.choice}, self.stop)
+        check_type("tools", self.tools, (Tools, type(None)), "a Tools or None")
+        calls = self.tools is not None and self.tools.may_call
+        forms = {"schema": self.schema, "regex": self.regex, "choice": self.choice, "tools": calls}
+        check_one_form(forms, self.stop)
+        if self.tool_call_id is not None:
+            check_call_id(self.tool_call_id)
         if self.system is not None:
             _check_text("system message", self.system)
         self.new_sampler()
         for picture in self.pictures:
             _check_picture(picture)
         object.__setattr__(self, "history", _turns(self.history))
-        check_texts(self.texts, len(self.pictures) - sum(turn.pictures for turn in self.history))
+        check_texts(
+            self.texts,
+            len(self.pictures) - sum(turn.pictures for turn in self.history),
+            may_be_empty=self.tool_call_id is not None,
+        )
 
     @property
     def follows_grammar(self) -> bool:
-        """Whether `schema` or `regex` decides which tokens may come next."""
-        return self.schema is not None or self.regex is not None
+        """Whether `schema`, `regex` or calls of `tools` decide which tokens may come next."""
+        return self.schema is not None or self.regex is not None or (self.tools is not None and self.tools.may_call)
 
     def new_sampler(self) -> Sampler:
         """Return the sampler of one answer; raises `UsageError` for settings out of range."""
@@ -148,7 +162,7 @@ def new_request(
     places = sum(turn.pictures for turn in history) + len(texts) - 1
     if history and not places:
         # The conversation began with the pictures.
-        history[0] = Turn(history[0].role, (*[""] * len(sources), *history[0].texts))
+        history[0] = replace(history[0], texts=(*[""] * len(sources), *history[0].texts))
     elif not isinstance(prompt, (list, tuple)):
         texts = (*[""] * (len(sources) - places), prompt)
     request = Request(sources, texts, history=history, **options)  # type: ignore[arg-type]
@@ -190,21 +204,21 @@ def _turns(given: object) -> tuple[Turn, ...]:
     """Return turns, each given as a `Turn` or as a role with texts; raises `PromptError` and `UsageError`."""
     turns = []
     for each in given if isinstance(given, (tuple, list)) else [given]:
-        role, content = (each.role, each.texts) if isinstance(each, Turn) else _pair(each)
+        turn, content = (each, each.texts) if isinstance(each, Turn) else _pair(each)
         texts = tuple(content) if isinstance(content, (tuple, list)) else (content,)
         for text in texts:
             _check_text("history", text)
-        turns.append(Turn(role, texts))
+        turns.append(replace(turn, texts=texts))
     return tuple(turns)
 
 
-def _pair(given: object) -> tuple[str, object]:
+def _pair(given: object) -> tuple[Turn, object]:
     if not isinstance(given, (tuple, list)) or len(given) != 2 or given[0] not in ROLES:
         raise UsageError(
             f"history has {format_value(given)}, expected a role, which is {' or '.join(ROLES)}, with a text, as in "
             '[("user", "What is on the table?"), ("assistant", "A cup.")].'
         )
-    return given[0], given[1]
+    return Turn(given[0], ()), given[1]
 
 
 def _check_text(name: str, text: object) -> None:
@@ -214,7 +228,7 @@ def _check_text(name: str, text: object) -> None:
         raise PromptError(f"the {name} is not valid UTF-8. Check the terminal's encoding.")
 
 
-def check_texts(texts: Sequence[object], pictures: int) -> None:
+def check_texts(texts: Sequence[object], pictures: int, *, may_be_empty: bool = False) -> None:
     """Reject texts whose number does not fit the pictures, or that are all empty; raises `PromptError`."""
     for text in texts:
         _check_text("prompt", text)
@@ -224,5 +238,5 @@ def check_texts(texts: Sequence[object], pictures: int) -> None:
             f"{'is' if pictures == 1 else 'are'} {counted(pictures, 'image')}. Give one image for each place, or "
             "none of the places: then the images stand before the text."
         )
-    if not any(str(text).strip() for text in texts):
+    if not may_be_empty and not any(str(text).strip() for text in texts):
         raise PromptError("the prompt is empty. Ask something about the image, as in 'What is this?'.")

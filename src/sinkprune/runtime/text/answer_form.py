@@ -108,8 +108,13 @@ def check_one_form(forms: Mapping[str, object], stop: object) -> None:
 
 def schema_grammar(schema: Mapping[str, Any], lead: str = "") -> str:
     """Return llguidance's grammar of the JSON texts that a schema allows, after the text `lead`."""
+    return _grammar(json_rule(schema), lead)
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """Return the part of llguidance's grammars that stands for the JSON texts that a schema allows."""
     # The schema's own options of llguidance, if any, are replaced.
-    return _grammar(f"%json {json.dumps({**schema, 'x-guidance': _JSON_STYLE})}", lead)
+    return f"%json {json.dumps({**schema, 'x-guidance': _JSON_STYLE})}"
 
 
 def regex_grammar(regex: str, lead: str = "") -> str:
@@ -124,8 +129,8 @@ def load_llguidance() -> Any:
         import llguidance
     except ImportError as error:
         raise UsageError(
-            "schema and regex need the package llguidance, which is not installed. Install it with: pip install "
-            "'sinkprune[structured]', or give a closed list of answers as choice."
+            "schema, regex and tools need the package llguidance, which is not installed. Install it with: pip "
+            "install 'sinkprune[structured]', or give a closed list of answers as choice."
         ) from error
     return llguidance
 
@@ -138,11 +143,14 @@ def reason(message: str) -> str:
     return " ".join(cause.split()).rstrip(".")[:200]
 
 
-def _grammar(body: str, lead: str) -> str:
-    written: str = load_llguidance().LLMatcher.grammar_from_lark(
-        f"start: {json.dumps(lead)} body\nbody: {body}" if lead else f"start: body\nbody: {body}"
-    )
+def written_grammar(rules: str) -> str:
+    """Return rules in llguidance's syntax as one of its grammars; raises `UsageError` where it is not installed."""
+    written: str = load_llguidance().LLMatcher.grammar_from_lark(rules)
     return written
+
+
+def _grammar(body: str, lead: str) -> str:
+    return written_grammar(f"start: {json.dumps(lead)} body\nbody: {body}" if lead else f"start: body\nbody: {body}")
 
 
 def _check_content(schema: dict[str, Any]) -> None:

@@ -50,13 +50,23 @@ class ChatTemplate:
             # Python raises the last two for numbers of thousands of digits and for twenty nested loops.
             raise _template_error("is no valid chat template", error) from error
 
-    def render(self, messages: list[dict[str, Any]], bos: str, eos: str) -> str:
+    def render(
+        self, messages: list[dict[str, Any]], bos: str, eos: str, tools: list[dict[str, Any]] | None = None
+    ) -> str:
         """Return the conversation `messages` as text, with the start of an answer.
 
-        Raises `BundleError` if the template fails or computes too much.
+        `tools` are the functions that the answer may call: data of the template, as the messages are. Raises
+        `BundleError` if the template fails or computes too much.
         """
-        variables = {"messages": messages, "add_generation_prompt": True, "bos_token": bos, "eos_token": eos}
+        variables: dict[str, Any] = {
+            "messages": messages,
+            "add_generation_prompt": True,
+            "bos_token": bos,
+            "eos_token": eos,
+        }
         given = len(str(messages))
+        if tools is not None:
+            variables["tools"], given = tools, given + len(str(tools))
         try:
             # The environment has one counter.
             with self._turn:

@@ -12,6 +12,7 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.text.answer_form import load_llguidance, reason, regex_grammar, schema_grammar
 from sinkprune.runtime.text.prompt import PromptEncoder
+from sinkprune.runtime.text.tools import CALL_MARKS, Tools
 
 # Far more than schemas of the largest size need. A grammar that needs more fails within a second.
 _LIMITS = {"initial_lexer_fuel": 1_000_000, "max_lexer_states": 50_000, "max_grammar_size": 100_000}
@@ -61,8 +62,8 @@ class Constraint(Unconstrained):
         elif not others:
             # llguidance writes fixed text in the tokenizer's own tokens. Text such as "</s>" is a special token then.
             raise UsageError(
-                "the model's tokenizer has no token that continues the answer in the given form. Change the schema "
-                "or the regex: use the tokenizer's characters, and no text of its special tokens."
+                "the model's tokenizer has no token that continues the answer in the given form. Change the schema, "
+                "the regex or the tools: use the tokenizer's characters, and no text of its special tokens."
             )
         return mask
 
@@ -77,8 +78,8 @@ class Constraint(Unconstrained):
     def _check(self) -> None:
         if self._matcher.is_error():
             raise UsageError(
-                f"the form of the answer is too complex: {reason(self._matcher.get_error())}. Simplify the schema or "
-                "the regex."
+                f"the form of the answer is too complex: {reason(self._matcher.get_error())}. Simplify the schema, "
+                "the regex or the tools."
             )
 
 
@@ -91,21 +92,34 @@ class Grammars:
         self._made: Any = None
         self._making = Lock()
 
-    def constraint(self, schema: Mapping[str, Any] | None, regex: str | None, min_tokens: int) -> Unconstrained:
-        """Return the constraint of one answer, for a checked `schema` or `regex`, or neither.
+    def constraint(
+        self, schema: Mapping[str, Any] | None, regex: str | None, min_tokens: int, tools: Tools | None = None
+    ) -> Unconstrained:
+        """Return the constraint of one answer, for a checked `schema` or `regex`, for calls of `tools`, or none.
 
         Raises `UsageError` for a form that is too complex, and where llguidance cannot use the tokenizer.
         """
-        if schema is None and regex is None:
+        if schema is None and regex is None and tools is None:
             return Unconstrained()
         library, tokenizer = load_llguidance(), self._tokenizer()
         # What the decoder takes from the start of an answer is no part of its text.
         lead = " " if tokenizer.decode_bytes(self._prompts.answer_ids("a")).startswith(b" ") else ""
-        grammar = schema_grammar(schema, lead) if schema is not None else regex_grammar(regex or "", lead)
+        if schema is not None:
+            grammar = schema_grammar(schema, lead)
+        elif regex is not None or tools is None:
+            grammar = regex_grammar(regex or "", lead)
+        else:
+            begin, end = (self._mark(text, tokenizer) for text in CALL_MARKS)
+            grammar = tools.grammar(begin, end, lead)
         matcher = library.LLMatcher(tokenizer, grammar, log_level=0, limits=library.LLParserLimits(**_LIMITS))
         constraint = Constraint(matcher, self._stop, self._prompts.special_ids, min_tokens)
         constraint.allowed(tokenizer.vocab_size)
         return constraint
+
+    def _mark(self, text: str, tokenizer: Any) -> int | None:
+        """Return the token that llguidance's `tokenizer` has for a mark of calls; None if the mark is plain text."""
+        token: int | None = self._prompts.tokenizer.token_to_id(text)
+        return token if token is not None and tokenizer.is_special_token(token) else None
 
     def _tokenizer(self) -> Any:
         with self._making:
@@ -116,7 +130,7 @@ class Grammars:
                     )
                 except ValueError as error:
                     raise UsageError(
-                        f"llguidance cannot use the model's tokenizer: {reason(str(error))}. Leave out schema and "
-                        "regex, or give a closed list of answers as choice."
+                        f"llguidance cannot use the model's tokenizer: {reason(str(error))}. Leave out schema, "
+                        "regex and tools, or give a closed list of answers as choice."
                     ) from error
             return self._made

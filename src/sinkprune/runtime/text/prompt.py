@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
@@ -16,6 +18,7 @@ from sinkprune.contract.files.untrusted import UnreadableError
 from sinkprune.contract.manifest import Tokens
 from sinkprune.contract.text.tokenizer_json import check_tokenizer_json
 from sinkprune.runtime.text.chat_template import ChatTemplate
+from sinkprune.runtime.text.tools import CALL_MARKS, ToolCall, Tools, call_text
 
 _Message = dict[str, Any]
 """A turn of a conversation, as chat templates take it."""
@@ -26,9 +29,13 @@ class Turn:
     """An earlier turn of a conversation."""
 
     role: str
-    """`user` or `assistant`."""
+    """`user` or `assistant`; `tool` for the result of a call."""
     texts: tuple[str, ...]
     """The texts around the turn's pictures: one before each, and one after the last."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """The calls after the text of an assistant's turn."""
+    tool_call_id: str | None = None
+    """The id of the call whose result the text is; None for other roles."""
 
     @property
     def pictures(self) -> int:
@@ -79,6 +86,7 @@ class PromptEncoder:
             tokenizer.no_padding()
         self._template, self._tokens = ChatTemplate(chat_template), tokens
         self._specials = _specials(self.tokenizer, tokens.image)
+        self.tokenizer = _with_written_marks(self.tokenizer)
         self._image = next(special.stand_in for special in self._specials if special.identity == tokens.image)
         self._encoder.encode_special_tokens = True
         # The image token counts as special, also where the checkpoint does not mark it.
@@ -96,19 +104,28 @@ class PromptEncoder:
         within: Sequence[Sequence[str]] = (),
         system: str | None = None,
         history: Sequence[Turn] = (),
+        tools: Tools | None = None,
+        tool_call_id: str | None = None,
     ) -> Prompt:
         """Return a conversation: `system`, the turns of `history`, and a user turn of `texts` around its images.
 
         `within` has for each image the texts around its groups (`VisualLayout.texts`), or none for an image in one
-        piece. An image with such texts stands at several places of the prompt.
+        piece. An image with such texts stands at several places of the prompt. The template lists the functions of
+        `tools`. With `tool_call_id`, `texts` is the result of that call, and no user's turn.
         `sinkprune.runtime.steps.request.check_texts` rejects empty texts before. Raises `BundleError` if the template
-        does not write every image, and `PromptError` if it writes no system message.
+        does not write every image, and `PromptError` if it writes no system message or no calls.
         """
-        turns = [*history, Turn("user", tuple(texts))]
+        role = "user" if tool_call_id is None else "tool"
+        turns = [*history, Turn(role, tuple(texts), tool_call_id=tool_call_id)]
+        if (tools or any(turn.tool_calls or turn.role == "tool" for turn in turns)) and not self._writes_calls:
+            raise PromptError(
+                f"the model's chat template has no tools, or writes calls in another form than "
+                f"{call_text('NAME', '{}')!r}. Leave out tools and calls, or use a model such as Qwen3-VL."
+            )
         pieces = [own or ("", "") for own in within] or [("", "")] * sum(turn.pictures for turn in turns)
         images = sum(len(own) - 1 for own in pieces)
-        messages = [{"role": turn.role, "content": self._content(turn.texts)} for turn in turns]
-        rendered = self._split_images(self._render([*self._system(system), *messages]), pieces)
+        messages = [*self._system(system), *map(self._message, turns)]
+        rendered = self._split_images(self._render(messages, tools), pieces)
         # As in transformers' processors: where the template writes the first special token, the tokenizer adds none.
         bos = [special.stand_in for special in self._specials if special.token.content == self._tokens.bos]
         adds = not bos or not rendered.startswith(bos[0])
@@ -143,7 +160,7 @@ class PromptEncoder:
     @property
     def special_ids(self) -> frozenset[int]:
         """The special tokens, which write no text, and the image token."""
-        return frozenset(special.identity for special in self._specials)
+        return frozenset(one.identity for one in self._specials if one.token.content not in CALL_MARKS)
 
     def _split_images(self, rendered: str, pieces: Sequence[Sequence[str]]) -> str:
         """Return `rendered` with each image at as many places as its piece has gaps between texts."""
@@ -186,6 +203,48 @@ class PromptEncoder:
             "its text before the question."
         )
 
+    def _message(self, turn: Turn) -> _Message:
+        """Return a turn as the template takes it."""
+        if turn.role == "tool":
+            return self._quoted_json(
+                {"role": turn.role, "tool_call_id": turn.tool_call_id, "content": "".join(turn.texts)}
+            )
+        message: _Message = {"role": turn.role, "content": self._content(turn.texts)}
+        if turn.tool_calls:
+            calls = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": {**call.arguments}}}
+                for call in turn.tool_calls
+            ]
+            message["tool_calls"] = self._quoted_json(calls)
+        return message
+
+    def _quoted_json(self, value: Any) -> Any:
+        """Return JSON with the special tokens in all its texts marked as plain text."""
+        if isinstance(value, dict):
+            return {self._quoted(name): self._quoted_json(part) for name, part in value.items()}
+        if isinstance(value, list):
+            return [self._quoted_json(part) for part in value]
+        return self._quoted(value) if isinstance(value, str) else value
+
+    @cached_property
+    def _writes_calls(self) -> bool:
+        """Whether the template lists tools, and writes calls and their results, in the form that answers have."""
+        probe = str(secrets.randbits(64))
+        function = {"name": f"f{probe}", "description": f"d{probe}"}
+        turns = [
+            Turn("user", ("", "?")),
+            Turn("assistant", ("",), (ToolCall("0", f"f{probe}", {"x": 1}),)),
+            Turn("tool", (f"r{probe}",), tool_call_id="0"),
+        ]
+        try:
+            rendered = self._render(
+                [self._message(turn) for turn in turns], Tools([{"type": "function", "function": function}])
+            )
+        except BundleError:
+            return False
+        written = self._with_stand_ins(call_text(f"f{probe}", '{"x": 1}'))
+        return all(text in rendered for text in (f"d{probe}", written, f"r{probe}"))
+
     def _content(self, pieces: Sequence[str]) -> list[dict[str, str]]:
         """Return a user turn's content: an image between each two of `pieces`."""
         quoted = [self._quoted(piece) for piece in pieces]
@@ -204,8 +263,10 @@ class PromptEncoder:
         rendered = self._render([_user([{"type": "text", "text": probe}, {"type": "image"}])])
         return probe in rendered.partition(self._image)[0]
 
-    def _render(self, messages: list[_Message]) -> str:
-        rendered = self._with_stand_ins(self._template.render(messages, self._tokens.bos, self._tokens.eos))
+    def _render(self, messages: list[_Message], tools: Tools | None = None) -> str:
+        functions = None if tools is None else self._quoted_json([*tools.functions])
+        rendered = self._template.render(messages, self._tokens.bos, self._tokens.eos, functions)
+        rendered = self._with_stand_ins(rendered)
         for special in self._specials:
             rendered = rendered.replace(special.quoted, special.token.content)
         return rendered
@@ -231,6 +292,17 @@ def _tokenizer_errors(problem: str) -> Iterator[None]:
             raise
         reason = " ".join(str(error).split())[:200]
         raise BundleError(f"the bundle's tokenizer.json {problem}: {reason}. Export the checkpoint again.") from error
+
+
+def _with_written_marks(tokenizer: Tokenizer) -> Tokenizer:
+    """Return a tokenizer that decodes the marks of tool calls to text, even if they are special tokens."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    if not any(token.special and token.content in CALL_MARKS for token in added):
+        return tokenizer
+    content = json.loads(tokenizer.to_str())
+    for token in content["added_tokens"]:
+        token["special"] &= token["content"] not in CALL_MARKS
+    return Tokenizer.from_str(json.dumps(content))
 
 
 def _specials(tokenizer: Tokenizer, image_token: int) -> list[_Special]:

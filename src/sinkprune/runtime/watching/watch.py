@@ -157,7 +157,14 @@ class Watch:
         with clock.measure("ttft"):
             with clock.measure("preprocess"):
                 seen = tower_input(source, picture, family, manifest)
-                prompt = prompts.encode(request.texts, [seen.layout.texts], request.system, request.history)
+                prompt = prompts.encode(
+                    request.texts,
+                    [seen.layout.texts],
+                    request.system,
+                    request.history,
+                    request.tools,
+                    request.tool_call_id,
+                )
             layout = self._checked_layout(number, seen.layout, request, prompt.text_tokens)
             observer.seen([seen])
             counts, groups = self._plan.keeps(layout.tokens, layout.groups)

@@ -1,0 +1,293 @@
+"""Definitions of tools; answers of random logits that call them; and these answers taken apart."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+
+from sinkprune import UsageError
+from sinkprune.contract.manifest import Tokens
+from sinkprune.runtime.text.answer_text import AnswerText
+from sinkprune.runtime.text.constraint import Grammars
+from sinkprune.runtime.text.prompt import PromptEncoder
+from sinkprune.runtime.text.sampling import Sampler
+from sinkprune.runtime.text.tool_answer import AnswerPart, ToolAnswerReader
+from sinkprune.runtime.text.tools import BEGIN, CALL_MARKS, ToolCall, Tools, call_text, read_arguments
+from support.models.qwen_checkpoints import IMAGE_TOKEN, qwen_tokenizer
+from support.references.answer_encoders import STOP, answer_encoder
+
+VOCABULARY = 700
+WORD = {"type": "string", "pattern": "^[a-z}<\\n]{0,4}$"}
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"word": WORD, "least": {"type": "integer", "minimum": 0, "maximum": 30}},
+    "required": ["word"],
+}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "look_up": {**PARAMETERS, "additionalProperties": False},
+    "look": {"type": "object", "additionalProperties": False},
+    "stop": {"type": "object", "additionalProperties": False},
+}
+FUNCTIONS = [
+    {"type": "function", "function": {"name": "look_up", "description": "Looks up.", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}},
+    {"type": "function", "function": {"name": "stop", "strict": True}},
+]
+
+
+def encoder_with_marks(special: bool) -> PromptEncoder:
+    """An encoder whose tokenizer has a token for each mark of calls."""
+    backend = qwen_tokenizer().backend_tokenizer
+    backend.add_tokens([AddedToken(text, special=special, normalized=False) for text in CALL_MARKS])
+    return PromptEncoder(backend.to_str().encode(), b"", Tokens(IMAGE_TOKEN, STOP["qwen"], "", "<|im_end|>"))
+
+
+KINDS = ("pocket", "qwen", "llama", "marks", "special marks")
+ENCODERS = {kind: answer_encoder(kind) for kind in KINDS[:3]}
+ENCODERS |= {kind: encoder_with_marks(kind == "special marks") for kind in KINDS[3:]}
+STOPS = {kind: STOP.get(kind, STOP["qwen"]) for kind in KINDS}
+GRAMMARS = {kind: Grammars(ENCODERS[kind], STOPS[kind]) for kind in KINDS}
+
+
+def answer(kind: str, tools: Tools, seed: int, wanted: str = "", most: int = 400) -> tuple[str, bool]:
+    """Return the text of random logits that favour the tokens of `wanted`, in order, and whether it ended."""
+    constraint = GRAMMARS[kind].constraint(None, None, 0, tools)
+    encoder = ENCODERS[kind]
+    tokenizer, generator = encoder.tokenizer, np.random.default_rng(seed)
+    text, count = AnswerText(tokenizer, STOPS[kind], (), 0), 0
+    favoured = list(_ids(kind, wanted))
+    ends = [one for one in range(tokenizer.get_vocab_size()) if re.search('["}\\]]', tokenizer.id_to_token(one))]
+    sampler = Sampler()
+    while not text.stopped and not constraint.complete and count < most:
+        logits = generator.normal(size=VOCABULARY) * 3
+        logits[[*ends, *STOPS[kind]]] += 4
+        if favoured:
+            logits[favoured.pop(0)] += 100
+        token = sampler(logits, constraint.allowed(VOCABULARY))
+        constraint.accept(token)
+        text.add(token)
+        count += 1
+    text.end()
+    return text.text, text.stopped or constraint.complete
+
+
+def _ids(kind: str, text: str) -> list[int]:
+    """Return the ids that a model would write, with the tokens of the marks."""
+    encoder = ENCODERS[kind]
+    if encoder.tokenizer.token_to_id(BEGIN) is None:
+        return encoder.answer_ids(text) if text else []
+    found: list[int] = []
+    for part in filter(None, re.split("(</?tool_call>)", text)):
+        found += [encoder.tokenizer.token_to_id(part)] if part in CALL_MARKS else encoder.answer_ids(part)
+    return found
+
+
+def apart(text: str) -> tuple[str, list[tuple[str, Any]]]:
+    """Return the content of an answer, and its calls with their arguments."""
+    reader = ToolAnswerReader()
+    parts = [*reader.add(text), *reader.end()]
+    names = [part.name for part in parts if part.name]
+    calls = ["".join(part.text for part in parts if part.call == number) for number in range(len(names))]
+    content = "".join(part.text for part in parts if part.call is None)
+    return content, [(name, json.loads(call)) for name, call in zip(names, calls, strict=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_required_answer_is_calls(kind: str, parallel: bool) -> None:
+    ended = 0
+    for seed in range(12):
+        text, end = answer(kind, Tools(FUNCTIONS, "required", parallel=parallel), seed)
+        if not end:
+            continue
+        content, calls = apart(text)
+        assert content == "" and calls
+        for name, arguments in calls:
+            jsonschema.validate(arguments, SCHEMAS[name])
+        # The template's own form, as JSON in the style of json.dumps.
+        assert text == "\n".join(call_text(name, json.dumps(given, ensure_ascii=False)) for name, given in calls)
+        ended += 1
+    assert ended > 6
+    two = f"{call_text('look', '{}')}\n{call_text('stop', '{}')}"
+    assert answer(kind, Tools(FUNCTIONS, "required", parallel=parallel), 0, two)[0].startswith(two) == parallel
+    # In an automatic answer too.
+    assert answer(kind, Tools(FUNCTIONS, parallel=parallel), 0, two)[0].startswith(two) == parallel
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["look", "stop"])
+def test_a_named_function_is_called_once(kind: str, name: str) -> None:
+    for seed in range(4):
+        assert answer(kind, Tools(FUNCTIONS, "required", name), seed) == (call_text(name, "{}"), True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_automatic_answer_is_text_and_then_a_call_that_is_constrained(kind: str) -> None:
+    for seed in range(6):
+        wanted = ["red\n", "red", ""][seed % 3]
+        text, end = answer(kind, Tools(FUNCTIONS), seed, f"{wanted}{BEGIN}")
+        assert text.startswith(f"{wanted}{BEGIN}\n")
+        if end:
+            content, calls = apart(text)
+            assert content == wanted.removesuffix("\n")
+            assert calls and all(jsonschema.validate(given, SCHEMAS[name]) is None for name, given in calls)
+        text, _ = answer(kind, Tools(FUNCTIONS), seed, "red <tool", most=30)
+        assert text.startswith("red <tool") and apart(text) == (text, [])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_without_a_call_never_begins_one(kind: str) -> None:
+    for seed in range(4):
+        text, _ = answer(kind, Tools(FUNCTIONS, "none"), seed, f"red {BEGIN}", most=30)
+        assert text.startswith("red") and BEGIN not in text
+        assert apart(text) == (text, [])
+
+
+@pytest.mark.parametrize("kind", ["marks", "special marks"])
+def test_a_mark_that_is_a_token_is_never_letters(kind: str) -> None:
+    """Letters would be taken for a call that nothing constrains."""
+    tokenizer, constraint = ENCODERS[kind].tokenizer, GRAMMARS[kind].constraint(None, None, 0, Tools(FUNCTIONS))
+    for letter in "<tool_call":
+        token = tokenizer.token_to_id(letter)
+        assert constraint.allowed(VOCABULARY)[token]  # type: ignore[index]
+        constraint.accept(token)
+    assert not constraint.allowed(VOCABULARY)[tokenizer.token_to_id(">")]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_special_marks_are_no_text_of_prompts(special: bool) -> None:
+    encoder = encoder_with_marks(special)
+    token = encoder.tokenizer.token_to_id(BEGIN)
+    assert encoder.tokenizer.decode([token]) == BEGIN
+    assert token not in encoder.special_ids
+    typed = PromptEncoder(
+        encoder_json(special), b"{{ messages[0]['content'][0]['text'] }}", Tokens(IMAGE_TOKEN, (370,), "", "")
+    )
+    # As in transformers, what a user types becomes the token only if the token is not special.
+    assert (token in typed.encode([f"a {BEGIN}"]).texts[0]) != special
+
+
+def encoder_json(special: bool) -> bytes:
+    backend = qwen_tokenizer().backend_tokenizer
+    backend.add_tokens([AddedToken(text, special=special, normalized=False) for text in CALL_MARKS])
+    return bytes(backend.to_str().encode())
+
+
+TEXTS = st.text(st.sampled_from('ab<>"\\\n}{/_ é😀'), max_size=6) | st.sampled_from(["</tool_call>", BEGIN, "}\n"])
+ARGUMENTS = st.dictionaries(TEXTS, TEXTS | st.integers() | st.dictionaries(TEXTS, TEXTS, max_size=2), max_size=3)
+
+
+@settings(max_examples=150)
+@given(
+    content=TEXTS.filter(lambda text: BEGIN not in text),
+    calls=st.lists(st.tuples(st.sampled_from(["f", "name", "a-b_C9"]), ARGUMENTS), max_size=3),
+    data=st.data(),
+)
+def test_an_answer_is_taken_apart_however_it_is_cut(
+    content: str, calls: list[tuple[str, dict[str, Any]]], data: st.DataObject
+) -> None:
+    written = [call_text(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
+    text = "\n".join([content, *written]) if content else "\n".join(written)
+    assert apart(text) == (content, calls)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    reader, parts = ToolAnswerReader(), list[AnswerPart]()
+    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        parts += reader.add(text[start:end])
+    parts += reader.end()
+    assert "".join(part.text for part in parts if part.call is None) == content
+    assert [part.name for part in parts if part.name] == [name for name, _ in calls]
+    for number, (_, arguments) in enumerate(calls):
+        own = [part for part in parts if part.call == number]
+        # The name comes first, and alone.
+        assert own[0].name and not own[0].text and not any(part.name for part in own[1:])
+        assert json.loads("".join(part.text for part in own)) == arguments
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "names", "arguments"),
+    [
+        ("Hm\n", "Hm\n", [], ""),
+        ("Hm\n<tool_", "Hm\n<tool_", [], ""),
+        (f"Hm\n{BEGIN}", "Hm", [], ""),
+        (f'{BEGIN}\n{{"name": "look', "", [], ""),
+        (f'{BEGIN}\n{{"name": "look", "arguments": {{"a": [1', "", ["look"], '{"a": [1'),
+        (call_text("look", '{"a": 1}')[:-3], "", ["look"], '{"a": 1}'),
+        (call_text("look", "{}") + "\n<tool", "", ["look"], "{}"),
+    ],
+)
+def test_an_answer_that_is_cut_off(text: str, content: str, names: list[str], arguments: str) -> None:
+    reader = ToolAnswerReader()
+    parts = [*reader.add(text), *reader.end()]
+    assert "".join(part.text for part in parts if part.call is None) == content
+    assert [part.name for part in parts if part.name] == names
+    assert "".join(part.text for part in parts if part.call is not None) == arguments
+
+
+def changed(**fields: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "f", **fields}}]
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        ([], "1 to 128 functions"),
+        (FUNCTIONS[:1] * 129, "1 to 128 functions"),
+        ("look_up", "1 to 128 functions"),
+        ([3], r"tools\[0\] is 3"),
+        ([{"type": "web_search"}], r"tools\[0\] is"),
+        ([{**FUNCTIONS[0], "cache": True}], r"tools\[0\] is"),
+        ([{"type": "function", "function": {}}], r"tools\[0\] is"),
+        (changed(name="a b"), "letters, digits"),
+        (changed(name='f"'), "letters, digits"),
+        (changed(name="f" * 65), "letters, digits"),
+        (changed(name="f\n"), "letters, digits"),
+        (changed(name=None), "letters, digits"),
+        (FUNCTIONS[:1] * 2, "two functions of the same name"),
+        (changed(examples=[]), "field 'examples', which is not supported"),
+        (changed(description=3), "description that is no text"),
+        (changed(strict="yes"), "strict that is no boolean"),
+        (changed(parameters=[]), r"parameters of the function f are wrong: schema is \[\]"),
+        (changed(parameters={"type": "string"}), "expected a schema with the type object"),
+        (changed(parameters={"properties": {}}), "expected a schema with the type object"),
+        (changed(parameters={"type": "object", "not": {}}), "not supported"),
+        (changed(parameters={"type": "object", "properties": {"a": {"type": "x"}}}), "parameters of the function f"),
+        (changed(description="a" * (1 << 16)), "bytes of JSON, expected at most 65536"),
+        (changed(description="\ud800"), "surrogate"),
+        (changed(description=float("nan")), "no JSON"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_wrong_definitions(functions: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Tools(functions)
+
+
+def test_other_wrong_values() -> None:
+    for options in ({"choice": "any"}, {"choice": "auto", "name": "stop"}, {"choice": "required", "name": "go"}):
+        with pytest.raises(UsageError, match="expected"):
+            Tools(FUNCTIONS, **options)
+    with pytest.raises(UsageError, match="id of a tool call"):
+        ToolCall("", "f", {})
+    with pytest.raises(UsageError, match="letters, digits"):
+        ToolCall("1", 'f", "x', {})
+    for arguments in ("[]", "{", "3", '"a"', "NaN", '{"a": "\\ud800"}', "\ud800", 3, None, {}, "[" * 5000):
+        with pytest.raises(UsageError, match="arguments of a tool call"):
+            read_arguments(arguments)
+    assert read_arguments("") == {} and read_arguments(' {"a": [1]}\n') == {"a": [1]}
+
+
+def test_parameters_are_the_functions_own() -> None:
+    """Other parameters are allowed only where the schema names a rule for them."""
+    wanted = call_text("f", '{"b": 1}')
+    for extra, allowed in (({}, False), ({"additionalProperties": {"type": "integer"}}, True)):
+        parameters = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 3}}, **extra}
+        text, _ = answer("marks", Tools(changed(parameters=parameters), "required", "f"), 0, wanted)
+        assert (text.startswith(wanted[:-12])) == allowed
