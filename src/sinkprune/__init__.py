@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         VideoError,
     )
     from sinkprune.runtime.camera import Camera
+    from sinkprune.runtime.confidence.thresholds import Thresholds, read_thresholds, write_thresholds
     from sinkprune.runtime.media.clip import Clip
     from sinkprune.runtime.media.video_file import VideoFile
     from sinkprune.runtime.overlay import overlay
@@ -73,12 +74,15 @@ __all__ = [
     "SinkpruneError",
     "Stream",
     "TaskError",
+    "Thresholds",
     "UsageError",
     "VideoError",
     "VideoFile",
     "overlay",
     "read_costs",
+    "read_thresholds",
     "write_costs",
+    "write_thresholds",
 ]
 
 _MODULES = {
@@ -90,10 +94,13 @@ _MODULES = {
     "Request": "sinkprune.runtime.steps.request",
     "Session": "sinkprune.runtime.session",
     "Stream": "sinkprune.runtime.stream",
+    "Thresholds": "sinkprune.runtime.confidence.thresholds",
     "VideoFile": "sinkprune.runtime.media.video_file",
     "overlay": "sinkprune.runtime.overlay",
     "read_costs": "sinkprune.contract.costs.file",
+    "read_thresholds": "sinkprune.runtime.confidence.thresholds",
     "write_costs": "sinkprune.contract.costs.file",
+    "write_thresholds": "sinkprune.runtime.confidence.thresholds",
 }
 
 

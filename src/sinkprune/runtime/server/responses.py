@@ -98,6 +98,7 @@ class Completion:
             "reused_rows": answer.reused_rows,
             "confidence": answer.confidence,
             "choices": answer.choices,
+            "tried": [asdict(step) for step in answer.tried],
             "deadline": None if answer.deadline is None else asdict(answer.deadline),
         }
 
