@@ -38,9 +38,7 @@ def check_name(manifest: Manifest, name: str) -> None:
             "underscores, a letter or digit first. Choose another --name."
         )
     if name == AUTO:
-        raise BudgetError(
-            f"'{AUTO}' cannot be a budget's name, because it chooses among budgets by confidence. Choose another --name."
-        )
+        raise BudgetError(f"'{AUTO}' cannot be a budget's name, which chooses among budgets. Choose another --name.")
     if name == UNPRUNED or name in FAMILIES[manifest.family].budgets:
         raise BudgetError(
             f"'{name}' is the name of a budget that every bundle of family '{manifest.family}' may have, and means "

@@ -94,8 +94,8 @@ def _run(arguments: Sequence[str] | None) -> None:
     add(
         "--budget",
         default=UNPRUNED,
-        help="a budget of the bundle, or none; with --deadline-ms the largest that may be chosen; auto, with --choice and "
-        "--thresholds, tries larger budgets until the answer is sure enough (default: none)",
+        help="a budget of the bundle, or none; with --deadline-ms the largest that may be chosen; auto, with "
+        "--choice and --thresholds, tries larger budgets until the answer is sure enough (default: none)",
     )
     add(
         "--deadline-ms",

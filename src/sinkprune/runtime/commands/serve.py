@@ -43,7 +43,8 @@ examples:
   sinkprune-serve engines --host 0.0.0.0 --port 8080 --api-key "$(cat key)"
 
 Any client of OpenAI's chat completions works, with http://127.0.0.1:8000/v1 as its base URL. The model is the
-bundle's name; NAME:retain-64 chooses a budget, and NAME:auto with --thresholds. The API key may also be in the environment variable {API_KEY}.
+bundle's name; NAME:retain-64 chooses a budget, and NAME:auto with --thresholds. The API key may also be in the
+environment variable {API_KEY}.
 """
 
 

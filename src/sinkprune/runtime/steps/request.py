@@ -127,8 +127,8 @@ class Request:
             )
         if self.deadline_ms is not None:
             raise UsageError(
-                f"budget '{AUTO}' takes the time that an unsure answer needs, and a deadline limits it. Leave out the "
-                "deadline, or give another budget."
+                f"budget '{AUTO}' takes the time that an unsure answer needs, and a deadline limits it. Leave out "
+                "the deadline, or give another budget."
             )
 
     def new_sampler(self) -> Sampler:
