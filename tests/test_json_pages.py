@@ -153,7 +153,10 @@ def test_parts_are_named() -> None:
 
 def test_an_answer_s_keys_are_named(bundle: Callable[..., Path], photo_file: Path) -> None:
     outcome = run("sinkprune-run", bundle("gqa-112"), "--image", photo_file, *QUESTION, "--json")
-    written = {re.sub(r"^ms\..*", "ms.*", path) for path in paths_in(json.loads(outcome.stdout))} - {"deadline", "tried"}
+    written = {re.sub(r"^ms\..*", "ms.*", path) for path in paths_in(json.loads(outcome.stdout))} - {
+        "deadline",
+        "tried",
+    }
     written |= {f"deadline.{field.name}" for field in fields(DeadlineReport)}
     written |= {f"tried.{field.name}" for field in fields(TriedBudget)}
     assert written == documented(sections()["sinkprune-run"])

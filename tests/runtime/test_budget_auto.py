@@ -155,7 +155,9 @@ def test_an_answer_that_is_sure_enough_stands(counted: tuple[Pipeline, Calls], p
         # The threshold itself is sure enough.
         least = dict.fromkeys((one.budget for one in every[:last]), math.inf) | {step.budget: step.confidence}
         assert pipe.thresholds is not None
-        pipe.thresholds = replace(pipe.thresholds, least={**least, **dict.fromkeys([*LADDER, "none"][last + 1 :], 0.0)})
+        pipe.thresholds = replace(
+            pipe.thresholds, least={**least, **dict.fromkeys([*LADDER, "none"][last + 1 :], 0.0)}
+        )
         stream = pipe.stream(photo, QUESTION, budget="auto", choice=LIST)
         assert "".join(stream) == stream.answer.text
         assert [one.budget for one in stream.answer.tried] == [one.budget for one in every[: last + 1]]
@@ -177,9 +179,7 @@ def test_time_to_first_token_counts_every_step(counted: tuple[Pipeline, Calls], 
 
 
 @pytest.mark.parametrize("most", [0, 1 << 28])
-def test_sessions_share_the_same_picture_only(
-    most: int, counted: tuple[Pipeline, Calls], photo: Image.Image
-) -> None:
+def test_sessions_share_the_same_picture_only(most: int, counted: tuple[Pipeline, Calls], photo: Image.Image) -> None:
     pipe, calls = counted
     pictures, session = [photo, photo.rotate(90)], Session(pipe, max_bytes=most)
     expected = [pipe.generate(one, QUESTION, budget="auto", choice=LIST) for one in pictures]

@@ -120,7 +120,7 @@ def describe_steps(point: CurvePoint) -> str:
 
 def _rounded(confidence: float) -> str:
     """Return a threshold with as many digits as it needs to differ from 1."""
-    return next(text for digits in range(3, 18) if (text := f"{confidence:.{digits}f}") < "1" or confidence >= 1)
+    return next((text for digits in range(3, 18) if (text := f"{confidence:.{digits}f}") < "1"), "1")
 
 
 def _cells(row: FixedBudget | CurvePoint) -> tuple[str, str, str]:
