@@ -137,7 +137,8 @@ def test_an_unknown_budget_is_refused_with_the_known_names(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", ["compacted", "", "Raster", "retain-32", "rho", "rho-05", "from-retain-65", "from-"]
+    "option",
+    ["compacted", "", "Raster", "retain-32", "rho", "rho-0", "rho-1000", "rho-05", "from-retain-65", "from-"],
 )
 def test_an_unknown_option_is_refused_with_the_known_names(option: str) -> None:
     with pytest.raises(BudgetError) as caught:

@@ -149,7 +149,7 @@ def counted(bundle: Callable[..., Path]) -> tuple[Pipeline, Calls]:
 
 
 def test_an_answer_that_is_sure_enough_stands(counted: tuple[Pipeline, Calls], photo: Image.Image) -> None:
-    pipe, calls = counted
+    pipe, _ = counted
     every = pipe.generate(photo, QUESTION, budget="auto", choice=LIST).tried
     for last, step in enumerate(every):
         # The threshold itself is sure enough.
@@ -184,16 +184,20 @@ def test_sessions_share_the_same_picture_only(most: int, counted: tuple[Pipeline
     pictures, session = [photo, photo.rotate(90)], Session(pipe, max_bytes=most)
     expected = [pipe.generate(one, QUESTION, budget="auto", choice=LIST) for one in pictures]
     assert expected[0].choices != expected[1].choices
+    passes = calls.of(lambda: pipe.generate(photo, QUESTION, budget="none", choice=LIST))["head"] - 1
     for first in (True, False):
         for picture, whole in zip(pictures, expected, strict=True):
+            if first:
+                session.generate(picture, OTHER, budget="auto", choice=LIST)
             calls.counts.clear()
             found = session.generate(picture, QUESTION, budget="auto", choice=LIST)
             assert found.budget == "none" and len(found.tried) == 4
             for step, other in zip(found.tried, whole.tried, strict=True):
                 np.testing.assert_allclose([*step.choices.values()], [*other.choices.values()], atol=1e-5)
-            again = bool(most) and not first
-            assert (calls.counts["vision"], found.reused_towers) == ((0, 1) if again else (1, 0))
-            assert (found.tried[0].reused_rows > 0) == again
+            assert (calls.counts["vision"], found.reused_towers) == ((0, 1) if most else (1, 0))
+            assert (found.tried[0].reused_rows > 0) == bool(most)
+            # Once for the ladder, for the question's own words in a session, and once unpruned.
+            assert calls.counts["decoder_0"] == 2 + 4 * passes
 
 
 def test_the_same_question_again_runs_nothing_before_the_select(

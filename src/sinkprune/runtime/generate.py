@@ -107,7 +107,7 @@ def generate(
                 memory.put_tower(digest, tower, tower.norms.size * chain.visual_token_bytes)
             seen = _Seen(digests, layouts, prompt, towers)
             choice = policy.choose(choices, prompt.text_tokens, layouts)
-            run, sampler = _run(model, seen, choice, clock, observer, (memory, own)), request.new_sampler()
+            run, sampler = _run(model, seen, choice, clock, observer, (own, memory)), request.new_sampler()
             # A closed list is compared later.
             ids = [] if isinstance(form, ChoiceTokens) else [sampler(run.logits, form.allowed(run.logits.size))]
     reused_towers = sum(tower is not None for tower in known)
@@ -150,9 +150,10 @@ def generate(
         tried.append(TriedBudget(choice.budget, confidence, written.choices, reused_rows, ms))
         earlier += ms
         with clock.measure("ttft"), backend.turn:
-            if memory.shared(run.key, prompt.texts[-1]) is None:
+            known_rows = memory.shared(run.key, prompt.texts[-1])
+            if known_rows is None or known_rows.rows < run.rows.length:
                 own.put_prefix(run.key, *_prefix(chain, prompt, run))
-            run, sampler = _run(model, seen, following, clock, observer, (memory, own)), request.new_sampler()
+            run, sampler = _run(model, seen, following, clock, observer, (own, memory)), request.new_sampler()
 
     spent = clock.ms()
     times = timings({**spent, "ttft": spent["ttft"] + between}, written.token_ms, written.other_ms)
