@@ -318,7 +318,7 @@ PARTS = {
             "sinkprune-export demo/pocket -o {work}/ladders --force --budgets "
             "retain-32,retain-64,retain-128,"
             "retain-32+from-retain-64,retain-32+from-retain-128,retain-64+from-retain-128",
-            "python -m sinkprune.demo.write_scenes {work}/scenes 20",
+            "python -m sinkprune.demo.write_scenes {work}/scenes 80",
             "sinkprune-calibrate confidence {work}/ladders --data {work}/scenes/scenes.jsonl --threads 1 "
             "--json {json}",
         ),

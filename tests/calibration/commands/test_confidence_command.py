@@ -74,8 +74,8 @@ def asked(tmp_path: Path, photo: Image.Image) -> Callable[..., Path]:
 
 def test_lists_of_the_data_and_of_the_command(bundle: Callable[..., Path], asked: Callable[..., Path]) -> None:
     path = bundle("gqa-112", "fp32", ("retain-64",))
-    data = asked({}, {"choice": ["yes", "no", "maybe"]}, {"options": ["a cup", "a fork"], "answer": "a cup"})
-    words = (path, "--data", data, "--choice", "yes", "--choice", "no", "--threads", 1)
+    data = asked({"answer": "a"}, {"answer": "c", "choice": ["a", "c"]}, {"answer": "b"})
+    words = (path, "--data", data, "--choice", "a", "--choice", "b", "--threads", 1)
     outcome = run(*COMMAND, *words, "--json")
     assert outcome.code == 0, outcome.stderr
     report = json.loads(outcome.stdout)
