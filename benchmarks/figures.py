@@ -244,6 +244,44 @@ def peers_short(figures: Figures) -> str:
     )
 
 
+def confidence_curve(figures: Figures) -> str:
+    """Return the accuracy and TTFT of each budget, and of budget `auto` with several thresholds."""
+    report = figures["report"]
+    unpruned = report["budgets"]["none"]["ttft_ms"]
+    rows = [
+        [f"`{name}`", "", *_closed(found, unpruned), _later(found["resumed_ms"])]
+        for name, found in report["budgets"].items()
+    ]
+    rows += [
+        [f"`auto`, {100 * found['share']:g} %", _steps(found), *_closed(found, unpruned), ""]
+        for found in report["curve"]
+    ]
+    columns = ["budget", "steps, and the share of questions that reach each", "accuracy in %", "of `none`'s"]
+    commands = "\n".join(["```", *figures["commands"], "```"])
+    return (
+        f"Measured on {_where(figures)}:\n\n{commands}\n\n{report['questions']} questions with closed lists about "
+        f"{report['pictures']} pictures. `auto` is cross-validated over {report['folds']} parts of the pictures:\n\n"
+        + _table([*columns, "TTFT ms", "of `none`'s", "as a later step, ms"], rows)
+    )
+
+
+def _closed(found: Mapping[str, Any], unpruned_ms: float) -> list[str]:
+    """Return the cells of accuracy and TTFT, each with its share of the unpruned model's."""
+    low, high = found["ci95"]
+    accuracy, ttft = f"{100 * found['accuracy']:.1f} ±{50 * (high - low):.1f}", found["ttft_ms"]
+    return [accuracy, f"{100 * found['relative']:.1f} %", f"{ttft:.1f}", f"{ttft / unpruned_ms:.2f}"]
+
+
+def _later(ms: float | None) -> str:
+    return "" if ms is None else f"{ms:.1f}"
+
+
+def _steps(point: Mapping[str, Any]) -> str:
+    """Return the budgets of a point on the curve, as in "`retain-32`, then `none` (12 %)"."""
+    first, *others = point["reached"].items()
+    return ", then ".join([f"`{first[0]}`", *(f"`{name}` ({100 * share:.0f} %)" for name, share in others)])
+
+
 _METHODS = (
     "sinkpruner,random,uniform,fastervlm,visionzip,visionzip+filter,divprune,dart,fastv,pyramiddrop,sparsevlm,"
     "sinkpruner-no-sanitizer,sinkpruner-no-text-pruner,sinkpruner-no-diversity,sinkpruner-no-outlier-removal,"
@@ -273,6 +311,18 @@ PARTS = {
             "sinkprune-evaluate {work}/methods --json {json} --plot docs/accuracy.png",
         ),
         {"methods": methods_full},
+        by_default=False,
+    ),
+    "confidence": Part(
+        (
+            "sinkprune-export demo/pocket -o {work}/ladders --force --budgets "
+            "retain-32,retain-64,retain-128,"
+            "retain-32+from-retain-64,retain-32+from-retain-128,retain-64+from-retain-128",
+            "python -m sinkprune.demo.write_scenes {work}/scenes 80",
+            "sinkprune-calibrate confidence {work}/ladders --data {work}/scenes/scenes.jsonl --threads 1 "
+            "--json {json}",
+        ),
+        {"confidence": confidence_curve},
         by_default=False,
     ),
     "peers": Part(

@@ -12,6 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import pytest
 
 from sinkprune.calibration.attention.report import AttentionReport, LayerFigures, RunFigures
+from sinkprune.calibration.confidence.report import ConfidenceReport, CurvePoint, FixedBudget
 from sinkprune.calibration.evaluation.intervals import Mean
 from sinkprune.calibration.evaluation.report import CombinationReport, EvaluationReport, KindReport
 from sinkprune.calibration.norms import NormReport
@@ -27,7 +28,7 @@ from sinkprune.jetson.commands.replay import ReplayReport
 from sinkprune.jetson.host.power_mode import ClockFrequency
 from sinkprune.jetson.report import DoctorReport
 from sinkprune.jetson.times import TimeRange
-from sinkprune.runtime.steps.answer import DeadlineReport
+from sinkprune.runtime.steps.answer import DeadlineReport, TriedBudget
 from sinkprune.runtime.token_map import TokenClass, TokenMap
 from support.programs.commands import run
 from support.programs.repository import ROOT
@@ -41,6 +42,8 @@ OBJECTS: dict[str, type] = {
     "result": CombinationReport,
     "kind": KindReport,
     "curve": Curve,
+    "fixed budget": FixedBudget,
+    "point": CurvePoint,
     "candidate": Candidate,
     "definition": Budget,
     "share": Share,
@@ -58,6 +61,7 @@ REPORTS: dict[str, tuple[type, ...]] = {
     "sinkprune-check": (GateReport,),
     "sinkprune-evaluate": (EvaluationReport,),
     "sinkprune-calibrate schedule": (ScheduleReport,),
+    "sinkprune-calibrate confidence": (ConfidenceReport,),
     "sinkprune-calibrate quantize": (QuantisationReport,),
     "sinkprune-calibrate attention": (AttentionReport,),
     "sinkprune-calibrate norms": (NormReport,),
@@ -154,10 +158,13 @@ def test_parts_are_named() -> None:
 
 def test_an_answer_s_keys_are_named(bundle: Callable[..., Path], photo_file: Path) -> None:
     outcome = run("sinkprune-run", bundle("gqa-112"), "--image", photo_file, *QUESTION, "--json")
-    written = {re.sub(r"^ms\..*", "ms.*", path) for path in paths_in(json.loads(outcome.stdout))} - {"deadline"}
-    assert written | {f"deadline.{field.name}" for field in fields(DeadlineReport)} == documented(
-        sections()["sinkprune-run"]
-    )
+    written = {re.sub(r"^ms\..*", "ms.*", path) for path in paths_in(json.loads(outcome.stdout))} - {
+        "deadline",
+        "tried",
+    }
+    written |= {f"deadline.{field.name}" for field in fields(DeadlineReport)}
+    written |= {f"tried.{field.name}" for field in fields(TriedBudget)}
+    assert written == documented(sections()["sinkprune-run"])
 
 
 def test_keys_of_an_export_and_a_build_are_named(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ NOT_RUN: dict[str, str] = {
     r"sinkprune-calibrate norms \./clip": PARTS,
     r"sinkprune-replay ": PARTS,
     r"sinkprune-run .*--deadline-ms": LOAD,
+    r"sinkprune-run .*--thresholds": PARTS,
     r"sinkprune-serve ": "it ends when it is interrupted: see tests/runtime/commands/test_serve_command.py",
 }
 """By a pattern at the start of a command: the reason why it does not run here."""

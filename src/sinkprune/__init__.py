@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         VideoError,
     )
     from sinkprune.runtime.camera import Camera
+    from sinkprune.runtime.confidence.thresholds import Thresholds, read_thresholds, write_thresholds
     from sinkprune.runtime.media.clip import Clip
     from sinkprune.runtime.media.video_file import VideoFile
     from sinkprune.runtime.overlay import overlay
@@ -79,13 +80,16 @@ __all__ = [
     "SinkpruneError",
     "Stream",
     "TaskError",
+    "Thresholds",
     "UsageError",
     "VideoError",
     "VideoFile",
     "WatchSettings",
     "overlay",
     "read_costs",
+    "read_thresholds",
     "write_costs",
+    "write_thresholds",
 ]
 
 _MODULES = {
@@ -98,11 +102,14 @@ _MODULES = {
     "Request": "sinkprune.runtime.steps.request",
     "Session": "sinkprune.runtime.session",
     "Stream": "sinkprune.runtime.stream",
+    "Thresholds": "sinkprune.runtime.confidence.thresholds",
     "VideoFile": "sinkprune.runtime.media.video_file",
     "WatchSettings": "sinkprune.runtime.watching.watch",
     "overlay": "sinkprune.runtime.overlay",
     "read_costs": "sinkprune.contract.costs.file",
+    "read_thresholds": "sinkprune.runtime.confidence.thresholds",
     "write_costs": "sinkprune.contract.costs.file",
+    "write_thresholds": "sinkprune.runtime.confidence.thresholds",
 }
 
 

@@ -117,6 +117,8 @@ def test_a_share_is_the_floor_or_one(numerator: int, denominator: int, tokens: i
         ("retain-64+rho-25", 576, Counts(15, 1, 64, 64, (110, 74, 42))),
         ("retain-64+rho-999", 576, Counts(576, 1, 0, 0, (110, 74, 42))),
         ("retain-64+raster+serial+compact+visual-keys", 576, LLAVA_576["retain-64"]),
+        ("retain-64+from-retain-128", 576, Counts(6, 1, 128, 128, (110, 74, 42))),
+        ("retain-64+from-retain-192+no-diversity", 576, Counts(6, 1, 192, 0, (110, 74, 42))),
     ],
 )
 def test_names_resolve_to_counts(name: str, tokens: int, counts: Counts) -> None:
@@ -134,7 +136,10 @@ def test_an_unknown_budget_is_refused_with_the_known_names(name: str) -> None:
         assert known in str(caught.value)
 
 
-@pytest.mark.parametrize("option", ["compacted", "", "Raster", "retain-32", "rho", "rho-0", "rho-1000", "rho-05"])
+@pytest.mark.parametrize(
+    "option",
+    ["compacted", "", "Raster", "retain-32", "rho", "rho-0", "rho-1000", "rho-05", "from-retain-65", "from-"],
+)
 def test_an_unknown_option_is_refused_with_the_known_names(option: str) -> None:
     with pytest.raises(BudgetError) as caught:
         parse_budget("llava", f"retain-64+raster+{option}")

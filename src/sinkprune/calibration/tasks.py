@@ -2,7 +2,8 @@
 
 A file has one JSON object a line, with a `question` and an `image`, the path of the picture relative to the file.
 `answer` is a string, or a list of strings that are all right. With `options`, a list of strings, it is the letter of
-the right one, its text, or its 0-based number. The default of `id` is the line's number, that of `kind` "unnamed".
+the right one, its text, or its 0-based number. `choice` is a closed list of replies to an open question. The
+default of `id` is the line's number, that of `kind` "unnamed".
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from typing import Any
 
 from PIL import Image
 
-from sinkprune.contract.errors import ImageError, TaskError
+from sinkprune.contract.errors import ImageError, TaskError, UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_bytes
 from sinkprune.contract.text.questions import Question
 from sinkprune.runtime.media.images import read_image
+from sinkprune.runtime.text.answer_form import checked_choices
 
 SCENES = "scenes"
 """The project's own test set, which comes with the package."""
@@ -34,7 +36,7 @@ TASK_BYTES = 256 << 20
 
 _GREY = (128, 128, 128)
 _REQUIRED = ("image", "question", "answer")
-_OPTIONAL = ("options", "kind", "id")
+_OPTIONAL = ("options", "choice", "kind", "id")
 _FIELDS = ", ".join([*_REQUIRED, *(f"{name} (optional)" for name in _OPTIONAL)])
 
 
@@ -146,7 +148,9 @@ def _read_line(line: bytes, folder: Path, number: int) -> tuple[Path, Question]:
         text=_text("question", data["question"]),
         answers=(_letter(data["answer"], options),) if options else _answers(data["answer"]),
         options=options,
+        choice=_choice(data, options),
     )
+    check_closed_list(question)
     if question.is_right(""):
         raise TaskError(f"the answer {data['answer']!r} is empty, or nothing but punctuation. Give the right words.")
     return folder / _text("image", data["image"]), question
@@ -175,6 +179,27 @@ def _options(data: dict[str, Any]) -> tuple[str, ...]:
     if len(set(options)) < len(options):
         raise TaskError(f"'options' is {value!r}, where two are the same.")
     return options
+
+
+def check_closed_list(question: Question) -> None:
+    """Raise `TaskError` if the question has a closed list without a right reply."""
+    if question.closed_list and not any(map(question.is_right, question.closed_list)):
+        raise TaskError(
+            f"the closed list has no right answer, expected '{question.answers[0]}' in: "
+            f"{', '.join(question.closed_list)}. Add it."
+        )
+
+
+def _choice(data: dict[str, Any], options: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the closed list of an open question; empty without one."""
+    if "choice" not in data:
+        return ()
+    if options:
+        raise TaskError("found 'choice' and 'options', whose letters are the closed list. Leave out one of them.")
+    try:
+        return checked_choices(data["choice"])
+    except UsageError as error:
+        raise TaskError(str(error)) from error
 
 
 def _letter(answer: Any, options: tuple[str, ...]) -> str:

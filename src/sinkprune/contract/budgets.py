@@ -8,7 +8,7 @@ of visual tokens, in integers, so that a row measured on a 24x24 grid holds on a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Annotated, Literal
@@ -18,6 +18,8 @@ from sinkprune.contract.errors import BudgetError
 
 UNPRUNED = "none"
 """The budget of the unpruned engines, which every bundle has."""
+AUTO = "auto"
+"""The budget of requests with a closed list that are answered at larger budgets until the answer is sure enough."""
 
 
 @dataclass(frozen=True)
@@ -139,21 +141,28 @@ OPTIONS: dict[str, Callable[[Budget], Budget]] = {
     "per-frame": lambda budget: replace(budget, frames="apart"),
 }
 """The options of method.md sections 1 and 2, by their name after a budget's ``+`` (docs/budgets.md). `with_option`
-adds one with a number."""
+adds those with a number or a name."""
 _RHO = re.compile(r"rho-([1-9][0-9]?[0-9]?)")
+FROM = "from-"
+"""The start of the option that takes the sanitizer of another budget."""
 
 
-def with_option(budget: Budget, name: str) -> Budget:
-    """Return the budget with an option: one of `OPTIONS`, or `rho-N`, by which N of 1000 tokens are outliers.
+def with_option(budget: Budget, name: str, others: Mapping[str, Budget]) -> Budget:
+    """Return the budget with an option: one of `OPTIONS`, `rho-N` or `from-OTHER`.
 
-    Raises `BudgetError` for any other name.
+    By `rho-N`, N of 1000 tokens are outliers. By `from-OTHER`, the sanitizer keeps what it keeps at another budget,
+    one of `others`. Raises `BudgetError` for any other name.
     """
     if name in OPTIONS:
         return OPTIONS[name](budget)
+    other = others.get(name.removeprefix(FROM)) if name.startswith(FROM) else None
+    if other is not None:
+        return replace(budget, reserve=other.reserve, diverse=other.diverse)
     found = _RHO.fullmatch(name)
     if found is None:
         raise BudgetError(
-            f"unknown option '{name}'; known options: {', '.join(OPTIONS)}, and rho-N: N per mille, from 1 to 999."
+            f"unknown option '{name}'; known options: {', '.join(OPTIONS)}, rho-N: N per mille, from 1 to 999, and "
+            f"from-BUDGET: the sanitizer of {', '.join(others)}."
         )
     return replace(budget, outlier_per_mille=int(found[1]))
 

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sinkprune.contract.budgets import LLAVA_BUDGETS, LLAVA_NEXT_BUDGETS, OPTIONS, QWEN_BUDGETS, Budget, with_option
+from sinkprune.contract.budgets import (
+    FROM,
+    LLAVA_BUDGETS,
+    LLAVA_NEXT_BUDGETS,
+    OPTIONS,
+    QWEN_BUDGETS,
+    Budget,
+    with_option,
+)
 from sinkprune.contract.errors import BudgetError
 
 
@@ -44,12 +52,13 @@ def parse_budget(family: str, name: str) -> Budget:
         inside = f" (in '{name}')" if options else ""
         raise BudgetError(
             f"unknown budget '{base}'{inside}; family '{family}' has: {', '.join(rows)}. "
-            f"Options may follow, as in '{next(iter(rows))}+compact': {', '.join(OPTIONS)}, rho-N."
+            f"Options may follow, as in '{next(iter(rows))}+compact': {', '.join(OPTIONS)}, rho-N, from-BUDGET."
         )
     budget = rows[base]
-    for option in options:
+    # First, so that the order of options changes nothing.
+    for option in sorted(options, key=lambda option: not option.startswith(FROM)):
         try:
-            budget = with_option(budget, option)
+            budget = with_option(budget, option, rows)
         except BudgetError as error:
             raise BudgetError(f"budget '{name}': {error}") from error
     return budget

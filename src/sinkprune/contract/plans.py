@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from sinkprune.contract.budgets import UNPRUNED, Budget, Counts
+from sinkprune.contract.budgets import AUTO, UNPRUNED, Budget, Counts
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.families import parse_budget
 
@@ -88,6 +88,10 @@ def find_plan(
 
 def _remedy(family: str, budget: str) -> str:
     """Return the sentence about how to add a `budget` to a bundle of the `family`."""
+    if budget == AUTO:
+        return (
+            "It is for sinkprune-run and sinkprune-serve with --thresholds, and for pipelines and sessions in Python."
+        )
     of_machine = _OF_MACHINE.fullmatch(budget)
     if of_machine:
         option = {"in": "--target-ms", "mean": "--budget-tokens"}[of_machine[1]]

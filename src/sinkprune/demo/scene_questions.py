@@ -91,7 +91,8 @@ def plural(thing: str) -> str:
 def _ask(scene: Scene, rng: Random, kind: str, name: str) -> Iterator[Question]:
     asked = (KINDS | LESSONS)[kind](scene, rng)
     if asked is not None:
-        yield Question(name, kind, asked.text, (asked.answer,), asked.options)
+        listed = () if asked.options else next((group for group in _CLOSED_LISTS if asked.answer in group), ())
+        yield Question(name, kind, asked.text, (asked.answer,), asked.options, listed)
 
 
 def _existence(absent: Callable[[Scene], Sequence[Pair]]) -> QuestionMaker:
@@ -203,6 +204,9 @@ def _all_by(things: Sequence[SceneObject], key: Callable[[SceneObject], object])
 
 _PAIRS = tuple(product(COLOURS, SHAPES))
 _ALTERNATIVES = (tuple(COLOURS), SHAPES, DIGITS, WORDS, tuple(map(_named, _PAIRS)))
+
+_CLOSED_LISTS = (("yes", "no"), tuple(RADII), ("left", "right"), ("above", "below"), *_ALTERNATIVES)
+"""Each answer is in one at most."""
 
 KINDS: dict[str, QuestionMaker] = {
     "existence-random": _existence(lambda scene: _PAIRS),

@@ -1,7 +1,7 @@
 """Write scenes as pictures: `python -m sinkprune.demo.write_scenes FOLDER COUNT [SPLIT]`.
 
 The scenes are the first COUNT of the split. The default is "test"; use "validation" to calibrate. Their questions are
-in `FOLDER/scenes.jsonl`, for `--data` of `sinkprune-evaluate` and `sinkprune-calibrate quantize`.
+in `FOLDER/scenes.jsonl`, for `--data` of `sinkprune-evaluate` and `sinkprune-calibrate`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from sinkprune.demo.scene_questions import questions_about
 def write_scenes(folder: Path, count: int, split: str = "test") -> None:
     """Write `count` pictures `scene-0.png`, ... of `split`, and `scenes.jsonl`, into `folder`; print how many."""
     lines = []
+    folder.mkdir(parents=True, exist_ok=True)
     by_picture = groupby(questions_about(split, count), key=lambda pair: id(pair[0]))
     for number, (_, group) in enumerate(by_picture):
         for picture, question in group:
@@ -31,6 +32,8 @@ def write_scenes(folder: Path, count: int, split: str = "test") -> None:
             }
             if question.options:
                 line["options"] = question.options
+            elif question.choice:
+                line["choice"] = question.choice
             lines.append(json.dumps(line) + "\n")
     data = folder / "scenes.jsonl"
     data.write_text("".join(lines), encoding="utf-8")

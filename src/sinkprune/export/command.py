@@ -150,7 +150,7 @@ def _known_names() -> str:
     return (
         f"budgets:\n{budgets}"
         f"options, after a budget's name (retain-64+raster+visual-keys):\n  {', '.join(OPTIONS)},\n"
-        "  rho-N (N of 1000 tokens are outliers)\n"
+        "  rho-N (N of 1000 tokens are outliers), from-BUDGET (with the sanitizer of another budget)\n"
         f"presets, for --random-weights:\n  {', '.join(PRESETS)}\n"
     )
 

@@ -2,35 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
 
+from sinkprune.contract.budgets import AUTO
+from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.plans import Plan
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.deadline.choices import runnable
+from sinkprune.runtime.deadline.choices import ScheduledBudget, runnable
 from sinkprune.runtime.deadline.policy import BudgetPolicy
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import TowerInput
-from sinkprune.runtime.steps.answer import Answer, timings
+from sinkprune.runtime.steps.answer import Answer, TriedBudget, timings
+from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.choice_scores import ChoiceTokens
 from sinkprune.runtime.steps.context_length import check_picture_count
-from sinkprune.runtime.steps.decoding import kept_tokens, kv_bytes, prefill, prefix_of
-from sinkprune.runtime.steps.encoding import encode, run_tower
+from sinkprune.runtime.steps.decoding import Prefill, kept_tokens, kv_bytes, prefill, prefix_of
+from sinkprune.runtime.steps.encoding import EncodedPicture, TowerOutput, encode, run_tower
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.part_seen import warn_if_partly_seen
 from sinkprune.runtime.steps.pictures import decoded, layout_of, tower_input
-from sinkprune.runtime.steps.prefix_cache import PrefixCache, PrefixKey
-from sinkprune.runtime.steps.prompt_rows import lay_out
+from sinkprune.runtime.steps.prefix_cache import ANY_SIZE, Prefix, PrefixCache, PrefixKey
+from sinkprune.runtime.steps.prompt_rows import PromptRows, lay_out
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.stream import StreamState
 from sinkprune.runtime.text.constraint import Unconstrained
+from sinkprune.runtime.text.prompt import Prompt
 from sinkprune.runtime.writing import choose, write
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a request needs at any budget."""
+
+    digests: tuple[bytes, ...]
+    layouts: list[VisualLayout]
+    prompt: Prompt
+    towers: list[TowerOutput]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A prompt after the prefill at one budget."""
+
+    choice: ScheduledBudget
+    key: PrefixKey
+    encoded: list[EncodedPicture]
+    rows: PromptRows
+    prefilled: Prefill
+    logits: Array
+    """[vocab], of the first token."""
+    reused_rows: int
 
 
 def generate(
     model: LoadedModel,
     request: Request,
-    plan: Plan | None,
+    plans: Sequence[Plan | None],
     form: Unconstrained | ChoiceTokens,
     new_policy: Callable[[], BudgetPolicy],
     observer: Observer,
@@ -41,14 +71,15 @@ def generate(
 
     Yields the text of each token, which may be empty.
 
-    `plan` is that of the request's budget, and `form` what its answer must be. `new_policy` is called when the first
-    piece is requested, because a deadline is counted from then on. What requests about the same pictures share is
-    read from and added to `memory`.
+    `plans` are those of the request's budget or budgets, and `form` what its answer must be. `new_policy` is called
+    when the first piece is requested, because a deadline is counted from then on. What requests about the same
+    pictures share is read from and added to `memory`. Steps of one request share it too.
     """
-    manifest, limits, family, prompts, embedding, chain = model
-    backend, policy, sampler = chain.backend, new_policy(), request.new_sampler()
-    clock = Stopwatch(backend, observer.during)
-    chain.load_plan(plan)
+    manifest, limits, family, prompts, _, chain = model
+    backend, policy = chain.backend, new_policy()
+    clock, own = Stopwatch(backend, observer.during), PrefixCache(ANY_SIZE)
+    for plan in plans:
+        chain.load_plan(plan)
     check_picture_count(manifest, limits, len(request.pictures))
     pictures = [decoded(source, family) for source in request.pictures]
 
@@ -57,13 +88,13 @@ def generate(
             digests = memory.digests(pictures)
             known = [memory.tower(digest) for digest in digests]
             sources = zip(request.pictures, pictures, known, strict=True)
-            seen = [
+            inputs = [
                 tower_input(source, picture, family, manifest)
                 if tower is None
                 else TowerInput({}, layout_of(source, picture, family, manifest))
                 for source, picture, tower in sources
             ]
-            layouts = [layout for _, layout in seen]
+            layouts = [layout for _, layout in inputs]
             prompt = prompts.encode(
                 request.texts,
                 [one.texts for one in layouts],
@@ -72,54 +103,73 @@ def generate(
                 request.tools,
                 request.tool_call_id,
             )
-        observer.seen(seen)
+        observer.seen(inputs)
         for layout in layouts:
             warn_if_partly_seen(layout)
         candidates = policy.candidates(manifest, layouts)
         choices = runnable(manifest, limits, request, candidates, prompt.text_tokens, layouts)
         with backend.turn:
             towers = [
-                run_tower(chain, inputs, clock) if tower is None else tower
-                for (inputs, _), tower in zip(seen, known, strict=True)
+                run_tower(chain, arrays, clock) if tower is None else tower
+                for (arrays, _), tower in zip(inputs, known, strict=True)
             ]
             for digest, tower in zip(digests, towers, strict=True):
                 memory.put_tower(digest, tower, tower.norms.size * chain.visual_token_bytes)
+            seen = _Seen(digests, layouts, prompt, towers)
             choice = policy.choose(choices, prompt.text_tokens, layouts)
-            state.budget, schedule = choice.budget, choice.schedule
-            key = PrefixKey.of(chain.segments, schedule.plan, digests, prompt.texts)
-            shared = memory.shared(key, prompt.texts[-1])
-            encoded = (
-                [encode(chain, schedule.plan, tower, clock) for tower in towers]
-                if shared is None
-                else [*shared.prefix.encoded]
-            )
-            observer.encoded(encoded)
-            shown, pruned = list(zip(layouts, encoded, strict=True)), schedule.plan is not None
-            rows = lay_out(backend, embedding, family.between_rows, prompt.texts, shown, pruned=pruned)
-            observer.laid_out(rows)
-            prefilled = prefill(chain, schedule, rows, clock, encoded[0].device_norms if encoded else None, shared)
-            logits: Array = backend.numpy(prefilled.logits)[0]
+            run, sampler = _run(model, seen, choice, clock, observer, (own, memory)), request.new_sampler()
             # A closed list is compared later.
-            ids = [] if isinstance(form, ChoiceTokens) else [sampler(logits, form.allowed(logits.size))]
-    policy.first_token()
-    observer.prefilled(prefilled)
-    for token in ids:
-        observer.chose(token, logits)
-    with backend.turn:
-        kept = kept_tokens(chain, schedule, layouts, encoded, rows, prefilled)
-        if memory.stores(key, prompt.texts[-1]):
-            memory.put_prefix(key, *prefix_of(chain, schedule.plan, rows, encoded, prompt.texts[-1], prefilled))
-    cache, cache_bytes = prefilled.cache, kv_bytes(chain, prefilled.cache)
-    layers = [length - prompt.text_tokens for length in prefilled.tokens_per_layer]
-    # Embeddings take no memory while the answer is decoded.
-    reused_towers, reused_rows = sum(tower is not None for tower in known), shared.rows if shared else 0
-    del pictures, seen, known, towers, encoded, shared, shown, rows, prefilled
+            ids = [] if isinstance(form, ChoiceTokens) else [sampler(run.logits, form.allowed(run.logits.size))]
+    reused_towers = sum(tower is not None for tower in known)
+    del pictures, known, inputs, towers
 
-    if isinstance(form, ChoiceTokens):
-        written = yield from choose(model, form, sampler, policy, observer, cache, logits)
-    else:
-        written = yield from write(model, request, form, sampler, policy, observer, state, cache, ids)
+    tried: list[TriedBudget] = []
+    # Milliseconds from the first tokens of earlier steps to the next steps, and of all earlier steps.
+    between, earlier = 0.0, 0.0
+    while True:
+        began = time.perf_counter()
+        policy.first_token()
+        observer.prefilled(run.prefilled)
+        for token in ids:
+            observer.chose(token, run.logits)
+        choice, logits, reused_rows = run.choice, run.logits, run.reused_rows
+        state.budget = choice.budget
+        with backend.turn:
+            kept = kept_tokens(chain, choice.schedule, layouts, run.encoded, run.rows, run.prefilled)
+            if memory.stores(run.key, prompt.texts[-1]):
+                memory.put_prefix(run.key, *_prefix(chain, prompt, run))
+        cache, cache_bytes = run.prefilled.cache, kv_bytes(chain, run.prefilled.cache)
+        layers = [length - prompt.text_tokens for length in run.prefilled.tokens_per_layer]
+        if not isinstance(form, ChoiceTokens):
+            # Embeddings take no memory while the answer is decoded.
+            del seen, run
+            written = yield from write(model, request, form, sampler, policy, observer, state, cache, ids)
+            break
+        written = choose(model, form, sampler, policy, observer, cache, logits)
+        confidence = max(written.choices.values())
+        following, took = policy.following(choice, confidence), (time.perf_counter() - began) * 1e3
+        if following is not None:
+            # A server answers other requests meanwhile.
+            yield ""
+        if following is None or state.cancelled:
+            written = written if following is None else replace(written, finish="cancelled")
+            yield written.text
+            break
+        between += took
+        ms = clock.ms()["ttft"] + between - earlier
+        tried.append(TriedBudget(choice.budget, confidence, written.choices, reused_rows, ms))
+        earlier += ms
+        with clock.measure("ttft"), backend.turn:
+            known_rows = memory.shared(run.key, prompt.texts[-1])
+            if known_rows is None or known_rows.rows < run.rows.length:
+                own.put_prefix(run.key, *_prefix(chain, prompt, run))
+            run, sampler = _run(model, seen, following, clock, observer, (own, memory)), request.new_sampler()
 
+    spent = clock.ms()
+    times = timings({**spent, "ttft": spent["ttft"] + between}, written.token_ms, written.other_ms)
+    if request.budget == AUTO:
+        last = (times["latency"] or 0.0) - earlier
+        tried.append(TriedBudget(choice.budget, confidence, written.choices, reused_rows, last))
     answer = Answer(
         text=written.text,
         token_ids=written.token_ids,
@@ -130,12 +180,45 @@ def generate(
         visual_tokens=sum(layout.all_tokens for layout in layouts),
         tokens_per_layer=layers,
         kv_bytes=cache_bytes,
-        ms=timings(clock.ms(), written.token_ms, written.other_ms),
+        ms=times,
         images=kept,
         reused_towers=reused_towers,
         reused_rows=reused_rows,
         deadline=policy.ended(written.token_ms, reused=reused_rows > 0),
         choices=written.choices,
+        tried=tuple(tried),
     )
     observer.answered(answer)
     return answer
+
+
+def _run(
+    model: LoadedModel,
+    seen: _Seen,
+    choice: ScheduledBudget,
+    clock: Stopwatch,
+    observer: Observer,
+    memories: Sequence[PrefixCache],
+) -> _Run:
+    """Run the steps from the sanitizer to the first logits at one budget, without rows that one of `memories` has."""
+    manifest, _, family, _, embedding, chain = model
+    backend, schedule, texts = chain.backend, choice.schedule, seen.prompt.texts
+    key = PrefixKey.of(manifest, schedule.plan, seen.digests, texts)
+    shared = next(filter(None, (memory.shared(key, texts[-1]) for memory in memories)), None)
+    encoded = (
+        [encode(chain, schedule.plan, tower, clock) for tower in seen.towers]
+        if shared is None
+        else [*shared.prefix.encoded]
+    )
+    observer.encoded(encoded)
+    shown, pruned = list(zip(seen.layouts, encoded, strict=True)), schedule.plan is not None
+    rows = lay_out(backend, embedding, family.between_rows, texts, shown, pruned=pruned)
+    observer.laid_out(rows)
+    prefilled = prefill(chain, schedule, rows, clock, encoded[0].device_norms if encoded else None, shared)
+    logits: Array = backend.numpy(prefilled.logits)[0]
+    return _Run(choice, key, encoded, rows, prefilled, logits, shared.rows if shared else 0)
+
+
+def _prefix(chain: Chain, prompt: Prompt, run: _Run) -> tuple[Prefix, int]:
+    """Return what later prompts about the same pictures may share with a run, and its bytes."""
+    return prefix_of(chain, run.choice.schedule.plan, run.rows, run.encoded, prompt.texts[-1], run.prefilled)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.budgets import AUTO, UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.checks.arguments import check_callable, check_options, check_path, check_type
 from sinkprune.contract.checks.format_value import counted
@@ -23,11 +23,14 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.trust import ANY, Trust
 from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
+from sinkprune.contract.plans import Plan
 from sinkprune.runtime.answering import Answering
 from sinkprune.runtime.backends import Backend, Decoder, Engine, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines, own_engines, usual_backend
 from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.confidence.policy import ConfidencePolicy
+from sinkprune.runtime.confidence.thresholds import Thresholds, missing_thresholds
 from sinkprune.runtime.deadline.cost_measuring import SECONDS, SECONDS_RANGE, measure_costs, place_of
 from sinkprune.runtime.deadline.other_load import OtherLoad
 from sinkprune.runtime.deadline.policy import BudgetPolicy, DeadlinePolicy
@@ -93,6 +96,8 @@ class Pipeline(Answering):
         self.costs: Costs | None = None
         """What requests cost on this machine, for requests with a deadline. `warm_up` measures it. Without it, the
         first such request reads earlier costs from the user's cache folder."""
+        self.thresholds: Thresholds | None = None
+        """How sure answers at budget `auto` must be; see `read_thresholds`."""
         self._history: tuple[Costs | None, RequestHistory] = None, RequestHistory()
         self.bundle, self.backend = bundle, backend
         self.limits = built.limits if built else None
@@ -183,13 +188,18 @@ class Pipeline(Answering):
 
     def answer_with(self, memory: PrefixCache, request: Request, observer: Observer = NOBODY) -> Stream:
         """Do what `answer` does, with the `memory` of a session."""
-        plan, state = self.bundle.manifest.plan(request.method, request.budget), StreamState()
+        plans, state = self.plans(request.method, request.budget), StreamState()
+        thresholds = self.thresholds if request.budget == AUTO else None
         request, form = self._formed(request)
         timed = request
         if isinstance(form, ChoiceTokens):
             # Each pass takes about the time of a token.
             timed = replace(request, max_new_tokens=1 + len(form.passes))
-        steps = generate(self._model, request, plan, form, lambda: self._policy(timed), observer, state, memory)
+
+        def new_policy() -> BudgetPolicy:
+            return self._policy(timed) if thresholds is None else ConfidencePolicy(timed, thresholds)
+
+        steps = generate(self._model, request, plans, form, new_policy, observer, state, memory)
         return Stream(steps, state)
 
     def watch(
@@ -298,6 +308,20 @@ class Pipeline(Answering):
         form = ChoiceTokens(tuple(request.choice), ids, self._stop)
         return replace(request, max_new_tokens=max(map(len, ids))), form
 
+    def plans(self, method: str, budget: str) -> list[Plan | None]:
+        """Return the plans that a request may run at without a deadline: one, or at budget `auto` several.
+
+        Raises `BudgetError` for a method or budget that the bundle does not have, and `UsageError` at budget `auto`
+        without thresholds of this bundle.
+        """
+        manifest = self.bundle.manifest
+        if budget != AUTO:
+            return [manifest.plan(method, budget)]
+        if self.thresholds is None:
+            raise missing_thresholds(manifest, method)
+        self.thresholds.check(self.bundle, method, self.backend.compute)
+        return [manifest.plan(method, each) for each in self.thresholds.least]
+
     @property
     def _model(self) -> LoadedModel:
         return LoadedModel(self.bundle.manifest, self.limits, self.family, self.prompts, self.embedding, self.chain)
@@ -315,10 +339,8 @@ class Pipeline(Answering):
                 "pipeline.warm_up(picture, prompt) or --warm-up, or read measured ones: read_costs or --costs "
                 "FILE.json."
             )
-        manifest = self.bundle.manifest
-        return DeadlinePolicy(
-            request, request.deadline_ms, manifest, self.costs, self._history_of(self.costs), began=began
-        )
+        history = self._history_of(self.costs)
+        return DeadlinePolicy(request, request.deadline_ms, self.bundle.manifest, self.costs, history, began=began)
 
     def _history_of(self, costs: Costs) -> RequestHistory:
         """Return the history of requests compared with these `costs`; it starts anew with other costs."""

@@ -86,8 +86,8 @@ def choose(
     observer: Observer,
     cache: KVCache,
     logits: Array,
-) -> Generator[str, None, Written]:
-    """Choose an answer from a closed list, after a prompt with these `logits` [vocab]; yields its whole text.
+) -> Written:
+    """Return an answer chosen from a closed list, after a prompt with these `logits` [vocab].
 
     The likeliest is chosen, or one is sampled. If a deadline comes before all tokens are scored, the first token of
     each answer decides.
@@ -101,7 +101,6 @@ def choose(
     probabilities = dict(zip(choices.texts, scores.probabilities, strict=True))
     took = _ms_since(began)
     observer.chose(ids[0], logits)
-    yield text
     return Written(text, ids, "stop" if scores.complete else "deadline", [], took, probabilities)
 
 

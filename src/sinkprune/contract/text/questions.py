@@ -20,6 +20,13 @@ class Question:
     """Correct replies; for multiple choice the letter of the correct option."""
     options: tuple[str, ...] = ()
     """Multiple choice: up to 26 options, lettered A, B, ..."""
+    choice: tuple[str, ...] = ()
+    """A closed list of answers, in the words of `answers`; empty for open questions and multiple choice."""
+
+    @property
+    def closed_list(self) -> tuple[str, ...]:
+        """Return the replies to choose from: the options' letters, or `choice`. Empty for open questions."""
+        return tuple(string.ascii_uppercase[: len(self.options)]) if self.options else self.choice
 
     @property
     def prompt(self) -> str:

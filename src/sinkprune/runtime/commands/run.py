@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.budgets import AUTO, UNPRUNED
+from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
@@ -32,6 +33,7 @@ from sinkprune.runtime.commands import (
 from sinkprune.runtime.commands.form_options import FormOptions, add_form_options, read_form
 from sinkprune.runtime.commands.memory import MemoryCheck, PlannedRequests, check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
+from sinkprune.runtime.confidence.thresholds import Thresholds, missing_thresholds, read_thresholds
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, overlay, picture_bytes
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.answer import Answer, DeadlineReport
@@ -47,6 +49,8 @@ examples:
   sinkprune-run bundle --image wide.jpg --prompt "Is there a cup at the edge?" --fit pad
   sinkprune-run bundle --video clip.mp4 --prompt "What happens?" --budget prune-80
   sinkprune-run bundle --image photo.jpg --prompt "Is the door open?" --choice yes --choice no
+  sinkprune-run bundle --image photo.jpg --prompt "Is the door open?" --choice yes --choice no --budget auto \\
+      --thresholds thresholds.json
   sinkprune-run bundle --image photo.jpg --prompt "Describe the cup." --schema cup.json
   sinkprune-run bundle --image photo.jpg --prompt "How many cups are there?" --regex "[0-9]{1,2}"
   sinkprune-run bundle --image photo.jpg --prompt "Is the door open?" --deadline-ms 300 --max-new-tokens 8 --warm-up
@@ -66,6 +70,7 @@ class _Options(PictureOptions, FormOptions):
     deadline_ms: float | None
     warm_up: bool
     costs: Path | None
+    thresholds: Path | None
     max_new_tokens: int | None
     temperature: float
     top_p: float
@@ -87,7 +92,8 @@ def _run(arguments: Sequence[str] | None) -> None:
     add(
         "--budget",
         default=UNPRUNED,
-        help="a budget of the bundle, or none; with --deadline-ms the largest that may be chosen (default: none)",
+        help="a budget of the bundle, or none; with --deadline-ms the largest that may be chosen; auto, with "
+        "--choice and --thresholds, tries larger budgets until the answer is sure enough (default: none)",
     )
     add(
         "--deadline-ms",
@@ -107,6 +113,12 @@ def _run(arguments: Sequence[str] | None) -> None:
         type=Path,
         metavar="FILE.json",
         help="costs of requests on this machine, from sinkprune-calibrate schedule --costs or write_costs in Python",
+    )
+    add(
+        "--thresholds",
+        type=Path,
+        metavar="FILE.json",
+        help="for --budget auto: how sure answers must be, from sinkprune-calibrate confidence --thresholds",
     )
     add(
         "--max-new-tokens",
@@ -137,7 +149,7 @@ def _run(arguments: Sequence[str] | None) -> None:
 
     overlays = [(options.overlay, PICTURE_SUFFIXES)] if options.overlay else []
     read = [*options.picture_files, *options.key_files, *options.form_files]
-    read += [options.costs] if options.costs else []
+    read += [file for file in (options.costs, options.thresholds) if file]
     check_outputs([*json_outputs(options.json), *overlays], read, options.folders)
     if options.overlay and options.budget == UNPRUNED and options.deadline_ms is None:
         raise UsageError("--overlay draws what pruning kept. Give a --budget other than none, or --deadline-ms.")
@@ -145,15 +157,17 @@ def _run(arguments: Sequence[str] | None) -> None:
         raise UsageError("--costs and --warm-up are for a deadline, and there is none. Add --deadline-ms.")
     if options.costs and options.warm_up:
         raise UsageError("--warm-up measures costs, and --costs reads measured ones. Leave out one of the two.")
+    if options.thresholds and options.budget != AUTO:
+        raise UsageError(f"--thresholds is for --budget {AUTO}, and the budget is '{options.budget}'. Give both.")
     form = read_form(options, options.stop)
     prompt = prompt_pieces(options.prompt)
-    bundle = open_bundle(options, [options.budget])
+    thresholds = read_thresholds(options.thresholds) if options.thresholds else None
+    bundle = open_bundle(options, [] if options.budget == AUTO else [options.budget])
+    budgets = _budgets(options, bundle, thresholds)
     images = read_pictures(options, bundle)
     texts = [options.system or "", *([prompt] if isinstance(prompt, str) else prompt)]
     new_tokens = options.max_new_tokens or DEFAULT_NEW_TOKENS
-    memory = check_memory(
-        options, bundle, PlannedRequests(images, options.method, [options.budget], texts, new_tokens)
-    )
+    memory = check_memory(options, bundle, PlannedRequests(images, options.method, budgets, texts, new_tokens))
     pipeline = load_pipeline(options, bundle)
     fields = {name: getattr(options, name) for name in _REQUEST} | form
     if options.max_new_tokens is None:
@@ -162,6 +176,7 @@ def _run(arguments: Sequence[str] | None) -> None:
         # `_unused_options` reports them.
         del fields["top_p"], fields["seed"]
     request = pipeline.new_request(images, prompt, **fields)
+    pipeline.thresholds = thresholds
     if options.costs:
         pipeline.costs = read_costs(options.costs, pipeline.place)
     elif options.warm_up:
@@ -174,6 +189,8 @@ def _run(arguments: Sequence[str] | None) -> None:
         answer = pipeline.answer(request).rest(on_text)
     if not prints_json(options.json):
         write_line("\n" + _timings(answer))
+        for step in answer.tried:
+            write_line(f"tried {step.budget}: confidence {step.confidence:.3f}, {step.ms:.0f} ms")
         for text, share in answer.choices.items():
             _write_piece(f"{share:.3f} {text}\n")
     if options.json is not None:
@@ -192,6 +209,16 @@ def _run(arguments: Sequence[str] | None) -> None:
     # Last: where a command fails, its error is the only line.
     note_pictures(pipeline, options.picture_files, images)
     sys.stderr.write(_unused_options(options, answer.budget))
+
+
+def _budgets(options: _Options, bundle: Bundle, thresholds: Thresholds | None) -> list[str]:
+    """Return the budgets that may run; raises `UsageError` for budget `auto` without thresholds of this bundle."""
+    if options.budget != AUTO:
+        return [options.budget]
+    if thresholds is None:
+        raise missing_thresholds(bundle.manifest, options.method)
+    thresholds.check(bundle, options.method)
+    return [*thresholds.least]
 
 
 def _stop_text(word: str) -> str:
@@ -301,4 +328,5 @@ def _summary(pipeline: Pipeline, answer: Answer, memory: MemoryCheck) -> dict[st
         "load_ms": pipeline.load_ms,
         "memory": memory._asdict(),
         "deadline": to_json(answer.deadline),
+        "tried": to_json(answer.tried),
     }

@@ -14,7 +14,7 @@ from typing import Any
 
 from PIL import Image
 
-from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.budgets import AUTO, UNPRUNED
 from sinkprune.contract.bundle import read_runnable
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.checks.terminal import escaped
@@ -24,6 +24,7 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.runtime.commands import BundleOptions, bundle_parser, load_pipeline, status
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
+from sinkprune.runtime.confidence.thresholds import missing_thresholds, read_thresholds
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.session import MAX_BYTES
 from sinkprune.runtime.steps.part_seen import seen_part
@@ -43,7 +44,8 @@ examples:
   sinkprune-serve engines --host 0.0.0.0 --port 8080 --api-key "$(cat key)"
 
 Any client of OpenAI's chat completions works, with http://127.0.0.1:8000/v1 as its base URL. The model is the
-bundle's name; NAME:retain-64 chooses a budget. The API key may also be in the environment variable {API_KEY}.
+bundle's name; NAME:retain-64 chooses a budget, and NAME:auto with --thresholds. The API key may also be in the
+environment variable {API_KEY}.
 """
 
 
@@ -53,6 +55,7 @@ class _Options(BundleOptions):
     port: int
     name: str | None
     budget: str
+    thresholds: Path | None
     api_key: str | None
     allow_remote_images: bool
     max_queue: int
@@ -74,6 +77,13 @@ def _run(arguments: Sequence[str] | None) -> None:
     add("--port", type=_PORT, default=8000, help="the port to listen at; 0 for any free one (default: 8000)")
     add("--name", help="the model's name (default: the name of the bundle's folder)")
     add("--budget", default=UNPRUNED, help="the budget of requests that name none (default: none)")
+    add(
+        "--thresholds",
+        type=Path,
+        metavar="FILE.json",
+        help="adds budget auto for closed lists: how sure answers must be, from sinkprune-calibrate confidence "
+        "--thresholds",
+    )
     add("--api-key", metavar="KEY", help="the key that every request must have")
     add("--allow-remote-images", action="store_true", help="fetch pictures from https addresses of public hosts")
     add("--max-queue", type=_COUNT, default=64, help="requests that wait or run before 429 (default: 64)")
@@ -87,21 +97,29 @@ def _run(arguments: Sequence[str] | None) -> None:
     )
     parser.add_json("the server's address and models, as soon as it listens,")
     options = parser.parse(arguments, _Options)
-    check_outputs(json_outputs(options.json), options.key_files, options.folders)
+    read = [*options.key_files, *([options.thresholds] if options.thresholds else [])]
+    check_outputs(json_outputs(options.json), read, options.folders)
 
     server = _import_server()
     bundle = read_runnable(options.bundle, options.trust)
-    bundle.manifest.plan("sinkpruner", options.budget)
+    thresholds = read_thresholds(options.thresholds) if options.thresholds else None
+    if thresholds is not None:
+        thresholds.check(bundle, "sinkpruner")
+    elif options.budget == AUTO:
+        raise missing_thresholds(bundle.manifest, "sinkpruner")
+    if options.budget != AUTO:
+        bundle.manifest.plan("sinkpruner", options.budget)
     name = options.bundle.resolve().name if options.name is None else options.name
     if not name or ":" in name or not name.isprintable():
         raise UsageError(f"the model's name is '{name}', expected printable characters without ':'. Choose a --name.")
     # Before the engines are loaded, because a port that is taken should be reported soon.
     with _listening(options.host, options.port) as listener:
-        budgets = [UNPRUNED, options.budget]
+        budgets = [UNPRUNED, *([options.budget] if options.budget != AUTO else [])]
         check_memory(
             options, bundle, PlannedRequests([_USUAL_PICTURE], "sinkpruner", budgets, "", DEFAULT_NEW_TOKENS)
         )
         pipeline = load_pipeline(options, bundle)
+        pipeline.thresholds = thresholds
         with status("loading the pruning graphs"):
             pipeline.load_plans("sinkpruner")
         settings = server.ServerSettings(
@@ -115,10 +133,9 @@ def _run(arguments: Sequence[str] | None) -> None:
             session_bytes=options.session_mb * _MIB,
         )
         host, port = listener.getsockname()[:2]
+        models = server.model_names(name, bundle.manifest, auto=thresholds is not None)
         shown = f"[{host}]" if ":" in host else host
-        write_json(
-            options.json, {"url": f"http://{shown}:{port}/v1", "models": server.model_names(name, bundle.manifest)}
-        )
+        write_json(options.json, {"url": f"http://{shown}:{port}/v1", "models": models})
         if (layout := pipeline.family.layout(_USUAL_PICTURE)).seen_share < 1:
             sys.stderr.write(
                 f"note: {seen_part(layout)}, and of others in proportion; the response has seen_share. --fit pad "

@@ -38,6 +38,14 @@ class BudgetPolicy:
         """Choose from at least one choice, the largest first; called when the vision tower is done."""
         return choices[0]
 
+    def following(self, chosen: ScheduledBudget, confidence: float) -> ScheduledBudget | None:
+        """Return the budget to answer at again, or None where the answer stands.
+
+        Called after an answer from a closed list at the `chosen` budget. `confidence` is the probability of the
+        likeliest answer.
+        """
+        return None
+
     def first_token(self) -> None:
         """Called when the first token is complete."""
 

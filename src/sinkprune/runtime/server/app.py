@@ -89,10 +89,10 @@ class _Server:
         self._session = Session(pipeline, settings.session_bytes)
         self._reader = ChatReader(
             settings.name,
-            model_names(settings.name, pipeline.bundle.manifest),
+            model_names(settings.name, pipeline.bundle.manifest, auto=pipeline.thresholds is not None),
             settings.budget,
             self._session,
-            pipeline.bundle.manifest.plan,
+            pipeline.plans,
             PictureReader(pipeline.family, fetch_https if settings.allow_remote_images else None),
         )
         self.scheduler = Scheduler(self._session, most_jobs=settings.max_queue, most_active=settings.max_active)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.budgets import AUTO, UNPRUNED
 from sinkprune.contract.checks.format_value import format_value, type_name
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.errors import SinkpruneError, UsageError
@@ -70,9 +70,13 @@ class ChatRequest:
     """Whether the request shares work with others about the same pictures."""
 
 
-def model_names(name: str, manifest: Manifest) -> tuple[str, ...]:
-    """Return the names of the models of a bundle: `name`, and `name:BUDGET` for each budget."""
-    return (name, *(f"{name}:{budget}" for budget in (UNPRUNED, *manifest.plans["sinkpruner"])))
+def model_names(name: str, manifest: Manifest, *, auto: bool = False) -> tuple[str, ...]:
+    """Return the names of the models of a bundle: `name`, and `name:BUDGET` for each budget.
+
+    With `auto`, budget `auto` is one of them.
+    """
+    budgets = [UNPRUNED, *manifest.plans["sinkpruner"], *([AUTO] if auto else [])]
+    return (name, *(f"{name}:{budget}" for budget in budgets))
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ class ChatReader:
     answering: Answering
     """Makes and checks requests."""
     plan: Callable[[str, str], object]
-    """Finds the plan of a method and a budget; raises `BudgetError`."""
+    """Finds the plans of a method and a budget; raises `BudgetError`, and `UsageError` for budget `auto`."""
     pictures: PictureReader
 
     def read(self, body: bytes) -> ChatRequest:

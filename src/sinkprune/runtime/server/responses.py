@@ -112,6 +112,7 @@ class Completion:
             "reused_rows": answer.reused_rows,
             "confidence": answer.confidence,
             "choices": answer.choices,
+            "tried": [asdict(step) for step in answer.tried],
             "deadline": None if answer.deadline is None else asdict(answer.deadline),
             **({"kept_tokens": kept_tokens(answer)} if self.kept_tokens else {}),
         }

@@ -79,7 +79,9 @@ def prefill(
         }
         norms_input = {} if norms is None else {"norms": norms}
         given = {"hidden": rows.hidden, "cos": state["cos"], "sin": state["sin"], **rows.deepstack_inputs}
-        if shared is not None:
+        # The segments before the first select then need not run.
+        all_shared = shared is not None and shared.rows == rows.length
+        if shared is not None and not all_shared:
             new = np.arange(shared.rows, rows.length)
             given |= {name: backend.tensor(table[..., shared.rows :, :]) for name, table in tables.items()}
             given |= {name: backend.join([given[name]], new) for name in ("hidden", *rows.deepstack_inputs)}
@@ -90,7 +92,7 @@ def prefill(
             length = text + schedule.reaching(layers.start)
             earlier = shared if shared is not None and segment < len(shared.prefix.saved) else None
             cache = decoder.restore(earlier.prefix.saved[segment], earlier.rows) if earlier else decoder.new_cache()
-            outputs = decoder(given, cache)
+            outputs = {} if earlier and all_shared else decoder(given, cache)
             result.cache.segments.append(cache)
             result.cache.next_positions.append(length if compact else rows.positions.next)
             result.tokens_per_layer += [length] * len(layers)
@@ -110,7 +112,7 @@ def prefill(
                 state = {name: selected[f"{name}_out"] for name in state}
                 result.keep_index[last] = selected["keep_index"]
                 given = {name: state[name] for name in ("hidden", "cos", "sin")}
-            else:
+            elif outputs:
                 given = {"hidden": outputs["hidden_out"], "cos": given["cos"], "sin": given["sin"]}
         result.logits = chain.head({"hidden": given["hidden"]})["logits"]
     return result

@@ -15,12 +15,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.plans import Plan
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Tensor
 from sinkprune.runtime.media.clip import Picture, SampledFrames
 from sinkprune.runtime.steps.encoding import EncodedPicture, TowerOutput
 
+ANY_SIZE = 1 << 62
+"""The size of a cache without a bound."""
 SCORED = ("hidden_out", "query", "key")
 """The outputs of a decoder segment that a select reads, each [...,S,width]."""
 
@@ -43,7 +46,7 @@ class PrefixKey(NamedTuple):
     texts: tuple[tuple[int, ...], ...]
     """The token ids before each part of a picture."""
     sanitizer: str | None
-    """The plan's sanitizer; None without one."""
+    """The sum of the plan's sanitizer; None without one. Budgets with equal sanitizers share rows."""
     pruned: bool
     """Whether a plan runs: an unpruned prompt may have further rows."""
     segments: int
@@ -51,12 +54,23 @@ class PrefixKey(NamedTuple):
 
     @classmethod
     def of(
-        cls, segments: Sequence[range], plan: Plan | None, digests: Sequence[bytes], texts: Sequence[Sequence[int]]
+        cls, manifest: Manifest, plan: Plan | None, digests: Sequence[bytes], texts: Sequence[Sequence[int]]
     ) -> PrefixKey:
-        """Return the key of a prompt with these pictures and `texts`, on decoder `segments` (the layers of each)."""
-        sanitizer = None if plan is None else plan.sanitizer
-        before = segments_before_select(segments, plan)
+        """Return the key of a prompt with these pictures and `texts`, with a plan of the bundle."""
+        before = segments_before_select(manifest.segments, plan)
+        sanitizer = None
+        if plan is not None and plan.sanitizer is not None:
+            sanitizer = manifest.files[manifest.graphs[plan.sanitizer].file].sha256
         return cls((*digests,), (*map(tuple, texts[:-1]),), sanitizer, plan is not None, before)
+
+
+def ladders(manifest: Manifest, method: str) -> list[list[str]]:
+    """Return the groups of two budgets or more of a method whose requests share rows until the first select."""
+    groups: dict[PrefixKey, list[str]] = {}
+    for budget, plan in manifest.plans[method].items():
+        if plan.select_after:
+            groups.setdefault(PrefixKey.of(manifest, plan, (), ((),)), []).append(budget)
+    return [budgets for budgets in groups.values() if len(budgets) > 1]
 
 
 def segments_before_select(segments: Sequence[range], plan: Plan | None) -> int:
@@ -81,8 +95,11 @@ class Prefix:
     """The last segment's `SCORED` outputs, on the host; empty where no select follows."""
 
     def same(self, text: Sequence[int]) -> int:
-        """Return how many first ids `text`, without its last one, has in common with the prefix's."""
-        most = min(len(self.text), len(text) - 1)
+        """Return how many first ids `text` has in common with the prefix's.
+
+        Without a select, its last id does not count: the hidden row of the prompt's last row is not stored.
+        """
+        most = min(len(self.text), len(text) if self.scored else len(text) - 1)
         return next((number for number in range(most) if self.text[number] != text[number]), most)
 
 
@@ -94,11 +111,12 @@ class SharedRows(NamedTuple):
     """How many rows the prompt shares."""
 
     def joined(self, backend: Backend, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the `SCORED` outputs of all rows of the prompt; `outputs` are those of the rows after the shared."""
-        return {
-            name: backend.tensor(np.concatenate([stored[..., : self.rows, :], backend.numpy(outputs[name])], axis=-2))
-            for name, stored in self.prefix.scored.items()
-        }
+        """Return the `SCORED` outputs of all rows of the prompt; `outputs` are those of rows after the shared."""
+        joined = {}
+        for name, stored in self.prefix.scored.items():
+            later = [backend.numpy(outputs[name])] if outputs else []
+            joined[name] = backend.tensor(np.concatenate([stored[..., : self.rows, :], *later], axis=-2))
+        return joined
 
 
 class PrefixCache:
@@ -133,7 +151,7 @@ class PrefixCache:
     def shared(self, key: PrefixKey, text: Sequence[int]) -> SharedRows | None:
         """Return the rows that a prompt shares with a stored one, or None. `text` are its ids after the last picture.
 
-        The last row of a prompt is never shared, because its logits are needed.
+        All rows may be shared where a select follows. Otherwise the last row is not, because its logits are needed.
         """
         found: Prefix | None = self._get(key)
         if found is None or not text:

@@ -192,12 +192,12 @@ class Watch:
             evicted = memory.evict(number)
         after_stage = {layer: np.flatnonzero(np.isin(rows.visual, left)) for layer, left in survivors.items()}
         layers = [length - prompt.text_tokens for length in result.tokens_per_layer]
-        steps = (
-            choose(self._model, form, sampler, policy, observer, result.cache, logits)
-            if isinstance(form, ChoiceTokens)
-            else write(self._model, request, form, sampler, policy, observer, StreamState(), result.cache, ids)
-        )
-        written = _last(steps)
+        if isinstance(form, ChoiceTokens):
+            written = choose(self._model, form, sampler, policy, observer, result.cache, logits)
+        else:
+            written = _last(
+                write(self._model, request, form, sampler, policy, observer, StreamState(), result.cache, ids)
+            )
         return FrameAnswer(
             number=number,
             key=found.key,

@@ -1,0 +1,1 @@
+"""Thresholds of confidence for budget `auto`, found on a user's questions."""

@@ -1,0 +1,36 @@
+"""The budget policy of requests at budget `auto`: small budgets first, larger ones where the answer is unsure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sinkprune.contract.layout import VisualLayout
+from sinkprune.contract.manifest import Manifest
+from sinkprune.runtime.confidence.thresholds import Thresholds
+from sinkprune.runtime.deadline.choices import ScheduledBudget, scheduled_budget
+from sinkprune.runtime.deadline.policy import BudgetPolicy
+from sinkprune.runtime.steps.request import Request
+
+
+class ConfidencePolicy(BudgetPolicy):
+    """Starts at the first budget of the thresholds, and goes on until an answer reaches its budget's threshold."""
+
+    def __init__(self, request: Request, thresholds: Thresholds) -> None:
+        super().__init__(request)
+        self._least = thresholds.least
+        self._larger: list[ScheduledBudget] = []
+
+    def candidates(self, manifest: Manifest, layouts: Sequence[VisualLayout]) -> list[ScheduledBudget]:
+        return [scheduled_budget(manifest, self._request.method, budget, layouts) for budget in self._least]
+
+    def choose(
+        self, choices: Sequence[ScheduledBudget], text: int, layouts: Sequence[VisualLayout]
+    ) -> ScheduledBudget:
+        runnable = {choice.budget: choice for choice in choices}
+        first, *self._larger = [runnable[budget] for budget in self._least if budget in runnable]
+        return first
+
+    def following(self, chosen: ScheduledBudget, confidence: float) -> ScheduledBudget | None:
+        if confidence >= self._least[chosen.budget] or not self._larger:
+            return None
+        return self._larger.pop(0)

@@ -1,0 +1,119 @@
+"""The thresholds of budget `auto`, and their file, which `sinkprune-calibrate confidence` writes."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from sinkprune.contract.budgets import AUTO
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.checks.arguments import check_path
+from sinkprune.contract.checks.fields import Bounds, SchemaError, from_json, to_json
+from sinkprune.contract.checks.format_value import format_value
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.files.output_files import write_whole
+from sinkprune.contract.files.untrusted import UnreadableError, read_json
+from sinkprune.contract.manifest import Manifest
+from sinkprune.runtime.steps.prefix_cache import ladders
+
+THRESHOLDS_VERSION = 1
+_MEASURE = "sinkprune-calibrate confidence BUNDLE --data FILE.jsonl --thresholds thresholds.json"
+_AGAIN = f"Measure them for this bundle: {_MEASURE}"
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """The budgets that a request at budget `auto` may try, and how sure an answer must be at each."""
+
+    thresholds_version: int
+    bundle_sha256: str
+    """The sum of the bundle's `bundle.json`. The confidences of other bundles mean something else."""
+    compute: str
+    """What engines computed in, in words: rounding changes confidences."""
+    method: str
+    least: dict[str, Annotated[float, Bounds(0, 1)]]
+    """By budget, in the order in which budgets are tried: the least confidence of an answer that stands. The last
+    answer stands anyway."""
+
+    def check(self, bundle: Bundle, method: str, compute: str | None = None) -> None:
+        """Raise `UsageError` unless the thresholds are of this bundle and method, and of `compute` where it is known.
+
+        Raises `BudgetError` for a method or budget that the bundle does not have.
+        """
+        if self.bundle_sha256 != bundle.sha256:
+            raise UsageError(
+                f"the thresholds are of a bundle with the sum {format_value(self.bundle_sha256)}, and this bundle's "
+                f"is '{bundle.sha256}'. {_AGAIN}"
+            )
+        if self.method != method:
+            raise UsageError(
+                f"the thresholds are of method {format_value(self.method)}, and the request has '{method}'. {_AGAIN} "
+                f"--method {method}"
+            )
+        if compute not in (None, self.compute):
+            raise UsageError(
+                f"the thresholds were measured with engines that compute in {format_value(self.compute)}, and these "
+                f"compute in '{compute}'. {_AGAIN}"
+            )
+        for budget in self.least:
+            bundle.manifest.plan(method, budget)
+
+
+def missing_thresholds(manifest: Manifest, method: str) -> UsageError:
+    """Return the error about a request at budget `auto` without thresholds."""
+    return UsageError(
+        f"budget '{AUTO}' needs thresholds of confidence, and there are none. They depend on model and questions, so "
+        f"measure them: {_MEASURE}. Then give --thresholds thresholds.json, or in Python pipeline.thresholds = "
+        f"read_thresholds('thresholds.json'). {describe_ladders(manifest, method)}"
+    )
+
+
+def describe_ladders(manifest: Manifest, method: str) -> str:
+    """Return a sentence about the budgets of a method whose steps share more than the vision tower."""
+    found = ladders(manifest, method)
+    if not found:
+        return (
+            "In this bundle budgets share the vision tower only; budgets with the same sanitizer, as "
+            "sinkprune-export --budgets with from-BUDGET makes them, share the first decoder layers too."
+        )
+    groups = "; ".join(", ".join(budgets) for budgets in found)
+    return f"Budgets of this bundle that share a sanitizer, and with it the first decoder layers: {groups}."
+
+
+def write_thresholds(path: str | os.PathLike[str], thresholds: Thresholds) -> None:
+    """Write the thresholds to the JSON file `path`; raises `OutputError`, and `TypeError` if `path` is no path."""
+    check_path("path", path)
+    write_whole(Path(path), (json.dumps(to_json(thresholds), indent=1) + "\n").encode())
+
+
+def read_thresholds(path: str | os.PathLike[str]) -> Thresholds:
+    """Return the thresholds in the JSON file `path`, for `Pipeline.thresholds`.
+
+        pipeline.thresholds = read_thresholds("thresholds.json")
+
+    Raises `UsageError` for any other file, and `TypeError` if `path` is no path. Requests compare the thresholds with
+    the bundle.
+    """
+    check_path("path", path)
+    try:
+        data = read_json(Path(path))
+    except UnreadableError as error:
+        raise UsageError(f"the thresholds '{path}' {error}. {_AGAIN}") from error
+    version = data.get("thresholds_version") if isinstance(data, dict) else None
+    if version is None:
+        raise UsageError(f"'{path}' is no file of thresholds: found no thresholds_version. {_AGAIN}")
+    if type(version) is not int or version != THRESHOLDS_VERSION:
+        raise UsageError(
+            f"the thresholds '{path}' have the version {format_value(version)}, this sinkprune reads "
+            f"{THRESHOLDS_VERSION}. {_AGAIN}"
+        )
+    try:
+        found = from_json(Thresholds, data)
+    except SchemaError as error:
+        raise UsageError(f"the thresholds '{path}' are malformed at {error}. {_AGAIN}") from error
+    if not found.least:
+        raise UsageError(f"the thresholds '{path}' name no budget. {_AGAIN}")
+    return found
