@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import signal
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from mcap.reader import make_reader
-from mcap_ros2.decoder import DecoderFactory
 from PIL import Image
 from rosbags.rosbag2 import Reader
 from rosbags.typesys import Stores, get_types_from_msg, get_typestore
 
 from sinkprune import Pipeline, overlay
-from sinkprune.jetson.bags.journal import FrameResult, Journal
 from sinkprune.jetson.commands import replay as command
 from support.models.bags import (
     PERIOD_NS,
@@ -31,43 +25,11 @@ from support.models.bags import (
     compressed_image,
     frames,
     raw_image,
-    text,
     write_bag,
     write_metadata,
 )
-from support.programs.commands import assert_refused, own_process, run
-
-QUESTION = ("--topic", TOPIC, "--prompt", "What is this?", "--max-new-tokens", "3")
-COUNT = 5
-OVERLAY, FIGURES, ANSWER = "/sinkprune/overlay", "/sinkprune/figures", "/sinkprune/answer"
-
-
-@pytest.fixture(scope="module")
-def model(bundle: Callable[..., Path]) -> Path:
-    return bundle("gqa-112", "fp32", ("retain-64",))
-
-
-@pytest.fixture(scope="module")
-def pictures(photo: Image.Image) -> list[Image.Image]:
-    """Five views of the photo, so that answers differ."""
-    return [photo.crop((90 * number, 40, 90 * number + 200, 190)) for number in range(COUNT)]
-
-
-@pytest.fixture(scope="module")
-def bag(pictures: list[Image.Image], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    said = [Said("/words", START_NS, text("hello")), *frames(pictures)]
-    return write_bag(tmp_path_factory.mktemp("bags") / "drive", said)
-
-
-def messages(path: Path) -> dict[str, list[tuple[int, Any]]]:
-    """Return the messages of every topic with their times, as mcap-ros2-support reads them."""
-    found: dict[str, list[tuple[int, Any]]] = {}
-    with path.open("rb") as file:
-        reader = make_reader(file, decoder_factories=[DecoderFactory()], validate_crcs=True)
-        for _, channel, message, decoded in reader.iter_decoded_messages():
-            assert message.log_time == message.publish_time
-            found.setdefault(channel.topic, []).append((message.log_time, decoded))
-    return found
+from support.programs.commands import assert_refused, run
+from support.programs.replays import ANSWER, COUNT, FIGURES, OVERLAY, QUESTION, messages
 
 
 def metadata(path: Path) -> dict[str, str]:
@@ -206,121 +168,6 @@ def test_a_bag_that_is_cut_off_is_answered_up_to_there(model: Path, bag: Path, t
     cut.write_bytes(more[:200])
     assert_refused(run("sinkprune-replay", model, cut, *QUESTION, "-o", tmp_path / "x.mcap"), "cut off")
     assert not (tmp_path / "x.mcap").exists()
-
-
-STOPPED = """
-import os
-from sinkprune.jetson.bags.journal import Journal
-add = Journal.add
-def add_and_die(journal, result):
-    add(journal, result)
-    if journal.count == 2:
-        os.kill(os.getpid(), 9)
-Journal.add = add_and_die
-"""
-"""A program that begins with this is killed after its second frame."""
-
-
-def stopped(*words: object) -> None:
-    """Start a replay that is killed after two frames."""
-    python, flag, program, *rest = own_process("sinkprune-replay", *words)
-    process = subprocess.run([python, flag, STOPPED + program, *rest], capture_output=True, check=False)
-    assert process.returncode == -signal.SIGKILL, process.stderr
-
-
-def test_a_replay_that_is_killed_goes_on(model: Path, bag: Path, tmp_path: Path) -> None:
-    out, journal = tmp_path / "out.mcap", tmp_path / ".out.mcap.replaying"
-    words = (model, bag, *QUESTION, "--budget", "retain-64", "-o", out)
-    stopped(*words)
-    assert [path.name for path in tmp_path.iterdir()] == [journal.name]
-    # A power cut in the middle of a line
-    with journal.open("ab") as file:
-        file.write(b'{"number": 2, "time_')
-    assert_refused(run("sinkprune-replay", *words, "--limit", "3"), "answers of another replay: frames differ")
-    outcome = run("sinkprune-replay", *words, "--json")
-    assert outcome.code == 0, outcome.stderr
-    assert "goes on after 2 frames" in outcome.stderr
-    report = json.loads(outcome.stdout)
-    assert report["resumed"] == 2 and report["frames"]["answered"] == COUNT
-    assert not journal.exists()
-    whole = tmp_path / "whole.mcap"
-    assert run("sinkprune-replay", *words[:-1], whole).code == 0
-    ours, theirs = messages(out), messages(whole)
-    for topic in (ANSWER, OVERLAY):
-        assert [(time, message.data) for time, message in ours[topic]] == [
-            (time, message.data) for time, message in theirs[topic]
-        ]
-    assert [message.frame for _, message in ours[FIGURES]] == [*range(COUNT)]
-
-
-def test_a_replay_that_is_interrupted_says_what_to_do(
-    model: Path, bag: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add = Journal.add
-
-    def add_and_interrupt(journal: Journal, result: FrameResult) -> None:
-        add(journal, result)
-        if journal.count == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    words = ("sinkprune-replay", model, bag, *QUESTION, "-o", tmp_path / "out.mcap")
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "add", add_and_interrupt)
-        outcome = run(*words)
-    assert outcome.code == 130 and len(outcome.stdout.splitlines()) in (2, 3)
-    assert "3 frames in '" in outcome.stderr and "the same command goes on" in outcome.stderr
-    assert json.loads(run(*words, "--json").stdout)["resumed"] == 3
-
-
-def test_one_process_writes_an_output_at_a_time(
-    model: Path, bag: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ("sinkprune-replay", model, bag, *QUESTION, "-o", tmp_path / "out.mcap")
-    second = []
-
-    def load(*arguments: Any) -> Pipeline:
-        second.append(run(*words))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command, "load_pipeline", load)
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert run(*words).code == 130
-    assert_refused(second[0], "another sinkprune-replay is writing")
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_interrupted_output_leaves_the_answers(
-    model: Path, bag: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ("sinkprune-replay", model, bag, *QUESTION, "-o", tmp_path / "out.mcap")
-
-    def full(path: Path, *arguments: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(command, "write_answers", full)
-        assert_refused(run(*words[:1], *words[1:], "--json"), "No space left")
-    assert [path.name for path in tmp_path.iterdir()] == [".out.mcap.replaying"]
-    with monkeypatch.context() as patch:
-        patch.setattr(Pipeline, "generate", None)
-        assert json.loads(run(*words, "--json").stdout)["resumed"] == COUNT
-    assert len(messages(tmp_path / "out.mcap")[ANSWER]) == COUNT
-
-
-def test_a_file_or_a_link_at_the_journal_s_place_is_not_touched(model: Path, bag: Path, tmp_path: Path) -> None:
-    words = ("sinkprune-replay", model, bag, *QUESTION, "-o", tmp_path / "out.mcap")
-    place, other = tmp_path / ".out.mcap.replaying", tmp_path / "other"
-    other.write_text("precious\n")
-    place.symlink_to(other)
-    assert_refused(run(*words), "is a link")
-    assert other.read_text() == "precious\n"
-    place.unlink()
-    place.write_text("precious\n")
-    assert_refused(run(*words), "has answers of another replay")
-    assert place.read_text() == "precious\n"
-    place.unlink()
-    os.mkfifo(place)
-    assert_refused(run(*words), "not a file of your own")
 
 
 @pytest.mark.parametrize(
