@@ -68,7 +68,7 @@ def read_by(text: str) -> set[str]:
     command, *words = shlex.split(text)
     if command not in COMMANDS:
         return {*words[:2]} if command == "sinkprune-check" else set()
-    if command == "sinkprune-calibrate" and words[0] in ("norms", "attention", "quantize", "schedule"):
+    if command == "sinkprune-calibrate" and words[0] in ("norms", "attention", "quantize", "confidence", "schedule"):
         del words[0]
     return {word for word in words[:1] if not word.startswith("--") and not word.isupper()}
 

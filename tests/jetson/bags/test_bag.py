@@ -73,11 +73,11 @@ def test_a_folder_and_its_file_are_read(storage: Storage, tmp_path: Path) -> Non
     assert bag.counts == ({TOPIC: COUNT, "/words": COUNT} if storage == "mcap" else None)
 
 
-@pytest.mark.parametrize("mode", [CompressionMode.STORAGE, CompressionMode.MESSAGE])
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(
+    ("storage", "mode"),
+    [("mcap", CompressionMode.STORAGE), ("mcap", CompressionMode.MESSAGE), ("sqlite3", CompressionMode.MESSAGE)],
+)
 def test_compressed_bags_are_read(storage: Storage, mode: CompressionMode, tmp_path: Path) -> None:
-    if storage == "sqlite3" and mode is CompressionMode.STORAGE:
-        pytest.skip("sqlite3 has no compression of its own")
     assert read(write_bag(tmp_path / "bag", said(), storage, mode)) == (list(range(COUNT)), None)
 
 
@@ -271,4 +271,4 @@ def test_wrong_bytes_are_read_or_rejected(storage: Storage, tmp_path: Path) -> N
             with suppress(ImageError):
                 read_frame(kind, message.data)
         ends["damaged" if bag.damage else "whole"] += 1
-    assert all(ends.values()), ends
+    assert ends["whole"] and ends["damaged"] + ends["rejected"], ends

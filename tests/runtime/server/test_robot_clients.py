@@ -2,7 +2,8 @@
 
 `robot_clients.jsonl` has the JSON bodies that these clients send, with questions of our own, and `JPEG` and `PNG` in
 place of a picture in base64. Those of RAI and llama_ros were recorded from langchain-openai 1.7.4, which they call.
-Those of bob_llm (1.0.3) and live-vlm-webui follow their code. Requests with status 400 are not supported yet.
+Those of bob_llm (1.0.3) and live-vlm-webui follow their code. Requests with status 400 are not supported, those with
+tools because Qwen2.5-VL's template has none.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ CASES = [
     for line in Path(__file__).with_name("robot_clients.jsonl").read_text(encoding="utf-8").splitlines()
 ]
 BUDGET = "prune-66.7"
-REASONS = ("the field 'tools'", "tools is", "--allow-remote-images", "schema and stop were given")
+REASONS = ("the model's chat template has no tools", "--allow-remote-images", "schema and stop were given")
 """What responses with status 400 say."""
 
 
