@@ -63,7 +63,7 @@ NOT_RUN: dict[str, str] = {
     r"sinkprune-export .*--sign": PARTS,
     r"sinkprune-run .*(--sha256 3f0c|--signed-by)": PARTS,
     r"sinkprune-(calibrate|evaluate) .*\bpocket": MINUTES,
-    r"sinkprune-calibrate (schedule|quantize) ": MINUTES,
+    r"sinkprune-calibrate (schedule|quantize|confidence ladders) ": MINUTES,
     r"sinkprune-calibrate norms \./clip": PARTS,
     r"sinkprune-replay ": PARTS,
     r"sinkprune-run .*--deadline-ms": LOAD,
