@@ -27,7 +27,12 @@ CASES = [
     for line in Path(__file__).with_name("robot_clients.jsonl").read_text(encoding="utf-8").splitlines()
 ]
 BUDGET = "prune-66.7"
-REASONS = ("the model's chat template has no tools", "--allow-remote-images", "schema and stop were given")
+REASONS = (
+    "the model's chat template has no tools",
+    "--allow-remote-images",
+    "schema and stop were given",
+    "tools and stop were given",
+)
 """What responses with status 400 say."""
 
 
