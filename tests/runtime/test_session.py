@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from PIL import Image
 
 from sinkprune import Clip, Pipeline, Session, UsageError
 from sinkprune.contract.precision import WeightsName
+from sinkprune.runtime.backends import Engine
 from sinkprune.runtime.media.clip import ClipSize, SampledFrames
 from sinkprune.runtime.steps.prefix_cache import PrefixCache, picture_digest
 from support.programs.slow_cases import each_once, slow_except
@@ -50,6 +52,15 @@ def assert_second_is_whole(
         assert (found.answer.reused_rows >= found.rows.visual[-1]) == (number > 0)
 
 
+def reuses_pictures(found: Watched) -> bool:
+    return found.answer.reused_rows > text_before(found)
+
+
+def text_before(found: Watched) -> int:
+    """Return the number of rows before the first picture."""
+    return int(found.rows.visual[0])
+
+
 @pytest.mark.parametrize(
     ("backend", "budget"),
     each_once(
@@ -61,7 +72,48 @@ def test_a_second_question_on_every_backend(
 ) -> None:
     backend, _, dialect = backend.partition(" of ")
     path = bundle("gqa-112", "fp32", ("retain-64", "retain-64+compact"), dialect or "opset24")
-    assert_second_is_whole(Pipeline.load(path, backend=backend, compute="fp32"), photo, budget=budget)
+    pipeline = Pipeline.load(path, backend=backend, compute="fp32")
+    assert_second_is_whole(pipeline, photo, budget=budget)
+    assert_another_picture_is_whole(pipeline, photo, budget=budget)
+
+
+def assert_another_picture_is_whole(pipeline: Pipeline, photo: Image.Image, **options: object) -> None:
+    """Ask about two pictures after the same text: the second answer is that of the pipeline, and reuses the text."""
+    session, others = Session(pipeline), [photo, photo.rotate(180)]
+    for number, other in enumerate(others):
+        found = answered(session, other, FIRST, system="Answer in one word.", **options)
+        assert_same(found, answered(pipeline, other, FIRST, system="Answer in one word.", **options))
+        assert found.answer.reused_towers == 0
+        assert found.answer.reused_rows == (text_before(found) if number else 0)
+
+
+def test_no_layer_runs_the_same_text_twice(bundle: Callable[..., Path], photo: Image.Image) -> None:
+    ran: list[int] = []
+
+    class Counted:
+        def __init__(self, engine: Engine) -> None:
+            self._engine = engine
+
+        def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+            ran.append(inputs["hidden"].shape()[1])
+            return self._engine(inputs)
+
+    def wrap(graph: str, engine: Engine, _: object) -> Engine:
+        return Counted(engine) if graph.startswith("decoder_") else engine
+
+    path = bundle("gqa-112", "fp32", ("retain-64", "retain-32"))
+    session = Session(Pipeline.load(path, backend="ort-cpu", wrap=wrap))
+    segments = len(session.pipeline.chain.segments)
+    assert segments > 2
+    for question, budget in ((FIRST, "retain-64"), (FIRST, "retain-32"), (SECOND, "retain-32"), (FIRST, "none")):
+        ran.clear()
+        found = answered(session, photo, question, budget=budget, max_new_tokens=1, min_new_tokens=1)
+        layers = [layers.start for layers in session.pipeline.chain.segments]
+        whole = [found.answer.tokens_per_layer[layer] + found.answer.prompt_tokens for layer in layers]
+        # The first request has nothing to reuse, and unpruned engines are asked for other outputs.
+        reused = 0 if (question, budget) in ((FIRST, "retain-64"), (FIRST, "none")) else text_before(found)
+        own = [found.answer.reused_rows] + [reused] * (segments - 1)
+        assert ran == [rows - known for rows, known in zip(whole, own, strict=True)], (question, budget)
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
@@ -81,6 +133,7 @@ def test_with_quantised_weights(weights: WeightsName, bundle: Callable[..., Path
 def test_every_family(name: str, budget: str, pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
     budgets = ("retain-320",) if name.startswith("next") else ("prune-66.7",)
     assert_second_is_whole(pipeline(name, "fp32", budgets), photo.resize((300, 200)), budget=budget)
+    assert_another_picture_is_whole(pipeline(name, "fp32", budgets), photo.resize((300, 200)), budget=budget)
 
 
 @pytest.mark.parametrize("name", ["qwen-tied", "qwen3-vl"])
@@ -138,7 +191,7 @@ def test_what_differs_before_the_question_is_computed_anew(
     found = answered(session, photo, SECOND, **options)
     assert_same(found, answered(pipe, photo, SECOND, **options))
     assert found.answer.reused_towers == 1
-    assert (found.answer.reused_rows > 0) == rows
+    assert reuses_pictures(found) == rows
 
 
 def test_answers_that_reuse_rows_do_not_correct_the_costs(bundle: Callable[..., Path], photo: Image.Image) -> None:
@@ -156,7 +209,7 @@ def test_one_pixel_makes_another_picture(pipe: Pipeline, photo: Image.Image) -> 
     other.putpixel((0, 0), (1, 2, 3))
     answered(session, photo, FIRST)
     found = answered(session, other, FIRST)
-    assert (found.answer.reused_towers, found.answer.reused_rows) == (0, 0)
+    assert found.answer.reused_towers == 0 and not reuses_pictures(found)
     assert_same(found, answered(pipe, other, FIRST))
 
 
@@ -178,14 +231,15 @@ def test_a_digest_is_of_pixels_shape_and_times(photo: Image.Image) -> None:
 def test_memory_is_bounded_and_the_oldest_goes_first(pipe: Pipeline, photo: Image.Image) -> None:
     pictures = [photo.rotate(turn) for turn in (0, 90, 180)]
     session = Session(pipe)
-    answered(session, pictures[0], FIRST, budget="retain-64")
-    most = int(2.5 * session.nbytes)
+    sizes = [answered(session, picture, FIRST, budget="retain-64") and session.nbytes for picture in pictures]
+    # The text before the pictures, and two and a half pictures.
+    most = (sizes[1] + sizes[2]) // 2
     session = Session(pipe, max_bytes=most)
     reused = []
     for number in (0, 1, 0, 2, 0, 1):
         found = answered(session, pictures[number], FIRST, budget="retain-64")
         assert_same(found, answered(pipe, pictures[number], FIRST, budget="retain-64"))
-        reused.append(found.answer.reused_rows > 0)
+        reused.append(reuses_pictures(found))
         assert 0 < session.nbytes <= most
     assert reused == [False, False, True, False, True, False]
 

@@ -18,13 +18,13 @@ from sinkprune.runtime.steps.answer import Answer, TriedBudget, timings
 from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.choice_scores import ChoiceTokens
 from sinkprune.runtime.steps.context_length import check_picture_count
-from sinkprune.runtime.steps.decoding import Prefill, kept_tokens, kv_bytes, prefill, prefix_of
+from sinkprune.runtime.steps.decoding import Prefill, kept_tokens, kv_bytes, lead_of, prefill, prefix_of
 from sinkprune.runtime.steps.encoding import EncodedPicture, TowerOutput, encode, run_tower
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.part_seen import warn_if_partly_seen
 from sinkprune.runtime.steps.pictures import decoded, layout_of, tower_input
-from sinkprune.runtime.steps.prefix_cache import ANY_SIZE, Prefix, PrefixCache, PrefixKey
+from sinkprune.runtime.steps.prefix_cache import ANY_SIZE, LeadKey, Prefix, PrefixCache, PrefixKey
 from sinkprune.runtime.steps.prompt_rows import PromptRows, lay_out
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.stream import StreamState
@@ -49,12 +49,17 @@ class _Run:
 
     choice: ScheduledBudget
     key: PrefixKey
+    lead_key: LeadKey
     encoded: list[EncodedPicture]
     rows: PromptRows
     prefilled: Prefill
     logits: Array
     """[vocab], of the first token."""
     reused_rows: int
+    knew_pictures: bool
+    """Whether they include rows of the pictures."""
+    new_lead: bool
+    """Whether the text before the first picture is worth storing."""
 
 
 def generate(
@@ -117,7 +122,7 @@ def generate(
                 memory.put_tower(digest, tower, tower.norms.size * chain.visual_token_bytes)
             seen = _Seen(digests, layouts, prompt, towers)
             choice = policy.choose(choices, prompt.text_tokens, layouts)
-            run, sampler = _run(model, seen, choice, clock, observer, (own, memory)), request.new_sampler()
+            run, sampler = _run(model, seen, choice, clock, observer, own, memory), request.new_sampler()
             # A closed list is compared later.
             ids = [] if isinstance(form, ChoiceTokens) else [sampler(run.logits, form.allowed(run.logits.size))]
     reused_towers = sum(tower is not None for tower in known)
@@ -132,12 +137,15 @@ def generate(
         observer.prefilled(run.prefilled)
         for token in ids:
             observer.chose(token, run.logits)
-        choice, logits, reused_rows = run.choice, run.logits, run.reused_rows
+        choice, logits = run.choice, run.logits
+        reused_rows, knew_pictures = run.reused_rows, run.knew_pictures
         state.budget = choice.budget
         with backend.turn:
             kept = kept_tokens(chain, choice.schedule, layouts, run.encoded, run.rows, run.prefilled)
             if memory.stores(run.key, prompt.texts[-1]):
                 memory.put_prefix(run.key, *_prefix(chain, prompt, run))
+            if run.new_lead:
+                memory.put_lead(run.lead_key, *lead_of(chain, len(run.lead_key.text), run.prefilled))
         cache, cache_bytes = run.prefilled.cache, kv_bytes(chain, run.prefilled.cache)
         layers = [length - prompt.text_tokens for length in run.prefilled.tokens_per_layer]
         if not isinstance(form, ChoiceTokens):
@@ -161,9 +169,9 @@ def generate(
         earlier += ms
         with clock.measure("ttft"), backend.turn:
             known_rows = memory.shared(run.key, prompt.texts[-1])
-            if known_rows is None or known_rows.rows < run.rows.length:
+            if known_rows is None or known_rows[1] < run.rows.length:
                 own.put_prefix(run.key, *_prefix(chain, prompt, run))
-            run, sampler = _run(model, seen, following, clock, observer, (own, memory)), request.new_sampler()
+            run, sampler = _run(model, seen, following, clock, observer, own, memory), request.new_sampler()
 
     spent = clock.ms()
     times = timings({**spent, "ttft": spent["ttft"] + between}, written.token_ms, written.other_ms)
@@ -184,7 +192,7 @@ def generate(
         images=kept,
         reused_towers=reused_towers,
         reused_rows=reused_rows,
-        deadline=policy.ended(written.token_ms, reused=reused_rows > 0),
+        deadline=policy.ended(written.token_ms, reused=knew_pictures),
         choices=written.choices,
         tried=tuple(tried),
     )
@@ -198,25 +206,31 @@ def _run(
     choice: ScheduledBudget,
     clock: Stopwatch,
     observer: Observer,
-    memories: Sequence[PrefixCache],
+    own: PrefixCache,
+    memory: PrefixCache,
 ) -> _Run:
-    """Run the steps from the sanitizer to the first logits at one budget, without rows that one of `memories` has."""
+    """Run the steps from the sanitizer to the first logits at one budget, without rows that `own` or `memory` has."""
     manifest, _, family, _, embedding, chain = model
     backend, schedule, texts = chain.backend, choice.schedule, seen.prompt.texts
     key = PrefixKey.of(manifest, schedule.plan, seen.digests, texts)
-    shared = next(filter(None, (memory.shared(key, texts[-1]) for memory in memories)), None)
-    encoded = (
-        [encode(chain, schedule.plan, tower, clock) for tower in seen.towers]
-        if shared is None
-        else [*shared.prefix.encoded]
-    )
+    lead_key = LeadKey.of(manifest.segments, schedule.plan, texts)
+    stored, new_lead = [*memory.lead(lead_key)], memory.stores_lead(lead_key)
+    shared = own.shared(key, texts[-1]) or memory.shared(key, texts[-1])
+    if shared is None:
+        encoded = [encode(chain, schedule.plan, tower, clock) for tower in seen.towers]
+    else:
+        prefix, rows_shared = shared
+        encoded = [*prefix.encoded]
+        stored[: len(prefix.saved)] = prefix.stored(rows_shared)
     observer.encoded(encoded)
     shown, pruned = list(zip(seen.layouts, encoded, strict=True)), schedule.plan is not None
     rows = lay_out(backend, embedding, family.between_rows, texts, shown, pruned=pruned)
     observer.laid_out(rows)
-    prefilled = prefill(chain, schedule, rows, clock, encoded[0].device_norms if encoded else None, shared)
+    norms, lead = encoded[0].device_norms if encoded else None, len(lead_key.text) if new_lead else 0
+    prefilled = prefill(chain, schedule, rows, clock, norms, stored, lead)
     logits: Array = backend.numpy(prefilled.logits)[0]
-    return _Run(choice, key, encoded, rows, prefilled, logits, shared.rows if shared else 0)
+    reused = stored[0].rows if stored else 0
+    return _Run(choice, key, lead_key, encoded, rows, prefilled, logits, reused, shared is not None, new_lead)
 
 
 def _prefix(chain: Chain, prompt: Prompt, run: _Run) -> tuple[Prefix, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +18,7 @@ from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.steps.answer import Kept
 from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.encoding import EncodedPicture
-from sinkprune.runtime.steps.prefix_cache import SCORED, Prefix, SharedRows, segments_before_select
+from sinkprune.runtime.steps.prefix_cache import SCORED, Prefix, StoredRows, segments_before_select
 from sinkprune.runtime.steps.prompt_rows import PromptRows
 
 
@@ -48,6 +48,8 @@ class Prefill:
     """After each pruning layer: the rows that survived it, among its input rows."""
     scored: dict[str, Tensor] = field(default_factory=dict)
     """The outputs of all rows that the first select read; empty without a select."""
+    lead: dict[int, dict[str, Array]] = field(default_factory=dict)
+    """By segment with a select: its `SCORED` outputs of the prompt's first rows, on the host."""
 
 
 def prefill(
@@ -56,14 +58,15 @@ def prefill(
     rows: PromptRows,
     clock: Stopwatch,
     norms: Tensor | None = None,
-    shared: SharedRows | None = None,
+    stored: Sequence[StoredRows] = (),
+    lead: int = 0,
 ) -> Prefill:
     """Run all rows of a prompt through the segments, with the selects of the schedule's plan between them.
 
     `norms` [G,N] are those of the first picture, for plans that keep shares of N: their selects read N from the
-    shape. Bundles for several pictures use quotas in the place of shares. Segments
-    before the first select start after the `shared` rows, if any. Raises `BundleError` where the prompt's number of
-    visual rows differs from the schedule.
+    shape. Bundles for several pictures use quotas in the place of shares. The first segments start after the rows
+    that are `stored` of each. `Prefill.lead` is of the first `lead` rows. Raises `BundleError` where the prompt's
+    number of visual rows differs from the schedule.
     """
     backend, plan = chain.backend, schedule.plan
     compact = plan is not None and plan.positions == "compact"
@@ -78,21 +81,21 @@ def prefill(
             "text_index": backend.tensor(rows.text.astype(np.int64)),
         }
         norms_input = {} if norms is None else {"norms": norms}
-        given = {"hidden": rows.hidden, "cos": state["cos"], "sin": state["sin"], **rows.deepstack_inputs}
-        # The segments before the first select then need not run.
-        all_shared = shared is not None and shared.rows == rows.length
-        if shared is not None and not all_shared:
-            new = np.arange(shared.rows, rows.length)
-            given |= {name: backend.tensor(table[..., shared.rows :, :]) for name, table in tables.items()}
-            given |= {name: backend.join([given[name]], new) for name in ("hidden", *rows.deepstack_inputs)}
+        given, start = {"hidden": rows.hidden, "cos": state["cos"], "sin": state["sin"], **rows.deepstack_inputs}, 0
         result = Prefill(None, KVCache([], []))
         picture = rows.picture
         for segment, (decoder, layers) in enumerate(zip(chain.decoders, chain.segments, strict=True)):
             # From the schedule: reading a shape from the device would wait for it.
             length = text + schedule.reaching(layers.start)
-            earlier = shared if shared is not None and segment < len(shared.prefix.saved) else None
-            cache = decoder.restore(earlier.prefix.saved[segment], earlier.rows) if earlier else decoder.new_cache()
-            outputs = {} if earlier and all_shared else decoder(given, cache)
+            earlier = stored[segment] if segment < len(stored) else None
+            cache = decoder.restore(earlier.saved, earlier.rows) if earlier else decoder.new_cache()
+            outputs: Mapping[str, Tensor] = {}
+            if cache.length < length:
+                if cache.length > start:
+                    later = np.arange(cache.length - start, length - start)
+                    given = {name: backend.join([tensor], later) for name, tensor in given.items()}
+                start = cache.length
+                outputs = decoder(given, cache)
             result.cache.segments.append(cache)
             result.cache.next_positions.append(length if compact else rows.positions.next)
             result.tokens_per_layer += [length] * len(layers)
@@ -102,6 +105,9 @@ def prefill(
                 if earlier:
                     outputs = earlier.joined(backend, outputs)
                 result.scored = result.scored or {name: outputs[name] for name in SCORED}
+                if lead:
+                    whole = {name: backend.numpy(outputs[name]) for name in SCORED}
+                    result.lead[segment] = {name: array[..., :lead, :].copy() for name, array in whole.items()}
                 with clock.measure("select"):
                     scored = {"query": outputs["query"], "key": outputs["key"], **norms_input}
                     if chain.several_images:
@@ -111,7 +117,7 @@ def prefill(
                     selected = select({**state, "hidden": outputs["hidden_out"], **scored})
                 state = {name: selected[f"{name}_out"] for name in state}
                 result.keep_index[last] = selected["keep_index"]
-                given = {name: state[name] for name in ("hidden", "cos", "sin")}
+                given, start = {name: state[name] for name in ("hidden", "cos", "sin")}, 0
             elif outputs:
                 given = {"hidden": outputs["hidden_out"], "cos": given["cos"], "sin": given["sin"]}
         result.logits = chain.head({"hidden": given["hidden"]})["logits"]
@@ -136,10 +142,26 @@ def prefix_of(
     scored = {name: chain.backend.numpy(tensor) for name, tensor in result.scored.items()}
     saved = tuple(decoder.save(cache, rows.length) for decoder, cache in pairs)
     prefix = Prefix(tuple(encoded), tuple(text), rows.length - len(text), saved, scored)
-    layers = sum(map(len, chain.segments[:segments]))
-    cached = 2 * layers * model.num_kv_heads * model.head_dim * room_for(rows.length) * item
     visual = sum(one.kept_index.size for one in encoded) * (model.hidden_size * item + chain.visual_token_bytes)
-    return prefix, cached + visual + sum(array.nbytes for array in scored.values())
+    nbytes = _saved_bytes(chain, segments, rows.length) + sum(array.nbytes for array in scored.values())
+    return prefix, nbytes + visual
+
+
+def lead_of(chain: Chain, rows: int, result: Prefill) -> tuple[tuple[StoredRows, ...], int]:
+    """Return the first `rows` rows of a prompt in all segments, for other prompts, and their bytes.
+
+    They are the text before its first picture, and `result` is of a prefill with `lead` of so many rows.
+    """
+    saved = [decoder.save(cache, rows) for decoder, cache in zip(chain.decoders, result.cache.segments, strict=True)]
+    stored = tuple(StoredRows(rows, own, result.lead.get(segment, {})) for segment, own in enumerate(saved))
+    nbytes = sum(array.nbytes for one in stored for array in one.scored.values())
+    return stored, _saved_bytes(chain, len(stored), rows) + nbytes
+
+
+def _saved_bytes(chain: Chain, segments: int, rows: int) -> int:
+    """Return the bytes of the first `rows` rows of the first `segments` segments, as `Decoder.save` copies them."""
+    model, layers = chain.model, sum(map(len, chain.segments[:segments]))
+    return 2 * layers * model.num_kv_heads * model.head_dim * room_for(rows) * chain.dtype.itemsize
 
 
 def surviving_rows(chain: Chain, schedule: Schedule, result: Prefill) -> dict[int, Array]:

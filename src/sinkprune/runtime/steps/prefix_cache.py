@@ -1,7 +1,8 @@
-"""What requests about the same pictures share: the vision tower's output, and the segments before the first select.
+"""What requests share: the vision tower's output, segments before the first select, and the text before a picture.
 
 Rows of a prompt attend to earlier rows only. So until the first select, no row of a picture depends on the question
-that follows it. A select depends on the question, and runs anew for each request.
+that follows it. A select depends on the question, and runs anew for each request. It drops no text. So rows of the
+text before the first picture depend on neither, in all segments.
 """
 
 from __future__ import annotations
@@ -79,6 +80,43 @@ def segments_before_select(segments: Sequence[range], plan: Plan | None) -> int:
     return cut[0] if cut else len(segments)
 
 
+class LeadKey(NamedTuple):
+    """What the rows of a text before the first picture depend on."""
+
+    text: tuple[int, ...]
+    """Its token ids."""
+    selects: tuple[int, ...]
+    """The decoder segments that a select follows."""
+
+    @classmethod
+    def of(cls, segments: Sequence[range], plan: Plan | None, texts: Sequence[Sequence[int]]) -> LeadKey:
+        """Return the key of a prompt with these `texts`; without pictures, there is no text before them.
+
+        `segments` are the layers of each.
+        """
+        selects = [number for number, layers in enumerate(segments) if plan and str(layers[-1]) in plan.select_after]
+        return cls(tuple(texts[0]) if len(texts) > 1 else (), tuple(selects))
+
+
+class StoredRows(NamedTuple):
+    """The first rows of a prompt in one decoder segment, from an earlier request."""
+
+    rows: int
+    """How many rows of what is stored belong to the prompt."""
+    saved: Any
+    """The keys and values, as `Decoder.save` returned them."""
+    scored: Mapping[str, Array]
+    """The segment's `SCORED` outputs, on the host; empty where no select follows."""
+
+    def joined(self, backend: Backend, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the `SCORED` outputs of all rows of the prompt; `outputs` are those of later rows, or empty."""
+        joined = {}
+        for name, stored in self.scored.items():
+            later = [backend.numpy(outputs[name])] if outputs else []
+            joined[name] = backend.tensor(np.concatenate([stored[..., : self.rows, :], *later], axis=-2))
+        return joined
+
+
 @dataclass(frozen=True)
 class Prefix:
     """The rows of an earlier prompt, after the decoder segments before the first select."""
@@ -94,6 +132,13 @@ class Prefix:
     scored: Mapping[str, Array]
     """The last segment's `SCORED` outputs, on the host; empty where no select follows."""
 
+    def stored(self, rows: int) -> list[StoredRows]:
+        """Return the first `rows` rows of each segment."""
+        last = len(self.saved) - 1
+        return [
+            StoredRows(rows, saved, self.scored if number == last else {}) for number, saved in enumerate(self.saved)
+        ]
+
     def same(self, text: Sequence[int]) -> int:
         """Return how many first ids `text` has in common with the prefix's.
 
@@ -103,31 +148,15 @@ class Prefix:
         return next((number for number in range(most) if self.text[number] != text[number]), most)
 
 
-class SharedRows(NamedTuple):
-    """The first rows of a prompt that a stored `Prefix` holds."""
-
-    prefix: Prefix
-    rows: int
-    """How many rows the prompt shares."""
-
-    def joined(self, backend: Backend, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the `SCORED` outputs of all rows of the prompt; `outputs` are those of rows after the shared."""
-        joined = {}
-        for name, stored in self.prefix.scored.items():
-            later = [backend.numpy(outputs[name])] if outputs else []
-            joined[name] = backend.tensor(np.concatenate([stored[..., : self.rows, :], *later], axis=-2))
-        return joined
-
-
 class PrefixCache:
-    """Stored towers and prefixes of up to `max_bytes`. What was used least recently is dropped first.
+    """Stored towers, prefixes and texts of up to `max_bytes`. What was used least recently is dropped first.
 
     Threads may share it. A cache of 0 bytes stores nothing.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._most, self._bytes = max_bytes, 0
-        self._stored: OrderedDict[bytes | PrefixKey, tuple[Any, int]] = OrderedDict()
+        self._stored: OrderedDict[bytes | PrefixKey | LeadKey, tuple[Any, int]] = OrderedDict()
         self._lock = Lock()
 
     @property
@@ -148,15 +177,29 @@ class PrefixCache:
         """Store the tower's output for a picture."""
         self._put(digest, tower, nbytes)
 
-    def shared(self, key: PrefixKey, text: Sequence[int]) -> SharedRows | None:
-        """Return the rows that a prompt shares with a stored one, or None. `text` are its ids after the last picture.
+    def shared(self, key: PrefixKey, text: Sequence[int]) -> tuple[Prefix, int] | None:
+        """Return a stored prompt and how many rows a prompt shares with it, or None.
 
-        All rows may be shared where a select follows. Otherwise the last row is not, because its logits are needed.
+        `text` are the prompt's ids after the last picture. All rows may be shared where a select follows. Otherwise
+        the last row is not, because its logits are needed.
         """
         found: Prefix | None = self._get(key)
         if found is None or not text:
             return None
-        return SharedRows(found, found.length + found.same(text))
+        return found, found.length + found.same(text)
+
+    def lead(self, key: LeadKey) -> tuple[StoredRows, ...]:
+        """Return the rows of the text before the first picture, in each decoder segment; none if they are unknown."""
+        found: tuple[StoredRows, ...] = self._get(key) or ()
+        return found
+
+    def stores_lead(self, key: LeadKey) -> bool:
+        """Return whether this text is worth storing: there is one, and it is not stored."""
+        return self._most > 0 and bool(key.text) and not self._get(key)
+
+    def put_lead(self, key: LeadKey, lead: tuple[StoredRows, ...], nbytes: int) -> None:
+        """Store the rows of a text before the first picture."""
+        self._put(key, lead, nbytes)
 
     def stores(self, key: PrefixKey, text: Sequence[int]) -> bool:
         """Return whether the prefix of a prompt is worth storing; `text` are its ids after the last picture.
@@ -174,14 +217,14 @@ class PrefixCache:
         """Store a prefix in the place of the stored one."""
         self._put(key, prefix, nbytes)
 
-    def _get(self, key: bytes | PrefixKey) -> Any:
+    def _get(self, key: bytes | PrefixKey | LeadKey) -> Any:
         with self._lock:
             if key not in self._stored:
                 return None
             self._stored.move_to_end(key)
             return self._stored[key][0]
 
-    def _put(self, key: bytes | PrefixKey, value: Any, nbytes: int) -> None:
+    def _put(self, key: bytes | PrefixKey | LeadKey, value: Any, nbytes: int) -> None:
         with self._lock:
             self._bytes -= self._stored.pop(key, (None, 0))[1]
             if nbytes <= self._most:
