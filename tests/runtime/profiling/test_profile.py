@@ -7,12 +7,14 @@ from collections.abc import Callable
 import pytest
 from PIL import Image
 
-from sinkprune import Pipeline
+from sinkprune import Pipeline, Request, Stream
 from sinkprune.contract.errors import PromptError, UsageError
 from sinkprune.contract.reports.report import OF_TTFT, PARTS, Spread
 from sinkprune.runtime.profiling.frame_clock import frame_clock
-from sinkprune.runtime.profiling.profile import profile
+from sinkprune.runtime.profiling.profile import EARLIER, profile
 from sinkprune.runtime.profiling.rate import at_rate
+from sinkprune.runtime.steps.observer import Observer
+from sinkprune.runtime.steps.prefix_cache import PrefixCache
 
 
 def test_budgets_take_turns_and_each_round_starts_with_another(
@@ -33,6 +35,30 @@ def test_warm_up_is_not_counted(pipeline: Callable[..., Pipeline], photo: Image.
         for spread in budget.ms.values():
             assert spread is not None
             assert spread.median == spread.p95
+
+
+@pytest.mark.parametrize("prompt", ["What?", ["First:", "And second:", "What?"]])
+def test_warm_runs_reuse_the_pictures_of_a_question_before(
+    prompt: str | list[str], pipeline: Callable[..., Pipeline], photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[str, int, int]] = []
+    answer_with = Pipeline.answer_with
+
+    def recorded(self: Pipeline, memory: PrefixCache, request: Request, observer: Observer) -> Stream:
+        stream = answer_with(self, memory, request, observer)
+        found.append((request.texts[-1], stream.rest().reused_towers, request.max_new_tokens))
+        return stream
+
+    pictures = photo if isinstance(prompt, str) else [photo, photo.rotate(90)]
+    count = len(pictures) if isinstance(pictures, list) else 1
+    pipe = pipeline("gqa-112", "fp32", max_images=count)
+    monkeypatch.setattr(Pipeline, "answer_with", recorded)
+    report = profile(pipe, pictures, prompt, ["retain-64"], new_tokens=2, repeat=2, warmup=1, warm=True)
+    assert found == [("What?", 0, 2), (EARLIER, 0, 1), ("What?", count, 1)] * 6
+    for budget in report.budgets.values():
+        assert budget.warm_ttft_ms is not None and 0 < budget.warm_ttft_ms.median <= budget.warm_ttft_ms.p95
+    alone = profile(pipe, pictures, prompt, ["retain-64"], new_tokens=2, repeat=1, warmup=0)
+    assert alone.budgets["retain-64"].warm_ttft_ms is None
 
 
 def test_nonsense_repetitions_are_refused(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:

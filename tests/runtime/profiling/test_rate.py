@@ -190,6 +190,7 @@ def test_the_images_of_one_prompt_stay_together(bundle: Callable[..., Path], fra
     ("given", "said"),
     [
         (("--rate", 5, "--repeat", 3), "--repeat counts rounds, and --rate goes by time"),
+        (("--rate", 5, "--warm"), "--warm asks twice about a picture, and --rate shows each once"),
         (("--duration", 3), "--duration is for frames at a steady rate. Add --rate, or leave it out."),
         (("--rate", "0"), "--rate is 0.0, expected from 0.01 to 1000 frames a second."),
         (("--rate", 5, "--duration", "inf"), "--duration is inf, expected from 0.1 to 86400 seconds."),

@@ -91,6 +91,8 @@ class BudgetReport:
     """Decoder and head weights and KV cache, read once a token."""
     energy: BudgetEnergy | None
     """None without power readings of this budget's runs."""
+    warm_ttft_ms: Spread | None
+    """Milliseconds to the first token of a second question about the picture in a `Session`; None if not measured."""
 
 
 @dataclass(frozen=True)

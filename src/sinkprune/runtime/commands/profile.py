@@ -112,6 +112,11 @@ def _profile(arguments: Sequence[str] | None) -> None:
         metavar="N",
         help="rounds before them that do not count (default: 1)",
     )
+    add(
+        "--warm",
+        action="store_true",
+        help="also measure the request as a second question about the picture in a session",
+    )
     add_rate_options(parser)
     add_power_options(parser)
     add_report_options(parser, "where the time goes; with --rate, latency and temperature over time")
@@ -139,7 +144,15 @@ def _profile(arguments: Sequence[str] | None) -> None:
             repeat = options.repeat or _REPEAT
             with _progress(len(planned) * (options.warmup + repeat)) as step:
                 report = profile(
-                    pipeline, prompts[0], prompt, planned, repeat=repeat, meter=meter, on_run=step, **common
+                    pipeline,
+                    prompts[0],
+                    prompt,
+                    planned,
+                    repeat=repeat,
+                    warm=options.warm,
+                    meter=meter,
+                    on_run=step,
+                    **common,
                 )
             write_report(options, report, plot_report)
             if not prints_json(options.json):
@@ -209,6 +222,10 @@ def _print_table(report: ProfileReport) -> None:
         console.print(plain_text(_noise(report)))
     for name, budget in report.budgets.items():
         console.print(plain_text(f"{name}: medians of TTFT's parts: {_parts(budget)}; {_rates(budget)}"))
+    for name, budget in report.budgets.items():
+        if budget.warm_ttft_ms and budget.ms["ttft"]:
+            warm, share = budget.warm_ttft_ms, budget.warm_ttft_ms.median / budget.ms["ttft"].median
+            console.print(plain_text(f"{name}: TTFT in a session {_with_p95(warm)}, {share:.2f} of a whole request"))
     for name, budget in report.budgets.items():
         if budget.stage_peak_rss_bytes:
             console.print(plain_text(f"{name}: peak memory in MB: {_peaks(budget)}"))

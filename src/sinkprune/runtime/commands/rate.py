@@ -24,7 +24,7 @@ _CHANNELS = 3
 
 
 def add_rate_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `RateOptions`, except `--frames` and `--repeat`."""
+    """Add the arguments of `RateOptions`, except `--frames`, `--repeat` and `--warm`."""
     add = parser.add_argument
     add("--rate", type=RATE, metavar="HZ", help="send requests at a camera's rate, each budget for --duration")
     add("--duration", type=DURATION, metavar="SECONDS", help=f"for --rate (default: {DURATION_SECONDS:g})")
@@ -38,6 +38,7 @@ class RateOptions:
     rate: float | None
     duration: float | None
     repeat: int | None
+    warm: bool
 
 
 def wanted_camera(options: RateOptions) -> FrameClock | None:
@@ -49,6 +50,8 @@ def wanted_camera(options: RateOptions) -> FrameClock | None:
         return None
     if options.repeat is not None:
         raise UsageError("--repeat counts rounds, and --rate goes by time. Leave --repeat out, and give --duration.")
+    if options.warm:
+        raise UsageError("--warm asks twice about a picture, and --rate shows each once. Leave one of them out.")
     return frame_clock(options.rate, DURATION_SECONDS if options.duration is None else options.duration)
 
 

@@ -6,6 +6,7 @@ import platform
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.ranges import WholeNumber
@@ -26,6 +27,7 @@ from sinkprune.runtime.power.meter import EnergyMeter
 from sinkprune.runtime.profiling.energy import budget_energy
 from sinkprune.runtime.profiling.peak_memory import PeakMemory, PeaksOfStages
 from sinkprune.runtime.profiling.stage_spans import StageSpans
+from sinkprune.runtime.session import Session
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.context_length import check_picture_count
 from sinkprune.runtime.steps.pictures import PictureLike, decoded, layout_of
@@ -34,6 +36,8 @@ from sinkprune.runtime.system.processor import processor_name
 # The upper limits bound the memory of the answers, which are kept until the report.
 REPEAT = WholeNumber("repeat", 1, 100_000)
 WARMUP = WholeNumber("warmup", 0, 100_000)
+EARLIER = "Describe the picture."
+"""The question that a session answers before a warm run."""
 
 
 def profile(
@@ -46,15 +50,20 @@ def profile(
     new_tokens: int = 16,
     repeat: int = 5,
     warmup: int = 1,
+    warm: bool = False,
     meter: EnergyMeter | None = None,
     on_run: Callable[[str], None] = lambda budget: None,
 ) -> ProfileReport:
     """Run every budget once in each of `repeat` rounds, after `warmup` rounds that do not count.
 
-    The unpruned engines are always included. Every answer has exactly `new_tokens`: stop tokens are ignored. `meter`
-    measures the joules of every run. If its sensor dies, later runs have none, and the report has the reason.
-    `on_run` is called before each run. Raises `UsageError`, and what `Pipeline.generate` raises.
+    The unpruned engines are always included. Every answer has exactly `new_tokens`: stop tokens are ignored. With
+    `warm`, each run is followed by the same request in a new session that has answered `EARLIER`. `meter` measures
+    the joules of every run. If its sensor dies, later runs have none, and the report has the reason. `on_run` is
+    called before each run. Raises `UsageError`, also for `warm` with engines that `Session` rejects, and what
+    `Pipeline.generate` raises.
     """
+    if warm:
+        Session(pipeline)
     repeat, warmup = REPEAT.check(repeat), WARMUP.check(warmup)
     names = list(dict.fromkeys([UNPRUNED, *budgets]))
     check_budgets(pipeline, image, prompt, names, method=method, new_tokens=new_tokens)
@@ -79,8 +88,11 @@ def profile(
                 )
             run.stages.watching = False
             first = first or answer
+            warm_ttft = _warm_ttft(pipeline, image, prompt, name, method) if warm else None
             if turn >= 0:
                 run.answers.append(answer)
+                if warm_ttft is not None:
+                    run.warm_ttft.append(warm_ttft)
                 if spans:
                     run.spans.append(spans)
     curve = meter.curve() if meter else None
@@ -130,6 +142,22 @@ class _Runs:
         self.spans: list[StageSpans] = []
         """Those of `answers`; empty without a power sensor."""
         self.memory, self.stages = PeakMemory(), PeaksOfStages()
+        self.warm_ttft: list[float] = []
+        """Milliseconds, one for each of `answers` if warm runs are measured."""
+
+
+def _warm_ttft(
+    pipeline: Pipeline,
+    image: PictureLike | Sequence[PictureLike],
+    prompt: str | Sequence[str],
+    budget: str,
+    method: str,
+) -> float | None:
+    """Return the milliseconds to the first token of a request whose pictures a session knows from `EARLIER`."""
+    session = Session(pipeline)
+    options: dict[str, Any] = {"budget": budget, "method": method, "max_new_tokens": 1}
+    session.generate(image, EARLIER if isinstance(prompt, str) else [*prompt[:-1], EARLIER], **options)
+    return session.generate(image, prompt, **options).ms["ttft"]
 
 
 def report_header(
@@ -206,6 +234,7 @@ def _budget_report(pipeline: Pipeline, run: _Runs, unpruned: _Runs, energy: Budg
         decode_tokens_per_s=1e3 / per_token.median if per_token else None,
         decode_gb_per_s=step_bytes / per_token.median / 1e6 if per_token else None,
         energy=energy,
+        warm_ttft_ms=Spread.of(run.warm_ttft) if run.warm_ttft else None,
     )
 
 
