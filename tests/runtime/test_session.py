@@ -194,14 +194,16 @@ def test_what_differs_before_the_question_is_computed_anew(
     assert reuses_pictures(found) == rows
 
 
-def test_answers_that_reuse_rows_do_not_correct_the_costs(bundle: Callable[..., Path], photo: Image.Image) -> None:
+def test_answers_that_reuse_rows_of_pictures_do_not_correct_the_costs(bundle: Callable[..., Path], photo: Image.Image) -> None:
     pipeline = Pipeline.load(bundle("gqa-112", "fp32", ("retain-64",)))
     costs = pipeline.warm_up(photo, FIRST, seconds=0.2)
     session, corrections = Session(pipeline), []
-    for answering in (session, session, pipeline):
-        answered(answering, photo, SECOND, deadline_ms=60_000)
+    other = photo.rotate(90)
+    # The third request is about another picture after the same text.
+    for answering, picture in ((session, photo), (session, photo), (session, other), (pipeline, photo)):
+        answered(answering, picture, SECOND, deadline_ms=60_000)
         corrections.append(len(pipeline._history_of(costs).recent.first))
-    assert corrections == [1, 1, 2]
+    assert corrections == [1, 1, 2, 3]
 
 
 def test_one_pixel_makes_another_picture(pipe: Pipeline, photo: Image.Image) -> None:
