@@ -194,7 +194,9 @@ def test_what_differs_before_the_question_is_computed_anew(
     assert reuses_pictures(found) == rows
 
 
-def test_answers_that_reuse_rows_of_pictures_do_not_correct_the_costs(bundle: Callable[..., Path], photo: Image.Image) -> None:
+def test_answers_that_reuse_rows_of_pictures_do_not_correct_the_costs(
+    bundle: Callable[..., Path], photo: Image.Image
+) -> None:
     pipeline = Pipeline.load(bundle("gqa-112", "fp32", ("retain-64",)))
     costs = pipeline.warm_up(photo, FIRST, seconds=0.2)
     session, corrections = Session(pipeline), []

@@ -33,8 +33,8 @@ class Session(Answering):
 
     Pictures are recognised by their pixels. Requests also share rows if they have the same text before the pictures,
     the same method, and budgets with the same sanitizer. About another picture, they share the text before it. Times
-    of answers that reuse rows of pictures do not correct a pipeline's costs. Any number of threads may share a session
-    (docs/sessions.md).
+    of answers that reuse rows of pictures do not correct a pipeline's costs. Any number of threads may share a
+    session (docs/sessions.md).
     """
 
     def __init__(self, pipeline: Pipeline, max_bytes: int = MAX_BYTES) -> None:
