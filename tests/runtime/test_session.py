@@ -15,7 +15,7 @@ from sinkprune import Clip, Pipeline, Session, UsageError
 from sinkprune.contract.precision import WeightsName
 from sinkprune.runtime.backends import Engine
 from sinkprune.runtime.media.clip import ClipSize, SampledFrames
-from sinkprune.runtime.steps.prefix_cache import PrefixCache, picture_digest
+from sinkprune.runtime.steps.prefix_cache import PrefixCache, StoredRows, picture_digest
 from support.programs.slow_cases import each_once, slow_except
 from support.references.same_answers import kept_sets
 from support.references.steps import Watched
@@ -257,6 +257,20 @@ def test_a_cache_counts_what_it_holds() -> None:
     assert [cache.tower(bytes([number])) is tower for number in range(5)] == [False, True, False, True, True]
     cache.put_tower(bytes([1]), tower, 101)  # type: ignore[arg-type]
     assert cache.nbytes == 50 and cache.tower(bytes([1])) is None
+
+
+@pytest.mark.parametrize("budget", ["none", "retain-64"])
+def test_the_bytes_of_the_text_before_a_picture(
+    budget: str, pipe: Pipeline, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put: list[tuple[Sequence[StoredRows], int]] = []
+    monkeypatch.setattr(PrefixCache, "put_lead", lambda _self, _key, lead, nbytes: put.append((lead, nbytes)))
+    answered(Session(pipe), photo, FIRST, budget=budget)
+    ((lead, nbytes),) = put
+    arrays = [array for stored in lead for array in stored.scored.values()]
+    buffers = [pipe.backend.numpy(buffer) for stored in lead for buffer in stored.saved.buffers.values()]
+    assert len(arrays) == (0 if budget == "none" else 9)
+    assert nbytes == sum(array.nbytes for array in [*arrays, *buffers])
 
 
 def test_a_session_without_room_stores_nothing(pipe: Pipeline, photo: Image.Image) -> None:

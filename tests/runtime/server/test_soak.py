@@ -101,7 +101,18 @@ def fields(kind: str, rng: np.random.Generator) -> dict[str, Any]:
     return {}
 
 
-KINDS = ("plain", "schema", "regex", "choice", "auto", "tools", "kept tokens", "log probabilities", "sampled", "wrong")
+KINDS = (
+    "plain",
+    "schema",
+    "regex",
+    "choice",
+    "auto",
+    "tools",
+    "kept tokens",
+    "log probabilities",
+    "sampled",
+    "wrong",
+)
 
 
 def check_form(body: dict[str, Any], found: dict[str, Any]) -> None:
@@ -166,15 +177,12 @@ def test_memory_stays_and_nothing_is_stuck(bundle: Callable[..., Path], tmp_path
                 return [ask(http, rng) for _ in range(REQUESTS // CLIENTS // 10)]
 
         for part in range(10):
-            began = time.monotonic()
             with ThreadPoolExecutor(CLIENTS) as clients:
                 for ends in clients.map(client, range(part * CLIENTS, (part + 1) * CLIENTS)):
                     for end in ends:
                         ended[end] += 1
             assert httpx.get(address.removesuffix("/v1")).status_code == 200
             grown.append(resident_bytes(process))
-            # pytest -s shows it.
-            print(f"{sum(ended.values())} {ended} {grown[-1] >> 20} MiB {time.monotonic() - began:.0f} s", flush=True)
         until = time.monotonic() + 30
         while any(f"sinkprune_{state} 0.0" not in metrics(address) for state in ("waiting", "active")):
             assert time.monotonic() < until
