@@ -138,11 +138,12 @@ class _Server:
         return PlainTextResponse(self._metrics.text())
 
     async def complete(self, http: Request) -> Response:
+        arrived = time.perf_counter()
         chat = await self._read(http)
         reader = None if chat.request.tools is None else ToolAnswerReader()
         completion = Completion(chat.model, kept_tokens=chat.kept_tokens, reader=reader)
         events: asyncio.Queue[_Event] = asyncio.Queue()
-        job = self._job(chat, completion, events)
+        job = self._job(chat, completion, events, arrived)
         self.scheduler.submit(job)
         if chat.stream:
             # The status is known with the first event only.
@@ -154,7 +155,7 @@ class _Server:
         while True:
             found = await self._next(http, job, events)
             if isinstance(found, Answer):
-                self._metrics.answered(found, completion.queued_ms)
+                self._metrics.answered(found, completion.read_ms, completion.queued_ms)
                 self._metrics.ended(200)
                 return JSONResponse(completion.whole(found, None if chat.logprobs is None else logprobs))
             logprobs += found[1] or []
@@ -182,11 +183,13 @@ class _Server:
                 raise ApiError(413, f"the body has more than {most} bytes. Send smaller pictures.")
         return bytes(data)
 
-    def _job(self, chat: ChatRequest, completion: Completion, events: asyncio.Queue[_Event]) -> Job:
+    def _job(self, chat: ChatRequest, completion: Completion, events: asyncio.Queue[_Event], arrived: float) -> Job:
+        """Return the job of a request that arrived at that time, and has just been read."""
         loop = asyncio.get_running_loop()
         tokenizer = self._pipeline.prompts.tokenizer
         observer = NOBODY if chat.logprobs is None else TokenLogprobs(tokenizer, chat.logprobs)
-        job: Job
+        read = time.perf_counter()
+        completion.read_ms = (read - arrived) * 1e3
 
         def put(found: _Event) -> None:
             # The loop may have ended before the scheduler.
@@ -200,9 +203,9 @@ class _Server:
             put((text, tokens))
 
         def on_start() -> None:
-            completion.queued_ms = (time.perf_counter() - job.arrived) * 1e3
+            completion.queued_ms = (time.perf_counter() - read) * 1e3
 
-        job = Job(chat.request, chat.priority, observer, on_text, put, on_start)
+        job = Job(chat.request, chat.priority, observer, on_text, put, on_start, arrived=arrived)
         if not chat.session:
             job.answering = self._pipeline
         return job
@@ -248,7 +251,7 @@ class _Server:
                     yield event(chunk)
                 first = False
                 found = await self._next(http, job, events)
-            self._metrics.answered(found, completion.queued_ms)
+            self._metrics.answered(found, completion.read_ms, completion.queued_ms)
             self._metrics.ended(200)
             yield event(completion.last_chunk(found))
             if chat.include_usage:

@@ -27,7 +27,8 @@ class Metrics:
         self._times = {
             name: Histogram(f"sinkprune_{name}_seconds", help_text, buckets=_BUCKETS, registry=own)
             for name, help_text in (
-                ("queued", "Time until a request starts"),
+                ("read", "Time until a request has arrived and its pictures are decoded"),
+                ("queued", "Time from then until it starts"),
                 ("ttft", "Time from the start to the first token"),
                 ("latency", "Time of a whole answer, alone"),
             )
@@ -39,14 +40,15 @@ class Metrics:
         """Count a request that ended with this HTTP status."""
         self._requests.labels(str(status)).inc()
 
-    def answered(self, answer: Answer, queued_ms: float) -> None:
-        """Count an answer."""
+    def answered(self, answer: Answer, read_ms: float, queued_ms: float) -> None:
+        """Count an answer to a request that was read and then queued for so many milliseconds."""
         self._prompt.inc(answer.prompt_tokens + answer.tokens_per_layer[0])
         self._visual.inc(answer.visual_tokens)
         self._new.inc(len(answer.token_ids))
         self._reused.inc(answer.reused_rows)
         if answer.deadline is not None and not answer.deadline.met:
             self._missed.inc()
+        self._times["read"].observe(read_ms / 1e3)
         self._times["queued"].observe(queued_ms / 1e3)
         for name in ("ttft", "latency"):
             self._times[name].observe((answer.ms[name] or 0.0) / 1e3)

@@ -54,8 +54,10 @@ class Completion:
     """Whether `sinkprune` has what became of each visual token."""
     reader: ToolAnswerReader | None = None
     """Takes the answer apart if it may call tools."""
+    read_ms: float = 0.0
+    """The time in which the body arrived and was read, with its pictures decoded."""
     queued_ms: float = 0.0
-    """The time between the request's arrival and its start."""
+    """The time between that and the request's start."""
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -107,6 +109,7 @@ class Completion:
             "seen_share": [kept.layout.seen_share for kept in answer.images],
             "tokens_per_layer": answer.tokens_per_layer,
             "ms": answer.ms,
+            "read_ms": self.read_ms,
             "queued_ms": self.queued_ms,
             "reused_towers": answer.reused_towers,
             "reused_rows": answer.reused_rows,
