@@ -159,7 +159,7 @@ def _run(arguments: Sequence[str] | None) -> None:
 
 
 def _serve(pipeline: Pipeline, settings: Any, listener: socket.socket, drain_s: int) -> None:
-    """Answer until the process is interrupted. Requests that run have `drain_s` seconds to end, then get status 503."""
+    """Answer until the process is interrupted. Requests then have `drain_s` seconds to end, or get status 503."""
     import uvicorn
 
     app = _import_server().new_app(pipeline, settings)
