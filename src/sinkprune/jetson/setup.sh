@@ -16,6 +16,7 @@ PATH=$trusted
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root='' venv=/opt/sinkprune/venv source='' power_mode='' swap_gb='' clocks=no service=no dry_run=no
+readonly extras=cpu,jetpack
 readonly swap_file=/swapfile-sinkprune unit=sinkprune-doctor.service
 readonly needed_mb=3000
 
@@ -149,9 +150,9 @@ check_release() {
     major=${BASH_REMATCH[1]} minor=${BASH_REMATCH[2]} patch=${BASH_REMATCH[3]:-0}
   fi
   if ((major == 36 && (minor > 4 || (minor == 4 && patch >= 3)))); then
-    jetpack=6.2 python=python3.10 cuda_python='cuda-python>=12.6,<13'
+    jetpack=6.2 python=python3.10
   elif ((major == 39 && minor >= 2)); then
-    jetpack=7.2 python=python3.12 cuda_python='cuda-python>=13,<14'
+    jetpack=7.2 python=python3.12
   else
     refuse "Jetson Linux '$major.$minor.$patch' ($file) is not of JetPack 6.2 or 7.2. Flash one of them. Nothing was changed."
   fi
@@ -204,7 +205,7 @@ check_all() {
 
 make_environment() {
   local place=$root$venv wanted
-  wanted="$python $cuda_python $source"
+  wanted="$python ${source}[$extras]"
   if [[ -x $place/bin/sinkprune-doctor && $(cat -- "$place/sinkprune-setup" 2>/dev/null) == "$wanted" ]]; then
     say "environment: as it should be, $place"
     return
@@ -219,7 +220,7 @@ make_environment() {
   fi
   change "$python" -I -m venv --system-site-packages "$place"
   change "$place/bin/python" -I -m pip install --no-input --disable-pip-version-check \
-    "${source}[cpu]" "$cuda_python" 'onnx>=1.16'
+    "${source}[$extras]"
   [[ $dry_run == yes ]] || printf '%s\n' "$wanted" >"$place/sinkprune-setup"
 }
 

@@ -45,6 +45,32 @@ def test_it_answers_until_it_is_interrupted(bundle: Callable[..., Path]) -> None
             server.kill()
 
 
+@pytest.mark.parametrize(("drain_s", "complete"), [(60, True), (0, False)])
+def test_sigterm_lets_running_requests_end_in_time(
+    drain_s: int, complete: bool, bundle: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = bundle("gqa-112", "fp32", ("retain-64",))
+    where = tmp_path / "server.json"
+    words = own_process("sinkprune-serve", path, "--port", 0, "--json", where, "--drain-s", drain_s)
+    tokens = {"max_tokens": 900, "min_new_tokens": 900}
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            while "answers at" not in (line := server.stderr.readline()):
+                assert line, server.wait()
+            found = json.loads(where.read_text())
+            body = {**BODY, "model": found["models"][0], **tokens, "stream": True}
+            with httpx.stream("POST", f"{found['url']}/chat/completions", json=body, timeout=60) as response:
+                lines = response.iter_lines()
+                assert next(lines).startswith("data:")
+                server.send_signal(signal.SIGTERM)
+                *_, last = filter(None, lines)
+            assert last == "data: [DONE]" if complete else "the server is shutting down" in last
+            assert (server.wait(timeout=30), server.stderr.read()) == (0, "")
+        finally:
+            server.kill()
+
+
 def test_connections_send_small_packets_at_once() -> None:
     """Otherwise each response waits 40 ms for the client's acknowledgement of its head."""
     with serve._listening("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 from PIL import Image
@@ -36,6 +37,8 @@ _MIB = 1 << 20
 _PORT = WholeNumber("port", 0, 65535)
 _COUNT = WholeNumber("requests", 1, 10_000)
 _MEGABYTES = WholeNumber("megabytes", 0, 1 << 20)
+_SECONDS = WholeNumber("seconds", 0, 86_400)
+_DRAIN_S = 5
 _GRACE_S = 5
 _USUAL_PICTURE = Image.new("RGB", (640, 480))
 _EXAMPLES = f"""\
@@ -62,6 +65,7 @@ class _Options(BundleOptions):
     max_active: int
     max_body_mb: int
     session_mb: int
+    drain_s: int
     json: Path | None
 
 
@@ -94,6 +98,13 @@ def _run(arguments: Sequence[str] | None) -> None:
         type=_MEGABYTES,
         default=MAX_BYTES // _MIB,
         help=f"memory for what questions about the same pictures share, in MiB (default: {MAX_BYTES // _MIB})",
+    )
+    add(
+        "--drain-s",
+        type=_SECONDS,
+        default=_DRAIN_S,
+        metavar="SECONDS",
+        help=f"time that requests have to end after SIGTERM or Ctrl-C (default: {_DRAIN_S})",
     )
     parser.add_json("the server's address and models, as soon as it listens,")
     options = parser.parse(arguments, _Options)
@@ -144,18 +155,31 @@ def _run(arguments: Sequence[str] | None) -> None:
         page = f"http://{shown}:{port}/"
         sys.stderr.write(f"{escaped(name)} answers at {page}v1. {page} is a page to try it. Ctrl-C ends it.\n")
         sys.stderr.flush()
-        _serve(pipeline, settings, listener)
+        _serve(pipeline, settings, listener, options.drain_s)
 
 
-def _serve(pipeline: Pipeline, settings: Any, listener: socket.socket) -> None:
-    """Answer until the process is interrupted; requests that run then get a few seconds."""
+def _serve(pipeline: Pipeline, settings: Any, listener: socket.socket, drain_s: int) -> None:
+    """Answer until the process is interrupted. Requests then have `drain_s` seconds to end, or get status 503."""
     import uvicorn
 
     app = _import_server().new_app(pipeline, settings)
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_S, server_header=False)
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            # In a thread, because it waits for the model's current step.
+            ending = Timer(drain_s, app.state.end_requests)
+            ending.start()
+            try:
+                await super().shutdown(sockets)
+            finally:
+                ending.cancel()
+
+    # The responses of requests that were ended take some time too.
+    grace_s = drain_s + _GRACE_S
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=grace_s, server_header=False)
     # uvicorn raises the signal again when it has ended.
     with suppress(KeyboardInterrupt):
-        asyncio.run(uvicorn.Server(config).serve([listener]))
+        asyncio.run(Server(config).serve([listener]))
 
 
 def _import_server() -> Any:

@@ -62,7 +62,10 @@ class ServerSettings:
 
 
 def new_app(pipeline: Pipeline, settings: ServerSettings) -> Starlette:
-    """Return the application, whose scheduler starts and ends with it."""
+    """Return the application, whose scheduler starts and ends with it.
+
+    `app.state.end_requests()` ends all requests with status 503 and returns after the model's current step.
+    """
     server = _Server(pipeline, settings)
 
     @asynccontextmanager
@@ -80,7 +83,9 @@ def new_app(pipeline: Pipeline, settings: ServerSettings) -> Starlette:
         Route("/metrics", server.metrics_page),
     ]
     handlers = {HTTPException: server.http_error, Exception: server.our_error}
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)  # type: ignore[arg-type]
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)  # type: ignore[arg-type]
+    app.state.end_requests = server.scheduler.close
+    return app
 
 
 class _Server:
