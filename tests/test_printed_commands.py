@@ -6,17 +6,16 @@ pages. A command that cannot run here has a row in `NOT_RUN` with the reason. It
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from sinkprune.demo.example_files import write_example_files
 from support.programs.commands import run
+from support.programs.parsed_options import check_options
 from support.programs.printed_commands import ALL, OUTPUT, Block, blocks, most_images
 from support.programs.repository import ROOT
 
@@ -46,7 +45,7 @@ NOT_RUN: dict[str, str] = {
     r"cd demo-output|source \.venv/bin/activate": "they prepare the shell for the other commands",
     r"sudo ": SYSTEM,
     r"jetson/setup\.sh": SYSTEM,
-    r"docker ": SYSTEM,
+    r"docker |kubectl |helm ": SYSTEM,
     r"python3\.11 -m venv|peers/bin/|converter/bin/|export PATH|CMAKE_ARGS": SYSTEM,
     r"benchmarks/|python benchmarks/|pytest -m gpu": MINUTES,
     r"python -m lmms_eval": PARTS,
@@ -84,10 +83,6 @@ PARSED = [
 ]
 
 SNIPPETS = [block for block in blocks() if block.language == "python"]
-
-
-class Parsed(Exception):
-    """A command's options were accepted."""
 
 
 @pytest.fixture(scope="module")
@@ -146,19 +141,8 @@ def test_a_printed_command_runs(place: str, text: str, here: Path) -> None:
 
 
 @pytest.mark.parametrize(("place", "text"), PARSED, ids=lambda value: value[:60])
-def test_a_printed_command_s_options_exist(
-    place: str, text: str, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parse = argparse.ArgumentParser.parse_args
-
-    def parsed(self: argparse.ArgumentParser, *given: Any, **named: Any) -> argparse.Namespace:
-        parse(self, *given, **named)
-        raise Parsed
-
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
-    command, *words = shlex.split(text)
-    with pytest.raises(Parsed):
-        run(command, *words)
+def test_a_printed_command_s_options_exist(place: str, text: str, here: Path) -> None:
+    check_options(*shlex.split(text))
 
 
 def test_only_exports_for_gpus_have_states_in_fp16() -> None:
@@ -170,7 +154,9 @@ def test_files_and_targets_that_commands_name_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     extras = set(re.findall(r"^([a-z-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
     for place, text in ALL:
-        for name in re.findall(r"(?:benchmarks|demo|jetson)/\w+\.(?:py|sh)|jetson/Dockerfile\.\w+", text):
+        for name in re.findall(
+            r"(?:benchmarks|demo|jetson)/\w+\.(?:py|sh)|jetson/Dockerfile\.\w+|docs/containers/[\w.-]+", text
+        ):
             assert (ROOT / name).is_file(), f"{place}: {text}"
         if text.startswith("make "):
             assert text.split()[1] in targets, f"{place}: {text}"

@@ -1,49 +1,56 @@
-"""The Dockerfiles and the unit agree with `setup.sh`. They have not been built on a board."""
+"""The images and the unit of boards agree with `setup.sh`. They have not been built on a board."""
 
 from __future__ import annotations
 
 import configparser
 import re
-import shlex
 
 import pytest
+from packaging.requirements import Requirement
 
 from sinkprune.jetson.boards import read_boards
+from support.programs.dockerfiles import JETPACK_6, JETPACK_7, arguments, instructions, values
 from support.programs.repository import ROOT
 
 JETSON = ROOT / "jetson"
 
 
-def dockerfile(generation: str) -> list[str]:
-    """The instructions of a Dockerfile, each on a line."""
-    text = (JETSON / f"Dockerfile.jetpack{generation}").read_text(encoding="utf-8")
-    lines = re.sub(r"\\\n\s*", "", text).splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
+@pytest.mark.parametrize("path", [JETPACK_6, JETPACK_7])
+def test_an_image_holds_what_the_set_up_installs(path: str) -> None:
+    extras = re.search(r"^readonly extras=(\S+)$", (JETSON / "setup.sh").read_text(encoding="utf-8"), re.MULTILINE)
+    assert extras is not None
+    assert {*extras[1].split(",")} <= {*arguments(path)["EXTRAS"].split(",")}
+    assert any("python3 -m venv --system-site-packages" in rest for rest in values(path, "RUN"))
 
 
-@pytest.mark.parametrize("generation", ["6", "7"])
-def test_an_image_holds_what_the_set_up_installs(generation: str) -> None:
-    installs = next(line for line in dockerfile(generation) if "pip install" in line)
-    words = [word for word in shlex.split(installs) if re.match(r"(cuda-python|onnx)\W", word)]
-    setup = (JETSON / "setup.sh").read_text(encoding="utf-8")
-    assert len(words) == 2
-    assert all(word in setup for word in words)
-    assert "--system-site-packages" in installs
+def test_the_extra_follows_the_cuda_of_each_jetpack() -> None:
+    [requirements] = re.findall(
+        r"^jetpack = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL
+    )
+    found = [Requirement(text) for text in re.findall(r'"(.*?)"', requirements) if "cuda-python" in text]
+    for jetpack in (known for known in read_boards().jetpacks if known.version in ("6.2", "7.2")):
+        [cuda] = [each for each in found if each.marker and each.marker.evaluate({"python_version": jetpack.python})]
+        major = jetpack.cuda.split(".")[0]
+        assert cuda.specifier.contains(f"{major}.9") and not cuda.specifier.contains(f"{int(major) + 1}.0")
 
 
-@pytest.mark.parametrize("generation", ["6", "7"])
-def test_an_image_is_of_the_vendor_and_of_one_version(generation: str) -> None:
-    bases = [line.split()[1] for line in dockerfile(generation) if line.startswith("FROM")]
-    assert len(bases) == 1
-    assert re.fullmatch(r"nvcr\.io/nvidia/[a-z0-9-]+:[a-z0-9.-]*\d[a-z0-9.-]*", bases[0])
-    assert "USER robot" in dockerfile(generation)
+@pytest.mark.parametrize("path", [JETPACK_6, JETPACK_7])
+def test_an_image_is_of_the_vendor_and_of_one_version(path: str) -> None:
+    assert re.fullmatch(r"nvcr\.io/nvidia/[a-z0-9-]+:[a-z0-9.-]*\d[a-z0-9.-]*", arguments(path)["BASE"])
+    # The builder of JetPack's Docker has no --mount.
+    assert not any("--mount" in rest for rest in values(path, "RUN"))
+
+
+def test_both_images_are_the_same_above_tensorrt() -> None:
+    six, seven = (instructions(path)[-13:] for path in (JETPACK_6, JETPACK_7))
+    assert six[0] == ("ARG", "EXTRAS=cpu,jetpack,server,structured")
+    assert six == seven
 
 
 def test_the_tensorrt_of_an_image_is_the_jetpack_s() -> None:
     jetpack = next(known for known in read_boards().jetpacks if known.version == "7.2")
-    lines = dockerfile("7")
-    assert any(line.startswith(f"ARG TENSORRT={jetpack.tensorrt}.") for line in lines)
-    assert any(line.startswith("FROM") and f":{jetpack.cuda}." in line for line in lines)
+    assert arguments(JETPACK_7)["TENSORRT"].startswith(f"{jetpack.tensorrt}.")
+    assert f":{jetpack.cuda}." in arguments(JETPACK_7)["BASE"]
 
 
 def test_the_unit_writes_what_the_machine_is() -> None:

@@ -1,0 +1,266 @@
+"""The Dockerfiles, the manifests and `docs/containers.md` agree with each other and with the server.
+
+No test builds an image or asks a cluster.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+from typing import Any
+
+import pytest
+import yaml
+
+from sinkprune.runtime.commands.serve import API_KEY
+from sinkprune.runtime.server.metrics import Metrics
+from support.programs.dockerfiles import (
+    DOCKERFILES,
+    X86,
+    arguments,
+    command,
+    copied,
+    health_check,
+    instructions,
+    is_ignored,
+    values,
+)
+from support.programs.parsed_options import check_options
+from support.programs.printed_commands import ALL
+from support.programs.repository import ROOT
+
+PAGE = "containers.md"
+FOLDER = "docs/containers"
+MOUNT, PORT, USER = "/bundle", 8000, "10001"
+PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+EXTRAS = set(re.findall(r"^([a-z-]+) = \[", PROJECT, re.MULTILINE))
+GRACE_S = 10
+"""What a server takes after `--drain-s`: the model's current step, and the responses."""
+
+
+def manifest(name: str) -> dict[str, Any]:
+    """Return the one document of a manifest."""
+    document = yaml.safe_load((ROOT / FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    assert isinstance(document, dict)
+    return document
+
+
+def pod(name: str) -> dict[str, Any]:
+    """Return the specification of the pod in a manifest."""
+    spec: dict[str, Any] = manifest(name)["spec"]
+    return spec["predictor"] if name == "kserve" else spec["template"]["spec"]  # type: ignore[no-any-return]
+
+
+def plugins() -> dict[str, dict[str, Any]]:
+    """Return the parameters of the endpoint picker's plugins, by type."""
+    return {plugin["type"]: plugin.get("parameters", {}) for plugin in picker()["plugins"]}
+
+
+def picker() -> dict[str, Any]:
+    """Return the configuration of the endpoint picker that the chart's values choose."""
+    epp = manifest("llm-d-router")["router"]["epp"]
+    document = yaml.safe_load(epp["pluginsCustomConfig"][epp["pluginsConfigFile"]])
+    assert isinstance(document, dict)
+    return document
+
+
+def check_server(words: list[str]) -> None:
+    """Check that a container's command serves the bundle at the place and port of all files."""
+    assert words[0] == "sinkprune-serve"
+    options = check_options(*words)
+    assert (str(options.bundle), options.host, options.port) == (MOUNT, "0.0.0.0", PORT)
+
+
+@pytest.mark.parametrize("path", DOCKERFILES)
+def test_an_image_serves_the_bundle_without_root_and_without_a_shell(path: str) -> None:
+    check_server(command(path))
+    assert values(path, "EXPOSE") == [str(PORT)]
+    # Kubernetes accepts a number only. It is the user that the image makes.
+    assert values(path, "USER")[-1] == USER
+    assert any(f"useradd --uid {USER} " in rest for rest in values(path, "RUN"))
+    keywords = [word for word, _ in instructions(path)]
+    assert "ENTRYPOINT" not in keywords, "words after the image would be its arguments"
+    assert keywords.index("USER") < keywords.index("CMD") == len(keywords) - 1
+
+
+@pytest.mark.parametrize("path", DOCKERFILES)
+def test_an_image_copies_what_the_package_needs_and_docker_sends(path: str) -> None:
+    sources = copied(path)
+    readme = re.search(r'^readme = "(.*)"$', PROJECT, re.MULTILINE)
+    license_file = re.search(r'^license-files = \["(.*)"\]$', PROJECT, re.MULTILINE)
+    assert readme and license_file
+    assert {"pyproject.toml", "src", readme[1], license_file[1]} == {*sources}
+    for source in sources:
+        assert (ROOT / source).exists()
+        assert not is_ignored(source), source
+    packages = [file.relative_to(ROOT).as_posix() for file in (ROOT / "src/sinkprune").rglob("*.py")]
+    assert [name for name in packages if is_ignored(name)] == []
+
+
+def test_docker_does_not_send_what_no_image_needs() -> None:
+    for path in (
+        ".git",
+        ".venv/bin/python",
+        "src/sinkprune/__pycache__/a.pyc",
+        "docs/server.md",
+        "tests/conftest.py",
+    ):
+        assert is_ignored(path), path
+
+
+@pytest.mark.parametrize("path", DOCKERFILES)
+def test_versions_are_those_of_the_extras(path: str) -> None:
+    chosen = arguments(path)["EXTRAS"].split(",")
+    assert {*chosen} <= EXTRAS and {"cpu", "server", "structured"} <= {*chosen}
+    assert ("openvino" in chosen) == (path == X86)
+    assert ("jetpack" in chosen) == (path != X86)
+    [install] = [rest for rest in values(path, "RUN") if "pip install" in rest]
+    words = shlex.split(install.split("pip install", 1)[1].split("&&")[0])
+    assert [word for word in words if not word.startswith("-")] == ["/tmp/sinkprune[$EXTRAS]"]
+
+
+@pytest.mark.parametrize("path", DOCKERFILES)
+def test_the_base_is_one_argument(path: str) -> None:
+    assert re.fullmatch(r"[a-z.]+/[a-z/-]+:[a-z0-9.-]+", arguments(path)["BASE"])
+    stages = {rest.split(" AS ")[1] for rest in values(path, "FROM") if " AS " in rest}
+    assert {rest.split(" AS ")[0] for rest in values(path, "FROM")} - stages == {"${BASE}"}
+
+
+@pytest.mark.parametrize("path", DOCKERFILES)
+@pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1), (None, 1)])
+def test_the_health_check_needs_python_only(
+    path: str, status: int | None, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(status or 0)
+            self.end_headers()
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    monkeypatch.setenv("http_proxy", "http://proxy.invalid:1")
+    program, option, text = health_check(path)
+    assert (program, option, text.count(str(PORT))) == ("python", "-c", 1)
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        port = server.server_port
+        if status is not None:
+            Thread(target=server.handle_request, daemon=True).start()
+        else:
+            server.server_close()
+        words = [sys.executable, option, text.replace(str(PORT), str(port))]
+        assert subprocess.run(words, capture_output=True).returncode == code
+    assert asked == ([] if status is None else ["/health"])
+
+
+@pytest.mark.parametrize("name", ["kserve", "llm-d-servers"])
+def test_a_manifest_s_container_agrees_with_the_image(name: str) -> None:
+    spec = pod(name)
+    [container] = spec["containers"]
+    check_server(container["args"])
+    assert "command" not in container
+    assert [port["containerPort"] for port in container["ports"]] == [PORT]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"] == {"path": "/health", "port": PORT}
+    [mount], [volume] = container["volumeMounts"], spec["volumes"]
+    assert (mount["mountPath"], mount["readOnly"], mount["name"]) == (MOUNT, True, volume["name"])
+    assert [entry["name"] for entry in container["env"]] == [API_KEY]
+    assert container["resources"]["requests"] == container["resources"]["limits"]
+
+
+@pytest.mark.parametrize("name", ["kserve", "llm-d-servers"])
+def test_a_pod_has_time_to_end_and_no_rights(name: str) -> None:
+    spec = pod(name)
+    [container] = spec["containers"]
+    drain_s = check_options(*container["args"]).drain_s
+    needed = container["lifecycle"]["preStop"]["sleep"]["seconds"] + drain_s + GRACE_S
+    assert 0 < needed <= spec["terminationGracePeriodSeconds"]
+    assert spec["securityContext"]["runAsNonRoot"] and spec["automountServiceAccountToken"] is False
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def test_both_manifests_have_the_same_container() -> None:
+    containers = [pod(name)["containers"][0] for name in ("kserve", "llm-d-servers")]
+    for container in containers:
+        del container["name"]
+        container["ports"] = [{key: port[key] for key in port if key != "name"} for port in container["ports"]]
+    assert containers[0] == containers[1]
+    # KServe changes the container of this name only.
+    assert pod("kserve")["containers"][0]["name"] == "kserve-container"
+
+
+def test_kserve_needs_no_knative() -> None:
+    assert manifest("kserve")["metadata"]["annotations"]["serving.kserve.io/deploymentMode"] == "Standard"
+
+
+def test_the_picker_reads_metrics_that_the_server_has() -> None:
+    server = Metrics(waiting=lambda: 1.0, active=lambda: 2.0, session_bytes=lambda: 0.0)
+    lines = dict(line.split() for line in server.text().decode().splitlines() if line[0] != "#")
+    [engine] = plugins()["core-metrics-extractor"]["engineConfigs"]
+    assert lines[engine["queuedRequestsSpec"]] == "1.0" and lines[engine["runningRequestsSpec"]] == "2.0"
+    assert plugins()["metrics-data-source"]["path"] == "/metrics"
+    # A KV cache's use and adapters would be vLLM's.
+    assert {*engine} == {"name", "queuedRequestsSpec", "runningRequestsSpec"}
+
+
+def test_the_router_finds_the_servers() -> None:
+    servers, pool = manifest("llm-d-servers")["spec"], manifest("llm-d-router")["router"]["modelServers"]
+    labels = servers["template"]["metadata"]["labels"]
+    assert servers["selector"]["matchLabels"] == pool["matchLabels"]
+    assert pool["matchLabels"].items() <= labels.items()
+    assert pool["targetPorts"] == [{"number": PORT}]
+    extractor = plugins()["core-metrics-extractor"]
+    assert labels["llm-d.ai/engine-type"] == extractor["defaultEngine"] == extractor["engineConfigs"][0]["name"]
+    [profile] = picker()["schedulingProfiles"]
+    scorers = {entry["pluginRef"] for entry in profile["plugins"]}
+    assert scorers <= {*plugins()} and scorers == {name for name in plugins() if name.endswith("-scorer")}
+
+
+def test_the_page_names_every_file_and_every_scorer() -> None:
+    text = (ROOT / "docs" / PAGE).read_text(encoding="utf-8")
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / FOLDER).iterdir()}
+    for name in (*files, *DOCKERFILES, *(name for name in plugins() if name.endswith(("-scorer", "-detector")))):
+        assert f"`{name}`" in text, name
+    seconds = check_options(*pod("kserve")["containers"][0]["args"]).drain_s
+    assert f"the server drains for {seconds} seconds" in text
+    assert f"waits {pod('kserve')['containers'][0]['lifecycle']['preStop']['sleep']['seconds']} seconds" in text
+    assert f"as user {USER}" in text and f"on port {PORT}" in text
+
+
+def docker_runs() -> list[list[str]]:
+    """Return the words of every printed `docker run`."""
+    return [shlex.split(text) for _, text in ALL if text.startswith("docker run ")]
+
+
+@pytest.mark.parametrize("words", docker_runs(), ids=" ".join)
+def test_a_printed_container_runs_a_known_command_on_its_mount(words: list[str]) -> None:
+    image = next(index for index, word in enumerate(words) if re.fullmatch(r"sinkprune(:\w+)?", word))
+    options, given = words[:image], words[image + 1 :]
+    if given and given[0] != "sinkprune-serve":
+        check_options(*given)
+        return
+    check_server(given or command(X86))
+    published = options[options.index("-p") + 1]
+    assert published.split(":")[-1] == str(PORT)
+    # Open to other machines only with a key.
+    assert published.startswith("127.0.0.1:") or options[options.index("-e") + 1] == API_KEY
+    assert options[options.index("-v") + 1].endswith(f":{MOUNT}:ro")
+
+
+def test_printed_builds_name_the_image_that_runs() -> None:
+    builds = [shlex.split(text) for _, text in ALL if text.startswith("docker build ")]
+    tags = {words[words.index("-t") + 1] for words in builds}
+    assert {words[words.index("-f") + 1] for words in builds} <= {*DOCKERFILES}
+    assert len(tags) == len(builds)
+    assert all(tags & {*words} for words in docker_runs())
