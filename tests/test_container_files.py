@@ -125,7 +125,7 @@ def test_versions_are_those_of_the_extras(path: str) -> None:
 
 @pytest.mark.parametrize("path", DOCKERFILES)
 def test_the_base_is_one_argument(path: str) -> None:
-    assert re.fullmatch(r"[a-z.]+/[a-z/-]+:[a-z0-9.-]+", arguments(path)["BASE"])
+    assert re.fullmatch(r"[a-z.]+(/[a-z0-9-]+)+:[a-z0-9.-]+", arguments(path)["BASE"])
     stages = {rest.split(" AS ")[1] for rest in values(path, "FROM") if " AS " in rest}
     assert {rest.split(" AS ")[0] for rest in values(path, "FROM")} - stages == {"${BASE}"}
 
