@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint types pytest figures test-slow test-harness test-intel-gpu test-aarch64 test-x86-64 fuzz clean
+.PHONY: demo test lint types pytest figures test-slow test-harness test-ray test-intel-gpu test-aarch64 test-x86-64 fuzz clean
 
 demo: .venv/.demo
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash demo/demo.sh demo-output
@@ -27,7 +27,7 @@ LONG := -o faulthandler_timeout=3600
 
 # A thread of BLAS to each worker: they share cores, and OpenBLAS spins where its threads do.
 pytest: .venv/.dev
-	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) -m "not slow and not gpu and not harness and not intel_gpu"
+	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) -m "not slow and not gpu and not harness and not ray and not intel_gpu"
 
 # Measures the tables of the README and the docs again on this machine: make figures FIGURES="savings accuracy"
 figures: .venv/.dev
@@ -49,6 +49,10 @@ test-harness: .venv/.dev
 	$(BIN)/pip install --quiet --no-deps lmms-eval==0.7.3
 	$(BIN)/pip install --quiet $(HARNESS)
 	$(BIN)/pytest $(LONG) -m harness
+
+test-ray: .venv/.dev
+	$(BIN)/pip install --quiet --editable '.[ray]'
+	$(BIN)/pytest $(LONG) -m ray
 
 # A stand-in for a GPU of Intel on x86-64: OpenVINO's GPU plugin and its kernels, on Intel's OpenCL for processors.
 STAND_IN := build/intel-gpu

@@ -70,7 +70,8 @@ def served(bundle: Path, options: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the address and the models of a server in its own process."""
     program = "from sinkprune.entry_points import serve; sys.exit(serve())"
     command = python_command(program, str(bundle), "--port", "0", "--json", *options)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    # In a session of its own, because the scheduler shares processor time between sessions.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as server:
         assert server.stdout is not None
         try:
             yield json.loads(server.stdout.readline())

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sinkprune.runtime.commands.serve import API_KEY
+from sinkprune.runtime.commands.served_app import API_KEY
 from sinkprune.runtime.server.metrics import Metrics
 from support.programs.dockerfiles import (
     DOCKERFILES,

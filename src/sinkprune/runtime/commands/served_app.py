@@ -1,0 +1,151 @@
+"""The server's application from a command's options: `sinkprune-serve` and Ray Serve's replicas run the same one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from PIL import Image
+
+from sinkprune.contract.budgets import AUTO, UNPRUNED
+from sinkprune.contract.bundle import Bundle, read_runnable
+from sinkprune.contract.checks.ranges import WholeNumber
+from sinkprune.contract.command_line.command_parser import CommandParser
+from sinkprune.contract.errors import UsageError
+from sinkprune.runtime.commands import BundleOptions, load_pipeline, status
+from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
+from sinkprune.runtime.confidence.thresholds import Thresholds, missing_thresholds, read_thresholds
+from sinkprune.runtime.session import MAX_BYTES
+from sinkprune.runtime.steps.part_seen import seen_part
+from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+API_KEY = "SINKPRUNE_API_KEY"
+"""The environment variable with the API key."""
+_MIB = 1 << 20
+_COUNT = WholeNumber("requests", 1, 10_000)
+_MEGABYTES = WholeNumber("megabytes", 0, 1 << 20)
+_USUAL_PICTURE = Image.new("RGB", (640, 480))
+
+
+@dataclass(kw_only=True)
+class AppOptions(BundleOptions):
+    """The options of `add_app_options` and of `bundle_parser`."""
+
+    name: str | None
+    budget: str
+    thresholds: Path | None
+    api_key: str | None
+    allow_remote_images: bool
+    max_queue: int
+    max_active: int
+    max_body_mb: int
+    session_mb: int
+
+
+class AppBundle(NamedTuple):
+    """A bundle that the application can serve as the options require, before its graphs are loaded."""
+
+    bundle: Bundle
+    name: str
+    """The model's name."""
+    thresholds: Thresholds | None
+    models: tuple[str, ...]
+    """The names that requests may have in `model`."""
+
+
+def add_app_options(parser: CommandParser) -> None:
+    """Add what the application answers, and its limits; `AppOptions` has the values."""
+    add = parser.add_argument
+    add("--name", help="the model's name (default: the name of the bundle's folder)")
+    add("--budget", default=UNPRUNED, help="the budget of requests that name none (default: none)")
+    add(
+        "--thresholds",
+        type=Path,
+        metavar="FILE.json",
+        help="adds budget auto for closed lists: how sure answers must be, from sinkprune-calibrate confidence "
+        "--thresholds",
+    )
+    add("--api-key", metavar="KEY", help="the key that every request must have")
+    add("--allow-remote-images", action="store_true", help="fetch pictures from https addresses of public hosts")
+    add("--max-queue", type=_COUNT, default=64, help="requests that wait or run before 429 (default: 64)")
+    add("--max-active", type=_COUNT, default=8, help="requests that run at once, each with KV caches (default: 8)")
+    add("--max-body-mb", type=_MEGABYTES, default=64, help="the largest request, in MiB (default: 64)")
+    add(
+        "--session-mb",
+        type=_MEGABYTES,
+        default=MAX_BYTES // _MIB,
+        help=f"memory for what questions about the same pictures share, in MiB (default: {MAX_BYTES // _MIB})",
+    )
+
+
+def read_app_bundle(options: AppOptions) -> AppBundle:
+    """Read the bundle's manifest, and check that it has what the options name.
+
+    Raises `BundleError`, `BudgetError`, and `UsageError` for a wrong name and without the extra `server`.
+    """
+    server = import_server()
+    bundle = read_runnable(options.bundle, options.trust)
+    thresholds = read_thresholds(options.thresholds) if options.thresholds else None
+    if thresholds is not None:
+        thresholds.check(bundle, "sinkpruner")
+    elif options.budget == AUTO:
+        raise missing_thresholds(bundle.manifest, "sinkpruner")
+    if options.budget != AUTO:
+        bundle.manifest.plan("sinkpruner", options.budget)
+    name = options.bundle.resolve().name if options.name is None else options.name
+    if not name or ":" in name or not name.isprintable():
+        raise UsageError(f"the model's name is '{name}', expected printable characters without ':'. Choose a --name.")
+    models = server.model_names(name, bundle.manifest, auto=thresholds is not None)
+    return AppBundle(bundle, name, thresholds, models)
+
+
+def load_app(options: AppOptions, found: AppBundle) -> Starlette:
+    """Load the graphs and return the application; prints a note on stderr if the model sees pictures in part.
+
+    Raises `TooLittleMemoryError`, and what `load_pipeline` raises.
+    """
+    server = import_server()
+    budgets = [UNPRUNED, *([options.budget] if options.budget != AUTO else [])]
+    planned = PlannedRequests([_USUAL_PICTURE], "sinkpruner", budgets, "", DEFAULT_NEW_TOKENS)
+    check_memory(options, found.bundle, planned)
+    pipeline = load_pipeline(options, found.bundle)
+    pipeline.thresholds = found.thresholds
+    with status("loading the pruning graphs"):
+        pipeline.load_plans("sinkpruner")
+    settings = server.ServerSettings(
+        name=found.name,
+        budget=options.budget,
+        api_key=options.api_key or os.environ.get(API_KEY) or None,
+        allow_remote_images=options.allow_remote_images,
+        max_body_bytes=options.max_body_mb * _MIB,
+        max_queue=options.max_queue,
+        max_active=options.max_active,
+        session_bytes=options.session_mb * _MIB,
+    )
+    if (layout := pipeline.family.layout(_USUAL_PICTURE)).seen_share < 1:
+        sys.stderr.write(
+            f"note: {seen_part(layout)}, and of others in proportion; the response has seen_share. --fit pad "
+            "shows pictures whole (docs/pictures.md).\n"
+        )
+    app: Starlette = server.new_app(pipeline, settings)
+    return app
+
+
+def import_server() -> Any:
+    """Return the module `server.app`; raises `UsageError` without the extra `server`."""
+    try:
+        import uvicorn  # noqa: F401
+
+        from sinkprune.runtime.server import app
+    except ImportError as error:
+        raise UsageError(
+            f"the server needs the package '{error.name}', which is not installed. Install it with: pip install "
+            "'sinkprune[server]'"
+        ) from error
+    return app
