@@ -119,6 +119,8 @@ def _parse(arguments: Mapping[str, Any]) -> _Options:
         )
 
     parser.error = refuse  # type: ignore[method-assign]
+    # Otherwise a misspelt name could be the beginning of another.
+    parser.allow_abbrev = False
     flags = {option for action in parser._actions if action.nargs == 0 for option in action.option_strings}
     words = []
     for name, value in arguments.items():

@@ -78,8 +78,9 @@ def test_every_field_arrives(reader: ChatReader) -> None:
         max_completion_tokens=9,
         max_tokens=7,
         stop=["a", "b"],
+        min_tokens=3,
         stream=True,
-        stream_options={"include_usage": True},
+        stream_options={"include_usage": True, "include_obfuscation": False},
         logprobs=True,
         top_logprobs=3,
         priority=-2,
@@ -91,7 +92,8 @@ def test_every_field_arrives(reader: ChatReader) -> None:
     )
     request = found.request
     assert (request.budget, request.temperature, request.top_p, request.seed) == ("none", 0.5, 0.9, 4)
-    assert (request.max_new_tokens, request.stop, request.deadline_ms) == (9, ("a", "b"), 250)
+    assert (request.min_new_tokens, request.max_new_tokens) == (3, 9)
+    assert (request.stop, request.deadline_ms) == (("a", "b"), 250)
     assert (found.stream, found.include_usage, found.logprobs, found.priority) == (True, True, 3, -2)
     assert (found.kept_tokens, found.session) == (False, True)
     own = read(reader, kept_tokens=True, session=False)
@@ -180,6 +182,8 @@ _A, _B = messages(("user", [PICTURE, TEXT]), ("assistant", "No."))
         ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs is 21"),
         ({"stream": "yes"}, 400, "stream is 'yes'"),
         ({"stream_options": []}, 400, "stream_options is"),
+        ({"stream_options": {"continuous_usage_stats": True}}, 400, "stream_options has 'continuous_usage_stats'"),
+        ({"min_tokens": 9, "max_tokens": 8}, 400, "min_new_tokens is 9"),
         ({"messages": None}, 400, "messages is None"),
         ({"messages": []}, 400, r"messages is \[\]"),
         ({"messages": [_A] * 257}, 400, "1 to 256 messages"),

@@ -42,11 +42,16 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
 }
 _OURS = ("budget", "method", "priority", "kept_tokens", "session")
-_GUIDED = {"guided_json": "schema", "guided_regex": "regex", "guided_choice": "choice"}
-"""vLLM's names of the forms of an answer, and ours."""
+_OF_VLLM = {
+    "guided_json": "schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "min_tokens": "min_new_tokens",
+}
+"""vLLM's names of options, and ours."""
 _KNOWN = {
     *("model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "logprobs"),
-    *("top_logprobs", "response_format", *_OPTIONS, *_OURS, *_GUIDED, *TOOL_FIELDS, *_NEUTRAL),
+    *("top_logprobs", "response_format", *_OPTIONS, *_OURS, *_OF_VLLM, *TOOL_FIELDS, *_NEUTRAL),
 }
 
 
@@ -112,7 +117,7 @@ class ChatReader:
         for name in ("max_completion_tokens", "max_tokens"):
             if name in given:
                 options.setdefault("max_new_tokens", given[name])
-        options |= {ours: given[name] for name, ours in _GUIDED.items() if name in given}
+        options |= {ours: given[name] for name, ours in _OF_VLLM.items() if name in given}
         if (schema := _schema(_object(given, "response_format"))) is not None:
             options["schema"] = schema
         if isinstance(options.get("stop"), str):
@@ -146,7 +151,11 @@ class ChatReader:
             listed = _TOP_LOGPROBS.check(given.get("top_logprobs", 0)) if _flag(given, "logprobs") else None
         except SinkpruneError as error:
             raise ApiError(400, str(error)) from error
-        include_usage = _flag(_object(given, "stream_options"), "include_usage")
+        streamed = _object(given, "stream_options")
+        for name, value in streamed.items():
+            if name != "include_usage" and value:
+                raise ApiError(400, f"stream_options has {format_value(name)}, which is not supported. Leave it out.")
+        include_usage = _flag(streamed, "include_usage")
         return ChatRequest(
             model=model,
             request=request,

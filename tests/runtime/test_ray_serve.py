@@ -1,0 +1,137 @@
+"""Two replicas of Ray Serve: answers are those of the pipeline, also while a replica is killed and replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+from ray_serve import processes, ray_served
+from tests.runtime.server.test_server import asked
+
+from sinkprune import Pipeline
+from sinkprune.contract.errors import BudgetError, UsageError
+from sinkprune.runtime.ray_serve import build
+
+BUDGET, QUESTION = "retain-64", "What is on the table?"
+CLIENTS, REQUESTS, RETRIES, TOKENS = 8, 64, 4, 48
+REPLICA = "ray::ServeReplica"
+
+
+@pytest.fixture(scope="module")
+def path(bundle: Callable[..., Path]) -> Path:
+    return bundle("gqa-112", "fp32", (BUDGET,))
+
+
+@pytest.fixture(scope="module")
+def cluster(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield the address of two replicas, and the session of their processes."""
+    with ray_served(
+        bundle=path, name="m", budget=BUDGET, replicas=2, threads=1, sessions=True, api_key="key"
+    ) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster: tuple[str, int]) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{cluster[0]}/v1", api_key="key", max_retries=RETRIES, timeout=120) as client:
+        yield client
+
+
+def pictures(count: int) -> list[Image.Image]:
+    rng = np.random.default_rng(0)
+    return [Image.fromarray(rng.integers(0, 256, (90, 120, 3), dtype=np.uint8)) for _ in range(count)]
+
+
+def replicas(session: int) -> list[int]:
+    """Return the processes of the replicas."""
+    return processes(session, REPLICA)
+
+
+@pytest.mark.ray
+def test_no_request_is_lost_when_a_replica_is_killed(
+    cluster: tuple[str, int], client: openai.OpenAI, path: Path
+) -> None:
+    length = {"max_tokens": TOKENS, "extra_body": {"min_new_tokens": TOKENS}}
+    shown = pictures(REQUESTS)
+
+    def ask(picture: Image.Image) -> tuple[str | None, int]:
+        create = client.chat.completions.with_raw_response.create
+        raw = create(model="m", messages=asked(picture, QUESTION), **length)  # type: ignore[call-overload]
+        return raw.parse().choices[0].message.content, raw.retries_taken
+
+    first, second = replicas(cluster[1])
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        answers = [clients.submit(ask, picture) for picture in shown]
+        for number, _ in enumerate(as_completed(answers)):
+            if number == REQUESTS // 4:
+                os.kill(first, signal.SIGKILL)
+    found = [answer.result() for answer in answers]
+    assert sum(retries for _, retries in found) > 0, "the replica had no request when it was killed"
+    pipe = Pipeline.load(path, threads=1)
+    new_tokens = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS}
+    expected = [pipe.generate(picture, QUESTION, budget=BUDGET, **new_tokens).text for picture in shown]
+    assert [text for text, _ in found] == expected
+    until = time.monotonic() + 120
+    while len(now := replicas(cluster[1])) < 2:
+        assert time.monotonic() < until, "Ray has not replaced the replica"
+        time.sleep(0.5)
+    assert second in now and first not in now
+
+
+@pytest.mark.ray
+def test_the_same_session_id_reaches_the_replica_with_the_picture(client: openai.OpenAI) -> None:
+    for number, picture in enumerate(pictures(8)):
+        header = {"x-session-id": f"robot {number}"}
+        reused = [
+            client.chat.completions.create(
+                model="m", messages=asked(picture, question), max_tokens=1, extra_headers=header
+            ).model_extra["sinkprune"]["reused_towers"]  # type: ignore[index]
+            for question in (QUESTION, "How many?")
+        ]
+        assert reused == [0, 1]
+
+
+@pytest.mark.ray
+def test_errors_and_keys_are_those_of_the_server(cluster: tuple[str, int], client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="the server has m, m:none"):
+        client.chat.completions.create(model="other", messages=asked(pictures(1)[0], QUESTION))
+    assert httpx.get(f"{cluster[0]}/v1/models").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({}, "required: BUNDLE.* Expected bundle=BUNDLE, replicas"),
+        ({"replica": 2}, "unrecognized arguments: --replica=2"),
+        ({"replicas": 0}, "replicas"),
+        ({"port": 80}, "Host and port are Ray's"),
+        ({"sessions": "perhaps"}, "sessions"),
+        ({"name": "a:b"}, "without ':'"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], said: str, path: Path) -> None:
+    given = {"bundle": str(path), **arguments} if arguments else {}
+    with pytest.raises(UsageError, match=said):
+        build(given)
+
+
+def test_a_wrong_budget_is_refused_before_a_replica_starts(path: Path) -> None:
+    with pytest.raises(BudgetError, match="retain-63"):
+        build({"bundle": str(path), "budget": "retain-63"})
+
+
+def test_without_the_extra_it_names_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UsageError, match=r"'ray', which is not installed.*pip install 'sinkprune\[ray\]'"):
+        build({"bundle": str(path)})
