@@ -14,6 +14,7 @@ import argparse
 import base64
 import io
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -57,7 +58,8 @@ def profile(aiperf: Path, bundle: Path, url: str, concurrency: int, requests: in
             *("--random-seed", str(concurrency), "--ui", "none", "--export-level", "raw"),
             *("--output-artifact-dir", folder),
         ]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        own = {**os.environ, "TMPDIR": folder}
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=own)
         if done.returncode != 0:
             sys.stderr.write(done.stdout)
             raise RuntimeError(f"aiperf ended with exit code {done.returncode}. Its output is above.")

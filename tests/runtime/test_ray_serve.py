@@ -24,8 +24,10 @@ from sinkprune.contract.errors import BudgetError, UsageError
 from sinkprune.runtime.ray_serve import build
 
 BUDGET, QUESTION = "retain-64", "What is on the table?"
-CLIENTS, REQUESTS, RETRIES, TOKENS = 8, 64, 4, 48
-REPLICA = "ray::ServeReplica"
+CLIENTS, REQUESTS, RETRIES = 16, 96, 4
+# Of different lengths, so that every replica always has requests.
+TOKENS = [60 + 10 * (number % CLIENTS) for number in range(REQUESTS)]
+HANDLED = "ray::ServeReplica:sinkprune:sinkprune.handle_request"
 
 
 @pytest.fixture(scope="module")
@@ -48,50 +50,56 @@ def client(cluster: tuple[str, int]) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def pictures(count: int) -> list[Image.Image]:
-    rng = np.random.default_rng(0)
+def pictures(count: int, seed: int) -> list[Image.Image]:
+    rng = np.random.default_rng(seed)
     return [Image.fromarray(rng.integers(0, 256, (90, 120, 3), dtype=np.uint8)) for _ in range(count)]
 
 
-def replicas(session: int) -> list[int]:
-    """Return the processes of the replicas."""
-    return processes(session, REPLICA)
+def two_replicas(cluster: tuple[str, int]) -> set[int]:
+    """Return the processes of two replicas, as soon as both have answered."""
+    address, session = cluster
+    found, until = set[int](), time.monotonic() + 180
+    while len(found) < 2:
+        assert time.monotonic() < until, "fewer than two replicas answer"
+        httpx.get(f"{address}/health", timeout=60)
+        # Ray titles its processes with what they did last.
+        found = (found | {*processes(session, HANDLED)}) & {*processes(session)}
+    return found
 
 
 @pytest.mark.ray
 def test_no_request_is_lost_when_a_replica_is_killed(
     cluster: tuple[str, int], client: openai.OpenAI, path: Path
 ) -> None:
-    length = {"max_tokens": TOKENS, "extra_body": {"min_new_tokens": TOKENS}}
-    shown = pictures(REQUESTS)
+    shown = pictures(REQUESTS, 0)
 
-    def ask(picture: Image.Image) -> tuple[str | None, int]:
-        create = client.chat.completions.with_raw_response.create
-        raw = create(model="m", messages=asked(picture, QUESTION), **length)  # type: ignore[call-overload]
+    def ask(picture: Image.Image, tokens: int) -> tuple[str | None, int]:
+        raw = client.chat.completions.with_raw_response.create(
+            model="m", messages=asked(picture, QUESTION), max_tokens=tokens, extra_body={"min_tokens": tokens}
+        )
         return raw.parse().choices[0].message.content, raw.retries_taken
 
-    first, second = replicas(cluster[1])
+    first, second = two_replicas(cluster)
     with ThreadPoolExecutor(CLIENTS) as clients:
-        answers = [clients.submit(ask, picture) for picture in shown]
+        answers = [clients.submit(ask, *each) for each in zip(shown, TOKENS, strict=True)]
         for number, _ in enumerate(as_completed(answers)):
             if number == REQUESTS // 4:
                 os.kill(first, signal.SIGKILL)
     found = [answer.result() for answer in answers]
     assert sum(retries for _, retries in found) > 0, "the replica had no request when it was killed"
     pipe = Pipeline.load(path, threads=1)
-    new_tokens = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS}
-    expected = [pipe.generate(picture, QUESTION, budget=BUDGET, **new_tokens).text for picture in shown]
+    expected = [
+        pipe.generate(picture, QUESTION, budget=BUDGET, max_new_tokens=tokens, min_new_tokens=tokens).text
+        for picture, tokens in zip(shown, TOKENS, strict=True)
+    ]
     assert [text for text, _ in found] == expected
-    until = time.monotonic() + 120
-    while len(now := replicas(cluster[1])) < 2:
-        assert time.monotonic() < until, "Ray has not replaced the replica"
-        time.sleep(0.5)
+    now = two_replicas(cluster)
     assert second in now and first not in now
 
 
 @pytest.mark.ray
 def test_the_same_session_id_reaches_the_replica_with_the_picture(client: openai.OpenAI) -> None:
-    for number, picture in enumerate(pictures(8)):
+    for number, picture in enumerate(pictures(8, 1)):
         header = {"x-session-id": f"robot {number}"}
         reused = [
             client.chat.completions.create(
@@ -105,7 +113,7 @@ def test_the_same_session_id_reaches_the_replica_with_the_picture(client: openai
 @pytest.mark.ray
 def test_errors_and_keys_are_those_of_the_server(cluster: tuple[str, int], client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="the server has m, m:none"):
-        client.chat.completions.create(model="other", messages=asked(pictures(1)[0], QUESTION))
+        client.chat.completions.create(model="other", messages=asked(pictures(1, 2)[0], QUESTION))
     assert httpx.get(f"{cluster[0]}/v1/models").status_code == 401
 
 
