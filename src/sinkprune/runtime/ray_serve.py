@@ -15,7 +15,6 @@ from sinkprune.runtime.system.cores import usable_cores
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
-    from starlette.types import ASGIApp, Message
 
 _REPLICAS = WholeNumber("replicas", 1, 10_000)
 _WAITING = WholeNumber("max-waiting", 0, 1_000_000)
@@ -34,9 +33,6 @@ class _Options(AppOptions):
 class Replica:
     """A process of Ray with its own copy of the weights, which runs the application of `sinkprune-serve`."""
 
-    app: ASGIApp
-    """The application. Ray sets it."""
-
     def __init__(self, options: AppOptions) -> None:
         """Start without an application, which Ray asks for next."""
         self._options = options
@@ -47,30 +43,14 @@ class Replica:
         warnings.simplefilter("ignore", PartlySeenWarning)
         return load_app(self._options, read_app_bundle(self._options))
 
-    async def check_health(self) -> None:
-        """Raise `RuntimeError` if `/health` does not answer with 200. Ray then replaces the replica."""
-        statuses: list[int] = []
-
-        async def receive() -> Message:
-            return {"type": "http.request"}
-
-        async def send(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                statuses.append(message["status"])
-
-        scope = {"type": "http", "method": "GET", "path": "/health", "query_string": b"", "headers": []}
-        await self.app(scope, receive, send)
-        if statuses != [200]:
-            raise RuntimeError(f"/health has the statuses {statuses}, expected one 200. The replica's log has more.")
-
 
 def build(arguments: Mapping[str, Any]) -> Any:
     """Return the application for `serve run` and for the `import_path` of a Serve config file (docs/ray.md).
 
     `arguments` has `bundle`, and may have `replicas` (default: 1), `sessions` (true: requests with the same header
     x-session-id reach the same replica), `max_waiting` (the most requests that wait for a replica before status 503)
-    and the options of `sinkprune-serve` without dashes, except host, port and json. A replica has `threads` CPU
-    threads, and Ray reserves as many CPUs for it; by default, this machine's cores are divided among the replicas.
+    and the options of `sinkprune-serve` without dashes, except host, port, drain_s and json. A replica has `threads`
+    CPU threads, and Ray reserves as many CPUs for it; by default, this machine's cores are divided among the replicas.
 
     Raises `UsageError` for unknown arguments and without the extra `ray`, and what `sinkprune-serve` raises.
     """
