@@ -122,9 +122,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     check_outputs(json_outputs(options.json), [])
     with served(options.bundle, ["--budget", options.budget, "--name", NAME]) as server:
         runs = {
-            number: profile(
-                options.aiperf, options.bundle, server["url"], number, options.requests, options.tokens
-            )
+            number: profile(options.aiperf, options.bundle, server["url"], number, options.requests, options.tokens)
             for number in options.concurrency
         }
     pipeline = Pipeline.load(options.bundle)

@@ -6,8 +6,9 @@
 Both servers run at once, each with one copy of the bundle and as many threads. Every round sends the same requests to
 both, in an order that alternates, by one client: a question without a picture, a first question about a new random
 picture of 640x480 pixels, and a second question about it. The client's time ends with the first event that has text.
-The table has medians, quartiles, and the median of the differences of the same round. Ray's workers have the
-niceness of the client: Ray's own default, 15, gives them less time where other programs compute.
+The overhead is the difference, in the same round, of what the client's time has more than the server's own `ttft`:
+other programs change `ttft`, and Ray does not. The table has medians and quartiles. Ray's workers have the niceness
+of the client: Ray's own default, 15, gives them less time where other programs compute.
 """
 
 from __future__ import annotations
@@ -118,12 +119,16 @@ def _end(session: int) -> None:
         time.sleep(0.1)
 
 
-def measure(servers: dict[str, tuple[str, str]], rounds: int, budget: str) -> dict[str, dict[str, list[float]]]:
-    """Return the client's milliseconds by request and server; three rounds before them do not count.
+Times = dict[str, list[tuple[float, float]]]
+"""By server, the client's milliseconds and the server's own `ttft`, of each round."""
+
+
+def measure(servers: dict[str, tuple[str, str]], rounds: int, budget: str) -> dict[str, Times]:
+    """Return the times of each request; three rounds before them do not count.
 
     `servers` has the base URL and the model of each.
     """
-    rng, found = np.random.default_rng(0), dict[str, dict[str, list[float]]]()
+    rng, found = np.random.default_rng(0), dict[str, Times]()
     clients = {name: httpx.Client(base_url=url, timeout=600) for name, (url, _) in servers.items()}
     for number in range(rounds + 3):
         shown = picture(rng)
@@ -132,9 +137,9 @@ def measure(servers: dict[str, tuple[str, str]], rounds: int, budget: str) -> di
                 asked = body(servers[name][1], shown, question, max_tokens=4, budget=budget)
                 if not question:
                     asked |= {"messages": [{"role": "user", "content": FIRST}], "budget": "none"}
-                ms, _ = first_event_ms(clients[name], asked)
+                times = first_event_ms(clients[name], asked)
                 if number >= 3:
-                    found.setdefault(request, {}).setdefault(name, []).append(ms)
+                    found.setdefault(request, {}).setdefault(name, []).append(times)
     for client in clients.values():
         client.close()
     return found
@@ -162,8 +167,10 @@ def _run(arguments: Sequence[str] | None) -> None:
         servers = {"sinkprune-serve": (alone["url"], name), "Ray Serve": (f"{address}/v1", name)}
         found = measure(servers, options.rounds, options.budget)
     for request, times in found.items():
-        rows = {**times, "difference": [*np.subtract(times["Ray Serve"], times["sinkprune-serve"])]}
-        for row, values in rows.items():
+        client, own = (np.array([times[name] for name in servers]).transpose(2, 0, 1)[part] for part in (0, 1))
+        outside = client - own
+        rows = dict(zip(servers, client, strict=True))
+        for row, values in {**rows, "overhead": outside[1] - outside[0]}.items():
             low, middle, high = np.percentile(values, [25, 50, 75])
             sys.stdout.write(f"{request:16} {row:16} {middle:8.1f} ms (quartiles {low:.1f} to {high:.1f})\n")
     write_json(options.json, found)

@@ -46,6 +46,8 @@ NOT_RUN: dict[str, str] = {
     r"sudo ": SYSTEM,
     r"jetson/setup\.sh": SYSTEM,
     r"docker |kubectl |helm ": SYSTEM,
+    r"aiperf ": PARTS,
+    r"serve run ": "it ends when it is interrupted: see tests/runtime/test_ray_serve.py",
     r"python3\.11 -m venv|peers/bin/|converter/bin/|export PATH|CMAKE_ARGS": SYSTEM,
     r"benchmarks/|python benchmarks/|pytest -m gpu": MINUTES,
     r"python -m lmms_eval": PARTS,

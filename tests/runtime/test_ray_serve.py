@@ -15,13 +15,16 @@ import httpx
 import numpy as np
 import openai
 import pytest
+import yaml
 from PIL import Image
-from ray_serve import processes, ray_served
 from tests.runtime.server.test_server import asked
 
+from ray_serve import processes, ray_served
 from sinkprune import Pipeline
 from sinkprune.contract.errors import BudgetError, UsageError
+from sinkprune.runtime import ray_serve as replicas
 from sinkprune.runtime.ray_serve import build
+from support.programs.printed_commands import ALL, blocks
 
 BUDGET, QUESTION = "retain-64", "What is on the table?"
 CLIENTS, REQUESTS, RETRIES = 16, 96, 4
@@ -132,6 +135,24 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], said: str, path:
     given = {"bundle": str(path), **arguments} if arguments else {}
     with pytest.raises(UsageError, match=said):
         build(given)
+
+
+def test_the_arguments_of_the_page_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "usable_cores", lambda: 5)
+    [command] = [text for _, text in ALL if text.startswith("serve run sinkprune")]
+    _, _, place, *pairs = command.split()
+    assert place == f"{build.__module__}:{build.__name__}"
+    options = replicas._parse(dict(pair.split("=") for pair in pairs))
+    assert (options.bundle, options.replicas) == (Path("demo-output/bundle").absolute(), 2)
+    assert (options.sessions, options.budget, options.threads) == (True, BUDGET, 2)
+    [config] = [
+        yaml.safe_load(block.text) for block in blocks() if block.page == "ray.md" and block.language == "yaml"
+    ]
+    [application] = config["applications"]
+    assert application["import_path"] == place
+    options = replicas._parse(application["args"])
+    assert (options.bundle, options.replicas, options.sessions) == (Path("/srv/bundle"), 2, True)
+    assert not replicas._parse({"bundle": "b", "sessions": "false"}).sessions
 
 
 def test_a_wrong_budget_is_refused_before_a_replica_starts(path: Path) -> None:

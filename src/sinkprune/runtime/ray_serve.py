@@ -50,7 +50,7 @@ def build(arguments: Mapping[str, Any]) -> Any:
     `arguments` has `bundle`, and may have `replicas` (default: 1), `sessions` (true: requests with the same header
     x-session-id reach the same replica), `max_waiting` (the most requests that wait for a replica before status 503)
     and the options of `sinkprune-serve` without dashes, except host, port, drain_s and json. A replica has `threads`
-    CPU threads, and Ray reserves as many CPUs for it; by default, this machine's cores are divided among the replicas.
+    CPU threads, and Ray reserves as many CPUs for it. By default, this machine's cores are divided among replicas.
 
     Raises `UsageError` for unknown arguments and without the extra `ray`, and what `sinkprune-serve` raises.
     """
