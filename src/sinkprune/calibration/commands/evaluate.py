@@ -133,7 +133,7 @@ def _print_tables(result: EvaluationReport, *, papers: bool) -> None:
         f"{escaped(result.model)}, {result.precision}, weights {result.weights.name}, {result.backend}, "
         f"{counted(result.threads, 'thread')}, {result.machine}\n"
         f"{escaped(result.task)}, {counted(result.questions, 'question')} about "
-        f"{counted(result.pictures, 'picture')}{blind}{planted}{fit}; accuracy in %{_bracketed(result)}",
+        f"{counted(result.pictures, 'picture')}{blind}{planted}{fit}; accuracy in %{'' if papers else _bracketed(result)}",
         markup=False,
     )
     for warning in result.warnings:
