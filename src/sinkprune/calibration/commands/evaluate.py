@@ -128,12 +128,13 @@ def _print_tables(result: EvaluationReport, *, papers: bool) -> None:
     console = TableConsole()
     blind = ", every picture replaced by a grey one" if result.blind else ""
     fit = f", --fit {result.fit}" if result.fit else ""
+    meaning = "" if papers else _bracketed(result)
     planted = ", outliers planted in the background" if result.planted_outliers else ""
     console.print(
         f"{escaped(result.model)}, {result.precision}, weights {result.weights.name}, {result.backend}, "
         f"{counted(result.threads, 'thread')}, {result.machine}\n"
         f"{escaped(result.task)}, {counted(result.questions, 'question')} about "
-        f"{counted(result.pictures, 'picture')}{blind}{planted}{fit}; accuracy in %{'' if papers else _bracketed(result)}",
+        f"{counted(result.pictures, 'picture')}{blind}{planted}{fit}; accuracy in %{meaning}",
         markup=False,
     )
     for warning in result.warnings:
