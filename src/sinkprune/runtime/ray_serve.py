@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sinkprune.contract.checks.ranges import WholeNumber
@@ -115,5 +116,7 @@ def _parse(arguments: Mapping[str, Any]) -> _Options:
     if options.threads is None:
         options.threads = max(1, usable_cores() // options.replicas)
     # Replicas may have another current folder.
-    options.bundle = options.bundle.resolve()
+    for name, value in vars(options).items():
+        if isinstance(value, Path):
+            setattr(options, name, value.resolve())
     return options

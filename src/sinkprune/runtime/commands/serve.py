@@ -67,7 +67,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     )
     parser.add_json("the server's address and models, as soon as it listens,")
     options = parser.parse(arguments, _Options)
-    read = [*options.key_files, *([options.thresholds] if options.thresholds else [])]
+    read = [*options.key_files, *(file for file in (options.costs, options.thresholds) if file)]
     check_outputs(json_outputs(options.json), read, options.folders)
 
     found = read_app_bundle(options)

@@ -14,12 +14,13 @@ from sinkprune.contract.budgets import AUTO, UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.command_line.command_parser import CommandParser
+from sinkprune.contract.costs.file import read_costs
 from sinkprune.contract.errors import UsageError
-from sinkprune.runtime.commands import BundleOptions, load_pipeline, status
+from sinkprune.runtime.commands import BundleOptions, add_costs, load_pipeline, status
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
 from sinkprune.runtime.confidence.thresholds import Thresholds, missing_thresholds, read_thresholds
 from sinkprune.runtime.session import MAX_BYTES
-from sinkprune.runtime.steps.part_seen import seen_part
+from sinkprune.runtime.steps.picture_warnings import seen_part
 from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class AppOptions(BundleOptions):
 
     name: str | None
     budget: str
+    costs: Path | None
     thresholds: Path | None
     api_key: str | None
     allow_remote_images: bool
@@ -64,6 +66,7 @@ def add_app_options(parser: CommandParser) -> None:
     add = parser.add_argument
     add("--name", help="the model's name (default: the name of the bundle's folder)")
     add("--budget", default=UNPRUNED, help="the budget of requests that name none (default: none)")
+    add_costs(parser)
     add(
         "--thresholds",
         type=Path,
@@ -116,6 +119,8 @@ def load_app(options: AppOptions, found: AppBundle) -> Starlette:
     check_memory(options, found.bundle, planned)
     pipeline = load_pipeline(options, found.bundle)
     pipeline.thresholds = found.thresholds
+    if options.costs:
+        pipeline.costs = read_costs(options.costs, pipeline.place)
     with status("loading the pruning graphs"):
         pipeline.load_plans("sinkpruner")
     settings = server.ServerSettings(
