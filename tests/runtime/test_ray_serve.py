@@ -27,9 +27,10 @@ from sinkprune.runtime.ray_serve import build
 from support.programs.printed_commands import ALL, blocks
 
 BUDGET, QUESTION = "retain-64", "What is on the table?"
-CLIENTS, REQUESTS, RETRIES = 16, 96, 4
-# Of different lengths, so that every replica always has requests.
-TOKENS = [60 + 10 * (number % CLIENTS) for number in range(REQUESTS)]
+CLIENTS, REQUESTS, RETRIES = 16, 64, 4
+# Of different lengths, so that clients do not pause at the same time.
+TOKENS = [100 + 10 * (number % CLIENTS) for number in range(REQUESTS)]
+SAME = {"x-session-id": "robot"}
 HANDLED = "ray::ServeReplica:sinkprune:sinkprune.handle_request"
 
 
@@ -70,21 +71,36 @@ def two_replicas(cluster: tuple[str, int]) -> set[int]:
     return found
 
 
+def cpu_ticks(process: int) -> int:
+    """Return the processor time that a process has used."""
+    user, system = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return int(user) + int(system)
+
+
+def ask(client: openai.OpenAI, picture: Image.Image, tokens: int, headers: dict[str, str]) -> tuple[str | None, int]:
+    """Return an answer of so many tokens, and how often the client sent the request again."""
+    raw = client.chat.completions.with_raw_response.create(
+        model="m",
+        messages=asked(picture, QUESTION),
+        max_tokens=tokens,
+        extra_body={"min_tokens": tokens},
+        extra_headers=headers,
+    )
+    return raw.parse().choices[0].message.content, raw.retries_taken
+
+
 @pytest.mark.ray
 def test_no_request_is_lost_when_a_replica_is_killed(
     cluster: tuple[str, int], client: openai.OpenAI, path: Path
 ) -> None:
     shown = pictures(REQUESTS, 0)
-
-    def ask(picture: Image.Image, tokens: int) -> tuple[str | None, int]:
-        raw = client.chat.completions.with_raw_response.create(
-            model="m", messages=asked(picture, QUESTION), max_tokens=tokens, extra_body={"min_tokens": tokens}
-        )
-        return raw.parse().choices[0].message.content, raw.retries_taken
-
-    first, second = two_replicas(cluster)
+    used = {process: cpu_ticks(process) for process in two_replicas(cluster)}
+    ask(client, shown[0], 900, SAME)
+    second, first = sorted(used, key=lambda process: cpu_ticks(process) - used[process])
+    # Half of the requests are for the replica that is killed.
+    headers = [SAME if number % 2 else {} for number in range(REQUESTS)]
     with ThreadPoolExecutor(CLIENTS) as clients:
-        answers = [clients.submit(ask, *each) for each in zip(shown, TOKENS, strict=True)]
+        answers = [clients.submit(ask, client, *each) for each in zip(shown, TOKENS, headers, strict=True)]
         for number, _ in enumerate(as_completed(answers)):
             if number == REQUESTS // 4:
                 os.kill(first, signal.SIGKILL)
