@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from sinkprune.calibration.evaluation.intervals import PictureBootstrap
+from sinkprune.calibration.evaluation.intervals import Mean, PictureBootstrap
 from sinkprune.calibration.evaluation.replies import choose_combinations, collect_replies, evaluation_report
 from sinkprune.calibration.evaluation.report import BASELINE, Combination, Reply, summarise
 from sinkprune.calibration.tasks import Item
@@ -121,6 +122,9 @@ def test_accuracy_relative_kinds_and_tokens() -> None:
     # Over layers (n + 20 + 10) / 3, over questions n from 0 to 11
     assert pruned.mean_visual_tokens == pytest.approx((5.5 + 30) / 3)
     assert result.none.mean_visual_tokens == 576
+    # FastV answers the same questions rightly.
+    versus = result.methods["fastv"]["retain-64"].versus_first
+    assert pruned.versus_first is None and versus == Mean(0.0, (0.0, 0.0))
     assert (result.model, result.versions["fake"]) == ("pocket", "1")
 
 
@@ -182,3 +186,20 @@ def test_one_question_is_enough() -> None:
     found = summarise([reply], [reply], PictureBootstrap(["grey"]))
     assert (found.relative, found.relative_ci95) == (1.0, None)
     assert found.ci95 == pytest.approx((1 / (1 + 3.841459), 1.0), abs=1e-6)
+
+
+def test_methods_are_compared_with_the_first_by_picture() -> None:
+    # Of 40 questions sinkpruner misses the odd ones.
+    pipeline = FakePipeline(lambda prompt, budget: True)
+    replies = collect_replies(pipeline, items(40), [SINK, FASTV])
+    replies = [
+        replace(reply, right=reply.combination != SINK or number % 2 == 0, picture=f"{number // 4}")
+        for reply in replies
+        for number in [int(reply.id[1:])]
+    ]
+    result = evaluation_report(
+        pipeline, replies, [], task="own.jsonl", blind=False, planted_outliers=False, max_new_tokens=8
+    )
+    # Each picture has two of four.
+    assert result.pictures == 10
+    assert result.methods["fastv"]["retain-64"].versus_first == Mean(0.5, pytest.approx((0.5, 0.5)))

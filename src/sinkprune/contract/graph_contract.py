@@ -92,7 +92,9 @@ def _interfaces(manifest: Manifest) -> Iterator[_Interface]:
             index_of_kept = TensorSpec("kept_index", "int64", (None, kept))
             chosen = [floats("kept_tokens", None, kept, width), index_of_kept]
             chosen += [floats("kept_deepstack", None, kept, deepstack_width)] if deepstack_width else []
-            yield plan.sanitizer, features, chosen
+            # For sanitizers that read the question: all tokens, and its words, as the decoder receives them.
+            read = [floats("embeddings", None, tokens, lm.hidden_size), floats("question", None, lm.hidden_size)]
+            yield plan.sanitizer, [*features, *read], chosen
         selected = [*rows(), query, key, *index("visual_index", "text_index", "visual_group", "quota"), norms]
         left = [*rows("_out"), *index("visual_index_out", "text_index_out", "keep_index")]
         for graph in plan.select_after.values():

@@ -151,6 +151,11 @@ class Manifest:
         """Return the plan of `method` at `budget`, None for the unpruned engines. Raises `BudgetError`."""
         return find_plan(self.plans, self.budgets, self.family, method, budget)
 
+    def reads_question(self, plan: Plan | None) -> bool:
+        """Return whether the sanitizer of `plan` chooses tokens by the question."""
+        sanitizer = plan.sanitizer if plan is not None else None
+        return sanitizer is not None and any(one.name == "question" for one in self.graphs[sanitizer].inputs)
+
     def tower(self, kind: type[T]) -> T:
         """Return the facts of the vision tower as a `kind`. Raises `BundleError` if the tower is of another kind."""
         if not isinstance(self.vision, kind):

@@ -104,6 +104,7 @@ class _Picture:
             "V": _Span(fewest, median_low(visual), most),
             "V2": _Span(1, median_low(visual), most),
             "L": _Span(0, usual_prompt, limits.prompt_tokens),
+            "T": _Span(1, usual_prompt, limits.prompt_tokens),
             **self.vision_sizes,
         }
 

@@ -40,6 +40,7 @@ class _Seen:
     layouts: list[VisualLayout]
     prompt: Prompt
     towers: list[TowerOutput]
+    request: Request
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def generate(
             ]
             for digest, tower in zip(digests, towers, strict=True):
                 memory.put_tower(digest, tower, tower.norms.size * chain.visual_token_bytes)
-            seen = _Seen(digests, layouts, prompt, towers)
+            seen = _Seen(digests, layouts, prompt, towers, request)
             choice = policy.choose(choices, prompt.text_tokens, layouts)
             run, sampler = _run(model, seen, choice, clock, observer, own, memory), request.new_sampler()
             # A closed list is compared later.
@@ -211,12 +212,14 @@ def _run(
     """Run the steps from the sanitizer to the first logits at one budget, without rows that `own` or `memory` has."""
     manifest, _, family, _, embedding, chain, _ = model
     backend, schedule, texts = chain.backend, choice.schedule, seen.prompt.texts
-    key = PrefixKey.of(manifest, schedule.plan, seen.digests, texts)
+    question = model.question_ids(schedule.plan, seen.request, seen.prompt)
+    key = PrefixKey.of(manifest, schedule.plan, seen.digests, texts, question)
     lead_key = LeadKey.of(manifest.segments, schedule.plan, texts)
     stored, new_lead = [*memory.lead(lead_key)], memory.stores_lead(lead_key)
     shared = own.shared(key, texts[-1]) or memory.shared(key, texts[-1])
     if shared is None:
-        encoded = [encode(chain, schedule.plan, tower, clock) for tower in seen.towers]
+        words = backend.tensor(embedding(question)) if question else None
+        encoded = [encode(chain, schedule.plan, tower, clock, words) for tower in seen.towers]
     else:
         prefix, rows_shared = shared
         encoded = [*prefix.encoded]

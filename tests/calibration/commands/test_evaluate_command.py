@@ -48,7 +48,7 @@ def test_the_report_the_plot_and_the_answers(bundle: Bundles, task: Path, tmp_pa
         assert words in outcome.stdout
     report = json.loads(files["report.json"].read_text())
     fields = {"accuracy", "ci95", "relative", "relative_ci95", "by_kind", "mean_visual_tokens"}
-    fields |= {"ttft_ms", "prefill_ms", "latency_ms"}
+    fields |= {"ttft_ms", "prefill_ms", "latency_ms", "versus_first"}
     assert set(report["none"]) == fields
     assert (report["task"], report["questions"], report["unreachable"]) == ("task.jsonl", 4, [])
     assert report["pictures"] == 2
@@ -83,6 +83,7 @@ def test_the_table_of_papers(bundle: Bundles, task: Path) -> None:
     rows = [line.split() for line in outcome.stdout.splitlines()]
     none = next(row for row in rows if row[:2] == ["none", "64.0"])
     assert none[3:9:2] == ["(1.00x)"] * 3 and none[-6:] == ["50.0", "100.0", "%", "(100.0", "to", "100.0)"]
+    assert "points more than sinkpruner" in outcome.stdout
     pruned = [row for row in rows if row[1:2] == ["sinkpruner"]]
     assert [row[0] for row in pruned] == ["retain-64", "retain-32"]
     for row in pruned:

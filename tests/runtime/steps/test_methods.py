@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sinkprune import Pipeline
+from sinkprune import Pipeline, Session
 from sinkprune.contract.budgets import scaled_layers
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BudgetError
@@ -23,7 +23,9 @@ from sinkprune.runtime.profiling.profile import profile
 from sinkprune.runtime.token_map import token_fates
 from support.programs.commands import assert_refused, run
 from support.references.masking import Sequence, embedded, masked_forward
-from support.references.reference_methods import CANNOT_REACH_ALL, IN_LLM, ON_A_GRID, asking_rows
+from support.references.reference import largest, sanitize
+from support.references.reference_methods import CANNOT_REACH_ALL, IN_LLM, ON_A_GRID, asking_rows, text_scores
+from support.references.steps import tower_output
 
 PROMPT = "Describe the image, please: which colour is the cup?"
 LAYERS, TOKENS = 8, 64
@@ -123,6 +125,38 @@ def test_dropping_inside_the_llm_equals_masking(
         layer: [row for row in kept if row in visual] for layer, kept in masked.survivors.items()
     }
     assert masked.logits[len(rows) - 1 :].argmax(axis=1).tolist() == answer.token_ids
+
+
+def test_the_sanitizer_reads_the_question_of_the_user(
+    pipe: Pipeline, model: Callable[[str], Any], photo: Image.Image
+) -> None:
+    """Kept are the reference's tokens, for the words of the last turn of the user, and of no other text."""
+    torch_model = model("gqa-112")
+    tokens, norms, salience = (array[0] for array in tower_output(pipe, photo))
+    with torch.no_grad():
+        pixels = torch.from_numpy(pipe.family.inputs(photo)["pixel_values"])
+        image = torch_model.get_image_features(pixels).pooler_output[0].numpy()
+    counts = pipe.bundle.manifest.plans["sinkpruner-text"]["retain-192"].counts
+
+    def expected(words: str) -> list[int]:
+        question = embedded(torch_model, pipe.prompts.tokenizer.encode(words, add_special_tokens=False).ids)
+        scores = text_scores(salience, image, question, largest(norms, counts.outliers))
+        return sanitize(tokens, norms, scores, reserve=counts.reserve, diverse=counts.diverse)[1]
+
+    options = {"method": "sinkpruner-text", "budget": "retain-192", "max_new_tokens": 1}
+    asked = ("Which colour is the cup?", "zzz")
+    assert expected(asked[0]) != expected(asked[1])
+    turns = [("user", asked[0]), ("assistant", "Red.")]
+    for answering in (pipe, session := Session(pipe)):
+        for words, more in ((asked[0], {}), (asked[1], {}), (asked[1], {"history": turns, "system": "Be brief."})):
+            assert answering.generate(photo, words, **options, **more).kept.index.tolist() == [expected(words)]
+    # The session keeps the tower's output, and shares rows between equal questions only.
+    again = session.generate(photo, asked[1], **options)
+    other = session.generate(photo, asked[0] + "?", **options)
+    assert (again.reused_towers, other.reused_towers) == (1, 1)
+    assert again.reused_rows > counts.kept > other.reused_rows
+    watch = pipe.watch([photo], asked[1], **options)
+    assert next(watch).tokens.shape[0] == counts.kept
 
 
 def test_methods_keep_different_tokens(pipe: Pipeline, photo: Image.Image) -> None:

@@ -140,7 +140,7 @@ def _print_tables(result: EvaluationReport, *, papers: bool) -> None:
     for warning in result.warnings:
         console.print(warning)
     if papers:
-        console.print("\nMedians in ms. In brackets: how many times as fast as none, and the share's 95 % interval")
+        console.print("\nMedians in ms. In brackets: how many times as fast as none, and 95 % intervals by picture")
         console.print(_papers_table(result))
     elif result.methods:
         console.print()
@@ -159,8 +159,9 @@ def _print_tables(result: EvaluationReport, *, papers: bool) -> None:
 
 def _papers_table(result: EvaluationReport) -> Table:
     """Return a table with the times and accuracy of `none`, and of each method at each budget, the largest first."""
+    first = next(iter(result.methods), "")
     figures = ["tokens a layer", "prefill", "TTFT", "latency", "accuracy", "share of none's"]
-    table = make_table(["budget", "method"], figures)
+    table = make_table(["budget", "method"], [*figures, f"points more than {first}"])
     table.add_row("none", "", *_papers_cells(result.none, result.none))
     for budget in dict.fromkeys(budget for budgets in result.methods.values() for budget in budgets):
         for method, points in result.methods.items():
@@ -182,7 +183,11 @@ def _papers_cells(point: CombinationReport, none: CombinationReport) -> list[str
     interval = f" ({low:.1f} to {high:.1f})" if point.relative_ci95 else ""
     share = "-" if point.relative is None else f"{100 * point.relative:.1f} %{interval}"
     shown = [f"{median:.{0 if median >= 100 else 1}f} ({faster:.2f}x)" for median, faster in times]
-    return [f"{point.mean_visual_tokens:.1f}", *shown, f"{100 * point.accuracy:.1f}", share]
+    versus = point.versus_first
+    more = "" if versus is None else f"{100 * versus.mean:+.1f}"
+    if versus is not None and versus.ci95 is not None:
+        more += f" ({100 * versus.ci95[0]:+.1f} to {100 * versus.ci95[1]:+.1f})"
+    return [f"{point.mean_visual_tokens:.1f}", *shown, f"{100 * point.accuracy:.1f}", share, more]
 
 
 def _grid(result: EvaluationReport, cell: Callable[[CombinationReport], str]) -> Table:

@@ -117,7 +117,10 @@ def evaluation_report(
     bootstrap = PictureBootstrap(pictures)
     methods: dict[str, dict[str, CombinationReport]] = {}
     for combination, own in by_combination.items():
-        methods.setdefault(combination.method, {})[combination.budget] = summarise(own, base, bootstrap)
+        found = methods.setdefault(combination.method, {})
+        first = Combination(next(iter(methods)), combination.budget)
+        other = by_combination.get(first) if first != combination else None
+        found[combination.budget] = summarise(own, base, bootstrap, other)
     manifest = pipeline.bundle.manifest
     return EvaluationReport(
         model=model_name(manifest.checkpoint.source),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sinkprune.calibration.evaluation.intervals import Interval, PictureBootstrap, relative_accuracy, wilson
+from sinkprune.calibration.evaluation.intervals import Interval, Mean, PictureBootstrap, relative_accuracy, wilson
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.precision import WeightForms
 from sinkprune.contract.reports.report import Spread
@@ -76,6 +76,9 @@ class CombinationReport:
     relative_ci95: Interval | None
     """The 95 % interval of `relative`, by paired bootstrap over the pictures; None for one picture, and if `relative`
     is."""
+    versus_first: Mean | None
+    """The accuracy minus that of the first method at the same budget, with its 95 % interval by paired bootstrap over
+    the pictures; None for the first method, and where that one lacks the budget."""
     by_kind: dict[str, KindReport]
     """The answers to the questions of each kind, by the kind's name."""
     mean_visual_tokens: float
@@ -129,19 +132,29 @@ class EvaluationReport:
     """Sentences: why the figures say little, for example too few questions."""
 
 
-def summarise(replies: Sequence[Reply], base: Sequence[Reply], bootstrap: PictureBootstrap) -> CombinationReport:
+def summarise(
+    replies: Sequence[Reply],
+    base: Sequence[Reply],
+    bootstrap: PictureBootstrap,
+    first: Sequence[Reply] | None = None,
+) -> CombinationReport:
     """Return the report of one combination from its replies and the baseline's, to the same questions in order.
 
-    `bootstrap` is of the pictures of these questions.
+    `bootstrap` is of the pictures of these questions. `first` are the replies of the first method at the same budget,
+    for another method.
     """
     right = np.array([reply.right for reply in replies])
     base_right = np.array([reply.right for reply in base])
+    versus = None
+    if first is not None:
+        versus = bootstrap([own.right - other.right for own, other in zip(replies, first, strict=True)])
     kinds = dict.fromkeys(reply.kind for reply in replies)
     return CombinationReport(
         accuracy=float(right.mean()),
         ci95=wilson(int(right.sum()), len(right)),
         relative=relative_accuracy(right, base_right),
         relative_ci95=bootstrap.relative(right, base_right),
+        versus_first=versus,
         by_kind={kind: _summarise_kind([reply for reply in replies if reply.kind == kind]) for kind in kinds},
         mean_visual_tokens=sum(reply.mean_visual_tokens for reply in replies) / len(replies),
         ttft_ms=Spread.of([reply.ttft_ms for reply in replies]),

@@ -5,7 +5,7 @@ method.md sections 1 and 2 have the rules. Each step below names its rule.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
@@ -13,9 +13,24 @@ from sinkprune.contract.budgets import Budget, prune_layers
 from sinkprune.export.graph import Graph
 from sinkprune.export.pruning.functions import diversity_select, top_rho
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
-from sinkprune.export.pruning.sanitizer import ascending, gather_rows, largest, new_sanitizer, output_rows
+from sinkprune.export.pruning.sanitizer import (
+    TowerValues,
+    ascending,
+    gather_rows,
+    largest,
+    new_sanitizer,
+    output_rows,
+)
 from sinkprune.export.pruning.select import build_selects, every_text_row
 from sinkprune.export.pruning.shares import as_vector, sanitizer_counts
+
+Score = Callable[[PlanFacts, Graph, TowerValues, ir.Value | None], ir.Value]
+"""Writes the score [G,N] by which RES takes tokens. The last argument is the mask of outliers, if any."""
+
+
+def by_salience(facts: PlanFacts, graph: Graph, features: TowerValues, outlier: ir.Value | None) -> ir.Value:
+    """Return the salience: RES takes the most salient tokens (method.md section 1, 3)."""
+    return features.salience
 
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
@@ -23,21 +38,21 @@ def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     return build_after(facts, budget, prune_layers(facts.language_model.num_layers) if budget.stages else ())
 
 
-def build_after(facts: PlanFacts, budget: Budget, cuts: Sequence[int]) -> PlanGraphs:
+def build_after(facts: PlanFacts, budget: Budget, cuts: Sequence[int], score: Score = by_salience) -> PlanGraphs:
     """Return the plan of `budget` whose stages follow the layers `cuts` (0-based, ascending)."""
-    sanitizer = _sanitizer(facts, budget) if budget.sanitizer else None
+    sanitizer = _sanitizer(facts, budget, score) if budget.sanitizer else None
     return PlanGraphs(budget, sanitizer, build_selects(facts, budget, cuts, every_text_row))
 
 
 METHODS = {"sinkpruner": build}
 
 
-def _sanitizer(facts: PlanFacts, budget: Budget) -> Graph:
+def _sanitizer(facts: PlanFacts, budget: Budget, score: Score) -> Graph:
     """Return `sanitizer` of the graph contract (method.md section 1)."""
     most = facts.most_counts(budget)
     facts.check_ranked(most.reserve + (most.diverse if budget.order == "raster" else 0))
     graph, features = new_sanitizer(facts, budget)
-    tokens, norms, salience, rows = features
+    tokens, norms, _, rows = features
     op = graph.op
     reserve, diverse, _ = sanitizer_counts(op, facts, budget, norms)
 
@@ -45,10 +60,10 @@ def _sanitizer(facts: PlanFacts, budget: Budget) -> Graph:
     sink = outlier = None
     if most.outliers:
         sink, outlier = op.call(top_rho(facts.dialect.OPSET), norms, rows, per_mille=budget.outlier_per_mille)
-        salience = op.Where(outlier, float("-inf"), salience)
 
     # 3: RES, the most salient of LOW
-    reserved = largest(graph, salience, reserve)
+    scores = score(facts, graph, features, outlier)
+    reserved = largest(graph, scores if outlier is None else op.Where(outlier, float("-inf"), scores), reserve)
     index = ascending(graph, reserved, reserve)
 
     # 4: DIV, the tokens of LOW least like what is kept

@@ -75,14 +75,23 @@ def run_tower(chain: Chain, inputs: Mapping[str, Array], clock: Stopwatch) -> To
     return tower
 
 
-def encode(chain: Chain, plan: Plan | None, tower: TowerOutput, clock: Stopwatch) -> EncodedPicture:
-    """Run the plan's sanitizer, if any, and the projector, if any, on the output of the `tower`."""
+def encode(
+    chain: Chain, plan: Plan | None, tower: TowerOutput, clock: Stopwatch, question: Tensor | None = None
+) -> EncodedPicture:
+    """Run the plan's sanitizer, if any, and the projector, if any, on the output of the `tower`.
+
+    `question` [T,d] are its words as the decoder receives them, for sanitizers that read it.
+    """
     backend, tokens, deepstack, sanitized = chain.backend, tower.tokens, tower.deepstack, None
     if plan is not None and plan.sanitizer is not None:
         sanitizer = chain.plan_engine(plan.sanitizer)
+        inputs = {"tokens": tokens, "norms": tower.device_norms, "salience": tower.device_salience}
+        if deepstack is not None:
+            inputs["deepstack"] = deepstack
+        if question is not None:
+            inputs |= {"question": question, "embeddings": _in_llm(chain, tokens, clock)}
         with clock.measure("sanitizer"):
-            inputs = {"tokens": tokens, "norms": tower.device_norms, "salience": tower.device_salience}
-            sanitized = sanitizer(inputs if deepstack is None else {**inputs, "deepstack": deepstack})
+            sanitized = sanitizer(inputs)
         tokens, deepstack = sanitized["kept_tokens"], sanitized.get("kept_deepstack")
     if sanitized is None:
         kept_index = np.broadcast_to(np.arange(tower.norms.shape[1]), tower.norms.shape)
@@ -107,13 +116,19 @@ def _projected(
     """Return the `tokens` with these `kept_index` [G',n0] as the LLM receives them."""
     if deepstack is not None:
         _check_finite("DeepStack features", chain.backend.numpy(deepstack))
-    if chain.projector is not None:
-        with clock.measure("projector"):
-            tokens = chain.projector({"tokens": tokens})["embeddings"]
+    embeddings = _in_llm(chain, tokens, clock)
     # Frames that the sanitizer treats as one are one group from here on.
     groups = len(kept_index)
     norms, salience = (values.reshape(groups, -1) for values in (tower.norms, tower.salience))
-    return EncodedPicture(tokens, tower.device_norms, kept_index, norms, salience, deepstack)
+    return EncodedPicture(embeddings, tower.device_norms, kept_index, norms, salience, deepstack)
+
+
+def _in_llm(chain: Chain, tokens: Tensor, clock: Stopwatch) -> Tensor:
+    """Return the tower's `tokens` as the LLM receives them."""
+    if chain.projector is None:
+        return tokens
+    with clock.measure("projector"):
+        return chain.projector({"tokens": tokens})["embeddings"]
 
 
 def _check_finite(what: str, *arrays: Array) -> None:

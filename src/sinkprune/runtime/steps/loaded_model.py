@@ -8,12 +8,13 @@ from sinkprune.contract.budgets import AUTO
 from sinkprune.contract.engines_manifest import Limits
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.plans import Plan
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.embedding import Embedding
 from sinkprune.runtime.steps.picture_warnings import PictureWarnings
 from sinkprune.runtime.steps.request import Request
-from sinkprune.runtime.text.prompt import PromptEncoder
+from sinkprune.runtime.text.prompt import Prompt, PromptEncoder
 
 
 class LoadedModel(NamedTuple):
@@ -46,3 +47,15 @@ class LoadedModel(NamedTuple):
             )
         share = plan.picture_share if plan is not None else None
         return self if share is None else self._replace(family=self.family.smaller(share))
+
+    def question_ids(self, plan: Plan | None, request: Request, prompt: Prompt) -> list[int]:
+        """Return the token ids of what the sanitizer of `plan` reads: the words of the user's last turn, if any.
+
+        They are those of the user alone, not of the template, which is the same for all questions. A turn without
+        words stands for all text after the pictures.
+        """
+        if not self.manifest.reads_question(plan):
+            return []
+        asked = [turn.texts for turn in request.history if turn.role == "user"]
+        asked += [request.texts] if request.tool_call_id is None else []
+        return self.prompts.question_ids(asked[-1] if asked else ()) or prompt.texts[-1]

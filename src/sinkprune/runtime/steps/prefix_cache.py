@@ -53,17 +53,28 @@ class PrefixKey(NamedTuple):
     """Whether a plan runs: an unpruned prompt may have further rows."""
     segments: int
     """The number of decoder segments before the first select."""
+    question: tuple[int, ...]
+    """The token ids of the question, if the sanitizer reads it."""
 
     @classmethod
     def of(
-        cls, manifest: Manifest, plan: Plan | None, digests: Sequence[bytes], texts: Sequence[Sequence[int]]
+        cls,
+        manifest: Manifest,
+        plan: Plan | None,
+        digests: Sequence[bytes],
+        texts: Sequence[Sequence[int]],
+        question: Sequence[int] = (),
     ) -> PrefixKey:
-        """Return the key of a prompt with these pictures and `texts`, with a plan of the bundle."""
+        """Return the key of a prompt with these pictures and `texts`, with a plan of the bundle.
+
+        `question` is what its sanitizer reads.
+        """
         before = segments_before_select(manifest.segments, plan)
         sanitizer = None
         if plan is not None and plan.sanitizer is not None:
             sanitizer = manifest.files[manifest.graphs[plan.sanitizer].file].sha256
-        return cls((*digests,), (*map(tuple, texts[:-1]),), sanitizer, plan is not None, before)
+        shown = (*map(tuple, texts[:-1]),)
+        return cls((*digests,), shown, sanitizer, plan is not None, before, (*question,))
 
 
 def ladders(manifest: Manifest, method: str) -> list[list[str]]:

@@ -142,6 +142,11 @@ class PromptEncoder:
         starts = [0, *(place + 1 for place in found)]
         return Prompt([ids[start:end] for start, end in zip(starts, [*found, len(ids)], strict=True)])
 
+    def question_ids(self, texts: Sequence[str]) -> list[int]:
+        """Return the token ids of a turn's words, without the template; `texts` are around the turn's pictures."""
+        ids: list[int] = self._encoder.encode(" ".join(filter(None, texts)), add_special_tokens=False).ids
+        return [self._identities.get(token, token) for token in ids]
+
     def answer_ids(self, text: str) -> list[int]:
         """Return the token ids that a model generates for an answer of this text, without a stop token.
 

@@ -9,6 +9,7 @@ import numpy as np
 from sinkprune.contract.budgets import Counts
 from sinkprune.contract.plans import Plan
 from sinkprune.contract.precision import Array
+from sinkprune.runtime.backends import Tensor
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.encoding import EncodedPicture, TowerOutput, encode, encode_tokens
@@ -44,8 +45,13 @@ class FrameSanitizer:
         self._known: Array | None = None
         self._since_key = 0
 
-    def __call__(self, tower: TowerOutput, counts: Counts, groups: int, clock: Stopwatch) -> FrameTokens:
-        """Return the tokens of the next frame; the sanitizer keeps `counts` of each of `groups` groups."""
+    def __call__(
+        self, tower: TowerOutput, counts: Counts, groups: int, clock: Stopwatch, question: Tensor | None = None
+    ) -> FrameTokens:
+        """Return the tokens of the next frame; the sanitizer keeps `counts` of each of `groups` groups.
+
+        `question` is that of `encode`.
+        """
         with clock.measure("sanitizer"):
             features, known = unit_rows(self._chain.backend.numpy(tower.tokens)), self._known
             novelty = None if known is None else 1 - np.sum(features * known, axis=1)
@@ -57,7 +63,7 @@ class FrameSanitizer:
             or (novelty > self._novelty).mean() > _NEW_SCENE
         ):
             self._known, self._since_key = features.copy(), 0
-            encoded = as_one_group(encode(self._chain, self._plan, tower, clock))
+            encoded = as_one_group(encode(self._chain, self._plan, tower, clock, question))
             return FrameTokens(True, encoded, np.tile(np.arange(counts.kept) < counts.sink, groups), features)
         chosen = new_tokens(novelty, tower.norms.reshape(groups, -1), counts, self._novelty)
         known[chosen] = features[chosen]

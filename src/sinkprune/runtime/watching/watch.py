@@ -183,7 +183,9 @@ class Watch:
             counts, groups = self._plan.keeps(layout.tokens, layout.groups)
             with backend.turn:
                 tower = run_tower(chain, seen.inputs, clock)
-                found = self._sanitizer(tower, counts, groups, clock)
+                question = self._model.question_ids(self._plan, request, prompt)
+                words = backend.tensor(embedding(question)) if question else None
+                found = self._sanitizer(tower, counts, groups, clock, words)
                 memory.add(number, found, self._settings.novelty)
                 observer.encoded([each.encoded for each in memory.frames])
                 texts = [prompt.texts[0], *[()] * (len(memory.frames) - 1), prompt.texts[1]]

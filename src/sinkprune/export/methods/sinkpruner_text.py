@@ -1,0 +1,52 @@
+"""SinkPruner with a sanitizer that reads the question. The rule is ours; the paper leaves it open.
+
+RES takes the tokens of largest salience and relevance together. The relevance of a token is the mean of its cosines
+with the words of the question, both as the LLM receives them. Both scores are scaled to 0 to 1 over the tokens that
+are no outliers, and have equal weight. All other steps are SinkPruner's.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from sinkprune.contract.budgets import Budget, prune_layers
+from sinkprune.export.graph import Graph
+from sinkprune.export.methods.sinkpruner import build_after
+from sinkprune.export.pruning.functions import unit_rows
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+from sinkprune.export.pruning.sanitizer import TowerValues
+
+_FLOAT = ir.DataType.FLOAT
+# Far below any spread of scores; where all are equal, 0 is divided by it.
+_LEAST_SPREAD = 1e-30
+
+
+def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
+    """Return the plan of `budget`, with SinkPruner's counts and stages."""
+    cuts = prune_layers(facts.language_model.num_layers) if budget.stages else ()
+    return build_after(facts, budget, cuts, by_salience_and_relevance)
+
+
+METHODS = {"sinkpruner-text": build}
+
+
+def by_salience_and_relevance(
+    facts: PlanFacts, graph: Graph, features: TowerValues, outlier: ir.Value | None
+) -> ir.Value:
+    """Return the scaled salience plus the scaled relevance, [G,N]."""
+    op, width = graph.op, facts.language_model.hidden_size
+    embeddings = graph.input("embeddings", ["G", facts.visual_dim, width])
+    question = graph.input("question", ["T", width])
+    # A mean of cosines is the product with the mean of the unit rows.
+    direction = op.ReduceMean(unit_rows(op, op.Cast(question, to=_FLOAT)), [0], keepdims=1)
+    cosines = op.MatMul(unit_rows(op, op.Cast(embeddings, to=_FLOAT)), op.Transpose(direction, perm=[1, 0]))
+    relevance = op.Reshape(cosines, op.Shape(features.norms))
+    return op.Add(_scaled(graph, features.salience, outlier), _scaled(graph, relevance, outlier))
+
+
+def _scaled(graph: Graph, values: ir.Value, outlier: ir.Value | None) -> ir.Value:
+    """Return `values` [G,N] scaled so that they go from 0 to 1 over each group's tokens that are no outliers."""
+    op = graph.op
+    low, high = (values if outlier is None else op.Where(outlier, float(f"{sign}inf"), values) for sign in ("", "-"))
+    least, most = op.ReduceMin(low, [-1], keepdims=1), op.ReduceMax(high, [-1], keepdims=1)
+    return op.Div(op.Sub(values, least), op.Max(op.Sub(most, least), _LEAST_SPREAD))
