@@ -14,6 +14,7 @@ from typing import Any
 from sinkprune.contract.checks.format_value import counted, format_value
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_json
+from sinkprune.runtime.text.schema_keywords import check_keywords
 
 # Forms may come from network clients, and compiling takes time and memory.
 SCHEMA_BYTES = 1 << 16
@@ -53,6 +54,7 @@ def checked_schema(given: object) -> dict[str, Any] | None:
         copy: dict[str, Any] = parsed_json(data) or {"type": "object"}
     except UnreadableError as error:
         raise UsageError(f"schema {error}. Simplify it.") from error
+    check_keywords(copy)
     _check_content(copy)
     _check_grammar("schema", schema_grammar(copy), "Change the schema: docs/structured-output.md has the limits.")
     return copy
