@@ -69,8 +69,8 @@ def conforms(text: str, schema: dict[str, Any]) -> bool | None:
     """Return whether a text is JSON that conforms; None where a pattern is no regular expression of Python."""
 
     def matches(validator: Any, pattern: str, value: Any, part: Any) -> Iterator[jsonschema.ValidationError]:
-        # As ECMA-262 has it, \d and \w are ASCII.
-        if isinstance(value, str) and not re.search(pattern, value, re.ASCII):
+        # \d and \w are ASCII, as in ECMA-262; \s is Unicode's white space, as in Rust and in Python.
+        if isinstance(value, str) and not (re.search(pattern, value, re.ASCII) or re.search(pattern, value)):
             yield jsonschema.ValidationError(f"{value!r} does not match {pattern!r}")
 
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
@@ -84,19 +84,22 @@ def conforms(text: str, schema: dict[str, Any]) -> bool | None:
 
 
 def can_be_written(pipeline: Pipeline, grammars: Grammars, schema: dict[str, Any], value: Any) -> bool | None:
-    """Return whether a complete answer may be this value; None where the tokenizer has not all of its characters."""
-    try:
-        ids = pipeline.prompts.answer_ids(json.dumps(value, ensure_ascii=False))
-    except UsageError:
-        return None
-    constraint = grammars.constraint(schema, None, 0)
+    """Return whether a complete answer may be this value.
+
+    None where the tokenizer has not all of its characters, or the schema is too complex for this value.
+    """
     stop = [*pipeline.bundle.manifest.tokens.stop]
     vocabulary = max(pipeline.prompts.tokenizer.get_vocab_size(), *(token + 1 for token in stop))
-    for token in ids:
-        if constraint.complete or not constraint.allowed(vocabulary)[token]:  # type: ignore[index]
-            return False
-        constraint.accept(token)
-    return constraint.complete or bool(constraint.allowed(vocabulary)[stop].any())  # type: ignore[index]
+    try:
+        ids = pipeline.prompts.answer_ids(json.dumps(value, ensure_ascii=False))
+        constraint = grammars.constraint(schema, None, 0)
+        for token in ids:
+            if constraint.complete or not constraint.allowed(vocabulary)[token]:  # type: ignore[index]
+                return False
+            constraint.accept(token)
+        return constraint.complete or bool(constraint.allowed(vocabulary)[stop].any())  # type: ignore[index]
+    except UsageError:
+        return None
 
 
 def measure(pipeline: Pipeline, drawn: Iterator[Case], count: int, budget: str, tokens: int) -> dict[str, Any]:

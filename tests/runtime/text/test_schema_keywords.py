@@ -1,9 +1,11 @@
-"""Keywords of schemas that would be ignored: they are rejected, and annotations, names and values are not."""
+"""Keywords of schemas that would be ignored are rejected; annotations, names and values are not. Errors name places."""
 
 from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -23,16 +25,26 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"divisibleBy": 2}, "divisibleBy"),
     ({"extends": {"type": "string"}}, "extends"),
 ]
-PLACES = {
-    "alone": lambda schema: schema,
-    "properties": lambda schema: {"properties": {"a": schema}},
-    "patternProperties": lambda schema: {"patternProperties": {"^a": schema}},
+PLACES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "": lambda schema: schema,
+    "properties/a": lambda schema: {"properties": {"b": {"type": "null"}, "a": schema, "c": {}}},
+    "patternProperties/^a": lambda schema: {"patternProperties": {"^a": schema}},
     "additionalProperties": lambda schema: {"additionalProperties": schema},
     "items": lambda schema: {"type": "array", "items": schema},
-    "prefixItems": lambda schema: {"type": "array", "prefixItems": [schema]},
-    "anyOf": lambda schema: {"anyOf": [{"type": "null"}, schema]},
-    "$defs": lambda schema: {"$ref": "#/$defs/a", "$defs": {"a": schema}},
+    "prefixItems/0": lambda schema: {"type": "array", "prefixItems": [schema]},
+    "anyOf/1": lambda schema: {"anyOf": [{"type": "null"}, schema]},
+    "$defs/a": lambda schema: {"items": {"$ref": "#/$defs/a"}, "$defs": {"a": schema}},
+    "properties/a/items/anyOf/1": lambda schema: PLACES["properties/a"]({"items": PLACES["anyOf/1"](schema)}),
 }
+
+
+FIELDS = {f"a{number}": {"type": "string"} for number in range(60)}
+
+
+def at(place: str, *names: str) -> str:
+    """Return the words that name a place and a field there."""
+    path = "/".join([*([place] if place else []), *names])
+    return f" at '{path}'" if path else ""
 
 
 def reason(schema: dict[str, Any]) -> str:
@@ -48,7 +60,7 @@ def test_a_keyword_that_no_draft_of_ours_keeps_is_refused(schema: dict[str, Any]
     draft = {key: value for key, value in schema.items() if key == "$schema"}
     rest = {key: value for key, value in schema.items() if key != "$schema"}
     assert reason({**draft, **PLACES[place](rest)}) == (
-        f"schema has the keyword '{name}', which is not supported. Leave it out."
+        f"schema has a keyword{at(place, name)} that is not supported. Leave it out."
     )
 
 
@@ -57,13 +69,13 @@ def test_a_keyword_that_no_draft_of_ours_keeps_is_refused(schema: dict[str, Any]
     [("maxLenght", "maxLength"), ("additionalproperties", "additionalProperties"), ("requires", "required")],
 )
 def test_a_misspelt_keyword_is_refused_with_the_right_one(name: str, meant: str) -> None:
-    said = f"schema has the unknown keyword '{name}'. Did you mean '{meant}'?"
+    said = f"schema has an unknown keyword at 'properties/a/{name}'. Did you mean '{meant}'?"
     assert said in reason({"type": "object", "properties": {"a": {name: 3}}})
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_required_next_to_its_own_type_is_refused(place: str) -> None:
-    said = "schema has required True, expected a list of names. Write it next to properties."
+    said = f"schema has True{at(place, 'required')}, expected a list of names. Write it next to properties."
     assert reason(PLACES[place]({"type": "integer", "required": True})) == said
 
 
@@ -94,6 +106,56 @@ def test_an_unknown_draft_is_refused(draft: object) -> None:
 )
 def test_annotations_names_and_values_are_taken(schema: dict[str, Any]) -> None:
     assert checked_schema({"type": "object", **schema} if "$schema" in schema else schema) is not None
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("schema", "cause"),
+    [
+        ({"not": {}}, 'Unimplemented keys: ["not"]'),
+        ({"format": "colour"}, "Unknown format: colour"),
+        ({"type": "strin"}, "Invalid type: strin"),
+        ({"$ref": "#/$defs/b"}, "Pointer '/$defs/b' does not exist"),
+        (
+            {"oneOf": [{"type": "string", "minLength": 3}, {"type": "string", "maxLength": 4}]},
+            "oneOf constraints are not supported",
+        ),
+    ],
+)
+def test_errors_of_llguidance_name_the_place(schema: dict[str, Any], cause: str, place: str) -> None:
+    said = reason(PLACES[place](schema))
+    assert said == (
+        f"schema is not supported{at(place)}: {cause}. Change the schema: docs/structured-output.md has the limits."
+    )
+
+
+def test_the_first_of_two_wrong_places_is_named() -> None:
+    wrong = {"type": "strin"}
+    assert "at 'properties/b'" in reason({"properties": {"a": {}, "b": wrong, "c": wrong}})
+
+
+def test_a_wrong_number_has_its_place() -> None:
+    said = reason({"properties": {"a": {"enum": [1, 1e300]}}})
+    assert said.startswith("schema has the number 1e+300 at 'properties/a/enum/1', expected at most 2**53")
+
+
+def test_long_and_strange_names_of_properties_stay_on_one_line() -> None:
+    said = reason({"properties": {"a\n" * 90: {"disallow": 3}}})
+    assert said.endswith("/disallow' that is not supported. Leave it out.") and len(said) < 200
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {**{f"a{number}": {} for number in range(4000)}, "b": {"not": {}}}},
+        reduce(lambda inner, _: {"properties": {**FIELDS, "b": inner}}, range(30), {"not": {}}),
+    ],
+    ids=["wide", "deep"],
+)
+def test_a_place_takes_little_time(schema: dict[str, Any]) -> None:
+    began = time.process_time()
+    assert "/b'" in reason(schema)
+    assert time.process_time() - began < 3
 
 
 def test_many_unknown_keywords_take_little_time() -> None:

@@ -1,4 +1,4 @@
-"""Keywords of JSON schemas that llguidance accepts without keeping them. A schema with one of them is rejected."""
+"""The keywords of JSON schemas, and the schemas within a schema. Keywords that llguidance would ignore are rejected."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import UsageError
 
 _DRAFTS = ("draft-04", "draft-06", "draft-07", "draft/2019-09", "draft/2020-12")
-_ONE = ("additionalItems", "additionalProperties", "items")
-_LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _MAPS = ("$defs", "definitions", "patternProperties", "properties")
-"""Keywords whose value is a schema, a list of schemas, and schemas by name."""
+_LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
+_ONE = ("additionalItems", "additionalProperties", "items")
+"""Keywords whose value is schemas by name, a list of schemas, and a schema."""
 _IGNORED = {
     *("contains", "minContains", "maxContains", "propertyNames", "dependentRequired", "dependentSchemas"),
     *("if", "then", "else", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"),
@@ -27,6 +27,10 @@ _KEPT = (
 )
 # Far from annotations such as "example" and "enumNames".
 _ALIKE = 0.85
+_SHOWN = 80
+
+Place = tuple[str, ...]
+"""Names of fields on the way to a part of a schema, as in `("properties", "colour", "if")`."""
 
 
 def check_keywords(schema: Mapping[str, Any]) -> None:
@@ -37,20 +41,50 @@ def check_keywords(schema: Mapping[str, Any]) -> None:
             f"schema has $schema {format_value(draft)}, expected draft 4, 6, 7, 2019-09 or 2020-12. Leave out "
             "$schema, or write the schema for one of them."
         )
-    for part in _parts(schema):
+    for place, part in _parts((), schema):
         for name in part:
             if name in _IGNORED:
-                raise UsageError(f"schema has the keyword '{name}', which is not supported. Leave it out.")
+                raise UsageError(f"schema has a keyword{at((*place, name))} that is not supported. Leave it out.")
             if name not in _KEPT and (near := _misspelt(name)):
                 raise UsageError(
-                    f"schema has the unknown keyword {format_value(name)}. Did you mean '{near}'? If not, let its "
-                    "name begin with x-."
+                    f"schema has an unknown keyword{at((*place, name))}. Did you mean '{near}'? If not, let its name "
+                    "begin with x-."
                 )
         if not isinstance(part.get("required", []), list):
             raise UsageError(
-                f"schema has required {format_value(part['required'])}, expected a list of names. Write it next to "
-                "properties."
+                f"schema has {format_value(part['required'])}{at((*place, 'required'))}, expected a list of names. "
+                "Write it next to properties."
             )
+
+
+def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[Place, Mapping[str, Any]]]:
+    """Yield the schemas directly within a schema, and their places, definitions first.
+
+    Values such as constants are no schemas, and names of properties no keywords.
+    """
+    for keyword in (*_MAPS, *_LISTS, *_ONE):
+        value, inner = schema.get(keyword), dict[Place, Any]()
+        if keyword in _MAPS and isinstance(value, dict):
+            inner = {(keyword, name): one for name, one in value.items()}
+        elif keyword in _LISTS and isinstance(value, list):
+            inner = {(keyword, str(number)): one for number, one in enumerate(value)}
+        elif keyword in _ONE:
+            inner = {(keyword,): value}
+        yield from ((place, one) for place, one in inner.items() if isinstance(one, dict))
+
+
+def at(place: Place) -> str:
+    """Return where a part of a schema is, as in " at 'properties/colour/if'"; "" for the schema itself."""
+    # Quoted, and on one line. The end of a long place matters most.
+    text = repr("/".join(place))
+    return f" at {text if len(text) <= _SHOWN else f'{text[0]}...{text[-_SHOWN:]}'}" if place else ""
+
+
+def _parts(place: Place, schema: Mapping[str, Any]) -> Iterator[tuple[Place, Mapping[str, Any]]]:
+    """Yield a schema and all schemas in it, with their places."""
+    yield place, schema
+    for inner, part in subschemas(schema):
+        yield from _parts((*place, *inner), part)
 
 
 def _is_known(draft: str) -> bool:
@@ -66,15 +100,3 @@ def _misspelt(name: str) -> str | None:
     by_letters = {known.lower(): known for known in _KEPT}
     near = get_close_matches(name.lower(), by_letters, 1, _ALIKE)
     return by_letters[near[0]] if near else None
-
-
-def _parts(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield a schema and all schemas in it. Names of properties, and values such as constants, are none."""
-    left = list[Any]([schema])
-    while left:
-        part = left.pop()
-        if isinstance(part, dict):
-            yield part
-            left += [part[name] for name in _ONE if name in part]
-            left += [one for name in _LISTS if isinstance(part.get(name), list) for one in part[name]]
-            left += [one for name in _MAPS if isinstance(part.get(name), dict) for one in part[name].values()]
