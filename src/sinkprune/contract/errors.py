@@ -63,8 +63,16 @@ class UsageError(SinkpruneError):
     """An argument is outside its range."""
 
 
-class PartlySeenWarning(UserWarning):
-    """The model does not see the sides of a picture. Each size of pictures causes one warning."""
+class PictureWarning(UserWarning):
+    """The model does not see a picture as it is. A pipeline warns once for each size of pictures."""
+
+
+class PartlySeenWarning(PictureWarning):
+    """The model does not see the sides of a picture."""
+
+
+class DividedPictureWarning(PictureWarning):
+    """The values of a greyscale picture of 16 bits were divided by 257, so that of a depth camera is nearly black."""
 
 
 class OptionError(UsageError, TypeError):

@@ -108,16 +108,15 @@ def build_engines(
         try:
             _build(bundle, jobs, work, builder, gate, move=move, progress=progress)
         except (SinkpruneError, KeyboardInterrupt) as error:
-            done = len(work.manifest.engines)
+            if not (done := len(work.manifest.engines)):
+                raise
             kept = (
                 f"{done} of {len(profiles)} engines are whole and wait in '{work.place}': the same command goes on "
                 "from there."
             )
-            if done and isinstance(error, SinkpruneError):
+            if isinstance(error, SinkpruneError):
                 raise EnginesError(f"{error} {kept}") from error
-            if done:
-                progress.report(kept)
-            raise
+            raise KeyboardInterrupt(kept) from error
         with replacing(output, ENGINES, 0, _WAY_OUT, force=force) as root:
             work.copy_to(root)
             _copy_bundle_files(bundle, root / BUNDLE_FOLDER)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.files.trust import Trust, add_sign_option, add_trust_options
 
 if TYPE_CHECKING:
-    from sinkprune.contract.engines_manifest import EnginesManifest
+    from sinkprune.contract.engines_manifest import EnginesManifest, Realisation
 
 _EXAMPLES = """\
 examples:
@@ -127,20 +127,27 @@ def _summary(output: Path, manifest: EnginesManifest) -> dict[str, object]:
     }
 
 
+_REALISED: Mapping[Realisation, str] = {
+    "plugin": "by our plugins",
+    "function": "by the library's own layers",
+    "stripped": "by our plugins",
+}
+
+
 def _text(output: Path, manifest: EnginesManifest) -> str:
-    """Return the printed summary: engines, limits, the result of --check, what sanitizer nodes became, the sum."""
+    """Return the printed summary: engines, limits, the result of --check, what runs the sanitizer, the sum."""
     from sinkprune.contract.engines_manifest import CHECKED, ENGINES
 
     size = sum(spec.size for spec in manifest.files.values()) / 1e6
     gpus = "".join(f", sm_{capability}" for capability in manifest.compute_capabilities)
     nodes = Counter(realised for engine in manifest.engines.values() for realised in engine.nodes.values())
-    realised = ", ".join(f"{count} as {realised}" for realised, count in nodes.items()) or "none"
+    realised = ", ".join(f"{count} {_REALISED[realised]}" for realised, count in nodes.items()) or "none"
     library = f"{manifest.target} {manifest.library_version}"
     return (
         f"{escaped(str(output))}: {counted(len(manifest.engines), 'engine')}, {size:.2f} MB, {library}{gpus}; "
         f"{_limits(manifest)}\n"
         + (f"check passed: {len(manifest.engines)} engines\n" if CHECKED in manifest.flags else "")
-        + f"sanitizer nodes: {realised}\n"
+        + f"sanitizer's own operators: {realised}\n"
         f"sha256 {ENGINES.sha256(manifest)}\n"
     )
 

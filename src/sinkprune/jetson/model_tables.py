@@ -11,7 +11,7 @@ from sinkprune.contract.system.memory_need import gigabytes
 from sinkprune.jetson.fit import TYPICAL_NEW_TOKENS, BudgetFit, ModelFit
 from sinkprune.jetson.recommendation import Recommendation
 from sinkprune.jetson.report import DoctorReport
-from sinkprune.jetson.times import COMPUTE, PeakUtilisation, TimeRange
+from sinkprune.jetson.times import COMPUTE, PeakUtilisation, TimeRange, rounded
 from sinkprune.runtime.commands import plain_text
 from sinkprune.runtime.commands.table_console import make_table
 
@@ -134,7 +134,7 @@ def _time_headings(timed: bool) -> list[str]:
 def _time_cells(fit: BudgetFit) -> list[str]:
     if fit.bounds is None or fit.times is None:
         return [_gigabytes(fit.decode_bytes, digits=2)]
-    prefill = f"{fit.bounds.prefill_ms:.0f}{'w' if fit.bounds.by_weights else ' '}"
+    prefill = f"{rounded(fit.bounds.prefill_ms)}{'w' if fit.bounds.by_weights else ' '}"
     ttft, token = fit.times.ttft, fit.times.token
     return [prefill, ttft.rounded_bound, ttft.range, token.rounded_bound, token.range]
 

@@ -87,15 +87,16 @@ class TimeRange:
     @property
     def range(self) -> str:
         """The range for tables, as in "44-85"."""
-        return f"{_rounded(self.least)}-{_rounded(self.most)}"
+        return f"{rounded(self.least)}-{rounded(self.most)}"
 
     @property
     def rounded_bound(self) -> str:
         """The bound for tables."""
-        return _rounded(self.bound)
+        return rounded(self.bound)
 
 
-def _rounded(milliseconds: float) -> str:
+def rounded(milliseconds: float) -> str:
+    """Return milliseconds for tables, with two digits at least."""
     return f"{milliseconds:.0f}" if milliseconds >= 10 else f"{milliseconds:.2g}"
 
 

@@ -22,7 +22,6 @@ from sinkprune.runtime.steps.decoding import Prefill, kept_tokens, kv_bytes, lea
 from sinkprune.runtime.steps.encoding import EncodedPicture, TowerOutput, encode, run_tower
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.observer import Observer
-from sinkprune.runtime.steps.part_seen import warn_if_partly_seen
 from sinkprune.runtime.steps.pictures import decoded, layout_of, tower_input
 from sinkprune.runtime.steps.prefix_cache import ANY_SIZE, LeadKey, Prefix, PrefixCache, PrefixKey
 from sinkprune.runtime.steps.prompt_rows import PromptRows, lay_out
@@ -80,7 +79,7 @@ def generate(
     when the first piece is requested, because a deadline is counted from then on. What requests about the same
     pictures share is read from and added to `memory`. Steps of one request share it too.
     """
-    manifest, limits, family, prompts, _, chain = model
+    manifest, limits, family, prompts, _, chain, warnings = model
     backend, policy = chain.backend, new_policy()
     clock, own = Stopwatch(backend, observer.during), PrefixCache(ANY_SIZE)
     for plan in plans:
@@ -109,8 +108,7 @@ def generate(
                 request.tool_call_id,
             )
         observer.seen(inputs)
-        for layout in layouts:
-            warn_if_partly_seen(layout)
+        warnings.warn(pictures, layouts)
         candidates = policy.candidates(manifest, layouts)
         choices = runnable(manifest, limits, request, candidates, prompt.text_tokens, layouts)
         with backend.turn:
@@ -210,7 +208,7 @@ def _run(
     memory: PrefixCache,
 ) -> _Run:
     """Run the steps from the sanitizer to the first logits at one budget, without rows that `own` or `memory` has."""
-    manifest, _, family, _, embedding, chain = model
+    manifest, _, family, _, embedding, chain, _ = model
     backend, schedule, texts = chain.backend, choice.schedule, seen.prompt.texts
     key = PrefixKey.of(manifest, schedule.plan, seen.digests, texts)
     lead_key = LeadKey.of(manifest.segments, schedule.plan, texts)

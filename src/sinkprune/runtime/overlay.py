@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from sinkprune.contract.checks.arguments import check_type
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.media.clip import Clip, Picture, SampledFrames
@@ -39,8 +40,9 @@ def overlay(answer: Answer, picture: PictureLike | Sequence[PictureLike]) -> Ima
     `picture` is the picture of the request: a Pillow image, a uint8 [height,width,3] RGB array or a file. For several
     pictures give a list; they are drawn one above the other. For a clip give the frames that the model saw:
     `sinkprune.runtime.steps.pictures.decoded(clip, pipeline.family)`. Raises `ImageError`, and `UsageError` for an
-    answer without pruning and for pictures of another number or size.
+    answer without pruning and for pictures of another number or size, and `TypeError` for an `answer` that is none.
     """
+    check_type("answer", answer, (Answer,), "an Answer, as generate returns it")
     pictures: list[PictureLike] = list(picture if isinstance(picture, (list, tuple)) else (picture,))
     if len(pictures) != len(answer.images):
         raise UsageError(f"found {len(pictures)} pictures, the answer is about {len(answer.images)}. Give these.")

@@ -45,13 +45,14 @@ from sinkprune.runtime.steps.embedding import Embedding
 from sinkprune.runtime.steps.encoding import EncodedPicture, encode, run_tower
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.observer import NOBODY, Observer
+from sinkprune.runtime.steps.picture_warnings import PictureWarnings
 from sinkprune.runtime.steps.pictures import PictureLike, decoded, tower_input
 from sinkprune.runtime.steps.prefix_cache import NO_MEMORY, PrefixCache
 from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS, Request, check_request_options, new_request
 from sinkprune.runtime.stream import Stream, StreamState
 from sinkprune.runtime.text.constraint import Grammars, Unconstrained
 from sinkprune.runtime.text.prompt import PromptEncoder
-from sinkprune.runtime.watching.watch import USUAL_SETTINGS, FrameAnswer, Watch, WatchSettings
+from sinkprune.runtime.watching.watch import USUAL_SETTINGS, FrameAnswer, Watch, WatchSettings, check_frames
 
 Wrap = Callable[[str, Engine, Backend], Engine]
 """Receives a graph's name, its loaded engine and the backend; returns the engine to run in its place."""
@@ -107,6 +108,9 @@ class Pipeline(Answering):
         self._grammars = Grammars(self.prompts, self._stop)
         self.embedding = Embedding(bundle.files[EMBEDDING], manifest)
         self.chain = Chain(manifest, backend, load, load_decoder)
+        self._model = LoadedModel(
+            manifest, self.limits, self.family, self.prompts, self.embedding, self.chain, PictureWarnings()
+        )
 
     @classmethod
     def load(
@@ -220,6 +224,7 @@ class Pipeline(Answering):
         Raises at once what `stream` raises. Reading an answer raises what reading a stream raises, and `ImageError`
         for a frame of another size.
         """
+        check_frames(frames)
         check_type("settings", settings, (WatchSettings,), "WatchSettings")
         check_type("observer", observer, (Observer,), "an Observer")
         return Watch(
@@ -248,10 +253,10 @@ class Pipeline(Answering):
         """Measure the costs of requests like this one on this machine, and load all budgets.
 
         Requests with a deadline need these costs. Repeats measurements for `seconds`, from 0 to 86400, but every
-        budget answers five times or more. So this takes 3 to 15 seconds for a small model, even with 0, and minutes
-        for a large one. Takes what `stream` takes. With `deadline_ms`, budgets that are far too slow are left out.
-        Sets and returns `costs`, and writes them to the user's cache folder, if possible, for later processes. Raises
-        what `generate` raises.
+        budget answers five times or more. So on an idle machine this takes 3 to 15 seconds for a small model, even
+        with 0, and minutes for a large one. Takes what `stream` takes. With `deadline_ms`, budgets that are far too
+        slow are left out. Sets and returns `costs`, and writes them to the user's cache folder, if possible, for
+        later processes. Raises what `generate` raises.
         """
         check_request_options(options, "seconds")
         return self.measure_costs(self.new_request(image, prompt, **options), seconds)
@@ -322,10 +327,6 @@ class Pipeline(Answering):
         self.thresholds.check(self.bundle, method, self.backend.compute)
         return [manifest.plan(method, each) for each in self.thresholds.least]
 
-    @property
-    def _model(self) -> LoadedModel:
-        return LoadedModel(self.bundle.manifest, self.limits, self.family, self.prompts, self.embedding, self.chain)
-
     def _policy(self, request: Request) -> BudgetPolicy:
         if request.deadline_ms is None:
             return BudgetPolicy(request)
@@ -335,9 +336,9 @@ class Pipeline(Answering):
         if self.costs is None:
             raise UsageError(
                 f"a deadline was given, and the costs of requests on this machine, with {self.place.backend} in "
-                f"{counted(self.place.threads, 'thread')}, are not known. Measure them first, with "
-                "pipeline.warm_up(picture, prompt) or --warm-up, or read measured ones: read_costs or --costs "
-                "FILE.json."
+                f"{counted(self.place.threads, 'thread')}, are not known. Measure them on this machine first, with "
+                "sinkprune-run --warm-up or pipeline.warm_up(picture, prompt), or read measured ones: --costs "
+                "FILE.json, read_costs."
             )
         history = self._history_of(self.costs)
         return DeadlinePolicy(request, request.deadline_ms, self.bundle.manifest, self.costs, history, began=began)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from sinkprune.contract.checks.arguments import check_type
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.errors import UsageError
 from sinkprune.runtime.answering import Answering
@@ -40,8 +41,10 @@ class Session(Answering):
     def __init__(self, pipeline: Pipeline, max_bytes: int = MAX_BYTES) -> None:
         """Start with an empty memory of at most `max_bytes`. What was used least recently is dropped first.
 
-        Raises `UsageError` for a wrong size, and for TensorRT engines of dialect opset20.
+        Raises `UsageError` for a wrong size and for TensorRT engines of dialect opset20, and `TypeError` for what is
+        no `Pipeline`.
         """
+        check_type("pipeline", pipeline, (Pipeline,), "a Pipeline, as in Session(Pipeline.load('llava-7b'))")
         if not pipeline.backend.resumes:
             raise UsageError(
                 f"sessions need engines that take new rows after earlier ones, and those of dialect opset20 on "

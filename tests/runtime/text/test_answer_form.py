@@ -62,7 +62,7 @@ def many_patterns(count: int) -> list[dict[str, str]]:
         ({"choice": ["yes"]}, "choice has 1 text, 1 of them different; expected 2 to"),
         ({"choice": ["yes", "no", "no"]}, "choice has 3 texts, 2 of them different; expected 2 to"),
         ({"choice": [*map(str, range(MOST_CHOICES + 1))]}, f"expected 2 to {MOST_CHOICES}, all different"),
-        ({"choice": ["yes", "a" * (CHOICE_BYTES + 1)]}, f"a choice has {CHOICE_BYTES + 1} bytes"),
+        ({"choice": ["yes", "a" * (CHOICE_BYTES + 1)]}, f"a text of choice has {CHOICE_BYTES + 1} bytes"),
         ({"choice": ["yes", "\ud800"]}, "which is not valid UTF-8."),
         ({"choice": ["yes", "no"], "regex": "a"}, "regex and choice were given, expected at most one form"),
         ({"schema": {}, "choice": ["yes", "no"]}, "schema and choice were given, expected at most one form"),

@@ -97,8 +97,9 @@ def _print(report: ConfidenceReport) -> None:
         f"{escaped(report.model)}, {report.precision}, {report.backend}: {escaped(report.task)}, "
         f"{quantity(report.questions, 'question')} about {quantity(report.pictures, 'picture')}",
         *report.warnings,
-        f"\n{AUTO}: cross-validated over {report.folds} parts of the pictures; up to {MOST_STEPS} steps, each with "
-        "the confidence below which the next one runs\n",
+        f"\n{AUTO}: cross-validated over {report.folds} parts of the "
+        f"{'pictures' if report.pictures > 1 else 'questions'}; up to {MOST_STEPS} steps, each with the confidence "
+        "below which the next one runs\n",
         sep="\n",
         markup=False,
     )

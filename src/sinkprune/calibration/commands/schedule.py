@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from sinkprune.calibration.commands.measuring import add_former_name
+from sinkprune.calibration.evaluation.sample_size import accuracy_warnings
 from sinkprune.calibration.scheduling.report import NEAR
 from sinkprune.calibration.tasks import Item, check_own_questions, items_by_picture, load_task
 from sinkprune.contract.budgets import UNPRUNED
@@ -158,6 +159,8 @@ def _schedule(arguments: Sequence[str] | None) -> None:
             f"note: other programs took {100 * load:.0f} % of the processors meanwhile. Measure again when the "
             f"machine is idle.{report.costs.place.thread_hint}\n"
         )
+    for warning in accuracy_warnings(len(items)) if items else ():
+        sys.stderr.write(f"warning: {warning}\n")
     if chosen.lost > _MOST_LOST:
         sys.stderr.write(
             f"warning: the budget drops {100 * chosen.lost:.1f} % of the text's attention to the picture, so many "
@@ -230,9 +233,10 @@ def _print(report: ScheduleReport) -> None:
     sys.stdout.write(
         f"{report.visual_tokens} visual tokens and {report.prompt_tokens} of text, to the {what}\n"
         f"none: predicted {_ms(report.unpruned_ms)}, measured {_spread(report.unpruned_measured_ms)}"
-        f"{_rated(report.unpruned_accuracy)}\n{report.name}: predicted {_ms(report.chosen.predicted_ms)}, measured "
-        f"{_spread(report.measured_ms)}; the prediction is {100 * abs(report.off):.1f} % too "
-        f"{'low' if report.off < 0 else 'high'}\n{_described(report.chosen)}\n"
+        f"{_rated(report.unpruned_accuracy, report.questions)}\n"
+        f"{report.name}: predicted {_ms(report.chosen.predicted_ms)}, measured {_spread(report.measured_ms)}; "
+        f"the prediction is {100 * abs(report.off):.1f} % too {'low' if report.off < 0 else 'high'}\n"
+        f"{_described(report.chosen, report.questions)}\n"
     )
     if report.searches > 1:
         sys.stdout.write(
@@ -240,7 +244,9 @@ def _print(report: ScheduleReport) -> None:
             "for them\n"
         )
     for other in report.others:
-        sys.stdout.write(f"also looked at: {_described(other)}, predicted {_ms(other.predicted_ms)}\n")
+        sys.stdout.write(
+            f"also looked at: {_described(other, report.questions)}, predicted {_ms(other.predicted_ms)}\n"
+        )
     for cuts in report.other_cuts:
         if cuts.lost > report.chosen.lost - _WORTH_A_CUT:
             continue
@@ -250,17 +256,17 @@ def _print(report: ScheduleReport) -> None:
         )
 
 
-def _described(candidate: Candidate) -> str:
+def _described(candidate: Candidate, questions: int) -> str:
     first, *left = candidate.rows
     stages = f", {', '.join(map(str, left))} after layers {_listed(candidate.stages_after)}" if left else ""
     return (
         f"{first} tokens into the LLM{stages}; mean {candidate.mean_visual_tokens:.1f} a layer; drops "
-        f"{100 * candidate.lost:.1f} % of the text's attention{_rated(candidate.accuracy)}"
+        f"{100 * candidate.lost:.1f} % of the text's attention{_rated(candidate.accuracy, questions)}"
     )
 
 
-def _rated(accuracy: float | None) -> str:
-    return "" if accuracy is None else f", answers {100 * accuracy:.1f} %"
+def _rated(accuracy: float | None, questions: int) -> str:
+    return "" if accuracy is None else f", {accuracy * questions:.0f} of {questions} answers right"
 
 
 def _spread(spread: Spread) -> str:

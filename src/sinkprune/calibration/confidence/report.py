@@ -11,7 +11,7 @@ import numpy as np
 
 from sinkprune.calibration.confidence.finder import AskedQuestions, cross_validated, fastest, least_right, outcome
 from sinkprune.calibration.evaluation.intervals import Interval, relative_accuracy, wilson
-from sinkprune.calibration.evaluation.sample_size import accuracy_warnings
+from sinkprune.calibration.evaluation.sample_size import accuracy_warnings, mean_warnings
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.profile import model_name
@@ -45,7 +45,8 @@ class CurvePoint:
     """Budget `auto` with the thresholds for one share of the unpruned accuracy."""
 
     accuracy: float
-    """Cross-validated: each question is answered with thresholds from other pictures."""
+    """Cross-validated: each question is answered with thresholds from other pictures, or from other questions if all
+    are about one picture."""
     ci95: Interval
     relative: float | None
     share: float
@@ -76,7 +77,7 @@ class ConfidenceReport:
     questions: int
     pictures: int
     folds: int
-    """Parts of the pictures in the cross-validation."""
+    """Parts of the pictures in the cross-validation, or of the questions if all are about one picture."""
     ladders: list[list[str]]
     """Groups of budgets that share a sanitizer and the first decoder layers."""
     budgets: dict[str, FixedBudget]
@@ -149,7 +150,12 @@ def new_report(
         budgets=fixed,
         curve=tuple(curve),
         chosen=chosen,
-        warnings=(*accuracy_warnings(len(unpruned)), *_missed(chosen)),
+        warnings=(
+            *accuracy_warnings(len(unpruned)),
+            *mean_warnings(pictures),
+            *_missed(chosen),
+            *_never_asks_again(chosen),
+        ),
     )
 
 
@@ -161,6 +167,15 @@ def _missed(chosen: CurvePoint) -> tuple[str, ...]:
     if chosen.relative is None or chosen.relative >= chosen.share:
         return ()
     return (
-        f"The thresholds were chosen for {100 * chosen.share:g} % of the unpruned accuracy. On pictures that they "
+        f"The thresholds were chosen for {100 * chosen.share:g} % of the unpruned accuracy. On questions that they "
         f"were not chosen with, {100 * chosen.relative:.1f} % was reached. Give a larger --share, or more questions.",
+    )
+
+
+def _never_asks_again(chosen: CurvePoint) -> tuple[str, ...]:
+    if len(chosen.least) > 1:
+        return ()
+    return (
+        f"Nothing is faster than budget {next(iter(chosen.least))} alone: auto takes it for every question, and asks "
+        "none again.",
     )

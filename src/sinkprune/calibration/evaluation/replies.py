@@ -26,7 +26,7 @@ from sinkprune.contract.text.questions import Question
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.answer import Answer
-from sinkprune.runtime.steps.part_seen import percent
+from sinkprune.runtime.steps.picture_warnings import percent
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
 from sinkprune.runtime.system.processor import processor_name
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sinkprune.calibration.evaluation.intervals import wilson
 
 FEW_QUESTIONS = 100
-"""With as many questions, the 95 % interval of an accuracy reaches at most 10 points to each side."""
+"""With as many questions, the 95 % interval of an accuracy reaches at most 10 points to either side."""
 FEW_PICTURES = 20
 """With as many pictures, the 95 % interval of a mean reaches at most half a standard deviation to each side."""
 
@@ -16,8 +16,8 @@ def accuracy_warnings(questions: int) -> tuple[str, ...]:
         return ()
     reach, enough = _reach(questions), _reach(FEW_QUESTIONS)
     return (
-        f"Small sample: {quantity(questions, 'question')}. The 95 % interval of an accuracy can reach ±{reach:.0f} "
-        f"points. From {FEW_QUESTIONS} questions on it stays within ±{enough:.0f}.",
+        f"Small sample: {quantity(questions, 'question')}. The 95 % interval of an accuracy can reach {reach:.0f} "
+        f"points to one side. From {FEW_QUESTIONS} questions on it reaches at most {enough:.0f}.",
     )
 
 
@@ -26,7 +26,7 @@ def mean_warnings(pictures: int) -> tuple[str, ...]:
     if pictures >= FEW_PICTURES:
         return ()
     return (
-        f"Small sample: {quantity(pictures, 'picture')}. Other pictures may give other means. "
+        f"Small sample: {quantity(pictures, 'picture')}. Other pictures may give other figures. "
         f"Measure {FEW_PICTURES} or more.",
     )
 
@@ -47,6 +47,6 @@ def quantity(number: int, noun: str) -> str:
 
 
 def _reach(questions: int) -> float:
-    """Return half the widest 95 % interval of an accuracy, that of one half, in percentage points."""
-    low, high = wilson(questions // 2, questions)
-    return 50 * (high - low)
+    """Return how far the 95 % interval of an accuracy can reach to one side, in percentage points."""
+    ends = ((right / questions, wilson(right, questions)) for right in range(questions + 1))
+    return 100 * max(max(share - low, high - share) for share, (low, high) in ends)

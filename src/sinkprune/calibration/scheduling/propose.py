@@ -186,6 +186,7 @@ class Proposer:
             new_tokens=target.new_tokens,
             costs=self.times.costs,
             unpruned_ms=self.times.predict(UNPRUNED_MODEL, target.new_tokens),
+            questions=len(items),
             unpruned_accuracy=accuracies.get(UNPRUNED),
             chosen=candidates.pop(best),
             others=tuple(candidates.values()),

@@ -41,7 +41,7 @@ class Candidate:
     lost: float
     """The share of text-visual attention that it drops, mean over layers."""
     accuracy: float | None
-    """The fraction of right answers to the questions of --data; None without --data."""
+    """The share of right answers to the questions of --data; None without --data."""
     predicted_ms: float
     """Predicted milliseconds to the last of the new tokens."""
 
@@ -60,6 +60,8 @@ class ScheduleReport:
     costs: Costs
     unpruned_ms: float
     """Predicted."""
+    questions: int
+    """Questions of --data that were answered; 0 without --data."""
     unpruned_accuracy: float | None
     chosen: Candidate
     others: tuple[Candidate, ...]

@@ -21,7 +21,7 @@ from traceback import walk_stack
 from types import FrameType
 
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.errors import PartlySeenWarning, SinkpruneError
+from sinkprune.contract.errors import PictureWarning, SinkpruneError
 
 INTERRUPTED = 130
 
@@ -66,8 +66,8 @@ def start(module: str, *words: str) -> int:
 
 def run_command(body: Callable[[Sequence[str] | None], None], arguments: Sequence[str] | None) -> int:
     """Run a command's body and return its exit code."""
-    # Commands print a note.
-    warnings.simplefilter("ignore", PartlySeenWarning)
+    # Commands print notes.
+    warnings.simplefilter("ignore", PictureWarning)
     try:
         with _signals_as_interrupts():
             body(arguments)
@@ -76,9 +76,10 @@ def run_command(body: Callable[[Sequence[str] | None], None], arguments: Sequenc
     except BrokenPipeError:
         # The reader of our output ended early, as `head` does.
         return 0
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        left = str(interrupt) or "nothing half-written was left."
         with suppress(OSError):
-            sys.stderr.write("interrupted; nothing half-written was left.\n")
+            sys.stderr.write(f"interrupted; {escaped(left)}\n")
         return INTERRUPTED
     except Exception as error:
         message = _message_for_user(error)

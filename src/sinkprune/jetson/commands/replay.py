@@ -139,14 +139,15 @@ def _replay(arguments: Sequence[str] | None) -> None:
         answering = _Answering(pipeline, options, prompt, form)
         try:
             report = _answer_all(topic, journal, answering)
-        except KeyboardInterrupt:
-            if journal.count:
-                where = escaped(str(journal.path))
-                sys.stderr.write(f"{counted(journal.count, 'frame')} in '{where}'; the same command goes on.\n")
-            raise
+        except KeyboardInterrupt as interrupt:
+            if not journal.count:
+                raise
+            raise KeyboardInterrupt(
+                f"{counted(journal.count, 'frame')} are in '{journal.path}'; the same command goes on."
+            ) from interrupt
+    write_json(options.json, to_json(report))
     if not prints_json(options.json):
         write_line(_in_words(report))
-    write_json(options.json, to_json(report))
     sys.stderr.write(_warnings(report))
     note_pictures(pipeline, [Path(options.topic)], [first.picture])
 
@@ -186,16 +187,20 @@ def _answer_all(topic: TopicReplay, journal: Journal, answering: _Answering) -> 
     options, resumed, began = answering.options, journal.count, time.monotonic()
     if resumed:
         sys.stderr.write(f"goes on after {counted(resumed, 'frame')} of an earlier replay\n")
-    counts, first_ns = topic.bag.counts, None
+    counts, first_ns, printing = topic.bag.counts, None, not prints_json(options.json)
 
     with ProgressLines("replaying", (counts or {}).get(options.topic) or None, "frames") as lines:
 
         def on_frame(result: FrameResult | None) -> None:
-            nonlocal first_ns
+            nonlocal first_ns, printing
             lines.update(advance=1)
-            if result is not None and result.failure is None and not prints_json(options.json):
+            if printing and result is not None and result.failure is None:
                 first_ns = result.time_ns if first_ns is None else first_ns
-                write_line(f"{result.number} {(result.time_ns - first_ns) / 1e9:.3f} s: {escaped(result.text)}")
+                try:
+                    write_line(f"{result.number} {(result.time_ns - first_ns) / 1e9:.3f} s: {escaped(result.text)}")
+                except BrokenPipeError:
+                    # Who reads the answers has seen enough; the file is still to be written.
+                    printing = False
 
         fates = topic.run(journal, answering, on_frame)
     summary = summarise(journal.results(), fates)

@@ -208,6 +208,17 @@ def add_new_tokens(parser: CommandParser, default: int) -> None:
     )
 
 
+def add_costs(parser: CommandParser) -> None:
+    """Add `--costs`."""
+    parser.add_argument(
+        "--costs",
+        type=Path,
+        metavar="FILE.json",
+        help="costs of requests on this machine, from sinkprune-calibrate schedule --costs or write_costs in Python "
+        "(default: those that --warm-up of sinkprune-run kept)",
+    )
+
+
 def add_report_options(parser: CommandParser, drawn: str) -> None:
     """Add the arguments of `ReportOptions`; `check_report_options` and `write_report` read them."""
     parser.add_json("the report")

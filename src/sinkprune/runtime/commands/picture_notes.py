@@ -13,7 +13,7 @@ from sinkprune.contract.checks.terminal import escaped
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.media.images import had_16_bits
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.steps.part_seen import seen_part
+from sinkprune.runtime.steps.picture_warnings import divided, seen_part
 from sinkprune.runtime.steps.pictures import layout_of
 
 
@@ -25,12 +25,7 @@ def note_pictures(pipeline: Pipeline, files: Sequence[Path], pictures: Sequence[
     images = [(file, image) for file, image in zip(files, pictures, strict=True) if isinstance(image, Image.Image)]
     for file, image in images:
         if had_16_bits(image):
-            _, largest = image.convert("L").getextrema()
-            _note(
-                file,
-                f"16-bit greyscale was divided by 257. Its largest value is now {largest} of 255. If that is too "
-                "dark, scale the picture to 8 bits yourself.",
-            )
+            _note(file, divided(image))
             break
     first: dict[tuple[int, int], tuple[Path, Image.Image]] = {}
     for file, image in images:

@@ -22,6 +22,7 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs, write_whole
 from sinkprune.runtime.commands import (
     PictureOptions,
+    add_costs,
     load_pipeline,
     new_parser,
     open_bundle,
@@ -108,12 +109,7 @@ def _run(arguments: Sequence[str] | None) -> None:
         help="measure the costs of requests on this machine before the answer, and keep them for later runs; takes "
         "seconds, or minutes for a large model",
     )
-    add(
-        "--costs",
-        type=Path,
-        metavar="FILE.json",
-        help="costs of requests on this machine, from sinkprune-calibrate schedule --costs or write_costs in Python",
-    )
+    add_costs(parser)
     add(
         "--thresholds",
         type=Path,

@@ -21,14 +21,15 @@ from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
+from sinkprune.contract.costs.file import read_costs
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs
-from sinkprune.runtime.commands import BundleOptions, bundle_parser, load_pipeline, status
+from sinkprune.runtime.commands import BundleOptions, add_costs, bundle_parser, load_pipeline, status
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
 from sinkprune.runtime.confidence.thresholds import missing_thresholds, read_thresholds
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.session import MAX_BYTES
-from sinkprune.runtime.steps.part_seen import seen_part
+from sinkprune.runtime.steps.picture_warnings import seen_part
 from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS
 
 API_KEY = "SINKPRUNE_API_KEY"
@@ -58,6 +59,7 @@ class _Options(BundleOptions):
     port: int
     name: str | None
     budget: str
+    costs: Path | None
     thresholds: Path | None
     api_key: str | None
     allow_remote_images: bool
@@ -81,6 +83,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     add("--port", type=_PORT, default=8000, help="the port to listen at; 0 for any free one (default: 8000)")
     add("--name", help="the model's name (default: the name of the bundle's folder)")
     add("--budget", default=UNPRUNED, help="the budget of requests that name none (default: none)")
+    add_costs(parser)
     add(
         "--thresholds",
         type=Path,
@@ -108,7 +111,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     )
     parser.add_json("the server's address and models, as soon as it listens,")
     options = parser.parse(arguments, _Options)
-    read = [*options.key_files, *([options.thresholds] if options.thresholds else [])]
+    read = [*options.key_files, *(file for file in (options.costs, options.thresholds) if file)]
     check_outputs(json_outputs(options.json), read, options.folders)
 
     server = _import_server()
@@ -131,6 +134,8 @@ def _run(arguments: Sequence[str] | None) -> None:
         )
         pipeline = load_pipeline(options, bundle)
         pipeline.thresholds = thresholds
+        if options.costs:
+            pipeline.costs = read_costs(options.costs, pipeline.place)
         with status("loading the pruning graphs"):
             pipeline.load_plans("sinkpruner")
         settings = server.ServerSettings(

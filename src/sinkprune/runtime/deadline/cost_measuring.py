@@ -42,7 +42,7 @@ def measure_costs(model: LoadedModel, ask: Ask, request: Request, seconds: float
     request's deadline are left out. The decoder runs on several numbers of rows, from those of the smallest to those
     of the largest measured budget. Raises what a request raises.
     """
-    manifest, limits, family, prompts, embedding, chain = model
+    manifest, limits, family, prompts, embedding, chain, _ = model
     pictures = tuple(decoded(source, family) for source in request.pictures)
     layouts = [layout_of(picture, picture, family, manifest) for picture in pictures]
     prompt = prompts.encode(

@@ -55,22 +55,20 @@ def plot_report(report: ProfileReport, suffix: str) -> bytes:
     figure = import_matplotlib()(figsize=(10, 1.6 + 0.55 * len(report.budgets)), layout="constrained")
     axes = figure.add_subplot()
     names = list(report.budgets)
+    widths = {name: _widths(budget, report.new_tokens) for name, budget in report.budgets.items()}
     left = [0.0] * len(names)
     for part, colour in _PARTS.items():
-        widths = [_width(report.budgets[name], part, report.new_tokens) for name in names]
-        axes.barh(names, widths, left=left, color=colour, label=part, edgecolor="white", linewidth=0.4)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    for row, name in enumerate(names):
+        row = [widths[name][part] for name in names]
+        axes.barh(names, row, left=left, color=colour, label=part, edgecolor="white", linewidth=0.4)
+        left = [start + width for start, width in zip(left, row, strict=True)]
+    for number, (name, end) in enumerate(zip(names, left, strict=True)):
         budget = report.budgets[name]
-        # Medians of parts need not add up to the median of the whole.
-        ttft, latency = budget.ms["ttft"], budget.ms["latency"]
-        label = f"  {latency.median if latency else left[row]:.0f} ms" + (
-            f", TTFT {ttft.median:.0f} ms ({budget.speedup.ttft:.2f}x)" if ttft else ""
-        )
-        axes.text(left[row], row, label, va="center", fontsize=9)
+        ttft = budget.ms["ttft"]
+        label = f"  {end:.0f} ms" + (f", TTFT {ttft.median:.0f} ms ({budget.speedup.ttft:.2f}x)" if ttft else "")
+        axes.text(end, number, label, va="center", fontsize=9)
     axes.set_xlim(0, max(left) * 1.28)
     axes.invert_yaxis()
-    axes.set_xlabel("milliseconds (medians of each part)")
+    axes.set_xlabel("milliseconds (median of the whole answer, divided as the medians of its parts)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(
         f"{report.model}, {report.precision}, {report.backend}, {counted(report.threads, 'thread')}\n"
@@ -86,6 +84,13 @@ def figure_bytes(figure: Any, suffix: str) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format=suffix.lstrip("."), dpi=140)
     return buffer.getvalue()
+
+
+def _widths(budget: BudgetReport, new_tokens: int) -> dict[str, float]:
+    """Return the milliseconds of all parts, scaled to their median sum: medians of parts need not add up to it."""
+    widths, latency = {part: _width(budget, part, new_tokens) for part in _PARTS}, budget.ms["latency"]
+    scale = latency.median / sum(widths.values()) if latency else 1.0
+    return {part: scale * width for part, width in widths.items()}
 
 
 def _width(budget: BudgetReport, part: str, new_tokens: int) -> float:

@@ -29,6 +29,7 @@ from sinkprune.runtime.server.scheduler import RETRY_S, Job, Scheduler
 from sinkprune.runtime.session import MAX_BYTES, Session
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.observer import NOBODY
+from sinkprune.runtime.steps.picture_warnings import notes_on
 from sinkprune.runtime.text.tool_answer import ToolAnswerReader
 
 # A picture of the largest size takes up to 1 GB while it is decoded.
@@ -146,7 +147,8 @@ class _Server:
         arrived = time.perf_counter()
         chat = await self._read(http)
         reader = None if chat.request.tools is None else ToolAnswerReader()
-        completion = Completion(chat.model, kept_tokens=chat.kept_tokens, reader=reader)
+        notes = notes_on(chat.request.pictures)
+        completion = Completion(chat.model, kept_tokens=chat.kept_tokens, notes=notes, reader=reader)
         events: asyncio.Queue[_Event] = asyncio.Queue()
         job = self._job(chat, completion, events, arrived)
         self.scheduler.submit(job)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sinkprune.contract.budgets import AUTO, UNPRUNED
@@ -20,7 +21,8 @@ from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.server.api_error import ApiError
 from sinkprune.runtime.server.picture_urls import PictureReader
 from sinkprune.runtime.server.tools import TOOL_FIELDS, OpenCalls, read_tools
-from sinkprune.runtime.steps.request import Request
+from sinkprune.runtime.steps.request import MAX_NEW_TOKENS, Request
+from sinkprune.runtime.text.answer_form import check_one_form, checked_choices, checked_regex, checked_schema
 from sinkprune.runtime.text.prompt import Turn
 from sinkprune.runtime.text.sampling import SEED, TOP_P
 
@@ -44,6 +46,15 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _OURS = ("budget", "method", "priority", "kept_tokens", "session")
 _GUIDED = {"guided_json": "schema", "guided_regex": "regex", "guided_choice": "choice"}
 """vLLM's names of the forms of an answer, and ours."""
+_LENGTHS = ("max_completion_tokens", "max_tokens")
+"""OpenAI's names of `max_new_tokens`."""
+_RENAMED: Mapping[str, Callable[[Any], object]] = {
+    **{name: MAX_NEW_TOKENS.named(name).check for name in _LENGTHS},
+    "guided_json": checked_schema,
+    "guided_regex": partial(checked_regex, name="guided_regex"),
+    "guided_choice": partial(checked_choices, name="guided_choice"),
+}
+"""Checks of fields whose options have other names, with messages that name the field."""
 _KNOWN = {
     *("model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "logprobs"),
     *("top_logprobs", "response_format", *_OPTIONS, *_OURS, *_GUIDED, *TOOL_FIELDS, *_NEUTRAL),
@@ -109,12 +120,15 @@ class ChatReader:
         pictures, turns, system = self._messages(given.get("messages"))
         *history, last = turns
         options = {name: given[name] for name in _OPTIONS if name in given}
-        for name in ("max_completion_tokens", "max_tokens"):
+        for name in _LENGTHS:
             if name in given:
                 options.setdefault("max_new_tokens", given[name])
         options |= {ours: given[name] for name, ours in _GUIDED.items() if name in given}
         if (schema := _schema(_object(given, "response_format"))) is not None:
             options["schema"] = schema
+        if given.get("guided_choice") == []:
+            # For a pipeline it stands for no list.
+            raise ApiError(400, "guided_choice is [], expected 2 texts or more. Leave it out.", param="guided_choice")
         if isinstance(options.get("stop"), str):
             options["stop"] = (options["stop"],)
         if not pictures and "budget" not in given:
@@ -126,6 +140,8 @@ class ChatReader:
                 if not isinstance(value, str):
                     raise UsageError(f"{field} is {format_value(value)}, expected a name.")
             self.plan(method, budget)
+            forms = {**{name: name in given for name in _GUIDED}, "response_format": schema is not None}
+            check_one_form(forms, options.get("stop"))
             if not options.get("temperature"):
                 # Clients also send these for greedy answers, which they do not change.
                 for field, numbers in (("top_p", TOP_P), ("seed", SEED)):
@@ -145,7 +161,10 @@ class ChatReader:
             priority = PRIORITY.check(given.get("priority", 0))
             listed = _TOP_LOGPROBS.check(given.get("top_logprobs", 0)) if _flag(given, "logprobs") else None
         except SinkpruneError as error:
+            _check_renamed(given)
             raise ApiError(400, str(error)) from error
+        if listed is None and "top_logprobs" in given:
+            raise ApiError(400, "top_logprobs needs logprobs. Set logprobs to true.", param="top_logprobs")
         include_usage = _flag(_object(given, "stream_options"), "include_usage")
         return ChatRequest(
             model=model,
@@ -256,6 +275,15 @@ def _list(content: Any, number: int) -> list[Any]:
     if not isinstance(content, list):
         raise _wrong(f"messages[{number}].content is {format_value(content)}, expected a text or a list of parts.")
     return content
+
+
+def _check_renamed(given: Mapping[str, Any]) -> None:
+    """Raise the `ApiError` that names the field, where the option of a wrong one has another name."""
+    for name in given.keys() & _RENAMED.keys():
+        try:
+            _RENAMED[name](given[name])
+        except SinkpruneError as error:
+            raise ApiError(400, str(error), param=name) from error
 
 
 def _flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> bool:

@@ -52,6 +52,8 @@ class Completion:
     model: str
     kept_tokens: bool = False
     """Whether `sinkprune` has what became of each visual token."""
+    notes: Sequence[str] = ()
+    """Sentences about the pictures of the request."""
     reader: ToolAnswerReader | None = None
     """Takes the answer apart if it may call tools."""
     read_ms: float = 0.0
@@ -107,6 +109,7 @@ class Completion:
             "finish": answer.finish,
             "visual_tokens": answer.visual_tokens,
             "seen_share": [kept.layout.seen_share for kept in answer.images],
+            "notes": [*self.notes],
             "tokens_per_layer": answer.tokens_per_layer,
             "ms": answer.ms,
             "read_ms": self.read_ms,

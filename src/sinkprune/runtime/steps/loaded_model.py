@@ -9,6 +9,7 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.embedding import Embedding
+from sinkprune.runtime.steps.picture_warnings import PictureWarnings
 from sinkprune.runtime.text.prompt import PromptEncoder
 
 
@@ -22,3 +23,4 @@ class LoadedModel(NamedTuple):
     prompts: PromptEncoder
     embedding: Embedding
     chain: Chain
+    warnings: PictureWarnings

@@ -76,37 +76,35 @@ def read_schema(path: Path) -> dict[str, Any] | None:
         raise UsageError(f"the schema '{path}' {error}. Give a JSON file of at most {SCHEMA_BYTES} bytes.") from error
 
 
-def checked_regex(given: object) -> str | None:
-    """Return a regular expression, or None; raises `UsageError`."""
+def checked_regex(given: object, name: str = "regex") -> str | None:
+    """Return a regular expression, or None; raises `UsageError`, which calls it `name`."""
     if given is None:
         return None
     if not isinstance(given, str) or not given:
-        raise UsageError(f"regex is {format_value(given)}, expected a regular expression, as in '[0-9]+ cm'.")
-    size = _utf8_bytes("regex", given)
+        raise UsageError(f"{name} is {format_value(given)}, expected a regular expression, as in '[0-9]+ cm'.")
+    size = _utf8_bytes(name, given)
     if size > REGEX_BYTES:
-        raise UsageError(f"regex has {size} bytes, expected at most {REGEX_BYTES}. Shorten it.")
+        raise UsageError(f"{name} has {size} bytes, expected at most {REGEX_BYTES}. Shorten it.")
     if problem := _problem(regex_grammar(given)):
         raise UsageError(
-            f"regex is not supported: {problem}. Write it without look-around, back-references and \\b."
+            f"{name} is not supported: {problem}. Write it without look-around, back-references and \\b."
         )
     return given
 
 
-def checked_choices(given: object) -> tuple[str, ...]:
-    """Return the answers of a closed list as a tuple, which may be empty; raises `UsageError`."""
+def checked_choices(given: object, name: str = "choice") -> tuple[str, ...]:
+    """Return the answers of a closed list as a tuple, perhaps empty; raises `UsageError`, which calls it `name`."""
     if not isinstance(given, (tuple, list)) or not all(isinstance(one, str) and one for one in given):
-        raise UsageError(
-            f'choice is {format_value(given)}, expected texts that are not empty, as in choice=["yes", "no"].'
-        )
+        raise UsageError(f'{name} is {format_value(given)}, expected texts that are not empty, as in ["yes", "no"].')
     if given and not 2 <= len(set(given)) == len(given) <= MOST_CHOICES:
         raise UsageError(
-            f"choice has {counted(len(given), 'text')}, {len(set(given))} of them different; expected 2 to "
-            f'{MOST_CHOICES}, all different, as in choice=["yes", "no"] or --choice yes --choice no.'
+            f"{name} has {counted(len(given), 'text')}, {len(set(given))} of them different; expected 2 to "
+            f'{MOST_CHOICES}, all different, as in ["yes", "no"] or --choice yes --choice no.'
         )
     for one in given:
-        size = _utf8_bytes("choice", one)
+        size = _utf8_bytes(name, one)
         if size > CHOICE_BYTES:
-            raise UsageError(f"a choice has {size} bytes, expected at most {CHOICE_BYTES}. Shorten it.")
+            raise UsageError(f"a text of {name} has {size} bytes, expected at most {CHOICE_BYTES}. Shorten it.")
     return tuple(given)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
 from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.layout import VisualLayout
@@ -99,6 +101,16 @@ class FrameAnswer:
         return self.choices[self.text] if self.choices else None
 
 
+def check_frames(frames: object) -> None:
+    """Raise `TypeError` for anything that does not give pictures one after the other; a single picture does not."""
+    one = isinstance(frames, (str, os.PathLike)) or (isinstance(frames, np.ndarray) and frames.ndim < 4)
+    if one or not isinstance(frames, Iterable):
+        raise TypeError(
+            f"frames is {format_value(frames)}, expected pictures one after the other: a list, a generator or a "
+            "Camera."
+        )
+
+
 class Watch:
     """Answers each frame's request with the rows that are left of earlier frames.
 
@@ -148,7 +160,7 @@ class Watch:
             yield self._answer(number, frame)
 
     def _answer(self, number: int, frame: PictureLike) -> FrameAnswer:
-        manifest, _, family, prompts, embedding, chain = self._model
+        manifest, _, family, prompts, embedding, chain, warnings = self._model
         observer, memory, backend = self._observer, self._memory, chain.backend
         request, form = self._new_form(self._new_request(frame))
         source, policy, sampler = request.pictures[0], BudgetPolicy(request), request.new_sampler()
@@ -167,6 +179,7 @@ class Watch:
                 )
             layout = self._checked_layout(number, seen.layout, request, prompt.text_tokens)
             observer.seen([seen])
+            warnings.warn([picture], [layout])
             counts, groups = self._plan.keeps(layout.tokens, layout.groups)
             with backend.turn:
                 tower = run_tower(chain, seen.inputs, clock)

@@ -1,0 +1,64 @@
+"""Warnings about pictures that the model does not see as they are: cropped ones, and those made of 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image
+
+from sinkprune.contract.checks.user_warnings import warn_user
+from sinkprune.contract.errors import DividedPictureWarning, PartlySeenWarning
+from sinkprune.contract.layout import VisualLayout
+from sinkprune.runtime.media.clip import Picture
+from sinkprune.runtime.media.images import had_16_bits
+
+
+class PictureWarnings:
+    """What a pipeline has warned of. Each size of pictures causes a warning once."""
+
+    def __init__(self) -> None:
+        self._warned: set[tuple[type[Warning], tuple[float, ...]]] = set()
+
+    def warn(self, pictures: Sequence[Picture], layouts: Sequence[VisualLayout]) -> None:
+        """Warn the user of decoded pictures, with their layouts: `PartlySeenWarning`, `DividedPictureWarning`."""
+        for picture, layout in zip(pictures, layouts, strict=True):
+            if layout.seen_share < 1:
+                text = f"{seen_part(layout)}. Pipeline.load(..., fit='pad') shows it all (docs/pictures.md)."
+                self._warn(PartlySeenWarning, layout.size, text)
+            if isinstance(picture, Image.Image) and had_16_bits(picture):
+                self._warn(DividedPictureWarning, layout.size, f"the picture: {divided(picture)}")
+
+    def _warn(self, category: type[Warning], size: tuple[float, ...], text: str) -> None:
+        if (category, size) not in self._warned:
+            # Not before: where the user makes it an error, each request raises it.
+            warn_user(text, category)
+            self._warned.add((category, size))
+
+
+def seen_part(layout: VisualLayout) -> str:
+    """Return a phrase for the part that the model sees of a picture."""
+    size = layout.size
+    left, top = np.clip(layout.boxes[:, :2].min(axis=0), 0, size)
+    right, bottom = np.clip(layout.boxes[:, 2:].max(axis=0), 0, size)
+    middle = f"{right - left:.0f}x{bottom - top:.0f} of {size[0]}x{size[1]}"
+    return f"the model sees {percent(layout.seen_share)} of the picture (the middle {middle})"
+
+
+def notes_on(pictures: Sequence[object]) -> list[str]:
+    """Return sentences about those of the decoded pictures that had 16 bits."""
+    return [divided(picture) for picture in pictures if isinstance(picture, Image.Image) and had_16_bits(picture)]
+
+
+def divided(picture: Image.Image) -> str:
+    """Return sentences about a picture of which `had_16_bits` is true."""
+    _, largest = picture.convert("L").getextrema()
+    return (
+        f"16-bit greyscale was divided by 257. Its largest value is now {largest} of 255. If that is too dark, scale "
+        "the picture to 8 bits yourself."
+    )
+
+
+def percent(seen_share: float) -> str:
+    """Return a share between 0 and 1, both excluded, in words that are neither 0 % nor 100 %."""
+    return f"{min(99, round(100 * seen_share)) or 'less than 1'} %"
