@@ -17,6 +17,7 @@ import json
 import random
 import re
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -118,7 +119,8 @@ def measure(pipeline: Pipeline, drawn: Iterator[Case], count: int, budget: str, 
             answer = pipeline.generate(picture, _PROMPT, budget=budget, schema=schema, **options)
         except UsageError as error:
             ends["rejected"] += 1
-            reasons[re.sub(r"'[^']*'|[0-9]+", "...", str(error).split(". ")[0])] += 1
+            cause = re.sub(" at '[^']*'", "", str(error).split(". ")[0])
+            reasons[re.sub(r"'[^']*'|/.*/|[-+.e0-9]*[0-9]", "...", cause)] += 1
             if "\n" in str(error):
                 violations.append(f"{case.name}: the error has several lines")
             continue
@@ -162,12 +164,15 @@ def _run(arguments: Sequence[str] | None) -> None:
     drawn = [*cases(options.folder)]
     random.Random(options.seed).shuffle(drawn)
     pipeline = Pipeline.load(options.bundle)
+    began = time.perf_counter()
     found = measure(pipeline, iter(drawn), options.count, options.budget, options.max_new_tokens)
+    found["seconds"] = time.perf_counter() - began
     for part in ("schemas", "values", "reasons"):
         for name, number in found[part].most_common(20):
             sys.stdout.write(f"{part}: {number} {name}\n")
     for violation in found["violations"]:
         sys.stdout.write(f"violation: {violation}\n")
+    sys.stdout.write(f"{found['seconds']:.0f} s\n")
     write_json(options.json, found)
 
 

@@ -1,4 +1,4 @@
-"""Keywords of schemas that would be ignored are rejected; annotations, names and values are not. Errors name places."""
+"""Keywords that would be ignored are rejected; annotations, names and values are not. Errors name the place."""
 
 from __future__ import annotations
 

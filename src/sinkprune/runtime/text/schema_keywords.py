@@ -1,4 +1,4 @@
-"""The keywords of JSON schemas, and the schemas within a schema. Keywords that llguidance would ignore are rejected."""
+"""Keywords of JSON schemas, and the schemas within a schema. Keywords that llguidance would ignore are rejected."""
 
 from __future__ import annotations
 
