@@ -6,8 +6,8 @@
 Each JSON file of the folder has a case or a list of cases, with `schema` and `tests`: values with `data` and `valid`.
 The files in `maskbench/data` of guidance-ai/jsonschemabench have the same form. Cases come in random order until
 `--count` schemas were accepted. An answer to each is sampled, and compared with its schema by the package jsonschema.
-Formats and encoded content do not count there, as in the specification. Schemas without `$schema` get that of a
-folder such as `draft7`.
+An answer that `--max-new-tokens` cut gets an end first. Formats and encoded content do not count, as in the
+specification. Schemas without `$schema` get that of a folder such as `draft7`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.runtime.text.answer_form import checked_schema
-from sinkprune.runtime.text.constraint import Grammars
+from sinkprune.runtime.text.constraint import Grammars, Unconstrained
 
 _DRAFTS = {
     "draft3": "http://json-schema.org/draft-03/schema#",
@@ -42,6 +42,7 @@ _DRAFTS = {
     "draft6": "http://json-schema.org/draft-06/schema#",
     "draft7": "http://json-schema.org/draft-07/schema#",
 }
+_MOST_TOKENS = 2000
 _PROMPT = "Describe the picture."
 
 
@@ -84,28 +85,54 @@ def conforms(text: str, schema: dict[str, Any]) -> bool | None:
         return None
 
 
-def can_be_written(pipeline: Pipeline, grammars: Grammars, schema: dict[str, Any], value: Any) -> bool | None:
-    """Return whether a complete answer may be this value.
+class Writer:
+    """Writes answers without the model, as a pipeline's tokenizer and a schema allow."""
 
-    None where the tokenizer has not all of its characters, or the schema is too complex for this value.
-    """
-    stop = [*pipeline.bundle.manifest.tokens.stop]
-    vocabulary = max(pipeline.prompts.tokenizer.get_vocab_size(), *(token + 1 for token in stop))
-    try:
-        ids = pipeline.prompts.answer_ids(json.dumps(value, ensure_ascii=False))
-        constraint = grammars.constraint(schema, None, 0)
+    def __init__(self, pipeline: Pipeline) -> None:
+        """Use the tokenizer of `pipeline`."""
+        self._prompts, self._stop = pipeline.prompts, [*pipeline.bundle.manifest.tokens.stop]
+        self._tokenizer = pipeline.prompts.tokenizer
+        self._size = max(self._tokenizer.get_vocab_size(), *(token + 1 for token in self._stop))
+        self._grammars = Grammars(self._prompts, self._stop)
+        self._ends = [token for token in range(self._size) if self._tokenizer.id_to_token(token) in ('"', "]", "}")]
+
+    def can_write(self, schema: dict[str, Any], value: Any) -> bool | None:
+        """Return whether a complete answer may be this value.
+
+        None where the tokenizer has not all of its characters, or the schema is too complex for this value.
+        """
+        try:
+            ids = self._prompts.answer_ids(json.dumps(value, ensure_ascii=False))
+            constraint = self._grammars.constraint(schema, None, 0)
+            for token in ids:
+                if constraint.complete or not self._allowed(constraint)[token]:
+                    return False
+                constraint.accept(token)
+            return constraint.complete or bool(self._allowed(constraint)[self._stop].any())
+        except UsageError:
+            return None
+
+    def completed(self, schema: dict[str, Any], ids: Sequence[int]) -> str | None:
+        """Return the text of an answer that was cut, with an end. None if that takes too many tokens."""
+        constraint, ids, random_numbers = self._grammars.constraint(schema, None, 0), [*ids], np.random.default_rng(0)
         for token in ids:
-            if constraint.complete or not constraint.allowed(vocabulary)[token]:  # type: ignore[index]
-                return False
             constraint.accept(token)
-        return constraint.complete or bool(constraint.allowed(vocabulary)[stop].any())  # type: ignore[index]
-    except UsageError:
+        for _ in range(_MOST_TOKENS):
+            if constraint.complete or (allowed := self._allowed(constraint))[self._stop].any():
+                return str(self._tokenizer.decode(ids))
+            likely = random_numbers.random(self._size)
+            likely[self._ends] += 1
+            ids.append(int(np.where(allowed, likely, -1).argmax()))
+            constraint.accept(ids[-1])
         return None
+
+    def _allowed(self, constraint: Unconstrained) -> Any:
+        return constraint.allowed(self._size)
 
 
 def measure(pipeline: Pipeline, drawn: Iterator[Case], count: int, budget: str, tokens: int) -> dict[str, Any]:
     """Return how often each outcome came, and the names of the violations."""
-    grammars = Grammars(pipeline.prompts, pipeline.bundle.manifest.tokens.stop)
+    writer = Writer(pipeline)
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
     ends, values, reasons, violations = Counter[str](), Counter[str](), Counter[str](), list[str]()
     for case in drawn:
@@ -125,15 +152,15 @@ def measure(pipeline: Pipeline, drawn: Iterator[Case], count: int, budget: str, 
                 violations.append(f"{case.name}: the error has several lines")
             continue
         ends["accepted"] += 1
+        text: str | None = answer.text
         if answer.finish != "stop":
             ends["cut off"] += 1
-        elif (good := conforms(answer.text, schema)) is None:
-            ends["not compared"] += 1
-        else:
-            ends["conforming" if good else "violations"] += 1
-            violations += [] if good else [f"{case.name}: {json.dumps(schema)}: {answer.text}"]
+            text = writer.completed(schema, answer.token_ids)
+        good = None if text is None else conforms(text, schema)
+        ends["not compared" if good is None else "conforming" if good else "violations"] += 1
+        violations += [] if good is not False else [f"{case.name}: {json.dumps(schema)}: {text}"]
         for value, valid in case.values:
-            written = can_be_written(pipeline, grammars, schema, value)
+            written = writer.can_write(schema, value)
             values["valid" if valid else "invalid"] += written is not None
             if written and valid:
                 values["valid, allowed"] += 1
