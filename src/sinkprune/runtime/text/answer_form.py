@@ -29,10 +29,12 @@ _LARGEST = 1 << 53
 
 # Each compiles parts of a wrong schema, to find its place.
 _MOST_CHECKS = 64
+_SHARED = {"$schema", "$id", "$defs", "definitions"}
+"""Keywords of a whole schema that its parts depend on."""
 
 _PATTERNS = ("pattern", "format")
 _COMBINING = ("allOf", "anyOf", "oneOf", "$ref")
-_PLAIN = {"type", "title", "description", "default", "examples", "$defs", "definitions", "$schema", "$id", "$comment"}
+_PLAIN = _SHARED | {"type", "title", "description", "default", "examples", "$comment"}
 """Keywords that change no pattern next to a combining keyword."""
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -198,7 +200,7 @@ def _problem(grammar: str) -> str:
 
 def _place(schema: dict[str, Any], problem: str) -> Place:
     """Return the place of the innermost schema that has a problem by itself, as far as a few checks find it."""
-    shared = {name: schema[name] for name in ("$schema", "$id", "$defs", "definitions") if name in schema}
+    shared: dict[str, Any] = {name: schema[name] for name in _SHARED if name in schema}
     left = _MOST_CHECKS
 
     def has_problem(parts: Sequence[tuple[Place, Any]]) -> bool:
