@@ -157,7 +157,9 @@ def measure(pipeline: Pipeline, drawn: Iterator[Case], count: int, budget: str, 
             ends["cut off"] += 1
             text = writer.completed(schema, answer.token_ids)
         good = None if text is None else conforms(text, schema)
-        ends["not compared" if good is None else "conforming" if good else "violations"] += 1
+        ends[
+            "no end" if text is None else "not compared" if good is None else "conforming" if good else "violations"
+        ] += 1
         violations += [] if good is not False else [f"{case.name}: {json.dumps(schema)}: {text}"]
         for value, valid in case.values:
             written = writer.can_write(schema, value)

@@ -11,9 +11,9 @@ from sinkprune.contract.errors import UsageError
 
 _DRAFTS = ("draft-04", "draft-06", "draft-07", "draft/2019-09", "draft/2020-12")
 _MAPS = ("$defs", "definitions", "patternProperties", "properties")
-_LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
-_ONE = ("additionalItems", "additionalProperties", "items")
-"""Keywords whose value is schemas by name, a list of schemas, and a schema."""
+"""Keywords whose value is schemas by name."""
+_OTHERS = ("allOf", "anyOf", "oneOf", "prefixItems", "items", "additionalItems", "additionalProperties")
+"""Keywords whose value is a schema or a list of schemas."""
 _IGNORED = {
     *("contains", "minContains", "maxContains", "propertyNames", "dependentRequired", "dependentSchemas"),
     *("if", "then", "else", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"),
@@ -23,7 +23,7 @@ _IGNORED = {
 _KEPT = (
     *("type", "enum", "const", "multipleOf", "maximum", "exclusiveMaximum", "minimum", "exclusiveMinimum"),
     *("maxLength", "minLength", "pattern", "format", "maxItems", "minItems", "uniqueItems", "required"),
-    *("maxProperties", "minProperties", "$ref", *_ONE, *_LISTS, *_MAPS),
+    *("maxProperties", "minProperties", "$ref", *_OTHERS, *_MAPS),
 )
 # Far from annotations such as "example" and "enumNames".
 _ALIKE = 0.85
@@ -62,14 +62,13 @@ def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[Place, Mapping[str, 
 
     Values such as constants are no schemas, and names of properties no keywords.
     """
-    for keyword in (*_MAPS, *_LISTS, *_ONE):
-        value, inner = schema.get(keyword), dict[Place, Any]()
-        if keyword in _MAPS and isinstance(value, dict):
-            inner = {(keyword, name): one for name, one in value.items()}
-        elif keyword in _LISTS and isinstance(value, list):
+    for keyword in (*_MAPS, *_OTHERS):
+        value = schema.get(keyword)
+        inner: dict[Place, Any] = {(keyword,): value}
+        if isinstance(value, list):
             inner = {(keyword, str(number)): one for number, one in enumerate(value)}
-        elif keyword in _ONE:
-            inner = {(keyword,): value}
+        elif keyword in _MAPS and isinstance(value, dict):
+            inner = {(keyword, name): one for name, one in value.items()}
         yield from ((place, one) for place, one in inner.items() if isinstance(one, dict))
 
 
