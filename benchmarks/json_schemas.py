@@ -42,6 +42,7 @@ _DRAFTS = {
     "draft6": "http://json-schema.org/draft-06/schema#",
     "draft7": "http://json-schema.org/draft-07/schema#",
 }
+_ENDS = {True: "conforming", False: "violations", None: "not compared"}
 _MOST_TOKENS = 2000
 _PROMPT = "Describe the picture."
 
@@ -156,11 +157,9 @@ def measure(pipeline: Pipeline, drawn: Iterator[Case], count: int, budget: str, 
         if answer.finish != "stop":
             ends["cut off"] += 1
             text = writer.completed(schema, answer.token_ids)
-        good = None if text is None else conforms(text, schema)
-        ends[
-            "no end" if text is None else "not compared" if good is None else "conforming" if good else "violations"
-        ] += 1
-        violations += [] if good is not False else [f"{case.name}: {json.dumps(schema)}: {text}"]
+        end = "no end" if text is None else _ENDS[conforms(text, schema)]
+        ends[end] += 1
+        violations += [f"{case.name}: {json.dumps(schema)}: {text}"] if end == "violations" else []
         for value, valid in case.values:
             written = writer.can_write(schema, value)
             values["valid" if valid else "invalid"] += written is not None
