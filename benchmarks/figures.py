@@ -283,7 +283,7 @@ def _steps(point: Mapping[str, Any]) -> str:
 
 
 _METHODS = (
-    "sinkpruner,random,uniform,fastervlm,visionzip,visionzip+filter,divprune,dart,fastv,pyramiddrop,sparsevlm,"
+    "sinkpruner,downsample,random,uniform,fastervlm,visionzip,visionzip+filter,divprune,dart,fastv,pyramiddrop,sparsevlm,"
     "sinkpruner-no-sanitizer,sinkpruner-no-text-pruner,sinkpruner-no-diversity,sinkpruner-no-outlier-removal,"
     "sinkpruner-no-aggregation"
 )

@@ -23,17 +23,17 @@ from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
 from sinkprune.contract.files.output_files import check_outputs
 
-FIRST, SECOND = "What colour is the circle?", "How many red objects are there?"
+QUESTIONS = "What colour is the circle?", "How many red objects are there?"
 
 
-def measure(pipeline: Pipeline, budget: str, rounds: int) -> dict[str, list[float]]:
+def measure(pipeline: Pipeline, questions: Sequence[str], budget: str, rounds: int) -> dict[str, list[float]]:
     """Return the milliseconds of TTFT of each round; a round before them does not count."""
     rng = np.random.default_rng(0)
     found: dict[str, list[float]] = {"first, in a session": [], "second, in the session": [], "second, alone": []}
     for _ in range(rounds + 1):
         picture = Image.fromarray(rng.integers(0, 256, (480, 640, 3), dtype=np.uint8))
-        session = Session(pipeline)
-        asked = ((session, FIRST), (session, SECOND), (pipeline, SECOND))
+        session, (first, second) = Session(pipeline), questions
+        asked = ((session, first), (session, second), (pipeline, second))
         for (answering, question), times in zip(asked, found.values(), strict=True):
             answer = answering.generate(picture, question, budget=budget, max_new_tokens=1)
             times.append(answer.ms["ttft"] or 0.0)
@@ -49,14 +49,16 @@ def _run(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--backend")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--questions", nargs=2, default=QUESTIONS, metavar=("FIRST", "SECOND"))
     parser.add_argument("--budget", default="retain-64")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     check_outputs(json_outputs(options.json), [])
-    pipeline = Pipeline.load(options.bundle, backend=options.backend)
+    pipeline = Pipeline.load(options.bundle, backend=options.backend, threads=options.threads)
     pipeline.load_plans("sinkpruner")
-    found = measure(pipeline, options.budget, options.rounds)
+    found = measure(pipeline, options.questions, options.budget, options.rounds)
     alone = found["second, alone"]
     for name, times in found.items():
         ratio = statistics.median(time / whole for time, whole in zip(times, alone, strict=True))

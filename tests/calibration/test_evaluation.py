@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from sinkprune.calibration.evaluation.intervals import PictureBootstrap
 from sinkprune.calibration.evaluation.replies import choose_combinations, collect_replies, evaluation_report
 from sinkprune.calibration.evaluation.report import BASELINE, Combination, Reply, summarise
 from sinkprune.calibration.tasks import Item
@@ -57,17 +58,17 @@ class FakePipeline:
         return SimpleNamespace(
             text="Yes." if self.right(prompt, budget) else "no",
             tokens_per_layer=layers,
-            ms={"ttft": ms},
+            ms={"ttft": ms, "prefill": ms / 2, "latency": 2 * ms},
             kept=SimpleNamespace(layout=SimpleNamespace(seen_share=self.seen_shares.get(prompt, 1.0))),
         )
 
 
 def items(count: int) -> list[Item]:
-    """Questions "0", "1", ..., every third about reading."""
+    """Questions "0", "1", ..., every third about reading, each about a picture of its own."""
     return [
         Item(
             Question(f"q{number}", "reading" if number % 3 == 0 else "counting", str(number), ("yes",)),
-            "grey",
+            f"grey {number}",
             lambda: Image.new("RGB", (8, 6)),
         )
         for number in range(count)
@@ -96,7 +97,8 @@ def test_each_combination_is_warmed_up_once_and_that_does_not_count() -> None:
     result = run(pipeline, items(4), [SINK, FASTV])
     assert [budget for _, _, budget in pipeline.asked[:3]] == ["none", "retain-64", "retain-64"]
     assert len(pipeline.asked) == 3 + 4 * 3
-    assert result.none.ttft_ms == Spread(1.5, 3.0)
+    assert (result.none.ttft_ms, result.none.prefill_ms) == (Spread(1.5, 3.0), Spread(0.75, 1.5))
+    assert result.none.latency_ms == Spread(3.0, 6.0)
 
 
 def test_accuracy_relative_kinds_and_tokens() -> None:
@@ -176,5 +178,7 @@ def test_chosen_combinations() -> None:
 
 
 def test_one_question_is_enough() -> None:
-    reply = Reply("1", "all", SINK, "yes", True, 30.0, 2.0, 1.0)
-    assert summarise([reply], [reply]).ci95 == pytest.approx((1 / (1 + 3.841459), 1.0), abs=1e-6)
+    reply = Reply("1", "all", SINK, "yes", True, 30.0, 2.0, 1.0, 3.0, "grey", 1.0)
+    found = summarise([reply], [reply], PictureBootstrap(["grey"]))
+    assert (found.relative, found.relative_ci95) == (1.0, None)
+    assert found.ci95 == pytest.approx((1 / (1 + 3.841459), 1.0), abs=1e-6)

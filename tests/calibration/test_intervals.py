@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from sinkprune.calibration.evaluation.intervals import (
+    Interval,
     PictureBootstrap,
-    paired_bootstrap,
     relative_accuracy,
     wilson,
 )
@@ -40,6 +40,11 @@ def test_relative_accuracy() -> None:
     assert relative_accuracy(np.array([True, True, True, False, False]), base) == 0.75
     assert relative_accuracy(base, ~np.ones(5, bool)) is None
     assert relative_accuracy(np.ones(5, bool), base) == 1.25
+
+
+def paired_bootstrap(right: np.ndarray, base: np.ndarray, seed: int = 0) -> Interval | None:
+    """The interval where each question has a picture of its own."""
+    return PictureBootstrap([*map(str, range(len(base)))], seed).relative(right, base)
 
 
 def test_the_bootstrap_is_paired() -> None:
@@ -90,6 +95,15 @@ def test_pictures_are_resampled_with_all_their_questions() -> None:
     threefold = PictureBootstrap([name for name in own for _ in range(3)])([own[name] for name in own for _ in "abc"])
     once = PictureBootstrap([*own])([*own.values()])
     assert threefold.ci95 == pytest.approx(once.ci95)
+
+
+def test_three_questions_about_a_picture_say_as_much_as_one() -> None:
+    right, base = np.random.default_rng(3).random((2, 60)) < 0.7
+    pictures = [*map(str, range(60))]
+    once = PictureBootstrap(pictures).relative(right, base)
+    threefold = PictureBootstrap([name for name in pictures for _ in "abc"]).relative(right.repeat(3), base.repeat(3))
+    assert once is not None and threefold == pytest.approx(once)
+    assert PictureBootstrap(["one"] * 60).relative(right, base) is None
 
 
 def test_a_value_that_never_changes_has_no_width_and_one_picture_no_interval() -> None:

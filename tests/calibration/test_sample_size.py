@@ -25,10 +25,10 @@ def test_enough_questions_are_those_whose_interval_is_ten_points_wide_to_each_si
 
 
 def test_ten_questions() -> None:
-    # Wilson's interval of 5 in 10 is 23.7 to 76.3 %.
+    # Wilson's interval of 9 in 10 is 59.6 to 98.2 %, and of 5 in 10 23.7 to 76.3 %.
     assert accuracy_warnings(10) == (
-        "Small sample: 10 questions. The 95 % interval of an accuracy can reach ±26 points. "
-        "From 100 questions on it stays within ±10.",
+        "Small sample: 10 questions. The 95 % interval of an accuracy can reach 31 points to one side. "
+        "From 100 questions on it reaches at most 10.",
     )
 
 

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from sinkprune.contract.precision import WeightsName
-from sinkprune.jetson.times import COMPUTE, SHARES, TimeBounds, TimeRange, expected_times
+from sinkprune.jetson.times import COMPUTE, SHARES, TimeBounds, TimeRange, expected_times, rounded
 from support.programs.repository import ROOT
 
 BOUNDS = TimeBounds(encoder_flops_ms=9.0, prefill_flops_ms=90.0, prefill_weights_ms=40.0, token_ms=41.0)
@@ -46,3 +46,4 @@ def test_every_form_has_a_share_with_a_source() -> None:
 def test_small_times_keep_two_digits() -> None:
     assert TimeRange(3.14, 4.4, 85.4).range == "4.4-85"
     assert TimeRange(3.14, 0, 0).rounded_bound == "3.1"
+    assert rounded(0.0312) == "0.031"

@@ -25,6 +25,11 @@ QWENS = ("qwen-tied", "qwen2-vl", "qwen3-vl")
 NEW = {"max_new_tokens": 4, "min_new_tokens": 4}
 
 
+def test_a_session_is_of_a_pipeline() -> None:
+    with pytest.raises(TypeError, match="pipeline is 'bundle', expected a Pipeline"):
+        Session("bundle")  # type: ignore[arg-type]
+
+
 def answered(answering: Pipeline | Session, picture: object, question: object, **options: object) -> Watched:
     steps = Watched()
     answering.generate(picture, question, observer=steps, **{**NEW, **options})  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from sinkprune.contract.budgets import AUTO, UNPRUNED, Budget, Counts
+from sinkprune.contract.budgets import AUTO, UNPRUNED, Budget, Counts, Share
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.families import parse_budget
 
@@ -46,6 +46,14 @@ class Plan:
         if self.counts is None:
             raise ValueError("a plan has counts or shares")
         return self.counts.of_groups(groups), groups
+
+    @property
+    def picture_share(self) -> Share | None:
+        """The share of its tokens that each picture is made smaller to, before the tower; None keeps its size.
+
+        A plan without graphs has one, its `shares.reserve`: no token of the smaller picture is dropped.
+        """
+        return self.shares.reserve if self.shares is not None and not self.graphs else None
 
     @property
     def graphs(self) -> list[str]:

@@ -79,6 +79,7 @@ def generate(
     when the first piece is requested, because a deadline is counted from then on. What requests about the same
     pictures share is read from and added to `memory`. Steps of one request share it too.
     """
+    model = model.for_request(request)
     manifest, limits, family, prompts, _, chain, warnings = model
     backend, policy = chain.backend, new_policy()
     clock, own = Stopwatch(backend, observer.during), PrefixCache(ANY_SIZE)
@@ -89,7 +90,7 @@ def generate(
 
     with clock.measure("ttft"):
         with clock.measure("preprocess"):
-            digests = memory.digests(pictures)
+            digests = memory.digests(pictures, plans[0].picture_share if plans[0] else None)
             known = [memory.tower(digest) for digest in digests]
             sources = zip(request.pictures, pictures, known, strict=True)
             inputs = [

@@ -80,6 +80,10 @@ def test_lists_of_the_data_and_of_the_command(bundle: Callable[..., Path], asked
     assert outcome.code == 0, outcome.stderr
     report = json.loads(outcome.stdout)
     assert (report["questions"], report["pictures"], report["folds"]) == (3, 1, 3)
+    assert any("Small sample: 1 picture" in warning for warning in report["warnings"])
+    asks_again = len(report["chosen"]["least"]) > 1
+    assert any("asks none again" in warning for warning in report["warnings"]) != asks_again
+    assert "cross-validated over 3 parts of the questions" in run(*COMMAND, *words).stdout
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,11 @@ def test_the_report_the_plot_and_the_answers(bundle: Bundles, task: Path, tmp_pa
     for words in ("sinkpruner", "retain-64", "none: 50.0", "known", "TTFT"):
         assert words in outcome.stdout
     report = json.loads(files["report.json"].read_text())
-    fields = {"accuracy", "ci95", "relative", "relative_ci95", "by_kind", "mean_visual_tokens", "ttft_ms"}
+    fields = {"accuracy", "ci95", "relative", "relative_ci95", "by_kind", "mean_visual_tokens"}
+    fields |= {"ttft_ms", "prefill_ms", "latency_ms"}
     assert set(report["none"]) == fields
     assert (report["task"], report["questions"], report["unreachable"]) == ("task.jsonl", 4, [])
+    assert report["pictures"] == 2
     # The photos are 4:3.
     assert ["4 questions" in line for line in report["warnings"]] == [True, True]
     assert "75 %" in report["warnings"][1]
@@ -73,6 +75,19 @@ def test_the_report_the_plot_and_the_answers(bundle: Bundles, task: Path, tmp_pa
     with Image.open(files["plot.png"]) as plot:
         assert plot.width > 1000
     assert sorted(tmp_path.iterdir()) == sorted(files.values())
+
+
+def test_the_table_of_papers(bundle: Bundles, task: Path) -> None:
+    outcome = run("sinkprune-evaluate", bundle("gqa-112"), "--data", task, *BUDGETS, "--table", "--threads", 1)
+    assert outcome.code == 0, outcome.stderr
+    rows = [line.split() for line in outcome.stdout.splitlines()]
+    none = next(row for row in rows if row[:2] == ["none", "64.0"])
+    assert none[3:9:2] == ["(1.00x)"] * 3 and none[-6:] == ["50.0", "100.0", "%", "(100.0", "to", "100.0)"]
+    pruned = [row for row in rows if row[1:2] == ["sinkpruner"]]
+    assert [row[0] for row in pruned] == ["retain-64", "retain-32"]
+    for row in pruned:
+        prefill, ttft, latency = (float(row[place]) for place in (3, 5, 7))
+        assert 0 < prefill < ttft <= latency
 
 
 def test_planted_outliers_reach_the_methods(bundle: Bundles, task: Path, tmp_path: Path) -> None:
@@ -195,7 +210,7 @@ def test_brackets_are_announced_where_there_are_any(bundle: Bundles, task: Path)
     wrong.write_text('{"image": "coffee.png", "question": "What is this?", "answer": "zebra crossing"}\n')
     none_right = run("sinkprune-evaluate", bundle("gqa-112"), "--data", wrong, "--budgets", "retain-64").stdout
     assert "brackets" not in none_right and "(-)" not in none_right
-    assert "wrong.jsonl, 1 question; accuracy" in none_right
+    assert "wrong.jsonl, 1 question about 1 picture; accuracy" in none_right
 
 
 @pytest.mark.parametrize("option", ["--budgets", "--methods"])

@@ -102,6 +102,8 @@ def test_answers_choose_where_there_are_any(own: Path, tmp_path: Path) -> None:
     told = json.loads(report.read_text())
     assert told["unpruned_accuracy"] == 0.0 and told["chosen"]["accuracy"] == 0.0
     assert len(told["others"]) == 3 and "also looked at" in outcome.stdout
+    assert told["questions"] == 2 and outcome.stdout.count("0 of 2 answers right") == 5
+    assert "warning: Small sample: 2 questions." in outcome.stderr
     assert told["chosen"]["lost"] == min(each["lost"] for each in [told["chosen"], *told["others"]])
 
 

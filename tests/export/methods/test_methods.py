@@ -19,7 +19,7 @@ from support.models import graphs
 from support.models.token_features import KINDS, token_features
 from support.programs.repository import ROOT
 from support.references.reference import largest
-from support.references.reference_methods import BEFORE_LLM, divprune, visionzip
+from support.references.reference_methods import ON_A_GRID, divprune, visionzip
 
 Array = np.ndarray[Any, Any]
 DTYPES = {"fp32": np.float32, "fp16": np.float16}
@@ -37,7 +37,7 @@ def assert_equals_reference(method: str, budget: Budget, precision: str, inputs:
     k = graphs.tokens_into_llm(n, budget)
     tolerance = {"fp32": 1e-5, "fp16": 1e-3}[precision]
     for group, index in enumerate(out["kept_index"].tolist()):
-        rows, expected = BEFORE_LLM[method](*(inputs[name][group] for name in ("tokens", "norms", "salience")), k)
+        rows, expected = ON_A_GRID[method](*(inputs[name][group] for name in ("tokens", "norms", "salience")), k)
         assert index == expected
         scale = np.abs(rows).max(initial=0).astype(np.float64)
         np.testing.assert_allclose(out["kept_tokens"][group], rows, rtol=tolerance, atol=tolerance * scale)
@@ -46,20 +46,20 @@ def assert_equals_reference(method: str, budget: Budget, precision: str, inputs:
 
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", BEFORE_LLM)
+@pytest.mark.parametrize("method", ON_A_GRID)
 def test_selection_equals_the_reference(method: str, kind: str, precision: str) -> None:
     for index in assert_equals_reference(method, RETAIN_64, precision, token_features(kind, groups=3)):
         assert len(set(index)) == len(index) == 68
 
 
 @pytest.mark.parametrize("budget", ["retain-192", "retain-32", "retain-64+no-sanitizer"])
-@pytest.mark.parametrize("method", BEFORE_LLM)
+@pytest.mark.parametrize("method", ON_A_GRID)
 def test_small_and_large_counts(method: str, budget: str) -> None:
     for n in (2, 5, 64):
         assert_equals_reference(method, parse_budget("llava", budget), "fp32", token_features("random", 2, n, 8))
 
 
-@pytest.mark.parametrize("method", BEFORE_LLM)
+@pytest.mark.parametrize("method", ON_A_GRID)
 def test_ties_duplicates_and_zeros(method: str) -> None:
     rows = [row for row in product((-1.0, 0.0, 1.0), repeat=4) if np.count_nonzero(row) in (0, 1, 4)]
     token = st.tuples(
@@ -152,7 +152,7 @@ def test_random_is_one_draw_whose_prefix_a_smaller_budget_keeps() -> None:
     assert np.histogram(list(kept["retain-192"]), bins=8, range=(0, N))[0].min() > 12
 
 
-@pytest.mark.parametrize("method", [*BEFORE_LLM, "random"])
+@pytest.mark.parametrize("method", [*ON_A_GRID, "random"])
 def test_fp16_tokens_are_never_computed_with(method: str) -> None:
     found = graphs.operators_on_fp16(graphs.method_plan(method, 64, 8, RETAIN_64, "fp16").sanitizer)
     assert found <= {"Shape", "Cast", "CastLike", "GatherND", "Concat"}

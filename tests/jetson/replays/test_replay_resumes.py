@@ -79,8 +79,21 @@ def test_a_replay_that_is_interrupted_says_what_to_do(
         patch.setattr(Journal, "add", add_and_interrupt)
         outcome = run(*words)
     assert outcome.code == 130 and len(outcome.stdout.splitlines()) in (2, 3)
-    assert "3 frames in '" in outcome.stderr and "the same command goes on" in outcome.stderr
+    place = tmp_path / ".out.mcap.replaying"
+    assert outcome.stderr.endswith(f"interrupted; 3 frames are in '{place}'; the same command goes on.\n")
     assert json.loads(run(*words, "--json").stdout)["resumed"] == 3
+
+
+def test_a_replay_whose_reader_has_seen_enough_writes_its_output(model: Path, bag: Path, tmp_path: Path) -> None:
+    words = own_process("sinkprune-replay", model, bag, *QUESTION, "-o", tmp_path / "out.mcap")
+    report = tmp_path / "report.json"
+    with subprocess.Popen([*words, "--json", str(report)], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 0, said
+    assert len(messages(tmp_path / "out.mcap")[ANSWER]) == COUNT
+    assert json.loads(report.read_text())["frames"]["answered"] == COUNT
 
 
 def test_one_process_writes_an_output_at_a_time(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinkprune import Clip, Pipeline
+from sinkprune import Clip, Pipeline, Session, UsageError
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.plans import Plan
 from sinkprune.export.bundle_writer import Unreachable, export_bundle
@@ -34,15 +34,17 @@ REACHING = {
     name: tuple(method for method in METHODS if name == "qwen3-vl" or method != "pyramiddrop")
     for name in ("qwen-tied", "qwen2-vl", "qwen3-vl")
 }
-CASES = [(name, method) for name, methods in REACHING.items() for method in methods]
+# `downsample` drops no token of its smaller picture.
+CASES = [(name, method) for name, methods in REACHING.items() for method in methods if method != "downsample"]
 # Each method with one checkpoint, and SinkPruner with all: methods differ in front of the decoder, checkpoints in it.
 FEW = {
     (name, method)
     for number, name in enumerate(REACHING)
     for place, method in enumerate(REACHING[name])
-    if (place % len(REACHING) == number and method != "random") or method == "sinkpruner"
+    if (place % len(REACHING) == number and method not in ("random", "downsample")) or method == "sinkpruner"
 }
 ONE_PIECE = [case for case in CASES if case[0] != "qwen2-vl"]
+SMALLER = [("qwen-tied", "downsample"), ("qwen3-vl", "downsample")]
 SIZE = (300, 700)
 
 
@@ -143,13 +145,15 @@ def test_a_budget_means_the_same_for_every_method(
     kept = set()
     for method in REACHING[name]:
         answer = answered(method)
-        assert sum(answer.tokens_per_layer) / layers == pytest.approx(wanted, abs=2), method
+        # A picture of 24x20 tokens that keeps its shape has 13x12.
+        near = 2 if method != "downsample" else 4
+        assert sum(answer.tokens_per_layer) / layers == pytest.approx(wanted, abs=near), method
         stages = (tuple(rows) for rows in answer.kept.after_stage.values())
         kept.add((tuple(answer.kept.index.ravel()), *stages))
     assert len(kept) == len(REACHING[name])
 
 
-@pytest.mark.parametrize(("name", "method"), slow_except(FEW & {*ONE_PIECE}, ONE_PIECE))
+@pytest.mark.parametrize(("name", "method"), slow_except((FEW & {*ONE_PIECE}) | {*SMALLER}, [*ONE_PIECE, *SMALLER]))
 def test_clips_are_answered(name: str, method: str, bundles: Callable[[str], Pipeline], photo: Image.Image) -> None:
     """Of a clip a method keeps what it keeps of all its frames at once."""
     clip = Clip([photo.resize((170, 140)), photo.resize((170, 140)).rotate(180)] * 2, fps=2)
@@ -161,14 +165,47 @@ def test_clips_are_answered(name: str, method: str, bundles: Callable[[str], Pip
     assert len(answer.token_ids) == 2
 
 
+@pytest.mark.parametrize("name", REACHING)
+def test_a_smaller_picture_is_that_picture_unpruned(
+    name: str, bundles: Callable[[str], Pipeline], photo: Image.Image
+) -> None:
+    pipe, image = bundles(name), photo.resize((672, 560))
+    processor, whole = pipe.bundle.manifest.processor, pipe.family.layout(image)
+    unit = processor["patch_size"] * processor["merge_size"]
+    for budget, share in (("prune-66.7", plan_of(pipe, "downsample", "prune-66.7").picture_share), ("none", None)):
+        answer = pipe.generate(image, PROMPT, method="downsample", budget=budget, max_new_tokens=4, min_new_tokens=4)
+        columns, rows = (round(size / answer.kept.layout.boxes[0, axis]) for axis, size in ((2, 672), (3, 560)))
+        assert answer.kept.layout.size == (672, 560) and answer.visual_tokens == rows * columns
+        most = whole.tokens if share is None else share.of(whole.tokens)
+        assert 0.95 * most < answer.visual_tokens <= most
+        small = image.resize((columns * unit, rows * unit), Image.Resampling.BICUBIC)
+        alone = pipe.generate(small, PROMPT, max_new_tokens=4, min_new_tokens=4)
+        assert (answer.token_ids, answer.tokens_per_layer) == (alone.token_ids, alone.tokens_per_layer)
+        # A session does not take one size for the other.
+        session = Session(pipe)
+        for method, own in (("sinkpruner", "none"), ("downsample", budget), ("downsample", budget)):
+            again = session.generate(image, PROMPT, method=method, budget=own, max_new_tokens=4, min_new_tokens=4)
+        assert again.token_ids == answer.token_ids and again.reused_towers == 1
+
+
+@pytest.mark.parametrize("options", [{"deadline_ms": 500.0}, {"deadline_ms": 500.0, "budget": "none"}])
+def test_what_chooses_after_the_tower_is_refused(
+    options: dict[str, Any], bundles: Callable[[str], Pipeline], photo: Image.Image
+) -> None:
+    pipe = bundles("qwen-tied")
+    with pytest.raises(UsageError, match="makes pictures smaller before the vision tower runs"):
+        pipe.generate(photo, PROMPT, method="downsample", **{"budget": "prune-66.7", **options})
+
+
 def test_commands_take_methods(bundles: Callable[[str], Pipeline], photo: Image.Image, tmp_path: Path) -> None:
     root = bundles("qwen3-vl").bundle.path
     photo.resize((256, 192)).save(tmp_path / "photo.png")
     arguments = (root, "--image", tmp_path / "photo.png", "--prompt", PROMPT, "--budget", "prune-88.9")
     drawn = ("--overlay", tmp_path / "kept.png", "--max-new-tokens", 1)
-    assert run("sinkprune-run", *arguments, "--method", "visionzip+filter", *drawn).code == 0
-    with Image.open(tmp_path / "kept.png") as overlay:
-        assert overlay.width > 256
+    for method in ("visionzip+filter", "downsample"):
+        assert run("sinkprune-run", *arguments, "--method", method, *drawn).code == 0
+        with Image.open(tmp_path / "kept.png") as overlay:
+            assert overlay.width > 256
     refused = run("sinkprune-run", *arguments, "--method", "pyramiddrop")
     assert refused.code == 2 and "'pyramiddrop' cannot run on as few visual tokens" in refused.stderr
 

@@ -53,3 +53,5 @@ def test_what_cannot_be_drawn_is_refused(pipeline: Pipelines, photo: Image.Image
         overlay(pruned, photo.resize((10, 20)))
     with pytest.raises(UsageError, match="the frames that the model was shown"):
         overlay(pruned, Clip([photo], 1.0))
+    with pytest.raises(TypeError, match="answer is 3, expected an Answer"):
+        overlay(3, photo)  # type: ignore[arg-type]

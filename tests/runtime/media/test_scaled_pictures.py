@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from sinkprune import DividedPictureWarning, Pipeline
 from sinkprune.runtime.media.images import had_16_bits, read_image, to_rgb
 from support.programs.commands import run
 
@@ -39,6 +40,14 @@ def test_one_line_names_the_largest_value(
     root = bundle("gqa-112", "fp32", ("retain-64",), max_images=3)
     outcome = run(command, root, *("--image", depth) * 2, "--prompt", "What is this?", *options)
     assert (outcome.code, outcome.stderr) == (0, f"{depth}: {MESSAGE}")
+
+
+def test_python_warns_once_of_a_picture_of_16_bits(bundle: Callable[..., Path], depth: Path) -> None:
+    pipe = Pipeline.load(bundle("gqa-112", "fp32", ("retain-64",), max_images=3))
+    with pytest.warns(DividedPictureWarning) as caught:
+        for picture in (depth, read_image(depth)):
+            pipe.generate(picture, "What?", max_new_tokens=1)
+    assert [str(warning.message) for warning in caught] == [f"the picture: {MESSAGE.strip()}"]
 
 
 def test_pictures_of_8_bits_were_not_scaled(depth: Path, tmp_path: Path) -> None:

@@ -160,17 +160,17 @@ _A, _B = messages(("user", [PICTURE, TEXT]), ("assistant", "No."))
         ({"response_format": {"type": "xml"}}, 400, "response_format is"),
         ({"response_format": {"type": "json_schema"}}, 400, "response_format is"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, 400, "schema is 3"),
-        ({"guided_json": {"type": "nothing"}}, 400, "schema"),
-        ({"guided_regex": "("}, 400, "regex"),
-        ({"guided_choice": ["yes"]}, 400, "choice"),
-        ({"guided_choice": ["yes", "no"], "guided_regex": "yes|no"}, 400, "choice"),
-        ({"guided_choice": ["yes", "no"], "stop": "x"}, 400, "stop"),
+        (
+            {"guided_choice": ["yes", "no"], "guided_regex": "yes|no"},
+            400,
+            "guided_regex and guided_choice",
+        ),
+        ({"guided_choice": ["yes", "no"], "stop": "x"}, 400, "guided_choice and stop were given"),
+        ({"guided_json": {}, "response_format": {"type": "json_object"}}, 400, "guided_json and response_format"),
         ({"unheard": 1}, 400, "field 'unheard' is not supported"),
         ({"temperature": "hot"}, 400, "temperature is 'hot'"),
         ({"temperature": True}, 400, "temperature is True"),
         ({"top_p": 0}, 400, "top_p is 0"),
-        ({"max_tokens": 0}, 400, "max_new_tokens is 0"),
-        ({"max_tokens": 1.5}, 400, "max_new_tokens is 1.5"),
         ({"seed": -1}, 400, "seed is -1"),
         ({"stop": [""]}, 400, "stop is"),
         ({"stop": 3}, 400, "stop is 3"),
@@ -211,6 +211,28 @@ def test_what_is_wrong_is_one_sentence(changes: dict[str, Any], status: int, sai
         read(reader, **changes)
     assert refused.value.status == status
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("max_tokens", 0, "max_tokens is 0, expected"),
+        ("max_tokens", 1.5, "max_tokens is 1.5, expected"),
+        ("max_completion_tokens", -1, "max_completion_tokens is -1, expected"),
+        ("guided_choice", ["yes"], "guided_choice has 1 text"),
+        ("guided_choice", [], "guided_choice is [], expected"),
+        ("guided_choice", "yes", "guided_choice is 'yes', expected"),
+        ("guided_regex", "(", "guided_regex is not supported"),
+        ("guided_regex", 3, "guided_regex is 3, expected"),
+        ("guided_json", {"type": "nothing"}, "schema is not supported"),
+        ("top_logprobs", 2, "top_logprobs needs logprobs"),
+        ("n", 2, "n is 2, supported is 1"),
+    ],
+)
+def test_errors_name_the_field_of_the_body(field: str, value: Any, said: str, reader: ChatReader) -> None:
+    with pytest.raises(ApiError) as refused:
+        read(reader, **{field: value})
+    assert refused.value.param == field and str(refused.value).startswith(said)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"3", b"\xff", b"[" * 100_000, b'{"model": NaN}'])

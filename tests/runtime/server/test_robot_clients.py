@@ -30,7 +30,7 @@ BUDGET = "prune-66.7"
 REASONS = (
     "the model's chat template has no tools",
     "--allow-remote-images",
-    "schema and stop were given",
+    "response_format and stop were given",
     "tools and stop were given",
 )
 """What responses with status 400 say."""

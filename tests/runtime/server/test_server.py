@@ -236,6 +236,15 @@ def test_models_health_and_metrics(address: str, client: openai.OpenAI) -> None:
     assert metric("sinkprune_session_bytes") > 0
 
 
+@pytest.mark.filterwarnings("ignore::sinkprune.contract.errors.PictureWarning")
+def test_a_picture_of_16_bits_is_noted(address: str) -> None:
+    depth = Image.fromarray(np.full((60, 80), 2570, np.uint16))
+    for picture, notes in ((depth, ["Its largest value is now 10 of 255"]), (Image.new("RGB", (80, 60)), [])):
+        details = post(address, messages=asked(picture), max_tokens=1).json()["sinkprune"]
+        assert len(details["notes"]) == len(notes)
+        assert all(part in note for part, note in zip(notes, details["notes"], strict=True))
+
+
 def test_errors_are_openais(address: str, client: openai.OpenAI, photo: Image.Image) -> None:
     with pytest.raises(openai.BadRequestError, match="n is 2"):
         client.chat.completions.create(model="m", messages=asked(photo), n=2)

@@ -23,7 +23,7 @@ from sinkprune.runtime.profiling.profile import profile
 from sinkprune.runtime.token_map import token_fates
 from support.programs.commands import assert_refused, run
 from support.references.masking import Sequence, embedded, masked_forward
-from support.references.reference_methods import BEFORE_LLM, CANNOT_REACH_ALL, IN_LLM, asking_rows
+from support.references.reference_methods import CANNOT_REACH_ALL, IN_LLM, ON_A_GRID, asking_rows
 
 PROMPT = "Describe the image, please: which colour is the cup?"
 LAYERS, TOKENS = 8, 64
@@ -58,7 +58,7 @@ def test_one_bundle_is_cut_at_the_union_of_all_layers(root: Path) -> None:
     selects = {method: tuple(map(int, plans["retain-192"].select_after)) for method, plans in manifest.plans.items()}
     inside = {method: scaled_layers(own.cuts, LAYERS) for method, own in IN_LLM.items()}
     assert inside["pyramiddrop"] == (2, 4, 6)
-    before = dict.fromkeys((*BEFORE_LLM, "random"), ())
+    before = dict.fromkeys((*ON_A_GRID, "random"), ())
     assert selects == dict.fromkeys(METHODS, (1, 2, 4)) | inside | before
     for path in (root / "graphs").glob("*/retain-192/*.onnx"):
         assert path.stat().st_size < 40_000

@@ -207,6 +207,20 @@ def test_wrong_settings(settings: dict[str, Any], said: str) -> None:
         WatchSettings(**settings)
 
 
+@pytest.mark.parametrize("frames", ["camera.mp4", Path("scene.png"), np.zeros((8, 8, 3), np.uint8), 3, None])
+def test_what_is_one_picture_or_none_cannot_be_watched(frames: Any, pipe: Pipeline) -> None:
+    with pytest.raises(TypeError, match="expected pictures one after the other"):
+        pipe.watch(frames, INSTRUCTION, budget="retain-64")
+
+
+def test_frames_in_one_array(pipe: Pipeline) -> None:
+    frames = np.zeros((2, 8, 8, 3), np.uint8)
+    assert [answer.number for answer in pipe.watch(frames, INSTRUCTION, budget="retain-64", max_new_tokens=1)] == [
+        0,
+        1,
+    ]
+
+
 def test_a_frame_of_another_size_is_rejected(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
     pipe = pipeline("qwen-tied", "fp32", ("prune-66.7",))
     watch = pipe.watch(

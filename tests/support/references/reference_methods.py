@@ -6,6 +6,7 @@ the kept rows [k,D] and the token each stands for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -102,6 +103,23 @@ def no_text_pruner(tokens: Array, norms: Array, salience: Array, k: int) -> Kept
     return sanitize(tokens, norms, salience, reserve=k - 1 - diverse, diverse=diverse)
 
 
+def downsample(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
+    """The means of k blocks of the grid, in raster order, each for the token in its middle."""
+    side = math.isqrt(len(tokens))
+    height, width = (side, side) if side * side == len(tokens) else (1, len(tokens))
+    lines = min(height, round(math.sqrt(k)))
+    rows, index = [], []
+    for line in range(lines):
+        top, bottom = line * height // lines, (line + 1) * height // lines
+        blocks = (line + 1) * k // lines - line * k // lines
+        for block in range(blocks):
+            left, right = block * width // blocks, (block + 1) * width // blocks
+            own = [tokens[row * width + column] for row in range(top, bottom) for column in range(left, right)]
+            rows.append(np.mean(np.array(own, np.float64), axis=0))
+            index.append((top + bottom - 1) // 2 * width + (left + right - 1) // 2)
+    return np.array(rows).astype(tokens.dtype), index
+
+
 BEFORE_LLM = {
     "uniform": uniform,
     "fastervlm": fastervlm,
@@ -112,6 +130,8 @@ BEFORE_LLM = {
     "sinkpruner-no-text-pruner": no_text_pruner,
 }
 """Methods that drop tokens before the LLM only; `random` is no rule."""
+ON_A_GRID = {**BEFORE_LLM, "downsample": downsample}
+"""Those of families whose pictures all have as many tokens. In others `downsample` makes the picture smaller."""
 
 
 def rows_like_the_image(hidden: Array, visual: list[int], text: list[int]) -> list[int]:

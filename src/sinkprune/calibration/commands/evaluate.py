@@ -52,6 +52,7 @@ class _Options(TaskOptions):
     plant_outliers: bool
     max_new_tokens: int
     answers: Path | None
+    table: bool
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,7 +89,7 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
     write_report(options, result, plot_evaluation)
     if not prints_json(options.json):
         # Last: the reader of standard output may stop reading, as `head` does.
-        _print_tables(result)
+        _print_tables(result, papers=options.table)
 
 
 def _parser() -> CommandParser:
@@ -108,6 +109,11 @@ def _parser() -> CommandParser:
         help="turn 1 %% of each picture's background tokens into high-norm, salient outliers after the vision tower",
     )
     add("--max-new-tokens", type=MAX_NEW_TOKENS, default=8, help="longest answer (default: 8)")
+    add(
+        "--table",
+        action="store_true",
+        help="print one table of times and accuracy for each method at each budget, as papers do",
+    )
     add("--answers", type=Path, metavar="FILE.jsonl", help="write every reply, a line each")
     return parser
 
@@ -118,21 +124,25 @@ def _answer_line(reply: Reply) -> str:
     return json.dumps(line, ensure_ascii=False) + "\n"
 
 
-def _print_tables(result: EvaluationReport) -> None:
+def _print_tables(result: EvaluationReport, *, papers: bool) -> None:
     console = TableConsole()
     blind = ", every picture replaced by a grey one" if result.blind else ""
     fit = f", --fit {result.fit}" if result.fit else ""
+    meaning = "" if papers else _bracketed(result)
     planted = ", outliers planted in the background" if result.planted_outliers else ""
     console.print(
         f"{escaped(result.model)}, {result.precision}, weights {result.weights.name}, {result.backend}, "
         f"{counted(result.threads, 'thread')}, {result.machine}\n"
-        f"{escaped(result.task)}, {counted(result.questions, 'question')}{blind}{planted}{fit}; "
-        f"accuracy in %{_bracketed(result)}",
+        f"{escaped(result.task)}, {counted(result.questions, 'question')} about "
+        f"{counted(result.pictures, 'picture')}{blind}{planted}{fit}; accuracy in %{meaning}",
         markup=False,
     )
     for warning in result.warnings:
         console.print(warning)
-    if result.methods:
+    if papers:
+        console.print("\nMedians in ms. In brackets: how many times as fast as none, and the share's 95 % interval")
+        console.print(_papers_table(result))
+    elif result.methods:
         console.print()
         console.print(_grid(result, _accuracy_and_share))
         few = "; of fewer than 20 questions, p95 is close to the slowest" if result.questions < 20 else ""
@@ -145,6 +155,34 @@ def _print_tables(result: EvaluationReport) -> None:
     for kind, part in none.by_kind.items():
         kinds.add_row(plain_text(kind), str(part.count), _accuracy(part.accuracy, part.ci95))
     console.print(kinds)
+
+
+def _papers_table(result: EvaluationReport) -> Table:
+    """Return a table with the times and accuracy of `none`, and of each method at each budget, the largest first."""
+    figures = ["tokens a layer", "prefill", "TTFT", "latency", "accuracy", "share of none's"]
+    table = make_table(["budget", "method"], figures)
+    table.add_row("none", "", *_papers_cells(result.none, result.none))
+    for budget in dict.fromkeys(budget for budgets in result.methods.values() for budget in budgets):
+        for method, points in result.methods.items():
+            if budget in points:
+                table.add_row(plain_text(budget), plain_text(method), *_papers_cells(points[budget], result.none))
+    return table
+
+
+def _papers_cells(point: CombinationReport, none: CombinationReport) -> list[str]:
+    times = (
+        (own.median, base.median / own.median)
+        for own, base in (
+            (point.prefill_ms, none.prefill_ms),
+            (point.ttft_ms, none.ttft_ms),
+            (point.latency_ms, none.latency_ms),
+        )
+    )
+    low, high = (100 * end for end in point.relative_ci95 or (0.0, 0.0))
+    interval = f" ({low:.1f} to {high:.1f})" if point.relative_ci95 else ""
+    share = "-" if point.relative is None else f"{100 * point.relative:.1f} %{interval}"
+    shown = [f"{median:.{0 if median >= 100 else 1}f} ({faster:.2f}x)" for median, faster in times]
+    return [f"{point.mean_visual_tokens:.1f}", *shown, f"{100 * point.accuracy:.1f}", share]
 
 
 def _grid(result: EvaluationReport, cell: Callable[[CombinationReport], str]) -> Table:

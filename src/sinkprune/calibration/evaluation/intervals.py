@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 Interval = tuple[float, float]
 """The low and the high end of an interval."""
 _Z = NormalDist().inv_cdf(0.975)
-_RESAMPLES = 10_000
-# Fewer, because all means share one draw, which stays in memory.
-_PICTURE_RESAMPLES = 2_000
+# The draws of pictures that stay in memory.
+_MOST_DRAWN = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -46,44 +45,43 @@ def relative_accuracy(right: NDArray[np.bool_], base: NDArray[np.bool_]) -> floa
     return float(right.sum() / base.sum()) if base.any() else None
 
 
-def paired_bootstrap(right: NDArray[np.bool_], base: NDArray[np.bool_], seed: int = 0) -> Interval | None:
-    """Return the percentile interval of `relative_accuracy` over 10,000 resamples of the questions (Efron 1979).
-
-    `right` and `base` (bool [Q] each) answer the same questions, and are resampled together. Questions about one
-    picture count as independent. None if `base` has no right answer; resamples without one are left out.
-    """
-    if not base.any():
-        return None
-    # Resampling questions means drawing the counts of the four pairs of outcomes.
-    outcomes = np.array([(right & base).sum(), (right & ~base).sum(), (~right & base).sum(), (~right & ~base).sum()])
-    drawn = np.random.default_rng(seed).multinomial(len(base), outcomes / len(base), size=_RESAMPLES)
-    drawn = drawn[drawn[:, 0] + drawn[:, 2] > 0]
-    ratios = (drawn[:, 0] + drawn[:, 1]) / (drawn[:, 0] + drawn[:, 2])
-    low, high = np.quantile(ratios, [0.025, 0.975])
-    return float(low), float(high)
-
-
 class PictureBootstrap:
-    """Means over questions, with percentile intervals over 2,000 resamples of the pictures (Efron 1979).
+    """Means and ratios over questions, with percentile intervals over resamples of the pictures (Efron 1979).
 
-    Questions about one picture are not independent, so a picture is drawn with all its questions. All means share the
-    same resamples.
+    Questions about one picture are not independent, so a picture is drawn with all its questions. All figures share
+    the same resamples: 10,000 of them, or fewer of more than 1,000 pictures.
     """
 
     def __init__(self, pictures: Sequence[str], seed: int = 0) -> None:
         """`pictures` names the picture of each question."""
         names, self._picture = np.unique(pictures, return_inverse=True)
         count = len(names)
+        resamples = max(2_000, min(10_000, _MOST_DRAWN // count))
         rng = np.random.default_rng(seed)
-        self._drawn = (
-            rng.multinomial(count, np.full(count, 1 / count), size=_PICTURE_RESAMPLES) if count > 1 else None
-        )
+        self._drawn = rng.multinomial(count, np.full(count, 1 / count), size=resamples) if count > 1 else None
 
     def __call__(self, values: Sequence[float]) -> Mean:
         """Return the mean of one value for each question."""
         mean = float(np.mean(values))
         if self._drawn is None:
             return Mean(mean, None)
-        sums, counts = np.bincount(self._picture, values), np.bincount(self._picture)
-        low, high = np.quantile((self._drawn @ sums) / (self._drawn @ counts), [0.025, 0.975])
-        return Mean(mean, (float(low), float(high)))
+        return Mean(mean, _ends(self._drawn @ self._sums(values) / (self._drawn @ np.bincount(self._picture))))
+
+    def relative(self, right: NDArray[np.bool_], base: NDArray[np.bool_]) -> Interval | None:
+        """Return the interval of `relative_accuracy`: `right` and `base` (bool [Q] each) are resampled together.
+
+        None for a single picture, and if `base` has no right answer. Resamples without one are left out.
+        """
+        if self._drawn is None or not base.any():
+            return None
+        own, others = self._drawn @ self._sums(right), self._drawn @ self._sums(base)
+        return _ends(own[others > 0] / others[others > 0])
+
+    def _sums(self, values: Sequence[float] | NDArray[np.bool_]) -> NDArray[np.float64]:
+        """Return the sum of the questions' values for each picture."""
+        return np.bincount(self._picture, values).astype(np.float64)
+
+
+def _ends(resampled: NDArray[np.float64]) -> Interval:
+    low, high = np.quantile(resampled, [0.025, 0.975])
+    return float(low), float(high)

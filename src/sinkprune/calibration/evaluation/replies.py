@@ -9,6 +9,7 @@ from typing import Any
 
 from PIL import Image
 
+from sinkprune.calibration.evaluation.intervals import PictureBootstrap
 from sinkprune.calibration.evaluation.report import (
     BASELINE,
     Combination,
@@ -84,12 +85,12 @@ def collect_replies(
         image = item.load_image()
         if number == 0:
             for combination in turns:
-                _reply(pipeline, image, item.question, combination, max_new_tokens)
+                _reply(pipeline, item, image, combination, max_new_tokens)
         # Rotate the order, so that the pause between questions favours no combination.
         shift = number % len(turns)
         for combination in [*turns[shift:], *turns[:shift]]:
             on_run(combination)
-            replies.append(_reply(pipeline, image, item.question, combination, max_new_tokens))
+            replies.append(_reply(pipeline, item, image, combination, max_new_tokens))
     return replies
 
 
@@ -112,9 +113,11 @@ def evaluation_report(
     for reply in replies:
         by_combination.setdefault(reply.combination, []).append(reply)
     base = by_combination.pop(BASELINE)
+    pictures = [reply.picture for reply in base]
+    bootstrap = PictureBootstrap(pictures)
     methods: dict[str, dict[str, CombinationReport]] = {}
     for combination, own in by_combination.items():
-        methods.setdefault(combination.method, {})[combination.budget] = summarise(own, base)
+        methods.setdefault(combination.method, {})[combination.budget] = summarise(own, base, bootstrap)
     manifest = pipeline.bundle.manifest
     return EvaluationReport(
         model=model_name(manifest.checkpoint.source),
@@ -126,6 +129,7 @@ def evaluation_report(
         threads=pipeline.backend.threads,
         task=task,
         questions=len(base),
+        pictures=len(set(pictures)),
         blind=blind,
         planted_outliers=planted_outliers,
         fit=fit,
@@ -135,7 +139,7 @@ def evaluation_report(
             "python": platform.python_version(),
             **pipeline.backend.versions,
         },
-        none=summarise(base, base),
+        none=summarise(base, base, bootstrap),
         methods=methods,
         unreachable=tuple(unreachable),
         warnings=(
@@ -162,12 +166,11 @@ def generate_answer(
 
 
 def _reply(
-    pipeline: Pipeline, image: Image.Image, question: Question, combination: Combination, max_new_tokens: int
+    pipeline: Pipeline, item: Item, image: Image.Image, combination: Combination, max_new_tokens: int
 ) -> Reply:
+    question = item.question
     answer = generate_answer(pipeline, image, question, combination, max_new_tokens=max_new_tokens)
-    ttft = answer.ms["ttft"]
-    if ttft is None:
-        raise ValueError("ttft is measured in every run")
+    ms = {part: answer.ms[part] or 0.0 for part in ("ttft", "prefill", "latency")}
     return Reply(
         id=question.id,
         kind=question.kind,
@@ -175,7 +178,10 @@ def _reply(
         text=answer.text,
         right=question.is_right(answer.text),
         mean_visual_tokens=sum(answer.tokens_per_layer) / len(answer.tokens_per_layer),
-        ttft_ms=ttft,
+        ttft_ms=ms["ttft"],
+        prefill_ms=ms["prefill"],
+        latency_ms=ms["latency"],
+        picture=item.picture,
         seen_share=answer.kept.layout.seen_share,
     )
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sinkprune.calibration.evaluation.intervals import Interval, paired_bootstrap, relative_accuracy, wilson
+from sinkprune.calibration.evaluation.intervals import Interval, PictureBootstrap, relative_accuracy, wilson
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.precision import WeightForms
 from sinkprune.contract.reports.report import Spread
@@ -41,6 +41,12 @@ class Reply:
     """Visual tokens a decoder layer ran on, mean over all layers (input counting)."""
     ttft_ms: float
     """Milliseconds from the request to the first token."""
+    prefill_ms: float
+    """Milliseconds of the prefill, with its selects."""
+    latency_ms: float
+    """Milliseconds from the request to the last token."""
+    picture: str
+    """The picture's name. Questions about one picture are not independent."""
     seen_share: float
     """The share of the picture's area that the model sees."""
 
@@ -68,13 +74,18 @@ class CombinationReport:
     relative: float | None
     """Accuracy over that of the unpruned engines; None if those had no right answer."""
     relative_ci95: Interval | None
-    """The 95 % interval of `relative`, by paired bootstrap over the questions; None if `relative` is."""
+    """The 95 % interval of `relative`, by paired bootstrap over the pictures; None for one picture, and if `relative`
+    is."""
     by_kind: dict[str, KindReport]
     """The answers to the questions of each kind, by the kind's name."""
     mean_visual_tokens: float
     """Visual tokens a decoder layer ran on, mean over all layers and questions (input counting)."""
     ttft_ms: Spread
     """Milliseconds from a request to its first token, over the questions."""
+    prefill_ms: Spread
+    """Milliseconds of the prefill, with its selects."""
+    latency_ms: Spread
+    """Milliseconds from a request to its last token."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +107,8 @@ class EvaluationReport:
     """The task's name, or its file's."""
     questions: int
     """The number of questions."""
+    pictures: int
+    """The number of pictures."""
     blind: bool
     """Whether every picture was replaced by a grey one."""
     planted_outliers: bool
@@ -116,8 +129,11 @@ class EvaluationReport:
     """Sentences: why the figures say little, for example too few questions."""
 
 
-def summarise(replies: Sequence[Reply], base: Sequence[Reply]) -> CombinationReport:
-    """Return the report of one combination from its replies and the baseline's, to the same questions in order."""
+def summarise(replies: Sequence[Reply], base: Sequence[Reply], bootstrap: PictureBootstrap) -> CombinationReport:
+    """Return the report of one combination from its replies and the baseline's, to the same questions in order.
+
+    `bootstrap` is of the pictures of these questions.
+    """
     right = np.array([reply.right for reply in replies])
     base_right = np.array([reply.right for reply in base])
     kinds = dict.fromkeys(reply.kind for reply in replies)
@@ -125,10 +141,12 @@ def summarise(replies: Sequence[Reply], base: Sequence[Reply]) -> CombinationRep
         accuracy=float(right.mean()),
         ci95=wilson(int(right.sum()), len(right)),
         relative=relative_accuracy(right, base_right),
-        relative_ci95=paired_bootstrap(right, base_right),
+        relative_ci95=bootstrap.relative(right, base_right),
         by_kind={kind: _summarise_kind([reply for reply in replies if reply.kind == kind]) for kind in kinds},
         mean_visual_tokens=sum(reply.mean_visual_tokens for reply in replies) / len(replies),
         ttft_ms=Spread.of([reply.ttft_ms for reply in replies]),
+        prefill_ms=Spread.of([reply.prefill_ms for reply in replies]),
+        latency_ms=Spread.of([reply.latency_ms for reply in replies]),
     )
 
 

@@ -73,7 +73,8 @@ def runnable(
 def _check_pruning(planned: Schedule, layouts: Sequence[VisualLayout], num_layers: int) -> None:
     """Reject a plan that would drop nothing; raises `PruningError`."""
     left = planned.reaching(num_layers)
-    if planned.plan is not None and left == sum(layout.all_tokens for layout in layouts):
+    drops = planned.plan is not None and planned.plan.picture_share is None
+    if drops and left == sum(layout.all_tokens for layout in layouts):
         raise PruningError(
             f"pruning was asked for and nothing was pruned: the image has {left} visual tokens and the budget "
             f"keeps as many. Use budget '{UNPRUNED}', or a smaller one."

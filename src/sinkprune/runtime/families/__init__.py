@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from PIL import Image
 
+from sinkprune.contract.budgets import Share
 from sinkprune.contract.errors import BundleError, UsageError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.layout import VisualLayout
@@ -48,6 +49,12 @@ class Family(Protocol):
 
     def fitted(self, fit: Fit) -> Family | None:
         """Return the same image side with another `fit`; None if the model sees whole pictures of any shape."""
+
+    def smaller(self, share: Share) -> Family:
+        """Return the same image side for pictures made smaller, to this share of their tokens.
+
+        Only plans of bundles whose pictures differ in size ask for it.
+        """
 
     def largest(self) -> dict[str, VisualLayout]:
         """Return the largest layout of each kind of picture that the bundle takes, by the kind's name.

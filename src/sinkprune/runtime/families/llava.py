@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image
 
+from sinkprune.contract.budgets import Share
 from sinkprune.contract.errors import BundleError, VideoError
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
@@ -60,6 +61,12 @@ class Llava:
         other = copy(self)
         other._processor = self._processor.fitted(fit, self._tower.image_size)
         return other
+
+    def smaller(self, share: Share) -> Llava:
+        """Raise `BundleError`: the tower's square has one size."""
+        raise BundleError(
+            "the bundle has a plan for smaller pictures, and its tower takes one size. Export it again."
+        )
 
     def largest(self) -> dict[str, VisualLayout]:
         """Return the layout of any image, because all have the same number of tokens."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import numpy as np
 
+from sinkprune.contract.budgets import Share
 from sinkprune.contract.errors import BundleError, VideoError
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
@@ -79,6 +81,12 @@ class Qwen25VL:
 
     def fitted(self, fit: Fit) -> None:
         """Return None: the model sees whole pictures of any shape."""
+
+    def smaller(self, share: Share) -> Qwen25VL:
+        """Return a copy that resizes pictures to this share of their tokens."""
+        other = copy(self)
+        other._processor = self._processor.smaller(share)
+        return other
 
     def largest(self) -> dict[str, VisualLayout]:
         """Return images, of one group, and clips, whose frames may have fewer tokens."""

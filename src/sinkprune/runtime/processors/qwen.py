@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
+from sinkprune.contract.budgets import UNPRUNED, Share
 from sinkprune.contract.checks.fields import from_json
-from sinkprune.contract.errors import ImageError
+from sinkprune.contract.errors import ImageError, PruningError
 from sinkprune.contract.image_settings import PatchSettings
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.media.clip import ClipSize, SampledFrames
 from sinkprune.runtime.processors.pixel_values import pixel_values
 from sinkprune.runtime.processors.torchvision_resize import PixelSize, TorchvisionResize
 
+WHOLE = Share(1, 1)
 # The model's own limit (smart_resize).
 _MAX_ASPECT_RATIO = 200
 
@@ -44,7 +47,13 @@ class QwenProcessor:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """Check `settings`; raises `SchemaError` if they are malformed."""
         from_json(PatchSettings, settings, "$.processor")
-        self._settings = settings
+        self._settings, self._share = settings, WHOLE
+
+    def smaller(self, share: Share) -> QwenProcessor:
+        """Return a copy that resizes each image or frame once, to this share of its merged tokens."""
+        other = copy(self)
+        other._share = share
+        return other
 
     def __call__(self, picture: Image.Image | SampledFrames) -> Array:
         """Return [patches, 3 * temporal_patch_size * patch_size**2] fp32 of an RGB image or the frames of a clip.
@@ -72,8 +81,29 @@ class QwenProcessor:
         is kept as far as possible (smart_resize).
         """
         if isinstance(size, ClipSize):
-            return self._clip_grid(size, self._settings["video"])
-        return self._resized(size, self._settings["min_pixels"], self._settings["max_pixels"])
+            return self._shared(self._clip_grid(size, self._settings["video"]))
+        return self._shared(self._resized(size, self._settings["min_pixels"], self._settings["max_pixels"]))
+
+    def _shared(self, grid: Grid) -> Grid:
+        """Return the largest grid of about this shape with at most the processor's share of its merged tokens.
+
+        Raises `PruningError` for a grid of one token, which has no smaller one.
+        """
+        if self._share == WHOLE:
+            return grid
+        merge = self._settings["merge_size"]
+        rows, columns = grid.h // merge, grid.w // merge
+        tokens = self._share.of(rows * columns)
+        if tokens == rows * columns:
+            raise PruningError(
+                f"pruning was asked for and nothing was pruned: the image has {tokens} visual tokens and cannot be "
+                f"made smaller. Use budget '{UNPRUNED}'."
+            )
+        exact = math.sqrt(tokens * rows / columns)
+        heights = [height for height in (math.floor(exact), math.ceil(exact)) if 0 < height <= tokens]
+        shapes = [(height, min(tokens // height, columns)) for height in heights]
+        rows, columns = max(shapes, key=math.prod)
+        return Grid(grid.t, rows * merge, columns * merge)
 
     def _clip_grid(self, size: ClipSize, limits: Mapping[str, Any]) -> Grid:
         """Return the grid of a clip. The `limits` hold for each frame."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sinkprune.contract.budgets import Share
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.plans import Plan
 from sinkprune.contract.precision import Array
@@ -164,9 +165,13 @@ class PrefixCache:
         """The bytes of all that is stored."""
         return self._bytes
 
-    def digests(self, pictures: Sequence[Picture]) -> tuple[bytes, ...]:
-        """Return the digest of each picture; of a cache that stores nothing, empty ones, as digests take time."""
-        return tuple(picture_digest(picture) if self._most else b"" for picture in pictures)
+    def digests(self, pictures: Sequence[Picture], share: Share | None = None) -> tuple[bytes, ...]:
+        """Return the digest of each picture, made smaller to a `share` of its tokens.
+
+        Those of a cache that stores nothing are empty, as digests take time.
+        """
+        smaller = b"" if share is None else repr(share).encode()
+        return tuple(picture_digest(picture) + smaller if self._most else b"" for picture in pictures)
 
     def tower(self, digest: bytes) -> TowerOutput | None:
         """Return the tower's output for the picture with this `digest`, or None."""
