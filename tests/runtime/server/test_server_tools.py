@@ -258,44 +258,44 @@ ASKED: list[dict[str, Any]] = [
     {"role": "tool", "tool_call_id": "c", "content": "y"},
 ]
 _LEAF = st.booleans() | st.integers(-9, 9) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=6)
-_JSON: st.SearchStrategy[Any] = st.recursive(
+JSON: st.SearchStrategy[Any] = st.recursive(
     _LEAF, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
 )
-_NO_TEXT = _JSON.filter(lambda value: not isinstance(value, str))
-_NO_OBJECT = _JSON.filter(lambda value: not isinstance(value, dict))
-_NO_LIST = _JSON.filter(lambda value: not isinstance(value, list))
-_NO_NAME = _NO_TEXT | st.sampled_from(["", "a b", "é", "f" * 65, "f\n", 'f"', "<tool_call>", "\ud800"])
+NO_TEXT = JSON.filter(lambda value: not isinstance(value, str))
+NO_OBJECT = JSON.filter(lambda value: not isinstance(value, dict))
+NO_LIST = JSON.filter(lambda value: not isinstance(value, list))
+_NO_NAME = NO_TEXT | st.sampled_from(["", "a b", "é", "f" * 65, "f\n", 'f"', "<tool_call>", "\ud800"])
 _FUNCTION = ("tools", 0, "function")
 _CALLS = ("messages", 1, "tool_calls")
 WRONG: list[tuple[tuple[str | int, ...], st.SearchStrategy[Any]]] = [
-    (("tools",), _NO_LIST | st.just([*TOOLS, *TOOLS])),
-    (("tools", 0), _JSON),
-    (("tools", 0, "type"), _JSON),
-    (("tools", 0, "further"), _JSON),
-    (_FUNCTION, _JSON),
+    (("tools",), NO_LIST | st.just([*TOOLS, *TOOLS])),
+    (("tools", 0), JSON),
+    (("tools", 0, "type"), JSON),
+    (("tools", 0, "further"), JSON),
+    (_FUNCTION, JSON),
     ((*_FUNCTION, "name"), _NO_NAME | st.just("stop")),
-    ((*_FUNCTION, "description"), _NO_TEXT | st.just("\ud800") | st.just("a" * 70_000)),
-    ((*_FUNCTION, "parameters"), _NO_OBJECT | st.builds(lambda kind: {"type": kind}, _JSON)),
-    ((*_FUNCTION, "parameters", "properties"), _NO_OBJECT | st.just({"a": {"type": "b"}})),
-    ((*_FUNCTION, "parameters", "required"), _NO_LIST),
-    ((*_FUNCTION, "strict"), _NO_TEXT.filter(lambda value: value and value is not True)),
-    ((*_FUNCTION, "examples"), _JSON),
-    (("tool_choice",), _JSON | st.just("any")),
-    (("tool_choice",), st.builds(lambda name: {"type": "function", "function": {"name": name}}, _JSON)),
-    (("parallel_tool_calls",), _JSON.filter(lambda value: not isinstance(value, bool))),
+    ((*_FUNCTION, "description"), NO_TEXT | st.just("\ud800") | st.just("a" * 70_000)),
+    ((*_FUNCTION, "parameters"), NO_OBJECT | st.builds(lambda kind: {"type": kind}, JSON)),
+    ((*_FUNCTION, "parameters", "properties"), NO_OBJECT | st.just({"a": {"type": "b"}})),
+    ((*_FUNCTION, "parameters", "required"), NO_LIST),
+    ((*_FUNCTION, "strict"), NO_TEXT.filter(lambda value: value and value is not True)),
+    ((*_FUNCTION, "examples"), JSON),
+    (("tool_choice",), JSON | st.just("any")),
+    (("tool_choice",), st.builds(lambda name: {"type": "function", "function": {"name": name}}, JSON)),
+    (("parallel_tool_calls",), JSON.filter(lambda value: not isinstance(value, bool))),
     (("stop",), st.just("x")),
     (("response_format",), st.just({"type": "json_object"})),
     (("guided_choice",), st.just(["yes", "no"])),
-    (_CALLS, _JSON),
-    ((*_CALLS, 0), _JSON),
-    ((*_CALLS, 0, "id"), _JSON | st.just("d") | st.just("\ud800")),
-    ((*_CALLS, 0, "type"), _JSON),
-    ((*_CALLS, 0, "function"), _JSON),
+    (_CALLS, JSON),
+    ((*_CALLS, 0), JSON),
+    ((*_CALLS, 0, "id"), JSON | st.just("d") | st.just("\ud800")),
+    ((*_CALLS, 0, "type"), JSON),
+    ((*_CALLS, 0, "function"), JSON),
     ((*_CALLS, 0, "function", "name"), _NO_NAME),
-    ((*_CALLS, 0, "function", "arguments"), _NO_TEXT | st.sampled_from(["[]", "3", "{", "NaN", '{"a": "\\ud800"}'])),
-    (("messages", 2, "tool_call_id"), _JSON | st.just("c")),
-    (("messages", 2, "content"), _NO_TEXT.filter(lambda value: value != []) | st.just("\ud800")),
-    (("messages", 2, "role"), _JSON | st.sampled_from(["user", "system", "function"])),
+    ((*_CALLS, 0, "function", "arguments"), NO_TEXT | st.sampled_from(["[]", "3", "{", "NaN", '{"a": "\\ud800"}'])),
+    (("messages", 2, "tool_call_id"), JSON | st.just("c")),
+    (("messages", 2, "content"), NO_TEXT.filter(lambda value: value != []) | st.just("\ud800")),
+    (("messages", 2, "role"), JSON | st.sampled_from(["user", "system", "function"])),
     (("messages",), st.sampled_from([ASKED[:2], ASKED[:3], ASKED[2:], [*ASKED, ASKED[3]]])),
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -92,7 +93,7 @@ def fields(kind: str, rng: np.random.Generator) -> dict[str, Any]:
             return {"tools": TOOLS, "tool_choice": ["auto", "none", "required", NAMED][rng.integers(4)]}
         case "kept tokens":
             return {"kept_tokens": True, "session": False}
-        case "log probabilities":
+        case "logprobs":
             return {"logprobs": True, "top_logprobs": int(rng.integers(4))}
         case "sampled":
             return {"temperature": 1.5, "top_p": 0.9, "seed": int(rng.integers(1000)), "stop": word(rng)[0]}
@@ -101,18 +102,7 @@ def fields(kind: str, rng: np.random.Generator) -> dict[str, Any]:
     return {}
 
 
-KINDS = (
-    "plain",
-    "schema",
-    "regex",
-    "choice",
-    "auto",
-    "tools",
-    "kept tokens",
-    "log probabilities",
-    "sampled",
-    "wrong",
-)
+KINDS = ("plain", "schema", "regex", "choice", "auto", "tools", "kept tokens", "logprobs", "sampled", "wrong")
 
 
 def check_form(body: dict[str, Any], found: dict[str, Any]) -> None:
@@ -177,12 +167,17 @@ def test_memory_stays_and_nothing_is_stuck(bundle: Callable[..., Path], tmp_path
                 return [ask(http, rng) for _ in range(REQUESTS // CLIENTS // 10)]
 
         for part in range(10):
+            began = time.monotonic()
             with ThreadPoolExecutor(CLIENTS) as clients:
                 for ends in clients.map(client, range(part * CLIENTS, (part + 1) * CLIENTS)):
                     for end in ends:
                         ended[end] += 1
             assert httpx.get(address.removesuffix("/v1")).status_code == 200
             grown.append(resident_bytes(process))
+            # pytest -s shows it.
+            took = time.monotonic() - began
+            sys.stdout.write(f"{sum(ended.values())} {ended} {grown[-1] >> 20} MiB {took:.0f} s\n")
+            sys.stdout.flush()
         until = time.monotonic() + 30
         while any(f"sinkprune_{state} 0.0" not in metrics(address) for state in ("waiting", "active")):
             assert time.monotonic() < until

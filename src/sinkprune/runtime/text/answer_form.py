@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sinkprune.contract.checks.format_value import counted, format_value
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_json
+from sinkprune.runtime.text.schema_keywords import Place, at, check_keywords, subschemas
 
 # Forms may come from network clients, and compiling takes time and memory.
 SCHEMA_BYTES = 1 << 16
@@ -25,9 +27,14 @@ MOST_PATTERNS = 12
 # Larger whole numbers are no exact floats. llguidance computes with floats, and rounds those of more digits.
 _LARGEST = 1 << 53
 
+# Each compiles parts of a wrong schema, to find its place.
+_MOST_CHECKS = 64
+_SHARED = {"$schema", "$id", "$defs", "definitions"}
+"""Keywords of a whole schema that its parts depend on."""
+
 _PATTERNS = ("pattern", "format")
 _COMBINING = ("allOf", "anyOf", "oneOf", "$ref")
-_PLAIN = {"type", "title", "description", "default", "examples", "$defs", "definitions", "$schema", "$id", "$comment"}
+_PLAIN = _SHARED | {"type", "title", "description", "default", "examples", "$comment"}
 """Keywords that change no pattern next to a combining keyword."""
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -53,8 +60,13 @@ def checked_schema(given: object) -> dict[str, Any] | None:
         copy: dict[str, Any] = parsed_json(data) or {"type": "object"}
     except UnreadableError as error:
         raise UsageError(f"schema {error}. Simplify it.") from error
+    check_keywords(copy)
     _check_content(copy)
-    _check_grammar("schema", schema_grammar(copy), "Change the schema: docs/structured-output.md has the limits.")
+    if problem := _problem(schema_grammar(copy)):
+        raise UsageError(
+            f"schema is not supported{at(_place(copy, problem))}: {problem}. Change the schema: "
+            "docs/structured-output.md has the limits."
+        )
     return copy
 
 
@@ -75,7 +87,10 @@ def checked_regex(given: object, name: str = "regex") -> str | None:
     size = _utf8_bytes(name, given)
     if size > REGEX_BYTES:
         raise UsageError(f"{name} has {size} bytes, expected at most {REGEX_BYTES}. Shorten it.")
-    _check_grammar(name, regex_grammar(given), "Write it without look-around, back-references and \\b.")
+    if problem := _problem(regex_grammar(given)):
+        raise UsageError(
+            f"{name} is not supported: {problem}. Write it without look-around, back-references and \\b."
+        )
     return given
 
 
@@ -138,7 +153,8 @@ def reason(message: str) -> str:
     causes = re.findall(r"^error: (.*)$", message, re.MULTILINE)
     first = message.strip().partition("\n")[0]
     cause = causes[-1] if causes else re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", first)
-    return " ".join(cause.split()).rstrip(".")[:200]
+    # Later sentences name options of llguidance.
+    return " ".join(cause.split()).partition(". ")[0].rstrip(".")[:200]
 
 
 def written_grammar(rules: str) -> str:
@@ -153,22 +169,22 @@ def _grammar(body: str, lead: str) -> str:
 
 def _check_content(schema: dict[str, Any]) -> None:
     """Reject numbers that llguidance would change, and patterns that it would take too long to combine."""
-    left, patterns, combines = list[Any]([schema]), 0, False
+    left, patterns, combines = list[tuple[Place, Any]]([((), schema)]), 0, False
     while left:
-        part = left.pop()
+        place, part = left.pop()
         if isinstance(part, dict):
-            left += part.values()
+            left += [((*place, name), one) for name, one in part.items()]
             given = part.get("patternProperties")
             patterns += sum(name in part for name in _PATTERNS) + (len(given) if isinstance(given, dict) else 0)
             combines |= any(name in part for name in _COMBINING) and (
                 "allOf" in part or len(part.keys() - _PLAIN) > 1
             )
         elif isinstance(part, list):
-            left += part
+            left += [((*place, str(number)), one) for number, one in enumerate(part)]
         elif isinstance(part, (int, float)) and (abs(part) > _LARGEST or float(f"{part:.15g}") != part):
             raise UsageError(
-                f"schema has the number {format_value(part)}, expected at most 2**53 in size and 15 digits. Round "
-                "it, or use a string."
+                f"schema has the number {format_value(part)}{at(place)}, expected at most 2**53 in size and 15 "
+                "digits. Round it, or use a string."
             )
     if combines and patterns > MOST_PATTERNS:
         raise UsageError(
@@ -177,10 +193,29 @@ def _check_content(schema: dict[str, Any]) -> None:
         )
 
 
-def _check_grammar(name: str, grammar: str, advice: str) -> None:
-    problem = load_llguidance().LLMatcher.validate_grammar(grammar)
-    if problem:
-        raise UsageError(f"{name} is not supported: {reason(problem)}. {advice}")
+def _problem(grammar: str) -> str:
+    """Return why llguidance rejects a grammar, or an empty text."""
+    return reason(load_llguidance().LLMatcher.validate_grammar(grammar))
+
+
+def _place(schema: dict[str, Any], problem: str) -> Place:
+    """Return the place of the innermost schema that has a problem by itself, as far as a few checks find it."""
+    shared: dict[str, Any] = {name: schema[name] for name in _SHARED if name in schema}
+    left = _MOST_CHECKS
+
+    def has_problem(parts: Sequence[tuple[Place, Any]]) -> bool:
+        nonlocal left
+        left -= 1
+        # llguidance compiles many alternatives fast, but not many properties.
+        return left >= 0 and _problem(schema_grammar({**shared, "anyOf": [part for _, part in parts]})) == problem
+
+    place, inner = Place(), [*subschemas(schema)]
+    while True:
+        first = bisect_left(range(len(inner)), True, key=lambda number: has_problem(inner[: number + 1]))
+        if first == len(inner) or not has_problem([inner[first]]):
+            return place
+        name, part = inner[first]
+        place, inner = (*place, *name), [*subschemas(part)]
 
 
 def _utf8_bytes(name: str, text: str) -> int:

@@ -1,0 +1,164 @@
+"""Keywords that would be ignored are rejected; annotations, names and values are not. Errors name the place."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import pytest
+
+from sinkprune import UsageError
+from sinkprune.runtime.text import answer_form
+from sinkprune.runtime.text.answer_form import checked_schema
+
+DRAFT_4, DRAFT_7 = ({"$schema": f"http://json-schema.org/draft-0{number}/schema#"} for number in (4, 7))
+UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
+    ({**DRAFT_4, "if": {"type": "string"}, "then": {"maxLength": 3}}, "if"),
+    ({**DRAFT_4, "contains": {"type": "string"}}, "contains"),
+    ({**DRAFT_4, "propertyNames": {"pattern": "^a"}}, "propertyNames"),
+    ({**DRAFT_7, "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+    ({**DRAFT_7, "unevaluatedProperties": False}, "unevaluatedProperties"),
+    ({**DRAFT_7, "$dynamicRef": "#a"}, "$dynamicRef"),
+    ({"disallow": "integer"}, "disallow"),
+    ({"divisibleBy": 2}, "divisibleBy"),
+    ({"extends": {"type": "string"}}, "extends"),
+]
+PLACES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "": lambda schema: schema,
+    "properties/a": lambda schema: {"properties": {"b": {"type": "null"}, "a": schema, "c": {}}},
+    "patternProperties/^a": lambda schema: {"patternProperties": {"^a": schema}},
+    "additionalProperties": lambda schema: {"additionalProperties": schema},
+    "items": lambda schema: {"type": "array", "items": schema},
+    "prefixItems/0": lambda schema: {"type": "array", "prefixItems": [schema]},
+    "anyOf/1": lambda schema: {"anyOf": [{"type": "null"}, schema]},
+    "$defs/a": lambda schema: {"items": {"$ref": "#/$defs/a"}, "$defs": {"a": schema}},
+    "properties/a/items/anyOf/1": lambda schema: PLACES["properties/a"]({"items": PLACES["anyOf/1"](schema)}),
+}
+
+
+def at(place: str, *names: str) -> str:
+    """Return the words that name a place and a field there."""
+    path = "/".join([*([place] if place else []), *names])
+    return f" at '{path}'" if path else ""
+
+
+def reason(schema: dict[str, Any]) -> str:
+    with pytest.raises(UsageError) as refused:
+        checked_schema(schema)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("schema", "name"), UNSUPPORTED, ids=[name for _, name in UNSUPPORTED])
+def test_a_keyword_that_no_draft_of_ours_keeps_is_refused(schema: dict[str, Any], name: str, place: str) -> None:
+    draft = {key: value for key, value in schema.items() if key == "$schema"}
+    rest = {key: value for key, value in schema.items() if key != "$schema"}
+    assert reason({**draft, **PLACES[place](rest)}) == (
+        f"schema has a keyword{at(place, name)} that is not supported. Leave it out."
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("maxLenght", "maxLength"), ("additionalproperties", "additionalProperties"), ("requires", "required")],
+)
+def test_a_misspelt_keyword_is_refused_with_the_right_one(name: str, meant: str) -> None:
+    said = f"schema has an unknown keyword at 'properties/a/{name}'. Did you mean '{meant}'?"
+    assert said in reason({"type": "object", "properties": {"a": {name: 3}}})
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_required_next_to_its_own_type_is_refused(place: str) -> None:
+    said = f"schema has True{at(place, 'required')}, expected a list of names. Write it next to properties."
+    assert reason(PLACES[place]({"type": "integer", "required": True})) == said
+
+
+@pytest.mark.parametrize(
+    "draft", ["http://json-schema.org/draft-03/schema#", "https://json-schema.org/v1", "http://example.com/schema", 7]
+)
+def test_an_unknown_draft_is_refused(draft: object) -> None:
+    said = reason({"$schema": draft, "type": "string"})
+    assert re.match(r"schema has \$schema .*, expected draft 4, 6, 7, 2019-09 or 2020-12\. Leave out", said)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        DRAFT_4,
+        DRAFT_7,
+        {"$schema": "http://json-schema.org/draft-07/schema"},
+        {"$schema": "https://json-schema.org/draft/2019-09/schema"},
+        {"$schema": "https://json-schema.org/draft/2020-12/schema"},
+        {"title": "a", "description": "b", "default": 3, "examples": [3], "deprecated": True, "x-maxLenght": 3},
+        {"example": 3, "enumNames": ["a"], "propertyOrder": 3, "_pattern": "a", "nullable": True, "readOnly": True},
+        # Names of properties, and values.
+        {"properties": {"if": {"type": "string"}, "maxLenght": {"type": "string"}, "required": {"type": "null"}}},
+        {"const": {"disallow": 3, "required": True}},
+        {"enum": [{"extends": {}}], "default": {"if": 3}},
+    ],
+    ids=str,
+)
+def test_annotations_names_and_values_are_taken(schema: dict[str, Any]) -> None:
+    assert checked_schema({"type": "object", **schema} if "$schema" in schema else schema) is not None
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("schema", "cause"),
+    [
+        ({"not": {}}, 'Unimplemented keys: ["not"]'),
+        ({"format": "colour"}, "Unknown format: colour"),
+        ({"type": "strin"}, "Invalid type: strin"),
+        ({"$ref": "#/$defs/b"}, "Pointer '/$defs/b' does not exist"),
+        (
+            {"oneOf": [{"type": "string", "minLength": 3}, {"type": "string", "maxLength": 4}]},
+            "oneOf constraints are not supported",
+        ),
+    ],
+)
+def test_errors_of_llguidance_name_the_place(schema: dict[str, Any], cause: str, place: str) -> None:
+    said = reason(PLACES[place](schema))
+    assert said == (
+        f"schema is not supported{at(place)}: {cause}. Change the schema: docs/structured-output.md has the limits."
+    )
+
+
+def test_the_first_of_two_wrong_places_is_named() -> None:
+    wrong = {"type": "strin"}
+    assert "at 'properties/b'" in reason({"properties": {"a": {}, "b": wrong, "c": wrong}})
+
+
+def test_a_wrong_number_has_its_place() -> None:
+    said = reason({"properties": {"a": {"enum": [1, 1e300]}}})
+    assert said.startswith("schema has the number 1e+300 at 'properties/a/enum/1', expected at most 2**53")
+
+
+def test_long_and_strange_names_of_properties_stay_on_one_line() -> None:
+    said = reason({"properties": {"a\n" * 90: {"disallow": 3}}})
+    assert said.endswith("/disallow' that is not supported. Leave it out.") and len(said) < 200
+
+
+def test_a_place_among_many_takes_little_time() -> None:
+    began = time.process_time()
+    assert "at 'properties/b'" in reason(
+        {"properties": {**{f"a{number}": {} for number in range(4000)}, "b": {"not": {}}}}
+    )
+    assert time.process_time() - began < 3
+
+
+def test_the_checks_that_find_a_place_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, problem = [], answer_form._problem
+    monkeypatch.setattr(answer_form, "_problem", lambda grammar: grammars.append(grammar) or problem(grammar))
+    assert "/items'" in reason(reduce(lambda inner, _: {"items": inner}, range(60), {"not": {}}))
+    assert len(grammars) == 1 + 64
+
+
+def test_many_unknown_keywords_take_little_time() -> None:
+    schema = {f"mat{number:04x}ixems": number for number in range(3000)}
+    began = time.process_time()
+    assert checked_schema(schema) == schema
+    assert time.process_time() - began < 3
