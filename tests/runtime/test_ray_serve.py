@@ -117,7 +117,10 @@ def test_no_request_is_lost_when_a_replica_is_killed(
 
 
 @pytest.mark.ray
-def test_the_same_session_id_reaches_the_replica_with_the_picture(client: openai.OpenAI) -> None:
+def test_the_same_session_id_reaches_the_replica_with_the_picture(
+    cluster: tuple[str, int], client: openai.OpenAI
+) -> None:
+    two_replicas(cluster)
     for number, picture in enumerate(pictures(8, 1)):
         header = {"x-session-id": f"robot {number}"}
         reused = [
