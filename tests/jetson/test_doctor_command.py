@@ -217,6 +217,12 @@ def test_engines_are_for_their_own_backend(bundle: Callable[..., Path], photo_fi
     name, *words = shlex.split(command.replace("PICTURE.jpg", shlex.quote(str(photo_file))))
     assert words[0] == str(engines)
     assert run(name, *words).code == 0
+    manifest = json.loads((engines / "engines.json").read_text())
+    for machine in ("x86_64", "aarch64"):
+        manifest["flags"]["machine"] = machine
+        (engines / "engines.json").write_text(json.dumps(manifest))
+        if machine == "x86_64":
+            assert_refused(doctor("--board", "orin-nano-8gb", engines), "built on x86_64, and boards have aarch64")
     on_board = told("--board", "orin-nano-8gb", engines)["models"][0]
     assert on_board["backend"] == "ort-cpu"
     assert on_board["forms"][0]["budgets"]["none"]["bounds"] is None
@@ -228,6 +234,7 @@ def test_engines_of_a_gpu_need_its_memory(bundle: Callable[..., Path], tmp_path:
     assert built.code == 0
     told_of = json.loads((engines / "engines.json").read_text())
     told_of["target"] = "tensorrt"
+    del told_of["flags"]["machine"]
     told_of["limits"].update(prompt_tokens=77, new_tokens=20)
     for engine in told_of["engines"].values():
         engine["optimisation_profiles"] = {"any": {}}

@@ -287,7 +287,7 @@ def test_a_session_without_room_stores_nothing(pipe: Pipeline, photo: Image.Imag
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, "1"])
 def test_a_wrong_size_is_refused(wrong: object, pipe: Pipeline) -> None:
-    with pytest.raises(UsageError, match="max bytes"):
+    with pytest.raises(UsageError, match="max_bytes"):
         Session(pipe, max_bytes=wrong)  # type: ignore[arg-type]
 
 

@@ -149,6 +149,10 @@ def _fit(model: str, dialect: DialectName, target: TargetMachine, picture: tuple
     return fit(model, "preset", preset_manifest(model, presets[model], dialect), target, picture)
 
 
+_BOARDS = "aarch64"
+"""The architecture of all boards."""
+
+
 def _own_target(model: str, bundle: Bundle, target: TargetMachine) -> TargetMachine:
     """Return the target for a bundle or for engines, which fix the backend.
 
@@ -161,6 +165,12 @@ def _own_target(model: str, bundle: Bundle, target: TargetMachine) -> TargetMach
         raise UsageError(
             f"the engines '{model}' are for {bundle.engines.manifest.target}, and the memory of that GPU is unknown "
             "here. Run this on that machine, or add --board NAME."
+        )
+    built_for = bundle.engines.manifest.flags.get("machine")
+    if target.board is not None and built_for not in (None, _BOARDS):
+        raise UsageError(
+            f"the engines '{model}' were built on {built_for}, and boards have {_BOARDS}. Build them on the board, "
+            "or give the bundle."
         )
     enforced = bundle.engines.manifest.enforced_limits
     both = {"prompt_tokens", "new_tokens"} <= set(enforced)

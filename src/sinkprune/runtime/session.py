@@ -18,7 +18,7 @@ from sinkprune.runtime.stream import Stream
 
 MAX_BYTES = 256 << 20
 """The default size of a session's memory."""
-_BYTES = WholeNumber("max bytes", 0, 1 << 50)
+_BYTES = WholeNumber("max_bytes", 0, 1 << 50)
 
 
 class Session(Answering):

@@ -60,6 +60,10 @@ class Stream(Generator[str, None, Answer]):
             if end.value is not None:
                 self._answer = end.value
             raise
+        except ValueError as error:
+            if "already executing" in str(error):
+                raise RuntimeError("another thread reads this stream. Read it in one thread at a time.") from error
+            raise
 
     def throw(
         self, kind: Any, value: BaseException | object = None, traceback: TracebackType | None = None, /

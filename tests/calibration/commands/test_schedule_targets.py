@@ -208,3 +208,14 @@ def test_a_target_missed_on_a_busy_machine_advises_fewer_threads(
     assert_refused(schedule(own, "--target-ms", 1, "--threads", 2), "Other programs took", "compare --threads 1")
     alone = schedule(own, "--target-ms", 1, "--threads", 1)
     assert "Other programs took" in alone.stderr and "--threads" not in alone.stderr
+
+
+def test_no_budget_is_added_where_the_unpruned_model_meets_the_target_after_all(
+    own: Path, simulated: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulated(1.0)
+    # While the costs were measured, the machine was four times as slow.
+    monkeypatch.setattr(RequestTimes, "measure", slower_machine(0.25, 0.0))
+    outcome = schedule(own, "--target-ms", 250)
+    assert_refused(outcome, "no budget was added, because no pruning is needed")
+    assert "in-250ms" not in read_bundle(own).manifest.budgets

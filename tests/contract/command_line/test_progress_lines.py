@@ -156,3 +156,10 @@ def test_commands_have_lines(
     outcome = run(*command.split(), bundle("gqa-112"), *given)
     assert outcome.code == 0, outcome.stderr
     assert re.search(f"^{said}", outcome.stderr, re.MULTILINE), outcome.stderr
+
+
+def test_no_line_comes_after_the_end_of_lines() -> None:
+    with redirect_stderr(io.StringIO()) as stderr, ProgressLines("answering", seconds=0.05) as lines:
+        lines.end()
+        time.sleep(0.2)
+    assert stderr.getvalue() == ""

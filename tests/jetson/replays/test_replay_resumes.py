@@ -79,9 +79,16 @@ def test_a_replay_that_is_interrupted_says_what_to_do(
         patch.setattr(Journal, "add", add_and_interrupt)
         outcome = run(*words)
     assert outcome.code == 130 and len(outcome.stdout.splitlines()) in (2, 3)
+    shown = [line.split(":")[0] for line in outcome.stdout.splitlines()]
     place = tmp_path / ".out.mcap.replaying"
     assert outcome.stderr.endswith(f"interrupted; 3 frames are in '{place}'; the same command goes on.\n")
-    assert json.loads(run(*words, "--json").stdout)["resumed"] == 3
+    whole = run("sinkprune-replay", model, bag, *QUESTION, "-o", tmp_path / "whole.mcap").stdout.splitlines()
+    resumed = run(*words).stdout.splitlines()
+    # Seconds count from the topic's first frame, also where a replay goes on or starts later.
+    times = [line.split(":")[0] for line in whole[:-1]]
+    assert shown == times[: len(shown)] and [line.split(":")[0] for line in resumed[:-1]] == times[3:]
+    late = run("sinkprune-replay", model, bag, *QUESTION, "-o", tmp_path / "late.mcap", "--start", "0.01")
+    assert late.stdout.splitlines()[0].split(":")[0] == times[1]
 
 
 def test_a_replay_whose_reader_has_seen_enough_writes_its_output(model: Path, bag: Path, tmp_path: Path) -> None:

@@ -308,3 +308,9 @@ def test_the_command_has_the_limits_and_the_check_of_the_engines(
     )
     assert run(*build, *target, "--force").code == 0
     assert_refused(run("sinkprune-run", bundle("gqa-112"), *ask), "another bundle", "--target onnxruntime --force")
+
+
+def test_engines_bring_their_library(small: Bundle, tmp_path: Path) -> None:
+    engines = tmp_path / "engines"
+    assert run("sinkprune-build", small.path, "-o", engines, "--target", "openvino").code == 0
+    assert Pipeline.load(small.path, engines=engines).backend.name == "openvino"

@@ -254,7 +254,7 @@ def test_output_files_are_checked_before_anything_is_loaded(
     assert_refused(run("sinkprune-run", *arguments, *overlay, tmp_path / "x.txt"), ".txt", ".png")
     assert_refused(run("sinkprune-run", *arguments, *overlay, tmp_path / "no" / "x.png"), "there is no folder")
     assert_refused(run("sinkprune-run", *arguments, "--overlay", tmp_path / "x.png"), "--budget")
-    assert_refused(run("sinkprune-run", *arguments, *overlay, photo_file), "itself, which is read")
+    assert_refused(run("sinkprune-run", *arguments, *overlay, photo_file), "would be overwritten, and it is read")
     assert_refused(run("sinkprune-run", *arguments, *overlay, bundle("gqa-112") / "x.png"), "lies in")
     assert_refused(run("sinkprune-profile", *arguments, "--json", tmp_path / "no" / "x.json"), "there is no folder")
     assert_refused(run("sinkprune-profile", *arguments, "--plot", tmp_path / "x.bmp"), ".bmp", ".png")

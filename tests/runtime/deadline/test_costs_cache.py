@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.costs.file import cache_costs, cache_file, cached_costs
+from sinkprune.contract.costs.file import cache_costs, cache_file, cached_costs, read_costs
 from sinkprune.contract.costs.model import Costs, RecentRatios
 from sinkprune.contract.errors import UsageError
 from sinkprune.runtime.deadline import other_load
@@ -193,3 +193,8 @@ def test_a_system_that_does_not_report_its_load(
         (tmp_path / "stat").write_text(content)
     monkeypatch.setattr(other_load, "_STAT", tmp_path / "stat")
     assert OtherLoad().share() is None
+
+
+def test_costs_are_read_for_a_place(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="here is 5, expected a Place"):
+        read_costs(tmp_path / "costs.json", 5)  # type: ignore[arg-type]

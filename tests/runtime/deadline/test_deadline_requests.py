@@ -94,7 +94,7 @@ def test_without_costs_a_deadline_is_refused_before_anything_runs(bundle: Bundle
         return run
 
     pipeline = Pipeline.load(bundle("gqa-112"), wrap=wrap)
-    with pytest.raises(UsageError, match=r"costs .* are not known.*pipeline\.warm_up.*--warm-up.*--costs FILE"):
+    with pytest.raises(UsageError, match=r"costs .* are not known.*--warm-up.*pipeline\.warm_up.*--costs FILE"):
         pipeline.generate(photo, QUESTION, deadline_ms=60_000)
     assert not ran
     assert pipeline.warm_up(photo, QUESTION, seconds=0.0, deadline_ms=60_000) is pipeline.costs

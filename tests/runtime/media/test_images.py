@@ -22,6 +22,12 @@ from sinkprune.runtime.media import images
 from sinkprune.runtime.media.images import MOST_PIXELS, read_image, to_rgb
 
 
+def test_a_picture_without_pixels_is_refused() -> None:
+    for size in ((0, 5), (5, 0), (0, 0)):
+        with pytest.raises(ImageError, match=f"has {size[0]}x{size[1]} pixels, expected at least 1x1"):
+            to_rgb(Image.new("RGB", size))
+
+
 def encoded(image: Image.Image, kind: str) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind)

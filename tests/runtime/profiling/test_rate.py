@@ -218,4 +218,4 @@ def test_frames_that_are_none_are_refused(bundle: Callable[..., Path], frames: P
     (frames / "3.txt").write_text("no picture")
     assert_refused(asked(frames, "--rate", 5), "3.txt", "Give a JPEG, PNG")
     inside.write_text("{}")
-    assert_refused(asked(frames, "--rate", 5, "--json", inside), "rate.json' itself, which is read")
+    assert_refused(asked(frames, "--rate", 5, "--json", inside), "rate.json' would be overwritten, and it is read")

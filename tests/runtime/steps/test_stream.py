@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Generator
 from threading import Thread
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -13,6 +14,7 @@ from PIL import Image
 from sinkprune import BudgetError, Pipeline, PromptError, Stream, UsageError
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.observer import Observer
+from sinkprune.runtime.stream import StreamState
 
 QUESTION = "What is on the table?"
 Pipelines = Callable[..., Pipeline]
@@ -156,3 +158,13 @@ def test_a_stream_that_nobody_holds_is_freed_at_once(pipe: Pipeline, photo: Imag
         assert held() is None
     finally:
         gc.enable()
+
+
+def test_a_stream_is_read_in_one_thread_at_a_time() -> None:
+    def steps() -> Any:
+        with pytest.raises(RuntimeError, match="another thread reads this stream"):
+            next(stream)
+        yield "a"
+
+    stream = Stream(steps(), StreamState())
+    assert next(stream) == "a"

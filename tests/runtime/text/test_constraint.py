@@ -203,6 +203,15 @@ def test_a_form_that_is_too_complex_ends_soon(regex: str) -> None:
 
 
 def test_without_a_form_every_token_is_allowed() -> None:
-    free = GRAMMARS["pocket"].constraint(None, None, 4)
+    free = GRAMMARS["pocket"].constraint(None, None, 0)
     free.accept(3)
     assert type(free) is Unconstrained and free.allowed(10) is None and not free.complete
+
+
+def test_no_stop_token_is_allowed_before_the_minimum() -> None:
+    free = Unconstrained((2, 7, 50), 2)
+    for _ in range(2):
+        mask = free.allowed(10)
+        assert mask is not None and np.flatnonzero(~mask).tolist() == [2, 7]
+        free.accept(3)
+    assert free.allowed(10) is None

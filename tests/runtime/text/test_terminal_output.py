@@ -57,6 +57,7 @@ def test_the_photo_is_not_replaced_by_its_overlay(bundle: Callable[..., Path], t
     photo.write_bytes(b"photo")
     arguments = (bundle("gqa-112"), "--image", photo, "--prompt", "What is this?", "--budget", "retain-64")
     assert_refused(
-        run("sinkprune-run", *arguments, "--overlay", tmp_path / "d" / ".." / "photo.jpg"), "itself, which is read"
+        run("sinkprune-run", *arguments, "--overlay", tmp_path / "d" / ".." / "photo.jpg"),
+        "photo.jpg' would be overwritten, and it is read",
     )
     assert photo.read_bytes() == b"photo"

@@ -180,6 +180,8 @@ def _schedule(arguments: Sequence[str] | None) -> None:
                 "The sha256 is new: replace it where you give --sha256 or sha256=, and build engines of this bundle "
                 "again.\n"
             )
+        elif options.dry_run:
+            sys.stdout.write(f"{escaped(str(options.bundle))}: unchanged, because of --dry-run\n")
     if report.meets(target.ms):
         return
     missed = (

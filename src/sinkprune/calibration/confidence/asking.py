@@ -27,8 +27,8 @@ def with_closed_lists(items: Sequence[Item], choice: Sequence[str]) -> list[Item
         if not question.closed_list:
             if not choice:
                 raise TaskError(
-                    f"question '{question.id}' has no closed list. Give it 'choice' in the data, or --choice twice "
-                    "or more for all such questions."
+                    f"question '{question.id}', about '{item.picture}', has no closed list. Give it 'choice' in the "
+                    "data, or --choice twice or more for all such questions."
                 )
             question = replace(question, choice=tuple(choice))
             try:

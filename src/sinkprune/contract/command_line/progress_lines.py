@@ -47,9 +47,16 @@ class ProgressLines:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Stop the lines. Write a last one if the block succeeded after a long silence."""
+        silent = self._ended.is_set()
         self._ended.set()
+        if silent:
+            return
         if error is None and time.monotonic() - self._written_at >= self._seconds / 2 and not sys.stderr.isatty():
             self._write()
+
+    def end(self) -> None:
+        """Write no further lines: the block's own output shows that it goes on."""
+        self._ended.set()
 
     def update(
         self, what: str | None = None, *, advance: float = 0, done: float | None = None, total: float | None = None

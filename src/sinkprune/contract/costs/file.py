@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from sinkprune.contract.checks.arguments import check_path
+from sinkprune.contract.checks.arguments import check_path, check_type
 from sinkprune.contract.checks.fields import SchemaError, from_json, to_json
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.costs.model import COSTS_VERSION, Costs, Place, RecentRatios
@@ -36,9 +36,10 @@ def read_costs(path: str | os.PathLike[str], here: Place) -> Costs:
         pipeline.costs = read_costs("costs.json", pipeline.place)
 
     Raises `UsageError` for any other file and for costs of another bundle, backend or machine, and `TypeError` if
-    `path` is no path.
+    `path` is no path or `here` no place.
     """
     check_path("path", path)
+    check_type("here", here, (Place,), "a Place, as pipeline.place is")
     try:
         data = read_json(Path(path))
     except UnreadableError as error:

@@ -42,7 +42,7 @@ def check_apart(outputs: Iterable[Path], read: Iterable[Path]) -> None:
     for path in read if existing else ():
         found = _identity(path)
         if found in existing:
-            raise OutputError(f"'{existing[found]}' is '{path}' itself, which is read. Give it another name.")
+            raise OutputError(f"'{existing[found]}' would be overwritten, and it is read. Give another name.")
 
 
 def check_writable(path: Path, suffixes: tuple[str, ...]) -> None:

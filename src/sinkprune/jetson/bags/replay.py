@@ -65,12 +65,15 @@ class TopicReplay:
     def __init__(self, bag: Bag, topic: str, sampling: Sampling) -> None:
         """Check that the topic has pictures; raises `BagError`."""
         self.bag, self.topic, self.sampling = bag, topic, sampling
+        self.began_ns = 0
+        """The time of the topic's first frame, from which `first_frame` and `--start` count."""
         self.type_name = bag.check_pictures(topic)
 
     def first_frame(self) -> Frame:
         """Return the first wanted frame that can be decoded. Raises `BagError` if there is none."""
         chooser, fates, reason = FrameChooser(self.sampling), Counter[Fate](), ""
         for message in self.bag.messages(self.topic):
+            self.began_ns = self.began_ns if fates else message.time_ns
             fate = chooser.fate(message.time_ns)
             fates[fate] += 1
             if fate is Fate.CHOSEN:

@@ -187,17 +187,17 @@ def _answer_all(topic: TopicReplay, journal: Journal, answering: _Answering) -> 
     options, resumed, began = answering.options, journal.count, time.monotonic()
     if resumed:
         sys.stderr.write(f"goes on after {counted(resumed, 'frame')} of an earlier replay\n")
-    counts, first_ns, printing = topic.bag.counts, None, not prints_json(options.json)
+    counts, printing = topic.bag.counts, not prints_json(options.json)
 
     with ProgressLines("replaying", (counts or {}).get(options.topic) or None, "frames") as lines:
 
         def on_frame(result: FrameResult | None) -> None:
-            nonlocal first_ns, printing
+            nonlocal printing
             lines.update(advance=1)
             if printing and result is not None and result.failure is None:
-                first_ns = result.time_ns if first_ns is None else first_ns
+                seconds = (result.time_ns - topic.began_ns) / 1e9
                 try:
-                    write_line(f"{result.number} {(result.time_ns - first_ns) / 1e9:.3f} s: {escaped(result.text)}")
+                    write_line(f"{result.number} {seconds:.3f} s: {escaped(result.text)}")
                 except BrokenPipeError:
                     # Who reads the answers has seen enough; the file is still to be written.
                     printing = False

@@ -178,9 +178,10 @@ def _checked(engines: Engines, bundle: Bundle) -> BuiltEngines:
     return built
 
 
-def usual_backend(bundle: Bundle) -> str:
-    """Return the default backend of `bundle`: that of its engines, or the one that runs anywhere."""
-    return next(iter(KNOWN)) if bundle.engines is None else backend_of(bundle.engines.manifest.target)
+def usual_backend(bundle: Bundle, built: BuiltEngines | None = None) -> str:
+    """Return the default backend of `bundle`: of the engines `built` or its own, or the one that runs anywhere."""
+    engines = built.engines if built is not None else bundle.engines
+    return next(iter(KNOWN)) if engines is None else backend_of(engines.manifest.target)
 
 
 def backend_of(target: Target) -> str:

@@ -150,9 +150,12 @@ def _run(arguments: Sequence[str] | None) -> None:
     if options.overlay and options.budget == UNPRUNED and options.deadline_ms is None:
         raise UsageError("--overlay draws what pruning kept. Give a --budget other than none, or --deadline-ms.")
     if (options.costs or options.warm_up) and options.deadline_ms is None:
-        raise UsageError("--costs and --warm-up are for a deadline, and there is none. Add --deadline-ms.")
+        given = "--costs" if options.costs else "--warm-up"
+        raise UsageError(f"{given} is for a deadline, and there is none. Add --deadline-ms.")
     if options.costs and options.warm_up:
         raise UsageError("--warm-up measures costs, and --costs reads measured ones. Leave out one of the two.")
+    if options.budget == AUTO and options.deadline_ms is not None:
+        raise UsageError(f"--budget {AUTO} takes the time that an unsure answer needs. Leave out --deadline-ms.")
     if options.thresholds and options.budget != AUTO:
         raise UsageError(f"--thresholds is for --budget {AUTO}, and the budget is '{options.budget}'. Give both.")
     form = read_form(options, options.stop)
@@ -180,8 +183,14 @@ def _run(arguments: Sequence[str] | None) -> None:
             pipeline.measure_costs(request)
     if options.deadline_ms is not None:
         pipeline.load_plans(options.method)
-    on_text = None if prints_json(options.json) else _write_piece
-    with ProgressLines("answering"):
+    with ProgressLines("answering") as lines:
+
+        def on_text(piece: str) -> None:
+            if not prints_json(options.json):
+                # Lines of progress would stand within the answer, where both go to one file.
+                lines.end()
+                _write_piece(piece)
+
         answer = pipeline.answer(request).rest(on_text)
     if not prints_json(options.json):
         write_line("\n" + _timings(answer))

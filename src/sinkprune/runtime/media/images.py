@@ -88,8 +88,9 @@ def to_rgb(image: Image.Image | Array) -> Image.Image:
     if isinstance(image, np.ndarray):
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
             raise ImageError(
-                f"found an array {image.dtype}{list(image.shape)}, expected uint8 [height,width,3]. Give a grey "
-                "or RGBA one as a Pillow image, with Image.fromarray(array)."
+                f"found an array {image.dtype}{list(image.shape)}, expected uint8 [height,width,3]. Transpose one "
+                "of [3,height,width], scale floats to 0 to 255, and give grey or RGBA as a Pillow image, with "
+                "Image.fromarray(array)."
             )
         _check_size(image.shape[1], image.shape[0])
         return Image.fromarray(image)
@@ -127,6 +128,8 @@ def _decoded(file: BinaryIO) -> Image.Image:
 
 
 def _check_size(width: int, height: int, most: int = MOST_PIXELS) -> None:
+    if width * height == 0:
+        raise ImageError(f"the image has {width}x{height} pixels, expected at least 1x1. Give a complete image.")
     if width * height > most:
         raise ImageError(
             f"the image is too large: it has {width}x{height} pixels, expected at most {most} in all. "

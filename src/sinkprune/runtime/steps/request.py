@@ -52,8 +52,8 @@ class Request:
     max_new_tokens: int = DEFAULT_NEW_TOKENS
     """The largest number of tokens of the answer."""
     min_new_tokens: int = 0
-    """Stop tokens and stop strings are ignored before so many tokens. With `schema` or `regex`, the answer ends
-    earlier where nothing can follow."""
+    """No stop token is chosen, and stop strings are ignored, before so many tokens. With `schema` or `regex`, the
+    answer ends earlier where nothing can follow."""
     stop: Sequence[str] = field(default=(), kw_only=True)
     """Strings that end the answer, as in ("\\n", "Question:"); the text ends before them. A single str is one string.
     `Answer.token_ids` has all tokens, also those of the string."""
@@ -237,7 +237,7 @@ def _pair(given: object) -> tuple[Turn, object]:
 
 def _check_text(name: str, text: object) -> None:
     if not isinstance(text, str):
-        raise PromptError(f"the {name} is {type_name(text)}, expected a str. Ask something about the image.")
+        raise PromptError(f"the {name} is {type_name(text)}, expected a str, as in 'What is this?'.")
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise PromptError(f"the {name} is not valid UTF-8. Check the terminal's encoding.")
 

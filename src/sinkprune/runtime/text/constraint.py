@@ -24,12 +24,21 @@ class Unconstrained:
     complete = False
     """Whether the answer is complete, so that no token may follow."""
 
+    def __init__(self, stop: Sequence[int] = (), min_tokens: int = 0) -> None:
+        """Allow the `stop` tokens only after `min_tokens`, as transformers does."""
+        self._stop, self._min_tokens, self._tokens = np.array([*stop], np.int64), min_tokens, 0
+
     def allowed(self, vocabulary: int) -> Array | None:
         """Return whether each of so many tokens may come next, as booleans; None where all may."""
-        return None
+        if self._tokens >= self._min_tokens:
+            return None
+        mask = np.ones(vocabulary, np.bool_)
+        mask[self._stop[self._stop < vocabulary]] = False
+        return mask
 
     def accept(self, token: int) -> None:
         """Add `token` to the answer."""
+        self._tokens += 1
 
 
 class Constraint(Unconstrained):
@@ -41,8 +50,8 @@ class Constraint(Unconstrained):
 
     def __init__(self, matcher: Any, stop: Sequence[int], forbidden: Collection[int], min_tokens: int) -> None:
         """Follow llguidance's `matcher`. `forbidden` tokens are special: they write no text."""
-        self._matcher, self._stop, self._forbidden = matcher, np.array([*stop]), np.array([*forbidden, *stop])
-        self._min_tokens, self._tokens = min_tokens, 0
+        super().__init__(stop, min_tokens)
+        self._matcher, self._forbidden = matcher, np.array([*forbidden, *stop])
 
     def allowed(self, vocabulary: int) -> Array:
         """Return whether each of `vocabulary` tokens may come next, as booleans; at least one may.
@@ -69,7 +78,7 @@ class Constraint(Unconstrained):
 
     def accept(self, token: int) -> None:
         """Add `token` to the answer; raises `UsageError` where the grammar takes too long."""
-        self._tokens += 1
+        super().accept(token)
         if token not in self._stop:
             self._matcher.consume_token(token)
             self._check()
@@ -100,7 +109,7 @@ class Grammars:
         Raises `UsageError` for a form that is too complex, and where llguidance cannot use the tokenizer.
         """
         if schema is None and regex is None and tools is None:
-            return Unconstrained()
+            return Unconstrained(self._stop, min_tokens)
         library, tokenizer = load_llguidance(), self._tokenizer()
         # What the decoder takes from the start of an answer is no part of its text.
         lead = " " if tokenizer.decode_bytes(self._prompts.answer_ids("a")).startswith(b" ") else ""

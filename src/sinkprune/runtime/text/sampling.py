@@ -32,10 +32,7 @@ class Sampler:
         Only tokens where the booleans `allowed` [vocab] are true are sampled; at least one must be. None allows all.
         """
         check_finite(logits)
-        if allowed is None:
-            return self._sampled(logits)
-        tokens = np.flatnonzero(allowed)
-        return int(tokens[self._sampled(logits[tokens])])
+        return self._sampled(logits if allowed is None else np.where(allowed, logits, -np.inf))
 
     def _sampled(self, logits: Array) -> int:
         if self._temperature == 0.0:
