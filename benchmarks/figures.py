@@ -213,7 +213,10 @@ def methods_full(figures: Figures) -> str:
     """Return the accuracy of every method at every budget, with half its 95 % interval and the share kept."""
     report = figures["report"]
     budgets = list(report["methods"]["sinkpruner"])
-    rows = [
+    tokens = [report["methods"]["sinkpruner"][name]["mean_visual_tokens"] for name in budgets]
+    unpruned = report["none"]["mean_visual_tokens"]
+    rows = [[f"mean visual tokens a layer, of {unpruned:.0f}", *(f"{each:.0f}" for each in tokens)]]
+    rows += [
         [f"`{method}`", *(_accuracy(found[name]) if name in found else "-" for name in budgets)]
         for method, found in report["methods"].items()
     ]

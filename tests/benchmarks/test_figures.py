@@ -70,11 +70,21 @@ def test_accuracy() -> None:
         "machine": "Some Processor",
         "threads": 2,
         "versions": {"onnxruntime": "1.31.0"},
-        "none": {"accuracy": 0.9866},
+        "none": {"accuracy": 0.9866, "mean_visual_tokens": 256.0},
         "methods": {
             "sinkpruner": {
-                "retain-64": {"accuracy": 0.959, "relative": 0.9715, "ci95": [0.944, 0.972]},
-                "retain-32": {"accuracy": 0.886, "relative": 0.8978, "ci95": [0.861, 0.907]},
+                "retain-64": {
+                    "accuracy": 0.959,
+                    "relative": 0.9715,
+                    "ci95": [0.944, 0.972],
+                    "mean_visual_tokens": 35.0,
+                },
+                "retain-32": {
+                    "accuracy": 0.886,
+                    "relative": 0.8978,
+                    "ci95": [0.861, 0.907],
+                    "mean_visual_tokens": 17.6,
+                },
             },
             "fastv": {"retain-64": {"accuracy": 0.813, "relative": 0.824, "ci95": [0.784, 0.84]}},
         },
@@ -83,7 +93,8 @@ def test_accuracy() -> None:
         "The pocket model keeps 97 % of its accuracy at `retain-64`, 90 % at `retain-32` "
         "(748 questions, 98.7 % right unpruned)."
     )
-    assert figures.methods_full(MEASURED | {"report": report}).splitlines()[-2:] == [
+    assert figures.methods_full(MEASURED | {"report": report}).splitlines()[-3:] == [
+        "| mean visual tokens a layer, of 256 | 35 | 18 |",
         "| `sinkpruner` | 95.9 ±1.4 (97) | 88.6 ±2.3 (90) |",
         "| `fastv` | 81.3 ±2.8 (82) | - |",
     ]
