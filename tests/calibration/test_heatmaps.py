@@ -130,5 +130,5 @@ def test_what_cannot_be_drawn_is_refused_before_the_run(bundle: Bundles, photos:
     (tmp_path / "cup").mkdir()
     copy = tmp_path / "cup" / "001-cup.png"
     copy.write_bytes((photos / "one" / "cup.png").read_bytes())
-    refused("--images", photos / "one", copy, "--heatmaps", copy.parent, said="which is read")
+    refused("--images", photos / "one", copy, "--heatmaps", copy.parent, said="and it is read")
     assert not (bundle("gqa-112") / "maps").exists()

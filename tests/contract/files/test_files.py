@@ -36,11 +36,11 @@ def test_an_output_is_none_of_the_files_that_are_read_whatever_its_name(
     (folder / "hard.jpg").hardlink_to(photo)
     monkeypatch.chdir(folder)
     for name in ("photo.jpg", "d/../photo.jpg", "d/../d/../photo.jpg", "same/photo.jpg", "hard.jpg"):
-        assert "itself, which is read" in refusal(Path(name), read=(photo,))
-        assert "itself, which is read" in refusal(photo, read=(Path(name),))
-        with pytest.raises(OutputError, match="itself, which is read"):
+        assert "would be overwritten, and it is read" in refusal(Path(name), read=(photo,))
+        assert "would be overwritten, and it is read" in refusal(photo, read=(Path(name),))
+        with pytest.raises(OutputError, match="would be overwritten, and it is read"):
             check_apart([Path(name)], [photo])
-    assert "itself, which is read" in refusal(photo, read=(Path("linked.jpg"),))
+    assert "would be overwritten, and it is read" in refusal(photo, read=(Path("linked.jpg"),))
     check_outputs([(folder / "kept.jpg", PICTURES)], [photo, folder / "missing.jpg"], [folder / "d"])
     check_apart([folder / "kept.jpg"], [photo])
 

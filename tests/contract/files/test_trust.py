@@ -162,7 +162,7 @@ def test_the_key_is_no_place_to_write_to(signed: Path, keys: Path, photo_file: P
     key = tmp_path / "key.png"
     shutil.copy(keys / "ours.pub", key)
     command = ("sinkprune-run", signed, "--signed-by", key, "--image", photo_file, *ASK, "--budget", "retain-64")
-    assert_refused(run(*command, "--overlay", key), "itself, which is read")
+    assert_refused(run(*command, "--overlay", key), "would be overwritten, and it is read")
     assert key.read_bytes() == (keys / "ours.pub").read_bytes()
 
 
