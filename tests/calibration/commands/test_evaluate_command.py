@@ -143,9 +143,15 @@ def test_outputs_are_checked_before_anything_runs(bundle: Bundles, task: Path, t
     assert_refused(run("sinkprune-evaluate", *arguments, "--plot", tmp_path / "x.bmp"), ".bmp", ".png")
     assert_refused(run("sinkprune-evaluate", *arguments, "--answers", tmp_path / "x.json"), ".json", ".jsonl")
     around = task.parent / ".." / task.parent.name
-    assert_refused(run("sinkprune-evaluate", *arguments, "--answers", around / task.name), "would be overwritten, and it is read")
-    assert_refused(run("sinkprune-evaluate", *arguments, "--plot", around / "coffee.png"), "would be overwritten, and it is read")
-    assert_refused(run("sinkprune-calibrate", *arguments, "--plot", around / "coffee.png"), "would be overwritten, and it is read")
+    assert_refused(
+        run("sinkprune-evaluate", *arguments, "--answers", around / task.name), "overwritten, and it is read"
+    )
+    assert_refused(
+        run("sinkprune-evaluate", *arguments, "--plot", around / "coffee.png"), "overwritten, and it is read"
+    )
+    assert_refused(
+        run("sinkprune-calibrate", *arguments, "--plot", around / "coffee.png"), "overwritten, and it is read"
+    )
     assert_refused(run("sinkprune-calibrate", *arguments, "--json", tmp_path / "no" / "x.json"), "there is no folder")
     assert_refused(run("sinkprune-evaluate", *arguments, "--json", bundle("gqa-112") / "x.json"), "lies in")
     assert list(tmp_path.iterdir()) == []
