@@ -95,3 +95,12 @@ def test_the_tokens_that_are_like_the_question_are_kept() -> None:
 def test_without_a_sanitizer_it_is_sinkpruner() -> None:
     plan = graphs.method_plan("sinkpruner-text", 576, 48, parse_budget("llava", "retain-64+no-sanitizer"))
     assert plan.sanitizer is None and len(plan.select_after) == 3
+
+
+def test_scores_of_outliers_change_nothing() -> None:
+    inputs = token_features("outliers", 1) | words(1, 576)
+    extreme = {name: array.copy() for name, array in inputs.items()}
+    outliers = largest(inputs["norms"][0], RETAIN_64.resolve(576).outliers)
+    extreme["salience"][0, outliers] = [1e6, -1e6] * (len(outliers) // 2)
+    extreme["embeddings"][0, outliers] = extreme["question"].sum(axis=0)
+    assert assert_equals_reference(RETAIN_64, extreme) == assert_equals_reference(RETAIN_64, inputs)

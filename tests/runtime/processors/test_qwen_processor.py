@@ -15,7 +15,8 @@ from transformers import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from sinkprune import Pipeline
-from sinkprune.contract.errors import ImageError
+from sinkprune.contract.budgets import Share
+from sinkprune.contract.errors import ImageError, PruningError
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
 from sinkprune.runtime.processors.qwen import QwenProcessor
@@ -116,3 +117,26 @@ def test_positions_equal_transformers_and_dropped_tokens_leave_gaps(
     rows = [*range(before), *(before + kept).tolist(), *range(before + n, before + n + after)]
     assert pruned.rows.tolist() == expected[:, 0, rows].tolist()
     assert pruned.next == found.next
+
+
+@given(rows=st.integers(1, 40), columns=st.integers(1, 40), share=st.builds(Share, st.integers(1, 99), st.just(100)))
+def test_a_smaller_picture_keeps_its_shape(rows: int, columns: int, share: Share) -> None:
+    processor = QwenProcessor(settings(most=28**2 * 40**2 * 2, least=28**2)).smaller(share)
+    tokens = share.of(rows * columns)
+    if tokens == rows * columns:
+        with pytest.raises(PruningError, match="cannot be made smaller"):
+            processor.grid((28 * columns, 28 * rows))
+        return
+    grid = processor.grid((28 * columns, 28 * rows))
+    found = (grid.h // 2, grid.w // 2)
+    assert found[0] * found[1] <= tokens and found[0] <= rows and found[1] <= columns
+    # The height is one of the two next to the one that keeps the shape exactly.
+    assert abs(found[0] - (tokens * rows / columns) ** 0.5) < 1 or found[0] in (1, tokens)
+    # A row or a column more would be too many, or would change the shape.
+    assert found[1] == columns or (found[1] + 1) * found[0] > tokens
+
+
+def test_of_equal_numbers_of_tokens_the_taller_grid_is_no_longer_than_the_picture() -> None:
+    # 2x50 tokens, 66 of them: 2x33 and not 1x66.
+    grid = QwenProcessor(settings(most=28**2 * 200, least=28**2)).smaller(Share(66, 100)).grid((28 * 50, 28 * 2))
+    assert (grid.h // 2, grid.w // 2) == (2, 33)

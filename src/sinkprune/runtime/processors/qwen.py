@@ -100,7 +100,7 @@ class QwenProcessor:
                 f"made smaller. Use budget '{UNPRUNED}'."
             )
         exact = math.sqrt(tokens * rows / columns)
-        heights = [height for height in (math.floor(exact), math.ceil(exact)) if 0 < height <= tokens]
+        heights = (min(tokens, max(1, rounded)) for rounded in (math.floor(exact), math.ceil(exact)))
         shapes = [(height, min(tokens // height, columns)) for height in heights]
         rows, columns = max(shapes, key=math.prod)
         return Grid(grid.t, rows * merge, columns * merge)
