@@ -237,6 +237,8 @@ def test_models_health_and_metrics(address: str, client: openai.OpenAI) -> None:
     assert metric("sinkprune_ttft_seconds_count") == before[1] + 1
     assert (metric("sinkprune_waiting"), metric("sinkprune_active")) == (0, 0)
     assert metric("sinkprune_session_bytes") > 0
+    helps = re.findall(r"^# HELP sinkprune_\S+ (.*)", httpx.get(f"{address}/metrics").text, re.M)
+    assert len(helps) > 12 and all(re.fullmatch(r"(Counts|Measures) .*\.", text) for text in helps), helps
 
 
 @pytest.mark.filterwarnings("ignore::sinkprune.contract.errors.PictureWarning")
