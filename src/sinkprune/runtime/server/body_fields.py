@@ -65,7 +65,7 @@ def read_guided_json(given: Mapping[str, Any]) -> Any:
     value = given.get("guided_json")
     try:
         return parsed_json(value.encode()) if isinstance(value, str) else value
-    except (UnreadableError, UnicodeEncodeError):
+    except UnreadableError:
         # Its check reports it.
         return value
 

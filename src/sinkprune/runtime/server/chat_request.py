@@ -12,6 +12,7 @@ from typing import Any
 
 from sinkprune.contract.budgets import AUTO, UNPRUNED
 from sinkprune.contract.errors import SinkpruneError
+from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
 from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.answering import Answering
 from sinkprune.runtime.media.clip import Picture
@@ -107,9 +108,9 @@ class ChatReader:
     def read(self, body: bytes) -> ChatRequest:
         """Return the request in a body; raises `ApiError` with status 400, or 404 for an unknown model."""
         try:
-            fields = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the body is no JSON ({error}). Send an object with model and messages.") from error
+            fields = parsed_json(body)
+        except UnreadableError as error:
+            raise ApiError(400, f"the body {error}. Send JSON: an object with model and messages.") from error
         if not isinstance(fields, dict):
             raise ApiError(400, f"the body is {json_kind(fields)}, expected an object with model and messages.")
         given = _given(fields)

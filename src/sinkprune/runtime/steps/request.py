@@ -239,7 +239,7 @@ def _check_text(name: str, text: object) -> None:
     if not isinstance(text, str):
         raise PromptError(f"the {name} is {type_name(text)}, expected a str. Ask something about the image.")
     if any("\ud800" <= character <= "\udfff" for character in text):
-        raise PromptError(f"the {name} is not valid UTF-8. Check the encoding of the terminal or program.")
+        raise PromptError(f"the {name} is not valid UTF-8. Check the terminal's encoding.")
 
 
 def check_texts(texts: Sequence[object], pictures: int, *, may_be_empty: bool = False) -> None:
