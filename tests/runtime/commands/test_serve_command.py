@@ -84,10 +84,23 @@ def test_wrong_options_are_refused(bundle: Callable[..., Path]) -> None:
     assert_refused(run("sinkprune-serve", path, "--budget", "retain-63"), "retain-63")
     assert_refused(run("sinkprune-serve", path, "--name", "a:b"), "without ':'")
     assert_refused(run("sinkprune-serve", path / "none"), "no folder")
+    for option, value in (("--max-queue", 0), ("--max-active", 0), ("--max-body-mb", 0), ("--session-mb", -1)):
+        assert_refused(run("sinkprune-serve", path, option, value), f"{option} is {value}, expected")
+    assert_refused(run("sinkprune-serve", path, "--drain-s", -1), "--drain-s is -1, expected")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert_refused(run("sinkprune-serve", path, "--port", port), f"cannot listen at 127.0.0.1, port {port}")
     assert_refused(run("sinkprune-serve", path, "--host", "no.such.host.invalid"), "cannot listen at no.such.host")
+
+
+@pytest.mark.parametrize(("key", "said"), [("", "is empty"), ("schlüssel", "printable ASCII"), ("a\n", "printable")])
+def test_a_wrong_key_starts_no_open_server(
+    key: str, said: str, bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = bundle("gqa-112", "fp32", ("retain-64",))
+    assert_refused(run("sinkprune-serve", path, "--api-key", key), f"--api-key {'is' if not key else 'has'}", said)
+    monkeypatch.setenv("SINKPRUNE_API_KEY", key)
+    assert_refused(run("sinkprune-serve", path), "the environment variable SINKPRUNE_API_KEY", said)
 
 
 def test_without_the_extra_it_names_it(bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tests.runtime.server.test_chat_request import TEXT, URI, data_uri
+from tests.runtime.server.test_chat_request import TEXT, URI, as_uri, png
 from tests.runtime.server.test_server import served
 from tests.runtime.server.test_server_tools import JSON, NO_LIST, NO_OBJECT, NO_TEXT
 
@@ -24,11 +23,7 @@ BODY: dict[str, Any] = {
     "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": URI}}, TEXT]}],
     "max_tokens": 2,
 }
-PICTURE = base64.b64decode(data_uri(Image.effect_noise((40, 30), 90).convert("RGB")).partition(",")[2])
-
-
-def as_uri(data: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(data).decode()
+PICTURE = png(Image.effect_noise((40, 30), 90).convert("RGB"))
 
 
 def outside(low: float | None, high: float | None) -> st.SearchStrategy[Any]:

@@ -107,7 +107,7 @@ def test_a_request_without_the_session_takes_and_leaves_nothing(pipe: Pipeline, 
     assert [(each["reused_towers"], each["reused_rows"]) for each in (*alone, first)] == [(0, 0)] * 4
     assert second["reused_towers"] == 1 and second["reused_rows"] > 0
     with served(pipe) as address:
-        assert post(address, session="no").json()["error"]["message"] == "session is 'no', expected true or false."
+        assert post(address, session="no").json()["error"]["message"] == 'session is "no", expected true or false.'
 
 
 def test_a_stream_has_the_same_text_in_pieces(client: openai.OpenAI, pipe: Pipeline, photo: Image.Image) -> None:
@@ -222,6 +222,9 @@ def test_a_client_that_goes_away_frees_its_place(pipe: Pipeline, photo: Image.Im
 
 def test_models_health_and_metrics(address: str, client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["m", "m:none", "m:retain-64", "m:retain-192"]
+    assert client.models.retrieve("m:none").id == "m:none"
+    with pytest.raises(openai.NotFoundError, match="the server has m, m:none"):
+        client.models.retrieve("other/model")
     assert httpx.get(f"{address}/health").json() == {"status": "ok", "model": "m", "backend": "ort-cpu"}
 
     def metric(name: str) -> float:
@@ -234,6 +237,8 @@ def test_models_health_and_metrics(address: str, client: openai.OpenAI) -> None:
     assert metric("sinkprune_ttft_seconds_count") == before[1] + 1
     assert (metric("sinkprune_waiting"), metric("sinkprune_active")) == (0, 0)
     assert metric("sinkprune_session_bytes") > 0
+    helps = re.findall(r"^# HELP sinkprune_\S+ (.*)", httpx.get(f"{address}/metrics").text, re.M)
+    assert len(helps) > 12 and all(re.fullmatch(r"(Counts|Measures) .*\.", text) for text in helps), helps
 
 
 @pytest.mark.filterwarnings("ignore::sinkprune.contract.errors.PictureWarning")
@@ -251,10 +256,12 @@ def test_errors_are_openais(address: str, client: openai.OpenAI, photo: Image.Im
     with pytest.raises(openai.NotFoundError, match="the server has m, m:none"):
         client.chat.completions.create(model="gpt", messages=asked(photo))
     # What is found only while the request runs.
-    long = asked(photo, "very " * 3000 + "long?")
+    long, many = asked(photo, "very " * 3000 + "long?"), asked(photo) * 4
     for stream in (False, True):
-        with pytest.raises(openai.BadRequestError, match="the prompt is too long"):
-            client.chat.completions.create(model="m", messages=long, stream=stream)
+        for messages, said in ((long, "the prompt is too long"), (many, "the prompt has 4 images")):
+            with pytest.raises(openai.BadRequestError, match=said) as refused:
+                client.chat.completions.create(model="m", messages=messages, stream=stream)
+            assert refused.value.param == "messages"
     for method, path, status in (("GET", "/nothing", 404), ("GET", "/v1/chat/completions", 405)):
         found = httpx.request(method, address + path)
         assert found.status_code == status and path in found.json()["error"]["message"]
@@ -266,7 +273,9 @@ def test_a_key_and_a_limit_on_bodies(pipe: Pipeline) -> None:
             assert post(address, headers).status_code == 401
             assert httpx.get(f"{address}/v1/models", headers=headers).status_code == 401
         right = {"Authorization": "Bearer secret"}
-        assert post(address, right).status_code == 200
+        for scheme in ("Bearer", "bearer", "BEARER "):
+            assert post(address, {"Authorization": f"{scheme} secret"}).status_code == 200
+        assert post(address, {"Authorization": "Basic secret"}).status_code == 401
         large = post(address, right, user="x" * 3000)
         assert large.status_code == 413 and "2000 bytes" in large.json()["error"]["message"]
         assert httpx.get(f"{address}/health").status_code == 200

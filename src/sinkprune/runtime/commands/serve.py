@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
 _PORT = WholeNumber("port", 0, 65535)
-_SECONDS = WholeNumber("seconds", 0, 86_400)
-_DRAIN_S = 5
+_DRAIN_S = WholeNumber("drain_s", 0, 86_400)
+_USUAL_DRAIN_S = 5
 _GRACE_S = 5
 _EXAMPLES = f"""\
 examples:
@@ -60,10 +60,10 @@ def _run(arguments: Sequence[str] | None) -> None:
     add_app_options(parser)
     add(
         "--drain-s",
-        type=_SECONDS,
-        default=_DRAIN_S,
+        type=_DRAIN_S,
+        default=_USUAL_DRAIN_S,
         metavar="SECONDS",
-        help=f"time that requests have to end after SIGTERM or Ctrl-C (default: {_DRAIN_S})",
+        help=f"time that requests have to end after SIGTERM or Ctrl-C (default: {_USUAL_DRAIN_S})",
     )
     parser.add_json("the server's address and models, as soon as it listens,")
     options = parser.parse(arguments, _Options)

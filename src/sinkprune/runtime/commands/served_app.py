@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 API_KEY = "SINKPRUNE_API_KEY"
 """The environment variable with the API key."""
 _MIB = 1 << 20
-_COUNT = WholeNumber("requests", 1, 10_000)
-_MEGABYTES = WholeNumber("megabytes", 0, 1 << 20)
+_MAX_QUEUE = WholeNumber("max_queue", 1, 10_000)
+_MAX_ACTIVE = _MAX_QUEUE.named("max_active")
+_MAX_BODY_MB = WholeNumber("max_body_mb", 1, 1 << 20)
+_SESSION_MB = WholeNumber("session_mb", 0, 1 << 20)
 _USUAL_PICTURE = Image.new("RGB", (640, 480))
 
 
@@ -59,6 +61,8 @@ class AppBundle(NamedTuple):
     thresholds: Thresholds | None
     models: tuple[str, ...]
     """The names that requests may have in `model`."""
+    api_key: str | None
+    """The key that requests must have; None for none."""
 
 
 def add_app_options(parser: CommandParser) -> None:
@@ -76,12 +80,17 @@ def add_app_options(parser: CommandParser) -> None:
     )
     add("--api-key", metavar="KEY", help="the key that every request must have")
     add("--allow-remote-images", action="store_true", help="fetch pictures from https addresses of public hosts")
-    add("--max-queue", type=_COUNT, default=64, help="requests that wait or run before 429 (default: 64)")
-    add("--max-active", type=_COUNT, default=8, help="requests that run at once, each with KV caches (default: 8)")
-    add("--max-body-mb", type=_MEGABYTES, default=64, help="the largest request, in MiB (default: 64)")
+    add("--max-queue", type=_MAX_QUEUE, default=64, help="requests that wait or run before 429 (default: 64)")
+    add(
+        "--max-active",
+        type=_MAX_ACTIVE,
+        default=8,
+        help="requests that run at once, with KV caches (default: 8)",
+    )
+    add("--max-body-mb", type=_MAX_BODY_MB, default=64, help="the largest request, in MiB (default: 64)")
     add(
         "--session-mb",
-        type=_MEGABYTES,
+        type=_SESSION_MB,
         default=MAX_BYTES // _MIB,
         help=f"memory for what questions about the same pictures share, in MiB (default: {MAX_BYTES // _MIB})",
     )
@@ -90,7 +99,7 @@ def add_app_options(parser: CommandParser) -> None:
 def read_app_bundle(options: AppOptions) -> AppBundle:
     """Read the bundle's manifest, and check that it has what the options name.
 
-    Raises `BundleError`, `BudgetError`, and `UsageError` for a wrong name and without the extra `server`.
+    Raises `BundleError`, `BudgetError`, and `UsageError` for a wrong name or key and without the extra `server`.
     """
     server = import_server()
     bundle = read_runnable(options.bundle, options.trust)
@@ -105,7 +114,7 @@ def read_app_bundle(options: AppOptions) -> AppBundle:
     if not name or ":" in name or not name.isprintable():
         raise UsageError(f"the model's name is '{name}', expected printable characters without ':'. Choose a --name.")
     models = server.model_names(name, bundle.manifest, auto=thresholds is not None)
-    return AppBundle(bundle, name, thresholds, models)
+    return AppBundle(bundle, name, thresholds, models, _api_key(options))
 
 
 def load_app(options: AppOptions, found: AppBundle) -> Starlette:
@@ -126,7 +135,7 @@ def load_app(options: AppOptions, found: AppBundle) -> Starlette:
     settings = server.ServerSettings(
         name=found.name,
         budget=options.budget,
-        api_key=options.api_key or os.environ.get(API_KEY) or None,
+        api_key=found.api_key,
         allow_remote_images=options.allow_remote_images,
         max_body_bytes=options.max_body_mb * _MIB,
         max_queue=options.max_queue,
@@ -140,6 +149,25 @@ def load_app(options: AppOptions, found: AppBundle) -> Starlette:
         )
     app: Starlette = server.new_app(pipeline, settings)
     return app
+
+
+def _api_key(options: AppOptions) -> str | None:
+    """Return the key of the option or of the environment, or None; raises `UsageError` without printing the key."""
+    if options.api_key is not None:
+        where, key = "--api-key", options.api_key
+    elif API_KEY in os.environ:
+        where, key = f"the environment variable {API_KEY}", os.environ[API_KEY]
+    else:
+        return None
+    if not key:
+        raise UsageError(f"{where} is empty, expected a key. Give a key, or leave it out for a server without one.")
+    # Clients send keys in a header, which holds no other characters and loses spaces at its ends.
+    if not key.isascii() or not key.isprintable() or key != key.strip():
+        raise UsageError(
+            f"{where} has characters that a header cannot hold, expected printable ASCII without spaces at its ends. "
+            "Choose another key, as in: openssl rand -hex 32."
+        )
+    return key
 
 
 def import_server() -> Any:

@@ -20,6 +20,7 @@ from starlette.routing import Route
 from sinkprune.contract.errors import SinkpruneError
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.server.api_error import ApiError
+from sinkprune.runtime.server.body_fields import field_of
 from sinkprune.runtime.server.chat_request import ChatReader, ChatRequest, model_names
 from sinkprune.runtime.server.metrics import Metrics
 from sinkprune.runtime.server.page import page_endpoint
@@ -80,6 +81,7 @@ def new_app(pipeline: Pipeline, settings: ServerSettings) -> Starlette:
         Route("/", page_endpoint()),
         Route("/v1/chat/completions", server.guarded(server.complete), methods=["POST"]),
         Route("/v1/models", server.guarded(server.models)),
+        Route("/v1/models/{name:path}", server.guarded(server.one_model)),
         Route("/health", server.health),
         Route("/metrics", server.metrics_page),
     ]
@@ -99,7 +101,9 @@ class _Server:
             settings.budget,
             self._session,
             pipeline.plans,
-            PictureReader(pipeline.family, fetch_https if settings.allow_remote_images else None),
+            PictureReader(
+                pipeline.family, pipeline.bundle.manifest, fetch_https if settings.allow_remote_images else None
+            ),
         )
         self.scheduler = Scheduler(self._session, most_jobs=settings.max_queue, most_active=settings.max_active)
         self._bodies, self._decoding = 0, asyncio.Semaphore(_DECODED_AT_ONCE)
@@ -116,8 +120,7 @@ class _Server:
         async def guarded(http: Request) -> Response:
             try:
                 key = self._settings.api_key
-                given = http.headers.get("authorization", "")
-                if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+                if key is not None and not _has_key(http, key):
                     raise ApiError(401, "the API key is missing or wrong. Send the header Authorization: Bearer KEY.")
                 return await endpoint(http)
             except ApiError as error:
@@ -131,11 +134,15 @@ class _Server:
         return guarded
 
     async def models(self, http: Request) -> Response:
-        models = [
-            {"id": name, "object": "model", "created": self._started, "owned_by": "sinkprune"}
-            for name in self._reader.models
-        ]
-        return JSONResponse({"object": "list", "data": models})
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in self._reader.models]})
+
+    async def one_model(self, http: Request) -> Response:
+        name = http.path_params["name"]
+        self._reader.check_model(name)
+        return JSONResponse(self._model(name))
+
+    def _model(self, name: str) -> dict[str, object]:
+        return {"id": name, "object": "model", "created": self._started, "owned_by": "sinkprune"}
 
     async def health(self, http: Request) -> Response:
         return JSONResponse({"status": "ok", "model": self._settings.name, "backend": self._pipeline.backend.name})
@@ -220,9 +227,10 @@ class _Server:
     async def _next(
         self, http: Request, job: Job, events: asyncio.Queue[_Event]
     ) -> tuple[str, list[dict[str, object]] | None] | Answer:
-        """Return a job's next text, or its answer; cancels it if the client goes away.
+        """Return a job's next text, or its answer, with its deadline counted from the arrival.
 
-        Raises `ApiError` for errors of the request, and other errors as they are.
+        Cancels the job if the client goes away. Raises `ApiError` for errors of the request, and other errors as they
+        are.
         """
         while True:
             try:
@@ -236,10 +244,10 @@ class _Server:
                 self.scheduler.cancel(job)
                 raise
         if isinstance(found, SinkpruneError):
-            raise ApiError(400, str(found)) from found
+            raise ApiError(400, str(found), param=field_of(found)) from found
         if isinstance(found, BaseException):
             raise found
-        return found
+        return job.from_arrival(found) if isinstance(found, Answer) else found
 
     async def _chunks(
         self,
@@ -282,6 +290,12 @@ class _Server:
         """Return the response for a bug of ours."""
         self._metrics.ended(500)
         return _response(_our_fault(error))
+
+
+def _has_key(http: Request, key: str) -> bool:
+    """Return whether a request has the key. The name of the scheme may be in any case (RFC 7235)."""
+    scheme, _, given = http.headers.get("authorization", "").partition(" ")
+    return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), key.encode())
 
 
 def _our_fault(error: BaseException) -> ApiError:

@@ -8,28 +8,36 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from sinkprune.contract.budgets import AUTO, UNPRUNED
-from sinkprune.contract.checks.format_value import format_value, type_name
-from sinkprune.contract.checks.ranges import WholeNumber
-from sinkprune.contract.errors import SinkpruneError, UsageError
+from sinkprune.contract.errors import SinkpruneError
+from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
 from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.answering import Answering
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.server.api_error import ApiError
+from sinkprune.runtime.server.body_fields import (
+    LEAST_TOKENS,
+    MOST_TOKENS,
+    PRIORITY,
+    TOP_LOGPROBS,
+    read_flag,
+    read_guided_json,
+    read_object,
+    read_schema,
+    rejection,
+)
+from sinkprune.runtime.server.json_values import format_field, format_json, json_kind
 from sinkprune.runtime.server.picture_urls import PictureReader
 from sinkprune.runtime.server.tools import TOOL_FIELDS, OpenCalls, read_tools
-from sinkprune.runtime.steps.request import MAX_NEW_TOKENS, MIN_NEW_TOKENS, Request
-from sinkprune.runtime.text.answer_form import check_one_form, checked_choices, checked_regex, checked_schema
+from sinkprune.runtime.steps.request import Request
+from sinkprune.runtime.text.answer_form import check_one_form
 from sinkprune.runtime.text.prompt import Turn
 from sinkprune.runtime.text.sampling import SEED, TOP_P
 
-PRIORITY = WholeNumber("priority", -100, 100)
-_TOP_LOGPROBS = WholeNumber("top_logprobs", 0, 20)
 _MOST_MESSAGES = 256
-_OPTIONS = ("temperature", "top_p", "seed", "deadline_ms", "stop", "min_new_tokens")
+_OPTIONS = ("temperature", "top_p", "seed", "deadline_ms", "stop")
 """Fields that a `Request` has under the same name."""
 # Fields that change nothing at these values. `...` stands for any.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -46,20 +54,9 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _OURS = ("budget", "method", "priority", "kept_tokens", "session")
 _GUIDED = {"guided_json": "schema", "guided_regex": "regex", "guided_choice": "choice"}
 """vLLM's names of the forms of an answer, and ours."""
-_OF_VLLM = {**_GUIDED, "min_tokens": "min_new_tokens"}
-_LENGTHS = ("max_completion_tokens", "max_tokens")
-"""OpenAI's names of `max_new_tokens`."""
-_RENAMED: Mapping[str, Callable[[Any], object]] = {
-    **{name: MAX_NEW_TOKENS.named(name).check for name in _LENGTHS},
-    "min_tokens": MIN_NEW_TOKENS.named("min_tokens").check,
-    "guided_json": checked_schema,
-    "guided_regex": partial(checked_regex, name="guided_regex"),
-    "guided_choice": partial(checked_choices, name="guided_choice"),
-}
-"""Checks of fields whose options have other names, with messages that name the field."""
 _KNOWN = {
-    *("model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "logprobs"),
-    *("top_logprobs", "response_format", *_OPTIONS, *_OURS, *_OF_VLLM, *TOOL_FIELDS, *_NEUTRAL),
+    *("model", "messages", "stream", "stream_options", "logprobs", "top_logprobs", "response_format"),
+    *(*_OPTIONS, *MOST_TOKENS, *LEAST_TOKENS, *_OURS, *_GUIDED, *TOOL_FIELDS, *_NEUTRAL),
 }
 
 
@@ -111,37 +108,40 @@ class ChatReader:
     def read(self, body: bytes) -> ChatRequest:
         """Return the request in a body; raises `ApiError` with status 400, or 404 for an unknown model."""
         try:
-            fields = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the body is no JSON ({error}). Send an object with model and messages.") from error
+            fields = parsed_json(body)
+        except UnreadableError as error:
+            raise ApiError(400, f"the body {error}. Send JSON: an object with model and messages.") from error
         if not isinstance(fields, dict):
-            raise ApiError(400, f"the body is {type_name(fields)}, expected an object with model and messages.")
+            raise ApiError(400, f"the body is {json_kind(fields)}, expected an object with model and messages.")
         given = _given(fields)
         self._check_names(given)
         model, budget = self._model(given)
-        pictures, turns, system = self._messages(given.get("messages"))
+        pictures, turns, system = self._messages(given)
         *history, last = turns
         options = {name: given[name] for name in _OPTIONS if name in given}
-        for name in _LENGTHS:
-            if name in given:
-                options.setdefault("max_new_tokens", given[name])
-        options |= {ours: given[name] for name, ours in _OF_VLLM.items() if name in given}
-        if (schema := _schema(_object(given, "response_format"))) is not None:
+        for option, names in (("max_new_tokens", MOST_TOKENS), ("min_new_tokens", LEAST_TOKENS)):
+            if sent := [given[name] for name in names if name in given]:
+                options[option] = sent[0]
+        if "guided_json" in given:
+            given["guided_json"] = read_guided_json(given)
+        options |= {ours: given[name] for name, ours in _GUIDED.items() if name in given}
+        if (schema := read_schema(given)) is not None:
             options["schema"] = schema
         if given.get("guided_choice") == []:
             # For a pipeline it stands for no list.
             raise ApiError(400, "guided_choice is [], expected 2 texts or more. Leave it out.", param="guided_choice")
-        if isinstance(options.get("stop"), str):
-            options["stop"] = (options["stop"],)
         if not pictures and "budget" not in given:
             # There is nothing to prune.
             budget = UNPRUNED
         method = given.get("method", "sinkpruner")
+        for field, value, planned in (("method", method, UNPRUNED), ("budget", budget, budget)):
+            if not isinstance(value, str):
+                raise ApiError(400, f"{field} is {format_json(value)}, expected a name.", param=field)
+            try:
+                self.plan(method, planned)
+            except SinkpruneError as error:
+                raise ApiError(400, str(error), param=field) from error
         try:
-            for field, value in (("budget", budget), ("method", method)):
-                if not isinstance(value, str):
-                    raise UsageError(f"{field} is {format_value(value)}, expected a name.")
-            self.plan(method, budget)
             forms = {**{name: name in given for name in _GUIDED}, "response_format": schema is not None}
             check_one_form(forms, options.get("stop"))
             if not options.get("temperature"):
@@ -161,81 +161,100 @@ class ChatReader:
                 **options,
             )
             priority = PRIORITY.check(given.get("priority", 0))
-            listed = _TOP_LOGPROBS.check(given.get("top_logprobs", 0)) if _flag(given, "logprobs") else None
+            listed = TOP_LOGPROBS.check(given.get("top_logprobs", 0)) if read_flag(given, "logprobs") else None
         except SinkpruneError as error:
-            _check_renamed(given)
-            raise ApiError(400, str(error)) from error
+            raise rejection(error, given) from error
         if listed is None and "top_logprobs" in given:
             raise ApiError(400, "top_logprobs needs logprobs. Set logprobs to true.", param="top_logprobs")
-        streamed = _object(given, "stream_options")
+        streamed = read_object(given, "stream_options")
         for name, value in streamed.items():
             if name != "include_usage" and value:
-                raise ApiError(400, f"stream_options has {format_value(name)}, which is not supported. Leave it out.")
-        include_usage = _flag(streamed, "include_usage")
+                raise ApiError(
+                    400,
+                    f"stream_options has {format_json(name)}, which is not supported. Leave it out.",
+                    param="stream_options",
+                )
+        include_usage = read_flag(streamed, "include_usage")
         return ChatRequest(
             model=model,
             request=request,
-            stream=_flag(given, "stream"),
+            stream=read_flag(given, "stream"),
             include_usage=include_usage,
             logprobs=listed,
             priority=priority,
-            kept_tokens=_flag(given, "kept_tokens"),
-            session=_flag(given, "session", default=True),
+            kept_tokens=read_flag(given, "kept_tokens"),
+            session=read_flag(given, "session", default=True),
         )
+
+    def check_model(self, name: object) -> None:
+        """Raise `ApiError` with status 404 for a name that is no model's."""
+        if name not in self.models:
+            raise ApiError(
+                404,
+                f"model is {format_json(name)}, the server has {', '.join(self.models)}. Name one.",
+                param="model",
+            )
 
     def _check_names(self, given: Mapping[str, Any]) -> None:
         for name, value in given.items():
             if name not in _KNOWN:
-                raise ApiError(400, f"the field {format_value(name)} is not supported. Leave it out.", param=name)
+                raise ApiError(400, f"the field {format_json(name)} is not supported. Leave it out.", param=name)
             taken = _NEUTRAL.get(name, (...,))
             if ... not in taken and value not in taken:
                 only = " or ".join(json.dumps(one) for one in taken)
-                raise ApiError(
-                    400, f"{name} is {format_value(value)}, supported is {only}. Leave it out.", param=name
-                )
+                raise ApiError(400, f"{name} is {format_json(value)}, supported is {only}. Leave it out.", param=name)
 
     def _model(self, given: Mapping[str, Any]) -> tuple[str, str]:
         """Return the model's name as given, and the budget."""
         model = given.get("model")
-        if model not in self.models:
+        if model is None:
             raise ApiError(
-                404,
-                f"model is {format_value(model)}, the server has {', '.join(self.models)}. Name one.",
-                param="model",
+                400, f"model is missing, the server has {', '.join(self.models)}. Name one.", param="model"
             )
+        self.check_model(model)
         _, colon, named = str(model)[len(self.name) :].partition(":")
         budget = given.get("budget", named if colon else self.budget)
         if colon and budget != named:
-            raise ApiError(400, f"model names the budget {named}, and budget is {format_value(budget)}. Name one.")
+            raise ApiError(
+                400,
+                f"model names the budget {named}, and budget is {format_json(budget)}. Name one.",
+                param="budget",
+            )
         return str(model), budget
 
-    def _messages(self, given: Any) -> tuple[list[Picture], list[Turn], str | None]:
+    def _messages(self, given: Mapping[str, Any]) -> tuple[list[Picture], list[Turn], str | None]:
         """Return the pictures, the turns with the question last, and the system message."""
-        if not isinstance(given, list) or not 0 < len(given) <= _MOST_MESSAGES:
-            raise _wrong(f"messages is {format_value(given)}, expected a list of 1 to {_MOST_MESSAGES} messages.")
+        messages = given.get("messages")
+        if not isinstance(messages, list) or not 0 < len(messages) <= _MOST_MESSAGES:
+            found = format_field(given, "messages")
+            raise _wrong(f"messages is {found}, expected an array of 1 to {_MOST_MESSAGES} messages.")
         pictures: list[Picture] = []
         turns: list[Turn] = []
         system: str | None = None
         calls = OpenCalls()
-        for number, message in enumerate(given):
-            role, where = message.get("role") if isinstance(message, dict) else None, f"messages[{number}]"
+        for number, message in enumerate(messages):
+            where = f"messages[{number}]"
+            if not isinstance(message, dict):
+                raise _wrong(f"{where} is {json_kind(message)}, expected an object with role and content.")
+            role = message.get("role")
             if role == "tool":
-                turns.append(calls.result(message, _text_of(message, number), where))
+                turns.append(calls.result(message, _text_of(message, where), where))
                 continue
             calls.check_none(where)
             if role in ("system", "developer"):
                 if system is not None or turns:
                     raise _wrong("messages has a system message after others. Give one, as the first message.")
-                system = _text_of(message, number)
+                system = _text_of(message, where)
             elif role in ("user", "assistant"):
                 called = calls.read(message, where) if role == "assistant" else ()
                 # Clients leave out the content of calls.
-                texts = self._texts({"content": ""} | _given(message) if called else message, number, pictures)
+                texts = self._texts({"content": ""} | _given(message) if called else message, where, pictures)
                 if role == "assistant" and len(texts) > 1:
                     raise _wrong(f"{where} is the assistant's and has a picture. Pictures are the user's.")
                 turns.append(Turn(role, texts, called))
             else:
-                raise _wrong(f"{where} has the role {format_value(role)}, expected system, user, assistant or tool.")
+                found = format_field(message, "role")
+                raise _wrong(f"{where}.role is {found}, expected system, user, assistant or tool.")
         calls.check_none("the end of messages")
         if not turns or turns[-1].role not in ("user", "tool"):
             raise _wrong(
@@ -243,22 +262,23 @@ class ChatReader:
             )
         return pictures, turns, system
 
-    def _texts(self, message: Mapping[str, Any], number: int, pictures: list[Picture]) -> tuple[str, ...]:
+    def _texts(self, message: Mapping[str, Any], where: str, pictures: list[Picture]) -> tuple[str, ...]:
         """Return the texts around a message's pictures, and add these to `pictures`."""
-        content = message.get("content")
         texts = [""]
-        for part in [{"type": "text", "text": content}] if isinstance(content, str) else _list(content, number):
+        for place, part in _parts(message, where):
             kind = part.get("type") if isinstance(part, dict) else None
             if kind == "text" and isinstance(part.get("text"), str):
                 texts[-1] += part["text"]
             elif kind in ("image_url", "video_url"):
                 url = part.get(kind)
                 read = self.pictures.image if kind == "image_url" else self.pictures.video
-                pictures.append(read(url.get("url") if isinstance(url, dict) else url))
+                try:
+                    pictures.append(read(url.get("url") if isinstance(url, dict) else url))
+                except ApiError as error:
+                    raise _wrong(f"{place}: {error}") from error
                 texts.append("")
             else:
-                found = format_value(part)
-                raise _wrong(f"messages[{number}] has {found}, expected a text, an image_url or a video_url.")
+                raise _wrong(f"{place} is {format_json(part)}, expected a text, an image_url or a video_url.")
         return tuple(texts)
 
 
@@ -267,62 +287,23 @@ def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _text_of(message: Mapping[str, Any], number: int) -> str:
+def _text_of(message: Mapping[str, Any], where: str) -> str:
+    parts = _parts(message, where)
+    for place, part in parts:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise _wrong(f"{place} is {format_json(part)}, expected a text, because the role is {message['role']}.")
+    return "".join(part["text"] for _, part in parts)
+
+
+def _parts(message: Mapping[str, Any], where: str) -> list[tuple[str, Any]]:
+    """Return the parts of a message's content, each with its place; raises `ApiError`."""
     content = message.get("content")
     if isinstance(content, str):
-        return content
-    parts = _list(content, number)
-    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        raise _wrong(f"messages[{number}] is of the role {message['role']} and has more than text.")
-    return "".join(part["text"] for part in parts)
-
-
-def _list(content: Any, number: int) -> list[Any]:
+        return [(where, {"type": "text", "text": content})]
     if not isinstance(content, list):
-        raise _wrong(f"messages[{number}].content is {format_value(content)}, expected a text or a list of parts.")
-    return content
-
-
-def _check_renamed(given: Mapping[str, Any]) -> None:
-    """Raise the `ApiError` that names the field, where the option of a wrong one has another name."""
-    for name in given.keys() & _RENAMED.keys():
-        try:
-            _RENAMED[name](given[name])
-        except SinkpruneError as error:
-            raise ApiError(400, str(error), param=name) from error
-
-
-def _flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
-    value = given.get(name, default)
-    if not isinstance(value, bool):
-        raise ApiError(400, f"{name} is {format_value(value)}, expected true or false.", param=name)
-    return value
-
-
-def _object(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = given.get(name, {})
-    if not isinstance(value, dict):
-        raise ApiError(400, f"{name} is {format_value(value)}, expected an object.", param=name)
-    return value
-
-
-def _schema(response_format: Mapping[str, Any]) -> Any:
-    """Return the JSON schema that a `response_format` asks for, or None for any text; raises `ApiError`."""
-    match response_format:
-        case {} if not response_format:
-            return None
-        case {"type": "text"}:
-            return None
-        case {"type": "json_object"}:
-            return {}
-        case {"type": "json_schema", "json_schema": {"schema": schema}}:
-            return schema
-    raise ApiError(
-        400,
-        f"response_format is {format_value(response_format)}, expected type text, json_object, or json_schema with "
-        "json_schema.schema.",
-        param="response_format",
-    )
+        found = format_field(message, "content")
+        raise _wrong(f"{where}.content is {found}, expected a string or an array of parts.")
+    return [(f"{where}.content[{number}]", part) for number, part in enumerate(content)]
 
 
 def _wrong(message: str) -> ApiError:

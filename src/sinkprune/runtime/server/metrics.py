@@ -10,31 +10,44 @@ from sinkprune.runtime.steps.answer import Answer
 
 _BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0)
 """The upper ends of the histograms' buckets, in seconds."""
+_GAUGES = {
+    "waiting": "Counts requests that have not started.",
+    "active": "Counts requests that have started and not ended.",
+    "session_bytes": "Counts bytes that the session keeps for later requests.",
+}
 
 
 class Metrics:
     """Counts requests and tokens, and times of answers. Any thread may call the methods."""
 
     def __init__(self, **gauges: Callable[[], float]) -> None:
-        """Start at zero. `gauges` return values of the moment, by the metric's name."""
+        """Start at zero. `gauges` return values of the moment, by their names in `_GAUGES`."""
         self._registry = own = CollectorRegistry()
-        self._requests = Counter("sinkprune_requests", "Requests by HTTP status", ["status"], registry=own)
-        self._prompt = Counter("sinkprune_prompt_tokens", "Text and visual tokens the LLM received", registry=own)
-        self._visual = Counter("sinkprune_visual_tokens", "Visual tokens before pruning", registry=own)
-        self._new = Counter("sinkprune_generated_tokens", "Tokens of answers", registry=own)
-        self._reused = Counter("sinkprune_reused_rows", "Prompt rows taken from earlier requests", registry=own)
-        self._missed = Counter("sinkprune_missed_deadlines", "Answers after their deadline", registry=own)
+        self._requests = Counter(
+            "sinkprune_requests", "Counts requests that have ended, by HTTP status.", ["status"], registry=own
+        )
+        self._prompt = Counter(
+            "sinkprune_prompt_tokens", "Counts text and visual tokens that the LLM received.", registry=own
+        )
+        self._visual = Counter("sinkprune_visual_tokens", "Counts visual tokens before pruning.", registry=own)
+        self._new = Counter("sinkprune_generated_tokens", "Counts tokens of answers.", registry=own)
+        self._reused = Counter(
+            "sinkprune_reused_rows", "Counts prompt rows that came from earlier requests.", registry=own
+        )
+        self._missed = Counter(
+            "sinkprune_missed_deadlines", "Counts answers that were complete after their deadline.", registry=own
+        )
         self._times = {
             name: Histogram(f"sinkprune_{name}_seconds", help_text, buckets=_BUCKETS, registry=own)
             for name, help_text in (
-                ("read", "Time until a request has arrived and its pictures are decoded"),
-                ("queued", "Time from then until it starts"),
-                ("ttft", "Time from the start to the first token"),
-                ("latency", "Time of a whole answer, alone"),
+                ("read", "Measures the time until a request has arrived and its pictures are decoded."),
+                ("queued", "Measures the time between reading a request and its start."),
+                ("ttft", "Measures the time from the start of a request to its first token."),
+                ("latency", "Measures the time of a whole answer, without the turns of other requests."),
             )
         }
         for name, value in gauges.items():
-            Gauge(f"sinkprune_{name}", name.replace("_", " "), registry=own).set_function(value)
+            Gauge(f"sinkprune_{name}", _GAUGES[name], registry=own).set_function(value)
 
     def ended(self, status: int) -> None:
         """Count a request that ended with this HTTP status."""

@@ -16,13 +16,15 @@ from urllib.parse import unquote_to_bytes, urlsplit
 
 from PIL import Image
 
-from sinkprune.contract.checks.format_value import type_name
 from sinkprune.contract.errors import ImageError
+from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.clip import SampledFrames
 from sinkprune.runtime.media.images import read_image_bytes
 from sinkprune.runtime.media.video_file import VideoFile
 from sinkprune.runtime.server.api_error import ApiError
+from sinkprune.runtime.server.json_values import format_json
+from sinkprune.runtime.steps.pictures import layout_of
 
 MOST_REMOTE_BYTES = 32 << 20
 """The most bytes of a picture that is fetched."""
@@ -38,14 +40,18 @@ class PictureReader:
     """Reads the pictures and videos of requests for a model of one family."""
 
     family: Family
+    manifest: Manifest
     fetch: Fetch | None
     """Reads https addresses; None where the server fetches nothing."""
 
     def image(self, url: object) -> Image.Image:
-        """Return the RGB image of an `image_url`; raises `ApiError` for bytes that are no image."""
+        """Return the RGB image of an `image_url`; raises `ApiError` for bytes that are no image that fits."""
         data = self._bytes("image_url", url)
         try:
-            return read_image_bytes(data)
+            picture = read_image_bytes(data)
+            # Before the request runs, because the reader of messages names the part.
+            layout_of(picture, picture, self.family, self.manifest)
+            return picture
         except ImageError as error:
             raise _wrong(str(error)) from error
 
@@ -56,7 +62,9 @@ class PictureReader:
             with NamedTemporaryFile(prefix="sinkprune-") as file:
                 file.write(self._bytes("video_url", url))
                 file.flush()
-                return self.family.shown(VideoFile(file.name))
+                frames = self.family.shown(VideoFile(file.name))
+            layout_of(frames, frames, self.family, self.manifest)
+            return frames
         except ImageError as error:
             # The message names the temporary file.
             raise _wrong(re.sub(r"'[^']*/sinkprune-[^']*'", "video_url", str(error))) from error
@@ -64,13 +72,13 @@ class PictureReader:
     def _bytes(self, field: str, url: object) -> bytes:
         """Return the bytes of a data URI, or of an https address; raises `ApiError` for other addresses."""
         if not isinstance(url, str):
-            raise _wrong(f"{field}.url is {type_name(url)}. Give a data URI: data:image/jpeg;base64,...")
+            raise _wrong(f"{field}.url is {format_json(url)}. Give a data URI: data:image/jpeg;base64,...")
         if url[:5].lower() == "data:":
             return data_uri_bytes(url)
         if self.fetch is not None and url[:8].lower() == "https://":
             return self.fetch(url)
         remote = "" if self.fetch else ", or start the server with --allow-remote-images and give an https address"
-        raise _wrong(f"{field}.url is no data URI. Give data:image/jpeg;base64,...{remote}.")
+        raise _wrong(f"{field}.url is {format_json(url)}, no data URI. Give data:image/jpeg;base64,...{remote}.")
 
 
 def data_uri_bytes(uri: str) -> bytes:

@@ -41,6 +41,8 @@ class Job:
     stream: Stream | None = None
     """The answer, once the job has started."""
     last_step: int = 0
+    waited_ms: float = 0.0
+    """The time between the arrival and the start."""
 
     @property
     def due(self) -> float:
@@ -50,9 +52,29 @@ class Job:
 
     def in_time(self) -> Request:
         """Return the request with the time that is left of its deadline, because a pipeline counts from its start."""
+        self.waited_ms = (time.perf_counter() - self.arrived) * 1e3
         if self.request.deadline_ms is None:
             return self.request
-        return replace(self.request, deadline_ms=max(1.0, (self.due - time.perf_counter()) * 1e3))
+        return replace(self.request, deadline_ms=max(1.0, self.request.deadline_ms - self.waited_ms))
+
+    def from_arrival(self, answer: Answer) -> Answer:
+        """Return the answer with the deadline that the client sent, and the deadline's times since the arrival."""
+        found, sent, waited = answer.deadline, self.request.deadline_ms, self.waited_ms
+        if found is None or sent is None:
+            return answer
+        measured = found.measured_ms + waited
+        return replace(
+            answer,
+            deadline=replace(
+                found,
+                deadline_ms=sent,
+                met=measured <= sent,
+                predicted_first_ms=found.predicted_first_ms + waited,
+                first_ms=found.first_ms + waited,
+                predicted_ms=found.predicted_ms + waited,
+                measured_ms=measured,
+            ),
+        )
 
 
 class Scheduler:

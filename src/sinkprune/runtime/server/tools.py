@@ -9,6 +9,7 @@ from typing import Any
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import UsageError
 from sinkprune.runtime.server.api_error import ApiError
+from sinkprune.runtime.server.json_values import format_field, format_json
 from sinkprune.runtime.text.prompt import Turn
 from sinkprune.runtime.text.tool_answer import AnswerPart
 from sinkprune.runtime.text.tools import ToolCall, Tools, read_arguments
@@ -17,11 +18,11 @@ TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 
 
 def read_tools(given: Mapping[str, Any]) -> Tools | None:
-    """Return the tools of a request with the fields `given`, or None; raises `ApiError` and `UsageError`."""
+    """Return the tools of a request with the fields `given`, or None; raises `ApiError`."""
     functions, choice = given.get("tools", []), given.get("tool_choice", "auto")
     parallel = given.get("parallel_tool_calls", True)
     if not isinstance(parallel, bool):
-        raise _wrong("parallel_tool_calls", parallel, "true or false")
+        raise _wrong("parallel_tool_calls", format_json(parallel), "true or false")
     name: str | None = None
     match choice:
         case "auto" | "none" | "required":
@@ -29,12 +30,15 @@ def read_tools(given: Mapping[str, Any]) -> Tools | None:
         case {"type": "function", "function": {"name": str(called)}}:
             choice, name = "required", called
         case _:
-            raise _wrong("tool_choice", choice, "auto, none, required or a function by its name")
+            raise _wrong("tool_choice", format_json(choice), "auto, none, required or a function by its name")
     if functions == []:
         if choice == "required":
             raise ApiError(400, "tool_choice needs a call, and there are no tools. Give tools.", param="tool_choice")
         return None
-    return Tools(functions, choice, name, parallel)
+    try:
+        return Tools(functions, choice, name, parallel)
+    except UsageError as error:
+        raise ApiError(400, str(error), param="tools") from error
 
 
 class OpenCalls:
@@ -47,14 +51,16 @@ class OpenCalls:
         """Return the calls of an assistant's message, which wait for their results from now on."""
         given = message.get("tool_calls") or []
         if not isinstance(given, list):
-            raise _wrong(f"{where}.tool_calls", given, "a list of calls")
+            raise _wrong(f"{where}.tool_calls", format_json(given), "a list of calls")
         calls = []
         for one in given:
             match one:
                 case {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}:
                     call = self._call(id_, name, arguments, where)
                 case _:
-                    raise _wrong(f"{where}.tool_calls", one, "calls with id, type function, and function")
+                    raise _wrong(
+                        f"{where}.tool_calls", format_json(one), "calls with id, type function, and function"
+                    )
             if call.id in self._ids:
                 raise ApiError(400, f"{where} has two tool calls of the same id. Send each once.", param="messages")
             self._ids.add(call.id)
@@ -65,7 +71,8 @@ class OpenCalls:
         """Return the turn of a tool's message with this `text`."""
         given = message.get("tool_call_id")
         if not isinstance(given, str) or given not in self._ids:
-            raise _wrong(f"{where}.tool_call_id", given, "the id of a call of the assistant's message before it")
+            found = format_field(message, "tool_call_id")
+            raise _wrong(f"{where}.tool_call_id", found, "the id of a call of the assistant's message before it")
         self._ids.remove(given)
         return Turn("tool", (text,), tool_call_id=given)
 
@@ -111,5 +118,5 @@ def _call(name: str) -> dict[str, Any]:
     return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": {"name": name, "arguments": ""}}
 
 
-def _wrong(name: str, found: object, expected: str) -> ApiError:
-    return ApiError(400, f"{name} is {format_value(found)}, expected {expected}.", param=name.partition("[")[0])
+def _wrong(name: str, found: str, expected: str) -> ApiError:
+    return ApiError(400, f"{name} is {found}, expected {expected}.", param=name.partition("[")[0])

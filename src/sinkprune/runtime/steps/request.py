@@ -104,7 +104,7 @@ class Request:
             )
         if self.deadline_ms is not None:
             object.__setattr__(self, "deadline_ms", DEADLINE_MS.check(self.deadline_ms))
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop", stop_strings(self.stop))
         object.__setattr__(self, "choice", checked_choices(self.choice))
         object.__setattr__(self, "regex", checked_regex(self.regex))
         object.__setattr__(self, "schema", checked_schema(self.schema))
@@ -206,7 +206,7 @@ def _check_picture(picture: object) -> None:
         )
 
 
-def _stop_strings(given: object) -> tuple[str, ...]:
+def stop_strings(given: object) -> tuple[str, ...]:
     """Return one string or several as a tuple; raises `UsageError` for anything else, and for empty strings."""
     strings = (given,) if isinstance(given, str) else given
     if not isinstance(strings, (tuple, list)) or not all(isinstance(one, str) and one for one in strings):

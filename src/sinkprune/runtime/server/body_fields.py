@@ -1,0 +1,123 @@
+"""Checks of single fields of a request's body. Messages have the field's name and value as the client sent them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from sinkprune.contract.checks.format_value import format_value
+from sinkprune.contract.checks.ranges import WholeNumber
+from sinkprune.contract.errors import BudgetError, ImageError, PromptError, PruningError, SinkpruneError, UsageError
+from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
+from sinkprune.runtime.server.api_error import ApiError
+from sinkprune.runtime.server.json_values import format_json
+from sinkprune.runtime.steps.request import DEADLINE_MS, MAX_NEW_TOKENS, MIN_NEW_TOKENS, stop_strings
+from sinkprune.runtime.text.answer_form import checked_choices, checked_regex, checked_schema
+from sinkprune.runtime.text.sampling import SEED, TEMPERATURE, TOP_P
+
+PRIORITY = WholeNumber("priority", -100, 100)
+TOP_LOGPROBS = WholeNumber("top_logprobs", 0, 20)
+MOST_TOKENS = ("max_completion_tokens", "max_tokens")
+"""OpenAI's names of `max_new_tokens`; the first that is given counts."""
+LEAST_TOKENS = ("min_tokens", "min_new_tokens")
+"""vLLM's name of `min_new_tokens`, and ours; the first that is given counts."""
+_EXAMPLE = '{"type": "object", "properties": {"colour": {"type": "string"}}}'
+
+
+def read_flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    """Return a field that is true or false; raises `ApiError`."""
+    value = given.get(name, default)
+    if not isinstance(value, bool):
+        raise ApiError(400, f"{name} is {format_json(value)}, expected true or false.", param=name)
+    return value
+
+
+def read_object(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a field that is an object, or an empty one; raises `ApiError`."""
+    value = given.get(name, {})
+    if not isinstance(value, dict):
+        raise ApiError(400, f"{name} is {format_json(value)}, expected an object.", param=name)
+    return value
+
+
+def read_schema(given: Mapping[str, Any]) -> Any:
+    """Return the JSON schema that `response_format` asks for, or None for any text; raises `ApiError`."""
+    match response_format := read_object(given, "response_format"):
+        case {} if not response_format:
+            return None
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {}
+        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+            return schema
+    raise ApiError(
+        400,
+        f"response_format is {format_json(response_format)}, expected type text, json_object, or json_schema with "
+        "json_schema.schema.",
+        param="response_format",
+    )
+
+
+def read_guided_json(given: Mapping[str, Any]) -> Any:
+    """Return the field `guided_json`. A string that is JSON stands for its value, as in vLLM."""
+    value = given.get("guided_json")
+    try:
+        return parsed_json(value.encode()) if isinstance(value, str) else value
+    except UnreadableError:
+        # Its check reports it.
+        return value
+
+
+def rejection(error: SinkpruneError, given: Mapping[str, Any]) -> ApiError:
+    """Return the `ApiError` for an error of a request with the fields `given`; it names the field that is wrong."""
+    for name in [name for name in given if name in _CHECKS]:
+        try:
+            _CHECKS[name](given[name])
+        except SinkpruneError as wrong:
+            # Checks of options write values as in Python.
+            is_value = f"{name} is {format_value(given[name])}"
+            return ApiError(400, str(wrong).replace(is_value, f"{name} is {format_json(given[name])}", 1), param=name)
+    least, most = (next((name for name in names if name in given), None) for names in (LEAST_TOKENS, MOST_TOKENS))
+    if least and most and given[least] > given[most]:
+        return ApiError(
+            400,
+            f"{least} is {given[least]}, and {most} is {given[most]}. Lower {least}, or raise {most}.",
+            param=least,
+        )
+    first = str(error).split()[0]
+    return ApiError(400, str(error), param=first if first in given else field_of(error))
+
+
+def field_of(error: SinkpruneError) -> str | None:
+    """Return the field that an error of a request is about, as far as its class shows it."""
+    if isinstance(error, (PromptError, ImageError)):
+        return "messages"
+    return "budget" if isinstance(error, (BudgetError, PruningError)) else None
+
+
+def _check_schema(schema: Any, name: str) -> None:
+    if not isinstance(schema, dict):
+        raise UsageError(f"{name} is {format_json(schema)}, expected a JSON schema, as in {_EXAMPLE}.")
+    try:
+        checked_schema(schema)
+    except UsageError as error:
+        raise UsageError(name + str(error).removeprefix("schema")) from error
+
+
+def _check_response_format(value: Mapping[str, Any]) -> None:
+    if (schema := read_schema({"response_format": value})) is not None:
+        _check_schema(schema, "response_format.json_schema.schema")
+
+
+_CHECKS: Mapping[str, Callable[[Any], object]] = {
+    **{name: MAX_NEW_TOKENS.named(name).check for name in MOST_TOKENS},
+    **{name: MIN_NEW_TOKENS.named(name).check for name in LEAST_TOKENS},
+    **{numbers.name: numbers.check for numbers in (PRIORITY, TOP_LOGPROBS, TEMPERATURE, TOP_P, SEED, DEADLINE_MS)},
+    "stop": stop_strings,
+    "response_format": _check_response_format,
+    "guided_json": partial(_check_schema, name="guided_json"),
+    "guided_regex": partial(checked_regex, name="guided_regex"),
+    "guided_choice": partial(checked_choices, name="guided_choice"),
+}
