@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 from PIL import Image
 
-from sinkprune import Pipeline, Session
+from sinkprune import ImageError, Pipeline, PruningError, Session, UsageError
 from sinkprune.demo.write_scenes import write_scenes
 from sinkprune.export.command import main as export
 from support.references.answer_encoders import POCKET
@@ -145,3 +145,28 @@ def test_requests_without_a_form_are_as_before(pipe: Pipeline, photo: Image.Imag
     pipe.generate(photo, QUESTION, schema=SCENE, max_new_tokens=20)
     assert stream.rest().token_ids == before.token_ids
     assert before.confidence is None
+
+
+@pytest.mark.parametrize("choice", [(), []])
+def test_an_empty_closed_list_is_refused(
+    choice: object, pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    pipe = pipeline("gqa-112", "fp32", ("retain-64", "retain-192"))
+    with pytest.raises(UsageError, match="expected 2 texts or more"):
+        pipe.generate(photo, "Is it on?", choice=choice)
+    # A minimum of tokens does not apply to a list.
+    answer = pipe.generate(photo, "Is it on?", choice=["a", "b"], min_new_tokens=4, max_new_tokens=50)
+    assert answer.text in ("a", "b")
+
+
+def test_what_needs_a_picture_says_so(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    pipe = pipeline("gqa-112", "fp32", ("retain-64", "retain-192"))
+    with pytest.raises(PruningError, match="the request has no picture"):
+        pipe.generate((), "Is it on?", budget="retain-64")
+    with pytest.raises(UsageError, match="costs are those of pictures"):
+        pipe.warm_up((), "Is it on?")
+    for frame, count in (([photo, photo], 2), ((), 0)):
+        with pytest.raises(
+            (ImageError, UsageError, PruningError), match=f"frame 0 has {count} pictures, expected one"
+        ):
+            next(pipe.watch([frame], "Is it on?", budget="retain-64"))  # type: ignore[list-item]

@@ -311,7 +311,7 @@ class Pipeline(Answering):
             )
         ids = tuple(tuple(self.prompts.answer_ids(text)) for text in request.choice)
         form = ChoiceTokens(tuple(request.choice), ids, self._stop)
-        return replace(request, max_new_tokens=max(map(len, ids))), form
+        return replace(request, max_new_tokens=max(map(len, ids)), min_new_tokens=0), form
 
     def plans(self, method: str, budget: str) -> list[Plan | None]:
         """Return the plans that a request may run at without a deadline: one, or at budget `auto` several.

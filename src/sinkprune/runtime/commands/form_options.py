@@ -46,4 +46,4 @@ def read_form(options: FormOptions, stop: list[str]) -> dict[str, Any]:
         "choice": checked_choices(options.choice),
     }
     check_one_form(form, stop)
-    return form
+    return {name: value for name, value in form.items() if value}

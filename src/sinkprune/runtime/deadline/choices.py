@@ -74,6 +74,10 @@ def _check_pruning(planned: Schedule, layouts: Sequence[VisualLayout], num_layer
     """Reject a plan that would drop nothing; raises `PruningError`."""
     left = planned.reaching(num_layers)
     drops = planned.plan is not None and planned.plan.picture_share is None
+    if drops and not layouts:
+        raise PruningError(
+            f"pruning was asked for, and the request has no picture. Leave out the budget, or give '{UNPRUNED}'."
+        )
     if drops and left == sum(layout.all_tokens for layout in layouts):
         raise PruningError(
             f"pruning was asked for and nothing was pruned: the image has {left} visual tokens and the budget "

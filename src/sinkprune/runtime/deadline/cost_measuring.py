@@ -11,6 +11,7 @@ import numpy as np
 
 from sinkprune.contract.checks.ranges import RealNumber
 from sinkprune.contract.costs.model import COSTS_VERSION, Costs, Place, fit_measured
+from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.reports.report import PARTS
 from sinkprune.runtime.backends import Backend
@@ -43,6 +44,10 @@ def measure_costs(model: LoadedModel, ask: Ask, request: Request, seconds: float
     of the largest measured budget. Raises what a request raises.
     """
     manifest, limits, family, prompts, embedding, chain, _ = model
+    if not request.pictures:
+        raise UsageError(
+            "costs are those of pictures, and the request has none. Give one like those of your requests."
+        )
     pictures = tuple(decoded(source, family) for source in request.pictures)
     layouts = [layout_of(picture, picture, family, manifest) for picture in pictures]
     prompt = prompts.encode(

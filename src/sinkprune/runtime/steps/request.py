@@ -170,6 +170,8 @@ def new_request(
         )
     given = tuple(pictures) if isinstance(pictures, (list, tuple)) else (pictures,)
     order = check_order(order)
+    if isinstance(options.get("choice"), (tuple, list)) and not options["choice"]:
+        raise UsageError(f"choice is {format_value(options['choice'])}, expected 2 texts or more. Leave it out.")
     sources = tuple(with_order(source, order) for source in given)
     texts = tuple(prompt) if isinstance(prompt, (list, tuple)) else (prompt,)
     history = list(_turns(options.pop("history", ())))

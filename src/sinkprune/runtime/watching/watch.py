@@ -163,6 +163,8 @@ class Watch:
         manifest, _, family, prompts, embedding, chain, warnings = self._model
         observer, memory, backend = self._observer, self._memory, chain.backend
         request, form = self._new_form(self._new_request(frame))
+        if len(request.pictures) != 1:
+            raise ImageError(f"frame {number} has {len(request.pictures)} pictures, expected one. Give one a frame.")
         source, policy, sampler = request.pictures[0], BudgetPolicy(request), request.new_sampler()
         clock = Stopwatch(backend, observer.during)
         picture = decoded(source, family)

@@ -28,6 +28,7 @@ from sinkprune.runtime.backends.openvino.devices import Cpu
 from support.models.small_models import NEXT_SHAPES, QWEN_SHAPES, SHAPES
 from support.programs.commands import run
 from support.programs.slow_cases import slow_except
+from support.references.reference_methods import CANNOT_REACH_ALL
 from support.references.same_answers import NEW_TOKENS, QUESTION, assert_alike, assert_equal, options_of
 from support.stand_ins.processor_features import assert_error, computes_in_bf16, fastest_floats, rounds_to_int8
 
@@ -59,7 +60,9 @@ def test_every_method_keeps_the_same(
     name: str, budgets: tuple[str, ...], checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path: Path
 ) -> None:
     """With options that change a plan's graphs, and the functions that they call."""
-    request = ExportRequest(str(checkpoint(name)), budgets=budgets, methods=tuple(all_methods()))
+    # On this small decoder some methods reach large budgets only.
+    methods = tuple(one for one in all_methods() if budgets != ("retain-64",) or one not in CANNOT_REACH_ALL)
+    request = ExportRequest(str(checkpoint(name)), budgets=budgets, methods=methods)
     export_bundle(request, tmp_path / "bundle")
     theirs = Pipeline.load(tmp_path / "bundle")
     ours = Pipeline.load(tmp_path / "bundle", backend="openvino", compute="fp32")
