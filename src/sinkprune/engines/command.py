@@ -140,8 +140,8 @@ def _text(output: Path, manifest: EnginesManifest) -> str:
 
     size = sum(spec.size for spec in manifest.files.values()) / 1e6
     gpus = "".join(f", sm_{capability}" for capability in manifest.compute_capabilities)
-    nodes = Counter(realised for engine in manifest.engines.values() for realised in engine.nodes.values())
-    realised = ", ".join(f"{count} {_REALISED[realised]}" for realised, count in nodes.items()) or "none"
+    nodes = Counter(_REALISED[found] for engine in manifest.engines.values() for found in engine.nodes.values())
+    realised = ", ".join(f"{count} {how}" for how, count in nodes.items()) or "none"
     library = f"{manifest.target} {manifest.library_version}"
     return (
         f"{escaped(str(output))}: {counted(len(manifest.engines), 'engine')}, {size:.2f} MB, {library}{gpus}; "

@@ -80,7 +80,7 @@ def generate(
     when the first piece is requested, because a deadline is counted from then on. What requests about the same
     pictures share is read from and added to `memory`. Steps of one request share it too.
     """
-    model = model.for_request(request)
+    model = model.for_request(request, plans[0])
     manifest, limits, family, prompts, _, chain, warnings = model
     backend, policy = chain.backend, new_policy()
     clock, own = Stopwatch(backend, observer.during), PrefixCache(ANY_SIZE)

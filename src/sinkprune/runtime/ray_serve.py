@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sinkprune.contract.checks.ranges import WholeNumber
-from sinkprune.contract.errors import PartlySeenWarning, UsageError
+from sinkprune.contract.errors import PictureWarning, UsageError
 from sinkprune.runtime.commands import bundle_parser
 from sinkprune.runtime.commands.served_app import AppOptions, add_app_options, load_app, read_app_bundle
 from sinkprune.runtime.system.cores import usable_cores
@@ -41,7 +41,7 @@ class Replica:
     def __serve_build_asgi_app__(self) -> Starlette:
         """Load the bundle and return the application."""
         # The replica's log has one note instead.
-        warnings.simplefilter("ignore", PartlySeenWarning)
+        warnings.simplefilter("ignore", PictureWarning)
         return load_app(self._options, read_app_bundle(self._options))
 
 

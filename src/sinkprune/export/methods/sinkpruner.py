@@ -33,9 +33,9 @@ def by_salience(facts: PlanFacts, graph: Graph, features: TowerValues, outlier: 
     return features.salience
 
 
-def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
+def build(facts: PlanFacts, budget: Budget, score: Score = by_salience) -> PlanGraphs:
     """Return the plan of `budget`: a sanitizer, unless it has `no-sanitizer`, and a select after each prune layer."""
-    return build_after(facts, budget, prune_layers(facts.language_model.num_layers) if budget.stages else ())
+    return build_after(facts, budget, prune_layers(facts.language_model.num_layers) if budget.stages else (), score)
 
 
 def build_after(facts: PlanFacts, budget: Budget, cuts: Sequence[int], score: Score = by_salience) -> PlanGraphs:

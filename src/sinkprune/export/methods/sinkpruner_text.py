@@ -7,27 +7,19 @@ are no outliers, and have equal weight. All other steps are SinkPruner's.
 
 from __future__ import annotations
 
+from functools import partial
+
 import onnx_ir as ir
 
-from sinkprune.contract.budgets import Budget, prune_layers
 from sinkprune.export.graph import Graph
-from sinkprune.export.methods.sinkpruner import build_after
+from sinkprune.export.methods.sinkpruner import build
 from sinkprune.export.pruning.functions import unit_rows
-from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+from sinkprune.export.pruning.plan import PlanFacts
 from sinkprune.export.pruning.sanitizer import TowerValues
 
 _FLOAT = ir.DataType.FLOAT
 # Far below any spread of scores; where all are equal, 0 is divided by it.
 _LEAST_SPREAD = 1e-30
-
-
-def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
-    """Return the plan of `budget`, with SinkPruner's counts and stages."""
-    cuts = prune_layers(facts.language_model.num_layers) if budget.stages else ()
-    return build_after(facts, budget, cuts, by_salience_and_relevance)
-
-
-METHODS = {"sinkpruner-text": build}
 
 
 def by_salience_and_relevance(
@@ -42,6 +34,9 @@ def by_salience_and_relevance(
     cosines = op.MatMul(unit_rows(op, op.Cast(embeddings, to=_FLOAT)), op.Transpose(direction, perm=[1, 0]))
     relevance = op.Reshape(cosines, op.Shape(features.norms))
     return op.Add(_scaled(graph, features.salience, outlier), _scaled(graph, relevance, outlier))
+
+
+METHODS = {"sinkpruner-text": partial(build, score=by_salience_and_relevance)}
 
 
 def _scaled(graph: Graph, values: ir.Value, outlier: ir.Value | None) -> ir.Value:

@@ -199,7 +199,7 @@ def _answer_all(topic: TopicReplay, journal: Journal, answering: _Answering) -> 
                 try:
                     write_line(f"{result.number} {seconds:.3f} s: {escaped(result.text)}")
                 except BrokenPipeError:
-                    # Who reads the answers has seen enough; the file is still to be written.
+                    # The reader has closed the pipe. The output file is still wanted.
                     printing = False
 
         fates = topic.run(journal, answering, on_frame)

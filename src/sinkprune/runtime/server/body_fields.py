@@ -13,7 +13,7 @@ from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
 from sinkprune.runtime.server.api_error import ApiError
 from sinkprune.runtime.server.json_values import format_json
 from sinkprune.runtime.steps.request import DEADLINE_MS, MAX_NEW_TOKENS, MIN_NEW_TOKENS, stop_strings
-from sinkprune.runtime.text.answer_form import checked_choices, checked_regex, checked_schema
+from sinkprune.runtime.text.answer_form import checked_regex, checked_schema, given_choices
 from sinkprune.runtime.text.sampling import SEED, TEMPERATURE, TOP_P
 
 PRIORITY = WholeNumber("priority", -100, 100)
@@ -119,5 +119,5 @@ _CHECKS: Mapping[str, Callable[[Any], object]] = {
     "response_format": _check_response_format,
     "guided_json": partial(_check_schema, name="guided_json"),
     "guided_regex": partial(checked_regex, name="guided_regex"),
-    "guided_choice": partial(checked_choices, name="guided_choice"),
+    "guided_choice": partial(given_choices, name="guided_choice"),
 }

@@ -127,9 +127,6 @@ class ChatReader:
         options |= {ours: given[name] for name, ours in _GUIDED.items() if name in given}
         if (schema := read_schema(given)) is not None:
             options["schema"] = schema
-        if given.get("guided_choice") == []:
-            # For a pipeline it stands for no list.
-            raise ApiError(400, "guided_choice is [], expected 2 texts or more. Leave it out.", param="guided_choice")
         if not pictures and "budget" not in given:
             # There is nothing to prune.
             budget = UNPRUNED

@@ -29,18 +29,13 @@ class LoadedModel(NamedTuple):
     chain: Chain
     warnings: PictureWarnings
 
-    def for_request(self, request: Request) -> LoadedModel:
-        """Return the model that sees the pictures of `request` at their size at its budget.
+    def for_request(self, request: Request, plan: Plan | None) -> LoadedModel:
+        """Return the model that sees the pictures of `request` in the size of its `plan`.
 
-        Raises `BudgetError` for an unknown method or budget, and `UsageError` where the budget is chosen after the
-        tower has run, and the tower needs it.
+        Raises `UsageError` where the budget is chosen after the tower has run, and the tower needs it.
         """
-        plans, plan = self.manifest.plans.get(request.method, {}), None
-        if request.budget != AUTO:
-            plan = self.manifest.plan(request.method, request.budget)
-        if not any(each.picture_share for each in plans.values()):
-            return self
-        if request.budget == AUTO or request.deadline_ms is not None:
+        chosen_later = request.budget == AUTO or request.deadline_ms is not None
+        if chosen_later and any(each.picture_share for each in self.manifest.plans[request.method].values()):
             raise UsageError(
                 f"method '{request.method}' makes pictures smaller before the vision tower runs, and budget '{AUTO}' "
                 "and deadlines choose a budget afterwards. Give one budget and no deadline, or another method."

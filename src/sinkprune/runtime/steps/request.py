@@ -19,7 +19,13 @@ from sinkprune.contract.errors import ImageError, PromptError, UsageError
 from sinkprune.runtime.media.clip import Clip, SampledFrames
 from sinkprune.runtime.media.video_file import VideoFile
 from sinkprune.runtime.steps.pictures import PictureLike, check_order, has_array, with_order
-from sinkprune.runtime.text.answer_form import check_one_form, checked_choices, checked_regex, checked_schema
+from sinkprune.runtime.text.answer_form import (
+    check_one_form,
+    checked_choices,
+    checked_regex,
+    checked_schema,
+    given_choices,
+)
 from sinkprune.runtime.text.prompt import Turn
 from sinkprune.runtime.text.sampling import Sampler
 from sinkprune.runtime.text.tools import Tools, check_call_id
@@ -170,8 +176,8 @@ def new_request(
         )
     given = tuple(pictures) if isinstance(pictures, (list, tuple)) else (pictures,)
     order = check_order(order)
-    if isinstance(options.get("choice"), (tuple, list)) and not options["choice"]:
-        raise UsageError(f"choice is {format_value(options['choice'])}, expected 2 texts or more. Leave it out.")
+    if "choice" in options:
+        given_choices(options["choice"])
     sources = tuple(with_order(source, order) for source in given)
     texts = tuple(prompt) if isinstance(prompt, (list, tuple)) else (prompt,)
     history = list(_turns(options.pop("history", ())))

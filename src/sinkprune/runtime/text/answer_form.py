@@ -112,6 +112,13 @@ def checked_choices(given: object, name: str = "choice") -> tuple[str, ...]:
     return tuple(given)
 
 
+def given_choices(given: object, name: str = "choice") -> tuple[str, ...]:
+    """Return a closed list that somebody gave, as `checked_choices` does; an empty one raises `UsageError` too."""
+    if isinstance(given, (tuple, list)) and not given:
+        raise UsageError(f"{name} is {format_value(given)}, expected 2 texts or more. Leave it out.")
+    return checked_choices(given, name)
+
+
 def check_one_form(forms: Mapping[str, object], stop: object) -> None:
     """Reject more than one of the `forms` of an answer, and one of them with `stop` strings; raises `UsageError`."""
     given = [name for name, value in forms.items() if value]
