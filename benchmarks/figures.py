@@ -223,6 +223,13 @@ def methods_full(figures: Figures) -> str:
     return f"Measured on {_where(figures)}:\n\n{_table(['method', *(f'`{name}`' for name in budgets)], rows)}"
 
 
+def methods_short(figures: Figures) -> str:
+    """Return what a sanitizer that reads the question wins at the smallest budget, for the README."""
+    *_, budget = (methods := figures["report"]["methods"])["sinkpruner"]
+    reads, blind = (100 * methods[name][budget]["accuracy"] for name in ("sinkpruner-text", "sinkpruner"))
+    return f"`--method sinkpruner-text`, has {reads:.1f} % right at `{budget}`, against {blind:.1f} %."
+
+
 def _accuracy(found: Mapping[str, Any]) -> str:
     low, high = found["ci95"]
     return f"{100 * found['accuracy']:.1f} ±{50 * (high - low):.1f} ({100 * found['relative']:.0f})"
@@ -313,7 +320,7 @@ PARTS = {
             f"sinkprune-export demo/pocket -o {{work}}/methods --force --methods {_METHODS}",
             "sinkprune-evaluate {work}/methods --json {json} --plot docs/accuracy.png",
         ),
-        {"methods": methods_full},
+        {"methods": methods_full, "methods-short": methods_short},
         by_default=False,
     ),
     "confidence": Part(
