@@ -37,7 +37,7 @@ done
 part() {
     local name=$1 why code
     shift
-    if ! why=$("$python" "$here/gpu_parts.py" "$name" --folder "$work" 2>&1); then
+    if ! why=$("$python" "$here/gpu/gpu_parts.py" "$name" --folder "$work" 2>&1); then
         why="gpu_parts.py fails with '$python': ${why##*$'\n'}"
     fi
     if [ -n "$why" ]; then
@@ -68,7 +68,7 @@ kernels() {
 profile() {
     local report=$1 bundle=$2 power=()
     shift 2
-    if [ -z "$("$python" "$here/gpu_parts.py" power --folder "$work" 2>&1)" ]; then
+    if [ -z "$("$python" "$here/gpu/gpu_parts.py" power --folder "$work" 2>&1)" ]; then
         power=(--power nvml)
     fi
     sinkprune-profile "$bundle" --image "$picture" --prompt "What is in the cup, and what lies on the saucer?" \
@@ -82,7 +82,7 @@ ort_cuda() {
 
 tensorrt_build() {
     local dialect
-    dialect=$("$python" "$here/gpu_parts.py" dialect) &&
+    dialect=$("$python" "$here/gpu/gpu_parts.py" dialect) &&
         sinkprune-export llava-1.1b --random-weights --precision fp16 --dialect "$dialect" --force -o "$work/tensorrt" &&
         sinkprune-build "$work/tensorrt" -o "$work/engines" --target tensorrt --max-prompt 128 --max-new-tokens 64 --force
 }
@@ -105,4 +105,4 @@ rm -rf "$work/llava-1.5-7b"
 part tensorrt-build tensorrt_build
 part tensorrt-gate tensorrt_gate
 part tensorrt-profile tensorrt_profile
-"$python" "$here/gpu_results.py" "$out"
+"$python" "$here/gpu/gpu_results.py" "$out"

@@ -17,7 +17,7 @@ import pytest
 import gpu_parts
 from support.programs.commands import run
 
-SCRIPT = Path(gpu_parts.__file__).with_name("gpu.sh")
+SCRIPT = Path(gpu_parts.__file__).parent.with_name("gpu.sh")
 H100 = "NVIDIA H100 80GB HBM3, 9.0, 81559, 570.86.15, 700.00"
 """The output of nvidia-smi for an H100."""
 KERNELS = {

@@ -1,6 +1,6 @@
 """Joins the outputs of the parts of benchmarks/gpu.sh: `results.json`, and `results.md` for docs/hardware.md.
 
-    python benchmarks/gpu_results.py OUTPUT
+    python benchmarks/gpu/gpu_results.py OUTPUT
 
 Exit codes: 0 all parts that could run did; 1 a part failed; 3 no part could run.
 """

@@ -1,6 +1,6 @@
 """Prints why a part of benchmarks/gpu.sh cannot run on this machine, or nothing if it can.
 
-    python benchmarks/gpu_parts.py kernels --folder OUTPUT/bundles
+    python benchmarks/gpu/gpu_parts.py kernels --folder OUTPUT/bundles
 
 `dialect` in the place of a part prints the dialect of the installed TensorRT.
 """

@@ -1,7 +1,7 @@
 """Compares AIPerf's times and answers with the server's own times and with `Pipeline.generate`.
 
     python -m venv aiperf && aiperf/bin/pip install aiperf
-    python benchmarks/aiperf_times.py demo-output/bundle --aiperf aiperf/bin/aiperf
+    python benchmarks/server/aiperf_times.py demo-output/bundle --aiperf aiperf/bin/aiperf
 
 AIPerf sends streamed questions about random pictures of 640x480 pixels to a `sinkprune-serve` of its own. No picture
 is sent twice. Of each request, AIPerf's time to the first token is compared with the server's: `read_ms`, `queued_ms`

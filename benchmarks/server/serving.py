@@ -1,7 +1,7 @@
 """Measures the times that clients of `sinkprune-serve` see: over HTTP, in a session, and with priority under load.
 
-    python benchmarks/serving.py demo-output/bundle
-    python benchmarks/serving.py bundle --budget retain-64 --rounds 9 --streams 8 --json serving.json
+    python benchmarks/server/serving.py demo-output/bundle
+    python benchmarks/server/serving.py bundle --budget retain-64 --rounds 9 --streams 8 --json serving.json
 
 The server runs in its own process. Every round asks, in turn: a first question about a new random picture, a second
 question about it, and, while `--streams` other answers are being generated, a first question with priority. The

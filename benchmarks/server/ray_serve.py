@@ -1,7 +1,7 @@
 """Measures what Ray Serve adds to the times of a client, compared with `sinkprune-serve` alone.
 
-    python benchmarks/ray_serve.py demo-output/bundle
-    python benchmarks/ray_serve.py bundle --rounds 60 --threads 2 --json ray.json
+    python benchmarks/server/ray_serve.py demo-output/bundle
+    python benchmarks/server/ray_serve.py bundle --rounds 60 --threads 2 --json ray.json
 
 Both servers run at once, each with one copy of the bundle and as many threads. Every round sends the same requests to
 both, in an order that alternates, by one client: a question without a picture, a first question about a new random
