@@ -35,7 +35,7 @@ def test_runs_put_every_row_where_it_belongs(case: tuple[list[int], list[int]]) 
 def test_what_stands_together_is_one_run() -> None:
     # Text, a picture, text behind it
     order = np.array([0, 1, 2, 5, 6, 7, 8, 3, 4])
-    assert row_runs([5, 4], order) == [(0, 0, 3, 0), (1, 0, 4, 3), (0, 3, 2, 7)]
+    assert [*row_runs([5, 4], order)] == [(0, 0, 3, 0), (1, 0, 4, 3), (0, 3, 2, 7)]
 
 
 def test_a_backend_joins_groups_of_rows() -> None:

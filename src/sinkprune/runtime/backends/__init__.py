@@ -62,8 +62,11 @@ class Decoder(Protocol):
     def save(self, cache: Any, rows: int) -> Any:
         """Return a copy of the keys and values of the first `rows` rows of `cache`, for `restore`."""
 
-    def restore(self, saved: Any, rows: int) -> Any:
-        """Return a new `Cache` with the first `rows` rows of what `save` returned, which stays as it is."""
+    def restore(self, saved: Any, rows: int, length: int) -> Any:
+        """Return a new `Cache` with the first `rows` rows of what `save` returned, which stays as it is.
+
+        `length` is how many rows it will hold next.
+        """
 
 
 class Backend(Protocol):

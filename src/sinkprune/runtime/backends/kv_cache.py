@@ -6,7 +6,7 @@ in steps. Unused rows are masked, and zero: a value that is not finite would spo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,8 +57,8 @@ class CacheMemory(Protocol):
     def rows(self, tensor: Tensor) -> int:
         """Return S of `tensor` [1,S,d]; must not wait for the device."""
 
-    def buffer(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Tensor:
-        """Return a tensor with any content, whose memory is reused after its last reference.
+    def buffers(self, count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Sequence[Tensor]:
+        """Return `count` tensors with any content, whose memory is reused after the last reference to it.
 
         Raises `BackendError` where memory runs out.
         """
@@ -97,9 +97,11 @@ class BufferedDecoder(Decoder):
         a_cache = next(tensor for tensor in spec.inputs if tensor.name in self._names.values())
         self._dtype = np.dtype(a_cache.dtype)
         _, self._heads, _, self._size = a_cache.shape
+        # All new caches share these, because nothing is written there.
+        self._no_buffers = self._new_buffers(0)
 
     def new_cache(self) -> BufferedCache:
-        return BufferedCache(self._new_buffers(0))
+        return BufferedCache(self._no_buffers)
 
     def __call__(self, inputs: Mapping[str, Tensor], cache: BufferedCache) -> dict[str, Tensor]:
         rows = self._memory.rows(inputs["hidden"])
@@ -117,10 +119,10 @@ class BufferedDecoder(Decoder):
         return outputs
 
     def save(self, cache: BufferedCache, rows: int) -> BufferedCache:
-        return self._copied(cache, rows, room_for(rows))
+        return self._copied(cache, rows, rows)
 
-    def restore(self, saved: BufferedCache, rows: int) -> BufferedCache:
-        return self._copied(saved, rows, self._room or room_for(rows))
+    def restore(self, saved: BufferedCache, rows: int, length: int) -> BufferedCache:
+        return self._copied(saved, rows, self._room or room_for(length))
 
     def _copied(self, cache: BufferedCache, rows: int, room: int) -> BufferedCache:
         """Return a copy of the first `rows` rows of `cache`, with `room`."""
@@ -148,5 +150,5 @@ class BufferedDecoder(Decoder):
         cache.buffers, cache.room = buffers, room
 
     def _new_buffers(self, room: int) -> dict[str, Tensor]:
-        shape = (1, self._heads, room, self._size)
-        return {name: self._memory.buffer(shape, self._dtype) for name in self._names.values()}
+        buffers = self._memory.buffers(len(self._names), (1, self._heads, room, self._size), self._dtype)
+        return dict(zip(self._names.values(), buffers, strict=True))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -23,17 +24,17 @@ class RowRun(NamedTuple):
     """Their first row in the new order."""
 
 
-def row_runs(lengths: Sequence[int], order: Array) -> list[RowRun]:
-    """Return the runs of `order` [S] int64, which numbers rows through tensors of these `lengths`."""
-    starts = np.cumsum([0, *lengths])
-    part = np.searchsorted(starts, order, side="right") - 1
-    breaks = np.flatnonzero((np.diff(order) != 1) | (np.diff(part) != 0)) + 1
-    places = [0, *breaks.tolist(), len(order)]
-    return [
-        RowRun(int(part[place]), int(order[place] - starts[part[place]]), end - place, place)
-        for place, end in pairwise(places)
-        if end > place
-    ]
+def row_runs(lengths: Sequence[int], order: Array) -> Iterator[RowRun]:
+    """Yield the runs of `order` [S] int64, which numbers rows through tensors of these `lengths`."""
+    starts = [0, *accumulate(lengths)]
+    breaks = np.flatnonzero(order[1:] != order[:-1] + 1) + 1
+    for place, end in pairwise([0, *breaks.tolist(), len(order)]):
+        while place < end:
+            row = int(order[place])
+            part = bisect_right(starts, row) - 1
+            length = min(end - place, starts[part + 1] - row)
+            yield RowRun(part, row - starts[part], length, place)
+            place += length
 
 
 def joined(parts: Sequence[Array], order: Array) -> Array:

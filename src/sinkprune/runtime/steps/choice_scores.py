@@ -109,7 +109,8 @@ def score_choices(
             own = cache
             if number < len(passes):
                 parts = zip(chain.decoders, saved, lengths, strict=True)
-                own = KVCache([decoder.restore(one, rows) for decoder, one, rows in parts], [*positions])
+                restored = [decoder.restore(one, rows, rows + len(tokens)) for decoder, one, rows in parts]
+                own = KVCache(restored, [*positions])
             for place, hidden in enumerate(_hidden_rows(chain, own, embedding(tokens)), 1):
                 count(tokens[:place], chain.backend.numpy(chain.head({"hidden": hidden})["logits"])[0])
         pass_ms.append((time.perf_counter() - began) * 1e3)

@@ -13,7 +13,6 @@ from sinkprune.contract.plans import Plan
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import Schedule
 from sinkprune.runtime.backends import Cache, Tensor
-from sinkprune.runtime.backends.kv_cache import room_for
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.steps.answer import Kept
 from sinkprune.runtime.steps.chain import Chain
@@ -88,7 +87,7 @@ def prefill(
             # From the schedule: reading a shape from the device would wait for it.
             length = text + schedule.reaching(layers.start)
             earlier = stored[segment] if segment < len(stored) else None
-            cache = decoder.restore(earlier.saved, earlier.rows) if earlier else decoder.new_cache()
+            cache = decoder.restore(earlier.saved, earlier.rows, length) if earlier else decoder.new_cache()
             outputs: Mapping[str, Tensor] = {}
             if cache.length < length:
                 if cache.length > start:
@@ -161,7 +160,7 @@ def lead_of(chain: Chain, rows: int, result: Prefill) -> tuple[tuple[StoredRows,
 def _saved_bytes(chain: Chain, segments: int, rows: int) -> int:
     """Return the bytes of the first `rows` rows of the first `segments` segments, as `Decoder.save` copies them."""
     model, layers = chain.model, sum(map(len, chain.segments[:segments]))
-    return 2 * layers * model.num_kv_heads * model.head_dim * room_for(rows) * chain.dtype.itemsize
+    return 2 * layers * model.num_kv_heads * model.head_dim * rows * chain.dtype.itemsize
 
 
 def surviving_rows(chain: Chain, schedule: Schedule, result: Prefill) -> dict[int, Array]:

@@ -99,7 +99,9 @@ def test_one_row_is_decoded_more_are_prefill(
     rig = in_dialect(dialect)
     outputs = run_decoder(rig, rows, past)
     prefill_context, decode_context = rig.contexts("decoder_0")
-    assert (len(prefill_context.enqueued), len(decode_context.enqueued)) == ((1, 0) if ran == "prefill" else (0, 1))
+    # A second call at the same addresses is also recorded, as a CUDA graph.
+    used = {"prefill": prefill_context, "decode": decode_context}
+    assert [name for name, context in used.items() if context.enqueued] == [ran]
     model = rig.pipeline.chain.model
     assert outputs["key_0"].shape == (1, model.num_kv_heads, 832 if dialect == "opset24" else rows, model.head_dim)
     assert outputs["key"].shape == (1, model.num_kv_heads, rows, model.head_dim)

@@ -38,9 +38,10 @@ class CpuMemory(_OrtMemory):
         super().__init__(onnxruntime, "cpu")
         self._blocks = HostBuffers()
 
-    def buffer(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        # The OrtValue keeps the array alive.
-        return self.tensor(self._blocks.lend(prod(shape) * dtype.itemsize).view(dtype).reshape(shape))
+    def buffers(self, count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Any]:
+        # One block for all. The OrtValues keep it alive.
+        block = self._blocks.lend(count * prod(shape) * dtype.itemsize)
+        return [self.tensor(buffer) for buffer in block.view(dtype).reshape(count, *shape)]
 
     def copy_rows(self, source: Any, target: Any, place: int, rows: int) -> None:
         target.numpy()[:, :, place : place + rows] = source.numpy()[:, :, :rows]
@@ -61,8 +62,8 @@ class GpuMemory(_OrtMemory):
         self._provider = provider
         self._session = lru_cache(self._new_session)
 
-    def buffer(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        return self.tensor(np.zeros(shape, dtype))
+    def buffers(self, count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Any]:
+        return [self.tensor(np.zeros(shape, dtype)) for _ in range(count)]
 
     def copy_rows(self, source: Any, target: Any, place: int, rows: int) -> None:
         _, heads, given, _ = source.shape()

@@ -184,7 +184,7 @@ class _OpenVinoDecoder(Decoder):
     def save(self, cache: _OpenVinoCache, rows: int) -> dict[str, Array]:
         return {name: state[:, :, :rows].copy() for name, state in cache.engine.states().items()}
 
-    def restore(self, saved: dict[str, Array], rows: int) -> _OpenVinoCache:
+    def restore(self, saved: dict[str, Array], rows: int, length: int) -> _OpenVinoCache:
         cache = self.new_cache()
         cache.engine.set_states({name: state[:, :, :rows] for name, state in saved.items()})
         cache.length = rows

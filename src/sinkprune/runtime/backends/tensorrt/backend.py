@@ -126,8 +126,9 @@ class TensorRTBackend(Backend, CacheMemory):
     def rows(self, tensor: DeviceTensor) -> int:
         return tensor.shape[1]
 
-    def buffer(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceTensor:
-        return DeviceTensor(self._pool.allocate(prod(shape) * dtype.itemsize), shape, dtype)
+    def buffers(self, count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[DeviceTensor]:
+        size = prod(shape) * dtype.itemsize
+        return [DeviceTensor(self._pool.allocate(size), shape, dtype) for _ in range(count)]
 
     def copy_rows(self, source: DeviceTensor, target: DeviceTensor, place: int, rows: int) -> None:
         _, heads, given, size = source.shape
