@@ -15,6 +15,7 @@ from sinkprune import Clip, Pipeline, Session, UsageError
 from sinkprune.contract.precision import WeightsName
 from sinkprune.runtime.backends import Engine
 from sinkprune.runtime.media.clip import ClipSize, SampledFrames
+from sinkprune.runtime.steps import prefix_cache
 from sinkprune.runtime.steps.prefix_cache import PrefixCache, StoredRows, picture_content, picture_digest
 from support.programs.slow_cases import each_once, slow_except
 from support.references.same_answers import kept_sets
@@ -235,6 +236,25 @@ def test_a_digest_is_of_pixels_shape_and_times(photo: Image.Image) -> None:
     ]
     assert len({picture_digest(picture_content(picture)) for picture in others}) == len(others)
     assert picture_content(small.copy()) == picture_content(small)
+
+
+def test_equal_pixels_are_digested_once_and_others_always(
+    photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digested: list[tuple[bytes, ...]] = []
+    monkeypatch.setattr(
+        prefix_cache, "picture_digest", lambda content: digested.append(content) or picture_digest(content)
+    )
+    memory, other = PrefixCache(1 << 24), photo.copy()
+    other.putpixel((0, 0), (1, 2, 3))
+    first, both = memory.digests([photo]), memory.digests([photo, other])
+    assert memory.digests([photo.copy(), other]) == both and len(digested) == 3
+    # The same object, with another pixel
+    other.putpixel((0, 0), (1, 2, 4))
+    changed = memory.digests([photo, other])
+    assert changed[0] == both[0] == first[0] and changed[1] != both[1]
+    assert memory.nbytes >= 2 * 3 * photo.width * photo.height
+    assert PrefixCache(0).digests([photo]) == (b"",)
 
 
 def test_memory_is_bounded_and_the_oldest_goes_first(pipe: Pipeline, photo: Image.Image) -> None:
