@@ -23,8 +23,9 @@ import pytest
 from PIL import Image
 from skimage import data
 
-from sinkprune import Pipeline
-from sinkprune.contract.errors import BudgetError, ImageError, UsageError
+from sinkprune import Pipeline, VideoFile
+from sinkprune.contract.errors import BudgetError, ImageError, PromptError, PruningError, UsageError
+from support.models.video_files import write_video
 
 HAS_HARNESS = importlib.util.find_spec("lmms_eval") is not None
 MODULE = "sinkprune.calibration.evaluation.lmms_eval_model"
@@ -107,11 +108,45 @@ def test_replies_are_those_of_the_bundle_at_the_budget(
     assert model.generate_until([request(max_new_tokens=6, until=middle)]) == [cut]
 
 
+def test_several_images_stand_where_the_task_puts_them(
+    module: ModuleType, bundle: Callable[..., Path], photo: Image.Image
+) -> None:
+    path, pictures = bundle("gqa-112", max_images=2), [photo, photo.rotate(180)]
+    model, own = module.SinkpruneModel(str(path), budget="retain-64"), Pipeline.load(path)
+    model.task_dict["own"] = {"test": [pictures]}
+    texts = {"What differs?": ("", "", "What differs?"), "A <image> b <image> c?": ("A ", " b ", " c?")}
+    for context, around in texts.items():
+        asked = request(max_new_tokens=6)
+        asked.args = (context, *asked.args[1:])
+        said = own.generate(pictures, around, budget="retain-64", max_new_tokens=6).text
+        assert model.generate_until([asked]) == [said]
+
+
+def test_videos_are_files(module: ModuleType, bundle: Callable[..., Path], tmp_path: Path) -> None:
+    path = bundle("qwen-tied", max_frames=4)
+    file = write_video(tmp_path / "clip.mp4", [Image.new("RGB", (64, 64), (60 * turn, 9, 9)) for turn in range(4)])
+    model = module.SinkpruneModel(str(path), budget="prune-66.7")
+    model.task_dict["own"] = {"test": [[str(file)]]}
+    said = Pipeline.load(path).generate(VideoFile(file), QUESTION, budget="prune-66.7", max_new_tokens=6)
+    assert model.generate_until([request(max_new_tokens=6)]) == [said.text]
+
+
+def test_a_question_without_a_picture_is_answered_unpruned(module: ModuleType, bundle: Callable[..., Path]) -> None:
+    path = bundle("gqa-112")
+    model = module.SinkpruneModel(str(path))
+    model.task_dict["own"] = {"test": [[]]}
+    said = Pipeline.load(path).generate((), QUESTION, max_new_tokens=6).text
+    assert model.generate_until([request(max_new_tokens=6)]) == [said]
+
+
 def test_what_a_bundle_cannot_do_is_refused(model: Any) -> None:
-    with pytest.raises(ImageError, match=r"question 1 of task 'own'.*Image, Image; expected exactly one"):
+    with pytest.raises(PromptError, match="2 images"):
         model.generate_until([request(1)])
-    with pytest.raises(ImageError, match="none; expected exactly one"):
+    with pytest.raises(PruningError, match="no picture"):
         model.generate_until([request(2)])
+    model.task_dict["own"]["test"].append([b"a frame"])
+    with pytest.raises(ImageError, match=r"question 3 of task 'own'.*type bytes, expected images"):
+        model.generate_until([request(3)])
     with pytest.raises(UsageError, match="5 beams"):
         model.generate_until([request(num_beams=5)])
     with pytest.raises(UsageError, match="generate_until"):

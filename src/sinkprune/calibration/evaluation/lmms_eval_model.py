@@ -6,10 +6,17 @@
 A task's prompt and longest answer must fit the model's positions together; `--gen_kwargs max_new_tokens=32` shortens
 MMBench's 1024. The harness finds this module through the entry point group `lmms_eval.models`. Importing it needs
 the harness.
+
+A task gives images, which may be several, or video files. The bundle must take as many (`--max-images` of the
+export); video needs a family that has it (Qwen). Texts with one `<image>` or `<video>` for each have them there, and
+others after them all.
 """
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from lmms_eval.api.model import lmms
@@ -19,10 +26,14 @@ from rich.progress import track
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.errors import ImageError, UsageError
+from sinkprune.runtime.media.video_file import VideoFile
 from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.steps.pictures import PictureLike
 
 _MAX_NEW_TOKENS = 128
 """For tasks without a longest answer."""
+_PLACE = re.compile("<(?:image|video)>")
+"""Where a picture stands in a task's text, as in MuirBench."""
 
 
 def manifest() -> Any:
@@ -35,7 +46,7 @@ def manifest() -> Any:
 class SinkpruneModel(lmms):  # type: ignore[misc]
     """A bundle with one method at one budget, as a model of lmms-eval.
 
-    It answers questions about one image, one at a time.
+    It answers questions about images and video files, one question at a time.
     """
 
     is_simple = True
@@ -66,7 +77,8 @@ class SinkpruneModel(lmms):  # type: ignore[misc]
     def generate_until(self, requests: list[Any]) -> list[str]:
         """Return the replies to the harness's requests, in their order.
 
-        Raises `ImageError` for a request without exactly one image, and `UsageError` for one with beams.
+        Raises `ImageError` for pictures that are neither images nor files, `UsageError` for beams, and what
+        `Pipeline.generate` raises: for more pictures than the bundle takes, and for video that it does not take.
         """
         turns = track(requests, f"{self._method} {self._budget}", console=Console(stderr=True), transient=True)
         return [self._reply(*request.args) for request in turns]
@@ -85,18 +97,18 @@ class SinkpruneModel(lmms):  # type: ignore[misc]
     def _reply(
         self, context: str, settings: dict[str, Any], doc_to_visual: Any, doc_id: Any, task: str, split: str
     ) -> str:
-        images = doc_to_visual(self.task_dict[task][split][doc_id])
-        if len(images) != 1 or not isinstance(images[0], Image.Image):
-            found = ", ".join(type(image).__name__ for image in images) or "none"
-            raise ImageError(f"question {doc_id} of task '{task}' has these images: {found}; expected exactly one.")
+        try:
+            pictures = [_picture(visual) for visual in doc_to_visual(self.task_dict[task][split][doc_id])]
+        except ImageError as error:
+            raise ImageError(f"question {doc_id} of task '{task}': {error}") from error
         if settings.get("num_beams", 1) not in (1, None):
             raise UsageError(
                 f"task '{task}' asks for {settings['num_beams']} beams; a bundle decodes without, give 1."
             )
         sampled = settings.get("do_sample", False)
         answer = self._pipeline.generate(
-            images[0],
-            context,
+            tuple(pictures),
+            _prompt(context, len(pictures)),
             method=self._method,
             budget=self._budget,
             max_new_tokens=settings.get("max_new_tokens", _MAX_NEW_TOKENS),
@@ -104,6 +116,21 @@ class SinkpruneModel(lmms):  # type: ignore[misc]
             top_p=settings.get("top_p") or 1.0 if sampled else 1.0,
         )
         return _cut(answer.text, settings.get("until") or [])
+
+
+def _picture(visual: Any) -> PictureLike:
+    """Return an image, or the video file that a task names; raises `ImageError` and `VideoError`."""
+    if isinstance(visual, Image.Image):
+        return visual
+    if isinstance(visual, (str, os.PathLike)):
+        return VideoFile(visual)
+    raise ImageError(f"found a picture of type {type(visual).__name__}, expected images and names of video files.")
+
+
+def _prompt(context: str, pictures: int) -> str | Sequence[str]:
+    """Return the texts around the pictures, where `context` has a place for each; otherwise all of it."""
+    texts = _PLACE.split(context)
+    return texts if pictures and len(texts) == pictures + 1 else context
 
 
 def _cut(text: str, until: str | list[str]) -> str:
