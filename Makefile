@@ -41,7 +41,7 @@ fuzz: .venv/.dev
 	PYTHONPATH=tests $(BIN)/python -m fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED))
 
 # lmms-eval asks for some fifty packages, CUDA builds among them; these are what it needs to run a task.
-HARNESS := accelerate datasets dill evaluate fsspec jsonlines loguru multiprocess numexpr pandas \
+HARNESS := accelerate datasets dill evaluate 'filelock<4' fsspec jsonlines loguru multiprocess numexpr pandas \
 	portalocker psutil pyarrow pytablewriter python-dateutil python-dotenv regex requests sacrebleu scikit-learn \
 	tenacity tqdm-multiprocess xxhash zstandard aiohttp httpx
 
