@@ -119,7 +119,7 @@ def test_random_keeps_a_draw_of_its_own_for_every_number_of_tokens() -> None:
     assert {place for place in kept[480] if place < 101} != set(kept[101])
 
 
-@pytest.mark.parametrize("method", [*BEFORE_LLM, "random"])
+@pytest.mark.parametrize("method", [*BEFORE_LLM, "random", "vscan"])
 def test_a_clips_frames_are_one_group_or_apart(method: str) -> None:
     inputs = features(6, 4)
     inputs["deepstack"] = np.random.default_rng(7).standard_normal((4, 6, 2 * D)).astype(np.float32)
@@ -211,7 +211,11 @@ def test_means_are_equal_to_two_tokens(method: str, layers: int) -> None:
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.integers(1, 20_000), st.sampled_from(sorted(BUDGETS)), st.sampled_from(["fastv", "sparsevlm", "visionzip"]))
+@given(
+    st.integers(1, 20_000),
+    st.sampled_from(sorted(BUDGETS)),
+    st.sampled_from(["fastv", "sparsevlm", "visionzip", "vscan"]),
+)
 def test_shares_never_grow_from_layer_to_layer(n: int, name: str, method: str) -> None:
     plan = load_method(method)(facts(), BUDGETS[name])
     counts = plan.kept.resolve(n)

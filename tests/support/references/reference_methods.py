@@ -97,6 +97,43 @@ def visionzip_filter(tokens: Array, norms: Array, salience: Array, k: int) -> Ke
     return visionzip(tokens, norms, salience, k, filtered=True)
 
 
+def vscan(
+    tokens: Array,
+    norms: Array,
+    salience: Array,
+    k: int,
+    *,
+    local: int | None = None,
+    side: int | None = None,
+    beside: Array | None = None,
+) -> Kept:
+    """The most salient of each window, then of all; every other token is averaged with the kept one most like it.
+
+    `local` tokens of the k, half unless given, are of windows. `side` is that of a square grid, None for tokens in
+    one line. `beside` is as in `visionzip`.
+    """
+    n, local = len(tokens), k // 2 if local is None else local
+    across = 1 if local == 0 else math.isqrt(min(local, 16)) if side else min(local, 16)
+    windows: dict[tuple[int, int], list[int]] = {}
+    for i in range(n):
+        window = (i // side * across // side, i % side * across // side) if side else (0, i * across // n)
+        windows.setdefault(window, []).append(i)
+    number = across**2 if side else across
+    kept = [own[i] for own in windows.values() for i in largest(salience[own], local // number)]
+    rest = [i for i in range(n) if i not in kept]
+    kept = sorted(kept + [rest[i] for i in largest(salience[rest], k - len(kept))])
+
+    similarity = cosines(tokens)
+    members = {target: [target] for target in kept}
+    for i in range(n):
+        if i not in members:
+            # max takes the first of equals
+            members[max(kept, key=lambda target: similarity[i, target])].append(i)
+    whole = tokens if beside is None else np.concatenate([tokens, beside], axis=-1)
+    rows = [whole[members[target]].astype(np.float64).mean(axis=0) for target in kept]
+    return np.array(rows).astype(tokens.dtype), kept
+
+
 def no_text_pruner(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
     """The sanitizer with k - 1 tokens behind the sink, half of them diverse."""
     diverse = (k - 1) // 2
@@ -164,11 +201,12 @@ def rows_like_the_image(hidden: Array, visual: list[int], text: list[int]) -> li
 
 def asking_rows(method: str, hidden: Array, visual: list[int], text: list[int]) -> list[int]:
     """The rows whose attention scores the visual rows."""
-    return IN_LLM[method].asking(hidden, visual, text) if method in IN_LLM else text
+    own = {**IN_LLM, **TWO_STAGES}.get(method)
+    return own.asking(hidden, visual, text) if own else text
 
 
 class InLlm(NamedTuple):
-    """A method that drops tokens inside the LLM only."""
+    """How a method drops tokens inside the LLM."""
 
     cuts: tuple[int, ...]
     """The 0-based layers of 32 after which it drops tokens."""
@@ -185,5 +223,8 @@ IN_LLM = {
     "pyramiddrop": InLlm((8, 16, 24), _last_row),
     "sparsevlm": InLlm((2, 6, 15), rows_like_the_image),
 }
+"""Methods that drop tokens inside the LLM only."""
+TWO_STAGES = {"vscan": InLlm((16,), _last_row)}
+"""Methods that drop tokens before the LLM too."""
 CANNOT_REACH_ALL = {**{method: own.cuts for method, own in IN_LLM.items()}, "sinkpruner-no-sanitizer": (2, 6, 15)}
 """The layers of 32 after which methods drop tokens that run their first layers on all tokens."""
