@@ -97,6 +97,63 @@ def visionzip_filter(tokens: Array, norms: Array, salience: Array, k: int) -> Ke
     return visionzip(tokens, norms, salience, k, filtered=True)
 
 
+def prunesid(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
+    """Groups by principal components; no near-duplicates within a group; a share for each, the most salient."""
+    n, order = len(tokens), largest(salience, len(salience))
+    groups: list[list[int]] = [[] for _ in range(min(16, max(1, k // 4)))]
+    weights = components(tokens, len(groups))
+    for i in order:
+        groups[int(np.argmax(np.abs(weights[i]) * (1 - np.arange(len(groups)) / 4096)))].append(i)
+
+    similarity = cosines(tokens)
+    mean = sum(similarity[i, j] for i in range(n) for j in range(i)) / max(1, n * (n - 1) // 2)
+    free: list[list[int]] = []
+    for group in groups:
+        free.append([])
+        for i in group:
+            if not any(similarity[i, j] > k / 32 * mean + 1 / 4096 for j in free[-1]):
+                free[-1].append(i)
+
+    found = sum(len(group) for group in free)
+    more = [max(0, len(group) - 1) for group in free]
+    wanted = min(k, found) - sum(1 for group in free if group)
+    index, until = [], 0
+    for group, others in zip(free, more, strict=True):
+        end = until + others
+        share = end * wanted // max(1, sum(more)) - until * wanted // max(1, sum(more))
+        index += group[: 1 + share]
+        until = end
+    index += [i for i in order if i not in index][: k - len(index)]
+    index = sorted(index)
+    return tokens[index], index
+
+
+def components(tokens: Array, count: int) -> Array:
+    """[N,count]: columns after three subspace iterations, near the principal components of the tokens."""
+    n = len(tokens)
+    with np.errstate(over="ignore"):
+        x = 1 / (1 + np.exp(-tokens.astype(np.float64)))
+    x -= x.mean(axis=1, keepdims=True)
+    gram = x @ x.T
+    gram /= np.trace(gram) or 1.0
+    columns = gram[:, [i * n // count for i in range(count)]]
+    for _ in range(2):
+        columns = gram @ gram_schmidt(columns)
+    return gram_schmidt(columns)
+
+
+def gram_schmidt(columns: Array) -> Array:
+    """Orthonormal columns; zero for one that all but depends on those before."""
+    units: list[Array] = []
+    for column in columns.T:
+        left = column
+        for unit in units:
+            left = left - unit * (unit @ left)
+        length = np.linalg.norm(left)
+        units.append(left / length if length > 1e-3 * np.linalg.norm(column) + 1e-30 else np.zeros(len(left)))
+    return np.array(units).T
+
+
 def vscan(
     tokens: Array,
     norms: Array,
@@ -182,6 +239,7 @@ BEFORE_LLM = {
     "visionzip": visionzip,
     "visionzip+filter": visionzip_filter,
     "sinkpruner-no-text-pruner": no_text_pruner,
+    "prunesid": prunesid,
 }
 """Methods that drop tokens before the LLM only; `random` is no rule."""
 ON_A_GRID = {**BEFORE_LLM, "downsample": downsample}
