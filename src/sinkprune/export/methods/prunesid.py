@@ -148,8 +148,9 @@ def _picked(graph: Graph, groups: _Groups, count: ir.Value, width: int) -> ir.Va
     found = op.Cast(op.ReduceSum(op.Where(member, alive, 0.0), [2], keepdims=1), to=_INT64)
     one = op.Min(found, 1)
     more = op.Sub(found, one)
-    # The first of each group are counted apart, the others divided by the running share.
-    wanted = op.Sub(op.Min(count, _total(op, found)), _total(op, one))
+    # The first of each group are counted apart, the others divided by the running share. If more are wanted than are
+    # free, shares exceed the groups, which then keep all their free tokens.
+    wanted = op.Sub(count, _total(op, one))
     earlier = op.Less(op.Range(0, width, 1), op.Unsqueeze(op.Range(0, width, 1), [1]))
     flat = op.Cast(op.Transpose(more, perm=[0, 2, 1]), to=_FLOAT)
     until = op.Cast(op.ReduceSum(op.Where(earlier, flat, 0.0), [2], keepdims=1), to=_INT64)
