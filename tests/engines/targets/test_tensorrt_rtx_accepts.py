@@ -144,7 +144,7 @@ def test_attention_to_a_cache_is_fused(
     assert [name for name in profiles if FUSED_ATTENTION in (tmp_path / name).read_bytes()] == fused
 
 
-UNLIKE = ("sinkpruner", "visionzip", "dart", "divprune", "sparsevlm")
+UNLIKE = ("sinkpruner", "visionzip", "dart", "divprune", "sparsevlm", "prunesid", "vscan")
 """Methods that have all operators of the other methods too."""
 
 

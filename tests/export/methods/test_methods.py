@@ -152,7 +152,7 @@ def test_random_is_one_draw_whose_prefix_a_smaller_budget_keeps() -> None:
     assert np.histogram(list(kept["retain-192"]), bins=8, range=(0, N))[0].min() > 12
 
 
-@pytest.mark.parametrize("method", [*ON_A_GRID, "random"])
+@pytest.mark.parametrize("method", [*ON_A_GRID, "random", "vscan"])
 def test_fp16_tokens_are_never_computed_with(method: str) -> None:
     found = graphs.operators_on_fp16(graphs.method_plan(method, 64, 8, RETAIN_64, "fp16").sanitizer)
     assert found <= {"Shape", "Cast", "CastLike", "GatherND", "Concat"}

@@ -119,7 +119,7 @@ def test_random_keeps_a_draw_of_its_own_for_every_number_of_tokens() -> None:
     assert {place for place in kept[480] if place < 101} != set(kept[101])
 
 
-@pytest.mark.parametrize("method", [*BEFORE_LLM, "random"])
+@pytest.mark.parametrize("method", [*BEFORE_LLM, "random", "vscan"])
 def test_a_clips_frames_are_one_group_or_apart(method: str) -> None:
     inputs = features(6, 4)
     inputs["deepstack"] = np.random.default_rng(7).standard_normal((4, 6, 2 * D)).astype(np.float32)
@@ -172,7 +172,7 @@ def test_deepstack_goes_with_its_tokens(method: str) -> None:
     np.testing.assert_allclose(out["kept_deepstack"][0], rows, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["uniform", "random", "fastervlm", "divprune", "dart", "visionzip"])
+@pytest.mark.parametrize("method", ["uniform", "random", "fastervlm", "divprune", "dart", "prunesid", "visionzip"])
 def test_fp16_rows_come_out_as_they_went_in(method: str) -> None:
     inputs = features(64, 1)
     inputs["tokens"] = inputs["tokens"].astype(np.float16)
@@ -211,7 +211,11 @@ def test_means_are_equal_to_two_tokens(method: str, layers: int) -> None:
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.integers(1, 20_000), st.sampled_from(sorted(BUDGETS)), st.sampled_from(["fastv", "sparsevlm", "visionzip"]))
+@given(
+    st.integers(1, 20_000),
+    st.sampled_from(sorted(BUDGETS)),
+    st.sampled_from(["fastv", "sparsevlm", "visionzip", "vscan"]),
+)
 def test_shares_never_grow_from_layer_to_layer(n: int, name: str, method: str) -> None:
     plan = load_method(method)(facts(), BUDGETS[name])
     counts = plan.kept.resolve(n)
@@ -220,7 +224,7 @@ def test_shares_never_grow_from_layer_to_layer(n: int, name: str, method: str) -
     assert len(counts.stages) == len(plan.select_after) <= len(prune_layers(28))
 
 
-@pytest.mark.parametrize("method", ["divprune", "dart", "fastervlm", "visionzip", "random", "fastv"])
+@pytest.mark.parametrize("method", ["divprune", "dart", "prunesid", "fastervlm", "visionzip", "random", "fastv"])
 def test_more_than_topk_gives_is_rejected_with_the_size_that_fits(method: str) -> None:
     with pytest.raises(BudgetError, match=r"keeps \d+ in one step; TensorRT's TopK gives at most 3840.*--max-pixels"):
         load_method(method)(facts(most=20_000), BUDGETS["prune-66.7"])

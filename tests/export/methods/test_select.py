@@ -23,7 +23,7 @@ from sinkprune.export.pruning.select import build_select, every_text_row, last_r
 from sinkprune.export.pruning.survivors import best_of_each_image, best_of_one_image
 from support.models import graphs
 from support.references import reference
-from support.references.reference_methods import IN_LLM, asking_rows, rows_like_the_image
+from support.references.reference_methods import IN_LLM, TWO_STAGES, asking_rows, rows_like_the_image
 
 Array = np.ndarray[Any, Any]
 DTYPES = {"fp32": np.float32, "fp16": np.float16}
@@ -320,12 +320,12 @@ def test_sparsevlm_and_sinkpruner_share_one_scorer(scores_over: str) -> None:
     assert kept(method="sparsevlm") == kept()
 
 
-@pytest.mark.parametrize("method", IN_LLM)
+@pytest.mark.parametrize("method", [*IN_LLM, *TWO_STAGES])
 def test_methods_ask_the_rows_they_should(method: str) -> None:
     """The graph of the plan itself."""
     plan = graphs.method_plan(method, 576, 32, parse_budget("llava", "retain-192"))
     (layer, graph), *_ = plan.select_after.items()
-    assert layer == IN_LLM[method].cuts[0]
+    assert layer == {**IN_LLM, **TWO_STAGES}[method].cuts[0]
     inputs = stage("mha", 610, head_dim=8)
     visual, text = list(range(4, 580)), list(range(580, 610))
     out = graphs.loaded(graph)(**inputs, visual_index=np.array(visual), text_index=np.array(text))

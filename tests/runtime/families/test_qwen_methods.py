@@ -22,7 +22,7 @@ from support.programs.slow_cases import slow_except
 from support.references.masking import Array, assert_equals_masked, embedded, masked_forward
 from support.references.pruned_prompts import prompt_rows
 from support.references.reference import largest, sanitize
-from support.references.reference_methods import BEFORE_LLM, IN_LLM, asking_rows, text_scores, visionzip
+from support.references.reference_methods import BEFORE_LLM, IN_LLM, asking_rows, text_scores, visionzip, vscan
 from support.references.steps import ask, deepstack_output, tower_output
 
 PROMPT = "Which colour is the cup?"
@@ -89,6 +89,8 @@ def kept_of(
     if method.startswith("visionzip"):
         options = {"filtered": method != "visionzip", "contextual": counts.diverse, "beside": beside}
         return visionzip(tokens, norms, salience, counts.kept, **options)  # type: ignore[arg-type]
+    if method == "vscan":
+        return vscan(tokens, norms, salience, counts.kept, local=counts.diverse, beside=beside)
     if method.startswith("sinkpruner"):
         _, index = sanitize(
             tokens,
@@ -132,7 +134,7 @@ def test_answers_equal_the_masked_full_sequence(
     assert answer.kept.index.tolist() == [index]
     assert plan.shares is not None
     stages = dict(zip(plan.cuts, plan.shares.resolve(answer.visual_tokens).stages, strict=True))
-    asking = partial(asking_rows, method) if method in IN_LLM else (lambda hidden, visual, text: text)
+    asking = partial(asking_rows, method)
     later = embedded(torch_model, answer.token_ids[:-1])
     masked = masked_forward(torch_model, sequence, budget, stages, later, asking)
     assert_equals_masked(answer, logits, sequence, masked)

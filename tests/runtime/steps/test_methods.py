@@ -24,7 +24,14 @@ from sinkprune.runtime.token_map import token_fates
 from support.programs.commands import assert_refused, run
 from support.references.masking import Sequence, embedded, masked_forward
 from support.references.reference import largest, sanitize
-from support.references.reference_methods import CANNOT_REACH_ALL, IN_LLM, ON_A_GRID, asking_rows, text_scores
+from support.references.reference_methods import (
+    CANNOT_REACH_ALL,
+    IN_LLM,
+    ON_A_GRID,
+    TWO_STAGES,
+    asking_rows,
+    text_scores,
+)
 from support.references.steps import tower_output
 
 PROMPT = "Describe the image, please: which colour is the cup?"
@@ -58,8 +65,8 @@ def test_one_bundle_is_cut_at_the_union_of_all_layers(root: Path) -> None:
     manifest = read_bundle(root).manifest
     assert manifest.cut_after == (1, 2, 4, 6)
     selects = {method: tuple(map(int, plans["retain-192"].select_after)) for method, plans in manifest.plans.items()}
-    inside = {method: scaled_layers(own.cuts, LAYERS) for method, own in IN_LLM.items()}
-    assert inside["pyramiddrop"] == (2, 4, 6)
+    inside = {method: scaled_layers(own.cuts, LAYERS) for method, own in {**IN_LLM, **TWO_STAGES}.items()}
+    assert (inside["pyramiddrop"], inside["vscan"]) == ((2, 4, 6), (4,))
     before = dict.fromkeys((*ON_A_GRID, "random"), ())
     assert selects == dict.fromkeys(METHODS, (1, 2, 4)) | inside | before
     for path in (root / "graphs").glob("*/retain-192/*.onnx"):

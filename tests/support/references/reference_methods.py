@@ -97,6 +97,100 @@ def visionzip_filter(tokens: Array, norms: Array, salience: Array, k: int) -> Ke
     return visionzip(tokens, norms, salience, k, filtered=True)
 
 
+def prunesid(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
+    """Groups by principal components; no near-duplicates within a group; a share for each, the most salient."""
+    n, order = len(tokens), largest(salience, len(salience))
+    groups: list[list[int]] = [[] for _ in range(min(16, max(1, k // 4)))]
+    weights = components(tokens, len(groups))
+    for i in order:
+        groups[int(np.argmax(np.abs(weights[i]) * (1 - np.arange(len(groups)) / 4096)))].append(i)
+
+    similarity = cosines(tokens)
+    mean = sum(similarity[i, j] for i in range(n) for j in range(i)) / max(1, n * (n - 1) // 2)
+    free: list[list[int]] = []
+    for group in groups:
+        free.append([])
+        for i in group:
+            if not any(similarity[i, j] > k / 32 * mean + 1 / 4096 for j in free[-1]):
+                free[-1].append(i)
+
+    found = sum(len(group) for group in free)
+    more = [max(0, len(group) - 1) for group in free]
+    wanted = min(k, found) - sum(1 for group in free if group)
+    index, until = [], 0
+    for group, others in zip(free, more, strict=True):
+        end = until + others
+        share = end * wanted // max(1, sum(more)) - until * wanted // max(1, sum(more))
+        index += group[: 1 + share]
+        until = end
+    index += [i for i in order if i not in index][: k - len(index)]
+    index = sorted(index)
+    return tokens[index], index
+
+
+def components(tokens: Array, count: int) -> Array:
+    """[N,count]: columns after three subspace iterations, near the principal components of the tokens."""
+    n = len(tokens)
+    with np.errstate(over="ignore"):
+        x = 1 / (1 + np.exp(-tokens.astype(np.float64)))
+    x -= x.mean(axis=1, keepdims=True)
+    gram = x @ x.T
+    gram /= np.trace(gram) or 1.0
+    columns = gram[:, [i * n // count for i in range(count)]]
+    for _ in range(2):
+        columns = gram @ gram_schmidt(columns)
+    return gram_schmidt(columns)
+
+
+def gram_schmidt(columns: Array) -> Array:
+    """Orthonormal columns; zero for one that all but depends on those before."""
+    units: list[Array] = []
+    for column in columns.T:
+        left = column
+        for unit in units:
+            left = left - unit * (unit @ left)
+        length = np.linalg.norm(left)
+        units.append(left / length if length > 1e-3 * np.linalg.norm(column) + 1e-30 else np.zeros(len(left)))
+    return np.array(units).T
+
+
+def vscan(
+    tokens: Array,
+    norms: Array,
+    salience: Array,
+    k: int,
+    *,
+    local: int | None = None,
+    side: int | None = None,
+    beside: Array | None = None,
+) -> Kept:
+    """The most salient of each window, then of all; every other token is averaged with the kept one most like it.
+
+    `local` tokens of the k, half unless given, are of windows. `side` is that of a square grid, None for tokens in
+    one line. `beside` is as in `visionzip`.
+    """
+    n, local = len(tokens), k // 2 if local is None else local
+    across = 1 if local == 0 else math.isqrt(min(local, 16)) if side else min(local, 16)
+    windows: dict[tuple[int, int], list[int]] = {}
+    for i in range(n):
+        window = (i // side * across // side, i % side * across // side) if side else (0, i * across // n)
+        windows.setdefault(window, []).append(i)
+    number = across**2 if side else across
+    kept = [own[i] for own in windows.values() for i in largest(salience[own], local // number)]
+    rest = [i for i in range(n) if i not in kept]
+    kept = sorted(kept + [rest[i] for i in largest(salience[rest], k - len(kept))])
+
+    similarity = cosines(tokens)
+    members = {target: [target] for target in kept}
+    for i in range(n):
+        if i not in members:
+            # max takes the first of equals
+            members[max(kept, key=lambda target: similarity[i, target])].append(i)
+    whole = tokens if beside is None else np.concatenate([tokens, beside], axis=-1)
+    rows = [whole[members[target]].astype(np.float64).mean(axis=0) for target in kept]
+    return np.array(rows).astype(tokens.dtype), kept
+
+
 def no_text_pruner(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
     """The sanitizer with k - 1 tokens behind the sink, half of them diverse."""
     diverse = (k - 1) // 2
@@ -145,6 +239,7 @@ BEFORE_LLM = {
     "visionzip": visionzip,
     "visionzip+filter": visionzip_filter,
     "sinkpruner-no-text-pruner": no_text_pruner,
+    "prunesid": prunesid,
 }
 """Methods that drop tokens before the LLM only; `random` is no rule."""
 ON_A_GRID = {**BEFORE_LLM, "downsample": downsample}
@@ -164,11 +259,12 @@ def rows_like_the_image(hidden: Array, visual: list[int], text: list[int]) -> li
 
 def asking_rows(method: str, hidden: Array, visual: list[int], text: list[int]) -> list[int]:
     """The rows whose attention scores the visual rows."""
-    return IN_LLM[method].asking(hidden, visual, text) if method in IN_LLM else text
+    own = {**IN_LLM, **TWO_STAGES}.get(method)
+    return own.asking(hidden, visual, text) if own else text
 
 
 class InLlm(NamedTuple):
-    """A method that drops tokens inside the LLM only."""
+    """How a method drops tokens inside the LLM."""
 
     cuts: tuple[int, ...]
     """The 0-based layers of 32 after which it drops tokens."""
@@ -185,5 +281,8 @@ IN_LLM = {
     "pyramiddrop": InLlm((8, 16, 24), _last_row),
     "sparsevlm": InLlm((2, 6, 15), rows_like_the_image),
 }
+"""Methods that drop tokens inside the LLM only."""
+TWO_STAGES = {"vscan": InLlm((16,), _last_row)}
+"""Methods that drop tokens before the LLM too."""
 CANNOT_REACH_ALL = {**{method: own.cuts for method, own in IN_LLM.items()}, "sinkpruner-no-sanitizer": (2, 6, 15)}
 """The layers of 32 after which methods drop tokens that run their first layers on all tokens."""

@@ -29,14 +29,14 @@ PIVOTS = 4
 SEED = 0
 _FLOAT = ir.DataType.FLOAT
 
-Choose = Callable[[PlanFacts, Budget, Graph, TowerValues, Callable[[], TokenCount]], ir.Value]
+Count = Callable[[], TokenCount]
+"""Returns the k tokens of each group that are kept, and writes k into the graph if it is no constant."""
+Choose = Callable[[PlanFacts, Budget, Graph, TowerValues, Count], ir.Value]
 """Writes the choice of tokens into a sanitizer for the shares of a budget. Returns their index [G,k], or [1,k] if all
 groups are alike. The last argument returns k."""
 
 
-def fastervlm(
-    facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Callable[[], TokenCount]
-) -> ir.Value:
+def fastervlm(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Count) -> ir.Value:
     """Keep the tokens of largest CLS attention: FasterVLM ("[CLS] Attention is All You Need for Training-Free Visual
     Token Pruning"). CLS attention is our salience, which towers without a CLS token have too."""
     facts.check_ranked(facts.most_counts(kept).kept)
@@ -44,9 +44,7 @@ def fastervlm(
     return ascending(graph, largest(graph, features.salience, count), count)
 
 
-def divprune(
-    facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Callable[[], TokenCount]
-) -> ir.Value:
+def divprune(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Count) -> ir.Value:
     """Keep the tokens least similar to each other, by greedy max-min cosine distance: DivPrune ("DivPrune:
     Diversity-based Visual Token Pruning for Large Multimodal Models").
 
@@ -67,9 +65,7 @@ def divprune(
     return index
 
 
-def dart(
-    facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Callable[[], TokenCount]
-) -> ir.Value:
+def dart(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Count) -> ir.Value:
     """Keep 4 pivots of largest norm, and for each in turn its share of the tokens least similar to it: DART ("Stop
     Looking for Important Tokens in Multimodal Language Models: Duplication Matters More").
 
@@ -92,18 +88,14 @@ def dart(
     return ascending(graph, chosen, count)
 
 
-def uniform(
-    facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Callable[[], TokenCount]
-) -> ir.Value:
+def uniform(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Count) -> ir.Value:
     """Keep the middle token of each of k equal parts: a baseline that ignores the content of the image."""
     op, (tokens, count) = graph.op, _sizes(graph, features, k)
     part = op.Unsqueeze(op.Range(0, op.Squeeze(count), 1), [0])
     return op.Div(op.Mul(op.Add(op.Mul(part, 2), 1), tokens), op.Mul(count, 2))
 
 
-def random(
-    facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Callable[[], TokenCount]
-) -> ir.Value:
+def random(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Count) -> ir.Value:
     """Keep the k tokens of largest score, with scores drawn from `SEED`: another baseline. A large budget keeps all
     tokens of a small one, and images of equal N keep the same places."""
     facts.check_ranked(facts.most_counts(kept).kept)
@@ -118,7 +110,7 @@ def random(
     return ascending(graph, largest(graph, op.Unsqueeze(own, [0]), count), count)
 
 
-def _sizes(graph: Graph, features: TowerValues, k: Callable[[], TokenCount]) -> tuple[ir.Value, ir.Value]:
+def _sizes(graph: Graph, features: TowerValues, k: Count) -> tuple[ir.Value, ir.Value]:
     """Return N and k, each [1] int64."""
     count, tokens = k(), graph.op.Shape(features.norms, start=1, end=2)
     return tokens, graph.op.Constant(value_ints=as_vector(count)) if isinstance(count, int) else count
@@ -135,7 +127,9 @@ def _loneliest(graph: Graph, features: TowerValues) -> ir.Value:
     return smallest(graph, op.ReduceMax(similarity, [-1], keepdims=0), 1)
 
 
-def _build(choose: Choose, booked: Literal["reserve", "diverse"], facts: PlanFacts, budget: Budget) -> PlanGraphs:
+def build_choice(
+    choose: Choose, booked: Literal["reserve", "diverse"], facts: PlanFacts, budget: Budget
+) -> PlanGraphs:
     """Return the plan that keeps the tokens of `choose`, as the field `booked` of the budget."""
     kept = kept_before(facts, budget, **{booked: tokens_into_llm(facts, budget)})
     graph, features = new_sanitizer(facts, kept)
@@ -149,9 +143,9 @@ def _build(choose: Choose, booked: Literal["reserve", "diverse"], facts: PlanFac
 
 
 METHODS = {
-    "fastervlm": partial(_build, fastervlm, "reserve"),
-    "divprune": partial(_build, divprune, "diverse"),
-    "dart": partial(_build, dart, "diverse"),
-    "uniform": partial(_build, uniform, "diverse"),
-    "random": partial(_build, random, "diverse"),
+    "fastervlm": partial(build_choice, fastervlm, "reserve"),
+    "divprune": partial(build_choice, divprune, "diverse"),
+    "dart": partial(build_choice, dart, "diverse"),
+    "uniform": partial(build_choice, uniform, "diverse"),
+    "random": partial(build_choice, random, "diverse"),
 }

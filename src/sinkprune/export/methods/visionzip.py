@@ -15,7 +15,7 @@ import onnx_ir as ir
 from sinkprune.contract.budgets import Budget, Counts
 from sinkprune.export.graph import Graph
 from sinkprune.export.pruning.equal_mean import UnreachableMean, shares_of, tokens_into_llm
-from sinkprune.export.pruning.functions import cosines, top_rho, unit_rows
+from sinkprune.export.pruning.functions import top_rho
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 from sinkprune.export.pruning.sanitizer import (
     TowerValues,
@@ -27,6 +27,7 @@ from sinkprune.export.pruning.sanitizer import (
     new_sanitizer,
     output_rows,
     smallest,
+    sums_of_similar,
 )
 from sinkprune.export.pruning.shares import TokenCount, as_vector, sanitizer_counts
 
@@ -96,14 +97,9 @@ def _merged(
     number = op.Range(0, op.Squeeze(some), 1)
     targets = op.Gather(rest, op.Mul(number, op.Div(as_vector(left), some)), axis=1)
 
-    unit = unit_rows(op, op.Cast(features.tokens, to=_FLOAT))
-    nearest = op.ArgMax(cosines(op, unit, targets), axis=-1, keepdims=1)
-    joins = op.Equal(nearest, op.Unsqueeze(number, [0, 1]))
     free = op.Not(op.Or(taken, mask_of(graph, features, targets)))
-    member = op.Cast(op.And(joins, op.Unsqueeze(free, [-1])), to=_FLOAT)
+    sums, sizes = sums_of_similar(graph, features, targets, free)
     rows = op.Cast(features.rows, to=_FLOAT)
-    sums = op.MatMul(op.Transpose(member, perm=[0, 2, 1]), rows)
-    sizes = op.Unsqueeze(op.ReduceSum(member, [1], keepdims=0), [-1])
     merged = op.Add(gather_rows(graph, rows, targets), op.Div(sums, op.Max(sizes, 1.0)))
     merged, targets = (op.Slice(x, [0], as_vector(contextual), [1]) for x in (merged, targets))
     return op.CastLike(merged, features.tokens), targets
