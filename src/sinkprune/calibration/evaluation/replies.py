@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -66,21 +66,27 @@ def choose_combinations(
 
 
 def collect_replies(
+    pipeline: Pipeline, items: Iterable[Item], combinations: Sequence[Combination], **options: Any
+) -> list[Reply]:
+    """Return the replies of `replies_by_question`, with the same `options`, in one list."""
+    return [reply for own in replies_by_question(pipeline, items, combinations, **options) for reply in own]
+
+
+def replies_by_question(
     pipeline: Pipeline,
     items: Iterable[Item],
     combinations: Sequence[Combination],
     *,
     max_new_tokens: int = 8,
     on_run: Callable[[Combination], None] = lambda combination: None,
-) -> list[Reply]:
-    """Return the greedy reply of `BASELINE` and every combination to every question, question by question.
+) -> Iterator[list[Reply]]:
+    """Yield, for each question, the greedy replies of `BASELINE` and every combination.
 
     Each combination runs once on the first question as a warm-up. `on_run` is called before each run that counts.
     Raises what `Pipeline.generate` raises, with the question's id, and `UsageError` for fewer than one new token.
     """
     MAX_NEW_TOKENS.check(max_new_tokens)
     turns = [BASELINE, *combinations]
-    replies: list[Reply] = []
     for number, item in enumerate(items):
         image = item.load_image()
         if number == 0:
@@ -88,10 +94,11 @@ def collect_replies(
                 _reply(pipeline, item, image, combination, max_new_tokens)
         # Rotate the order, so that the pause between questions favours no combination.
         shift = number % len(turns)
+        replies = []
         for combination in [*turns[shift:], *turns[:shift]]:
             on_run(combination)
             replies.append(_reply(pipeline, item, image, combination, max_new_tokens))
-    return replies
+        yield replies
 
 
 def evaluation_report(
