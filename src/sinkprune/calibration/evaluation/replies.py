@@ -27,7 +27,7 @@ from sinkprune.contract.text.questions import Question
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.answer import Answer
-from sinkprune.runtime.steps.picture_warnings import percent
+from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
 from sinkprune.runtime.system.processor import processor_name
 
@@ -154,7 +154,7 @@ def evaluation_report(
         unreachable=tuple(unreachable),
         warnings=(
             *accuracy_warnings(len(base)),
-            *([] if blind else _unseen_warnings([reply.seen_share for reply in base])),
+            *([] if blind else unseen_warnings([reply.seen_share for reply in base], "questions")),
         ),
     )
 
@@ -193,15 +193,4 @@ def _reply(
         latency_ms=ms["latency"],
         picture=item.picture,
         seen_share=answer.kept.layout.seen_share,
-    )
-
-
-def _unseen_warnings(seen_shares: Sequence[float]) -> tuple[str, ...]:
-    """Return a warning if the model sees less than the whole picture, by the share it sees in each question."""
-    partly = [share for share in seen_shares if share < 1]
-    if not partly:
-        return ()
-    return (
-        f"The model sees only a part of the picture in {len(partly)} of {len(seen_shares)} questions "
-        f"({percent(min(partly))} at least). --fit pad shows it all (docs/pictures.md).",
     )

@@ -149,7 +149,7 @@ def _replay(arguments: Sequence[str] | None) -> None:
     if not prints_json(options.json):
         write_line(_in_words(report))
     sys.stderr.write(_warnings(report))
-    note_pictures(pipeline, [Path(options.topic)], [first.picture])
+    note_pictures(pipeline.family, pipeline.bundle.manifest, [Path(options.topic)], [first.picture])
 
 
 class _Answering:

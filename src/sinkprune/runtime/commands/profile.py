@@ -176,7 +176,7 @@ def _profile(arguments: Sequence[str] | None) -> None:
             power = rates.power
     check_lived(power)
     pictures = [picture for own in prompts for picture in own]
-    note_pictures(pipeline, files, pictures)
+    note_pictures(pipeline.family, pipeline.bundle.manifest, files, pictures)
     if interrupted:
         raise KeyboardInterrupt(interrupted)
 
