@@ -156,8 +156,8 @@ _BOARDS = "aarch64"
 def _own_target(model: str, bundle: Bundle, target: TargetMachine, wanted: str | None) -> TargetMachine:
     """Return the target for a bundle or for engines, which fix the backend.
 
-    Raises `UsageError` for engines of another target than that of the `wanted` backend, and for engines of a GPU whose
-    memory is unknown here.
+    Raises `UsageError` for engines of another target than that of the `wanted` backend, and for engines of a GPU
+    whose memory is unknown here.
     """
     if bundle.engines is None:
         return target
