@@ -138,11 +138,12 @@ class ProfileRounds:
         pipeline, meter, first = self._pipeline, self._meter, self._first
         curve = meter.curve() if meter else None
         runs = {name: [found[name] for found in self._rounds] for name in self._budgets}
-        prompt_tokens = runs[UNPRUNED][0].answer.prompt_tokens
+        answer = runs[UNPRUNED][0].answer
         return ProfileReport(
-            **vars(report_header(pipeline, self._method, prompt_tokens, self._new_tokens, meter)),
+            **vars(report_header(pipeline, self._method, answer.prompt_tokens, self._new_tokens, meter)),
             repeat=self.count,
             first_answer_ms=_sum(pipeline.load_ms, first.ms["ttft"] if first else None),
+            seen_share=tuple(kept.layout.seen_share for kept in answer.images),
             budgets={
                 name: _budget_report(
                     pipeline,
