@@ -209,6 +209,9 @@ def test_engines_are_for_their_own_backend(bundle: Callable[..., Path], photo_fi
     report = told(engines)
     (model,) = report["models"]
     assert (model["kind"], model["backend"]) == ("engines", "ort-cpu")
+    refused = doctor("--backend", "openvino", engines)
+    assert_refused(refused, "built for target onnxruntime", "backend 'openvino' takes target openvino", "Leave out")
+    assert told("--backend", "ort-cpu", engines)["models"][0]["backend"] == "ort-cpu"
     # What is packed is mapped: nothing is packed while it loads.
     own = next(form for form in model["forms"] if form["exported"])
     assert own["budgets"]["none"]["memory"]["loading"] == 0

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from sinkprune.calibration.tasks import items_by_picture, load_task
+from sinkprune.calibration.tasks import Item, items_by_picture, load_task
 from sinkprune.contract.errors import ImageError
+from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.images import read_image
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
@@ -29,6 +30,12 @@ class NamedPicture(NamedTuple):
 def task_pictures(task: str) -> list[NamedPicture]:
     """Return the pictures of a task, each once; raises `TaskError`."""
     return [NamedPicture(items[0].picture, items[0].load_image) for items in items_by_picture(load_task(task))]
+
+
+def seen_shares(family: Family, items: Sequence[Item]) -> list[float]:
+    """Return the share of its picture that the model sees in each question; raises `ImageError`."""
+    groups = items_by_picture(items)
+    return [share for own in groups for share in [family.layout(own[0].load_image()).seen_share] * len(own)]
 
 
 def file_pictures(paths: Sequence[Path]) -> list[NamedPicture]:

@@ -43,6 +43,14 @@ class PromptError(SinkpruneError):
     """A prompt is empty or longer than the model can take."""
 
 
+class NewTokensError(PromptError):
+    """More new tokens were requested than engines were built for."""
+
+
+class ToolsError(PromptError):
+    """The model's chat template cannot write tools or calls."""
+
+
 class PruningError(SinkpruneError):
     """Pruning was requested and dropped nothing."""
 
@@ -61,6 +69,10 @@ class NumericsError(SinkpruneError):
 
 class UsageError(SinkpruneError):
     """An argument is outside its range."""
+
+
+class DeadlineError(UsageError):
+    """A deadline was given, and the costs of requests are not known."""
 
 
 class PictureWarning(UserWarning):

@@ -18,7 +18,7 @@ from sinkprune.jetson.presets import preset_manifest, read_presets
 from sinkprune.jetson.recommendation import Recommendation
 from sinkprune.jetson.times import SHARES, PeakUtilisation
 from sinkprune.runtime.backends.compatibility import usual_backend
-from sinkprune.runtime.backends.known import ON_CPU
+from sinkprune.runtime.backends.known import KNOWN, ON_CPU
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _report(
     machine: Machine | None = None,
     jetpack: JetPack | None = None,
 ) -> DoctorReport:
-    models = tuple(_fit(model, dialect, target, query.picture) for model in query.models or read_presets())
+    models = tuple(_fit(model, dialect, target, query) for model in query.models or read_presets())
     findings = [*machine_findings(machine, boards)] if machine else []
     if query.models:
         # In an overview, a preset that is too large is no finding.
@@ -134,7 +134,7 @@ def _backend(machine: Machine) -> str:
     return "openvino" if imports("openvino") else "ort-cpu"
 
 
-def _fit(model: str, dialect: DialectName, target: TargetMachine, picture: tuple[int, int]) -> ModelFit:
+def _fit(model: str, dialect: DialectName, target: TargetMachine, query: Query) -> ModelFit:
     """Return how a bundle, engines or a preset fits. A folder with the name of a preset comes first.
 
     Raises `BundleError`, `EnginesError` and `UsageError`.
@@ -143,27 +143,33 @@ def _fit(model: str, dialect: DialectName, target: TargetMachine, picture: tuple
     if Path(model).exists():
         bundle = read_runnable(model)
         kind: ModelState = "engines" if bundle.engines else "bundle"
-        return fit(model, kind, bundle.manifest, _own_target(model, bundle, target), picture)
+        return fit(model, kind, bundle.manifest, _own_target(model, bundle, target, query.backend), query.picture)
     if model not in presets:
         raise UsageError(f"'{model}' is no folder and no preset; presets: {', '.join(presets)}.")
-    return fit(model, "preset", preset_manifest(model, presets[model], dialect), target, picture)
+    return fit(model, "preset", preset_manifest(model, presets[model], dialect), target, query.picture)
 
 
 _BOARDS = "aarch64"
 """The architecture of all boards."""
 
 
-def _own_target(model: str, bundle: Bundle, target: TargetMachine) -> TargetMachine:
+def _own_target(model: str, bundle: Bundle, target: TargetMachine, wanted: str | None) -> TargetMachine:
     """Return the target for a bundle or for engines, which fix the backend.
 
-    Raises `UsageError` for engines of a GPU whose memory is unknown here.
+    Raises `UsageError` for engines of another target than that of the `wanted` backend, and for engines of a GPU
+    whose memory is unknown here.
     """
     if bundle.engines is None:
         return target
-    backend = usual_backend(bundle)
+    backend, built = usual_backend(bundle), bundle.engines.manifest.target
+    if wanted is not None and KNOWN[wanted].target != built:
+        raise UsageError(
+            f"the engines '{model}' were built for target {built}, and backend '{wanted}' takes target "
+            f"{KNOWN[wanted].target}. Leave out --backend, or give the bundle."
+        )
     if backend != target.backend and backend not in ON_CPU:
         raise UsageError(
-            f"the engines '{model}' are for {bundle.engines.manifest.target}, and the memory of that GPU is unknown "
+            f"the engines '{model}' are for {built}, and the memory of that GPU is unknown "
             "here. Run this on that machine, or add --board NAME."
         )
     built_for = bundle.engines.manifest.flags.get("machine")

@@ -19,7 +19,7 @@ from sinkprune.contract.checks.arguments import check_callable, check_options, c
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.costs.file import cache_costs, cached_costs
 from sinkprune.contract.costs.model import Costs, Place
-from sinkprune.contract.errors import UsageError
+from sinkprune.contract.errors import DeadlineError, UsageError
 from sinkprune.contract.files.trust import ANY, Trust
 from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
@@ -30,7 +30,7 @@ from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines,
 from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.confidence.policy import ConfidencePolicy
-from sinkprune.runtime.confidence.thresholds import Thresholds, missing_thresholds
+from sinkprune.runtime.confidence.thresholds import Thresholds, usable_thresholds
 from sinkprune.runtime.deadline.cost_measuring import SECONDS, SECONDS_RANGE, measure_costs, place_of
 from sinkprune.runtime.deadline.other_load import OtherLoad
 from sinkprune.runtime.deadline.policy import BudgetPolicy, DeadlinePolicy
@@ -322,10 +322,8 @@ class Pipeline(Answering):
         manifest = self.bundle.manifest
         if budget != AUTO:
             return [manifest.plan(method, budget)]
-        if self.thresholds is None:
-            raise missing_thresholds(manifest, method)
-        self.thresholds.check(self.bundle, method, self.backend.compute)
-        return [manifest.plan(method, each) for each in self.thresholds.least]
+        thresholds = usable_thresholds(self.thresholds, self.bundle, method, self.backend.compute)
+        return [manifest.plan(method, each) for each in thresholds.least]
 
     def _policy(self, request: Request) -> BudgetPolicy:
         if request.deadline_ms is None:
@@ -334,12 +332,13 @@ class Pipeline(Answering):
         if self.costs is None:
             self.costs = cached_costs(self.place)
         if self.costs is None:
-            raise UsageError(
+            raise DeadlineError(
                 f"a deadline was given, and the costs of requests on this machine, with {self.place.backend} in "
                 f"{counted(self.place.threads, 'thread')}, are not known. Measure them on this machine first, with "
                 "sinkprune-run --warm-up or pipeline.warm_up(picture, prompt), or read measured ones: --costs "
                 "FILE.json, read_costs."
             )
+        check_type("costs", self.costs, (Costs,), "Costs, as read_costs and warm_up return")
         history = self._history_of(self.costs)
         return DeadlinePolicy(request, request.deadline_ms, self.bundle.manifest, self.costs, history, began=began)
 

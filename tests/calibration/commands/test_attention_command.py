@@ -54,8 +54,9 @@ def test_means_are_those_of_the_questions(bundle: Bundles, questions: Path, tmp_
     assert (outcome.code, outcome.stderr) == (0, "")
     report = json.loads(files[0].read_text())
     assert (report["questions"], report["pictures"], report["outlier_per_mille"]) == (3, 2, 10)
-    (warning,) = report["warnings"]
-    assert "2 pictures" in warning and warning in outcome.stdout
+    sample, unseen = report["warnings"]
+    assert "2 pictures" in sample and "a part of the picture in 3 of 3 questions" in unseen
+    assert sample in outcome.stdout and unseen in outcome.stdout
     assert {method: [*budgets] for method, budgets in report["methods"].items()} == {
         "sinkpruner": ["retain-192", "retain-64"]
     }

@@ -80,6 +80,7 @@ def test_lists_of_the_data_and_of_the_command(bundle: Callable[..., Path], asked
     assert outcome.code == 0, outcome.stderr
     report = json.loads(outcome.stdout)
     assert (report["questions"], report["pictures"], report["folds"]) == (3, 1, 3)
+    assert "a part of the picture in 3 of 3 questions" in report["warnings"][-1]
     assert any("Small sample: 1 picture" in warning for warning in report["warnings"])
     asks_again = len(report["chosen"]["least"]) > 1
     assert any("asks none again" in warning for warning in report["warnings"]) != asks_again
@@ -111,6 +112,19 @@ def test_wrong_data_and_options_are_refused(
 ) -> None:
     path = bundle("gqa-112", "fp32", ("retain-64",))
     assert_refused(run(*COMMAND, path, "--data", asked(*lines), *words), message)
+
+
+def test_a_question_that_is_too_long_is_refused_before_the_first_is_asked(
+    bundle: Callable[..., Path], asked: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def generate(*arguments: object, **options: object) -> None:
+        raise AssertionError("a question was asked")
+
+    monkeypatch.setattr(Pipeline, "generate", generate)
+    path = bundle("gqa-112", "fp32", ("retain-64",))
+    line = {"answer": "a", "choice": ["a", "b"]}
+    lines = asked(line, {**line, "question": "why " * 2000, "id": "long"})
+    assert_refused(run(*COMMAND, path, "--data", lines), "question 'long'", "too long")
 
 
 def test_steps_in_words() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 from skimage import data
 
-from sinkprune import Pipeline
+from sinkprune import Answer, Pipeline
 from support.programs.commands import assert_refused, run
 
 Bundles = Callable[..., Path]
@@ -191,6 +192,34 @@ def test_what_goes_wrong_on_the_way_leaves_nothing(bundle: Bundles, task: Path, 
     outcome = run("sinkprune-evaluate", bundle("gqa-112"), "--task", long, "--budgets", "retain-64", *outputs)
     assert_refused(outcome, "question 'long'", "too long")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("complete", [0, 2])
+def test_an_interrupt_reports_the_questions_answered_so_far(
+    complete: int, bundle: Bundles, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Three combinations, a warm-up of each, and one answer to the next question.
+    left, generate = iter(range(3 * (1 + complete) + 1)), Pipeline.generate
+
+    def interrupted(*arguments: Any, **options: Any) -> Answer:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr(Pipeline, "generate", interrupted)
+    outputs = ("--json", tmp_path / "x.json", "--answers", tmp_path / "x.jsonl")
+    outcome = run("sinkprune-evaluate", bundle("gqa-112"), "--data", task, *BUDGETS, *outputs)
+    assert outcome.code == 130
+    if not complete:
+        assert outcome.stderr == "interrupted; nothing half-written was left.\n"
+        assert list(tmp_path.iterdir()) == []
+        return
+    assert outcome.stderr == "interrupted; the report counts the first 2 of 4 questions.\n"
+    report = json.loads((tmp_path / "x.json").read_text())
+    assert report["questions"] == report["none"]["by_kind"]["known"]["count"] * 2 == 2
+    assert report["warnings"][0] == "Interrupted: the report counts the first 2 of 4 questions."
+    assert report["warnings"][0] in outcome.stdout
+    assert len((tmp_path / "x.jsonl").read_text().splitlines()) == 2 * 3
 
 
 def test_kinds_are_shown_as_they_are_called(bundle: Bundles, task: Path, tmp_path: Path) -> None:

@@ -56,8 +56,9 @@ def quantised(bundle: Bundles, task: Path, tmp_path_factory: pytest.TempPathFact
     assert "needs about" in outcome.stderr and "GB are free" in outcome.stderr
     assert "worst 10 of" in outcome.stdout and "weights int4, vision int8" in outcome.stdout
     assert read_bundle(folder / "out").sha256 in outcome.stdout
-    (warning,) = json.loads((folder / "errors.json").read_text())["warnings"]
-    assert "2 prompts" in warning and warning in outcome.stdout
+    sample, unseen = json.loads((folder / "errors.json").read_text())["warnings"]
+    assert "2 prompts" in sample and "a part of the picture in 2 of 2 prompts" in unseen
+    assert sample in outcome.stdout and unseen in outcome.stdout
     return folder / "out"
 
 

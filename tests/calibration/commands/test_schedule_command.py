@@ -135,6 +135,7 @@ def test_costs_alone_are_measured(own: Path, tmp_path: Path) -> None:
 def test_a_fit_is_that_of_the_measured_pictures(
     own: Path, tmp_path: Path, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    photo.resize((200, 100)).save(tmp_path / "wide.png")
     fits, load = list[str | None](), schedule_command.load_pipeline
 
     def noted(*arguments: Any) -> Pipeline:
@@ -144,8 +145,9 @@ def test_a_fit_is_that_of_the_measured_pictures(
 
     monkeypatch.setattr(schedule_command, "load_pipeline", noted)
     for fit in ((), ("--fit", "pad")):
-        outcome = schedule(own, "--costs", tmp_path / "costs.json", *fit)
+        outcome = schedule(own, "--costs", tmp_path / "costs.json", "--image", tmp_path / "wide.png", *fit)
         assert outcome.code == 0, outcome.stderr
+        assert ("a part of the picture in 1 of 1 requests (50 % at least)" in outcome.stderr) == (not fit)
     assert fits == [None, "pad"]
 
 

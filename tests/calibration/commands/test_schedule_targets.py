@@ -53,7 +53,10 @@ def test_a_time_is_met_by_95_of_100_requests(
     tail: float, own: Path, simulated: Callable[[float], None], tmp_path: Path
 ) -> None:
     simulated(tail)
-    assert schedule(own, "--target-ms", 1, "--json", tmp_path / "r.json").code == 2
+    refused = schedule(own, "--target-ms", 1, "--json", tmp_path / "r.json")
+    assert refused.code == 2
+    told = json.loads((tmp_path / "r.json").read_text())
+    assert refused.stderr == f"error: {told['error']}\n" and set(told) == {"costs", "error"}
     target, report = 250, tmp_path / "report.json"
     outcome = schedule(own, "--target-ms", target, "--json", report)
     assert (outcome.code, outcome.stderr) == (0, "")

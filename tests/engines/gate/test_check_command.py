@@ -31,6 +31,9 @@ from support.stand_ins.fake_device import FakeDevice
 from support.stand_ins.fake_tensorrt import FakeTensorRT, build_fake_engines
 from support.stand_ins.gate_faults import altered, one_weight, overflowing, plant, swapped
 
+MIDDLE = (
+    "the model sees 67 % of the picture (the middle 400x400 of 600x400). --fit pad shows it all (docs/pictures.md)."
+)
 Built = Callable[[str], Path]
 
 
@@ -87,6 +90,7 @@ def test_honest_engines(target: str, source: Path, built: Built, photo_file: Pat
     graphs = len(read_bundle(source).manifest.graphs)
     assert outcome.stdout.count("passed") == graphs + 3
     assert outcome.stdout.endswith(f"\npassed: {graphs} engines, 2 answers\n")
+    assert outcome.stderr.endswith(f"{photo_file}: {MIDDLE}\n")
     report = json.loads(run("sinkprune-check", *command, "--prompt", "What?", "--json").stdout)
     assert report["passed"] is True
     assert report["target"] == target

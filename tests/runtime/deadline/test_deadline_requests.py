@@ -101,6 +101,15 @@ def test_without_costs_a_deadline_is_refused_before_anything_runs(bundle: Bundle
     assert pipeline.generate(photo, QUESTION, deadline_ms=60_000, max_new_tokens=1).deadline is not None
 
 
+def test_costs_and_thresholds_of_a_wrong_type(bundle: Bundles, photo: Image.Image) -> None:
+    pipeline: Any = Pipeline.load(bundle("gqa-112"))
+    pipeline.costs = pipeline.thresholds = 5
+    with pytest.raises(TypeError, match="costs is 5, expected Costs, as read_costs"):
+        pipeline.generate(photo, QUESTION, deadline_ms=60_000)
+    with pytest.raises(TypeError, match="thresholds is 5, expected Thresholds, as read_thresholds returns"):
+        pipeline.stream(photo, QUESTION, budget="auto", choice=["yes", "no"])
+
+
 def test_the_reported_time_is_the_user_s(bundle: Bundles, photo: Image.Image) -> None:
     """Also of the first request, and where plans are still to be loaded."""
     costs = loaded(bundle).costs

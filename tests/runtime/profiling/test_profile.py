@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
-from sinkprune import Pipeline, Request, Stream
+from sinkprune import Answer, Pipeline, Request, Stream
 from sinkprune.contract.errors import PromptError, UsageError
 from sinkprune.contract.reports.report import OF_TTFT, PARTS, Spread
 from sinkprune.runtime.profiling.frame_clock import frame_clock
@@ -15,6 +18,7 @@ from sinkprune.runtime.profiling.profile import EARLIER, profile
 from sinkprune.runtime.profiling.rate import at_rate
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.prefix_cache import PrefixCache
+from support.programs.commands import run
 
 
 def test_budgets_take_turns_and_each_round_starts_with_another(
@@ -103,3 +107,33 @@ def test_a_length_that_one_budget_does_not_take_is_refused_before_any_runs(
     with pytest.raises(PromptError, match=f"ask for at most {left} new tokens"):
         at_rate(pipe, [photo], "What?", ["retain-32", "none"], frame_clock(1, 1), new_tokens=left + 1, warmup=0)
     assert ran == []
+
+
+@pytest.mark.parametrize("complete", [0, 2])
+def test_an_interrupted_command_reports_the_complete_rounds(
+    complete: int, bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two budgets, a round of warm-up, and one run of the next round.
+    left, generate = iter(range(2 * (1 + complete) + 1)), Pipeline.generate
+
+    def interrupted(*arguments: Any, **options: Any) -> Answer:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return generate(*arguments, **options)
+
+    photo.save(tmp_path / "photo.png")
+    monkeypatch.setattr(Pipeline, "generate", interrupted)
+    options = ("--budgets", "retain-64", "--repeat", 4, "--new-tokens", 2, "--json", tmp_path / "x.json")
+    outcome = run(
+        "sinkprune-profile", bundle("gqa-112"), "--image", tmp_path / "photo.png", "--prompt", "What?", *options
+    )
+    assert outcome.code == 130
+    if complete:
+        assert outcome.stderr.endswith("interrupted; the report counts 2 of 4 rounds.\n")
+        report = json.loads((tmp_path / "x.json").read_text())
+        # The photo is 600x400.
+        assert (report["repeat"], report["seen_share"]) == (2, [pytest.approx(2 / 3, abs=0.01)])
+        assert "median (p95) of 2 interleaved runs" in outcome.stdout
+    else:
+        assert outcome.stderr == "interrupted; nothing half-written was left.\n"
+        assert not (tmp_path / "x.json").exists()

@@ -20,6 +20,7 @@ from sinkprune.calibration.commands.measuring import TaskOptions, open_task, pro
 from sinkprune.calibration.evaluation.intervals import Mean
 from sinkprune.calibration.evaluation.report import BASELINE, Combination
 from sinkprune.calibration.evaluation.sample_size import mean_warnings, quantity
+from sinkprune.calibration.pictures import seen_shares
 from sinkprune.calibration.plots import plot_attention
 from sinkprune.calibration.sink_tokens import OUTLIER_PER_MILLE
 from sinkprune.calibration.tasks import Item
@@ -32,6 +33,7 @@ from sinkprune.runtime.commands import load_pipeline, plain_text, write_report
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.profile import model_name
+from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 
 _EXAMPLES = """\
 examples:
@@ -119,7 +121,7 @@ def _report(
         outlier_per_mille=OUTLIER_PER_MILLE,
         none=none,
         methods=methods,
-        warnings=mean_warnings(count),
+        warnings=(*mean_warnings(count), *unseen_warnings(seen_shares(pipeline.family, items), "questions")),
     )
 
 

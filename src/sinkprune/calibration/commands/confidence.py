@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sinkprune.calibration.commands.measuring import LIMIT, check_unpruned_memory, progress_bar
@@ -12,6 +12,7 @@ from sinkprune.calibration.confidence.asking import ask_questions, new_threshold
 from sinkprune.calibration.confidence.finder import MOST_STEPS
 from sinkprune.calibration.confidence.report import ConfidenceReport, CurvePoint, FixedBudget, new_report
 from sinkprune.calibration.evaluation.sample_size import quantity
+from sinkprune.calibration.pictures import seen_shares
 from sinkprune.calibration.tasks import check_own_questions, load_task
 from sinkprune.contract.budgets import AUTO, UNPRUNED
 from sinkprune.contract.bundle import read_runnable
@@ -26,6 +27,7 @@ from sinkprune.contract.files.output_files import OutputFile, check_apart, check
 from sinkprune.runtime.commands import BundleOptions, bundle_parser, load_pipeline, name_list, plain_text, status
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.confidence.thresholds import describe_ladders, write_thresholds
+from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 from sinkprune.runtime.text.answer_form import checked_choices
 
 _EXAMPLES = """\
@@ -83,6 +85,8 @@ def _calibrate(arguments: Sequence[str] | None) -> None:
         names, means, asked = ask_questions(pipeline, items, options.method, budgets, count)
     with status("comparing thresholds"):
         report = new_report(pipeline, options.data.name, options.method, options.share, names, means, asked)
+    unseen = unseen_warnings(seen_shares(pipeline.family, items), "questions")
+    report = replace(report, warnings=(*report.warnings, *unseen))
     if options.thresholds:
         write_thresholds(options.thresholds, new_thresholds(pipeline, options.method, report.chosen.least))
     if not prints_json(options.json):

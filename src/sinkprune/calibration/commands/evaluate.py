@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.table import Table
@@ -17,7 +17,7 @@ from sinkprune.calibration.commands.measuring import (
     task_parser,
 )
 from sinkprune.calibration.evaluation.outliers import plant_in_vision
-from sinkprune.calibration.evaluation.replies import collect_replies, evaluation_report
+from sinkprune.calibration.evaluation.replies import evaluation_report, replies_by_question
 from sinkprune.calibration.evaluation.report import Combination, CombinationReport, EvaluationReport, Reply
 from sinkprune.calibration.plots import plot_evaluation
 from sinkprune.calibration.tasks import with_grey_picture
@@ -66,14 +66,23 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
     task = open_task(options, options.max_new_tokens, *answers)
     items = [with_grey_picture(item) for item in task.items] if options.blind else task.items
     pipeline = load_pipeline(options, task.bundle, plant_in_vision if options.plant_outliers else None)
-    with progress_bar("warming up", len(items) * (1 + len(task.combinations)), "answers") as count:
-        replies = collect_replies(
-            pipeline,
-            items,
-            task.combinations,
-            max_new_tokens=options.max_new_tokens,
-            on_run=lambda pair: count(f"asking with {' '.join(dict.fromkeys(pair))}"),
-        )
+    by_question: list[list[Reply]] = []
+    interrupted = False
+    try:
+        with progress_bar("warming up", len(items) * (1 + len(task.combinations)), "answers") as count:
+            for own in replies_by_question(
+                pipeline,
+                items,
+                task.combinations,
+                max_new_tokens=options.max_new_tokens,
+                on_run=lambda pair: count(f"asking with {' '.join(dict.fromkeys(pair))}"),
+            ):
+                by_question.append(own)
+    except KeyboardInterrupt:
+        if not by_question:
+            raise
+        interrupted = True
+    replies = [reply for own in by_question for reply in own]
     result = evaluation_report(
         pipeline,
         replies,
@@ -84,12 +93,17 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
         max_new_tokens=options.max_new_tokens,
         fit=options.fit,
     )
+    counts = f"the report counts the first {len(by_question)} of {counted(len(items), 'question')}."
+    if interrupted:
+        result = replace(result, warnings=(f"Interrupted: {counts}", *result.warnings))
     if options.answers:
         write_whole(options.answers, "".join(map(_answer_line, replies)).encode())
     write_report(options, result, plot_evaluation)
     if not prints_json(options.json):
         # Last: the reader of standard output may stop reading, as `head` does.
         _print_tables(result, papers=options.table)
+    if interrupted:
+        raise KeyboardInterrupt(counts)
 
 
 def _parser() -> CommandParser:

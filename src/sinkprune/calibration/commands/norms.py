@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from PIL import Image
@@ -45,6 +45,7 @@ from sinkprune.runtime.commands import (
 )
 from sinkprune.runtime.profiling.plot import import_matplotlib
 from sinkprune.runtime.profiling.profile import model_name
+from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 
 _EXAMPLES = """\
 examples:
@@ -88,7 +89,7 @@ def _measure(arguments: Sequence[str] | None) -> None:
         pictures = (file_pictures(files) if files else task_pictures(options.data))[: options.limit]
     read = [Path(picture.name) for picture in pictures]
     check_outputs([*options.outputs, *_heatmap_outputs(options, pictures)], read, options.folders)
-    model, tower = _lone_tower(options) if is_tower else _bundle_tower(options, pictures)
+    model, tower, unseen = _lone_tower(options) if is_tower else _bundle_tower(options, pictures)
     if options.heatmaps:
         options.heatmaps.mkdir(exist_ok=True)
     norms, salience = [], []
@@ -102,6 +103,7 @@ def _measure(arguments: Sequence[str] | None) -> None:
                 write_whole(_heatmap_file(options.heatmaps, pictures, number), draw_heatmaps(features, title))
             count()
     report = summarise(model, len(pictures), norms, salience)
+    report = replace(report, warnings=(*report.warnings, *unseen))
     write_report(options, report, plot_norms)
     if not prints_json(options.json):
         sys.stdout.write(escaped(_text(report), keep="\n"))
@@ -150,14 +152,16 @@ def _check_fit(parser: argparse.ArgumentParser, options: _Options, *, is_tower: 
         )
 
 
-def _lone_tower(options: _Options) -> tuple[str, MeasureFeatures]:
-    """Return the name and the features of a tower without an LLM."""
+def _lone_tower(options: _Options) -> tuple[str, MeasureFeatures, tuple[str, ...]]:
+    """Return the name and the features of a tower without an LLM, and no warnings."""
     layer = _LAYER if options.layer is None else options.layer
-    return options.bundle.resolve().name, VisionTower(options.bundle, layer, options.threads).features
+    return options.bundle.resolve().name, VisionTower(options.bundle, layer, options.threads).features, ()
 
 
-def _bundle_tower(options: _Options, pictures: Sequence[NamedPicture]) -> tuple[str, MeasureFeatures]:
-    """Return the model's name and the features of a bundle's tower."""
+def _bundle_tower(
+    options: _Options, pictures: Sequence[NamedPicture]
+) -> tuple[str, MeasureFeatures, tuple[str, ...]]:
+    """Return the model's name, the features of a bundle's tower, and a warning if it sees only parts of pictures."""
     if not options.bundle.exists():
         raise UsageError(
             f"there is no folder '{options.bundle}'. Give a bundle, which sinkprune-export makes, or the checkpoint "
@@ -166,7 +170,8 @@ def _bundle_tower(options: _Options, pictures: Sequence[NamedPicture]) -> tuple[
     bundle = read_runnable(options.bundle, options.trust)
     check_unpruned_memory(options, bundle, pictures[0].load())
     pipeline = load_pipeline(options, bundle)
-    return model_name(bundle.manifest.checkpoint.source), lambda image: bundle_features(pipeline, image)
+    unseen = unseen_warnings([pipeline.family.layout(picture.load()).seen_share for picture in pictures], "cases")
+    return model_name(bundle.manifest.checkpoint.source), lambda image: bundle_features(pipeline, image), unseen
 
 
 def _heatmap_outputs(options: _Options, pictures: Sequence[NamedPicture]) -> list[OutputFile]:

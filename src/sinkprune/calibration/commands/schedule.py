@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -38,6 +38,7 @@ from sinkprune.runtime.commands import BundleOptions, add_new_tokens, load_pipel
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
 from sinkprune.runtime.media.fits import add_fit_option
 from sinkprune.runtime.media.images import read_image
+from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 from sinkprune.runtime.steps.pictures import layout_of
 from sinkprune.runtime.steps.request import new_request
 
@@ -135,16 +136,24 @@ def _schedule(arguments: Sequence[str] | None) -> None:
             tokens = layout_of(first.image, first.image, pipeline.family, bundle.manifest).all_tokens
             target.check_unmet(tokens, TOKENS_A_LAYER)
         with status("measuring, which takes some hundred requests"):
+            unseen = unseen_warnings(
+                [pipeline.family.layout(prompt.image).seen_share for prompt in prompts], "requests"
+            )
             if options.costs and not options.wants_budget:
                 costs = pipeline.measure_costs(new_request(*first), options.seconds)
                 write_costs(options.costs, costs)
                 write_json(options.json, {"costs": to_json(costs)})
+                _warn(unseen)
                 return
             proposer = Proposer(trials, pipeline, prompts, options.seconds)
             # Written now, because costs are useful even if no budget is found.
             if options.costs:
                 write_costs(options.costs, proposer.times.costs)
-            report = proposer.propose(name, target, items)
+            try:
+                report = proposer.propose(name, target, items)
+            except BudgetError as error:
+                write_json(options.json, {"costs": to_json(proposer.times.costs), "error": str(error)})
+                raise
     if options.costs:
         write_costs(options.costs, report.costs)
     # Only a default name promises a time.
@@ -159,8 +168,7 @@ def _schedule(arguments: Sequence[str] | None) -> None:
             f"note: other programs took {100 * load:.0f} % of the processors meanwhile. Measure again when the "
             f"machine is idle.{report.costs.place.thread_hint}\n"
         )
-    for warning in accuracy_warnings(len(items)) if items else ():
-        sys.stderr.write(f"warning: {warning}\n")
+    _warn([*unseen, *(accuracy_warnings(len(items)) if items else ())])
     if chosen.lost > _MOST_LOST:
         sys.stderr.write(
             f"warning: the budget drops {100 * chosen.lost:.1f} % of the text's attention to the picture, so many "
@@ -191,6 +199,10 @@ def _schedule(arguments: Sequence[str] | None) -> None:
     if not (kept or options.dry_run):
         raise BudgetError(f"budget '{name}' was found and not added: {missed}")
     sys.stderr.write(f"warning: {missed}\n")
+
+
+def _warn(warnings: Iterable[str]) -> None:
+    sys.stderr.write("".join(f"warning: {warning}\n" for warning in warnings))
 
 
 def _check_options(options: _Options) -> None:

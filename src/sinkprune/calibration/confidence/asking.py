@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
 
@@ -13,8 +14,10 @@ from sinkprune.calibration.confidence.finder import AskedQuestions, StepTimes
 from sinkprune.calibration.tasks import Item, check_closed_list
 from sinkprune.contract.budgets import AUTO, UNPRUNED
 from sinkprune.contract.errors import SinkpruneError, TaskError
+from sinkprune.contract.text.questions import Question
 from sinkprune.runtime.confidence.thresholds import THRESHOLDS_VERSION, Thresholds
 from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.profiling.profile import check_budgets
 from sinkprune.runtime.steps.answer import Answer, TriedBudget
 from sinkprune.runtime.steps.prefix_cache import ladders
 
@@ -51,9 +54,11 @@ def ask_questions(
 
     Each question is asked at each budget, and once at budget `auto` with all budgets as steps. The first question is
     asked twice, and the first time does not count. `on_run` is called after each question. Raises what a request
-    raises, with the question's id.
+    raises, with the question's id. A question that is too long is found before the first is asked.
     """
     names = [*dict.fromkeys(name for name in budgets if name != UNPRUNED), UNPRUNED]
+    for item in items:
+        _check(pipeline, item, method, names)
     first = [_answer(pipeline, items[0], method, budget) for budget in names]
     means = {
         name: sum(one.tokens_per_layer) / len(one.tokens_per_layer) for name, one in zip(names, first, strict=True)
@@ -107,11 +112,25 @@ def _times(alone: Sequence[Answer], steps: Sequence[TriedBudget], ladder: int | 
     )
 
 
+def _check(pipeline: Pipeline, item: Item, method: str, budgets: Sequence[str]) -> None:
+    question = item.question
+    longest = max(len(pipeline.prompts.answer_ids(text)) for text in question.closed_list)
+    with _naming(question):
+        check_budgets(pipeline, item.load_image(), question.prompt, budgets, method=method, new_tokens=longest)
+
+
 def _answer(pipeline: Pipeline, item: Item, method: str, budget: str) -> Answer:
     question = item.question
-    try:
+    with _naming(question):
         return pipeline.generate(
             item.load_image(), question.prompt, method=method, budget=budget, choice=question.closed_list
         )
+
+
+@contextmanager
+def _naming(question: Question) -> Iterator[None]:
+    """Add the question's id to an error of the block."""
+    try:
+        yield
     except SinkpruneError as error:
         raise type(error)(f"question '{question.id}': {error}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -27,7 +27,7 @@ from sinkprune.contract.text.questions import Question
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.answer import Answer
-from sinkprune.runtime.steps.picture_warnings import percent
+from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
 from sinkprune.runtime.system.processor import processor_name
 
@@ -66,21 +66,27 @@ def choose_combinations(
 
 
 def collect_replies(
+    pipeline: Pipeline, items: Iterable[Item], combinations: Sequence[Combination], **options: Any
+) -> list[Reply]:
+    """Return the replies of `replies_by_question`, with the same `options`, in one list."""
+    return [reply for own in replies_by_question(pipeline, items, combinations, **options) for reply in own]
+
+
+def replies_by_question(
     pipeline: Pipeline,
     items: Iterable[Item],
     combinations: Sequence[Combination],
     *,
     max_new_tokens: int = 8,
     on_run: Callable[[Combination], None] = lambda combination: None,
-) -> list[Reply]:
-    """Return the greedy reply of `BASELINE` and every combination to every question, question by question.
+) -> Iterator[list[Reply]]:
+    """Yield, for each question, the greedy replies of `BASELINE` and every combination.
 
     Each combination runs once on the first question as a warm-up. `on_run` is called before each run that counts.
     Raises what `Pipeline.generate` raises, with the question's id, and `UsageError` for fewer than one new token.
     """
     MAX_NEW_TOKENS.check(max_new_tokens)
     turns = [BASELINE, *combinations]
-    replies: list[Reply] = []
     for number, item in enumerate(items):
         image = item.load_image()
         if number == 0:
@@ -88,10 +94,11 @@ def collect_replies(
                 _reply(pipeline, item, image, combination, max_new_tokens)
         # Rotate the order, so that the pause between questions favours no combination.
         shift = number % len(turns)
+        replies = []
         for combination in [*turns[shift:], *turns[:shift]]:
             on_run(combination)
             replies.append(_reply(pipeline, item, image, combination, max_new_tokens))
-    return replies
+        yield replies
 
 
 def evaluation_report(
@@ -147,7 +154,7 @@ def evaluation_report(
         unreachable=tuple(unreachable),
         warnings=(
             *accuracy_warnings(len(base)),
-            *([] if blind else _unseen_warnings([reply.seen_share for reply in base])),
+            *([] if blind else unseen_warnings([reply.seen_share for reply in base], "questions")),
         ),
     )
 
@@ -186,15 +193,4 @@ def _reply(
         latency_ms=ms["latency"],
         picture=item.picture,
         seen_share=answer.kept.layout.seen_share,
-    )
-
-
-def _unseen_warnings(seen_shares: Sequence[float]) -> tuple[str, ...]:
-    """Return a warning if the model sees less than the whole picture, by the share it sees in each question."""
-    partly = [share for share in seen_shares if share < 1]
-    if not partly:
-        return ()
-    return (
-        f"The model sees only a part of the picture in {len(partly)} of {len(seen_shares)} questions "
-        f"({percent(min(partly))} at least). --fit pad shows it all (docs/pictures.md).",
     )

@@ -36,6 +36,7 @@ from sinkprune.export.weights.rounding import RoundedMatrix, to_nearest
 from sinkprune.export.weights.weight_forms import chosen_forms
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.profiling.profile import model_name
+from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 
 _QUANTISED: tuple[WeightsName, ...] = ("int8", "int4")
 _NEAREST = "nearest"
@@ -161,7 +162,10 @@ class _Quantisation:
             layers=tuple(self._layers),
             logits=logit_error(floats.logits, ours.logits),
             to_nearest=logit_error(floats.logits, nearest.logits),
-            warnings=calibration_warnings(len(prompts)),
+            warnings=(
+                *calibration_warnings(len(prompts)),
+                *unseen_warnings([prompt.picture.layout.seen_share for prompt in prompts], "prompts"),
+            ),
         )
 
     def _write(self, graph: str, feeds: Sequence[Tensors]) -> list[Tensors]:

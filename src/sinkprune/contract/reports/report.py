@@ -129,4 +129,6 @@ class ProfileReport(ReportHeader):
     first_answer_ms: float | None
     """Milliseconds from opening the engines to the first token of the first answer, which takes longer than later
     ones."""
+    seen_share: tuple[float, ...]
+    """For each picture, the share of its area that the model sees."""
     budgets: dict[str, BudgetReport]

@@ -43,6 +43,8 @@ def _check(arguments: Sequence[str] | None) -> None:
     from sinkprune.engines.progress import TerminalProgress
     from sinkprune.runtime.backends import load_backend
     from sinkprune.runtime.backends.compatibility import backend_of, open_engines
+    from sinkprune.runtime.commands.picture_notes import note_pictures
+    from sinkprune.runtime.families import load_family
 
     read = [*options.image, *([options.signed_by] if options.signed_by else [])]
     check_outputs(json_outputs(options.json), read, [options.bundle, options.engines])
@@ -68,6 +70,7 @@ def _check(arguments: Sequence[str] | None) -> None:
         raise EnginesError(refused)
     if not prints_json(options.json):
         sys.stdout.write(f"passed: {len(report.graphs)} engines, {len(report.texts)} answers\n")
+    note_pictures(load_family(bundle.manifest, options.fit), bundle.manifest, options.image, question.images)
 
 
 def _parser() -> CommandParser:

@@ -34,6 +34,7 @@ from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.overlay import overlay, picture_bytes
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.profile import model_name
+from sinkprune.runtime.steps.pictures import layout_of
 from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS, check_texts
 
 _SUFFIX = ".mcap"
@@ -90,6 +91,8 @@ class ReplayReport(Summary):
     type: str
     prompt: str
     output: str
+    seen_share: float
+    """The share of the first frame's area that the model sees."""
     model: str
     bundle_sha256: str
     backend: str
@@ -137,8 +140,9 @@ def _replay(arguments: Sequence[str] | None) -> None:
     with open_journal(options.output, _settings(options, form, bag, bundle)) as journal:
         pipeline = load_pipeline(options, bundle)
         answering = _Answering(pipeline, options, prompt, form)
+        seen_share = layout_of(options.topic, first.picture, pipeline.family, bundle.manifest).seen_share
         try:
-            report = _answer_all(topic, journal, answering)
+            report = _answer_all(topic, journal, answering, seen_share)
         except KeyboardInterrupt as interrupt:
             if not journal.count:
                 raise
@@ -149,7 +153,7 @@ def _replay(arguments: Sequence[str] | None) -> None:
     if not prints_json(options.json):
         write_line(_in_words(report))
     sys.stderr.write(_warnings(report))
-    note_pictures(pipeline, [Path(options.topic)], [first.picture])
+    note_pictures(pipeline.family, pipeline.bundle.manifest, [Path(options.topic)], [first.picture])
 
 
 class _Answering:
@@ -182,7 +186,7 @@ class _Answering:
         )
 
 
-def _answer_all(topic: TopicReplay, journal: Journal, answering: _Answering) -> ReplayReport:
+def _answer_all(topic: TopicReplay, journal: Journal, answering: _Answering, seen_share: float) -> ReplayReport:
     """Answer what the journal does not have yet, and write the output. Raises what these raise."""
     options, resumed, began = answering.options, journal.count, time.monotonic()
     if resumed:
@@ -212,6 +216,7 @@ def _answer_all(topic: TopicReplay, journal: Journal, answering: _Answering) -> 
         type=topic.type_name,
         prompt=options.prompt,
         output=str(options.output),
+        seen_share=seen_share,
         model=model_name(manifest.checkpoint.source),
         bundle_sha256=answering.pipeline.bundle.sha256,
         backend=answering.pipeline.backend.name,

@@ -10,14 +10,15 @@ from pathlib import Path
 from PIL import Image
 
 from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.manifest import Manifest
+from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.media.images import had_16_bits
-from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.picture_warnings import divided, seen_part
 from sinkprune.runtime.steps.pictures import layout_of
 
 
-def note_pictures(pipeline: Pipeline, files: Sequence[Path], pictures: Sequence[Picture]) -> None:
+def note_pictures(family: Family, manifest: Manifest, files: Sequence[Path], pictures: Sequence[Picture]) -> None:
     """Print a note for the first 16-bit image, and for the first image of each size that is cropped.
 
     `pictures` are those read from `files`, in the same order. Raises `ImageError` for what the family rejects.
@@ -31,7 +32,7 @@ def note_pictures(pipeline: Pipeline, files: Sequence[Path], pictures: Sequence[
     for file, image in images:
         first.setdefault(image.size, (file, image))
     for file, image in first.values():
-        layout = layout_of(file, image, pipeline.family, pipeline.bundle.manifest)
+        layout = layout_of(file, image, family, manifest)
         if layout.seen_share < 1:
             _note(file, f"{seen_part(layout)}. --fit pad shows it all (docs/pictures.md).")
 

@@ -57,7 +57,7 @@ from sinkprune.runtime.commands.rate import (
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.profiling.plot import plot_report
-from sinkprune.runtime.profiling.profile import REPEAT, WARMUP, profile
+from sinkprune.runtime.profiling.profile import REPEAT, WARMUP, ProfileRounds
 from sinkprune.runtime.profiling.rate import at_rate
 from sinkprune.runtime.profiling.rate_plot import plot_rate
 
@@ -138,22 +138,20 @@ def _profile(arguments: Sequence[str] | None) -> None:
     check_memory(options, bundle, PlannedRequests(largest, options.method, planned, prompt, options.new_tokens))
     pipeline = load_pipeline(options, bundle)
 
-    common: dict[str, Any] = {"method": options.method, "new_tokens": options.new_tokens, "warmup": options.warmup}
+    common: dict[str, Any] = {"method": options.method, "new_tokens": options.new_tokens}
+    interrupted = ""
     with maybe_measuring(options, sensor) as meter:
         if camera is None:
             repeat = options.repeat or _REPEAT
-            with _progress(len(planned) * (options.warmup + repeat)) as step:
-                report = profile(
-                    pipeline,
-                    prompts[0],
-                    prompt,
-                    planned,
-                    repeat=repeat,
-                    warm=options.warm,
-                    meter=meter,
-                    on_run=step,
-                    **common,
-                )
+            rounds = ProfileRounds(pipeline, prompts[0], prompt, planned, warm=options.warm, meter=meter, **common)
+            try:
+                with _progress(len(planned) * (options.warmup + repeat)) as step:
+                    rounds.measure(repeat, options.warmup, step)
+            except KeyboardInterrupt:
+                if not rounds.count:
+                    raise
+                interrupted = f"the report counts {rounds.count} of {counted(repeat, 'round')}."
+            report = rounds.report()
             write_report(options, report, plot_report)
             if not prints_json(options.json):
                 # Last, because the reader of standard output may stop reading, as `head` does.
@@ -161,14 +159,26 @@ def _profile(arguments: Sequence[str] | None) -> None:
             power = report.power
         else:
             with _progress(len(planned) * camera.frames) as step:
-                rates = at_rate(pipeline, prompts, prompt, planned, camera, meter=meter, on_frames=step, **common)
+                rates = at_rate(
+                    pipeline,
+                    prompts,
+                    prompt,
+                    planned,
+                    camera,
+                    warmup=options.warmup,
+                    meter=meter,
+                    on_frames=step,
+                    **common,
+                )
             write_report(options, rates, plot_rate)
             if not prints_json(options.json):
                 print_rates(rates)
             power = rates.power
     check_lived(power)
     pictures = [picture for own in prompts for picture in own]
-    note_pictures(pipeline, files, pictures)
+    note_pictures(pipeline.family, pipeline.bundle.manifest, files, pictures)
+    if interrupted:
+        raise KeyboardInterrupt(interrupted)
 
 
 @contextmanager

@@ -212,7 +212,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     if options.overlay and answer.budget != UNPRUNED:
         write_whole(options.overlay, picture_bytes(overlay(answer, images), options.overlay))
     # Last: where a command fails, its error is the only line.
-    note_pictures(pipeline, options.picture_files, images)
+    note_pictures(pipeline.family, pipeline.bundle.manifest, options.picture_files, images)
     sys.stderr.write(_unused_options(options, answer.budget))
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from sinkprune.contract.budgets import AUTO
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.checks.arguments import check_path
+from sinkprune.contract.checks.arguments import check_path, check_type
 from sinkprune.contract.checks.fields import Bounds, SchemaError, from_json, to_json
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import UsageError
@@ -60,6 +60,19 @@ class Thresholds:
             )
         for budget in self.least:
             bundle.manifest.plan(method, budget)
+
+
+def usable_thresholds(thresholds: object, bundle: Bundle, method: str, compute: str) -> Thresholds:
+    """Return `thresholds` that are valid for a bundle, a method and what engines compute in.
+
+    Raises `UsageError` for None and for other thresholds, and `TypeError` for another type.
+    """
+    if thresholds is None:
+        raise missing_thresholds(bundle.manifest, method)
+    check_type("thresholds", thresholds, (Thresholds,), "Thresholds, as read_thresholds returns")
+    assert isinstance(thresholds, Thresholds)
+    thresholds.check(bundle, method, compute)
+    return thresholds
 
 
 def missing_thresholds(manifest: Manifest, method: str) -> UsageError:

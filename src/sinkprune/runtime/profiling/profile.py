@@ -6,7 +6,7 @@ import platform
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.ranges import WholeNumber
@@ -62,52 +62,101 @@ def profile(
     called before each run. Raises `UsageError`, also for `warm` with engines that `Session` rejects, and what
     `Pipeline.generate` raises.
     """
-    if warm:
-        Session(pipeline)
-    repeat, warmup = REPEAT.check(repeat), WARMUP.check(warmup)
-    names = list(dict.fromkeys([UNPRUNED, *budgets]))
-    check_budgets(pipeline, image, prompt, names, method=method, new_tokens=new_tokens)
-    runs = {name: _Runs() for name in names}
-    first: Answer | None = None
-    for turn in range(-warmup, repeat):
-        # Rotate the order, so that a round's first run favours no budget.
-        shift = turn % len(names)
-        for name in [*names[shift:], *names[:shift]]:
-            on_run(name)
-            run = runs[name]
-            spans = None if meter is None else StageSpans(pipeline.backend, also=run.stages)
-            with run.memory.watch():
-                answer = pipeline.generate(
-                    image,
-                    prompt,
-                    budget=name,
-                    method=method,
-                    max_new_tokens=new_tokens,
-                    min_new_tokens=new_tokens,
-                    observer=spans or run.stages,
-                )
-            run.stages.watching = False
-            first = first or answer
-            warm_ttft = _warm_ttft(pipeline, image, prompt, name, method) if warm else None
-            if turn >= 0:
-                run.answers.append(answer)
-                if warm_ttft is not None:
-                    run.warm_ttft.append(warm_ttft)
-                if spans:
-                    run.spans.append(spans)
-    curve = meter.curve() if meter else None
-    unpruned = runs[UNPRUNED]
-    return ProfileReport(
-        **vars(report_header(pipeline, method, unpruned.answers[0].prompt_tokens, new_tokens, meter)),
-        repeat=repeat,
-        first_answer_ms=_sum(pipeline.load_ms, first.ms["ttft"] if first else None),
-        budgets={
-            name: _budget_report(
-                pipeline, run, unpruned, budget_energy(run.spans, curve, meter.idle) if meter and curve else None
-            )
-            for name, run in runs.items()
-        },
+    rounds = ProfileRounds(
+        pipeline, image, prompt, budgets, method=method, new_tokens=new_tokens, warm=warm, meter=meter
     )
+    rounds.measure(repeat, warmup, on_run)
+    return rounds.report()
+
+
+class ProfileRounds:
+    """The rounds of `profile`, with its arguments. An interrupt of `measure` leaves the complete rounds."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        image: PictureLike | Sequence[PictureLike],
+        prompt: str | Sequence[str],
+        budgets: Sequence[str],
+        *,
+        method: str,
+        new_tokens: int,
+        warm: bool = False,
+        meter: EnergyMeter | None = None,
+    ) -> None:
+        if warm:
+            Session(pipeline)
+        self._pipeline, self._image, self._prompt = pipeline, image, prompt
+        self._method, self._new_tokens, self._warm, self._meter = method, new_tokens, warm, meter
+        self._budgets = {name: _Budget() for name in dict.fromkeys([UNPRUNED, *budgets])}
+        self._first: Answer | None = None
+        self._rounds: list[dict[str, _Run]] = []
+        """The complete rounds that count: runs by the budget's name."""
+
+    @property
+    def count(self) -> int:
+        """The number of complete rounds, without warm-up."""
+        return len(self._rounds)
+
+    def measure(self, repeat: int, warmup: int, on_run: Callable[[str], None]) -> None:
+        """Run `warmup` rounds that do not count, then `repeat` rounds that count. Raises what `profile` raises."""
+        repeat, warmup = REPEAT.check(repeat), WARMUP.check(warmup)
+        names = list(self._budgets)
+        check_budgets(
+            self._pipeline, self._image, self._prompt, names, method=self._method, new_tokens=self._new_tokens
+        )
+        for turn in range(-warmup, repeat):
+            # Rotate the order, so that a round's first run favours no budget.
+            shift = turn % len(names)
+            found = {}
+            for name in [*names[shift:], *names[:shift]]:
+                on_run(name)
+                found[name] = self._run(name)
+            if turn >= 0:
+                self._rounds.append(found)
+
+    def _run(self, name: str) -> _Run:
+        own, pipeline = self._budgets[name], self._pipeline
+        spans = None if self._meter is None else StageSpans(pipeline.backend, also=own.stages)
+        with own.memory.watch():
+            answer = pipeline.generate(
+                self._image,
+                self._prompt,
+                budget=name,
+                method=self._method,
+                max_new_tokens=self._new_tokens,
+                min_new_tokens=self._new_tokens,
+                observer=spans or own.stages,
+            )
+        own.stages.watching = False
+        self._first = self._first or answer
+        warm = _warm_ttft(pipeline, self._image, self._prompt, name, self._method) if self._warm else None
+        return _Run(answer, spans, warm)
+
+    def report(self) -> ProfileReport:
+        """Return the report of the complete rounds, one at least."""
+        pipeline, meter, first = self._pipeline, self._meter, self._first
+        curve = meter.curve() if meter else None
+        runs = {name: [found[name] for found in self._rounds] for name in self._budgets}
+        answer = runs[UNPRUNED][0].answer
+        return ProfileReport(
+            **vars(report_header(pipeline, self._method, answer.prompt_tokens, self._new_tokens, meter)),
+            repeat=self.count,
+            first_answer_ms=_sum(pipeline.load_ms, first.ms["ttft"] if first else None),
+            seen_share=tuple(kept.layout.seen_share for kept in answer.images),
+            budgets={
+                name: _budget_report(
+                    pipeline,
+                    self._budgets[name],
+                    own,
+                    runs[UNPRUNED],
+                    budget_energy([run.spans for run in own if run.spans], curve, meter.idle)
+                    if meter and curve
+                    else None,
+                )
+                for name, own in runs.items()
+            },
+        )
 
 
 def check_budgets(
@@ -133,17 +182,21 @@ def check_budgets(
         runnable(manifest, pipeline.limits, request, [choice], text, layouts)
 
 
-class _Runs:
-    """The runs of one budget."""
+class _Budget:
+    """The memory of one budget's runs."""
 
     def __init__(self) -> None:
-        self.answers: list[Answer] = []
-        """Those that count, without warm-up."""
-        self.spans: list[StageSpans] = []
-        """Those of `answers`; empty without a power sensor."""
         self.memory, self.stages = PeakMemory(), PeaksOfStages()
-        self.warm_ttft: list[float] = []
-        """Milliseconds, one for each of `answers` if warm runs are measured."""
+
+
+class _Run(NamedTuple):
+    """One run of one budget."""
+
+    answer: Answer
+    spans: StageSpans | None
+    """None without a power sensor."""
+    warm_ttft: float | None
+    """Milliseconds; None if warm runs are not measured."""
 
 
 def _warm_ttft(
@@ -209,14 +262,18 @@ def _flops(pipeline: Pipeline, answer: Answer) -> PrefillAndTtft:
     return PrefillAndTtft(decoder, decoder + encoder)
 
 
-def _budget_report(pipeline: Pipeline, run: _Runs, unpruned: _Runs, energy: BudgetEnergy | None) -> BudgetReport:
-    answer, ms, base_ms = run.answers[0], _measured(run.answers), _measured(unpruned.answers)
-    flops, base_flops = _flops(pipeline, answer), _flops(pipeline, unpruned.answers[0])
+def _budget_report(
+    pipeline: Pipeline, budget: _Budget, runs: Sequence[_Run], unpruned: Sequence[_Run], energy: BudgetEnergy | None
+) -> BudgetReport:
+    answer, base = runs[0].answer, unpruned[0].answer
+    ms, base_ms = _measured([run.answer for run in runs]), _measured([run.answer for run in unpruned])
+    flops, base_flops = _flops(pipeline, answer), _flops(pipeline, base)
     flops_speedup = PrefillAndTtft(base_flops.prefill / flops.prefill, base_flops.ttft / flops.ttft)
     speedup = PrefillAndTtft(*(_ratio(base_ms[part], ms[part]) for part in ("prefill", "ttft")))
     per_token = ms["per_token"]
     step_bytes = decode_bytes(pipeline.bundle.manifest, answer.kv_bytes)
-    peak, stages = run.memory.bytes, run.stages.bytes
+    peak, stages = budget.memory.bytes, budget.stages.bytes
+    warm = [run.warm_ttft for run in runs if run.warm_ttft is not None]
     return BudgetReport(
         visual_tokens=answer.visual_tokens,
         kept_after_sanitizer=answer.tokens_per_layer[0],
@@ -234,7 +291,7 @@ def _budget_report(pipeline: Pipeline, run: _Runs, unpruned: _Runs, energy: Budg
         decode_tokens_per_s=1e3 / per_token.median if per_token else None,
         decode_gb_per_s=step_bytes / per_token.median / 1e6 if per_token else None,
         energy=energy,
-        warm_ttft_ms=Spread.of(run.warm_ttft) if run.warm_ttft else None,
+        warm_ttft_ms=Spread.of(warm) if warm else None,
     )
 
 

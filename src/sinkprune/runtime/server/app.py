@@ -219,7 +219,7 @@ class _Server:
         def on_start() -> None:
             completion.queued_ms = (time.perf_counter() - read) * 1e3
 
-        job = Job(chat.request, chat.priority, observer, on_text, put, on_start, arrived=arrived)
+        job = Job(chat.request, chat.priority, observer, on_text, put, on_start, fields=chat.fields, arrived=arrived)
         if not chat.session:
             job.answering = self._pipeline
         return job
@@ -244,7 +244,7 @@ class _Server:
                 self.scheduler.cancel(job)
                 raise
         if isinstance(found, SinkpruneError):
-            raise ApiError(400, str(found), param=field_of(found)) from found
+            raise ApiError(400, str(found), param=field_of(found, job.fields)) from found
         if isinstance(found, BaseException):
             raise found
         return job.from_arrival(found) if isinstance(found, Answer) else found

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 from typing import Any
 
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.checks.ranges import WholeNumber
-from sinkprune.contract.errors import BudgetError, ImageError, PromptError, PruningError, SinkpruneError, UsageError
+from sinkprune.contract.errors import (
+    BudgetError,
+    DeadlineError,
+    ImageError,
+    NewTokensError,
+    PromptError,
+    PruningError,
+    SinkpruneError,
+    ToolsError,
+    UsageError,
+)
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
 from sinkprune.runtime.server.api_error import ApiError
 from sinkprune.runtime.server.json_values import format_json
@@ -21,7 +31,7 @@ TOP_LOGPROBS = WholeNumber("top_logprobs", 0, 20)
 MOST_TOKENS = ("max_completion_tokens", "max_tokens")
 """OpenAI's names of `max_new_tokens`; the first that is given counts."""
 LEAST_TOKENS = ("min_tokens", "min_new_tokens")
-"""vLLM's name of `min_new_tokens`, and ours; the first that is given counts."""
+"""vLLM's name of `min_new_tokens`, and ours; both may be given with one value."""
 _EXAMPLE = '{"type": "object", "properties": {"colour": {"type": "string"}}}'
 
 
@@ -87,11 +97,25 @@ def rejection(error: SinkpruneError, given: Mapping[str, Any]) -> ApiError:
             param=least,
         )
     first = str(error).split()[0]
-    return ApiError(400, str(error), param=first if first in given else field_of(error))
+    return ApiError(400, str(error), param=first if first in given else field_of(error, given))
 
 
-def field_of(error: SinkpruneError) -> str | None:
-    """Return the field that an error of a request is about, as far as its class shows it."""
+def check_least_tokens(given: Mapping[str, Any]) -> None:
+    """Reject different values of the two names of `min_new_tokens`; raises `ApiError`."""
+    theirs, ours = LEAST_TOKENS
+    if theirs in given and ours in given and given[theirs] != given[ours]:
+        found = f"{theirs} is {format_json(given[theirs])}, and {ours} is {format_json(given[ours])}"
+        raise ApiError(400, f"{found}. Give one of them.", param=ours)
+
+
+def field_of(error: SinkpruneError, given: Container[str]) -> str | None:
+    """Return the field, of those `given`, that an error of a request is about, as far as its class shows it."""
+    if isinstance(error, NewTokensError):
+        return next((name for name in MOST_TOKENS if name in given), None)
+    if isinstance(error, ToolsError) and "tools" in given:
+        return "tools"
+    if isinstance(error, DeadlineError):
+        return "deadline_ms"
     if isinstance(error, (PromptError, ImageError)):
         return "messages"
     return "budget" if isinstance(error, (BudgetError, PruningError)) else None

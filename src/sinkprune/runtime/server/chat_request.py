@@ -22,6 +22,7 @@ from sinkprune.runtime.server.body_fields import (
     MOST_TOKENS,
     PRIORITY,
     TOP_LOGPROBS,
+    check_least_tokens,
     read_flag,
     read_guided_json,
     read_object,
@@ -51,6 +52,10 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
 }
+_OF_ROLE = {"assistant": "tool_calls", "tool": "tool_call_id"}
+"""The further keys of messages. Templates have no place for `name`."""
+_EMPTY = ("refusal", "audio", "function_call", "annotations", "tool_calls", "tool_call_id")
+"""Keys that clients send back empty, with an assistant's message that they received."""
 _OURS = ("budget", "method", "priority", "kept_tokens", "session")
 _GUIDED = {"guided_json": "schema", "guided_regex": "regex", "guided_choice": "choice"}
 """vLLM's names of the forms of an answer, and ours."""
@@ -66,6 +71,8 @@ class ChatRequest:
 
     model: str
     """The name of the model in the body, which the response repeats."""
+    fields: frozenset[str]
+    """The names of the fields in the body."""
     request: Request
     stream: bool
     include_usage: bool
@@ -119,6 +126,7 @@ class ChatReader:
         pictures, turns, system = self._messages(given)
         *history, last = turns
         options = {name: given[name] for name in _OPTIONS if name in given}
+        check_least_tokens(given)
         for option, names in (("max_new_tokens", MOST_TOKENS), ("min_new_tokens", LEAST_TOKENS)):
             if sent := [given[name] for name in names if name in given]:
                 options[option] = sent[0]
@@ -174,6 +182,7 @@ class ChatReader:
         include_usage = read_flag(streamed, "include_usage")
         return ChatRequest(
             model=model,
+            fields=frozenset(given),
             request=request,
             stream=read_flag(given, "stream"),
             include_usage=include_usage,
@@ -234,6 +243,7 @@ class ChatReader:
             if not isinstance(message, dict):
                 raise _wrong(f"{where} is {json_kind(message)}, expected an object with role and content.")
             role = message.get("role")
+            _check_keys(message, where)
             if role == "tool":
                 turns.append(calls.result(message, _text_of(message, where), where))
                 continue
@@ -282,6 +292,19 @@ class ChatReader:
 def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that are not null."""
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _check_keys(message: Mapping[str, Any], where: str) -> None:
+    """Reject keys that a message of its role does not have; raises `ApiError`."""
+    own = {"role", "content", "name", _OF_ROLE.get(str(message.get("role")))}
+    content = message.get("content")
+    if isinstance(content, list) and any(isinstance(part, dict) and "image_url" in part for part in content):
+        # bob_llm keeps its own key next to the part that it made of it.
+        own.add("image_url")
+    for name, value in message.items():
+        if not (name in own or value is None or (name in _EMPTY and not value)):
+            what = f"{where}.{name}" if name.isidentifier() else f"the key {format_json(name)} of {where}"
+            raise _wrong(f"{what} is not supported. Leave it out.")
 
 
 def _text_of(message: Mapping[str, Any], where: str) -> str:

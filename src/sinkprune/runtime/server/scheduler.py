@@ -34,6 +34,8 @@ class Job:
     on_start: Callable[[], None] = lambda: None
     answering: Answering | None = None
     """What answers the request, if it is not what the scheduler has for all."""
+    fields: frozenset[str] = frozenset()
+    """The names of the fields in the client's body."""
     cancelled: bool = False
     """Set when the client has gone away: no further token is generated."""
     number: int = 0

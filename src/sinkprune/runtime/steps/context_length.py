@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.engines_manifest import MOST_TOKENS, Limits
-from sinkprune.contract.errors import PromptError
+from sinkprune.contract.errors import NewTokensError, PromptError
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.schedule import schedule
@@ -54,10 +54,11 @@ def check_length(
             ("text tokens in the prompt", text, limits.prompt_tokens, "--max-prompt"),
             ("new tokens", request.max_new_tokens, limits.new_tokens, "--max-new-tokens"),
         )
-        for what, wanted, most, _ in lengths:
+        for what, wanted, most, flag in lengths:
             if wanted > most:
-                flags = [f"{flag} {max(own, built)}" for _, own, built, flag in lengths if built < MOST_TOKENS]
-                raise PromptError(
+                flags = [f"{each} {max(own, built)}" for _, own, built, each in lengths if built < MOST_TOKENS]
+                error = NewTokensError if flag == "--max-new-tokens" else PromptError
+                raise error(
                     f"{wanted} {what} are more than the {most} the engines were built for. Ask for less, or build "
                     f"them again with sinkprune-build {' '.join(flags)} --force."
                 )

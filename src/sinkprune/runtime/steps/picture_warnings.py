@@ -45,6 +45,17 @@ def seen_part(layout: VisualLayout) -> str:
     return f"the model sees {percent(layout.seen_share)} of the picture (the middle {middle})"
 
 
+def unseen_warnings(seen_shares: Sequence[float], what: str) -> tuple[str, ...]:
+    """Return a warning if the model sees less than whole pictures, by the share of each; `what` counts them."""
+    partly = [share for share in seen_shares if share < 1]
+    if not partly:
+        return ()
+    return (
+        f"The model sees only a part of the picture in {len(partly)} of {len(seen_shares)} {what} "
+        f"({percent(min(partly))} at least). --fit pad shows it all (docs/pictures.md).",
+    )
+
+
 def notes_on(pictures: Sequence[object]) -> list[str]:
     """Return sentences about those of the decoded pictures that had 16 bits."""
     return [divided(picture) for picture in pictures if isinstance(picture, Image.Image) and had_16_bits(picture)]

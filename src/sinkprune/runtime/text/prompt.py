@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from sinkprune.contract.checks.format_value import format_value
-from sinkprune.contract.errors import BundleError, PromptError, UsageError
+from sinkprune.contract.errors import BundleError, PromptError, ToolsError, UsageError
 from sinkprune.contract.files.untrusted import UnreadableError
 from sinkprune.contract.manifest import Tokens
 from sinkprune.contract.text.tokenizer_json import check_tokenizer_json
@@ -118,7 +118,7 @@ class PromptEncoder:
         role = "user" if tool_call_id is None else "tool"
         turns = [*history, Turn(role, tuple(texts), tool_call_id=tool_call_id)]
         if (tools or any(turn.tool_calls or turn.role == "tool" for turn in turns)) and not self._writes_calls:
-            raise PromptError(
+            raise ToolsError(
                 f"the model's chat template has no tools, or writes calls in another form than "
                 f"{call_text('NAME', '{}')!r}. Leave out tools and calls, or use a model such as Qwen3-VL."
             )

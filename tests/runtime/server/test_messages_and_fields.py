@@ -1,0 +1,65 @@
+"""Keys within messages, two names of one option, and the field that an error names while a request runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from PIL import Image
+from tests.runtime.server.test_chat_request import TEXT, read, reader
+from tests.runtime.server.test_server import pipe, post, served
+
+from sinkprune import Pipeline, PromptError
+from sinkprune.contract.errors import DeadlineError, NewTokensError, ToolsError
+from sinkprune.runtime.server.api_error import ApiError
+from sinkprune.runtime.server.body_fields import field_of
+from sinkprune.runtime.server.chat_request import ChatReader
+
+__all__ = ["pipe", "reader"]
+USER: dict[str, Any] = {"role": "user", "content": [TEXT]}
+
+
+@pytest.mark.parametrize(
+    ("message", "place"),
+    [
+        ({**USER, "foo": 1}, "messages[0].foo"),
+        ({**USER, "contents": "x"}, "messages[0].contents"),
+        ({**USER, "a b": 1}, 'the key "a b" of messages[0]'),
+        ({**USER, "tool_calls": [1]}, "messages[0].tool_calls"),
+        ({**USER, "image_url": "file:///a.jpg"}, "messages[0].image_url"),
+        ({**USER, "refusal": "I cannot."}, "messages[0].refusal"),
+    ],
+)
+def test_unknown_keys_of_messages_are_refused(message: dict[str, Any], place: str, reader: ChatReader) -> None:
+    with pytest.raises(ApiError) as refused:
+        read(reader, messages=[message])
+    assert str(refused.value) == f"{place} is not supported. Leave it out."
+    assert (refused.value.status, refused.value.param) == (400, "messages")
+
+
+def test_messages_as_clients_send_them_back(reader: ChatReader) -> None:
+    # The fields of the openai package's ChatCompletionMessage, and the names that LangChain gives.
+    answer = {"role": "assistant", "content": "A cup.", "refusal": None, "annotations": [], "audio": None}
+    answer |= {"function_call": None, "tool_calls": None, "name": "robot", "reasoning": None}
+    found = read(reader, messages=[USER, answer, {**USER, "name": "ann"}])
+    assert [turn.role for turn in found.request.history] == ["user", "assistant"]
+
+
+def test_two_names_of_one_option(reader: ChatReader) -> None:
+    with pytest.raises(ApiError, match="min_tokens is 2, and min_new_tokens is 3") as refused:
+        read(reader, min_tokens=2, min_new_tokens=3)
+    assert refused.value.param == "min_new_tokens"
+    assert read(reader, min_tokens=3, min_new_tokens=3).request.min_new_tokens == 3
+
+
+def test_the_field_of_an_error_while_a_request_runs() -> None:
+    assert field_of(NewTokensError(""), {"max_completion_tokens", "messages"}) == "max_completion_tokens"
+    assert field_of(ToolsError(""), {"tools"}) == "tools" and field_of(ToolsError(""), set()) == "messages"
+    assert field_of(PromptError(""), {"tools"}) == "messages" and field_of(DeadlineError(""), set()) == "deadline_ms"
+
+
+def test_tools_without_a_template_name_their_field(pipe: Pipeline, photo: Image.Image) -> None:
+    tools = [{"type": "function", "function": {"name": "stop", "description": "Stop the robot."}}]
+    with served(pipe) as address:
+        error = post(address, tools=tools).json()["error"]
+    assert error["param"] == "tools" and "chat template has no tools" in error["message"]
