@@ -135,7 +135,9 @@ def _loneliest(graph: Graph, features: TowerValues) -> ir.Value:
     return smallest(graph, op.ReduceMax(similarity, [-1], keepdims=0), 1)
 
 
-def _build(choose: Choose, booked: Literal["reserve", "diverse"], facts: PlanFacts, budget: Budget) -> PlanGraphs:
+def build_before(
+    choose: Choose, booked: Literal["reserve", "diverse"], facts: PlanFacts, budget: Budget
+) -> PlanGraphs:
     """Return the plan that keeps the tokens of `choose`, as the field `booked` of the budget."""
     kept = kept_before(facts, budget, **{booked: tokens_into_llm(facts, budget)})
     graph, features = new_sanitizer(facts, kept)
@@ -149,9 +151,9 @@ def _build(choose: Choose, booked: Literal["reserve", "diverse"], facts: PlanFac
 
 
 METHODS = {
-    "fastervlm": partial(_build, fastervlm, "reserve"),
-    "divprune": partial(_build, divprune, "diverse"),
-    "dart": partial(_build, dart, "diverse"),
-    "uniform": partial(_build, uniform, "diverse"),
-    "random": partial(_build, random, "diverse"),
+    "fastervlm": partial(build_before, fastervlm, "reserve"),
+    "divprune": partial(build_before, divprune, "diverse"),
+    "dart": partial(build_before, dart, "diverse"),
+    "uniform": partial(build_before, uniform, "diverse"),
+    "random": partial(build_before, random, "diverse"),
 }
