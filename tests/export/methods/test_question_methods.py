@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from sinkprune.contract.budgets import Budget
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.families import FAMILIES, parse_budget
+from sinkprune.contract.manifest import DialectName
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.methods import load_method
 from sinkprune.export.precision import PRECISIONS
@@ -126,10 +127,10 @@ def test_cdpruner_keeps_one_of_equal_relevant_tokens() -> None:
 def test_cdpruner_without_relevance_is_diverse() -> None:
     """If no token is more relevant than another, copies are kept last, and nothing depends on the question."""
     inputs = token_features("random", 1, 64, 8) | words(1, 64, 2)
-    inputs["embeddings"][0, 22:] = inputs["embeddings"][0, :1]
+    inputs["embeddings"][0, :43] = inputs["embeddings"][0, :1]
     inputs["question"][:] = 0
     (kept,) = assert_equals_reference("cdpruner", RETAIN_192, inputs)
-    assert kept == [*range(22)]
+    assert kept == [0, *range(43, 64)]
 
 
 def test_mmtok_covers_every_word_and_every_sort_of_token() -> None:
@@ -155,13 +156,15 @@ def test_fp16_is_never_computed_with(method: str) -> None:
     assert found <= {"Shape", "Cast", "CastLike", "GatherND", "Concat"}
 
 
-def of_any_size(
-    method: str, dialect: str = "opset24", most: int = 228, budget: Budget = OF_QWEN["prune-77.8"], **more: Any
-) -> Any:
-    """The plan for pictures of up to `most` tokens, of width 16."""
+def facts_of(most: int, dialect: DialectName = "opset24", **more: Any) -> PlanFacts:
+    """Pictures of up to `most` tokens, of width 16."""
     tokens = VariableTokens(most, 784, most * more.get("groups", 1))
-    facts = PlanFacts(MODEL, tokens, 16, PRECISIONS["fp32"], DIALECTS[dialect], **more)
-    return load_method(method)(facts, budget)
+    return PlanFacts(MODEL, tokens, 16, PRECISIONS["fp32"], DIALECTS[dialect], **more)
+
+
+def of_any_size(method: str, most: int = 228, budget: Budget = OF_QWEN["prune-77.8"], **more: Any) -> Any:
+    """The plan for pictures of up to `most` tokens."""
+    return load_method(method)(facts_of(most, **more), budget)
 
 
 def features(groups: int, n: int) -> dict[str, Array]:
@@ -172,7 +175,7 @@ def features(groups: int, n: int) -> dict[str, Array]:
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("method", READ_THE_QUESTION)
 def test_one_sanitizer_keeps_the_references_tokens_at_any_n(method: str, dialect: str, library: str) -> None:
-    plan = of_any_size(method, dialect)
+    plan = of_any_size(method, dialect=dialect)
     run = graphs.loaded(plan.sanitizer, library)
     for n in (1, 2, 3, 5, 19, 101, 228):
         inputs = features(1, n)
@@ -181,6 +184,18 @@ def test_one_sanitizer_keeps_the_references_tokens_at_any_n(method: str, dialect
         out = run(**inputs)
         assert out["kept_index"].tolist() == [index], n
         np.testing.assert_array_equal(out["kept_tokens"], rows[None])
+
+
+def test_words_are_compared_at_the_temperature_of_the_family() -> None:
+    inputs = features(1, 101)
+    # Nearly equal rows, so that no word has a token of its own.
+    inputs["embeddings"] = 0.1 * inputs["embeddings"] + inputs["embeddings"][:, :1]
+    arrays = (inputs["tokens"][0], inputs["embeddings"][0], inputs["question"])
+    plan = of_any_size("mmtok")
+    llava, qwen = (
+        READ_THE_QUESTION["mmtok"](*arrays, plan.kept.resolve(101).kept, qwen=qwen)[1] for qwen in (False, True)
+    )
+    assert graphs.loaded(plan.sanitizer)(**inputs)["kept_index"].tolist() == [qwen] != [llava]
 
 
 @pytest.mark.parametrize("method", READ_THE_QUESTION)
@@ -207,10 +222,13 @@ def test_a_clips_frames_are_one_group_or_apart(method: str) -> None:
 
 @pytest.mark.parametrize("method", READ_THE_QUESTION)
 def test_more_rounds_than_a_graph_has_are_rejected_with_the_size_that_fits(method: str) -> None:
-    with pytest.raises(
-        BudgetError, match=rf"chooses tokens one by one, at most {MAX_ROUNDS}\. Allow up to (\d+) tok"
-    ):
-        of_any_size(method, most=20_000)
+    most, budget = 6000, OF_QWEN["prune-77.8"]
+    wanted = load_method("divprune")(facts_of(most), budget).kept.resolve(most).kept
+    fit = most * MAX_ROUNDS // wanted
+    assert wanted > MAX_ROUNDS
+    with pytest.raises(BudgetError, match=rf"one by one, at most {MAX_ROUNDS}\. Allow up to {fit} tokens only"):
+        of_any_size(method, most=most)
+    of_any_size(method, most=fit)
 
 
 @pytest.mark.parametrize("method", READ_THE_QUESTION)
