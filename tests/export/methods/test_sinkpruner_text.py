@@ -14,8 +14,8 @@ from sinkprune.contract.budgets import Budget
 from sinkprune.contract.families import parse_budget
 from support.models import graphs
 from support.models.token_features import KINDS, exact_rows, token_features
+from support.references.question_methods import text_scores
 from support.references.reference import largest, sanitize
-from support.references.reference_methods import text_scores
 
 Array = np.ndarray[Any, Any]
 WIDTH = graphs.language_model().hidden_size

@@ -21,8 +21,15 @@ from support.programs.commands import run
 from support.programs.slow_cases import slow_except
 from support.references.masking import Array, assert_equals_masked, embedded, masked_forward
 from support.references.pruned_prompts import prompt_rows
+from support.references.question_methods import READ_THE_QUESTION, text_scores
 from support.references.reference import largest, sanitize
-from support.references.reference_methods import BEFORE_LLM, IN_LLM, asking_rows, text_scores, visionzip, vscan
+from support.references.reference_methods import (
+    BEFORE_LLM,
+    IN_LLM,
+    asking_rows,
+    visionzip,
+    vscan,
+)
 from support.references.steps import ask, deepstack_output, tower_output
 
 PROMPT = "Which colour is the cup?"
@@ -106,7 +113,10 @@ def kept_of(
             outliers = np.argsort(-norms, kind="stable")[: counts.outliers]
             rows[0] = whole[outliers].astype(np.float64).mean(axis=0)
         return rows, index
-    _, index = BEFORE_LLM[method](tokens, norms, salience, counts.kept)
+    if method in READ_THE_QUESTION:
+        _, index = READ_THE_QUESTION[method](tokens, tokens, question, counts.kept, qwen=True)
+    else:
+        _, index = BEFORE_LLM[method](tokens, norms, salience, counts.kept)
     return whole[index], index
 
 

@@ -23,6 +23,7 @@ from sinkprune.runtime.profiling.profile import profile
 from sinkprune.runtime.token_map import token_fates
 from support.programs.commands import assert_refused, run
 from support.references.masking import Sequence, embedded, masked_forward
+from support.references.question_methods import READ_THE_QUESTION, text_scores
 from support.references.reference import largest, sanitize
 from support.references.reference_methods import (
     CANNOT_REACH_ALL,
@@ -30,7 +31,6 @@ from support.references.reference_methods import (
     ON_A_GRID,
     TWO_STAGES,
     asking_rows,
-    text_scores,
 )
 from support.references.steps import tower_output
 
@@ -67,7 +67,7 @@ def test_one_bundle_is_cut_at_the_union_of_all_layers(root: Path) -> None:
     selects = {method: tuple(map(int, plans["retain-192"].select_after)) for method, plans in manifest.plans.items()}
     inside = {method: scaled_layers(own.cuts, LAYERS) for method, own in {**IN_LLM, **TWO_STAGES}.items()}
     assert (inside["pyramiddrop"], inside["vscan"]) == ((2, 4, 6), (4,))
-    before = dict.fromkeys((*ON_A_GRID, "random"), ())
+    before = dict.fromkeys((*ON_A_GRID, *READ_THE_QUESTION, "random"), ())
     assert selects == dict.fromkeys(METHODS, (1, 2, 4)) | inside | before
     for path in (root / "graphs").glob("*/retain-192/*.onnx"):
         assert path.stat().st_size < 40_000
@@ -134,8 +134,9 @@ def test_dropping_inside_the_llm_equals_masking(
     assert masked.logits[len(rows) - 1 :].argmax(axis=1).tolist() == answer.token_ids
 
 
+@pytest.mark.parametrize("method", ["sinkpruner-text", *READ_THE_QUESTION])
 def test_the_sanitizer_reads_the_question_of_the_user(
-    pipe: Pipeline, model: Callable[[str], Any], photo: Image.Image
+    method: str, pipe: Pipeline, model: Callable[[str], Any], photo: Image.Image
 ) -> None:
     """Kept are the reference's tokens, for the words of the last turn of the user, and of no other text."""
     torch_model = model("gqa-112")
@@ -143,14 +144,16 @@ def test_the_sanitizer_reads_the_question_of_the_user(
     with torch.no_grad():
         pixels = torch.from_numpy(pipe.family.inputs(photo)["pixel_values"])
         image = torch_model.get_image_features(pixels).pooler_output[0].numpy()
-    counts = pipe.bundle.manifest.plans["sinkpruner-text"]["retain-192"].counts
+    counts = pipe.bundle.manifest.plans[method]["retain-192"].counts
 
     def expected(words: str) -> list[int]:
         question = embedded(torch_model, pipe.prompts.tokenizer.encode(words, add_special_tokens=False).ids)
+        if method in READ_THE_QUESTION:
+            return READ_THE_QUESTION[method](tokens, image, question, counts.kept)[1]
         scores = text_scores(salience, image, question, largest(norms, counts.outliers))
         return sanitize(tokens, norms, scores, reserve=counts.reserve, diverse=counts.diverse)[1]
 
-    options = {"method": "sinkpruner-text", "budget": "retain-192", "max_new_tokens": 1}
+    options = {"method": method, "budget": "retain-192", "max_new_tokens": 1}
     asked = ("Which colour is the cup?", "zzz")
     assert expected(asked[0]) != expected(asked[1])
     turns = [("user", asked[0]), ("assistant", "Red.")]
@@ -162,8 +165,9 @@ def test_the_sanitizer_reads_the_question_of_the_user(
     other = session.generate(photo, asked[0] + "?", **options)
     assert (again.reused_towers, other.reused_towers) == (1, 1)
     assert again.reused_rows > counts.kept > other.reused_rows
-    watch = pipe.watch([photo], asked[1], **options)
-    assert next(watch).tokens.shape[0] == counts.kept
+    if method == "sinkpruner-text":
+        watch = pipe.watch([photo], asked[1], **options)
+        assert next(watch).tokens.shape[0] == counts.kept
 
 
 def test_methods_keep_different_tokens(pipe: Pipeline, photo: Image.Image) -> None:

@@ -214,23 +214,6 @@ def downsample(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
     return np.array(rows).astype(tokens.dtype), index
 
 
-def text_scores(salience: Array, embeddings: Array, question: Array, outliers: list[int]) -> Array:
-    """The scores [N] by which `sinkpruner-text` takes tokens: scaled salience plus scaled relevance.
-
-    The relevance is the mean cosine of a token's row in `embeddings` [N,d] with the rows of `question` [T,d].
-    """
-    relevance = np.zeros(len(embeddings), np.float32)
-    for number, row in enumerate(embeddings.astype(np.float64)):
-        lengths = [np.linalg.norm(row) * np.linalg.norm(word.astype(np.float64)) for word in question]
-        found = [row @ word / length if length else 0.0 for word, length in zip(question, lengths, strict=True)]
-        relevance[number] = sum(found) / len(found)
-    scores = np.zeros(len(salience), np.float32)
-    for values in (salience.astype(np.float32), relevance):
-        low = [value for number, value in enumerate(values) if number not in outliers]
-        scores += (values - min(low)) / max(max(low) - min(low), np.float32(1e-30))
-    return scores
-
-
 BEFORE_LLM = {
     "uniform": uniform,
     "fastervlm": fastervlm,

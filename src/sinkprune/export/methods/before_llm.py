@@ -127,7 +127,7 @@ def _loneliest(graph: Graph, features: TowerValues) -> ir.Value:
     return smallest(graph, op.ReduceMax(similarity, [-1], keepdims=0), 1)
 
 
-def build_choice(
+def build_before(
     choose: Choose, booked: Literal["reserve", "diverse"], facts: PlanFacts, budget: Budget
 ) -> PlanGraphs:
     """Return the plan that keeps the tokens of `choose`, as the field `booked` of the budget."""
@@ -143,9 +143,9 @@ def build_choice(
 
 
 METHODS = {
-    "fastervlm": partial(build_choice, fastervlm, "reserve"),
-    "divprune": partial(build_choice, divprune, "diverse"),
-    "dart": partial(build_choice, dart, "diverse"),
-    "uniform": partial(build_choice, uniform, "diverse"),
-    "random": partial(build_choice, random, "diverse"),
+    "fastervlm": partial(build_before, fastervlm, "reserve"),
+    "divprune": partial(build_before, divprune, "diverse"),
+    "dart": partial(build_before, dart, "diverse"),
+    "uniform": partial(build_before, uniform, "diverse"),
+    "random": partial(build_before, random, "diverse"),
 }

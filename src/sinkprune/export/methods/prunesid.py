@@ -21,7 +21,7 @@ import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget
 from sinkprune.export.graph import Graph
-from sinkprune.export.methods.before_llm import Count, build_choice
+from sinkprune.export.methods.before_llm import Count, build_before
 from sinkprune.export.pruning.functions import unit_rows
 from sinkprune.export.pruning.plan import PlanFacts
 from sinkprune.export.pruning.sanitizer import TowerValues, ascending, largest
@@ -56,7 +56,7 @@ def prunesid(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues
     return ascending(graph, largest(graph, op.Where(picked, float("inf"), features.salience), count), count)
 
 
-METHODS = {"prunesid": partial(build_choice, prunesid, "diverse")}
+METHODS = {"prunesid": partial(build_before, prunesid, "diverse")}
 
 
 def _component(graph: Graph, features: TowerValues, count: ir.Value, width: int) -> ir.Value:

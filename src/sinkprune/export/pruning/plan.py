@@ -13,6 +13,9 @@ from sinkprune.export.dialects import Dialect
 from sinkprune.export.graph import Dim, Graph
 from sinkprune.export.precision import Precision
 
+MAX_ROUNDS = 1024
+"""The most tokens that a graph chooses one by one. Each takes a dozen nodes."""
+
 _NOMINAL = 10_000
 
 
@@ -88,11 +91,18 @@ class PlanFacts:
 
     def check_ranked(self, count: int) -> None:
         """Raise `BudgetError` if a step keeps more tokens than TensorRT's TopK returns."""
-        if count <= MAX_TOP_K:
+        self._check_at_most(count, MAX_TOP_K, f"TensorRT's TopK gives at most {MAX_TOP_K}")
+
+    def check_rounds(self, count: int) -> None:
+        """Raise `BudgetError` if a method that chooses tokens one by one would have more than `MAX_ROUNDS` rounds."""
+        self._check_at_most(count, MAX_ROUNDS, f"the method chooses tokens one by one, at most {MAX_ROUNDS}")
+
+    def _check_at_most(self, count: int, limit: int, why: str) -> None:
+        if count <= limit:
             return
         in_all, remedy = self.most_visual_tokens, "Choose a smaller budget."
         if isinstance(self.tokens, VariableTokens):
-            fit = in_all * MAX_TOP_K // count
+            fit = in_all * limit // count
             remedy = (
                 f"Allow up to {fit} tokens only: for images with --max-pixels {fit * self.tokens.pixels_each} or "
                 "less, for clips with fewer --max-frames or smaller frames, or option 'per-frame' where the "
@@ -100,7 +110,7 @@ class PlanFacts:
             )
         raise BudgetError(
             f"images and clips may have up to {in_all} visual tokens, of which this budget keeps {count} in one "
-            f"step; TensorRT's TopK gives at most {MAX_TOP_K}. {remedy}"
+            f"step; {why}. {remedy}"
         )
 
 

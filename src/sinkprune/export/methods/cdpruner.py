@@ -1,0 +1,86 @@
+"""CDPruner: keeps tokens that are relevant to the question and unlike each other, by a determinantal point process.
+
+Source: Zhang et al., "Beyond Attention or Similarity: Maximizing Conditional Diversity for Token Pruning in MLLMs"
+(NeurIPS 2025), and its published code for LLaVA. docs/methods.md has the differences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import onnx_ir as ir
+
+from sinkprune.contract.budgets import Budget
+from sinkprune.export.graph import Graph
+from sinkprune.export.methods.before_llm import build_before
+from sinkprune.export.pruning.plan import PlanFacts
+from sinkprune.export.pruning.sanitizer import TowerValues
+from sinkprune.export.pruning.serial import best_token, first_of, places, round_function, row_of, rows_in_llm
+from sinkprune.export.pruning.shares import TokenCount
+
+EQUAL = 2.0**-18
+"""Relevances, and gains of at most 1, that differ by no more are equal."""
+
+
+def cdpruner(
+    facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Callable[[], TokenCount]
+) -> ir.Value:
+    """Return [G,k]: the greedy maximum of det(L') over sets of k tokens, in ascending order.
+
+    L' = diag(r) L diag(r) [G,N,N]. L are the cosines of the tokens as the LLM receives them. The relevance r [G,N] is
+    the mean cosine of a token with the words of the question, scaled to 0 to 1; 1 if all are equally relevant.
+    """
+    most, op = facts.most_counts(kept).kept, graph.op
+    facts.check_rounds(most)
+    tokens, question = rows_in_llm(facts, graph, features)
+    relevance = op.Unsqueeze(
+        _scaled(op, op.Reshape(_mean_cosines(op, tokens, question), op.Shape(features.norms))), [2]
+    )
+    weighted = op.Mul(tokens, relevance)
+    kernel = op.MatMul(weighted, op.Transpose(weighted, perm=[0, 2, 1]))
+    gain = op.ReduceSumSquare(weighted, [-1], keepdims=0)
+    # A row of zeros stands for the factor before the first round.
+    factor = op.Unsqueeze(op.Mul(gain, 0.0), [1])
+    function = round_function("DeterminantRound", _round, ["place", "kernel", "factor", "gain"], facts.dialect.OPSET)
+    place, chosen = places(op, gain), []
+    for _ in range(most):
+        index, factor, gain = op.call(function, place, kernel, factor, gain)
+        chosen.append(index)
+    return first_of(graph, chosen, k())
+
+
+METHODS = {"cdpruner": partial(build_before, cdpruner, "diverse")}
+
+
+def _mean_cosines(op: Any, tokens: ir.Value, question: ir.Value) -> ir.Value:
+    """Return [G,N,1]: the mean cosine of the rows of `tokens` [G,N,d] with those of `question` [T,d]; unit rows."""
+    return op.MatMul(tokens, op.Transpose(op.ReduceMean(question, [0], keepdims=1), perm=[1, 0]))
+
+
+def _scaled(op: Any, values: ir.Value) -> ir.Value:
+    """Return `values` [G,N] scaled so that they go from 0 to 1 over each group; 1 if all are equal."""
+    least = op.ReduceMin(values, [-1], keepdims=1)
+    spread = op.Sub(op.ReduceMax(values, [-1], keepdims=1), least)
+    differ = op.Greater(spread, EQUAL)
+    return op.Where(differ, op.Div(op.Sub(values, least), op.Where(differ, spread, 1.0)), 1.0)
+
+
+def _round(op: Any, place: ir.Value, kernel: ir.Value, factor: ir.Value, gain: ir.Value) -> list[ir.Value]:
+    """Write one round of the incremental Cholesky factorisation (Chen et al., 2018).
+
+    `place` [N] numbers the tokens. `factor` [G,i,N] are the rows of the Cholesky factor of the tokens that earlier
+    rounds took. `gain` [G,N] is the factor by which a token enlarges the determinant, and -inf for tokens taken.
+    Returns the index taken [G,1], `factor` and `gain`, updated. A token without gain leaves both as they are.
+    """
+    index = best_token(op, gain, EQUAL)
+    taken = op.Equal(place, index)
+    own = op.MatMul(factor, op.Unsqueeze(op.Cast(taken, to=ir.DataType.FLOAT), [2]))
+    rest = op.Sub(row_of(op, kernel, index), op.MatMul(op.Transpose(own, perm=[0, 2, 1]), factor))
+    pivot = op.GatherElements(gain, index, axis=1)
+    root = op.Sqrt(op.Where(op.Greater(pivot, EQUAL), pivot, float("inf")))
+    added = op.Div(rest, op.Unsqueeze(root, [2]))
+    flat = op.Squeeze(added, [1])
+    left = op.Where(taken, float("-inf"), op.Sub(gain, op.Mul(flat, flat)))
+    return [index, op.Concat(factor, added, axis=1), left]

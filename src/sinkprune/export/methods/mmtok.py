@@ -1,0 +1,84 @@
+"""MMTok: keeps tokens that cover the words of the question and all visual tokens.
+
+Source: Dong et al., "MMTok: Multimodal Coverage Maximization for Efficient Inference of VLMs" (ICLR 2026), and its
+published code. docs/methods.md has the differences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import onnx_ir as ir
+
+from sinkprune.contract.budgets import Budget
+from sinkprune.export.graph import Graph
+from sinkprune.export.methods.before_llm import build_before
+from sinkprune.export.pruning.functions import unit_rows
+from sinkprune.export.pruning.plan import PlanFacts, VariableTokens
+from sinkprune.export.pruning.sanitizer import TowerValues
+from sinkprune.export.pruning.serial import best_token, first_of, places, round_function, row_of, rows_in_llm
+from sinkprune.export.pruning.shares import TokenCount
+
+TEXT_TEMPERATURE, TEXT_TEMPERATURE_OF_QWEN, VISUAL_TEMPERATURE = 0.02, 0.01, 0.2
+"""The temperatures of the published code, for LLaVA, for Qwen, and of visual tokens."""
+VISUAL_WEIGHT = 0.5
+EQUAL = 2.0**-16
+"""Gains that differ by no more are equal, as a share of the largest gain of the first round."""
+
+_FLOAT = ir.DataType.FLOAT
+
+
+def mmtok(
+    facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Callable[[], TokenCount]
+) -> ir.Value:
+    """Return [G,k]: the greedy maximum of the coverage over sets of k tokens, in ascending order.
+
+    A set S covers a word, or a visual token, by max over j in S of its softmax over all N tokens j of cosine /
+    temperature. The coverage is the mean over words plus `VISUAL_WEIGHT` times the mean over visual tokens. Words
+    are compared with tokens as the LLM receives both, and tokens with each other as the tower gives them.
+    """
+    most, op = facts.most_counts(kept).kept, graph.op
+    facts.check_rounds(most)
+    tokens, question = rows_in_llm(facts, graph, features)
+    from_tower = unit_rows(op, op.Cast(features.tokens, to=_FLOAT))
+    text_temperature = TEXT_TEMPERATURE_OF_QWEN if isinstance(facts.tokens, VariableTokens) else TEXT_TEMPERATURE
+    words = _covers(op, op.MatMul(tokens, op.Transpose(question, perm=[1, 0])), text_temperature)
+    others = _covers(op, op.MatMul(from_tower, op.Transpose(from_tower, perm=[0, 2, 1])), VISUAL_TEMPERATURE)
+    cover = op.Concat(words, op.Mul(others, VISUAL_WEIGHT), axis=2)
+    first = op.ReduceSum(cover, [-1], keepdims=0)
+    tolerance = op.Mul(op.ReduceMax(first, [-1], keepdims=1), EQUAL)
+    covered = op.Mul(op.ReduceMax(cover, [1], keepdims=1), 0.0)
+    free = op.Mul(first, 0.0)
+    inputs = ["place", "cover", "tolerance", "covered", "free"]
+    function = round_function("CoverageRound", _round, inputs, facts.dialect.OPSET)
+    place, chosen = places(op, first), []
+    for _ in range(most):
+        index, covered, free = op.call(function, place, cover, tolerance, covered, free)
+        chosen.append(index)
+    return first_of(graph, chosen, k())
+
+
+METHODS = {"mmtok": partial(build_before, mmtok, "diverse")}
+
+
+def _covers(op: Any, cosines: ir.Value, temperature: float) -> ir.Value:
+    """Return [G,N,R]: how well each of N tokens covers each of R targets, from their `cosines` [G,N,R]; over R."""
+    weights = op.Softmax(op.Div(cosines, temperature), axis=1)
+    return op.Div(weights, op.Cast(op.Shape(cosines, start=2, end=3), to=_FLOAT))
+
+
+def _round(
+    op: Any, place: ir.Value, cover: ir.Value, tolerance: ir.Value, covered: ir.Value, free: ir.Value
+) -> list[ir.Value]:
+    """Write one round: the token that adds most to the coverage.
+
+    `place` [N] numbers the tokens. `cover` [G,N,R] is the share of each target that each token covers, `tolerance`
+    [G,1] how much equal gains differ, `covered` [G,1,R] what the tokens taken cover, and `free` [G,N] -inf for tokens
+    taken and else 0. Returns the index taken [G,1], `covered` and `free`, updated.
+    """
+    gain = op.ReduceSum(op.Relu(op.Sub(cover, covered)), [-1], keepdims=0)
+    index = best_token(op, op.Add(gain, free), tolerance)
+    covered = op.Max(covered, row_of(op, cover, index))
+    return [index, covered, op.Where(op.Equal(place, index), float("-inf"), free)]
