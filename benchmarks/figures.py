@@ -294,8 +294,8 @@ def _steps(point: Mapping[str, Any]) -> str:
 
 _METHODS = (
     "sinkpruner,sinkpruner-text,downsample,random,uniform,fastervlm,visionzip,visionzip+filter,divprune,dart,cdpruner,"
-    "mmtok,fastv,pyramiddrop,sparsevlm,sinkpruner-no-sanitizer,sinkpruner-no-text-pruner,sinkpruner-no-diversity,sinkpruner-no-outlier-removal,"
-    "sinkpruner-no-aggregation"
+    "mmtok,prunesid,vscan,fastv,pyramiddrop,sparsevlm,sinkpruner-no-sanitizer,sinkpruner-no-text-pruner,"
+    "sinkpruner-no-diversity,sinkpruner-no-outlier-removal,sinkpruner-no-aggregation"
 )
 PARTS = {
     "savings": Part(
