@@ -63,7 +63,7 @@ def test_commands_use_neither_home_nor_network(
         ("sinkprune-profile", bundle, *ask, "--repeat", 1, "--new-tokens", 2, "--plot", tmp_path / "profile.png"),
         ("sinkprune-evaluate", bundle, "--task", task, "--json", tmp_path / "accuracy.json"),
         ("sinkprune-build", bundle, "-o", tmp_path / "engines", "--target", "onnxruntime"),
-        ("sinkprune-check", bundle, tmp_path / "engines", *ask[:2]),
+        ("sinkprune-check", bundle, tmp_path / "engines", *ask[:2], "--fit", "pad"),
         ("sinkprune-run", bundle, *ask, "--budget", "retain-64", "--backend", "openvino"),
         ("sinkprune-doctor", bundle),
     ]

@@ -136,8 +136,8 @@ def test_a_baseline_without_a_right_answer_has_no_relative() -> None:
 
 def test_the_report_warns_of_few_questions_and_of_pictures_that_are_seen_in_part() -> None:
     pipeline = FakePipeline(lambda prompt, budget: True, {"3": 0.668, "5": 0.75})
-    few, partly = run(pipeline, items(12), [SINK]).warnings
-    assert "12 questions" in few
+    few, few_pictures, partly = run(pipeline, items(12), [SINK]).warnings
+    assert "12 questions" in few and "picture" in few_pictures
     assert partly == (
         "The model sees only a part of the picture in 2 of 12 questions (67 % at least). --fit pad shows it all "
         "(docs/pictures.md)."

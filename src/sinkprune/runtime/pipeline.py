@@ -195,13 +195,14 @@ class Pipeline(Answering):
         plans, state = self.plans(request.method, request.budget), StreamState()
         thresholds = self.thresholds if request.budget == AUTO else None
         request, form = self._formed(request)
+        costs = None if request.deadline_ms is None else self._known_costs()
         timed = request
         if isinstance(form, ChoiceTokens):
             # Each pass takes about the time of a token.
             timed = replace(request, max_new_tokens=1 + len(form.passes))
 
         def new_policy() -> BudgetPolicy:
-            return self._policy(timed) if thresholds is None else ConfidencePolicy(timed, thresholds)
+            return self._policy(timed, costs) if thresholds is None else ConfidencePolicy(timed, thresholds)
 
         steps = generate(self._model, request, plans, form, new_policy, observer, state, memory)
         return Stream(steps, state)
@@ -284,9 +285,8 @@ class Pipeline(Answering):
         Later processes then expect what this one expects. Return the file, or None without costs or where the folder
         cannot be written. It takes milliseconds, so call it when no request waits.
         """
-        if self.costs is None:
-            return None
-        return cache_costs(replace(self.costs, recent=self._history_of(self.costs).recent))
+        costs = self.costs
+        return None if costs is None else cache_costs(replace(costs, recent=self._history_of(costs).recent))
 
     @property
     def place(self) -> Place:
@@ -325,12 +325,14 @@ class Pipeline(Answering):
         thresholds = usable_thresholds(self.thresholds, self.bundle, method, self.backend.compute)
         return [manifest.plan(method, each) for each in thresholds.least]
 
-    def _policy(self, request: Request) -> BudgetPolicy:
-        if request.deadline_ms is None:
+    def _policy(self, request: Request, costs: Costs | None) -> BudgetPolicy:
+        if request.deadline_ms is None or costs is None:
             return BudgetPolicy(request)
-        began = time.perf_counter()
-        if self.costs is None:
-            self.costs = cached_costs(self.place)
+        began, history = time.perf_counter(), self._history_of(costs)
+        return DeadlinePolicy(request, request.deadline_ms, self.bundle.manifest, costs, history, began=began)
+
+    def _known_costs(self) -> Costs:
+        self.costs = cached_costs(self.place) if self.costs is None else self.costs
         if self.costs is None:
             raise DeadlineError(
                 f"a deadline was given, and the costs of requests on this machine, with {self.place.backend} in "
@@ -339,8 +341,7 @@ class Pipeline(Answering):
                 "FILE.json, read_costs."
             )
         check_type("costs", self.costs, (Costs,), "Costs, as read_costs and warm_up return")
-        history = self._history_of(self.costs)
-        return DeadlinePolicy(request, request.deadline_ms, self.bundle.manifest, self.costs, history, began=began)
+        return self.costs
 
     def _history_of(self, costs: Costs) -> RequestHistory:
         """Return the history of requests compared with these `costs`; it starts anew with other costs."""

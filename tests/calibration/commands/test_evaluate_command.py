@@ -54,8 +54,8 @@ def test_the_report_the_plot_and_the_answers(bundle: Bundles, task: Path, tmp_pa
     assert (report["task"], report["questions"], report["unreachable"]) == ("task.jsonl", 4, [])
     assert report["pictures"] == 2
     # The photos are 4:3.
-    assert ["4 questions" in line for line in report["warnings"]] == [True, True]
-    assert "75 %" in report["warnings"][1]
+    assert ["4 questions" in line for line in report["warnings"]] == [True, False, True]
+    assert "Small sample: 2 pictures." in report["warnings"][1] and "75 %" in report["warnings"][2]
     assert "\n".join(report["warnings"]) in outcome.stdout
     assert (report["none"]["accuracy"], report["none"]["relative"]) == (0.5, 1.0)
     assert report["none"]["by_kind"]["known"] == {"accuracy": 1.0, "ci95": pytest.approx([0.34238, 1]), "count": 2}

@@ -49,12 +49,12 @@ def test_a_line_has_the_steps_done_the_rate_and_the_time_left() -> None:
     assert lines.line(10) == "measuring: 10 s"
     lines.update("retain-64", advance=4)
     lines.update(advance=1)
-    assert lines.line(10) == "retain-64: 5 of 40 answers in 10 s, 0.5 a second, 70 s left"
+    assert lines.line(10) == "retain-64: 5 of 40 answers in 10 s, 0.5 answers a second, 70 s left"
     lines.update(done=40)
-    assert lines.line(20).endswith("40 of 40 answers in 20 s, 2 a second, 0 s left")
+    assert lines.line(20).endswith("40 of 40 answers in 20 s, 2 answers a second, 0 s left")
     unknown = ProgressLines("reading\x1b", unit="M weights")
     unknown.update(advance=1234.5)
-    assert unknown.line(100) == "reading\\x1b: 1234.5 M weights in 100 s, 12.3 a second"
+    assert unknown.line(100) == "reading\\x1b: 1234.5 M weights in 100 s, 12.3 M weights a second"
 
 
 def test_a_line_has_no_rate_of_the_first_steps_alone() -> None:
@@ -65,9 +65,9 @@ def test_a_line_has_no_rate_of_the_first_steps_alone() -> None:
     assert lines.line(12) == "asking: 2 of 3740 answers in 12 s"
     lines.update(advance=1)
     assert lines.line(3) == "asking: 3 of 3740 answers in 3 s"
-    assert lines.line(10) == "asking: 3 of 3740 answers in 10 s, 0.3 a second, 3.5 h left"
+    assert lines.line(10) == "asking: 3 of 3740 answers in 10 s, 0.3 answers a second, 3.5 h left"
     lines.update(done=75)
-    assert lines.line(5).endswith("75 of 3740 answers in 5 s, 15 a second, 4 min left")
+    assert lines.line(5).endswith("75 of 3740 answers in 5 s, 15 answers a second, 4 min left")
 
 
 def test_a_line_has_minutes_hours_and_rounded_weights() -> None:
@@ -75,7 +75,7 @@ def test_a_line_has_minutes_hours_and_rounded_weights() -> None:
     lines.update(advance=0.147456)
     assert lines.line(1).startswith("decoder_0: 0.1 of 6.4 M weights in 1 s, ")
     lines.update(done=3.2071)
-    assert lines.line(180) == "decoder_0: 3.2 of 6.4 M weights in 3 min, 0.0178 a second, 3 min left"
+    assert lines.line(180) == "decoder_0: 3.2 of 6.4 M weights in 3 min, 0.0178 M weights a second, 3 min left"
     lines.update(done=5.0)
     assert lines.line(9000).startswith("decoder_0: 5 of 6.4 M weights in 2.5 h, ")
     assert ProgressLines("waiting").line(180) == "waiting: 3 min"

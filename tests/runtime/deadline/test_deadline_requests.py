@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinkprune import Pipeline
+from sinkprune import Pipeline, Thresholds, write_thresholds
 from sinkprune.contract.costs.file import read_costs, write_costs
 from sinkprune.contract.costs.model import Curve, predict
-from sinkprune.contract.errors import UsageError
+from sinkprune.contract.errors import DeadlineError, UsageError
 from sinkprune.contract.schedule import schedule
 from sinkprune.demo.scenes import make_scene
 from sinkprune.export.command import main as export
@@ -107,6 +107,27 @@ def test_costs_and_thresholds_of_a_wrong_type(bundle: Bundles, photo: Image.Imag
     with pytest.raises(TypeError, match="costs is 5, expected Costs, as read_costs"):
         pipeline.generate(photo, QUESTION, deadline_ms=60_000)
     with pytest.raises(TypeError, match="thresholds is 5, expected Thresholds, as read_thresholds returns"):
+        pipeline.stream(photo, QUESTION, budget="auto", choice=["yes", "no"])
+
+
+def test_costs_that_are_not_known_are_an_error_of_the_call(bundle: Bundles, photo: Image.Image) -> None:
+    with pytest.raises(DeadlineError, match="are not known"):
+        Pipeline.load(bundle("gqa-112"), threads=1).stream(photo, QUESTION, deadline_ms=60_000)
+
+
+def test_what_is_written_has_the_right_type(tmp_path: Path) -> None:
+    wrong: Any = 3
+    for write in (write_costs, write_thresholds):
+        with pytest.raises(TypeError, match="is 3, expected"):
+            write(tmp_path / "file.json", wrong)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("least", [3, {"retain-64": "x"}, {"retain-64": 2.0}, {"retain-64": -1}])
+def test_thresholds_are_shares(least: Any, bundle: Bundles, photo: Image.Image) -> None:
+    pipeline = Pipeline.load(bundle("gqa-112"))
+    pipeline.thresholds = Thresholds(1, pipeline.bundle.sha256, pipeline.backend.compute, "sinkpruner", least)
+    with pytest.raises(UsageError, match=r"a least confidence .*expected a number from 0 to 1"):
         pipeline.stream(photo, QUESTION, budget="auto", choice=["yes", "no"])
 
 

@@ -18,7 +18,7 @@ from sinkprune.calibration.evaluation.report import (
     Reply,
     summarise,
 )
-from sinkprune.calibration.evaluation.sample_size import accuracy_warnings
+from sinkprune.calibration.evaluation.sample_size import accuracy_warnings, mean_warnings
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.errors import BudgetError, SinkpruneError
@@ -154,6 +154,7 @@ def evaluation_report(
         unreachable=tuple(unreachable),
         warnings=(
             *accuracy_warnings(len(base)),
+            *mean_warnings(len(set(pictures))),
             *([] if blind else unseen_warnings([reply.seen_share for reply in base], "questions")),
         ),
     )

@@ -75,10 +75,10 @@ class ProgressLines:
         of = "" if self._total is None else f" of {_rounded(self._total)}"
         text = f"{self._what}: {_rounded(self._done)}{of}{unit} in {duration(seconds)}"
         if self._total is None:
-            return escaped(f"{text}, {rate:.3g} a second")
+            return escaped(f"{text}, {rate:.3g}{unit} a second")
         several = self._updates >= _ENOUGH_STEPS and seconds >= _ENOUGH_SECONDS
         if several or self._done >= _ENOUGH_SHARE * self._total:
-            text += f", {rate:.3g} a second, {duration(max(0.0, self._total - self._done) / rate)} left"
+            text += f", {rate:.3g}{unit} a second, {duration(max(0.0, self._total - self._done) / rate)} left"
         return escaped(text)
 
     def restart(self, what: str) -> None:

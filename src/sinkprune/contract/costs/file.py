@@ -24,9 +24,10 @@ _AGAIN = (
 def write_costs(path: str | os.PathLike[str], costs: Costs) -> None:
     """Write the costs of requests, as `Pipeline.warm_up` returns them, to the JSON file `path`.
 
-    Raises `OutputError` if the file cannot be written, and `TypeError` if `path` is no path.
+    Raises `OutputError` if the file cannot be written, and `TypeError` if `path` is no path or `costs` no costs.
     """
     check_path("path", path)
+    check_type("costs", costs, (Costs,), "Costs, as read_costs and warm_up return")
     write_whole(Path(path), (json.dumps(to_json(costs), indent=1) + "\n").encode())
 
 

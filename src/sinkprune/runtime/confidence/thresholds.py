@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
@@ -58,6 +59,13 @@ class Thresholds:
                 f"the thresholds were measured with engines that compute in {format_value(self.compute)}, and these "
                 f"compute in '{compute}'. {_AGAIN}"
             )
+        # An infinite one, which no file has, asks at every budget.
+        least = self.least.values() if isinstance(self.least, dict) else [self.least]
+        if wrong := [one for one in least if not isinstance(one, (int, float)) or not (0 <= one <= 1 or one == inf)]:
+            raise UsageError(
+                f"a least confidence of the thresholds is {format_value(wrong[0])}, expected a number from 0 to 1. "
+                f"{_AGAIN}"
+            )
         for budget in self.least:
             bundle.manifest.plan(method, budget)
 
@@ -97,8 +105,9 @@ def describe_ladders(manifest: Manifest, method: str) -> str:
 
 
 def write_thresholds(path: str | os.PathLike[str], thresholds: Thresholds) -> None:
-    """Write the thresholds to the JSON file `path`; raises `OutputError`, and `TypeError` if `path` is no path."""
+    """Write the thresholds to the JSON file `path`; raises `OutputError`, and `TypeError` for wrong types."""
     check_path("path", path)
+    check_type("thresholds", thresholds, (Thresholds,), "Thresholds, as read_thresholds returns")
     write_whole(Path(path), (json.dumps(to_json(thresholds), indent=1) + "\n").encode())
 
 
