@@ -76,11 +76,11 @@ def generate(
 
     Yields the text of each token, which may be empty.
 
-    `plans` are those of the request's budget or budgets, and `form` what its answer must be. `new_policy` is called
-    when the first piece is requested, because a deadline is counted from then on. What requests about the same
-    pictures share is read from and added to `memory`. Steps of one request share it too.
+    `model` is that of `LoadedModel.for_request`, `plans` are those of the request's budget or budgets, and `form` is
+    what its answer must be. `new_policy` is called when the first piece is requested, because a deadline is counted
+    from then on. What requests about the same pictures share is read from and added to `memory`. Steps of one request
+    share it too.
     """
-    model = model.for_request(request, plans[0])
     manifest, limits, family, prompts, _, chain, warnings = model
     backend, policy = chain.backend, new_policy()
     clock, own = Stopwatch(backend, observer.during), PrefixCache(ANY_SIZE)

@@ -195,8 +195,8 @@ class Pipeline(Answering):
         plans, state = self.plans(request.method, request.budget), StreamState()
         thresholds = self.thresholds if request.budget == AUTO else None
         request, form = self._formed(request)
+        model, timed = self._model.for_request(request, plans[0]), request
         costs = None if request.deadline_ms is None else self._known_costs()
-        timed = request
         if isinstance(form, ChoiceTokens):
             # Each pass takes about the time of a token.
             timed = replace(request, max_new_tokens=1 + len(form.passes))
@@ -204,7 +204,7 @@ class Pipeline(Answering):
         def new_policy() -> BudgetPolicy:
             return self._policy(timed, costs) if thresholds is None else ConfidencePolicy(timed, thresholds)
 
-        steps = generate(self._model, request, plans, form, new_policy, observer, state, memory)
+        steps = generate(model, request, plans, form, new_policy, observer, state, memory)
         return Stream(steps, state)
 
     def watch(
