@@ -12,13 +12,29 @@ from PIL import Image
 
 from sinkprune import Answer, Pipeline, Request, Stream
 from sinkprune.contract.errors import PromptError, UsageError
-from sinkprune.contract.reports.report import OF_TTFT, PARTS, Spread
+from sinkprune.contract.reports.report import OF_TTFT, PARTS, ProfileReport, Spread
 from sinkprune.runtime.profiling.frame_clock import frame_clock
-from sinkprune.runtime.profiling.profile import EARLIER, profile
+from sinkprune.runtime.profiling.profile import EARLIER, ProfileRounds
 from sinkprune.runtime.profiling.rate import at_rate
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.prefix_cache import PrefixCache
 from support.programs.commands import run
+
+
+def profiled(
+    pipe: Pipeline,
+    pictures: Any,
+    prompt: Any,
+    budgets: list[str],
+    *,
+    repeat: int = 5,
+    warmup: int = 1,
+    on_run: Callable[[str], None] = lambda _: None,
+    **options: Any,
+) -> ProfileReport:
+    rounds = ProfileRounds(pipe, pictures, prompt, budgets, **{"method": "sinkpruner", "new_tokens": 16, **options})
+    rounds.measure(repeat, warmup, on_run)
+    return rounds.report()
 
 
 def test_budgets_take_turns_and_each_round_starts_with_another(
@@ -26,7 +42,7 @@ def test_budgets_take_turns_and_each_round_starts_with_another(
 ) -> None:
     order: list[str] = []
     names = ["none", "retain-64", "retain-32"]
-    profile(pipeline("gqa-112"), photo, "What?", names, new_tokens=2, repeat=3, warmup=1, on_run=order.append)
+    profiled(pipeline("gqa-112"), photo, "What?", names, new_tokens=2, repeat=3, warmup=1, on_run=order.append)
     rounds = [order[start : start + 3] for start in range(0, len(order), 3)]
     assert len(rounds) == 4
     assert all(sorted(turn) == sorted(names) for turn in rounds)
@@ -34,7 +50,7 @@ def test_budgets_take_turns_and_each_round_starts_with_another(
 
 
 def test_warm_up_is_not_counted(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
-    report = profile(pipeline("gqa-112"), photo, "What?", ["retain-64"], new_tokens=3, repeat=1, warmup=2)
+    report = profiled(pipeline("gqa-112"), photo, "What?", ["retain-64"], new_tokens=3, repeat=1, warmup=2)
     for budget in report.budgets.values():
         for spread in budget.ms.values():
             assert spread is not None
@@ -57,21 +73,21 @@ def test_warm_runs_reuse_the_pictures_of_a_question_before(
     count = len(pictures) if isinstance(pictures, list) else 1
     pipe = pipeline("gqa-112", "fp32", max_images=count)
     monkeypatch.setattr(Pipeline, "answer_with", recorded)
-    report = profile(pipe, pictures, prompt, ["retain-64"], new_tokens=2, repeat=2, warmup=1, warm=True)
+    report = profiled(pipe, pictures, prompt, ["retain-64"], new_tokens=2, repeat=2, warmup=1, warm=True)
     assert found == [("What?", 0, 2), (EARLIER, 0, 1), ("What?", count, 1)] * 6
     for budget in report.budgets.values():
         assert budget.warm_ttft_ms is not None and 0 < budget.warm_ttft_ms.median <= budget.warm_ttft_ms.p95
-    alone = profile(pipe, pictures, prompt, ["retain-64"], new_tokens=2, repeat=1, warmup=0)
+    alone = profiled(pipe, pictures, prompt, ["retain-64"], new_tokens=2, repeat=1, warmup=0)
     assert alone.budgets["retain-64"].warm_ttft_ms is None
 
 
 def test_nonsense_repetitions_are_refused(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
     with pytest.raises(UsageError, match=r"^repeat is 0, expected a whole number from 1 to 100000\.$"):
-        profile(pipeline("gqa-112"), photo, "What?", [], repeat=0)
+        profiled(pipeline("gqa-112"), photo, "What?", [], repeat=0)
     with pytest.raises(UsageError, match=r"^warmup is -1, expected a whole number from 0 to 100000\.$"):
-        profile(pipeline("gqa-112"), photo, "What?", [], warmup=-1)
+        profiled(pipeline("gqa-112"), photo, "What?", [], warmup=-1)
     with pytest.raises(UsageError, match="max_new_tokens is 0"):
-        profile(pipeline("gqa-112"), photo, "What?", [], new_tokens=0)
+        profiled(pipeline("gqa-112"), photo, "What?", [], new_tokens=0)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +119,7 @@ def test_a_length_that_one_budget_does_not_take_is_refused_before_any_runs(
     # Fits at retain-32, and not unpruned.
     said = rf"{text} text tokens, {unpruned} visual tokens and up to {left + 1} .* ask for at most {left} new tokens"
     with pytest.raises(PromptError, match=said):
-        profile(pipe, photo, "What?", ["retain-32"], new_tokens=left + 1, on_run=ran.append)
+        profiled(pipe, photo, "What?", ["retain-32"], new_tokens=left + 1, on_run=ran.append)
     with pytest.raises(PromptError, match=f"ask for at most {left} new tokens"):
         at_rate(pipe, [photo], "What?", ["retain-32", "none"], frame_clock(1, 1), new_tokens=left + 1, warmup=0)
     assert ran == []

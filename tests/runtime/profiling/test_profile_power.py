@@ -16,7 +16,7 @@ from sinkprune.contract.errors import PowerError
 from sinkprune.contract.reports.report import OF_TTFT, PARTS
 from sinkprune.runtime.commands.power import PowerOptions, wanted_sensor
 from sinkprune.runtime.power.meter import measuring
-from sinkprune.runtime.profiling.profile import profile
+from sinkprune.runtime.profiling.profile import ProfileRounds
 from support.programs.commands import assert_refused, run
 from support.stand_ins import power_stand_ins as boards
 from support.stand_ins.power_stand_ins import SteadyPower, install_tegrastats
@@ -75,7 +75,11 @@ def test_idle_power_is_subtracted(pipeline: Callable[..., Pipeline], photo: Imag
         power.set_to(watts=33)
         # Waits for a reading: between two, energy is interpolated.
         meter.curve()
-        report = profile(pipeline("mha-336"), photo, "What?", ["none"], new_tokens=24, repeat=3, meter=meter)
+        rounds = ProfileRounds(
+            pipeline("mha-336"), photo, "What?", ["none"], method="sinkpruner", new_tokens=24, meter=meter
+        )
+        rounds.measure(3, 1, lambda _: None)
+        report = rounds.report()
     energy = report.budgets["none"].energy
     assert energy is not None and report.power is not None
     assert report.power.idle.watts == pytest.approx(11)

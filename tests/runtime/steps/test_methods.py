@@ -19,7 +19,7 @@ from sinkprune.contract.errors import BudgetError
 from sinkprune.export.bundle_writer import Unreachable, export_bundle
 from sinkprune.export.methods import all_methods
 from sinkprune.export.source import ExportRequest
-from sinkprune.runtime.profiling.profile import profile
+from sinkprune.runtime.profiling.profile import ProfileRounds
 from sinkprune.runtime.token_map import token_fates
 from support.programs.commands import assert_refused, run
 from support.references.masking import Sequence, embedded, masked_forward
@@ -191,7 +191,9 @@ def test_a_method_is_chosen_in_run_and_drawn(method: str, root: Path, photo_file
 def test_a_profile_of_another_method_measures_the_budgets_it_holds(
     root: Path, pipe: Pipeline, photo: Image.Image, photo_file: Path
 ) -> None:
-    report = profile(pipe, photo, PROMPT, ["retain-192"], method="fastv", new_tokens=1, repeat=1, warmup=0)
+    rounds = ProfileRounds(pipe, photo, PROMPT, ["retain-192"], method="fastv", new_tokens=1)
+    rounds.measure(1, 0, lambda _: None)
+    report = rounds.report()
     assert report.method == "fastv"
     tokens = report.budgets["retain-192"].tokens_per_layer
     assert tokens[:3] == (64, 64, tokens[-1])

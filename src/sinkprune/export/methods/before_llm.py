@@ -21,6 +21,7 @@ from sinkprune.export.pruning.sanitizer import (
     mask_of,
     new_sanitizer,
     output_tokens,
+    places,
     smallest,
 )
 from sinkprune.export.pruning.shares import TokenCount, as_vector, sanitizer_counts
@@ -119,7 +120,7 @@ def _sizes(graph: Graph, features: TowerValues, k: Count) -> tuple[ir.Value, ir.
 def _loneliest(graph: Graph, features: TowerValues) -> ir.Value:
     """Return [G,1]: the token whose largest cosine with another is smallest."""
     op = graph.op
-    place = op.Range(0, op.Squeeze(op.Shape(features.norms, start=1, end=2)), 1)
+    place = places(graph, features.norms)
     everyone = op.Expand(op.Unsqueeze(place, [0]), op.Shape(features.norms))
     unit = unit_rows(op, op.Cast(features.tokens, to=_FLOAT))
     itself = op.Equal(op.Unsqueeze(place, [0]), op.Unsqueeze(place, [1]))

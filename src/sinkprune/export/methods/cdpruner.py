@@ -6,7 +6,6 @@ Source: Zhang et al., "Beyond Attention or Similarity: Maximizing Conditional Di
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,19 +13,17 @@ import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget
 from sinkprune.export.graph import Graph
-from sinkprune.export.methods.before_llm import build_before
+from sinkprune.export.methods.before_llm import Count, build_before
 from sinkprune.export.pruning.plan import PlanFacts
-from sinkprune.export.pruning.sanitizer import TowerValues
-from sinkprune.export.pruning.serial import best_token, first_of, places, round_function, row_of, rows_in_llm
-from sinkprune.export.pruning.shares import TokenCount
+from sinkprune.export.pruning.question import mean_cosines, rows_in_llm
+from sinkprune.export.pruning.sanitizer import TowerValues, places
+from sinkprune.export.pruning.serial import best_token, first_of, round_function, row_of
 
 EQUAL = 2.0**-18
 """Relevances, and gains of at most 1, that differ by no more are equal."""
 
 
-def cdpruner(
-    facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Callable[[], TokenCount]
-) -> ir.Value:
+def cdpruner(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Count) -> ir.Value:
     """Return [G,k]: the greedy maximum of det(L') over sets of k tokens, in ascending order.
 
     L' = diag(r) L diag(r) [G,N,N]. L are the cosines of the tokens as the LLM receives them. The relevance r [G,N] is
@@ -35,16 +32,14 @@ def cdpruner(
     most, op = facts.most_counts(kept).kept, graph.op
     facts.check_rounds(most)
     tokens, question = rows_in_llm(facts, graph, features)
-    relevance = op.Unsqueeze(
-        _scaled(op, op.Reshape(_mean_cosines(op, tokens, question), op.Shape(features.norms))), [2]
-    )
+    relevance = op.Unsqueeze(_scaled(op, mean_cosines(op, tokens, question)), [2])
     weighted = op.Mul(tokens, relevance)
     kernel = op.MatMul(weighted, op.Transpose(weighted, perm=[0, 2, 1]))
     gain = op.ReduceSumSquare(weighted, [-1], keepdims=0)
     # A row of zeros stands for the factor before the first round.
     factor = op.Unsqueeze(op.Mul(gain, 0.0), [1])
     function = round_function("DeterminantRound", _round, ["place", "kernel", "factor", "gain"], facts.dialect.OPSET)
-    place, chosen = places(op, gain), []
+    place, chosen = places(graph, gain), []
     for _ in range(most):
         index, factor, gain = op.call(function, place, kernel, factor, gain)
         chosen.append(index)
@@ -52,11 +47,6 @@ def cdpruner(
 
 
 METHODS = {"cdpruner": partial(build_before, cdpruner, "diverse")}
-
-
-def _mean_cosines(op: Any, tokens: ir.Value, question: ir.Value) -> ir.Value:
-    """Return [G,N,1]: the mean cosine of the rows of `tokens` [G,N,d] with those of `question` [T,d]; unit rows."""
-    return op.MatMul(tokens, op.Transpose(op.ReduceMean(question, [0], keepdims=1), perm=[1, 0]))
 
 
 def _scaled(op: Any, values: ir.Value) -> ir.Value:

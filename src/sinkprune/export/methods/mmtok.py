@@ -6,7 +6,6 @@ published code. docs/methods.md has the differences.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,12 +13,12 @@ import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget
 from sinkprune.export.graph import Graph
-from sinkprune.export.methods.before_llm import build_before
+from sinkprune.export.methods.before_llm import Count, build_before
 from sinkprune.export.pruning.functions import unit_rows
 from sinkprune.export.pruning.plan import PlanFacts, VariableTokens
-from sinkprune.export.pruning.sanitizer import TowerValues
-from sinkprune.export.pruning.serial import best_token, first_of, places, round_function, row_of, rows_in_llm
-from sinkprune.export.pruning.shares import TokenCount
+from sinkprune.export.pruning.question import rows_in_llm
+from sinkprune.export.pruning.sanitizer import TowerValues, places
+from sinkprune.export.pruning.serial import best_token, first_of, round_function, row_of
 
 TEXT_TEMPERATURE, TEXT_TEMPERATURE_OF_QWEN, VISUAL_TEMPERATURE = 0.02, 0.01, 0.2
 """The temperatures of the published code, for LLaVA, for Qwen, and of visual tokens."""
@@ -30,9 +29,7 @@ EQUAL = 2.0**-16
 _FLOAT = ir.DataType.FLOAT
 
 
-def mmtok(
-    facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Callable[[], TokenCount]
-) -> ir.Value:
+def mmtok(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Count) -> ir.Value:
     """Return [G,k]: the greedy maximum of the coverage over sets of k tokens, in ascending order.
 
     A set S covers a word, or a visual token, by max over j in S of its softmax over all N tokens j of cosine /
@@ -53,7 +50,7 @@ def mmtok(
     free = op.Mul(first, 0.0)
     inputs = ["place", "cover", "tolerance", "covered", "free"]
     function = round_function("CoverageRound", _round, inputs, facts.dialect.OPSET)
-    place, chosen = places(op, first), []
+    place, chosen = places(graph, first), []
     for _ in range(most):
         index, covered, free = op.call(function, place, cover, tolerance, covered, free)
         chosen.append(index)

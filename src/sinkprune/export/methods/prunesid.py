@@ -24,7 +24,7 @@ from sinkprune.export.graph import Graph
 from sinkprune.export.methods.before_llm import Count, build_before
 from sinkprune.export.pruning.functions import unit_rows
 from sinkprune.export.pruning.plan import PlanFacts
-from sinkprune.export.pruning.sanitizer import TowerValues, ascending, largest
+from sinkprune.export.pruning.sanitizer import TowerValues, ascending, largest, places
 from sinkprune.export.pruning.shares import as_vector
 
 COMPONENTS = 16
@@ -45,14 +45,14 @@ def prunesid(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues
     """Return the index of the k tokens that groups keep, ascending."""
     most = facts.most_counts(kept).kept
     facts.check_ranked(most)
-    count = k()
+    count, width = k(), max(1, min(COMPONENTS, most // 4))
     op, wanted = graph.op, graph.op.Max(as_vector(count), [1])
-    group = _component(graph, features, wanted, max(1, min(COMPONENTS, most // 4)))
+    group = _component(graph, features, wanted, width)
     same = op.Equal(op.Unsqueeze(group, [2]), op.Unsqueeze(group, [1]))
     first = _before(graph, features)
     rivals = op.And(same, first)
     free = _not_suppressed(graph, features, rivals, first, wanted)
-    picked = _picked(graph, _Groups(group, rivals, free), wanted, max(1, min(COMPONENTS, most // 4)))
+    picked = _picked(graph, _Groups(group, rivals, free), wanted, width)
     return ascending(graph, largest(graph, op.Where(picked, float("inf"), features.salience), count), count)
 
 
@@ -104,7 +104,7 @@ def _before(graph: Graph, features: TowerValues) -> ir.Value:
     """Return [G,N,N] bool: for each token the tokens of larger salience, or of the same and a lower index."""
     op = graph.op
     own, other = op.Unsqueeze(features.salience, [2]), op.Unsqueeze(features.salience, [1])
-    place = op.Range(0, op.Squeeze(op.Shape(features.norms, start=1, end=2)), 1)
+    place = places(graph, features.norms)
     earlier = op.Less(op.Unsqueeze(place, [0]), op.Unsqueeze(place, [1]))
     return op.Or(op.Greater(other, own), op.And(op.Equal(other, own), earlier))
 

@@ -13,11 +13,10 @@ import onnx_ir as ir
 
 from sinkprune.export.graph import Graph
 from sinkprune.export.methods.sinkpruner import build
-from sinkprune.export.pruning.functions import unit_rows
 from sinkprune.export.pruning.plan import PlanFacts
+from sinkprune.export.pruning.question import mean_cosines, rows_in_llm
 from sinkprune.export.pruning.sanitizer import TowerValues
 
-_FLOAT = ir.DataType.FLOAT
 # Far below any spread of scores; where all are equal, 0 is divided by it.
 _LEAST_SPREAD = 1e-30
 
@@ -26,14 +25,8 @@ def by_salience_and_relevance(
     facts: PlanFacts, graph: Graph, features: TowerValues, outlier: ir.Value | None
 ) -> ir.Value:
     """Return the scaled salience plus the scaled relevance, [G,N]."""
-    op, width = graph.op, facts.language_model.hidden_size
-    embeddings = graph.input("embeddings", ["G", facts.visual_dim, width])
-    question = graph.input("question", ["T", width])
-    # A mean of cosines is the product with the mean of the unit rows.
-    direction = op.ReduceMean(unit_rows(op, op.Cast(question, to=_FLOAT)), [0], keepdims=1)
-    cosines = op.MatMul(unit_rows(op, op.Cast(embeddings, to=_FLOAT)), op.Transpose(direction, perm=[1, 0]))
-    relevance = op.Reshape(cosines, op.Shape(features.norms))
-    return op.Add(_scaled(graph, features.salience, outlier), _scaled(graph, relevance, outlier))
+    relevance = mean_cosines(graph.op, *rows_in_llm(facts, graph, features))
+    return graph.op.Add(_scaled(graph, features.salience, outlier), _scaled(graph, relevance, outlier))
 
 
 METHODS = {"sinkpruner-text": partial(build, score=by_salience_and_relevance)}

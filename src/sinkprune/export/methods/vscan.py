@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
-from math import floor, isqrt
+from math import isqrt
 from typing import NamedTuple
 
 import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget, Counts, scaled_layers
 from sinkprune.export.graph import Graph
-from sinkprune.export.pruning.equal_mean import budget_mean, shares_of
+from sinkprune.export.pruning.equal_mean import budget_mean, round_half_up, shares_of
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 from sinkprune.export.pruning.sanitizer import (
     TowerValues,
@@ -31,6 +31,7 @@ from sinkprune.export.pruning.sanitizer import (
     mask_of,
     new_sanitizer,
     output_rows,
+    places,
     smallest,
     sums_of_similar,
 )
@@ -61,12 +62,8 @@ def _schedule(facts: PlanFacts, budget: Budget, cut: int) -> tuple[int, int]:
     """
     layers, until = facts.language_model.num_layers, cut + 1
     total = budget_mean(facts, budget) * layers
-    before = min(facts.nominal_tokens, max(1, _round(total / (until + Fraction(layers - until, 3)))))
-    return before, min(before, max(1, _round((total - before * until) / (layers - until))))
-
-
-def _round(value: Fraction) -> int:
-    return floor(value + Fraction(1, 2))
+    before = min(facts.nominal_tokens, max(1, round_half_up(total / (until + Fraction(layers - until, 3)))))
+    return before, min(before, max(1, round_half_up((total - before * until) / (layers - until))))
 
 
 def _sanitizer(facts: PlanFacts, kept: Budget) -> Graph:
@@ -78,9 +75,8 @@ def _sanitizer(facts: PlanFacts, kept: Budget) -> Graph:
     counts = sanitizer_counts(op, facts, kept, features.norms)
     count = _sum(graph, counts.reserve, counts.diverse)
     chosen = _scanned(graph, features, facts, counts, bool(most.diverse))
-    tokens = op.Shape(features.norms, start=1, end=2)
-    place = op.Cast(op.Range(0, op.Squeeze(tokens), 1), to=_FLOAT)
-    index = smallest(graph, op.Where(chosen, place, op.Cast(tokens, to=_FLOAT)), count)
+    place = op.Cast(places(graph, features.norms), to=_FLOAT)
+    index = smallest(graph, op.Where(chosen, place, float("inf")), count)
     index = in_every_group(graph, features, index)
 
     sums, sizes = sums_of_similar(graph, features, index, op.Not(chosen))
@@ -129,7 +125,7 @@ def _windows(graph: Graph, features: TowerValues, facts: PlanFacts, local: Token
     """
     op = graph.op
     tokens = op.Shape(features.norms, start=1, end=2)
-    place = op.Range(0, op.Squeeze(tokens), 1)
+    place = places(graph, features.norms)
     if not isinstance(local, int):
         windows = op.Max(op.Min(local, [WINDOWS]), [1])
         share = op.Div(local, windows)

@@ -57,14 +57,14 @@ def kept_before(facts: PlanFacts, budget: Budget, *, reserve: int = 0, diverse: 
 
 def tokens_into_llm(facts: PlanFacts, budget: Budget) -> int:
     """Return the nominal tokens of each group that a method keeps before the LLM: the mean, rounded half up."""
-    return min(facts.nominal_tokens, max(1, _round(budget_mean(facts, budget))))
+    return min(facts.nominal_tokens, max(1, round_half_up(budget_mean(facts, budget))))
 
 
 def scaled_stages(facts: PlanFacts, budget: Budget, cuts: Sequence[int], stages: Sequence[int]) -> Budget:
     """Return all N tokens into the LLM, then `stages` after the layers `cuts`, scaled alike to meet the mean."""
 
     def scaled(step: int) -> tuple[int, ...]:
-        return tuple(_round(Fraction(stage * step, _STEPS)) for stage in stages)
+        return tuple(round_half_up(Fraction(stage * step, _STEPS)) for stage in stages)
 
     return _nearest(facts, budget, cuts, scaled)
 
@@ -74,7 +74,7 @@ def constant_ratio(facts: PlanFacts, budget: Budget, cuts: Sequence[int]) -> Bud
 
     def shrunk(step: int) -> tuple[int, ...]:
         ratio = Fraction(step, _STEPS)
-        return tuple(_round(facts.nominal_tokens * ratio ** (stage + 1)) for stage in range(len(cuts)))
+        return tuple(round_half_up(facts.nominal_tokens * ratio ** (stage + 1)) for stage in range(len(cuts)))
 
     return _nearest(facts, budget, cuts, shrunk)
 
@@ -114,6 +114,6 @@ def _format_mean(facts: PlanFacts, mean: Fraction) -> str:
     return f"{float(100 * mean / facts.nominal_tokens):.1f} %"
 
 
-def _round(value: Fraction) -> int:
+def round_half_up(value: Fraction) -> int:
     """Round to the nearest integer, half up."""
     return floor(value + Fraction(1, 2))

@@ -101,6 +101,12 @@ def mask_of(graph: Graph, features: TowerValues, index: ir.Value) -> ir.Value:
     return op.Cast(op.ScatterElements(nowhere, index, op.Expand(1, op.Shape(index)), axis=1), to=_BOOL)
 
 
+def places(graph: Graph, values: ir.Value) -> ir.Value:
+    """Return [N] int64: the numbers of the tokens of `values` [G,N]."""
+    op = graph.op
+    return op.Range(0, op.Squeeze(op.Shape(values, start=1, end=2)), 1)
+
+
 def sums_of_similar(
     graph: Graph, features: TowerValues, targets: ir.Value, free: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
@@ -110,7 +116,7 @@ def sums_of_similar(
     [G,C,D'] and numbers [G,C,1] are fp32.
     """
     op = graph.op
-    number = op.Range(0, op.Squeeze(op.Shape(targets, start=1, end=2)), 1)
+    number = places(graph, targets)
     unit = unit_rows(op, op.Cast(features.tokens, to=_FLOAT))
     nearest = op.ArgMax(cosines(op, unit, targets), axis=-1, keepdims=1)
     joins = op.Equal(nearest, op.Unsqueeze(number, [0, 1]))

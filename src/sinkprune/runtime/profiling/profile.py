@@ -40,37 +40,13 @@ EARLIER = "Describe the picture."
 """The question that a session answers before a warm run."""
 
 
-def profile(
-    pipeline: Pipeline,
-    image: PictureLike | Sequence[PictureLike],
-    prompt: str | Sequence[str],
-    budgets: Sequence[str],
-    *,
-    method: str = "sinkpruner",
-    new_tokens: int = 16,
-    repeat: int = 5,
-    warmup: int = 1,
-    warm: bool = False,
-    meter: EnergyMeter | None = None,
-    on_run: Callable[[str], None] = lambda budget: None,
-) -> ProfileReport:
-    """Run every budget once in each of `repeat` rounds, after `warmup` rounds that do not count.
-
-    The unpruned engines are always included. Every answer has exactly `new_tokens`: stop tokens are ignored. With
-    `warm`, each run is followed by the same request in a new session that has answered `EARLIER`. `meter` measures
-    the joules of every run. If its sensor dies, later runs have none, and the report has the reason. `on_run` is
-    called before each run. Raises `UsageError`, also for `warm` with engines that `Session` rejects, and what
-    `Pipeline.generate` raises.
-    """
-    rounds = ProfileRounds(
-        pipeline, image, prompt, budgets, method=method, new_tokens=new_tokens, warm=warm, meter=meter
-    )
-    rounds.measure(repeat, warmup, on_run)
-    return rounds.report()
-
-
 class ProfileRounds:
-    """The rounds of `profile`, with its arguments. An interrupt of `measure` leaves the complete rounds."""
+    """Runs of all `budgets` and the unpruned engines, in rounds. An interrupt of `measure` leaves complete rounds.
+
+    Every answer has exactly `new_tokens`: stop tokens are ignored. With `warm`, each run is followed by the same
+    request in a new session that has answered `EARLIER`; raises `UsageError` for engines that `Session` rejects.
+    `meter` measures the joules of every run. If its sensor dies, later runs have none, and the report has the reason.
+    """
 
     def __init__(
         self,
@@ -99,7 +75,10 @@ class ProfileRounds:
         return len(self._rounds)
 
     def measure(self, repeat: int, warmup: int, on_run: Callable[[str], None]) -> None:
-        """Run `warmup` rounds that do not count, then `repeat` rounds that count. Raises what `profile` raises."""
+        """Run each budget once in `warmup` rounds that do not count, and in `repeat` rounds that count.
+
+        `on_run` is called before each run. Raises `UsageError`, and what `Pipeline.generate` raises.
+        """
         repeat, warmup = REPEAT.check(repeat), WARMUP.check(warmup)
         names = list(self._budgets)
         check_budgets(
