@@ -101,6 +101,22 @@ def test_a_refused_engine_is_not_kept(move: bool, source: Path, gate: Gate, tmp_
     assert left(output) == []
 
 
+def test_the_answers_are_the_last_step(source: Path, gate: Gate, tmp_path: Path) -> None:
+    class Steps(BuildProgress):
+        def __init__(self) -> None:
+            self.seen: list[tuple[str, int, int]] = []
+
+        def graph(self, name: str, number: int, total: int) -> None:
+            self.seen.append((name, number, total))
+
+    steps = Steps()
+    count = len(
+        build_engines(read_bundle(source), tmp_path / "out", Faulty(), LIMITS, gate=gate, progress=steps).engines
+    )
+    assert steps.seen[-1] == ("answers", count, count + 1)
+    assert steps.seen[-2][1:] == (count - 1, count + 1)
+
+
 def test_what_was_not_checked_is_not_taken_up(source: Path, gate: Gate, tmp_path: Path) -> None:
     with pytest.raises(EnginesError, match="broken down"):
         build_engines(read_bundle(source), tmp_path / "out", Faulty("decoder_2"), LIMITS)

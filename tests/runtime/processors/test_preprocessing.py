@@ -22,6 +22,7 @@ from sinkprune.runtime.families import load_family
 from sinkprune.runtime.families.llava import Llava
 from sinkprune.runtime.media.fits import FITS, Fit
 from sinkprune.runtime.media.images import read_image
+from sinkprune.runtime.processors.grid_boxes import grid_boxes
 from sinkprune.runtime.processors.square import SquareProcessor
 from support.references.steps import layout_of
 
@@ -214,3 +215,11 @@ def test_the_source_box_of_a_crop_larger_than_the_image_surrounds_it(size: tuple
     assert bottom - top == pytest.approx(336 * scale, rel=0.01)
     assert (left + right) / 2 == pytest.approx(size[0] / 2, abs=scale)
     assert (top + bottom) / 2 == pytest.approx(size[1] / 2, abs=scale)
+
+
+def test_boxes_of_a_grid_cannot_be_altered() -> None:
+    """The next picture of this size has the same."""
+    boxes = grid_boxes((0.0, 0.0, 4.0, 2.0), 1, 2)
+    np.testing.assert_array_equal(boxes, [[0, 0, 2, 2], [2, 0, 4, 2]])
+    with pytest.raises(ValueError, match="read-only"):
+        boxes[0] = 1
