@@ -214,7 +214,7 @@ def _run(
     backend, schedule, texts = chain.backend, choice.schedule, seen.prompt.texts
     question = model.question_ids(schedule.plan, seen.request, seen.prompt)
     key = PrefixKey.of(manifest, schedule.plan, seen.digests, texts, question)
-    lead_key = LeadKey.of(manifest.segments, schedule.plan, texts)
+    lead_key = LeadKey.of(manifest, schedule.plan, texts)
     stored, new_lead = [*memory.lead(lead_key)], memory.stores_lead(lead_key)
     shared = own.shared(key, texts[-1]) or memory.shared(key, texts[-1])
     if shared is None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sinkprune.contract.budgets import Share
+from sinkprune.contract.flops import prefill_flops
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.plans import Plan
 from sinkprune.contract.precision import Array
@@ -26,6 +27,8 @@ from sinkprune.runtime.steps.encoding import EncodedPicture, TowerOutput
 
 ANY_SIZE = 1 << 62
 """The size of a cache without a bound."""
+WORTH_FLOPS = 10**8
+"""The least FLOPs of text rows that are worth storing. Restoring rows takes some 0.3 ms, as does so much work."""
 _LAST = b"last"
 """The key of the last request's pictures and their digests."""
 SCORED = ("hidden_out", "query", "key")
@@ -103,18 +106,18 @@ class LeadKey(NamedTuple):
     """What the rows of a text before the first picture depend on."""
 
     text: tuple[int, ...]
-    """Its token ids."""
+    """Its token ids; none where its rows are not worth storing."""
     selects: tuple[int, ...]
     """The decoder segments that a select follows."""
 
     @classmethod
-    def of(cls, segments: Sequence[range], plan: Plan | None, texts: Sequence[Sequence[int]]) -> LeadKey:
-        """Return the key of a prompt with these `texts`; without pictures, there is no text before them.
-
-        `segments` are the layers of each.
-        """
+    def of(cls, manifest: Manifest, plan: Plan | None, texts: Sequence[Sequence[int]]) -> LeadKey:
+        """Return the key of a prompt with these `texts`; without pictures, there is no text before them."""
+        model, segments = manifest.language_model, manifest.segments
         selects = [number for number, layers in enumerate(segments) if plan and str(layers[-1]) in plan.select_after]
-        return cls(tuple(texts[0]) if len(texts) > 1 else (), tuple(selects))
+        text = tuple(texts[0]) if len(texts) > 1 else ()
+        worth = prefill_flops(model, [len(text)] * model.num_layers) >= WORTH_FLOPS
+        return cls(text if worth else (), tuple(selects))
 
 
 class StoredRows(NamedTuple):

@@ -1,0 +1,72 @@
+"""What a session stores: pictures are known by their pixels, and texts are stored where computing them takes time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from PIL import Image
+
+from sinkprune import Pipeline, Session
+from sinkprune.runtime.media.clip import ClipSize, SampledFrames
+from sinkprune.runtime.steps import prefix_cache
+from sinkprune.runtime.steps.prefix_cache import (
+    WORTH_FLOPS,
+    LeadKey,
+    PrefixCache,
+    picture_content,
+    picture_digest,
+)
+
+FIRST = "What is on the table?"
+
+
+def test_a_digest_is_of_pixels_shape_and_times(photo: Image.Image) -> None:
+    small = photo.resize((6, 4))
+    shown = SampledFrames([small, small], ClipSize(6, 4, 2, 1.0), (0.0, 1.0))
+    others = [
+        small,
+        Image.frombytes("RGB", (4, 6), small.tobytes()),
+        shown,
+        SampledFrames([small], ClipSize(6, 4, 1, 1.0), (0.0,)),
+        SampledFrames([small, small], ClipSize(6, 4, 2, 2.0), (0.0, 1.0)),
+        SampledFrames([small, small], ClipSize(6, 4, 2, 1.0), (0.0, 2.0)),
+    ]
+    assert len({picture_digest(picture_content(picture)) for picture in others}) == len(others)
+    assert picture_content(small.copy()) == picture_content(small)
+
+
+def test_equal_pixels_are_digested_once_and_others_always(
+    photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digested: list[tuple[bytes, ...]] = []
+    monkeypatch.setattr(
+        prefix_cache, "picture_digest", lambda content: digested.append(content) or picture_digest(content)
+    )
+    memory, other = PrefixCache(1 << 24), photo.copy()
+    other.putpixel((0, 0), (1, 2, 3))
+    first, both = memory.digests([photo]), memory.digests([photo, other])
+    assert memory.digests([photo.copy(), other]) == both and len(digested) == 3
+    # The same object, with another pixel
+    other.putpixel((0, 0), (1, 2, 4))
+    changed = memory.digests([photo, other])
+    assert changed[0] == both[0] == first[0] and changed[1] != both[1]
+    assert memory.nbytes >= 2 * 3 * photo.width * photo.height
+    assert PrefixCache(0).digests([photo]) == (b"",)
+
+
+@pytest.mark.parametrize("worth", [True, False])
+def test_a_text_that_is_computed_in_no_time_is_not_stored(
+    worth: bool, pipeline: Callable[..., Pipeline], photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = pipeline("gqa-112")
+    manifest, lengths = pipe.bundle.manifest, list[int]()
+    monkeypatch.setattr(
+        prefix_cache, "prefill_flops", lambda _, rows: lengths.append(rows[0]) or WORTH_FLOPS - 1 + worth
+    )
+    monkeypatch.setattr(prefix_cache, "WORTH_FLOPS", WORTH_FLOPS)
+    assert LeadKey.of(manifest, None, [[5, 6, 7], [8]]).text == ((5, 6, 7) if worth else ())
+    assert LeadKey.of(manifest, None, [[5, 6, 7]]).text == () and lengths == [3, 0]
+    session = Session(pipe)
+    session.generate(photo, FIRST, max_new_tokens=1)
+    assert session.generate(photo.rotate(90), FIRST, max_new_tokens=1).reused_rows == (lengths[-1] if worth else 0)
