@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from sinkprune.contract.budgets import AUTO, UNPRUNED, Budget, Counts, Share
+from sinkprune.contract.checks.fields import ADDED_LATER, Count
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.families import parse_budget
 
@@ -33,6 +34,9 @@ class Plan:
     shares: Budget | None
     """The shares that the graphs keep, if images differ in their number of visual tokens. They are the budget's own,
     or those by which another method meets the budget's mean. None if there are `counts`."""
+    heads: dict[str, tuple[Count, ...]] = field(default_factory=dict, metadata={ADDED_LATER: True})
+    """The attention heads that count in the select after each layer, by the layer's 0-based number; all heads of a
+    layer that is not in it."""
 
     def keeps(self, tokens: int, groups: int) -> tuple[Counts, int]:
         """Return what the graphs keep of a picture of `groups` groups of `tokens` visual tokens each.

@@ -194,6 +194,7 @@ class _Export:
             images=self._request.max_images,
             joined=family.groups_are_frames and groups > 1,
             deepstack=family.deepstack,
+            heads=self._request.heads.of(family.language_model) if self._request.heads else {},
         )
 
 

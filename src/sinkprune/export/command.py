@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _export(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
-    read = [path for path in (Path(options.source), options.sign) if path]
+    read = [path for path in (Path(options.source), options.sign, options.heads) if path]
     check_outputs(json_outputs(options.json), read, [Path(options.source), options.output])
     # Before the first import of transformers and its hub client, which read them once.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -63,12 +63,12 @@ def _export(arguments: Sequence[str] | None) -> None:
         with ProgressLines("loading packages"):
             from sinkprune.export.bundle_writer import export_bundle
             from sinkprune.export.progress import shown_progress
+            from sinkprune.export.pruning.chosen_heads import read_heads
             from sinkprune.export.source import ExportRequest
             from sinkprune.export.weights.requantised import summary
 
-        request = ExportRequest(
-            **{field.name: getattr(options, field.name) for field in dataclasses.fields(ExportRequest)}
-        )
+        given = {field.name: getattr(options, field.name) for field in dataclasses.fields(ExportRequest)}
+        request = ExportRequest(**{**given, "heads": read_heads(options.heads) if options.heads else None})
         sign = read_private_key(options.sign) if options.sign else None
         with shown_progress() as progress:
             manifest = export_bundle(
@@ -222,6 +222,12 @@ def _parser() -> CommandParser:
         "--salience",
         choices=["penultimate", "last"],
         help="the vision block whose attention ranks tokens, in towers without a CLS token (default: penultimate)",
+    )
+    add(
+        "--heads",
+        type=Path,
+        metavar="FILE.json",
+        help="the attention heads of method sinkpruner-heads, chosen by sinkprune-calibrate attention --heads",
     )
     add("--force", action="store_true", help="replace an existing bundle")
     add_sign_option(parser, "the bundle")

@@ -99,4 +99,5 @@ def save_plan(
     sanitizer = f"{folder}/{built.sanitizer.name}" if built.sanitizer else None
     selects = {str(layer): f"{folder}/{graph.name}" for layer, graph in built.select_after.items()}
     counts = built.kept.resolve(facts.tokens) if isinstance(facts.tokens, int) else None
-    return Plan(sanitizer, selects, built.kept.positions, counts, None if counts else built.kept), graphs
+    heads = {str(layer): chosen for layer, chosen in built.heads.items()}
+    return Plan(sanitizer, selects, built.kept.positions, counts, None if counts else built.kept, heads), graphs

@@ -24,6 +24,7 @@ from sinkprune.export.checkpoint.text import Text, read_text, small_text
 from sinkprune.export.families import Family, SalienceBlock, read_family
 from sinkprune.export.limits import MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
 from sinkprune.export.presets import PRESETS
+from sinkprune.export.pruning.chosen_heads import NAME, ChosenHeads
 from sinkprune.export.weights.quantised_weights import QuantisedWeights
 
 _SINGLE = "preprocessor_config.json"
@@ -66,12 +67,16 @@ class ExportRequest:
     """
     block_size: int | None = None
     """The most inputs that share a scale in blocks. None means 128, or the checkpoint's own block size."""
+    heads: ChosenHeads | None = None
+    """The attention heads of method `sinkpruner-heads`, which needs them; None for other methods."""
 
     def __post_init__(self) -> None:
         if "\0" in self.source or any("\ud800" <= character <= "\udfff" for character in self.source):
             raise UsageError(
                 f"the checkpoint's name {self.source!r} is not UTF-8, as a bundle that names it must be. Rename it."
             )
+        if self.heads is not None and NAME not in self.methods:
+            raise UsageError(f"found --heads, which are for method '{NAME}'. Add it to --methods, or leave them out.")
         MAX_IMAGES.check(self.max_images)
         MAX_FRAMES.check(self.max_frames)
         for limit, count in ((MIN_PIXELS, self.min_pixels), (MAX_PIXELS, self.max_pixels)):

@@ -1,13 +1,15 @@
-"""`sinkprune-calibrate attention`: the share of sink tokens among the kept ones, and the entropy of the text's
-attention."""
+"""`sinkprune-calibrate attention`: the share of sink tokens among the kept ones, the entropy of the text's attention,
+and the heads of method `sinkpruner-heads`."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from sinkprune.calibration.attention.question_dependence import check_prune_layers, choose_heads, questions_by_picture
 from sinkprune.calibration.attention.report import (
     AttentionReport,
     LayerMeans,
@@ -23,12 +25,13 @@ from sinkprune.calibration.evaluation.sample_size import mean_warnings, quantity
 from sinkprune.calibration.pictures import seen_shares
 from sinkprune.calibration.plots import plot_attention
 from sinkprune.calibration.sink_tokens import OUTLIER_PER_MILLE
-from sinkprune.calibration.tasks import Item
+from sinkprune.calibration.tasks import Item, check_own_questions
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.manifest import Manifest
+from sinkprune.export.pruning.chosen_heads import ChosenHeads, write_heads
 from sinkprune.runtime.commands import load_pipeline, plain_text, write_report
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.pipeline import Pipeline
@@ -40,14 +43,22 @@ examples:
   sinkprune-calibrate attention llava-7b --data kitchen.jsonl
   sinkprune-calibrate attention llava-7b --data kitchen.jsonl --limit 100 --budgets retain-64 \\
       --json attention.json --plot attention.png
+  sinkprune-calibrate attention llava-7b --data kitchen.jsonl --budgets none --heads heads.json
+  sinkprune-export llava-hf/llava-1.5-7b-hf -o llava-heads --methods sinkpruner,sinkpruner-heads --heads heads.json
 
 `sinkprune evaluate --help` shows a line of FILE.jsonl. The unpruned model always runs, for comparison. Each method
-of the bundle is another row.
+of the bundle is another row. --heads also asks each picture at least two different questions, and chooses the heads
+that look elsewhere for each.
 """
 _PICTURES = 50
 """Pictures without --limit: enough for steady shares, and minutes instead of an hour of a large model."""
 _WITHOUT = ("fastervlm", "sinkpruner-no-outlier-removal")
 """Methods that drop tokens in front of the LLM like SinkPruner, and keep sink tokens."""
+
+
+@dataclass(kw_only=True)
+class _Options(TaskOptions):
+    heads: Path | None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,15 +75,34 @@ def _measure(arguments: Sequence[str] | None) -> None:
         limit=f"the first N questions (default: those about the first {_PICTURES} pictures)",
         drawn="shares and entropies",
     )
-    options = parser.parse(arguments, TaskOptions)
-    task = open_task(options, 1)
+    parser.add_argument(
+        "--heads",
+        type=Path,
+        metavar="FILE.json",
+        help="choose the attention heads of method sinkpruner-heads, and write them for sinkprune-export --heads",
+    )
+    options = parser.parse(arguments, _Options)
+    if options.heads:
+        check_own_questions(Path(options.data))
+    task = open_task(options, 1, *([(options.heads, (".json",))] if options.heads else []))
     items = task.items if options.limit else _first_pictures(task.items)
+    asked = []
+    if options.heads:
+        check_prune_layers(task.bundle.manifest)
+        asked = questions_by_picture(items)
     watch = AttentionObserver()
     pipeline = load_pipeline(options, task.bundle, watch.wrap)
     report = _report(pipeline, Path(options.data).name, items, _observe(pipeline, watch, items, task.combinations))
+    heads = None
+    if options.heads:
+        with progress_bar("comparing questions", sum(map(len, asked)), "questions") as count:
+            heads = choose_heads(pipeline, watch, asked, count)
+        write_heads(options.heads, heads)
     write_report(options, report, plot_attention)
     if not prints_json(options.json):
         _print(report)
+        if heads:
+            _print_heads(heads)
         sys.stdout.write(_advice(task.bundle.manifest))
 
 
@@ -158,6 +188,15 @@ def _print(report: AttentionReport) -> None:
     for method, budget, run in runs:
         layers.add_row(plain_text(method), plain_text(budget), *map(_entropies, run.layers.values()))
     console.print(layers)
+
+
+def _print_heads(heads: ChosenHeads) -> None:
+    sys.stdout.write("\nheads that look elsewhere for another question, of all: mean divergence in nats\n")
+    for layer, own in heads.layers.items():
+        found = ", ".join(f"{head} ({own.question_dependence[head]:.2f})" for head in own.chosen)
+        others = [value for head, value in enumerate(own.question_dependence) if head not in own.chosen]
+        rest = f"; the others up to {max(others):.2f}" if others else ""
+        sys.stdout.write(f"layer {layer}: {found}, of {len(own.question_dependence)}{rest}\n")
 
 
 def _entropies(layer: LayerMeans) -> str:

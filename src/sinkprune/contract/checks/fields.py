@@ -1,8 +1,8 @@
 """Check the kinds of values in JSON files, on command lines and in arguments, with one wording for errors.
 
 A kind is a type: `int`, `float`, `bool`, `str`, `Any`; `list`, `tuple`, `dict` or `Literal` of others; `X | None`.
-`Annotated[int, Bounds(1, 64)]` is a whole number from 1 to 64. A dataclass is an object with exactly its fields. A
-TypedDict is an object with its required fields; other fields are ignored.
+`Annotated[int, Bounds(1, 64)]` is a whole number from 1 to 64. A dataclass is an object with exactly its fields; one
+that was `ADDED_LATER` may be missing. A TypedDict is an object with its required fields; other fields are ignored.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ Count = Annotated[int, Bounds(0, 1 << 30)]
 """A number of things, possibly 0; also an index or an id."""
 Few = Annotated[int, Bounds(1, 1 << 14)]
 """A number of layers, heads, blocks or images."""
+
+ADDED_LATER = "added later"
+"""A key of the metadata of a dataclass's field: earlier files lack the field, which then has its default."""
 
 _WORDS: dict[Any, str] = {
     int: "a whole number",
@@ -141,7 +144,7 @@ def _read(kind: Any, data: Any, where: str) -> Any:
 
 def _read_object(kind: Any, data: dict[str, Any], where: str) -> Any:
     hints = _hints(kind)
-    for name in getattr(kind, "__required_keys__", hints):
+    for name in _required(kind):
         if name not in data:
             raise SchemaError(f"{where}: missing field '{name}'")
     if dataclasses.is_dataclass(kind):
@@ -149,6 +152,14 @@ def _read_object(kind: Any, data: dict[str, Any], where: str) -> Any:
             if name not in hints:
                 raise SchemaError(f"{where}: unknown field '{name}'")
     return kind(**{name: _read(hints[name], data[name], f"{where}.{name}") for name in hints if name in data})
+
+
+@functools.cache
+def _required(kind: Any) -> list[str]:
+    """Return the names of the fields that an object must have."""
+    if not dataclasses.is_dataclass(kind):
+        return [name for name in _hints(kind) if name in kind.__required_keys__]
+    return [field.name for field in dataclasses.fields(kind) if ADDED_LATER not in field.metadata]
 
 
 @functools.cache

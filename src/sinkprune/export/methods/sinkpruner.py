@@ -5,7 +5,8 @@ method.md sections 1 and 2 have the rules. Each step below names its rule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import onnx_ir as ir
 
@@ -38,10 +39,19 @@ def build(facts: PlanFacts, budget: Budget, score: Score = by_salience) -> PlanG
     return build_after(facts, budget, prune_layers(facts.language_model.num_layers) if budget.stages else (), score)
 
 
-def build_after(facts: PlanFacts, budget: Budget, cuts: Sequence[int], score: Score = by_salience) -> PlanGraphs:
-    """Return the plan of `budget` whose stages follow the layers `cuts` (0-based, ascending)."""
+def build_after(
+    facts: PlanFacts,
+    budget: Budget,
+    cuts: Sequence[int],
+    score: Score = by_salience,
+    heads: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+) -> PlanGraphs:
+    """Return the plan of `budget` whose stages follow the layers `cuts` (0-based, ascending).
+
+    `heads` are the heads of each layer whose attention counts; all heads of a layer that is not in it.
+    """
     sanitizer = _sanitizer(facts, budget, score) if budget.sanitizer else None
-    return PlanGraphs(budget, sanitizer, build_selects(facts, budget, cuts, every_text_row))
+    return PlanGraphs(budget, sanitizer, build_selects(facts, budget, cuts, every_text_row, heads), heads)
 
 
 METHODS = {"sinkpruner": build}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from sinkprune.contract.budgets import Budget, Counts
@@ -50,6 +50,8 @@ class PlanFacts:
     """Whether groups are the frames of a clip, which are sanitised as one unless a budget has `per-frame`."""
     deepstack: int = 0
     """The number of sets of features, as wide as tokens, that each token takes to the decoder's first layers."""
+    heads: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """The heads by layer (0-based) that were chosen for `sinkpruner-heads`; empty if none were."""
 
     @property
     def deepstack_width(self) -> int:
@@ -127,6 +129,8 @@ class PlanGraphs:
     """The graph before the LLM; None for methods that drop no tokens there."""
     select_after: dict[int, Graph] = field(default_factory=dict)
     """The graph after each decoder layer (0-based) where the method drops tokens."""
+    heads: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """The heads of each layer (0-based) whose attention counts there; all heads of a layer that is not in it."""
 
 
 Method = Callable[[PlanFacts, Budget], PlanGraphs]

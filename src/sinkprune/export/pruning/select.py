@@ -6,7 +6,8 @@ Attention of a few querying rows scores the visual rows, so no [S,T] matrix exis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -84,10 +85,17 @@ def text_like_the_image(graph: Graph, stage: Stage) -> QueryRows:
     return QueryRows(rows, op.Add(above, nobody))
 
 
-def build_selects(facts: PlanFacts, kept: Budget, cuts: Sequence[int], queries: ChooseQueries) -> dict[int, Graph]:
+def build_selects(
+    facts: PlanFacts,
+    kept: Budget,
+    cuts: Sequence[int],
+    queries: ChooseQueries,
+    heads: Mapping[int, Sequence[int]] = MappingProxyType({}),
+) -> dict[int, Graph]:
     """Return the selects after the layers `cuts` (0-based), by layer, one for each stage of `kept`.
 
-    Raises `BudgetError` for more rows than TensorRT ranks.
+    `heads` are the heads of each layer whose attention counts; all heads of a layer that is not in it. Raises
+    `BudgetError` for more rows than TensorRT ranks.
     """
     selects = {}
     stages: Sequence[int | Share] = kept.stages
@@ -98,14 +106,22 @@ def build_selects(facts: PlanFacts, kept: Budget, cuts: Sequence[int], queries: 
         rows = of_all_groups(stage, facts)
         facts.check_ranked(rows if isinstance(rows, int) else rows.of(facts.most_visual_tokens))
         choice = best_of_each_image(facts.images) if facts.images > 1 else best_of_one_image(rows, facts.visual_dim)
-        build_select(selects[layer], facts.language_model, choice, kept, queries)
+        build_select(selects[layer], facts.language_model, choice, kept, queries, heads.get(layer))
     return selects
 
 
 def build_select(
-    graph: Graph, model: LanguageModel, choice: SelectionRule, budget: Budget, queries: ChooseQueries
+    graph: Graph,
+    model: LanguageModel,
+    choice: SelectionRule,
+    budget: Budget,
+    queries: ChooseQueries,
+    heads: Sequence[int] | None = None,
 ) -> None:
-    """Write a select that keeps, in order, the visual rows of `choice` and every other row."""
+    """Write a select that keeps, in order, the visual rows of `choice` and every other row.
+
+    `heads` are the attention heads that count; None for all.
+    """
     op, h = graph.op, model.head_dim
     table: list[Dim] = [1, "S", h // 2]
     hidden = graph.input("hidden", [1, "S", model.hidden_size])
@@ -116,7 +132,7 @@ def build_select(
     text = graph.input("text_index", ["L"], _INT64)
 
     stage = Stage(hidden, query, key, visual, text, op.Shape(query, start=2, end=3))
-    scores = received_attention(graph, model, stage, budget, queries)
+    scores = received_attention(graph, model, stage, budget, queries, heads)
     alive, left = choice(graph, scores)
 
     rows = op.Shape(hidden, start=1, end=2)
@@ -141,17 +157,27 @@ def build_select(
 
 
 def received_attention(
-    graph: Graph, model: LanguageModel, stage: Stage, budget: Budget, queries: ChooseQueries
+    graph: Graph,
+    model: LanguageModel,
+    stage: Stage,
+    budget: Budget,
+    queries: ChooseQueries,
+    heads: Sequence[int] | None = None,
 ) -> ir.Value:
-    """Return p [V] fp32: the attention of the querying rows to each visual row, mean over rows and heads."""
+    """Return p [V] fp32: the attention of the querying rows to each visual row, mean over rows and `heads`."""
     op, h = graph.op, model.head_dim
     repeats = model.num_heads // model.num_kv_heads
     querying, weighted = queries(graph, stage)
 
-    q = op.Cast(op.Gather(stage.query, querying, axis=2), to=_FLOAT)
+    query, key, key_heads = stage.query, stage.key, model.num_kv_heads
+    if heads is not None:
+        # Each chosen head becomes a group of its own, because a group may have fewer chosen heads than another.
+        query, key = op.Gather(query, [*heads], axis=1), op.Gather(key, [head // repeats for head in heads], axis=1)
+        key_heads, repeats = len(heads), 1
+    q = op.Cast(op.Gather(query, querying, axis=2), to=_FLOAT)
     # Query heads of a group are adjacent, so that keys need not be repeated.
-    q = op.Reshape(q, [1, model.num_kv_heads, -1, h])
-    k = op.Transpose(op.Cast(stage.key, to=_FLOAT), perm=[0, 1, 3, 2])
+    q = op.Reshape(q, [1, key_heads, -1, h])
+    k = op.Transpose(op.Cast(key, to=_FLOAT), perm=[0, 1, 3, 2])
     logits = op.MatMul(op.Mul(q, h**-0.5), k)
     seen = op.LessOrEqual(op.Unsqueeze(op.Range(0, op.Squeeze(stage.size), 1), [0]), op.Unsqueeze(querying, [1]))
     if budget.scores_over == "visual_keys":

@@ -12,12 +12,17 @@ def received_attention(query: Array, key: Array, rows: Array) -> Array:
 
     A softmax over visible keys, then the mean over heads and rows.
     """
+    return received_by_head(query, key, rows).mean(axis=0)
+
+
+def received_by_head(query: Array, key: Array, rows: Array) -> Array:
+    """Return [H,T]: the same, with the mean over rows only."""
     heads, _, size = query.shape
-    total = np.zeros(key.shape[1])
+    received = np.zeros((heads, key.shape[1]))
     hidden = np.arange(key.shape[1]) > rows[:, None]
     for head in range(heads):
         logits = query[head] @ key[head * len(key) // heads].T / np.sqrt(size)
         logits[hidden] = -np.inf
         weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-        total += (weights / weights.sum(axis=1, keepdims=True)).mean(axis=0)
-    return total / heads
+        received[head] = (weights / weights.sum(axis=1, keepdims=True)).mean(axis=0)
+    return received

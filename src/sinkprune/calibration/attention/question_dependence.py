@@ -1,0 +1,120 @@
+"""Chooses the attention heads that look where the question asks, from a user's pictures and questions.
+
+No answer is needed. A head that the question guides looks elsewhere for another question about the same picture. A
+head that looks at salient tokens, at sink tokens or at fixed places does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from sinkprune.calibration.attention.watching import AttentionObserver
+from sinkprune.calibration.evaluation.replies import generate_answer
+from sinkprune.calibration.evaluation.report import BASELINE
+from sinkprune.calibration.tasks import Item
+from sinkprune.contract.budgets import prune_layers
+from sinkprune.contract.errors import BundleError, TaskError
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.precision import Array
+from sinkprune.export.pruning.chosen_heads import HEADS_VERSION, ChosenHeads, LayerHeads
+from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.profiling.profile import model_name
+from sinkprune.runtime.steps.received_attention import received_by_head
+
+_SHARE_OF_LARGEST = 0.5
+"""A layer's heads are chosen if their dependence is at least this share of the largest."""
+
+
+def check_prune_layers(manifest: Manifest) -> None:
+    """Raise `BundleError` for a bundle whose graphs do not give the queries and keys of every prune layer."""
+    wanted = prune_layers(manifest.language_model.num_layers)
+    if not {*wanted} <= {*manifest.cut_after}:
+        raise BundleError(
+            f"--heads chooses heads of layers {', '.join(map(str, wanted))}, and this bundle is cut after layers "
+            f"{', '.join(map(str, manifest.cut_after)) or 'none'}. Export it with --methods sinkpruner."
+        )
+
+
+def questions_by_picture(items: Sequence[Item]) -> list[list[Item]]:
+    """Return the different questions about each picture, at least two.
+
+    A picture with one question also has the next other question of the file. Raises `TaskError` if all are the same.
+    """
+    if len({item.question.prompt for item in items}) < 2:
+        raise TaskError(
+            "all questions are the same, expected at least two different ones: --heads compares where heads look for "
+            "each. Add questions to --data, or raise --limit."
+        )
+    asked: dict[str, dict[str, Item]] = {}
+    for item in items:
+        asked.setdefault(item.picture, {}).setdefault(item.question.prompt, item)
+    for number, item in enumerate(items):
+        own = asked[item.picture]
+        if len(own) < 2:
+            later = [*items[number + 1 :], *items[:number]]
+            other = next(one.question for one in later if one.question.prompt not in own)
+            own[other.prompt] = Item(other, item.picture, item.load_image)
+    return [list(own.values()) for own in asked.values()]
+
+
+def choose_heads(
+    pipeline: Pipeline, watch: AttentionObserver, groups: Sequence[Sequence[Item]], count: Callable[[], None]
+) -> ChosenHeads:
+    """Return the heads of each prune layer, by the groups of `questions_by_picture`.
+
+    Runs each question on the unpruned engines of a pipeline that was loaded with `watch.wrap`. `count` is called for
+    each. Raises what `Pipeline.generate` raises, with the question's id.
+    """
+    manifest = pipeline.bundle.manifest
+    wanted = {str(layer) for layer in prune_layers(manifest.language_model.num_layers)}
+    total: dict[str, Array] = {}
+    for group in groups:
+        looks: dict[str, list[Array]] = {}
+        for item in group:
+            generate_answer(pipeline, item.load_image(), item.question, BASELINE, max_new_tokens=1, observer=watch)
+            for layer, attention in _attention(manifest, watch):
+                if layer in wanted:
+                    looks.setdefault(layer, []).append(attention)
+            count()
+        for layer, own in looks.items():
+            total[layer] = total.get(layer, np.zeros(1)) + question_dependence(np.stack(own))
+    return ChosenHeads(HEADS_VERSION, model_name(manifest.checkpoint.source), _chosen(total, len(groups)))
+
+
+def question_dependence(attention: Array) -> Array:
+    """Return [H] in nats: the Jensen-Shannon divergence of each head's attention over the questions about a picture.
+
+    `attention` [Q,H,V] is what visual rows receive of the text of each question; it is scaled to add up to 1. A head
+    that looks at the same rows for every question has 0. The most is ln Q.
+    """
+    sums = attention.sum(axis=2, keepdims=True)
+    # A head whose attention underflows looks at every row alike.
+    shares = np.where(sums > 0, attention / np.where(sums > 0, sums, 1.0), 1 / attention.shape[2])
+    divergence: Array = _entropy(shares.mean(axis=0)) - _entropy(shares).mean(axis=0)
+    return np.maximum(divergence, 0.0)
+
+
+def _entropy(shares: Array) -> Array:
+    """Return the entropy of distributions along the last axis, in nats."""
+    entropy: Array = -(shares * np.log(np.where(shares > 0, shares, 1.0))).sum(axis=-1)
+    return entropy
+
+
+def _attention(manifest: Manifest, watch: AttentionObserver) -> Iterator[tuple[str, Array]]:
+    """Yield each layer before a cut, and the attention [H,V] that its visual rows receive from the text."""
+    visual, text = watch.rows.visual, watch.rows.text
+    text = text if len(text) else np.array([watch.rows.length - 1])
+    for number, layer in enumerate(manifest.cut_after):
+        query, key = (tensor[0].astype(np.float64) for tensor in watch.queries_and_keys[f"decoder_{number}"])
+        yield str(layer), received_by_head(query[:, text], key, text)[:, visual]
+
+
+def _chosen(total: Mapping[str, Array], pictures: int) -> dict[str, LayerHeads]:
+    """Return each layer's heads whose dependence is at least half of the largest."""
+    found = {}
+    for layer, dependence in total.items():
+        chosen = np.flatnonzero(dependence >= _SHARE_OF_LARGEST * dependence.max())
+        found[layer] = LayerHeads(tuple(chosen.tolist()), tuple((dependence / pictures).tolist()))
+    return found

@@ -1,0 +1,94 @@
+"""The attention heads of `sinkpruner-heads`, and their file, which `sinkprune-calibrate attention --heads` writes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from sinkprune.contract.budgets import prune_layers
+from sinkprune.contract.checks.fields import Bounds, Count, SchemaError, from_json, to_json
+from sinkprune.contract.checks.format_value import format_value
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.files.output_files import write_whole
+from sinkprune.contract.files.untrusted import UnreadableError, read_json
+from sinkprune.contract.manifest import LanguageModel
+
+NAME = "sinkpruner-heads"
+"""The method that the heads are chosen for."""
+HEADS_VERSION = 1
+HOW_TO_CHOOSE = (
+    "Choose heads with a bundle of this checkpoint that has method sinkpruner: sinkprune-calibrate attention BUNDLE "
+    "--data FILE.jsonl --heads heads.json. Then export with --heads heads.json."
+)
+
+
+@dataclass(frozen=True)
+class LayerHeads:
+    """The heads of one layer."""
+
+    chosen: Annotated[tuple[Count, ...], Bounds(1, 1 << 14)]
+    """The 0-based numbers of the heads whose attention counts, ascending."""
+    question_dependence: tuple[float, ...]
+    """In nats, by head: how much the question changes where the head looks (`sinkprune.calibration.attention`)."""
+
+
+@dataclass(frozen=True)
+class ChosenHeads:
+    """The content of a file of heads."""
+
+    heads_version: int
+    model: str
+    """The name of the checkpoint that they were chosen for."""
+    layers: dict[str, LayerHeads]
+    """By the 0-based number of the prune layer."""
+
+    def of(self, model: LanguageModel) -> dict[int, tuple[int, ...]]:
+        """Return the heads by layer, for a decoder with the layers and heads of `model`.
+
+        Raises `UsageError` for heads of a decoder with other prune layers or another number of heads.
+        """
+        wanted = [str(layer) for layer in prune_layers(model.num_layers)]
+        if [*self.layers] != wanted:
+            raise UsageError(
+                f"the heads are of layers {', '.join(self.layers) or 'none'} of {format_value(self.model)}, and this "
+                f"decoder is pruned after layers {', '.join(wanted)}. {HOW_TO_CHOOSE}"
+            )
+        for layer, found in self.layers.items():
+            if len(found.question_dependence) != model.num_heads:
+                raise UsageError(
+                    f"the heads are of a decoder with {len(found.question_dependence)} heads, "
+                    f"{format_value(self.model)}, and this one has {model.num_heads}. {HOW_TO_CHOOSE}"
+                )
+            if list(found.chosen) != sorted({*found.chosen}) or found.chosen[-1] >= model.num_heads:
+                raise UsageError(
+                    f"the heads of layer {layer} are {', '.join(map(str, found.chosen))}, expected ascending numbers "
+                    f"from 0 to {model.num_heads - 1}. {HOW_TO_CHOOSE}"
+                )
+        return {int(layer): found.chosen for layer, found in self.layers.items()}
+
+
+def write_heads(path: Path, heads: ChosenHeads) -> None:
+    """Write the heads to the JSON file `path`; raises `OutputError`."""
+    write_whole(path, (json.dumps(to_json(heads), indent=1) + "\n").encode())
+
+
+def read_heads(path: Path) -> ChosenHeads:
+    """Return the heads in the JSON file `path`; raises `UsageError` for any other file."""
+    try:
+        data = read_json(path)
+    except UnreadableError as error:
+        raise UsageError(f"the heads '{path}' {error}. {HOW_TO_CHOOSE}") from error
+    version = data.get("heads_version") if isinstance(data, dict) else None
+    if version is None:
+        raise UsageError(f"'{path}' is no file of heads: found no heads_version. {HOW_TO_CHOOSE}")
+    if type(version) is not int or version != HEADS_VERSION:
+        raise UsageError(
+            f"the heads '{path}' have the version {format_value(version)}, this sinkprune reads {HEADS_VERSION}. "
+            f"{HOW_TO_CHOOSE}"
+        )
+    try:
+        return from_json(ChosenHeads, data)
+    except SchemaError as error:
+        raise UsageError(f"the heads '{path}' are malformed at {error}. {HOW_TO_CHOOSE}") from error
