@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from support.references.masking import Sequence, masked_forward
 from support.references.picture_prompts import reference_inputs
 from support.references.reference import largest
 from support.references.steps import QUESTION, Watched, watched
+from support.references.transformers_attentions import attentions
 
 Array = np.ndarray[Any, Any]
 # 64 tokens; five groups of 64; 56 and 120 tokens
@@ -37,21 +37,6 @@ CASES = {
     "qwen": ("prune-66.7", (224, 200)),
     "qwen2-vl": ("prune-77.8", (280, 336)),
 }
-
-
-@contextmanager
-def attentions(model: Any) -> Iterator[list[Array]]:
-    """What transformers' own layers attend to while the block runs: [H,S,S] of each decoder layer, in order."""
-    seen: list[Array] = []
-    hooks = [
-        layer.self_attn.register_forward_hook(lambda module, given, gave: seen.append(gave[1][0].numpy()))
-        for layer in model.model.language_model.layers
-    ]
-    try:
-        yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def slow(weights: Array, visual: list[int], text: list[int]) -> tuple[float, Array]:

@@ -20,9 +20,9 @@ from sinkprune.engines.targets import BuildJob
 from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.dialects import DIALECTS
-from sinkprune.export.methods import all_methods
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends.models import Model
+from support.models.chosen_heads import every_method
 from support.models.heads_of_64 import (
     CONFIG,
     NEXT_CONFIG,
@@ -161,7 +161,7 @@ def test_tensorrt_rtx_builds_what_other_families_lack(
 @pytest.mark.slow
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_tensorrt_rtx_builds_the_plans_of_every_method(dialect: str, tmp_path: Path) -> None:
-    options = {**FAMILIES["qwen3-vl"].options, "budgets": ("prune-66.7",), "methods": tuple(all_methods())}
+    options = {**FAMILIES["qwen3-vl"].options, "budgets": ("prune-66.7",), **every_method(QWEN3_CONFIG)}
     bundle = export_random(tmp_path, QWEN3_CONFIG, precision="fp16", dialect=dialect, **options)
     profiles = optimisation_profiles(bundle.manifest, Limits(64, 8, 1))
     graphs = [graph for plans in bundle.manifest.plans.values() for graph in plans["prune-66.7"].graphs]
@@ -235,7 +235,8 @@ def test_every_shape_lies_in_an_optimisation_profile(prompts: str, bundle: Calla
 def test_every_shape_of_every_method_lies_in_an_optimisation_profile(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    request = ExportRequest(str(checkpoint("qwen3-vl")), ("prune-66.7",), tuple(all_methods()), max_frames=4)
+    source = checkpoint("qwen3-vl")
+    request = ExportRequest(str(source), ("prune-66.7",), max_frames=4, **every_method(source))
     export_bundle(request, tmp_path / "bundle")
     pictures = [[clip((170, 140), 4)], [(64, 64)], [(768, 640)]]
     assert not shapes_outside_optimisation_profiles(read_bundle(tmp_path / "bundle"), pictures)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from sinkprune.calibration.attention.watching import AttentionObserver, observe
 from sinkprune.calibration.commands import attention
 from sinkprune.calibration.evaluation.report import BASELINE, Combination
 from sinkprune.calibration.tasks import load_task
+from sinkprune.contract.bundle import read_bundle
 from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.pruning.chosen_heads import read_heads
 from sinkprune.export.source import ExportRequest
 from support.models.tasks import write_task
 from support.programs.commands import assert_refused, run
@@ -133,3 +136,41 @@ def test_a_report_does_not_replace_the_questions(bundle: Bundles, questions: Pat
     outcome = run("sinkprune-calibrate", "attention", bundle("gqa-112"), "--data", questions, "--json", questions)
     assert_refused(outcome, "questions.jsonl")
     assert questions.read_text().startswith("{")
+
+
+def test_chosen_heads_go_from_the_command_to_a_plan(
+    bundle: Bundles, checkpoint: Callable[[str], Path], questions: Path, tmp_path: Path
+) -> None:
+    heads = tmp_path / "heads.json"
+    measure = ("sinkprune-calibrate", "attention", bundle("gqa-112"), "--data", questions, "--budgets", "none")
+    outcome = run(*measure, "--heads", heads)
+    assert outcome.code == 0, outcome.stderr
+    found = read_heads(heads)
+    for layer, own in found.layers.items():
+        (line,) = (line for line in outcome.stdout.splitlines() if line.startswith(f"layer {layer}: "))
+        assert [int(head) for head in re.findall(r"(\d+) \(", line)] == list(own.chosen)
+        assert f", of {len(own.question_dependence)}" in line
+    source, methods = checkpoint("gqa-112"), ("--methods", "sinkpruner-heads", "--budgets", "retain-64")
+    exported = run("sinkprune-export", source, "-o", tmp_path / "bundle", *methods, "--heads", heads)
+    assert exported.code == 0, exported.stderr
+    plan = read_bundle(tmp_path / "bundle").manifest.plans["sinkpruner-heads"]["retain-64"]
+    assert plan.heads == {layer: own.chosen for layer, own in found.layers.items()}
+    # With a report, the heads are the same, and stdout is JSON alone.
+    again = run(*measure, "--heads", heads, "--json")
+    assert json.loads(again.stdout)["questions"] == 3 and read_heads(heads) == found
+
+
+def test_heads_need_own_questions_that_differ_and_the_cuts_of_sinkpruner(
+    bundle: Bundles, checkpoint: Callable[[str], Path], questions: Path, tmp_path: Path
+) -> None:
+    heads = ("--heads", tmp_path / "heads.json")
+    measure = ("sinkprune-calibrate", "attention")
+    assert_refused(run(*measure, bundle("gqa-112"), *heads), "the test set")
+    asked = ("--data", questions)
+    assert_refused(run(*measure, bundle("gqa-112"), *asked, "--limit", 1, *heads), "all questions are the same")
+    assert_refused(run(*measure, bundle("gqa-112"), *asked, "--heads", tmp_path / "heads.txt"), ".json")
+    request = ExportRequest(str(checkpoint("gqa-112")), ("retain-192",), ("uniform",))
+    export_bundle(request, tmp_path / "uniform")
+    refused = run(*measure, tmp_path / "uniform", *asked, *heads)
+    assert_refused(refused, "heads of layers 1, 2, 4", "cut after layers none", "--methods sinkpruner")
+    assert not heads[1].exists()

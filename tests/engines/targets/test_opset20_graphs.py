@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 from sinkprune.engines.trt10_checker import check_trt10
-from sinkprune.export.methods import all_methods
+from support.models.chosen_heads import every_method
 from support.models.heads_of_64 import CONFIG, NEXT_CONFIG, QWEN2_CONFIG, QWEN3_CONFIG, QWEN_CONFIG, export_random
 
 LLAVA = ("retain-64", "retain-32+visual-keys+compact")
@@ -30,7 +30,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2-vl, video": (QWEN2_CONFIG, {"budgets": CLIPS, "max_frames": 8, **PIXELS}),
     "qwen3-vl, every method": (
         QWEN3_CONFIG,
-        {"budgets": ("prune-66.7", "prune-66.7+raster"), "methods": tuple(all_methods()), "max_frames": 8, **PIXELS},
+        {"budgets": ("prune-66.7", "prune-66.7+raster"), "max_frames": 8, **PIXELS, **every_method(QWEN3_CONFIG)},
     ),
     "qwen3-vl, video, several images": (QWEN3_CONFIG, {"budgets": CLIPS, "max_frames": 8, "max_images": 2, **PIXELS}),
 }

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from support.models.checkpoints import Shape, make_checkpoint
+from support.models.chosen_heads import every_method
 from support.models.heads_of_64 import CONFIG, export_random, operators
 from support.models.quantised_checkpoints import Layout, make_quantised
 from support.programs.slow_cases import slow, slow_except
@@ -71,8 +72,8 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Gra
     def get(dialect: str, precision: str) -> Graphs:
         if (dialect, precision) not in made:
             folder = tmp_path_factory.mktemp(f"{dialect}-{precision}")
-            methods = tuple(all_methods()) if precision == "fp16" else ("sinkpruner",)
-            options = {"budgets": BUDGETS, "methods": methods, "dialect": dialect}
+            methods = every_method(DEEP) if precision == "fp16" else {}
+            options = {"budgets": BUDGETS, "dialect": dialect, **methods}
             bundle = export_random(folder, DEEP, precision=precision, **options)
             distinct: dict[object, str] = {}
             one_of_each: dict[object, str] = {}
@@ -144,7 +145,7 @@ def test_attention_to_a_cache_is_fused(
     assert [name for name in profiles if FUSED_ATTENTION in (tmp_path / name).read_bytes()] == fused
 
 
-UNLIKE = ("sinkpruner", "visionzip", "dart", "divprune", "sparsevlm", "prunesid", "vscan")
+UNLIKE = ("sinkpruner", "visionzip", "dart", "divprune", "sparsevlm", "prunesid", "vscan", "sinkpruner-heads")
 """Methods that have all operators of the other methods too."""
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.trt10_checker import MAX_OPSET, OPERATORS, check_trt10
-from sinkprune.export.methods import all_methods
+from support.models.chosen_heads import every_method
 from support.models.heads_of_64 import CONFIG, export_random
 
 # Deep enough for every method.
@@ -41,7 +41,7 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Export:
     def get(dialect: str, precision: str) -> Graphs:
         budgets = ("retain-192", "retain-64+raster+visual-keys+compact")
         folder = tmp_path_factory.mktemp(f"{dialect}-{precision}")
-        options = {"budgets": budgets, "methods": tuple(all_methods()), "precision": precision, "dialect": dialect}
+        options = {"budgets": budgets, "precision": precision, "dialect": dialect, **every_method(DEEP)}
         return graphs_of(export_random(folder, DEEP, **options))
 
     return get

@@ -24,6 +24,7 @@ from sinkprune.export.pruning.equal_mean import (
 )
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 from support.models import graphs
+from support.models.chosen_heads import heads_by_layer
 from support.programs.repository import ROOT
 from support.programs.slow_cases import every
 from support.references.reference_methods import CANNOT_REACH_ALL
@@ -41,7 +42,8 @@ AT_LEAST = {method: ((first + 1) * 576 + 31 - first) / 32 for method, (first, *_
 
 def facts(num_layers: int = 32, visual_tokens: int = 576) -> PlanFacts:
     model = replace(graphs.language_model(), num_layers=num_layers)
-    return PlanFacts(model, visual_tokens, 8, PRECISIONS["fp32"], opset24)
+    heads = heads_by_layer(num_layers, model.num_heads)
+    return PlanFacts(model, visual_tokens, 8, PRECISIONS["fp32"], opset24, heads=heads)
 
 
 def realised(plan: PlanGraphs, num_layers: int, visual_tokens: int) -> Fraction:

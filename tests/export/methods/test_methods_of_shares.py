@@ -25,6 +25,7 @@ from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.equal_mean import UnreachableMean
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, VariableTokens
 from support.models import graphs
+from support.models.chosen_heads import heads_by_layer
 from support.programs.slow_cases import every
 from support.references.reference_methods import BEFORE_LLM, Kept, divprune, visionzip
 
@@ -37,9 +38,9 @@ SERIAL = parse_budget("qwen3-vl", "prune-77.8+serial")
 
 def facts(layers: int = 28, most: int = 480, precision: str = "fp32", **more: Any) -> PlanFacts:
     model = replace(graphs.language_model(), num_layers=layers, rope_sections=(1, 1, 2))
-    return PlanFacts(
-        model, VariableTokens(most, 784, most * more.get("groups", 1)), D, PRECISIONS[precision], opset24, **more
-    )
+    more.setdefault("heads", heads_by_layer(layers, model.num_heads))
+    tokens = VariableTokens(most, 784, most * more.get("groups", 1))
+    return PlanFacts(model, tokens, D, PRECISIONS[precision], opset24, **more)
 
 
 def features(n: int, *shape: int, seed: int = 0) -> dict[str, Array]:

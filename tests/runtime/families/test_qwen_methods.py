@@ -17,6 +17,7 @@ from sinkprune.contract.plans import Plan
 from sinkprune.export.bundle_writer import Unreachable, export_bundle
 from sinkprune.export.methods import all_methods
 from sinkprune.export.source import ExportRequest
+from support.models.chosen_heads import every_method
 from support.programs.commands import run
 from support.programs.slow_cases import slow_except
 from support.references.masking import Array, assert_equals_masked, embedded, masked_forward
@@ -64,7 +65,9 @@ def bundles(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPath
         if name not in made:
             left_out: list[Unreachable] = []
             folder = tmp_path_factory.mktemp("methods") / name
-            request = ExportRequest(str(checkpoint(name)), BUDGETS, REACHING[name], max_frames=4)
+            source = checkpoint(name)
+            options = {**every_method(source), "methods": REACHING[name]}
+            request = ExportRequest(str(source), BUDGETS, max_frames=4, **options)
             export_bundle(request, folder, left_out=left_out.append)
             inside = {*IN_LLM, "sinkpruner-no-sanitizer"}.intersection(REACHING[name])
             assert {(plan.method, plan.budget) for plan in left_out} == {(one, "prune-88.9") for one in inside}
@@ -146,7 +149,8 @@ def test_answers_equal_the_masked_full_sequence(
     stages = dict(zip(plan.cuts, plan.shares.resolve(answer.visual_tokens).stages, strict=True))
     asking = partial(asking_rows, method)
     later = embedded(torch_model, answer.token_ids[:-1])
-    masked = masked_forward(torch_model, sequence, budget, stages, later, asking)
+    heads = {int(layer): own for layer, own in plan.heads.items()}
+    masked = masked_forward(torch_model, sequence, budget, stages, later, asking, heads)
     assert_equals_masked(answer, logits, sequence, masked)
 
 

@@ -21,6 +21,7 @@ from sinkprune.export.methods import all_methods
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.profiling.profile import ProfileRounds
 from sinkprune.runtime.token_map import token_fates
+from support.models.chosen_heads import every_method
 from support.programs.commands import assert_refused, run
 from support.references.masking import Sequence, embedded, masked_forward
 from support.references.question_methods import READ_THE_QUESTION, text_scores
@@ -51,7 +52,8 @@ def root(
 ) -> Path:
     """A bundle of every method."""
     output = tmp_path_factory.mktemp("methods") / "bundle"
-    request = ExportRequest(str(checkpoint("gqa-112")), budgets=BUDGETS, methods=METHODS)
+    source = checkpoint("gqa-112")
+    request = ExportRequest(str(source), budgets=BUDGETS, **every_method(source))
     export_bundle(request, output, left_out=left_out.append)
     return output
 
@@ -107,27 +109,32 @@ def answer_of(pipe: Pipeline, image: Image.Image, method: str, budget: str = "re
 
 
 @pytest.mark.parametrize("budget", ["retain-192", "retain-192+compact"])
-@pytest.mark.parametrize("method", IN_LLM)
+@pytest.mark.parametrize("method", [*IN_LLM, "sinkpruner-heads"])
 def test_dropping_inside_the_llm_equals_masking(
     method: str, budget: str, pipe: Pipeline, model: Callable[[str], Any], photo: Image.Image
 ) -> None:
     pixels = torch.from_numpy(pipe.family.inputs(photo)["pixel_values"])
-    torch_model = model("gqa-112")
+    torch_model, plan = model("gqa-112"), pipe.bundle.manifest.plans[method][budget]
     with torch.no_grad():
         image = torch_model.get_image_features(pixels).pooler_output[0].numpy()
+        if plan.sanitizer is not None:
+            features = (array[0] for array in tower_output(pipe, photo))
+            kept, _ = sanitize(*features, reserve=plan.counts.reserve, diverse=plan.counts.diverse)
+            image = torch_model.model.multi_modal_projector(torch.from_numpy(kept)[None])[0].numpy()
     question = pipe.prompts.encode(["", PROMPT])
     rows = np.concatenate(
         [embedded(torch_model, question.texts[0]), image, embedded(torch_model, question.texts[-1])]
     )
     start = len(question.texts[0])
-    visual, text = list(range(start, start + TOKENS)), list(range(start + TOKENS, len(rows)))
-    plan = pipe.bundle.manifest.plans[method][budget]
+    end = start + len(image)
+    visual, text = list(range(start, end)), list(range(end, len(rows)))
     stages = dict(zip(map(int, plan.select_after), plan.counts.stages, strict=True))
 
     answer = answer_of(pipe, photo, method, budget, tokens=5)
     later = embedded(torch_model, answer.token_ids[:-1])
     asking = partial(asking_rows, method)
-    masked = masked_forward(torch_model, Sequence(rows, visual, text), budget, stages, later, asking)
+    heads = {int(layer): own for layer, own in plan.heads.items()}
+    masked = masked_forward(torch_model, Sequence(rows, visual, text), budget, stages, later, asking, heads)
     assert {layer: (kept + start).tolist() for layer, kept in answer.kept.after_stage.items()} == {
         layer: [row for row in kept if row in visual] for layer, kept in masked.survivors.items()
     }

@@ -31,6 +31,7 @@ from sinkprune.export.pruning.survivors import best_of_each_image, best_of_one_i
 from sinkprune.export.weights.weight_forms import FloatForm
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.models import Model
+from support.models.chosen_heads import heads_by_layer
 
 Run = Callable[..., dict[str, Array]]
 """A graph as a function from its inputs, by name, to its outputs."""
@@ -88,12 +89,18 @@ def tokens_into_llm(n: int, budget: Budget) -> int:
 
 @cache
 def asked_select(
-    model: LanguageModel, kept: int, budget: Budget, queries: ChooseQueries, precision: str = "fp32"
+    model: LanguageModel,
+    kept: int,
+    budget: Budget,
+    queries: ChooseQueries,
+    precision: str = "fp32",
+    heads: tuple[int, ...] | None = None,
+    library: str = "ort-cpu",
 ) -> Run:
-    """A select that keeps the `kept` visual rows the rows of `queries` attend to most, loaded."""
+    """A select that keeps the `kept` visual rows the rows of `queries` attend to most with `heads`, loaded."""
     graph = Graph("select", PRECISIONS[precision], opset24)
-    build_select(graph, model, best_of_one_image(kept), budget, queries)
-    return loaded(graph)
+    build_select(graph, model, best_of_one_image(kept), budget, queries, heads)
+    return loaded(graph, library)
 
 
 @cache
@@ -127,7 +134,10 @@ def operators_on_fp16(graph: Graph) -> set[str]:
 
 
 def _deep_facts(n: int, d: int, precision: str) -> PlanFacts:
-    return PlanFacts(replace(language_model(), num_layers=32), n, d, PRECISIONS[precision], opset24)
+    model = replace(language_model(), num_layers=32)
+    return PlanFacts(
+        model, n, d, PRECISIONS[precision], opset24, heads=heads_by_layer(model.num_layers, model.num_heads)
+    )
 
 
 def _plan(facts: PlanFacts, budget: Budget) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -52,13 +53,14 @@ def masked_forward(
     stages: Mapping[int, int | list[int]],
     later: Array | None = None,
     asking: Asking = lambda hidden, visual, text: text,
+    heads: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
 ) -> Masked:
     """Every row through every layer; after a pruning layer the rows dropped there are masked as keys.
 
     `stages` are the visual rows to keep by pruning layer, of each image where there are several; the reference
     chooses them from this model's own queries and keys. `later` are rows behind the prefill, which no stage touches.
     `asking` names the rows that score, from the hidden states [S,d] behind the layer and the visual and text rows;
-    all are places among the survivors.
+    all are places among the survivors. `heads` are those that score at a pruning layer; all, if it is not there.
     """
     llama = model.model.language_model
     options = parse_budget(sequence.family, budget)
@@ -87,6 +89,7 @@ def masked_forward(
                 visual,
                 asking(hidden[0, alive].numpy(), visual, text),
                 visual_keys=options.scores_over == "visual_keys",
+                heads=heads.get(number),
             )
             quota, kept = stages[number], set(range(len(alive)))
             images = [sequence.visual] if sequence.images is None else sequence.images

@@ -19,12 +19,12 @@ from sinkprune.contract.errors import BackendError
 from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.export.bundle_writer import export_bundle
-from sinkprune.export.methods import all_methods
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.known import COMPUTES, Compute
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.openvino.devices import Cpu
+from support.models.chosen_heads import every_method
 from support.models.small_models import NEXT_SHAPES, QWEN_SHAPES, SHAPES
 from support.programs.commands import run
 from support.programs.slow_cases import slow_except
@@ -61,8 +61,11 @@ def test_every_method_keeps_the_same(
 ) -> None:
     """With options that change a plan's graphs, and the functions that they call."""
     # On this small decoder some methods reach large budgets only.
-    methods = tuple(one for one in all_methods() if budgets != ("retain-64",) or one not in CANNOT_REACH_ALL)
-    request = ExportRequest(str(checkpoint(name)), budgets=budgets, methods=methods)
+    options = every_method(source := checkpoint(name))
+    options["methods"] = tuple(
+        one for one in options["methods"] if budgets != ("retain-64",) or one not in CANNOT_REACH_ALL
+    )
+    request = ExportRequest(str(source), budgets=budgets, **options)
     export_bundle(request, tmp_path / "bundle")
     theirs = Pipeline.load(tmp_path / "bundle")
     ours = Pipeline.load(tmp_path / "bundle", backend="openvino", compute="fp32")

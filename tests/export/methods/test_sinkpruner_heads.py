@@ -1,0 +1,277 @@
+"""`sinkpruner-heads` is SinkPruner whose stages read the chosen heads: those of its numpy reference."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinkprune import BudgetError, UsageError
+from sinkprune.contract.budgets import Budget, Share, prune_layers
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.checks.fields import to_json
+from sinkprune.contract.families import parse_budget
+from sinkprune.export.dialects import opset24
+from sinkprune.export.methods import load_method
+from sinkprune.export.precision import PRECISIONS
+from sinkprune.export.pruning.chosen_heads import ChosenHeads, LayerHeads, read_heads, write_heads
+from sinkprune.export.pruning.plan import PlanFacts
+from sinkprune.export.pruning.select import every_text_row
+from sinkprune.runtime.pipeline import Pipeline
+from support.models import graphs
+from support.models.chosen_heads import chosen_heads, heads_by_layer
+from support.programs.commands import assert_refused, run
+from support.references import reference
+
+Array = np.ndarray[Any, Any]
+SHAPES = {"mha": (4, 4), "gqa": (6, 2), "mqa": (4, 1)}
+CHOSEN = {"mha": (1, 2), "gqa": (0, 4, 5), "mqa": (3,)}
+HEAD_DIM, KEPT = 16, 7
+RETAIN_64 = parse_budget("llava", "retain-64")
+
+
+def budget_of(**options: Any) -> Budget:
+    return Budget(Share(1, 2), Share(1, 2), (Share(KEPT, 1000),) * 3, **options)
+
+
+def stage(shape: str, rows: int, seed: int = 0) -> dict[str, Array]:
+    """Random inputs of a select, without the indices."""
+    rng, (heads, key_heads) = np.random.default_rng(seed), SHAPES[shape]
+    sizes = {
+        "hidden": (1, rows, heads * HEAD_DIM),
+        "cos": (1, rows, HEAD_DIM // 2),
+        "sin": (1, rows, HEAD_DIM // 2),
+        "query": (1, heads, rows, HEAD_DIM),
+        "key": (1, key_heads, rows, HEAD_DIM),
+    }
+    return {name: 1.5 * rng.normal(size=size) for name, size in sizes.items()}
+
+
+def assert_equals_reference(
+    budget: Budget,
+    shape: str,
+    inputs: dict[str, Array],
+    visual: list[int],
+    text: list[int],
+    heads: tuple[int, ...] | None = None,
+    *,
+    precision: str = "fp32",
+    library: str = "ort-cpu",
+) -> list[int]:
+    """Compare the kept rows with the reference's, and return them."""
+    heads = CHOSEN[shape] if heads is None else heads
+    dtype = {"fp32": np.float32, "fp16": np.float16}[precision]
+    inputs = {name: array.astype(dtype) for name, array in inputs.items()}
+    model = graphs.language_model(*SHAPES[shape], HEAD_DIM)
+    select = graphs.asked_select(model, KEPT, budget, every_text_row, precision, heads, library)
+    out = select(**inputs, visual_index=np.array(visual, np.int64), text_index=np.array(text, np.int64))
+    wide = budget.scores_over == "visual_keys"
+    scores = reference.text_attention(
+        inputs["query"][0], inputs["key"][0], visual, text, visual_keys=wide, heads=heads
+    )
+    keep = reference.keep_rows(scores, inputs["hidden"].shape[1], visual, KEPT)
+    assert out["keep_index"].tolist() == keep
+    np.testing.assert_array_equal(out["hidden_out"], inputs["hidden"][:, keep])
+    return keep
+
+
+@pytest.mark.parametrize("text", [0, 1, 6])
+@pytest.mark.parametrize("scores_over", ["all_keys", "visual_keys"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_stages_equal_the_reference(precision: str, shape: str, scores_over: str, text: int) -> None:
+    inputs, visual, asking = stage(shape, 44 + text, seed=text), list(range(4, 44)), list(range(44, 44 + text))
+    budget = budget_of(scores_over=scores_over)
+    keep = assert_equals_reference(budget, shape, inputs, visual, asking, precision=precision)
+    assert len(keep) == 4 + KEPT + text
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_openvino_keeps_the_same(shape: str) -> None:
+    assert_equals_reference(
+        budget_of(), shape, stage(shape, 50), list(range(4, 44)), list(range(44, 50)), library="openvino"
+    )
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(
+    st.sampled_from(sorted(SHAPES)),
+    st.sets(st.integers(0, 3), min_size=1),
+    st.lists(st.integers(0, 3), min_size=1, max_size=24),
+    st.sampled_from([0.0, 1e-30, 1.0, 1e15]),
+    st.integers(0, 4),
+)
+def test_ties_duplicates_zeros_and_extremes(
+    shape: str, heads: set[int], kinds: list[int], scale: float, text: int
+) -> None:
+    """Rows of one kind have the same keys, those of kind 0 zeros; queries are tiny, zero or large."""
+    inputs, end = stage(shape, 2 + len(kinds) + text, seed=1), 2 + len(kinds)
+    same = stage(shape, 4, seed=2)["key"]
+    same[:, :, 0] = 0
+    inputs["key"][:, :, 2:end] = same[:, :, kinds]
+    inputs["query"] *= scale
+    assert_equals_reference(
+        budget_of(), shape, inputs, list(range(2, end)), list(range(end, end + text)), tuple(sorted(heads))
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_other_heads_change_nothing_and_the_chosen_change_the_rows(shape: str) -> None:
+    inputs, visual, text = stage(shape, 50), list(range(4, 44)), list(range(44, 50))
+    keep = assert_equals_reference(budget_of(), shape, inputs, visual, text)
+    others = [head for head in range(SHAPES[shape][0]) if head not in CHOSEN[shape]]
+    changed = {name: array.copy() for name, array in inputs.items()}
+    changed["query"][:, others] = -5 * changed["query"][:, others]
+    assert assert_equals_reference(budget_of(), shape, changed, visual, text) == keep
+    changed["query"][:, CHOSEN[shape]] *= -1
+    assert assert_equals_reference(budget_of(), shape, changed, visual, text) != keep
+
+
+def test_all_heads_are_sinkpruner() -> None:
+    inputs = {name: array.astype(np.float32) for name, array in stage("gqa", 50).items()}
+    model, rows = graphs.language_model(*SHAPES["gqa"], HEAD_DIM), {"visual_index": np.arange(4, 44)}
+    rows["text_index"] = np.arange(44, 50)
+    kept = [
+        graphs.asked_select(model, KEPT, budget_of(), every_text_row, "fp32", heads)(**inputs, **rows)["keep_index"]
+        for heads in (None, tuple(range(6)))
+    ]
+    np.testing.assert_array_equal(*kept)
+
+
+def test_the_plan_has_the_heads_of_its_layers_and_sinkpruners_counts() -> None:
+    own, plain = (graphs.method_plan(method, 576, 48, RETAIN_64) for method in ("sinkpruner-heads", "sinkpruner"))
+    assert dict(own.heads) == heads_by_layer(32, 4) and not plain.heads
+    assert own.kept == plain.kept and [*own.select_after] == [*plain.select_after] == [2, 6, 15]
+
+
+def test_without_chosen_heads_the_error_names_the_command() -> None:
+    facts = PlanFacts(replace(graphs.language_model(), num_layers=32), 576, 48, PRECISIONS["fp32"], opset24)
+    with pytest.raises(
+        BudgetError, match=r"'sinkpruner-heads' needs.*sinkprune-calibrate attention BUNDLE .*--heads"
+    ):
+        load_method("sinkpruner-heads")(facts, RETAIN_64)
+
+
+@pytest.fixture(scope="module")
+def root(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle that `sinkprune-export --heads` wrote, next to its file of heads."""
+    folder = tmp_path_factory.mktemp("heads")
+    config = json.loads((checkpoint("gqa-112") / "config.json").read_text())["text_config"]
+    write_heads(folder / "heads.json", chosen_heads(config["num_hidden_layers"], config["num_attention_heads"]))
+    outcome = export(checkpoint, folder / "bundle", "--heads", folder / "heads.json")
+    assert outcome.code == 0, outcome.stderr
+    return folder / "bundle"
+
+
+def export(
+    checkpoint: Callable[[str], Path], output: Path, *options: Any, methods: str = "sinkpruner,sinkpruner-heads"
+) -> Any:
+    chosen = ("--methods", methods, "--budgets", "retain-64")
+    return run("sinkprune-export", checkpoint("gqa-112"), "-o", output, *chosen, *options)
+
+
+def test_the_manifest_has_the_heads(root: Path) -> None:
+    model, plans = read_bundle(root).manifest.language_model, read_bundle(root).manifest.plans
+    by_layer = heads_by_layer(model.num_layers, model.num_heads)
+    assert plans["sinkpruner-heads"]["retain-64"].heads == {str(layer): own for layer, own in by_layer.items()}
+    assert plans["sinkpruner"]["retain-64"].heads == {}
+
+
+def test_bundles_of_earlier_versions_have_no_heads_and_load(root: Path, tmp_path: Path) -> None:
+    """Earlier versions wrote plans without the field."""
+    older = Path(shutil.copytree(root, tmp_path / "older"))
+    data = json.loads((root / "bundle.json").read_text())
+    for plans in data["plans"].values():
+        for plan in plans.values():
+            del plan["heads"]
+    (older / "bundle.json").write_text(json.dumps(data))
+    read = read_bundle(older).manifest.plans
+    assert [plan.heads for plans in read.values() for plan in plans.values()] == [{}, {}]
+
+
+def test_a_missing_field_of_any_other_kind_is_still_refused(root: Path, tmp_path: Path) -> None:
+    data = json.loads((root / "bundle.json").read_text())
+    del data["plans"]["sinkpruner"]["retain-64"]["positions"]
+    (tmp_path / "bundle.json").write_text(json.dumps(data))
+    assert_refused(run("sinkprune-run", tmp_path, "--image", "a.png", "--prompt", "a"), "missing field 'positions'")
+
+
+def test_the_pipeline_runs_it(root: Path, photo: Any) -> None:
+    pipe = Pipeline.load(root)
+    answers = [
+        pipe.generate(photo, "What is this?", method=method, budget="retain-64", max_new_tokens=2)
+        for method in ("sinkpruner", "sinkpruner-heads")
+    ]
+    assert answers[0].tokens_per_layer == answers[1].tokens_per_layer
+    np.testing.assert_array_equal(answers[0].kept.index, answers[1].kept.index)
+
+
+def test_exports_without_heads_or_for_another_method_are_refused(
+    checkpoint: Callable[[str], Path], root: Path, tmp_path: Path
+) -> None:
+    heads = ("--heads", root.parent / "heads.json")
+    said = "sinkprune-calibrate attention BUNDLE --data FILE.jsonl --heads heads.json"
+    assert_refused(export(checkpoint, tmp_path / "out"), "'sinkpruner-heads' needs", said)
+    refused = export(checkpoint, tmp_path / "out", *heads, only_plain=True)
+    assert_refused(refused, "found --heads, which are for method 'sinkpruner-heads'")
+    assert_refused(export(checkpoint, tmp_path / "out", "--heads", tmp_path / "none.json"), "none.json", said)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"heads_version": 2}, "have the version 2, this sinkprune reads 1"),
+        ({"heads_version": None}, "no file of heads"),
+        ({"layers": {"1": {"chosen": []}}}, "malformed at"),
+        ({"layers": {"1": {"chosen": [], "question_dependence": [0.5]}}}, "malformed at"),
+        ({"model": 3}, "malformed at"),
+        ({"more": 3}, "unknown field 'more'"),
+    ],
+)
+def test_files_that_are_no_heads_are_refused(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    data = {**to_json(chosen_heads(8, 4)), **change}
+    (tmp_path / "heads.json").write_text(json.dumps(data))
+    with pytest.raises(UsageError, match=said):
+        read_heads(tmp_path / "heads.json")
+
+
+@pytest.mark.parametrize(
+    ("layers", "chosen", "count", "said"),
+    [
+        (
+            (2, 6, 15),
+            (0,),
+            4,
+            "the heads are of layers 2, 6, 15 of 'small', and this decoder is pruned after layers 1",
+        ),
+        ((), (0,), 4, "the heads are of layers none of"),
+        ((1, 2, 4), (0,), 6, "a decoder with 6 heads, 'small', and this one has 4"),
+        ((1, 2, 4), (0, 4), 4, "are 0, 4, expected ascending numbers from 0 to 3"),
+        ((1, 2, 4), (1, 1), 4, "are 1, 1, expected ascending"),
+        ((1, 2, 4), (2, 1), 4, "are 2, 1, expected ascending"),
+    ],
+)
+def test_heads_of_another_decoder_are_refused(
+    layers: tuple[int, ...], chosen: tuple[int, ...], count: int, said: str
+) -> None:
+    heads = ChosenHeads(1, "small", {str(layer): LayerHeads(chosen, (1.0,) * count) for layer in layers})
+    model = replace(graphs.language_model(), num_layers=8)
+    assert prune_layers(8) == (1, 2, 4) and model.num_heads == 4
+    with pytest.raises(UsageError, match=said):
+        heads.of(model)
+
+
+def test_heads_are_read_as_they_were_written(tmp_path: Path) -> None:
+    heads = chosen_heads(8, 4)
+    write_heads(tmp_path / "heads.json", heads)
+    assert read_heads(tmp_path / "heads.json") == heads
+    assert heads.of(replace(graphs.language_model(), num_layers=8)) == heads_by_layer(8, 4)
