@@ -54,9 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _figures(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
-    parser.add_argument(
-        "--render", action="store_true", help="write the tables of the kept measurements, measure none"
-    )
+    parser.add_argument("--render", action="store_true", help="write the tables of kept measurements, measure none")
     options = parser.parse_args(arguments)
     if wrong := sorted(set(options.parts) - set(PARTS)):
         raise UsageError(f"found part '{wrong[0]}', expected one of {', '.join(PARTS)}.")
@@ -259,7 +257,7 @@ def confidence_curve(figures: Figures) -> str:
     report = figures["report"]
     unpruned = report["budgets"]["none"]["ttft_ms"]
     rows = [
-        [f"`{name}`", "", *_closed(found, unpruned), _later(found["resumed_ms"])]
+        [f"`{name}`", "", *_closed(found, unpruned), "" if (ms := found["resumed_ms"]) is None else f"{ms:.1f}"]
         for name, found in report["budgets"].items()
     ]
     rows += [
@@ -282,10 +280,6 @@ def _closed(found: Mapping[str, Any], unpruned_ms: float) -> list[str]:
     return [accuracy, f"{100 * found['relative']:.1f} %", f"{ttft:.1f}", f"{ttft / unpruned_ms:.2f}"]
 
 
-def _later(ms: float | None) -> str:
-    return "" if ms is None else f"{ms:.1f}"
-
-
 def _steps(point: Mapping[str, Any]) -> str:
     """Return the budgets of a point on the curve, as in "`retain-32`, then `none` (12 %)"."""
     first, *others = point["reached"].items()
@@ -293,8 +287,8 @@ def _steps(point: Mapping[str, Any]) -> str:
 
 
 _METHODS = (
-    "sinkpruner,sinkpruner-text,downsample,random,uniform,fastervlm,visionzip,visionzip+filter,divprune,dart,cdpruner,"
-    "mmtok,prunesid,vscan,fastv,pyramiddrop,sparsevlm,sinkpruner-no-sanitizer,sinkpruner-no-text-pruner,"
+    "sinkpruner,sinkpruner-text,sinkpruner-heads,downsample,random,uniform,fastervlm,visionzip,visionzip+filter,divprune,"
+    "dart,cdpruner,mmtok,prunesid,vscan,fastv,pyramiddrop,sparsevlm,sinkpruner-no-sanitizer,sinkpruner-no-text-pruner,"
     "sinkpruner-no-diversity,sinkpruner-no-outlier-removal,sinkpruner-no-aggregation"
 )
 PARTS = {
@@ -317,7 +311,12 @@ PARTS = {
     ),
     "methods": Part(
         (
-            f"sinkprune-export demo/pocket -o {{work}}/methods --force --methods {_METHODS}",
+            "python -m sinkprune.demo.write_scenes {work}/calibration 40 validation",
+            "sinkprune-export demo/pocket -o {work}/pocket --force",
+            "sinkprune-calibrate attention {work}/pocket --data {work}/calibration/scenes.jsonl --budgets none "
+            "--heads {work}/heads.json",
+            "sinkprune-export demo/pocket -o {work}/methods --force --heads {work}/heads.json "
+            f"--methods {_METHODS}",
             "sinkprune-evaluate {work}/methods --json {json} --plot docs/accuracy.png",
         ),
         {"methods": methods_full, "methods-short": methods_short},
@@ -325,8 +324,7 @@ PARTS = {
     ),
     "confidence": Part(
         (
-            "sinkprune-export demo/pocket -o {work}/ladders --force --budgets "
-            "retain-32,retain-64,retain-128,"
+            "sinkprune-export demo/pocket -o {work}/ladders --force --budgets retain-32,retain-64,retain-128,"
             "retain-32+from-retain-64,retain-32+from-retain-128,retain-64+from-retain-128",
             "python -m sinkprune.demo.write_scenes {work}/scenes 80",
             "sinkprune-calibrate confidence {work}/ladders --data {work}/scenes/scenes.jsonl --threads 1 "

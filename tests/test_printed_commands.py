@@ -6,6 +6,7 @@ pages. A command that cannot run here has a row in `NOT_RUN` with the reason. It
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from sinkprune.demo.example_files import write_example_files
+from sinkprune.export.pruning.chosen_heads import write_heads
+from support.models.chosen_heads import chosen_heads
 from support.programs.commands import run
 from support.programs.parsed_options import check_options
 from support.programs.printed_commands import ALL, OUTPUT, Block, blocks, most_images
@@ -99,6 +102,8 @@ def readers_folder(
     for name, kind in CHECKPOINTS.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(checkpoint(kind))
+    config = json.loads((checkpoint("gqa-112") / "config.json").read_text())["text_config"]
+    write_heads(folder / "heads.json", chosen_heads(config["num_hidden_layers"], config["num_attention_heads"]))
     for name in BUNDLES:
         made = (
             bundle("qwen", budgets=("prune-80",), max_frames=8)

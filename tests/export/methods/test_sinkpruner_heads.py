@@ -171,9 +171,8 @@ def root(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
     return folder / "bundle"
 
 
-def export(
-    checkpoint: Callable[[str], Path], output: Path, *options: Any, methods: str = "sinkpruner,sinkpruner-heads"
-) -> Any:
+def export(checkpoint: Callable[[str], Path], output: Path, *options: Any, only_plain: bool = False) -> Any:
+    methods = "sinkpruner" if only_plain else "sinkpruner,sinkpruner-heads"
     chosen = ("--methods", methods, "--budgets", "retain-64")
     return run("sinkprune-export", checkpoint("gqa-112"), "-o", output, *chosen, *options)
 
