@@ -17,7 +17,7 @@ from sinkprune.contract.plans import Plan
 from sinkprune.export.bundle_writer import Unreachable, export_bundle
 from sinkprune.export.methods import all_methods
 from sinkprune.export.source import ExportRequest
-from support.models.chosen_heads import every_method
+from support.models.chosen_heads import every_method, heads_by_layer
 from support.programs.commands import run
 from support.programs.slow_cases import slow_except
 from support.references.masking import Array, assert_equals_masked, embedded, masked_forward
@@ -149,7 +149,8 @@ def test_answers_equal_the_masked_full_sequence(
     stages = dict(zip(plan.cuts, plan.shares.resolve(answer.visual_tokens).stages, strict=True))
     asking = partial(asking_rows, method)
     later = embedded(torch_model, answer.token_ids[:-1])
-    heads = {int(layer): own for layer, own in plan.heads.items()}
+    lm = pipe.bundle.manifest.language_model
+    heads = heads_by_layer(lm.num_layers, lm.num_heads) if method == "sinkpruner-heads" else {}
     masked = masked_forward(torch_model, sequence, budget, stages, later, asking, heads)
     assert_equals_masked(answer, logits, sequence, masked)
 

@@ -21,7 +21,7 @@ from sinkprune.export.methods import all_methods
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.profiling.profile import ProfileRounds
 from sinkprune.runtime.token_map import token_fates
-from support.models.chosen_heads import every_method
+from support.models.chosen_heads import every_method, heads_by_layer
 from support.programs.commands import assert_refused, run
 from support.references.masking import Sequence, embedded, masked_forward
 from support.references.question_methods import READ_THE_QUESTION, text_scores
@@ -133,7 +133,8 @@ def test_dropping_inside_the_llm_equals_masking(
     answer = answer_of(pipe, photo, method, budget, tokens=5)
     later = embedded(torch_model, answer.token_ids[:-1])
     asking = partial(asking_rows, method)
-    heads = {int(layer): own for layer, own in plan.heads.items()}
+    lm = pipe.bundle.manifest.language_model
+    heads = heads_by_layer(lm.num_layers, lm.num_heads) if method == "sinkpruner-heads" else {}
     masked = masked_forward(torch_model, Sequence(rows, visual, text), budget, stages, later, asking, heads)
     assert {layer: (kept + start).tolist() for layer, kept in answer.kept.after_stage.items()} == {
         layer: [row for row in kept if row in visual] for layer, kept in masked.survivors.items()
