@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         NoSensorError,
         NumericsError,
         OptionError,
+        OutOfMemoryError,
         OutputError,
         PartlySeenWarning,
         PictureWarning,
@@ -40,7 +41,9 @@ if TYPE_CHECKING:
         PruningError,
         SinkpruneError,
         TaskError,
+        TooLittleMemoryError,
         ToolsError,
+        UnknownBoardError,
         UsageError,
         VideoError,
     )
@@ -54,6 +57,8 @@ if TYPE_CHECKING:
     from sinkprune.runtime.steps.answer import Answer
     from sinkprune.runtime.steps.request import Request
     from sinkprune.runtime.stream import Stream
+    from sinkprune.runtime.text.prompt import Turn
+    from sinkprune.runtime.text.tools import ToolCall, Tools
     from sinkprune.runtime.watching.watch import FrameAnswer, WatchSettings
 
 __version__ = "0.1.0"
@@ -77,6 +82,7 @@ __all__ = [
     "NoSensorError",
     "NumericsError",
     "OptionError",
+    "OutOfMemoryError",
     "OutputError",
     "PartlySeenWarning",
     "PictureWarning",
@@ -90,7 +96,12 @@ __all__ = [
     "Stream",
     "TaskError",
     "Thresholds",
+    "TooLittleMemoryError",
+    "ToolCall",
+    "Tools",
     "ToolsError",
+    "Turn",
+    "UnknownBoardError",
     "UsageError",
     "VideoError",
     "VideoFile",
@@ -113,6 +124,9 @@ _MODULES = {
     "Session": "sinkprune.runtime.session",
     "Stream": "sinkprune.runtime.stream",
     "Thresholds": "sinkprune.runtime.confidence.thresholds",
+    "ToolCall": "sinkprune.runtime.text.tools",
+    "Tools": "sinkprune.runtime.text.tools",
+    "Turn": "sinkprune.runtime.text.prompt",
     "VideoFile": "sinkprune.runtime.media.video_file",
     "WatchSettings": "sinkprune.runtime.watching.watch",
     "overlay": "sinkprune.runtime.overlay",

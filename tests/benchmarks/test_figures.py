@@ -143,6 +143,7 @@ def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_method_is_measured() -> None:
-    assert sorted(figures._METHODS.split(",")) == sorted(all_methods())
+    # On a tower of one resolution `downsample-ttft` is `downsample`.
+    assert sorted([*figures._METHODS.split(","), "downsample-ttft"]) == sorted(all_methods())
     page = (ROOT / "docs/accuracy.md").read_text(encoding="utf-8")
     assert f" --methods {figures._METHODS}\n" in page.replace("\\\n", "")

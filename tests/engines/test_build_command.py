@@ -18,7 +18,7 @@ from PIL import Image
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import Engines, Limits, read_engines
-from sinkprune.contract.errors import EnginesError, PromptError
+from sinkprune.contract.errors import EnginesError, OutOfMemoryError, PromptError
 from sinkprune.contract.files.manifest_file import file_specs, sha256
 from sinkprune.contract.manifest import BUNDLE
 from sinkprune.engines import preflight
@@ -226,7 +226,7 @@ def test_out_of_memory_in_a_build_reports_need_and_free_memory(
     bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run_out(*_: object) -> None:
-        raise preflight.OutOfMemoryError("there is none left.")
+        raise OutOfMemoryError("there is none left.")
 
     monkeypatch.setattr(OnnxRuntimeBuilder, "build", run_out)
     source = read_bundle(bundle("gqa-112"))

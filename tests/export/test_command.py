@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sinkprune.contract.bundle import read_bundle
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
 from support.programs.commands import run
 
 
@@ -52,6 +55,35 @@ def test_former_names_of_dialects_are_valid(
     answered = run("sinkprune-run", tmp_path / "out", *ask)
     assert answered.code == 0, answered.stderr
     assert json.loads(answered.stdout)["budget"] == "retain-64"
+
+
+@pytest.mark.parametrize(
+    ("name", "request_of"),
+    [
+        ("mha-336", {}),
+        ("gqa-112", {"weights": "int4"}),
+        ("qwen-tied", {"weights": "int8"}),
+        ("qwen3-vl", {"precision": "fp16"}),
+        ("next", {}),
+    ],
+)
+def test_the_progress_of_an_export_ends_with_all_weights(
+    name: str, request_of: dict[str, Any], checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    last: dict[str, tuple[float, float, str]] = {}
+
+    def progress(what: str, done: float, total: float, unit: str) -> None:
+        assert last.get(what, (0.0,))[0] <= done <= total * (1 + 1e-9)
+        last[what] = done, total, unit
+
+    export_bundle(ExportRequest(str(checkpoint(name)), **request_of), tmp_path / "out", progress=progress)
+    size = sum(spec.size for spec in read_bundle(tmp_path / "out").manifest.files.values())
+    exported, summed = last["exporting"], last["checking sums"]
+    assert exported[0] == pytest.approx(exported[1]) and exported[2] == "M weights"
+    assert summed == (pytest.approx(size / 1e9), pytest.approx(size / 1e9), "GB")
+    last.clear()
+    read_bundle(tmp_path / "out").verify(progress)
+    assert last == {"checking sums": summed}
 
 
 def test_json_lists_what_no_plan_reaches(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

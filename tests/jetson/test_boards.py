@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from sinkprune.contract.checks.fields import SchemaError
-from sinkprune.jetson.boards import UnknownBoardError, parse_boards, read_boards
+from sinkprune.contract.errors import UnknownBoardError
+from sinkprune.jetson.boards import parse_boards, read_boards
 from support.models.manifests import changed
 from support.programs.repository import ROOT
 

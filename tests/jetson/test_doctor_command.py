@@ -249,6 +249,7 @@ def test_engines_of_a_gpu_need_its_memory(bundle: Callable[..., Path], tmp_path:
     # The engines accept no longer text, whatever memory and model would.
     own = next(form for form in on_board["models"][0]["forms"] if form["exported"])
     assert own["budgets"]["none"]["longest_text"] == 77 + 20
+    assert "a prompt of 64 tokens and 20 new tokens" in doctor("--board", "orin-nano-8gb", engines).stdout
     assert own["build"] is None
 
 

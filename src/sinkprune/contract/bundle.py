@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from sinkprune.contract.files.untrusted import MANIFEST_BYTES
 from sinkprune.contract.graph_contract import contract_violations
 from sinkprune.contract.manifest import BESIDE_GRAPHS, BUNDLE, MANIFEST, Manifest
 from sinkprune.contract.plans import Plan
+from sinkprune.contract.reports.progress import OnProgress, unreported
 
 
 @dataclass(frozen=True)
@@ -33,15 +34,15 @@ class Bundle(Folder[Manifest]):
     engines: Engines | None = None
     """The engines that run instead of graphs, if the bundle is part of a folder of engines; else None."""
 
-    def verify(self, on_bytes: Callable[[int], None] = lambda count: None) -> None:
-        """Compare every file with its sha256. `on_bytes` receives the progress in bytes.
+    def verify(self, progress: OnProgress = unreported) -> None:
+        """Compare every file with its sha256.
 
         For a bundle in a folder of engines, these are the files of the engines. Raises `BundleError`, `EnginesError`.
         """
         if self.engines is None:
-            super().verify(on_bytes)
+            super().verify(progress)
         else:
-            self.engines.verify(on_bytes)
+            self.engines.verify(progress)
 
     def graph_path(self, graph: str) -> Path:
         """Return the path of the ONNX file of the graph that the manifest calls `graph`."""

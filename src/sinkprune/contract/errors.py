@@ -27,6 +27,18 @@ class EnginesError(SinkpruneError):
     """Engines are missing, altered, of an unknown format, or could not be built."""
 
 
+class OutOfMemoryError(EnginesError):
+    """Building an engine needs more memory than there is."""
+
+
+class TooLittleMemoryError(SinkpruneError):
+    """Running or calibrating a bundle needs more memory than is free."""
+
+
+class UnknownBoardError(SinkpruneError):
+    """No board has this name."""
+
+
 class ImageError(SinkpruneError):
     """An image file is missing, damaged, not an image, or of an impossible size."""
 

@@ -1,10 +1,11 @@
-"""Matmul FLOPs of a decoder prefill, by the tokens of each layer (method.md section 5)."""
+"""Matmul FLOPs: of a decoder prefill, by the tokens of each layer (method.md section 5), and of Qwen's towers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from sinkprune.contract.manifest import LanguageModel, Manifest
+from sinkprune.contract.towers import QwenTower
 
 
 def layer_flops(model: LanguageModel, tokens: int) -> int:
@@ -20,6 +21,20 @@ def layer_flops(model: LanguageModel, tokens: int) -> int:
 def prefill_flops(model: LanguageModel, tokens_per_layer: Sequence[int]) -> int:
     """Return the FLOPs of a prefill in which layer i runs on `tokens_per_layer[i]` tokens (visual and text)."""
     return sum(layer_flops(model, tokens) for tokens in tokens_per_layer)
+
+
+def qwen_tower_flops(tower: QwenTower, patches: int, pairs: int, *, mlp_matrices: int, mergers: int) -> int:
+    """Return the FLOPs of a Qwen tower on `patches` patches: patch embedding, blocks and mergers.
+
+    `pairs` are the pairs of patches that attend to each other, summed over blocks. A block's MLP has `mlp_matrices`
+    matrices. `mergers` are the tower's own and those of DeepStack.
+    """
+    d, m = tower.hidden_size, tower.intermediate_size
+    embedding = patches * 3 * tower.temporal_patch_size * tower.patch_size**2 * d
+    linear = patches * (4 * d * d + mlp_matrices * d * m)
+    joined = d * tower.merge_size**2
+    merger = patches // tower.merge_size**2 * (joined**2 + joined * tower.out_size)
+    return 2 * (embedding + tower.num_blocks * linear + 2 * pairs * d + mergers * merger)
 
 
 def decode_bytes(manifest: Manifest, kv_bytes: int) -> int:

@@ -20,7 +20,7 @@ from sinkprune.contract.engines_manifest import (
     EngineSpec,
     Limits,
 )
-from sinkprune.contract.errors import EnginesError, SinkpruneError
+from sinkprune.contract.errors import EnginesError, OutOfMemoryError, SinkpruneError
 from sinkprune.contract.files.folders import (
     check_outside,
     check_replaceable,
@@ -37,7 +37,7 @@ from sinkprune.contract.manifest import BESIDE_GRAPHS, BUNDLE, MANIFEST
 from sinkprune.contract.system.memory_need import LEAST_REPORTED_BYTES, gigabytes
 from sinkprune.engines.gate.checking import Gate
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
-from sinkprune.engines.preflight import OutOfMemoryError, check_memory, disk_bytes, need_and_free
+from sinkprune.engines.preflight import check_memory, disk_bytes, need_and_free
 from sinkprune.engines.progress import SILENT, BuildProgress
 from sinkprune.engines.targets import Builder, BuildJob
 from sinkprune.engines.unfinished import UnfinishedBuild, unfinished_build

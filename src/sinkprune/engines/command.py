@@ -91,7 +91,7 @@ def _build(arguments: Sequence[str] | None) -> None:
         taken = enforced_limits(limits, options.target, given)
         gate = Gate(read_question([options.check], question, bundle, taken, options.fit))
     with TerminalProgress() as progress:
-        bundle.verify()
+        bundle.verify(progress.part)
         manifest = build_engines(
             bundle,
             options.output,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import ANY_SHAPE, OptimisationProfiles, Target
-from sinkprune.contract.errors import EnginesError
+from sinkprune.contract.errors import OutOfMemoryError
 from sinkprune.contract.manifest import BESIDE_GRAPHS, GraphSpec, Manifest
 from sinkprune.contract.system.system_memory import available_bytes
 
@@ -66,10 +66,6 @@ def system_memory(copies: float, *, activations: bool) -> tuple[BuildMemory, ...
     """
     free = available_bytes()
     return (BuildMemory("memory", free, copies, activations),) if free else ()
-
-
-class OutOfMemoryError(EnginesError):
-    """Building an engine needs more memory than there is."""
 
 
 def check_memory(

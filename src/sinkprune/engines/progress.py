@@ -23,6 +23,9 @@ class BuildProgress:
     def report(self, line: str) -> None:
         """Show a line, for example what the build needs and what is free."""
 
+    def part(self, what: str, done: float, total: float, unit: str) -> None:
+        """Report work besides graphs: an `OnProgress`."""
+
     def graph(self, name: str, number: int, total: int) -> None:
         """Start the graph `name`, after `number` of `total` graphs."""
 
@@ -54,7 +57,7 @@ class TerminalProgress(BuildProgress, Progress):
             transient=True,
             disable=not console.is_terminal,
         )
-        self._lines = ProgressLines("reading", unit="graphs")
+        self._lines = ProgressLines("reading")
         self._graphs = self.add_task("reading", total=None)
         self._phases: dict[str, TaskID] = {}
         self._depths: dict[str, int] = {}
@@ -73,10 +76,15 @@ class TerminalProgress(BuildProgress, Progress):
         """Write the line, also without a terminal."""
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
+    def part(self, what: str, done: float, total: float, unit: str) -> None:
+        """Show the work in the place of the graphs."""
+        self.update(self._graphs, description=what, completed=round(100 * done / (total or 1)), total=100)
+        self._lines.report(what, done, total, unit)
+
     def graph(self, name: str, number: int, total: int) -> None:
         """Set the bar of graphs to `number` of `total`, with the name of the current graph."""
         self.update(self._graphs, description=name, completed=number, total=total)
-        self._lines.update(name, done=number, total=total)
+        self._lines.report("graphs", number, total, "graphs")
 
     def phase_start(self, name: str, parent: str | None, steps: int) -> None:
         """Add a bar for the phase, indented below its parent's."""

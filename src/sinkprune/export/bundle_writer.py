@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from sinkprune.contract.manifest import (
 )
 from sinkprune.contract.plans import Plan
 from sinkprune.contract.precision import Array, WeightForms
+from sinkprune.contract.reports.progress import OnProgress, unreported
 from sinkprune.contract.system.system_memory import available_bytes
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.families import Family
@@ -46,9 +46,6 @@ _SMALL_FILES_BYTES = 64 << 20
 # transformers, onnx and their dependencies.
 _LIBRARIES_BYTES = 300 << 20
 
-Progress = Callable[[str, int], None]
-"""Receives the name of the present step, and the number of weights since the last call."""
-
 
 def export_bundle(
     request: ExportRequest,
@@ -56,7 +53,7 @@ def export_bundle(
     *,
     force: bool = False,
     sign: Sign | None = None,
-    progress: Progress = lambda what, weights: None,
+    progress: OnProgress = unreported,
     needs: Callable[[int, int], None] = lambda memory, disk: None,
     left_out: Callable[[Unreachable], None] = lambda plan: None,
     requantised: Callable[[Requantised], None] = lambda layer: None,
@@ -81,6 +78,7 @@ def export_bundle(
         needed = weight_bytes_of(family, shallow, precision) + _SMALL_FILES_BYTES
         with replacing(output, BUNDLE, needed, "export with --weights int4", force=force) as root:
             needs(memory, needed)
+            export.expect(weights_of(family, shallow))
             built = export.weight_graphs(decoder_segments(cut_after, lm.num_layers))
             graphs = {graph.name: graph.save(root, f"graphs/{graph.name}.onnx") for graph in built}
             plans: dict[str, dict[str, Plan]] = {method: {} for method in planned}
@@ -88,11 +86,10 @@ def export_bundle(
                 for name, plan in by_budget.items():
                     plans[method][name], own = save_plan(root, export.facts, method, name, plan)
                     graphs |= own
-            _save_embedding(root / EMBEDDING, family, precision, export.reader("embedding"))
+            _save_embedding(root / EMBEDDING, family, precision, export.read)
             text = export.source.text
             (root / TOKENIZER).write_text(text.tokenizer_json, encoding="utf-8")
             (root / CHAT_TEMPLATE).write_text(text.chat_template, encoding="utf-8")
-            progress("checking sums", 0)
             manifest = Manifest(
                 format_version=FORMAT_VERSION,
                 sinkprune_version=version("sinkprune"),
@@ -113,7 +110,7 @@ def export_bundle(
                 budgets=budgets,
                 plans=plans,
                 graphs=graphs,
-                files=file_specs(root),
+                files=file_specs(root, progress=progress),
             )
             BUNDLE.write(root, manifest, sign)
         return manifest
@@ -123,12 +120,13 @@ class _Export:
     """A checkpoint, opened and checked, with the choices of a request."""
 
     def __init__(
-        self, request: ExportRequest, progress: Progress, requantised: Callable[[Requantised], None]
+        self, request: ExportRequest, progress: OnProgress, requantised: Callable[[Requantised], None]
     ) -> None:
         """Open and check. Raises `UsageError` for forms of weights that conflict with each other or the dialect."""
         self._request, self._progress, self._requantised = request, progress, requantised
         self.precision, self.dialect = PRECISIONS[request.precision], DIALECTS[request.dialect]
         self.source = open_source(request)
+        self._weights = self._read = 0
         try:
             self.forms = self._chosen_forms()
             self.facts = self._plan_facts()
@@ -140,22 +138,26 @@ class _Export:
         """Close the checkpoint."""
         self.source.weights.close()
 
+    def expect(self, weights: int) -> None:
+        """Report progress as a share of so many weights."""
+        self._weights = weights
+
     def weight_graphs(self, segments: Sequence[range]) -> Iterator[WeightedGraph]:
-        """Build the graphs with weights one at a time. Saving a graph reports its tensors to `progress`."""
+        """Build the graphs with weights one at a time."""
         for name, write in self.source.family.graphs(segments, self.source.weights).items():
-            graph = WeightedGraph(name, self.precision, self.dialect, self._form(name), self.reader(name))
+            graph = WeightedGraph(name, self.precision, self.dialect, self._form(name), self.read)
             write(graph)
             yield graph
 
-    def reader(self, what: str) -> ReadTensor:
-        """Return a function that reads tensors of the checkpoint, and reports each to `progress` as `what`."""
+    def read(self, name: str, shape: Sequence[int]) -> Array:
+        """Read a tensor of the checkpoint, and report it to `progress`."""
+        array = self.source.weights.tensor(name, shape)
+        self._count(array.size)
+        return array
 
-        def read(name: str, shape: Sequence[int]) -> Array:
-            array = self.source.weights.tensor(name, shape)
-            self._progress(what, array.size)
-            return array
-
-        return read
+    def _count(self, weights: int) -> None:
+        self._read += weights
+        self._progress("exporting", self._read / 1e6, self._weights / 1e6, "M weights")
 
     def _chosen_forms(self) -> WeightForms:
         request, quantisation = self._request, self.source.quantisation
@@ -178,7 +180,7 @@ class _Export:
         if graph == "vision" or not isinstance(weights, QuantisedWeights):
             return form
         if weights.quantisation.repacks(requested):
-            form = RepackedForm(weights, forms.block_size, partial(self._progress, graph))
+            form = RepackedForm(weights, forms.block_size, self._count)
         return CheckpointForm(weights, form, form_of(requested or self.precision.name, forms.block_size))
 
     def _plan_facts(self) -> PlanFacts:
@@ -204,9 +206,23 @@ def weight_bytes_of(family: Family, shallow: Iterable[WeightedGraph], precision:
     `shallow` are the weight graphs of a decoder of one layer. All layers have equal sizes, and a configuration may
     have more layers than any disk can hold.
     """
-    lm, sizes = family.language_model, {graph.name: graph.bytes for graph in shallow}
-    table = (lm.vocab_size + len(family.extra_rows)) * lm.hidden_size * precision.numpy.itemsize
-    return sum(sizes.values()) + (lm.num_layers - 1) * sizes["decoder_0"] + table
+    sizes = {graph.name: graph.bytes for graph in shallow}
+    return _whole(family, sizes) + _table_size(family) * precision.numpy.itemsize
+
+
+def weights_of(family: Family, shallow: Iterable[WeightedGraph]) -> int:
+    """Return how many weights an export of `family` reads; `shallow` as in `weight_bytes_of`."""
+    return _whole(family, {graph.name: graph.values for graph in shallow}) + _table_size(family)
+
+
+def _whole(family: Family, shallow: Mapping[str, int]) -> int:
+    """Return the sum over the graphs of the whole model."""
+    return sum(shallow.values()) + (family.language_model.num_layers - 1) * shallow["decoder_0"]
+
+
+def _table_size(family: Family) -> int:
+    lm = family.language_model
+    return (lm.vocab_size + len(family.extra_rows)) * lm.hidden_size
 
 
 def _check_memory(family: Family, shallow: Iterable[WeightedGraph], precision: Precision) -> int:

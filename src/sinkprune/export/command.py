@@ -15,7 +15,7 @@ from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
-from sinkprune.contract.command_line.progress_lines import ProgressLines
+from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.files.trust import add_sign_option
@@ -60,9 +60,8 @@ def _export(arguments: Sequence[str] | None) -> None:
     unreachable: list[Unreachable] = []
     requantised: list[Requantised] = []
     with report_missing_package("exporting"):
-        with ProgressLines("loading packages"):
+        with status("loading packages"):
             from sinkprune.export.bundle_writer import export_bundle
-            from sinkprune.export.progress import shown_progress
             from sinkprune.export.pruning.chosen_heads import read_heads
             from sinkprune.export.source import ExportRequest
             from sinkprune.export.weights.requantised import summary
@@ -70,7 +69,7 @@ def _export(arguments: Sequence[str] | None) -> None:
         given = {field.name: getattr(options, field.name) for field in dataclasses.fields(ExportRequest)}
         request = ExportRequest(**{**given, "heads": read_heads(options.heads) if options.heads else None})
         sign = read_private_key(options.sign) if options.sign else None
-        with shown_progress() as progress:
+        with status("reading") as progress:
             manifest = export_bundle(
                 request,
                 options.output,

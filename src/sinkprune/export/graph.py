@@ -105,6 +105,8 @@ class WeightedGraph(Graph):
     ) -> None:
         super().__init__(name, precision, dialect, form.least_opset, begun)
         self.form, self.read = form, read
+        self.values = 0
+        """The values of the checkpoint's tensors that `save` reads."""
         self._weights: dict[ir.Value, _Weight] = {}
 
     @property
@@ -123,6 +125,7 @@ class WeightedGraph(Graph):
         `flat` joins all axes after the first; then `transposed` reverses the axes.
         """
         stored = [shape[0], prod(shape[1:])] if flat else list(shape)
+        self.values += prod(shape)
 
         def read() -> ir.Tensor[Any]:
             array = self.precision.converted(name, self.read(name, shape)).reshape(stored)
@@ -167,6 +170,7 @@ class WeightedGraph(Graph):
 
     def _linear(self, x: ir.Value, name: str, parts: Mapping[str, int], inputs: int, *, bias: bool) -> ir.Value:
         matrix = _matrix(name, parts, inputs)
+        self.values += inputs * sum(parts.values())
         order = self.form.input_order(matrix)
         if order is not None:
             stored = self.stored(f"{matrix.name}.order", ir.DataType.INT64, [inputs], lambda: ir.Tensor(order))
@@ -175,6 +179,8 @@ class WeightedGraph(Graph):
         return self.op.Add(y, self._bias(name, parts)) if bias else y
 
     def _bias(self, name: str, parts: Mapping[str, int]) -> ir.Value:
+        self.values += sum(parts.values())
+
         def read() -> ir.Tensor[Any]:
             names = {f"{part}.bias": outputs for part, outputs in parts.items()}
             return ir.Tensor(

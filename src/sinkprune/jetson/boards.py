@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 from sinkprune.contract.checks.fields import Bounds, SchemaError, from_json
-from sinkprune.contract.errors import SinkpruneError
+from sinkprune.contract.errors import UnknownBoardError
 from sinkprune.contract.files.untrusted import read_json
 from sinkprune.contract.manifest import DialectName
 
@@ -21,10 +21,6 @@ _UNSOURCED = {"module", "sources"}
 
 Figure = Annotated[float, Bounds(0.1, 1e5)]
 """A figure of a datasheet, in the unit of its name."""
-
-
-class UnknownBoardError(SinkpruneError):
-    """No board has this name."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from PIL import Image
 
@@ -29,9 +29,8 @@ from sinkprune.runtime.families import load_family
 
 PROMPT_TOKENS = 64
 NEW_TOKENS = 128
-"""Tokens of text in prompt and answer, for needs and bounds."""
-TYPICAL_NEW_TOKENS = 32
-"""The answer of a typical request, in tokens. A recommendation is for one picture, `PROMPT_TOKENS` and this."""
+"""Tokens of text in prompt and answer, for needs and bounds, unless engines accept fewer."""
+_TYPICAL_NEW_TOKENS = 32
 BOARD_BACKEND = "tensorrt"
 ModelState = Literal["preset", "bundle", "engines"]
 """The state of a model: not exported, a folder of graphs, or a folder of engines."""
@@ -40,6 +39,23 @@ _FORMS: dict[PrecisionName, tuple[WeightsName, ...]] = {
     "fp32": ("fp32", "int8", "int4"),
 }
 """The forms of weights in a report, by the type of states."""
+
+
+class TextLengths(NamedTuple):
+    """The tokens of text of the requests in a report."""
+
+    prompt: int = PROMPT_TOKENS
+    new: int = NEW_TOKENS
+    most: int | None = None
+    """The most tokens of prompt and answer together that engines accept; None without a limit."""
+
+    @property
+    def typical(self) -> int:
+        """The answer of a typical request. A recommendation is for one picture, `prompt` and this."""
+        return min(self.new, _TYPICAL_NEW_TOKENS)
+
+
+_USUAL_LENGTHS = TextLengths()
 
 
 @dataclass(frozen=True)
@@ -54,8 +70,7 @@ class TargetMachine:
     """The board for bounds; None without a datasheet."""
     disk_free: int | None = None
     """Free bytes for engines; None is unknown."""
-    most_text: int | None = None
-    """The most tokens of prompt and answer together that engines accept; None without a limit."""
+    text: TextLengths = _USUAL_LENGTHS
 
     @property
     def precision(self) -> PrecisionName:
@@ -76,7 +91,7 @@ class BudgetFit:
     """Bytes that a token of the answer reads: weights of decoder and head, and the cache of the prompt."""
     bounds: TimeBounds | None
     times: ExpectedTimes | None
-    """For a request with `TYPICAL_NEW_TOKENS`; None without bounds."""
+    """For an answer of `TextLengths.typical` tokens; None without bounds."""
     longest_text: int | None
     """The most tokens of prompt and answer together that memory, model and engines allow after the picture.
 
@@ -136,6 +151,7 @@ class ModelFit:
     """Of the picture, unpruned."""
     prompt_tokens: int
     new_tokens: int
+    typical_new_tokens: int
     rows: dict[str, BudgetRows]
     forms: tuple[FormFit, ...]
 
@@ -157,7 +173,7 @@ def fit(name: str, kind: ModelState, manifest: Manifest, target: TargetMachine, 
     method = next(iter(manifest.plans), "")
     names = [UNPRUNED, *manifest.plans.get(method, {})]
     schedules = {budget: schedule(manifest, method, budget, [layout]) for budget in names}
-    rows = {budget: _rows(manifest, planned, layout) for budget, planned in schedules.items()}
+    rows = {budget: _rows(manifest, planned, layout, target.text) for budget, planned in schedules.items()}
     forms = []
     for stored, exported in _stored(manifest, kind, target):
         budgets = {
@@ -178,8 +194,9 @@ def fit(name: str, kind: ModelState, manifest: Manifest, target: TargetMachine, 
         backend=target.backend,
         picture=picture,
         visual_tokens=layout.all_tokens,
-        prompt_tokens=PROMPT_TOKENS,
-        new_tokens=NEW_TOKENS,
+        prompt_tokens=target.text.prompt,
+        new_tokens=target.text.new,
+        typical_new_tokens=target.text.typical,
         rows=rows,
         forms=tuple(forms),
     )
@@ -199,12 +216,12 @@ def _stored(manifest: Manifest, kind: ModelState, target: TargetMachine) -> Iter
         yield manifest if exported else manifest_in_form(manifest, precision, form), exported
 
 
-def _rows(manifest: Manifest, planned: Schedule, layout: VisualLayout) -> BudgetRows:
+def _rows(manifest: Manifest, planned: Schedule, layout: VisualLayout, text: TextLengths) -> BudgetRows:
     lm = manifest.language_model
     visual = planned.per_layer(lm.num_layers)
     return BudgetRows(
         tokens_per_layer=tuple(visual),
-        prefill_flops=prefill_flops(lm, [count + PROMPT_TOKENS for count in visual]),
+        prefill_flops=prefill_flops(lm, [count + text.prompt for count in visual]),
         encoder_flops=layout.tower_flops + layout.projector_flops * planned.rows,
     )
 
@@ -222,12 +239,13 @@ def _budget_fit(
         memory = KNOWN[target.backend].memory
         return running_need(stored, memory, built=built, layouts=[layout], rows=planned, tokens=tokens)
 
-    here = need(PROMPT_TOKENS + NEW_TOKENS)
-    cache = cache_bytes(stored, planned, PROMPT_TOKENS)
+    lengths = target.text
+    here = need(lengths.prompt + lengths.new)
+    cache = cache_bytes(stored, planned, lengths.prompt)
     step = decode_bytes(stored, cache)
     bounds = _bounds(target.board, rows, step - cache, step) if target.board else None
     most = max(stored.language_model.max_positions - planned.rows, 0)
-    room = range((most if target.most_text is None else min(most, target.most_text)) + 1)
+    room = range((most if lengths.most is None else min(most, lengths.most)) + 1)
     text = bisect_right(room, target.usable_bytes, key=lambda tokens: need(tokens).bytes) - 1
     return BudgetFit(
         memory=here,
@@ -236,7 +254,7 @@ def _budget_fit(
         kv_bytes=cache,
         decode_bytes=step,
         bounds=bounds,
-        times=expected_times(bounds, stored.weights.decoder, TYPICAL_NEW_TOKENS) if bounds else None,
+        times=expected_times(bounds, stored.weights.decoder, lengths.typical) if bounds else None,
         longest_text=max(text, 0) if target.usable_bytes else None,
         longest_context=planned.rows * (text >= 0) + max(text, 0) if target.usable_bytes else None,
     )

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sinkprune.contract.system.memory_need import gigabytes
-from sinkprune.jetson.fit import TYPICAL_NEW_TOKENS, BudgetFit, ModelFit
+from sinkprune.jetson.fit import BudgetFit, ModelFit
 from sinkprune.jetson.recommendation import Recommendation
 from sinkprune.jetson.report import DoctorReport
 from sinkprune.jetson.times import COMPUTE, PeakUtilisation, TimeRange, rounded
@@ -103,11 +103,12 @@ def legend(report: DoctorReport) -> Iterator[str]:
 
 def recommendation(found: Recommendation, report: DoctorReport) -> str:
     """Return the recommendation for a model, as sentences."""
+    asked = report.models[0]
     text = f"{found.model}: {found.weights} at {found.budget} on {found.backend}. {found.why}"
     if found.answer_ms:
         text += (
-            f" One picture, a prompt of {report.models[0].prompt_tokens} tokens and {TYPICAL_NEW_TOKENS} new tokens "
-            f"take {_seconds(found.answer_ms)}."
+            f" One picture, a prompt of {asked.prompt_tokens} tokens and {asked.typical_new_tokens} new tokens take "
+            f"{_seconds(found.answer_ms)}."
         )
     return f"{text} {found.faster}" if found.faster else text
 

@@ -10,7 +10,16 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import DialectName
 from sinkprune.jetson.boards import Board, Boards, FactSource, JetPack
 from sinkprune.jetson.findings import Finding, machine_findings, model_findings
-from sinkprune.jetson.fit import BOARD_BACKEND, ModelFit, ModelState, TargetMachine, fit
+from sinkprune.jetson.fit import (
+    BOARD_BACKEND,
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    ModelFit,
+    ModelState,
+    TargetMachine,
+    TextLengths,
+    fit,
+)
 from sinkprune.jetson.host.machine import Machine
 from sinkprune.jetson.host.power_mode import ModeFacts, mode_facts
 from sinkprune.jetson.next_steps import first_steps, next_steps, recommendations
@@ -179,7 +188,11 @@ def _own_target(model: str, bundle: Bundle, target: TargetMachine, wanted: str |
             "or give the bundle."
         )
     enforced = bundle.engines.manifest.enforced_limits
-    both = {"prompt_tokens", "new_tokens"} <= set(enforced)
-    most_text = enforced["prompt_tokens"] + enforced["new_tokens"] if both else None
+    prompt, new = enforced.get("prompt_tokens"), enforced.get("new_tokens")
+    text = TextLengths(
+        min(PROMPT_TOKENS, prompt or PROMPT_TOKENS),
+        min(NEW_TOKENS, new or NEW_TOKENS),
+        prompt + new if prompt and new else None,
+    )
     board = target.board if backend == target.backend else None
-    return replace(target, backend=backend, board=board, most_text=most_text)
+    return replace(target, backend=backend, board=board, text=text)

@@ -24,6 +24,7 @@ from sinkprune.contract.files.trust import ANY, Trust
 from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
 from sinkprune.contract.plans import Plan
+from sinkprune.contract.reports.progress import OnProgress, reporting, unreported
 from sinkprune.runtime.answering import Answering
 from sinkprune.runtime.backends import Backend, Decoder, Engine, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines, own_engines, usual_backend
@@ -39,7 +40,7 @@ from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.generate import generate
 from sinkprune.runtime.media.fits import Fit, check_fit
-from sinkprune.runtime.steps.chain import Chain
+from sinkprune.runtime.steps.chain import Chain, Wrap
 from sinkprune.runtime.steps.choice_scores import ChoiceTokens
 from sinkprune.runtime.steps.embedding import Embedding
 from sinkprune.runtime.steps.encoding import EncodedPicture, encode, run_tower
@@ -53,9 +54,6 @@ from sinkprune.runtime.stream import Stream, StreamState
 from sinkprune.runtime.text.constraint import Grammars, Unconstrained
 from sinkprune.runtime.text.prompt import PromptEncoder
 from sinkprune.runtime.watching.watch import USUAL_SETTINGS, FrameAnswer, Watch, WatchSettings, check_frames
-
-Wrap = Callable[[str, Engine, Backend], Engine]
-"""Receives a graph's name, its loaded engine and the backend; returns the engine to run in its place."""
 
 
 class Pipeline(Answering):
@@ -77,6 +75,7 @@ class Pipeline(Answering):
         built: BuiltEngines | None = None,
         wrap: Wrap | None = None,
         fit: Fit | None = None,
+        progress: OnProgress = unreported,
     ) -> None:
         """Load the bundle's graphs on `backend`, or the engines `built` from them; `wrap` may replace each engine."""
         manifest, self.family = bundle.manifest, load_family(bundle.manifest, fit)
@@ -107,7 +106,7 @@ class Pipeline(Answering):
         self._stop = tuple(manifest.tokens.stop)
         self._grammars = Grammars(self.prompts, self._stop)
         self.embedding = Embedding(bundle.files[EMBEDDING], manifest)
-        self.chain = Chain(manifest, backend, load, load_decoder)
+        self.chain = Chain(manifest, backend, load, load_decoder, progress)
         self._model = LoadedModel(
             manifest, self.limits, self.family, self.prompts, self.embedding, self.chain, PictureWarnings()
         )
@@ -141,7 +140,7 @@ class Pipeline(Answering):
         sum of `bundle.json`, and `engines_sha256` that of `engines.json`. `signed_by` is a file with the public key
         of both signatures (`sinkprune-export --sign`). A bundle that does not match is rejected. For a bundle that
         was already read, `read_runnable` has compared them. `during` is a context that is entered with the name of
-        each slow part.
+        each slow part; what it yields is called with the progress, if it can be (`OnProgress`).
 
         Raises `BundleError`, `EnginesError`, `BackendError` and `UsageError` (`OptionError` for an unknown argument),
         and `TypeError` for an argument of a wrong type.
@@ -178,12 +177,12 @@ class Pipeline(Answering):
         # Before the sums, which are slow: an error should come early.
         library = load_backend(usual_backend(opened, built) if backend is None else backend, threads, built, compute)
         if check_sums:
-            with during("checking sums"):
-                opened.verify()
+            with during("checking sums") as progress:
+                opened.verify(reporting(progress))
                 if built is not None and opened.engines is None:
-                    built.engines.verify()
-        with during("loading the engines"):
-            pipeline = cls(opened, library, built, wrap, fit)
+                    built.engines.verify(reporting(progress))
+        with during("loading the engines") as progress:
+            pipeline = cls(opened, library, built, wrap, fit, reporting(progress))
         pipeline.load_ms = (time.perf_counter() - began) * 1e3
         return pipeline
 
@@ -225,6 +224,7 @@ class Pipeline(Answering):
         Raises at once what `stream` raises. Reading an answer raises what reading a stream raises, and `ImageError`
         for a frame of another size.
         """
+        check_request_options(options.keys() - {"deadline_ms"}, without="deadline_ms")
         check_frames(frames)
         check_type("settings", settings, (WatchSettings,), "WatchSettings")
         check_type("observer", observer, (Observer,), "an Observer")
@@ -268,13 +268,13 @@ class Pipeline(Answering):
         most = self.limits.new_tokens if self.limits else DEFAULT_NEW_TOKENS
         return new_request(image, prompt, **{"max_new_tokens": min(DEFAULT_NEW_TOKENS, most), **options})
 
-    def measure_costs(self, request: Request, seconds: float = SECONDS) -> Costs:
+    def measure_costs(self, request: Request, seconds: float = SECONDS, progress: OnProgress = unreported) -> Costs:
         """Do what `warm_up` does, for a `Request`; raises what `answer` raises, and `UsageError` for `seconds`."""
         seconds = SECONDS_RANGE.check(seconds)
         self.load_plans(request.method)
         with self.backend.turn:
             others = OtherLoad()
-            found = measure_costs(self._model, lambda one: self.answer(one).rest(), request, seconds)
+            found = measure_costs(self._model, lambda one: self.answer(one).rest(), request, seconds, progress)
         self.costs = replace(found, measured_at=time.time(), load=others.share())
         cache_costs(self.costs)
         return self.costs

@@ -102,8 +102,11 @@ class Stream(Generator[str, None, Answer]):
     def answer(self) -> Answer:
         """The whole answer, after the last piece. Raises `UsageError` before that, and after `close` or an error."""
         if self._answer is None:
+            missing = "Iterate to its end, or call rest(); call cancel() first to end it early"
+            if self._state.cancelled:
+                missing = "It was cancelled: iterate to its end, or call rest(), for the tokens so far"
             raise UsageError(
-                "the stream has no answer yet. Iterate until it ends; call cancel() to end it early. A stream that "
-                "was closed, or that raised an error, has no answer."
+                f"the stream has no answer yet. {missing}. A stream that was closed, or that raised an error, has no "
+                "answer."
             )
         return self._answer

@@ -104,6 +104,7 @@ def test_answers_choose_where_there_are_any(own: Path, tmp_path: Path) -> None:
     assert len(told["others"]) == 3 and "also looked at" in outcome.stdout
     assert told["questions"] == 2 and outcome.stdout.count("0 of 2 answers right") == 5
     assert "warning: Small sample: 2 questions." in outcome.stderr
+    assert "warning: Small sample: 1 picture." in outcome.stderr
     assert told["chosen"]["lost"] == min(each["lost"] for each in [told["chosen"], *told["others"]])
 
 

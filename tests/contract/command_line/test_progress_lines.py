@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from sinkprune.contract.command_line import progress_lines
-from sinkprune.contract.command_line.progress_lines import ProgressLines
+from sinkprune.contract.command_line.progress_lines import ProgressLines, status
 from sinkprune.engines.progress import TerminalProgress
-from sinkprune.export.progress import shown_progress
 from support.programs.commands import run
 
 Bundles = Callable[..., Path]
@@ -118,10 +117,14 @@ def test_the_first_line_comes_after_a_fifth_of_the_time() -> None:
 
 
 def test_a_part_that_begins_has_steps_and_time_of_its_own() -> None:
-    lines = ProgressLines("reading", unit="M weights")
-    lines.update(advance=4)
-    lines.restart("checking sums")
+    lines = ProgressLines("reading")
+    lines.report("exporting", 4, 8, "M weights")
+    lines.report("exporting", 6, 8, "M weights")
+    assert lines.line(6) == "exporting: 6 of 8 M weights in 6 s, 1 M weights a second, 2 s left"
+    lines.report("checking sums", 0, 2, "GB")
     assert lines.line(2) == "checking sums: 2 s"
+    lines.report("checking sums", 0.5, 2, "GB")
+    assert lines.line(2).startswith("checking sums: 0.5 of 2 GB in 2 s, 0.25 GB a second")
 
 
 def test_a_terminal_has_none() -> None:
@@ -134,10 +137,16 @@ def test_builds_and_exports_have_lines(soon: None) -> None:
     with redirect_stderr(io.StringIO()) as stderr:
         with TerminalProgress() as progress:
             progress.graph("decoder_0", 2, 8)
-            lines_after("decoder_0: 2 of 8 graphs in", stderr)
-        with shown_progress() as show:
-            show("decoder_1", 2_500_000)
-            lines_after("decoder_1: 2.5 M weights in", stderr)
+            lines_after("graphs: 2 of 8 graphs in", stderr)
+        with status("reading") as progress:
+            progress("exporting", 2.5, 7, "M weights")
+            lines_after("exporting: 2.5 of 7 M weights in", stderr)
+
+
+def test_a_terminal_shows_the_parts_of_work() -> None:
+    with redirect_stderr(Terminal()) as terminal, status("reading") as progress:
+        progress("exporting", 2.5, 7, "M weights")
+        lines_after("exporting: 2.5 of 7 M weights in 0 s", terminal)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +156,16 @@ def test_builds_and_exports_have_lines(soon: None) -> None:
         ("sinkprune-profile", ["--image", "PHOTO", "--prompt", "What?", "--repeat", "9"], r"measuring \S+: \d+ of "),
         ("sinkprune-evaluate", ["--limit", "8", "--budgets", "retain-64"], r"asking with .*: \d+ of .* answers in "),
         ("sinkprune-calibrate norms", [], r"looking: \d+ of \d+ pictures in "),
+        (
+            "sinkprune-run",
+            ["--image", "PHOTO", "--prompt", "What?", "--deadline-ms", "9000", "--warm-up"],
+            r"measuring costs: [\d.]+ of \d+ rounds in ",
+        ),
+        (
+            "sinkprune-calibrate schedule",
+            ["--budget-tokens", 20, "--dry-run", "--seconds", 0],
+            r"measuring costs: [\d.]+ of \d+ rounds[\s\S]*^measuring attention: [\s\S]*^measuring budgets: [\d.]+ of",
+        ),
     ],
 )
 def test_commands_have_lines(

@@ -1,14 +1,20 @@
-"""The blocks of a fixed grid that `downsample` averages."""
+"""The blocks of a fixed grid that `downsample` averages, and the share of a picture that takes a budget's time."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkprune.export.methods.downsample import grid_blocks
+from sinkprune.contract.families import FAMILIES
+from sinkprune.export.dialects import opset24
+from sinkprune.export.methods.downsample import build, build_for_ttft, grid_blocks
+from sinkprune.export.precision import PRECISIONS
+from sinkprune.export.pruning.plan import PlanFacts, VariableTokens
+from support.models.graphs import language_model
 
 
 @given(side=st.integers(1, 40), data=st.data())
@@ -31,3 +37,54 @@ def test_blocks_divide_the_grid(side: int, data: st.DataObject) -> None:
 def test_all_tokens_and_grids_of_one_line(tokens: int, count: int) -> None:
     blocks = grid_blocks(tokens, count)
     assert [*chain(*blocks)] == [*range(tokens)] and len(blocks) == count
+
+
+@given(
+    most=st.integers(20, 3000),
+    linear=st.integers(0, 10**9),
+    square=st.integers(0, 10**6),
+    name=st.sampled_from(sorted(FAMILIES["qwen3-vl"].budgets)),
+)
+def test_a_share_takes_the_flops_of_the_budget_and_a_token_more_takes_more(
+    most: int, linear: int, square: int, name: str
+) -> None:
+    lm, budget = replace(language_model(), num_layers=28), FAMILIES["qwen3-vl"].budgets[name]
+
+    def tower(tokens: int) -> int:
+        return linear * tokens + square * tokens**2
+
+    def decoder(visual: list[int]) -> int:
+        """Multiplications and additions of all layers, written out."""
+        width, heads = lm.hidden_size, lm.num_heads * lm.head_dim
+        kv, inner, total = lm.num_kv_heads * lm.head_dim, lm.intermediate_size, 0
+        for count in visual:
+            n = count + 64
+            total += 2 * n * width * (2 * heads + 2 * kv + 3 * inner) + 4 * n * n * heads
+        return total
+
+    counts, visual = budget.resolve(most), []
+    left = counts.kept
+    for layer in range(28):
+        visual.append(left)
+        # Qwen's stages are those of 28 layers.
+        if layer in (2, 6, 15):
+            left = min(left, counts.stages[(2, 6, 15).index(layer)])
+    wanted = tower(most) + decoder(visual)
+    facts = PlanFacts(lm, VariableTokens(most, 784, most, tower), 8, PRECISIONS["fp32"], opset24)
+    plan = build_for_ttft(facts, budget)
+    assert plan.sanitizer is None and not plan.select_after
+    tokens = plan.kept.reserve.of(most)
+    assert 1 <= tokens < most
+    if tokens > 1:
+        assert tower(tokens) + decoder([tokens] * 28) <= wanted
+    more = tokens + 1
+    assert tower(more) + decoder([more] * 28) > wanted
+
+
+def test_towers_of_one_resolution_and_unknown_towers() -> None:
+    budget = FAMILIES["llava"].budgets["retain-64"]
+    facts = PlanFacts(language_model(), 64, 8, PRECISIONS["fp32"], opset24)
+    assert build_for_ttft(facts, budget).kept == build(facts, budget).kept
+    unknown = replace(facts, tokens=VariableTokens(64, 784, 64))
+    with pytest.raises(ValueError, match="FLOPs of the vision tower are not known"):
+        build_for_ttft(unknown, FAMILIES["qwen3-vl"].budgets["prune-66.7"])

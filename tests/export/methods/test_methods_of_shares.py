@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from sinkprune.contract.budgets import Counts, prune_layers
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.families import FAMILIES, parse_budget
+from sinkprune.contract.flops import layer_flops
 from sinkprune.contract.schedule import PictureSchedule
 from sinkprune.export.dialects import opset24
 from sinkprune.export.methods import all_methods, load_method
@@ -33,13 +34,20 @@ Array = np.ndarray[Any, Any]
 D = 16
 SIZES = (1, 2, 3, 4, 5, 8, 19, 101, 480)
 BUDGETS = FAMILIES["qwen3-vl"].budgets
+# `downsample-ttft` has the budget's time, not its mean.
+EQUAL_MEAN = [method for method in all_methods() if method != "downsample-ttft"]
 SERIAL = parse_budget("qwen3-vl", "prune-77.8+serial")
+
+
+def tower(tokens: int) -> int:
+    """The FLOPs of a tower in which a token costs as much as in two layers of the decoder."""
+    return 2 * layer_flops(graphs.language_model(), tokens)
 
 
 def facts(layers: int = 28, most: int = 480, precision: str = "fp32", **more: Any) -> PlanFacts:
     model = replace(graphs.language_model(), num_layers=layers, rope_sections=(1, 1, 2))
     more.setdefault("heads", heads_by_layer(layers, model.num_heads))
-    tokens = VariableTokens(most, 784, most * more.get("groups", 1))
+    tokens = VariableTokens(most, 784, most * more.get("groups", 1), tower)
     return PlanFacts(model, tokens, D, PRECISIONS[precision], opset24, **more)
 
 
@@ -193,7 +201,7 @@ def mean_of(plan: PlanGraphs, n: int, layers: int) -> Fraction:
     return PictureSchedule.of(plan.kept.resolve(n), 1, tuple(plan.select_after)).mean(layers)
 
 
-@pytest.mark.parametrize(("method", "layers"), every(4, product(all_methods(), [28, 36])))
+@pytest.mark.parametrize(("method", "layers"), every(4, product(EQUAL_MEAN, [28, 36])))
 def test_means_are_equal_to_two_tokens(method: str, layers: int) -> None:
     reached = 0
     for name, budget in BUDGETS.items():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,13 @@ from PIL import Image
 
 from sinkprune import Clip, Pipeline, Session, UsageError
 from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.flops import prefill_flops
 from sinkprune.contract.plans import Plan
+from sinkprune.contract.schedule import schedule
 from sinkprune.export.bundle_writer import Unreachable, export_bundle
+from sinkprune.export.families import read_family
 from sinkprune.export.methods import all_methods
+from sinkprune.export.pruning.plan import VariableTokens
 from sinkprune.export.source import ExportRequest
 from support.models.chosen_heads import every_method, heads_by_layer
 from support.programs.commands import run
@@ -42,14 +48,15 @@ REACHING = {
     name: tuple(method for method in METHODS if name == "qwen3-vl" or method != "pyramiddrop")
     for name in ("qwen-tied", "qwen2-vl", "qwen3-vl")
 }
-# `downsample` drops no token of its smaller picture.
-CASES = [(name, method) for name, methods in REACHING.items() for method in methods if method != "downsample"]
+DOWNSAMPLE = ("downsample", "downsample-ttft")
+# These drop no token of their smaller picture.
+CASES = [(name, method) for name, methods in REACHING.items() for method in methods if method not in DOWNSAMPLE]
 # Each method with one checkpoint, and SinkPruner with all: methods differ in front of the decoder, checkpoints in it.
 FEW = {
     (name, method)
     for number, name in enumerate(REACHING)
     for place, method in enumerate(REACHING[name])
-    if (place % len(REACHING) == number and method not in ("random", "downsample")) or method == "sinkpruner"
+    if (place % len(REACHING) == number and method not in ("random", *DOWNSAMPLE)) or method == "sinkpruner"
 }
 ONE_PIECE = [case for case in CASES if case[0] != "qwen2-vl"]
 SMALLER = [("qwen-tied", "downsample"), ("qwen3-vl", "downsample")]
@@ -169,13 +176,16 @@ def test_a_budget_means_the_same_for_every_method(
     wanted = sum(own.tokens_per_layer) / layers
     kept = set()
     for method in REACHING[name]:
+        if method == "downsample-ttft":
+            # The same time, not the same mean.
+            continue
         answer = answered(method)
         # A picture of 24x20 tokens that keeps its shape has 13x12.
         near = 2 if method != "downsample" else 6
         assert sum(answer.tokens_per_layer) / layers == pytest.approx(wanted, abs=near), method
         stages = (tuple(rows) for rows in answer.kept.after_stage.values())
         kept.add((tuple(answer.kept.index.ravel()), *stages))
-    assert len(kept) == len(REACHING[name])
+    assert len(kept) == len(REACHING[name]) - 1
 
 
 @pytest.mark.parametrize(("name", "method"), slow_except((FEW & {*ONE_PIECE}) | {*SMALLER}, [*ONE_PIECE, *SMALLER]))
@@ -211,6 +221,43 @@ def test_a_smaller_picture_is_that_picture_unpruned(
         for method, own in (("sinkpruner", "none"), ("downsample", budget), ("downsample", budget)):
             again = session.generate(image, PROMPT, method=method, budget=own, max_new_tokens=4, min_new_tokens=4)
         assert again.token_ids == answer.token_ids and again.reused_towers == 1
+
+
+@pytest.mark.parametrize("name", REACHING)
+def test_a_smaller_picture_takes_the_time_of_pruning(name: str, bundles: Callable[[str], Pipeline]) -> None:
+    pipe = bundles(name)
+    manifest, lm = pipe.bundle.manifest, pipe.bundle.manifest.language_model
+    side = isqrt(manifest.most_visual_tokens) * manifest.processor["patch_size"] * manifest.processor["merge_size"]
+    picture = Image.new("RGB", (side, side))
+
+    def flops(method: str, budget: str) -> tuple[int, int]:
+        plan = manifest.plan(method, budget)
+        share = plan.picture_share if plan else None
+        layout = (pipe.family if share is None else pipe.family.smaller(share)).layout(picture)
+        rows = schedule(manifest, method, budget if share is None else "none", [layout]).per_layer(lm.num_layers)
+        return layout.tower_flops + prefill_flops(lm, [64 + count for count in rows]), rows[0]
+
+    for budget in BUDGETS:
+        wanted, _ = flops("sinkpruner", budget)
+        found, tokens = flops("downsample-ttft", budget)
+        # A grid has whole lines of tokens, and the largest picture may be no square.
+        assert 0.9 * wanted < found < 1.02 * wanted
+        assert flops("downsample", budget)[1] < tokens < flops("sinkpruner", "none")[1]
+
+
+@pytest.mark.parametrize("name", REACHING)
+def test_the_exporter_s_flops_of_a_tower_are_the_runtime_s(
+    name: str, bundles: Callable[[str], Pipeline], checkpoint: Callable[[str], Path]
+) -> None:
+    pipe, config = bundles(name), json.loads((checkpoint(name) / "config.json").read_text())
+    family, processor = read_family(name, config), pipe.bundle.manifest.processor
+    tokens = family.tokens_of(processor)
+    assert isinstance(tokens, VariableTokens) and tokens.tower_flops is not None
+    # Whole windows.
+    for side in (4, 8, 12):
+        size = side * processor["patch_size"] * processor["merge_size"]
+        layout = pipe.family.layout(Image.new("RGB", (size, size)))
+        assert layout.tokens == side**2 and layout.tower_flops == tokens.tower_flops(side**2)
 
 
 @pytest.mark.parametrize("options", [{"deadline_ms": 500.0}, {"deadline_ms": 500.0, "budget": "none"}])

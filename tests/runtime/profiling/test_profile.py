@@ -15,7 +15,7 @@ from sinkprune.contract.errors import PromptError, UsageError
 from sinkprune.contract.reports.report import OF_TTFT, PARTS, ProfileReport, Spread
 from sinkprune.runtime.profiling.frame_clock import frame_clock
 from sinkprune.runtime.profiling.profile import EARLIER, ProfileRounds
-from sinkprune.runtime.profiling.rate import at_rate
+from sinkprune.runtime.profiling.rate import RateRun
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.prefix_cache import PrefixCache
 from support.programs.commands import run
@@ -121,7 +121,7 @@ def test_a_length_that_one_budget_does_not_take_is_refused_before_any_runs(
     with pytest.raises(PromptError, match=said):
         profiled(pipe, photo, "What?", ["retain-32"], new_tokens=left + 1, on_run=ran.append)
     with pytest.raises(PromptError, match=f"ask for at most {left} new tokens"):
-        at_rate(pipe, [photo], "What?", ["retain-32", "none"], frame_clock(1, 1), new_tokens=left + 1, warmup=0)
+        RateRun(pipe, [photo], "What?", ["retain-32", "none"], frame_clock(1, 1), new_tokens=left + 1)
     assert ran == []
 
 

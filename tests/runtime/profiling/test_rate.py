@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import pytest
 from PIL import Image
 
-from sinkprune import Pipeline
+from sinkprune import Answer, Pipeline
 from sinkprune.contract.errors import UsageError
 from sinkprune.runtime.power.conditions import read_conditions
 from sinkprune.runtime.power.meter import measuring
 from sinkprune.runtime.profiling.frame_clock import frame_clock
-from sinkprune.runtime.profiling.rate import at_rate
+from sinkprune.runtime.profiling.rate import RateRun
 from support.programs.commands import assert_refused, run
 from support.stand_ins import power_stand_ins as boards
 from support.stand_ins.power_stand_ins import SteadyPower, install_tegrastats
@@ -57,12 +57,12 @@ def test_budgets_follow_each_other_at_the_rate(
 ) -> None:
     shown: list[tuple[str, int]] = []
     other = photo.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    report = at_rate(
+    run = RateRun(
         *(pipeline("gqa-112"), [[photo], [other]], "What?", ["none", "retain-64"], frame_clock(20, 0.5)),
         new_tokens=2,
         root=machine,
-        on_frames=lambda budget, frames: shown.append((budget, frames)),
     )
+    report = run.measure(on_frames=lambda budget, frames: shown.append((budget, frames)))
     assert (report.rate_hz, report.duration_s, report.pictures) == (20, 0.5, 2)
     assert list(report.rates) == ["none", "retain-64"]
     for name, budget in report.rates.items():
@@ -84,12 +84,50 @@ def test_budgets_follow_each_other_at_the_rate(
 
 
 def test_frames_that_come_too_fast_are_missed(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
-    report = at_rate(pipeline("gqa-112"), [photo], "What?", ["none"], frame_clock(1000, 0.3), new_tokens=16, warmup=0)
+    report = RateRun(pipeline("gqa-112"), [photo], "What?", ["none"], frame_clock(1000, 0.3)).measure(warmup=0)
     budget = report.rates["none"]
     # However fast the machine is: no request of sixteen tokens takes less than a millisecond and a quarter.
     assert budget.frames == 300 and budget.missed > 60
     # Half a frame's time old on average.
     assert budget.latency_ms.mean - budget.busy_ms.mean > 0.1
+
+
+@pytest.mark.parametrize("complete", [0, 12])
+def test_an_interrupted_command_reports_the_answers_so_far(
+    complete: int, bundle: Callable[..., Path], photo_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A warm-up of each budget, and ten frames of the first.
+    left, generate = iter(range(complete + 1)), Pipeline.generate
+
+    def interrupted(*arguments: Any, **options: Any) -> Answer:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr(Pipeline, "generate", interrupted)
+    options = (
+        "--rate",
+        5,
+        "--duration",
+        2,
+        "--budgets",
+        "none,retain-64",
+        "--warmup",
+        1,
+        "--json",
+        tmp_path / "x.json",
+    )
+    outcome = run("sinkprune-profile", bundle("gqa-112"), "--image", photo_file, *ASK, *options)
+    assert outcome.code == 130
+    if not complete:
+        assert outcome.stderr == "interrupted; nothing half-written was left.\n"
+        assert not (tmp_path / "x.json").exists()
+        return
+    assert outcome.stderr.endswith("interrupted; the report has the 11 answers so far.\n")
+    none, pruned = json.loads((tmp_path / "x.json").read_text())["rates"].values()
+    assert (none["frames"], none["answered"], none["missed"]) == (10, 10, 0)
+    assert (pruned["frames"], pruned["answered"], pruned["missed"]) == (1, 1, 0)
+    assert none["seconds"] >= 2 and 0 < pruned["seconds"] < 1
 
 
 def test_each_frame_shows_the_next_picture(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
@@ -101,14 +139,16 @@ def test_each_frame_shows_the_next_picture(pipeline: Callable[..., Pipeline], ph
             return super().__getitem__(place)
 
     pictures = Told([photo] * 3)
-    report = at_rate(pipeline("gqa-112"), pictures, "What?", ["none"], frame_clock(10, 0.7), new_tokens=1, warmup=2)
+    run = RateRun(pipeline("gqa-112"), pictures, "What?", ["none"], frame_clock(10, 0.7), new_tokens=1)
+    pictures.asked.clear()
+    report = run.measure(warmup=2)
     answered = report.rates["none"].answered_frames
     assert pictures.asked == [0, 1, *(frame % 3 for frame in answered)]
 
 
 def test_nothing_to_ask_about_is_refused(pipeline: Callable[..., Pipeline]) -> None:
     with pytest.raises(UsageError, match="0 pictures and 1 budgets, expected at least one of each"):
-        at_rate(pipeline("gqa-112"), [], "What?", ["none"], frame_clock(1, 1))
+        RateRun(pipeline("gqa-112"), [], "What?", ["none"], frame_clock(1, 1))
 
 
 def test_joules_of_a_frame_are_those_of_the_whole_time(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
@@ -118,7 +158,7 @@ def test_joules_of_a_frame_are_those_of_the_whole_time(pipeline: Callable[..., P
         # Waits for a reading: between two, energy is interpolated.
         meter.curve()
         pipe, frames = pipeline("gqa-112"), frame_clock(10, 1.0)
-        report = at_rate(pipe, [photo], "What?", ["retain-64"], frames, new_tokens=2, meter=meter)
+        report = RateRun(pipe, [photo], "What?", ["retain-64"], frames, new_tokens=2, meter=meter).measure()
     assert report.power is not None and report.power.sensor == "rapl"
     assert report.power.idle.watts == pytest.approx(11)
     budget = report.rates["retain-64"]

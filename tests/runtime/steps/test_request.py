@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinkprune import Clip, Pipeline
+from sinkprune import Clip, Pipeline, Request
 from sinkprune.contract.errors import BundleError, ImageError, PromptError, UsageError
 from sinkprune.contract.schedule import schedule
 from sinkprune.runtime.device.stopwatch import Stopwatch
@@ -116,6 +116,12 @@ def test_an_unknown_option_is_refused_with_those_there_are(kind: type[Exception]
     assert set(known.split(", ")) <= set(str(refused.value).removeprefix(said).removesuffix(".").split(", "))
     with pytest.raises(kind, match=r"^there is no option 'zzz'\. Options are: budget, "):
         new_request("a.jpg", "Why?", zzz=1)
+    with pytest.raises(
+        kind, match=r"^there is no option 'budgt'; did you mean 'budget'\? Options are: pictures, texts, "
+    ):
+        Request(("a.jpg",), ("", "Why?"), budgt="none")
+    with pytest.raises(kind, match=r"^there is no option 'order'\."):
+        Request(("a.jpg",), ("", "Why?"), order="bgr")
     with pytest.raises(kind, match="no option 'texts'"):
         new_request("a.jpg", "Why?", texts=("", "Why?"))
 

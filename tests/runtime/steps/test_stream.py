@@ -39,7 +39,7 @@ def new_stream(pipe: Pipeline, photo: Image.Image, tokens: int = 6, observer: Ob
 
 def test_the_answer_is_there_after_the_last_piece(pipe: Pipeline, photo: Image.Image) -> None:
     stream = new_stream(pipe, photo)
-    with pytest.raises(UsageError, match=r"no answer yet\. Iterate until it ends"):
+    with pytest.raises(UsageError, match=r"no answer yet\. Iterate to its end, or call rest"):
         stream.answer  # noqa: B018
     pieces = list(stream)
     assert isinstance(stream.answer, Answer)
@@ -96,6 +96,8 @@ def test_a_cancelled_stream_ends_after_the_current_token(pieces: int, pipe: Pipe
     heard = [next(stream) for _ in range(pieces)]
     before = len(chosen)
     stream.cancel()
+    with pytest.raises(UsageError, match=r"It was cancelled: iterate to its end, or call rest\(\)"):
+        _ = stream.answer
     heard += list(stream)
     answer = stream.answer
     assert answer.finish == "cancelled"

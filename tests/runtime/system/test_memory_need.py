@@ -15,11 +15,11 @@ from typing import get_args
 import pytest
 
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.errors import BackendError
+from sinkprune.contract.errors import BackendError, TooLittleMemoryError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import WeightForms, WeightsName
 from sinkprune.contract.schedule import schedule
-from sinkprune.contract.system.memory_need import MemoryNeed, TooLittleMemoryError, memory_line, running_need
+from sinkprune.contract.system.memory_need import MemoryNeed, memory_line, running_need
 from sinkprune.contract.system.system_memory import available_bytes
 from sinkprune.runtime.backends import free_memory
 from sinkprune.runtime.backends.free_memory import free_bytes

@@ -225,7 +225,7 @@ BEFORE_LLM = {
     "prunesid": prunesid,
 }
 """Methods that drop tokens before the LLM only; `random` is no rule."""
-ON_A_GRID = {**BEFORE_LLM, "downsample": downsample}
+ON_A_GRID = {**BEFORE_LLM, "downsample": downsample, "downsample-ttft": downsample}
 """Those of families whose pictures all have as many tokens. In others `downsample` makes the picture smaller."""
 
 

@@ -22,9 +22,10 @@ from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
+from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.files.output_files import OutputFile, check_apart, check_outputs
-from sinkprune.runtime.commands import BundleOptions, bundle_parser, load_pipeline, name_list, plain_text, status
+from sinkprune.runtime.commands import BundleOptions, bundle_parser, load_pipeline, name_list, plain_text
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.confidence.thresholds import describe_ladders, write_thresholds
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings

@@ -21,7 +21,7 @@ from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command_parser import CommandParser
-from sinkprune.contract.command_line.progress_lines import ProgressLines
+from sinkprune.contract.command_line.progress_lines import ProgressLines, status
 from sinkprune.contract.files.output_files import OutputFile, check_apart
 from sinkprune.runtime.commands import (
     BundleOptions,
@@ -30,7 +30,6 @@ from sinkprune.runtime.commands import (
     bundle_parser,
     check_report_options,
     name_list,
-    status,
 )
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
 

@@ -30,6 +30,7 @@ from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import prints_json
+from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.errors import OutputError, UsageError
 from sinkprune.contract.files.output_files import OutputFile, check_outputs, write_whole
 from sinkprune.contract.manifest import MANIFEST
@@ -40,7 +41,6 @@ from sinkprune.runtime.commands import (
     bundle_parser,
     check_report_options,
     load_pipeline,
-    status,
     write_report,
 )
 from sinkprune.runtime.profiling.plot import import_matplotlib

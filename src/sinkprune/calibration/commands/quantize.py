@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import prints_json
-from sinkprune.contract.command_line.progress_lines import ProgressLines
+from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.files.folders import check_outside, check_replaceable
 from sinkprune.contract.files.output_files import check_apart, check_outputs
 from sinkprune.contract.files.signature import read_private_key
@@ -35,7 +34,6 @@ from sinkprune.runtime.commands import (
     ReportOptions,
     add_report_options,
     plain_text,
-    status,
     write_report,
 )
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
@@ -45,7 +43,6 @@ from sinkprune.runtime.profiling.plot import import_matplotlib
 if TYPE_CHECKING:
     from sinkprune.calibration.quantising.cost import CalibrationCost
     from sinkprune.calibration.quantising.report import LogitError, QuantisationReport
-    from sinkprune.export.progress import WeightProgress
 
 _EXAMPLES = """\
 examples:
@@ -85,10 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _quantize(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, _Options)
-    with report_missing_package("quantising"), ProgressLines("loading packages"):
+    with report_missing_package("quantising"), status("loading packages"):
         from sinkprune.calibration.quantising.chain_run import encode_prompts
         from sinkprune.calibration.quantising.quantise import ErrorLimits, quantise_bundle, quantised_forms
-        from sinkprune.export.progress import shown_progress
     check_outputs(options.outputs, [options.data, *options.key_files], [options.bundle, options.output])
     if options.plot:
         import_matplotlib()
@@ -101,9 +97,9 @@ def _quantize(arguments: Sequence[str] | None) -> None:
         items = _chosen(options.data, options.limit)
         check_apart([path for path, _ in options.outputs], (Path(item.picture) for item in items))
         prompts = encode_prompts(bundle, items, options.fit)
-    with status("checking sums"):
-        bundle.verify()
-    with shown_progress() as progress:
+    with status("checking sums") as progress:
+        bundle.verify(progress)
+    with status("reading") as progress:
         manifest, report = quantise_bundle(
             bundle,
             options.output,
@@ -114,7 +110,7 @@ def _quantize(arguments: Sequence[str] | None) -> None:
             force=options.force,
             sign=sign,
             progress=progress,
-            on_cost=partial(_print_cost, progress),
+            on_cost=_print_cost,
         )
     write_report(options, report, plot_quantisation, {"sha256": BUNDLE.sha256(manifest)})
     if prints_json(options.json):
@@ -134,9 +130,8 @@ def _chosen(data: Path, limit: int) -> list[Item]:
     return [items[number % len(items)] for number, items in enumerate(by_picture)]
 
 
-def _print_cost(progress: WeightProgress, cost: CalibrationCost) -> None:
+def _print_cost(cost: CalibrationCost) -> None:
     """Report memory and time before the work begins."""
-    progress.expect(cost.weights)
     minutes, free = cost.seconds / 60, available_bytes()
     # The estimate leaves out reading and writing files, which dominates in small bundles.
     duration = f"about {minutes:.0f} minutes" if minutes >= 2 else "up to two minutes"

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from sinkprune.calibration.commands.measuring import add_former_name
-from sinkprune.calibration.evaluation.sample_size import accuracy_warnings
+from sinkprune.calibration.evaluation.sample_size import accuracy_warnings, mean_warnings
 from sinkprune.calibration.scheduling.report import NEAR
 from sinkprune.calibration.tasks import Item, check_own_questions, items_by_picture, load_task
 from sinkprune.contract.budgets import UNPRUNED
@@ -22,7 +22,7 @@ from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
-from sinkprune.contract.command_line.progress_lines import ProgressLines
+from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.costs.file import write_costs
 from sinkprune.contract.costs.model import LOADED
 from sinkprune.contract.errors import BudgetError, UsageError
@@ -34,7 +34,7 @@ from sinkprune.contract.reports.report import Spread
 from sinkprune.export.packages import report_missing_package
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.known import COMPUTES, KNOWN
-from sinkprune.runtime.commands import BundleOptions, add_new_tokens, load_pipeline, status
+from sinkprune.runtime.commands import BundleOptions, add_new_tokens, load_pipeline
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
 from sinkprune.runtime.media.fits import add_fit_option
 from sinkprune.runtime.media.images import read_image
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _schedule(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, _Options)
     _check_options(options)
-    with report_missing_package("adding budgets"), ProgressLines("loading packages"):
+    with report_missing_package("adding budgets"), status("loading packages"):
         from sinkprune.calibration.scheduling.named_budget import METHOD, add_budget, check_addable, check_name
         from sinkprune.calibration.scheduling.propose import TOKENS_A_LAYER, BudgetTarget, Proposer
         from sinkprune.calibration.scheduling.trials import Trials
@@ -135,17 +135,17 @@ def _schedule(arguments: Sequence[str] | None) -> None:
             # Known before anything is measured.
             tokens = layout_of(first.image, first.image, pipeline.family, bundle.manifest).all_tokens
             target.check_unmet(tokens, TOKENS_A_LAYER)
-        with status("measuring, which takes some hundred requests"):
+        with status("checking what the model sees") as progress:
             unseen = unseen_warnings(
                 [pipeline.family.layout(prompt.image).seen_share for prompt in prompts], "requests"
             )
             if options.costs and not options.wants_budget:
-                costs = pipeline.measure_costs(new_request(*first), options.seconds)
+                costs = pipeline.measure_costs(new_request(*first), options.seconds, progress)
                 write_costs(options.costs, costs)
                 write_json(options.json, {"costs": to_json(costs)})
                 _warn(unseen)
                 return
-            proposer = Proposer(trials, pipeline, prompts, options.seconds)
+            proposer = Proposer(trials, pipeline, prompts, options.seconds, progress)
             # Written now, because costs are useful even if no budget is found.
             if options.costs:
                 write_costs(options.costs, proposer.times.costs)
@@ -168,7 +168,8 @@ def _schedule(arguments: Sequence[str] | None) -> None:
             f"note: other programs took {100 * load:.0f} % of the processors meanwhile. Measure again when the "
             f"machine is idle.{report.costs.place.thread_hint}\n"
         )
-    _warn([*unseen, *(accuracy_warnings(len(items)) if items else ())])
+    small = [*accuracy_warnings(len(items)), *mean_warnings(len({item.picture for item in items}))] if items else []
+    _warn([*unseen, *small])
     if chosen.lost > _MOST_LOST:
         sys.stderr.write(
             f"warning: the budget drops {100 * chosen.lost:.1f} % of the text's attention to the picture, so many "

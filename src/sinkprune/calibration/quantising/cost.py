@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from sinkprune.calibration.quantising.products import Layer
-from sinkprune.contract.system.memory_need import TooLittleMemoryError, gigabytes
+from sinkprune.contract.errors import TooLittleMemoryError
+from sinkprune.contract.system.memory_need import gigabytes
 from sinkprune.contract.system.system_memory import available_bytes
 
 _RUNS, _FLOAT = 3, 4

@@ -27,8 +27,8 @@ from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.contract.files.signature import Sign
 from sinkprune.contract.manifest import BUNDLE, FORMAT_VERSION, Manifest
 from sinkprune.contract.precision import DTYPES, Array, WeightForms, WeightsName
+from sinkprune.contract.reports.progress import OnProgress, unreported
 from sinkprune.contract.system.memory_need import decoder_bytes, tower_bytes
-from sinkprune.export.bundle_writer import Progress
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.rewriting import RewrittenGraph
 from sinkprune.export.weights.calibrated_rounding import calibrated
@@ -86,7 +86,7 @@ def quantise_bundle(
     threads: int,
     force: bool = False,
     sign: Sign | None = None,
-    progress: Progress = lambda what, weights: None,
+    progress: OnProgress = unreported,
     on_cost: Callable[[CalibrationCost], None] = lambda cost: None,
 ) -> tuple[Manifest, QuantisationReport]:
     """Write `bundle` into the new folder `output` with its matrices in `forms`, rounded for the `prompts`.
@@ -107,10 +107,10 @@ def quantise_bundle(
     check_memory(cost)
     needed = _disk_bytes(bundle.manifest, planned)
     with replacing(output, BUNDLE, needed, "choose --weights int4", force=force) as root:
-        report = _Quantisation(bundle, graphs, root, progress).run(prompts, forms)
+        report = _Quantisation(bundle, graphs, root, cost.weights, progress).run(prompts, forms)
         _check_limits(report, limits)
-        progress("copying", 0)
-        for name, file in bundle.files.items():
+        for number, (name, file) in enumerate(bundle.files.items()):
+            progress("copying", number, len(bundle.files), "files")
             if not (root / name).exists():
                 _copy(file, root / name)
         manifest = replace(
@@ -118,7 +118,7 @@ def quantise_bundle(
             format_version=FORMAT_VERSION,
             sinkprune_version=version("sinkprune"),
             weights=forms,
-            files=file_specs(root),
+            files=file_specs(root, progress=progress),
         )
         BUNDLE.write(root, manifest, sign)
     return manifest, report
@@ -127,8 +127,9 @@ def quantise_bundle(
 class _Quantisation:
     """The quantisation of one bundle into the folder `root`."""
 
-    def __init__(self, bundle: Bundle, graphs: WeightGraphs, root: Path, progress: Progress) -> None:
-        self._bundle, self._graphs, self._root, self._progress = bundle, graphs, root, progress
+    def __init__(self, bundle: Bundle, graphs: WeightGraphs, root: Path, weights: int, progress: OnProgress) -> None:
+        self._bundle, self._graphs, self._root = bundle, graphs, root
+        self._rounded, self._weights, self._progress = 0, weights, progress
         self._layers: list[LayerReport] = []
 
     def run(self, prompts: Sequence[EncodedPrompt], forms: WeightForms) -> QuantisationReport:
@@ -136,7 +137,6 @@ class _Quantisation:
         manifest = self._bundle.manifest
         floats, ours, nearest = (ChainRun(self._bundle, prompts) for _ in range(3))
         for name in weight_graphs(manifest):
-            self._progress(name, 0)
             with Model.of_bundle(self._bundle, name).by_path():
                 if self._graphs.changes(name):
                     outputs = self._write(name, floats.feeds)
@@ -180,7 +180,8 @@ class _Quantisation:
         def rounding(name: str, weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> RoundedMatrix:
             found = calibrated(weight, products(name), most, block, dtype)
             self._layers += layer_reports(graph, products.parts(name), most.bit_length() + 1, found)
-            self._progress(graph, weight.size)
+            self._rounded += weight.size
+            self._progress("rounding", self._rounded / 1e6, self._weights / 1e6, "M weights")
             return found.rounded
 
         file = self._graphs.file(graph)

@@ -5,12 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from typing import NamedTuple
 
 from sinkprune.calibration.evaluation.replies import collect_replies
 from sinkprune.calibration.evaluation.report import BASELINE, Combination
 from sinkprune.calibration.scheduling import grid
-from sinkprune.calibration.scheduling.attention import Measurements, measure_attention, plan_space
+from sinkprune.calibration.scheduling.attention import (
+    Measurements,
+    PictureAttention,
+    measure_attention,
+    plan_space,
+)
 from sinkprune.calibration.scheduling.named_budget import METHOD
 from sinkprune.calibration.scheduling.other_cuts import other_cuts
 from sinkprune.calibration.scheduling.report import Candidate, ScheduleReport
@@ -27,6 +33,7 @@ from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.costs.model import LOADED, Costs
 from sinkprune.contract.errors import BudgetError
+from sinkprune.contract.reports.progress import OnProgress, unreported
 from sinkprune.runtime.pipeline import Pipeline
 
 SECONDS = 5.0
@@ -76,24 +83,30 @@ class Proposer:
     """Proposes budgets for a bundle on this machine, from measurements that it makes when it is created."""
 
     def __init__(
-        self, trials: Trials, pipeline: Pipeline, prompts: Sequence[PictureQuestion], seconds: float = SECONDS
+        self,
+        trials: Trials,
+        pipeline: Pipeline,
+        prompts: Sequence[PictureQuestion],
+        seconds: float = SECONDS,
+        progress: OnProgress = unreported,
     ) -> None:
         """Measure the costs of the first prompt for some `seconds`, and the attention of all prompts.
 
         Raises `BudgetError` for a bundle without the method, and what a request raises.
         """
-        self._trials, self._pipeline, manifest = trials, pipeline, trials.bundle.manifest
+        self._trials, self._pipeline, self._progress = trials, pipeline, progress
+        manifest = trials.bundle.manifest
         if not manifest.plans.get(METHOD):
             raise BudgetError(
                 f"this bundle holds no budget of method '{METHOD}', so it may be cut where nothing is to be dropped. "
                 f"Export it again with --methods {METHOD}."
             )
-        self.times = RequestTimes(pipeline, prompts[0], seconds)
+        self.times = RequestTimes(pipeline, prompts[0], seconds, progress)
         self._sanitizers = {f"keep {number}": budget for number, budget in enumerate(grid.sanitizers(manifest))}
         for name, budget in self._sanitizers.items():
             trials.add(name, budget, ())
         self._measurements = Measurements(
-            attended=[measure_attention(pipeline, *prompt, [*self._sanitizers]) for prompt in prompts],
+            attended=[self._attention(number, prompts) for number in range(len(prompts))],
             measured=manifest.cut_after,
             kept=[self.times.schedule(Combination(TRIAL, name)).rows for name in self._sanitizers],
             sizes=grid.sizes(manifest),
@@ -110,10 +123,10 @@ class Proposer:
         """
         self._check_pruning_needed(target)
         report: ScheduleReport | None = None
-        count, searches, misses = _CANDIDATES if items else 1, 0, list[ScheduleReport]()
+        most, searches, misses = _CANDIDATES if items else 1, 0, list[ScheduleReport]()
         met = settled = False
         while len(misses) < _CHEAPEST_TRIES and not settled:
-            plans = self._find_plans(target, count) if searches < _ROUNDS else []
+            plans = self._find_plans(target, most) if searches < _ROUNDS else []
             if met and not plans:
                 break
             latest = self._try_plans(name, target, plans or [self._cheapest(target)], items)
@@ -139,6 +152,10 @@ class Proposer:
             raise _unreachable(target, "ms in 95 of 100 requests", least, unpruned, _busy(self.times.costs))
         return replace(report, searches=searches, nearest_target_ms=nearest_target(least))
 
+    def _attention(self, number: int, prompts: Sequence[PictureQuestion]) -> PictureAttention:
+        self._progress("measuring attention", number, len(prompts), "pictures")
+        return measure_attention(self._pipeline, *prompts[number], [*self._sanitizers])
+
     def _check_pruning_needed(self, target: BudgetTarget) -> None:
         """Raise `BudgetError` if the unpruned model meets the target."""
         if target.ms is None:
@@ -147,13 +164,13 @@ class Proposer:
             measured = self.times.measure_unpruned(target.new_tokens)
             target.check_unmet(measured.p95, "ms in 95 of 100 requests")
 
-    def _find_plans(self, target: BudgetTarget, count: int) -> list[FoundPlan]:
-        """Return up to `count` best plans that are predicted to meet the target.
+    def _find_plans(self, target: BudgetTarget, most: int) -> list[FoundPlan]:
+        """Return up to `most` best plans that are predicted to meet the target.
 
         Raises `BudgetError` if no plan has as few tokens as the target.
         """
         price, limit = self._price_and_limit(target)
-        plans = best_of_each_sanitizer(self._space, price, limit)[:count]
+        plans = best_of_each_sanitizer(self._space, price, limit)[:most]
         if not plans and target.ms is None:
             raise _unreachable(target, TOKENS_A_LAYER, self._cheapest(target).price, self.times.layout.all_tokens)
         return plans
@@ -173,7 +190,7 @@ class Proposer:
     ) -> ScheduleReport:
         """Build the plans and answer `items` with each. Measure the best, and report it under `name`."""
         trials = [self._build(plan) for plan in plans]
-        accuracies = _accuracies(self._pipeline, trials, items)
+        accuracies = _accuracies(self._pipeline, trials, items, self._progress)
         candidates = {
             trial: self._candidate(trial, plan.lost, accuracies.get(trial.budget), target.new_tokens)
             for trial, plan in zip(trials, plans, strict=True)
@@ -222,12 +239,18 @@ class Proposer:
         )
 
 
-def _accuracies(pipeline: Pipeline, trials: Sequence[Combination], items: Sequence[Item]) -> dict[str, float]:
+def _accuracies(
+    pipeline: Pipeline, trials: Sequence[Combination], items: Sequence[Item], progress: OnProgress
+) -> dict[str, float]:
     """Return the fraction of right answers to `items` by budget, and unpruned; empty without items."""
     if not items:
         return {}
+    asked, answers = count(), len(items) * (1 + len(trials))
     right: dict[str, list[bool]] = {}
-    for reply in collect_replies(pipeline, items, trials):
+    replies = collect_replies(
+        pipeline, items, trials, on_run=lambda _: progress("comparing budgets", next(asked), answers, "answers")
+    )
+    for reply in replies:
         name = UNPRUNED if reply.combination == BASELINE else reply.combination.budget
         right.setdefault(name, []).append(reply.right)
     return {name: sum(each) / len(each) for name, each in right.items()}

@@ -12,9 +12,10 @@ from sinkprune.calibration.scheduling.named_budget import METHOD
 from sinkprune.calibration.scheduling.search import LatencyPrice
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.costs.model import predict
+from sinkprune.contract.reports.progress import OnProgress, unreported
 from sinkprune.contract.reports.report import Spread
 from sinkprune.contract.schedule import Schedule, schedule
-from sinkprune.runtime.deadline.cost_measuring import measurement_rounds
+from sinkprune.runtime.deadline.cost_measuring import MeasurementRounds
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.pictures import layout_of
 from sinkprune.runtime.steps.request import new_request
@@ -32,11 +33,13 @@ class PictureQuestion(NamedTuple):
 class RequestTimes:
     """The times of a request with the budgets of a pipeline's bundle, in milliseconds to the last new token."""
 
-    def __init__(self, pipeline: Pipeline, prompt: PictureQuestion, seconds: float) -> None:
+    def __init__(
+        self, pipeline: Pipeline, prompt: PictureQuestion, seconds: float, progress: OnProgress = unreported
+    ) -> None:
         """Measure the costs of the request for some `seconds`; raises what a request raises."""
-        self._pipeline, self._prompt, self._seconds = pipeline, prompt, seconds
+        self._pipeline, self._prompt, self._seconds, self._progress = pipeline, prompt, seconds, progress
         request = new_request(*prompt, method=METHOD)
-        self.costs = pipeline.measure_costs(request, seconds)
+        self.costs = pipeline.measure_costs(request, seconds, progress)
         """Medians, at the machine's speed of the last measurement."""
         self.p95_ratio = 1.0
         """The 95th percentile of the last measured times, as a multiple of their median; 1 before the first."""
@@ -61,7 +64,8 @@ class RequestTimes:
     def measure(self, combinations: Sequence[Combination], new_tokens: int) -> list[Spread]:
         """Return the measured times of each combination; the combinations take turns in each round."""
         latencies = [list[float]() for _ in combinations]
-        for counted in measurement_rounds(self._seconds):
+        rounds = MeasurementRounds("measuring budgets", self._seconds, len(combinations), self._progress)
+        for counted in rounds:
             for (method, budget), own in zip(combinations, latencies, strict=True):
                 answer = self._pipeline.generate(
                     *self._prompt,
@@ -70,6 +74,7 @@ class RequestTimes:
                     max_new_tokens=new_tokens,
                     min_new_tokens=new_tokens,
                 )
+                rounds.complete_part()
                 if counted:
                     own.append(answer.ms["latency"] or 0.0)
         return [Spread.of(own) for own in latencies]

@@ -1,15 +1,17 @@
-"""Lines of progress on stderr, for commands whose stderr is a file or a pipe."""
+"""The progress of commands on stderr: a spinner on a terminal, and lines in a file or a pipe."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 
 from sinkprune.contract.checks.format_value import duration
 from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.reports.progress import OnProgress
 
 SECONDS = 10.0
 """The time between two lines. The first comes after a fifth of it."""
@@ -77,13 +79,26 @@ class ProgressLines:
         if self._total is None:
             return escaped(f"{text}, {rate:.3g}{unit} a second")
         several = self._updates >= _ENOUGH_STEPS and seconds >= _ENOUGH_SECONDS
-        if several or self._done >= _ENOUGH_SHARE * self._total:
+        if several or (seconds >= 1 and self._done >= _ENOUGH_SHARE * self._total):
             text += f", {rate:.3g}{unit} a second, {duration(max(0.0, self._total - self._done) / rate)} left"
         return escaped(text)
 
     def restart(self, what: str) -> None:
         """Name the next part of the work, and count its steps and its time from now on."""
         self._what, self._done, self._updates, self._began = what, 0.0, 0, time.monotonic()
+        self._total = None
+
+    def report(self, what: str, done: float, total: float, unit: str) -> None:
+        """Take the progress of work in several parts: an `OnProgress`."""
+        if what != self._what:
+            self.restart(what)
+        self._unit = unit
+        self.update(done=done, total=total)
+
+    @property
+    def present(self) -> str:
+        """The line of this moment, without a line end."""
+        return self.line(time.monotonic() - self._began)
 
     def _run(self) -> None:
         wait = self._seconds / 5
@@ -97,6 +112,29 @@ class ProgressLines:
         with suppress(OSError, ValueError):
             sys.stderr.write(self.line(self._written_at - self._began) + "\n")
             sys.stderr.flush()
+
+
+@contextmanager
+def status(text: str) -> Iterator[OnProgress]:
+    """Show `text` on stderr while the block runs: a spinner on a terminal, else a line every ten seconds.
+
+    Yields a function that adds what is done, the rate, and the time left.
+    """
+    lines = ProgressLines(text)
+    if not sys.stderr.isatty():
+        with lines:
+            yield lines.report
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    with Console(stderr=True).status(Text(escaped(text))) as spinner:
+
+        def report(what: str, done: float, total: float, unit: str) -> None:
+            lines.report(what, done, total, unit)
+            spinner.update(Text(lines.present))
+
+        yield report
 
 
 def _rounded(count: float) -> str:

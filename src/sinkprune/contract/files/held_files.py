@@ -63,7 +63,7 @@ class HeldFile:
         return data
 
     def sha256(self, on_bytes: Callable[[int], None] = lambda count: None) -> str:
-        """Return the sha256 in hexadecimal. `on_bytes` receives the progress in bytes."""
+        """Return the sha256 in hexadecimal. `on_bytes` takes the size of each part that is done."""
         digest = hashlib.sha256(self._bytes or b"")
         if self._bytes is not None:
             on_bytes(self.size)

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
 
 from sinkprune.contract.checks.fields import Bounds, SchemaError, from_json, to_json
@@ -22,6 +23,7 @@ from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.files.signature import SIGNATURE_BYTES, Sign, verify_signature
 from sinkprune.contract.files.trust import Trust
 from sinkprune.contract.files.untrusted import MANIFEST_BYTES, MissingError, UnreadableError, parsed_json, read_bytes
+from sinkprune.contract.reports.progress import OnProgress, unreported
 
 T = TypeVar("T")
 M = TypeVar("M", bound="ListsFiles")
@@ -150,11 +152,12 @@ class ManifestFile:
         root: Path,
         held: Mapping[str, HeldFile],
         files: Mapping[str, FileSpec],
-        on_bytes: Callable[[int], None] = lambda count: None,
+        progress: OnProgress = unreported,
     ) -> None:
-        """Compare every held file with its sha256. `on_bytes` receives the progress in bytes. Raises `error`."""
+        """Compare every held file with its sha256. Raises `error`."""
+        counted = _counted(progress, sum(files[name].size for name in held))
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            found = pool.map(lambda file: file.sha256(on_bytes), held.values())
+            found = pool.map(lambda file: file.sha256(counted), held.values())
             for name, digest in zip(held, found, strict=True):
                 if digest != files[name].sha256:
                     reason = f"was altered: its sha256 is {digest}, expected {files[name].sha256}"
@@ -218,17 +221,30 @@ class Folder(Generic[M]):
         """Return the path of the file that the manifest calls `name`."""
         return self.path / name
 
-    def verify(self, on_bytes: Callable[[int], None] = lambda count: None) -> None:
-        """Compare every file with its sha256. `on_bytes` receives the progress in bytes. Raises `kind.error`."""
-        self.kind.check_sums(self.path, self.files, self.manifest.files, on_bytes)
+    def verify(self, progress: OnProgress = unreported) -> None:
+        """Compare every file with its sha256. Raises `kind.error`."""
+        self.kind.check_sums(self.path, self.files, self.manifest.files, progress)
 
 
-def file_specs(root: Path, known: Collection[str] = ()) -> dict[str, FileSpec]:
+def file_specs(root: Path, known: Collection[str] = (), progress: OnProgress = unreported) -> dict[str, FileSpec]:
     """Return size and sha256 of all files below `root` except those `known`, sorted by path relative to `root`."""
     paths = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
-    return {
-        name: FileSpec(paths[name].stat().st_size, sha256(paths[name])) for name in sorted(paths) if name not in known
-    }
+    sizes = {name: paths[name].stat().st_size for name in sorted(paths) if name not in known}
+    counted = _counted(progress, sum(sizes.values()))
+    return {name: FileSpec(size, sha256(paths[name], counted)) for name, size in sizes.items()}
+
+
+def _counted(progress: OnProgress, total: int) -> Callable[[int], None]:
+    """Return a function that takes bytes whose sum is done, of `total`. Any thread may call it."""
+    done, lock = 0, Lock()
+
+    def count(size: int) -> None:
+        nonlocal done
+        with lock:
+            done += size
+            progress("checking sums", done / 1e9, total / 1e9, "GB")
+
+    return count
 
 
 def is_outside(name: str) -> bool:
@@ -236,12 +252,13 @@ def is_outside(name: str) -> bool:
     return Path(name).is_absolute() or ".." in Path(name).parts
 
 
-def sha256(path: Path) -> str:
-    """Return the sha256 of a file that sinkprune wrote, in hexadecimal."""
+def sha256(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str:
+    """Return the sha256 of a file that sinkprune wrote, in hexadecimal. `on_bytes` takes what is done."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 22):
             digest.update(block)
+            on_bytes(len(block))
     return digest.hexdigest()
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sinkprune.contract.errors import SinkpruneError
+from sinkprune.contract.errors import TooLittleMemoryError
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import DTYPES, WeightsName
@@ -77,10 +77,6 @@ class BackendMemory(NamedTuple):
     decoder: WeightMemory
     vision: WeightMemory | None = None
     """The vision tower's; None if it is like `decoder`."""
-
-
-class TooLittleMemoryError(SinkpruneError):
-    """The request needs more memory than is free."""
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,8 @@ def _check(arguments: Sequence[str] | None) -> None:
     name = options.backend or backend_of(built.engines.manifest.target)
     backend = load_backend(name, options.threads, built, options.compute)
     with TerminalProgress() as progress, TemporaryDirectory(prefix="sinkprune-check-") as folder:
-        bundle.verify()
-        built.engines.verify()
+        bundle.verify(progress.part)
+        built.engines.verify(progress.part)
         recording = record(bundle, question, Path(folder) / "recording", progress)
         own = engines_alone(options.engines, trust)
         report = check_engines(built, own, backend, question, recording, progress)

@@ -159,7 +159,7 @@ class _Recorder:
         self._stored: set[bytes] = set()
 
     def wrap(self, graph: str, engine: Engine, backend: Backend) -> Engine:
-        """Return an engine that calls `engine` and stores the call; a `sinkprune.runtime.pipeline.Wrap`."""
+        """Return an engine that calls `engine` and stores the call; a `sinkprune.runtime.steps.chain.Wrap`."""
         caches = cache_names(self._graphs[graph])
         own = [tensor.name for tensor in self._graphs[graph].inputs if tensor.name not in caches.values()]
 

@@ -9,10 +9,9 @@ from typing import Any
 import onnx
 
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.errors import EnginesError
+from sinkprune.contract.errors import EnginesError, OutOfMemoryError
 from sinkprune.contract.manifest import Manifest, TensorSpec
 from sinkprune.engines.plugin_graph import layers, read_model, realisations
-from sinkprune.engines.preflight import OutOfMemoryError
 from sinkprune.engines.progress import BuildProgress, interrupts_noted, new_monitor
 from sinkprune.engines.targets import Builder, BuildJob, EngineFacts
 from sinkprune.runtime.backends.kv_cache import cache_names, fixed_room

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypedDict
 from sinkprune.contract.checks.fields import Bounds
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.families import FAMILIES
+from sinkprune.contract.flops import qwen_tower_flops
 from sinkprune.contract.image_settings import FrameRate, Frames, LeastPixels, Number, Pixels
 from sinkprune.export.checkpoint.folder import Name
 from sinkprune.export.checkpoint.text import SpecialTokens
@@ -220,12 +221,21 @@ class Qwen25VL(LlamaShaped):
     def tokens_of(self, processor: Mapping[str, Any]) -> VariableTokens:
         image = self._most_tokens(processor)
         frame: int = processor["video"]["most_tokens"] if "video" in processor else 0
-        return VariableTokens(max(image, frame), self._pixels_each, max(image, frame * self.groups_of(processor)))
+        in_all = max(image, frame * self.groups_of(processor))
+        return VariableTokens(max(image, frame), self._pixels_each, in_all, self._tower_flops)
 
     def groups_of(self, processor: Mapping[str, Any]) -> int:
         # The frames that the model sees at once are one group, and so is an image.
         frames: int = processor["video"]["max_frames"] if "video" in processor else 1
         return -(-frames // self.vision.temporal_patch_size)
+
+    def _tower_flops(self, tokens: int) -> int:
+        """Return the tower's FLOPs on a square image of so many tokens, all of whose windows are whole."""
+        tower, full = self.vision, len(self.vision.full_attention_blocks)
+        patches = tokens * tower.patches_per_token
+        window = min(patches, tower.window_side**2 * tower.patches_per_token)
+        pairs = patches * (full * patches + (tower.num_blocks - full) * window)
+        return qwen_tower_flops(tower, patches, pairs, mlp_matrices=tower.mlp_matrices, mergers=tower.mergers)
 
     def _most_tokens(self, limits: Mapping[str, Any]) -> int:
         """Return the most tokens of an image within `limits`.

@@ -1,22 +1,28 @@
 """A smaller picture: the cheapest way to fewer visual tokens, which every method must beat (docs/methods.md).
 
-A tower of any resolution reads a smaller picture. A tower of one resolution reads its own, and tokens are averaged
-over blocks of its grid.
+A tower of any resolution reads a smaller picture: of as many tokens as the budget's mean (`downsample`), or of as
+many as take the same FLOPs to the first token (`downsample-ttft`). A tower of one resolution reads its own picture,
+and tokens are averaged over blocks of its grid.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import replace
 from math import isqrt
 
 import onnx_ir as ir
 
-from sinkprune.contract.budgets import Budget, Counts
+from sinkprune.contract.budgets import Budget, Counts, prune_layers
+from sinkprune.contract.flops import prefill_flops
+from sinkprune.contract.schedule import PictureSchedule
 from sinkprune.export.pruning.equal_mean import kept_before, shares_of, tokens_into_llm
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, VariableTokens
 from sinkprune.export.pruning.sanitizer import in_every_group, new_sanitizer, output_rows
 
 _FLOAT = ir.DataType.FLOAT
+_TEXT = 64
+"""Tokens of text in the request whose FLOPs to the first token are compared."""
 
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
@@ -42,7 +48,31 @@ def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     return PlanGraphs(kept, graph)
 
 
-METHODS = {"downsample": build}
+def build_for_ttft(facts: PlanFacts, budget: Budget) -> PlanGraphs:
+    """Return the plan whose pictures take as many FLOPs to the first token as SinkPruner at the budget.
+
+    The tower saves time too, so a picture keeps more tokens than with `build`. The share of tokens is that of the
+    largest picture with `_TEXT` tokens of text. A tower of one resolution saves none: its plan is that of `build`.
+    """
+    if not isinstance(facts.tokens, VariableTokens):
+        return build(facts, budget)
+    if facts.tokens.tower_flops is None:
+        raise ValueError("the FLOPs of the vision tower are not known")
+    most, lm, tower = facts.tokens.most, facts.language_model, facts.tokens.tower_flops
+    layers = range(lm.num_layers)
+    pruned = PictureSchedule.of(budget.resolve(most), 1, prune_layers(lm.num_layers))
+    wanted = tower(most) + prefill_flops(lm, [_TEXT + pruned.reaching(layer) for layer in layers])
+
+    def flops(count: int) -> int:
+        tokens = most * count // facts.nominal_tokens
+        return tower(tokens) + prefill_flops(lm, [_TEXT + tokens for _ in layers])
+
+    count = max(1, bisect_right(range(facts.nominal_tokens + 1), wanted, key=flops) - 1)
+    share = shares_of(facts, budget, Counts(0, 0, reserve=count, diverse=0, stages=()))
+    return PlanGraphs(replace(share, sanitizer=False))
+
+
+METHODS = {"downsample": build, "downsample-ttft": build_for_ttft}
 
 
 def grid_blocks(tokens: int, count: int) -> list[list[int]]:

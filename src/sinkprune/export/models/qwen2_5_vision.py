@@ -30,6 +30,9 @@ _HIDDEN = -3.4028234663852886e38
 class QwenVision(QwenTower):
     """The tower of Qwen2.5-VL, which `build_vision` writes."""
 
+    mlp_matrices = 3
+    mergers = 1
+
     @property
     def head_dim(self) -> int:
         """The size of one attention head."""
@@ -68,6 +71,8 @@ class QwenVision(QwenTower):
 
 class Qwen2Vision(QwenVision):
     """The tower of Qwen2-VL: every block attends within a whole frame, and norms and layers are CLIP's."""
+
+    mlp_matrices = 2
 
     def norm(self, graph: WeightedGraph, x: ir.Value, name: str, size: int) -> ir.Value:
         """Return the LayerNorm of the rows `x` [...,`size`], with the weights `name`."""

@@ -21,6 +21,11 @@ CORNERS = 4
 class Qwen3Vision(Qwen2Vision, Qwen3Tower):
     """The tower of Qwen3-VL, which `build_vision` writes."""
 
+    @property
+    def mergers(self) -> int:  # type: ignore[override]
+        """The tower's own, and DeepStack's."""
+        return 1 + len(self.deepstack_blocks)
+
     def mlp(self, graph: WeightedGraph, x: ir.Value, name: str) -> ir.Value:
         """Return the two layers `name` of a block, with GELU by tanh, on the rows `x` [...,D]."""
         widths = [self.hidden_size, self.intermediate_size, self.hidden_size]

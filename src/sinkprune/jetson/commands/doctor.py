@@ -12,6 +12,7 @@ from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
+from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.jetson.boards import read_boards
@@ -22,7 +23,6 @@ from sinkprune.jetson.presets import read_presets
 from sinkprune.jetson.report import Query, report_on_board, report_on_machine
 from sinkprune.jetson.tables import print_report
 from sinkprune.runtime.backends.known import ON_CPU
-from sinkprune.runtime.commands import status
 
 _EXAMPLES = """\
 examples:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
-from rich.console import Console
 from rich.text import Text
 
 from sinkprune.contract.budgets import UNPRUNED
@@ -21,7 +19,7 @@ from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
-from sinkprune.contract.command_line.progress_lines import ProgressLines
+from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.files.output_files import OutputFile, check_outputs, write_whole
 from sinkprune.contract.files.trust import Trust, add_trust_options
 from sinkprune.runtime.backends import THREADS
@@ -30,8 +28,9 @@ from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.media.fits import Fit, add_fit_option
 from sinkprune.runtime.media.video_file import VideoFile
-from sinkprune.runtime.pipeline import Pipeline, Wrap
+from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.plot import PLOT_SUFFIXES, import_matplotlib
+from sinkprune.runtime.steps.chain import Wrap
 from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS, check_texts
 
@@ -256,18 +255,6 @@ def name_list(words: str) -> list[str]:
     if not names:
         raise ArgumentTypeError(f"found {format_value(words)}, expected names with commas between them")
     return names
-
-
-@contextmanager
-def status(text: str) -> Iterator[None]:
-    """Show a spinner on stderr while the block runs, or a line every ten seconds if stderr is no terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        with ProgressLines(text):
-            yield
-        return
-    with console.status(plain_text(text)):
-        yield
 
 
 def plain_text(text: str) -> Text:

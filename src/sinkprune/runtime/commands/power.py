@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.errors import PowerError, UsageError
 from sinkprune.contract.reports.energy import IDLE_SECONDS, PartEnergy, PowerReport
 from sinkprune.runtime.backends.known import KNOWN
-from sinkprune.runtime.commands import status
 from sinkprune.runtime.power import AUTO, SENSORS, open_sensor
 from sinkprune.runtime.power.meter import IDLE, EnergyMeter, measuring
 from sinkprune.runtime.power.sensor import Sensor

@@ -58,7 +58,7 @@ from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.profiling.plot import plot_report
 from sinkprune.runtime.profiling.profile import REPEAT, WARMUP, ProfileRounds
-from sinkprune.runtime.profiling.rate import at_rate
+from sinkprune.runtime.profiling.rate import RateRun
 from sinkprune.runtime.profiling.rate_plot import plot_rate
 
 _EXAMPLES = """\
@@ -158,18 +158,15 @@ def _profile(arguments: Sequence[str] | None) -> None:
                 _print_table(report)
             power = report.power
         else:
-            with _progress(len(planned) * camera.frames) as step:
-                rates = at_rate(
-                    pipeline,
-                    prompts,
-                    prompt,
-                    planned,
-                    camera,
-                    warmup=options.warmup,
-                    meter=meter,
-                    on_frames=step,
-                    **common,
-                )
+            run = RateRun(pipeline, prompts, prompt, planned, camera, meter=meter, **common)
+            try:
+                with _progress(len(planned) * camera.frames) as step:
+                    run.measure(options.warmup, step)
+            except KeyboardInterrupt:
+                if not run.count:
+                    raise
+                interrupted = f"the report has the {counted(run.count, 'answer')} so far."
+            rates = run.report()
             write_report(options, rates, plot_rate)
             if not prints_json(options.json):
                 print_rates(rates)

@@ -15,7 +15,7 @@ from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
-from sinkprune.contract.command_line.progress_lines import ProgressLines
+from sinkprune.contract.command_line.progress_lines import ProgressLines, status
 from sinkprune.contract.costs.file import cache_file, read_costs
 from sinkprune.contract.costs.model import LOADED, Place
 from sinkprune.contract.errors import UsageError
@@ -28,7 +28,6 @@ from sinkprune.runtime.commands import (
     open_bundle,
     prompt_pieces,
     read_pictures,
-    status,
     write_line,
 )
 from sinkprune.runtime.commands.form_options import FormOptions, add_form_options, read_form
@@ -179,8 +178,8 @@ def _run(arguments: Sequence[str] | None) -> None:
     if options.costs:
         pipeline.costs = read_costs(options.costs, pipeline.place)
     elif options.warm_up:
-        with status("measuring what budgets cost on this machine"):
-            pipeline.measure_costs(request)
+        with status("measuring what budgets cost on this machine") as progress:
+            pipeline.measure_costs(request, progress=progress)
     if options.deadline_ms is not None:
         pipeline.load_plans(options.method)
     with ProgressLines("answering") as lines:

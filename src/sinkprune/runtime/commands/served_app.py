@@ -14,9 +14,10 @@ from sinkprune.contract.budgets import AUTO, UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.command_line.command_parser import CommandParser
+from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.costs.file import read_costs
 from sinkprune.contract.errors import UsageError
-from sinkprune.runtime.commands import BundleOptions, add_costs, load_pipeline, status
+from sinkprune.runtime.commands import BundleOptions, add_costs, load_pipeline
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
 from sinkprune.runtime.confidence.thresholds import Thresholds, missing_thresholds, read_thresholds
 from sinkprune.runtime.session import MAX_BYTES

@@ -13,6 +13,7 @@ from sinkprune.contract.checks.ranges import RealNumber
 from sinkprune.contract.costs.model import COSTS_VERSION, Costs, Place, fit_measured
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.reports.progress import OnProgress, unreported
 from sinkprune.contract.reports.report import PARTS
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.deadline.choices import ScheduledBudget, budgets_up_to, runnable
@@ -36,7 +37,9 @@ Ask = Callable[[Request], Answer]
 """Returns the whole answer of a request."""
 
 
-def measure_costs(model: LoadedModel, ask: Ask, request: Request, seconds: float = SECONDS) -> Costs:
+def measure_costs(
+    model: LoadedModel, ask: Ask, request: Request, seconds: float = SECONDS, progress: OnProgress = unreported
+) -> Costs:
     """Return the costs of requests like this one, as medians over about `seconds`.
 
     Whole requests and the decoder alone run in turn. Larger budgets whose first token takes far longer than the
@@ -64,15 +67,17 @@ def measure_costs(model: LoadedModel, ask: Ask, request: Request, seconds: float
     plain = replace(plain, schema=None, regex=None, choice=())
     candidates = budgets_up_to(manifest, request.method, request.budget, layouts)
     possible = runnable(manifest, limits, plain, candidates, text, layouts)[::-1]
-    requests = _fast_enough(ask, plain, possible, request.deadline_ms or float("inf"))
+    requests = _fast_enough(ask, plain, possible, request.deadline_ms or float("inf"), progress)
     planned = [choice.schedule for choice in possible[: len(requests)]]
     least = min(one.reaching(manifest.language_model.num_layers) for one in planned)
     most = max(one.rows for one in planned)
     counts = {round(count) for count in np.geomspace(text + least, text + most, _COUNTS)}
     decoder, runs = DecoderTimes(chain, embedding, [*counts]), [list[_Ms]() for _ in requests]
-    for counted in measurement_rounds(seconds):
+    rounds = MeasurementRounds("measuring costs", seconds, len(requests) + 1, progress)
+    for counted in rounds:
         for each, own in zip(requests, runs, strict=True):
             answered = ask(each).ms
+            rounds.complete_part()
             if counted:
                 own.append(answered)
         decoder.run(counted=counted)
@@ -106,14 +111,34 @@ def measure_costs(model: LoadedModel, ask: Ask, request: Request, seconds: float
     )
 
 
-def measurement_rounds(seconds: float) -> Iterator[bool]:
-    """Yield for each round of a measurement of about `seconds`: False first, because a warm-up does not count."""
-    yield False
-    began = time.perf_counter()
-    for number in range(1, _ROUNDS[1] + 1):
-        yield True
-        if number >= _ROUNDS[0] and time.perf_counter() - began >= seconds:
-            return
+class MeasurementRounds:
+    """The rounds of a measurement of about some seconds. Iteration yields whether a round counts: the first does not,
+    because it is a warm-up.
+    """
+
+    def __init__(self, what: str, seconds: float, parts: int, progress: OnProgress) -> None:
+        """Report each of the `parts` of a round to `progress`, as parts of the work `what`."""
+        self._what, self._seconds, self._parts, self._progress = what, seconds, parts, progress
+        self._done, self._total = 0.0, 1 + _ROUNDS[0]
+
+    def __iter__(self) -> Iterator[bool]:
+        yield False
+        began = time.perf_counter()
+        for number in range(1, _ROUNDS[1] + 1):
+            self._report(number)
+            yield True
+            passed = time.perf_counter() - began
+            self._total = 1 + min(max(_ROUNDS[0], round(number * self._seconds / passed)), _ROUNDS[1])
+            if number >= _ROUNDS[0] and passed >= self._seconds:
+                return
+
+    def complete_part(self) -> None:
+        """Report that a part of the present round is done."""
+        self._report(self._done + 1 / self._parts)
+
+    def _report(self, done: float) -> None:
+        self._done = done
+        self._progress(self._what, done, max(done, self._total), "rounds")
 
 
 def place_of(manifest: Manifest, backend: Backend) -> Place:
@@ -130,13 +155,16 @@ def place_of(manifest: Manifest, backend: Backend) -> Place:
     )
 
 
-def _fast_enough(ask: Ask, plain: Request, possible: Sequence[ScheduledBudget], most_ms: float) -> list[Request]:
+def _fast_enough(
+    ask: Ask, plain: Request, possible: Sequence[ScheduledBudget], most_ms: float, progress: OnProgress
+) -> list[Request]:
     """Return the request at the smallest of the `possible` budgets, and at all before the first far above `most_ms`.
 
     `possible` are ordered from the smallest to the largest.
     """
     requests: list[Request] = []
-    for choice in possible:
+    for number, choice in enumerate(possible):
+        progress("trying budgets", number, len(possible), "budgets")
         request = replace(plain, budget=choice.budget)
         # Warm-up: an engine's first run is slower.
         ask(request)

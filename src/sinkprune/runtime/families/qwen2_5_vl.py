@@ -9,6 +9,7 @@ import numpy as np
 
 from sinkprune.contract.budgets import Share
 from sinkprune.contract.errors import BundleError, VideoError
+from sinkprune.contract.flops import qwen_tower_flops
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import DTYPES, Array
@@ -34,7 +35,7 @@ class Qwen25VL:
     _sampling: Sampling = staticmethod(evenly_spaced_indices)
 
     def __init__(self, manifest: Manifest) -> None:
-        self._tower, self._width = manifest.tower(QwenTower), manifest.language_model.hidden_size
+        self._tower = manifest.tower(QwenTower)
         self._most_tokens = manifest.most_visual_tokens
         check_settings(manifest.processor, DTYPES[manifest.precision])
         self._processor = self._processing(manifest.processor)
@@ -151,16 +152,11 @@ class Qwen25VL:
     def _flops(self, grid: Grid, windows: Windows | None) -> int:
         """Return the matmul FLOPs of patches, blocks and merger."""
         tower = self._tower
-        n, d, m = grid.patches, tower.hidden_size, tower.intermediate_size
-        patches = n * 3 * tower.temporal_patch_size * tower.patch_size**2 * d
-        linear = n * (4 * d * d + self._mlp_matrices * d * m)
         pairs = len(tower.full_attention_blocks) * grid.t * (grid.h * grid.w) ** 2
         if windows is not None:
             filled = (windows.index >= 0).sum(axis=1)
             pairs += self._windowed_blocks * int((filled**2).sum())
-        joined = d * tower.merge_size**2
-        merger = n // tower.merge_size**2 * (joined**2 + joined * self._width)
-        return 2 * (patches + tower.num_blocks * linear + 2 * pairs * d + self._mergers * merger)
+        return qwen_tower_flops(tower, grid.patches, pairs, mlp_matrices=self._mlp_matrices, mergers=self._mergers)
 
     def _windows(self, grid: Grid) -> Windows | None:
         """Return the windows, or None for a tower without windowed blocks."""

@@ -20,65 +20,91 @@ from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.pictures import PictureLike
 
 
-def at_rate(
-    pipeline: Pipeline,
-    pictures: Sequence[PictureLike | Sequence[PictureLike]],
-    prompt: str | Sequence[str],
-    budgets: Sequence[str],
-    source: FrameClock,
-    *,
-    method: str = "sinkpruner",
-    new_tokens: int = 16,
-    warmup: int = 1,
-    meter: EnergyMeter | None = None,
-    root: Path = ROOT,
-    on_frames: Callable[[str, int], None] = lambda budget, frames: None,
-) -> RateReport:
-    """Answer the frames of `source`, for one budget after the other, and return the measurements.
+class RateRun:
+    """Answers to the frames of a camera at each of `budgets`. An interrupt of `measure` leaves the answers so far.
 
     Frame n shows `pictures[n]`, and the pictures repeat. Each has the images of one prompt. Every answer has exactly
-    `new_tokens`. `warmup` requests of each budget come before its first frame and do not count. Temperatures and
-    clocks are read below `root`. `on_frames` is called for each answered frame, with the number of frames since the
-    last. Raises `UsageError`, and what `Pipeline.generate` raises.
+    `new_tokens`. `meter` measures the joules. Temperatures and clocks are read below `root`.
     """
-    warmup = WARMUP.check(warmup)
-    if not pictures or not budgets:
-        raise UsageError(
-            f"there are {len(pictures)} pictures and {len(budgets)} budgets, expected at least one of each."
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        pictures: Sequence[PictureLike | Sequence[PictureLike]],
+        prompt: str | Sequence[str],
+        budgets: Sequence[str],
+        source: FrameClock,
+        *,
+        method: str = "sinkpruner",
+        new_tokens: int = 16,
+        meter: EnergyMeter | None = None,
+        root: Path = ROOT,
+    ) -> None:
+        """Check the requests; raises `UsageError`, and what `Pipeline.generate` raises before it runs."""
+        if not pictures or not budgets:
+            raise UsageError(
+                f"there are {len(pictures)} pictures and {len(budgets)} budgets, expected at least one of each."
+            )
+        check_budgets(pipeline, next(iter(pictures)), prompt, budgets, method=method, new_tokens=new_tokens)
+        self._pipeline, self._pictures, self._prompt, self._source = pipeline, pictures, prompt, source
+        self._method, self._new_tokens, self._warmup = method, new_tokens, 0
+        self._meter, self._conditions = meter, logging_conditions(meter, root)
+        self._first: dict[str, Answer] = {}
+        self._served: dict[str, list[ServedFrame]] = {name: [] for name in budgets}
+
+    @property
+    def count(self) -> int:
+        """The number of answers, without warm-up."""
+        return sum(map(len, self._served.values()))
+
+    def measure(
+        self, warmup: int = 1, on_frames: Callable[[str, int], None] = lambda budget, frames: None
+    ) -> RateReport:
+        """Answer the frames, for one budget after the other, and return the report.
+
+        `warmup` requests of each budget come before its first frame and do not count. `on_frames` is called for each
+        answered frame, with the number of frames since the last. Raises `UsageError`, and what `Pipeline.generate`
+        raises.
+        """
+        self._warmup = WARMUP.check(warmup)
+        with self._conditions as self._log:
+            for name, frames in self._served.items():
+                for turn in range(self._warmup):
+                    self._ask(name, turn)
+                for done in self._source.serve(partial(self._ask, name)):
+                    on_frames(name, done.frame - (frames[-1].frame if frames else -1))
+                    frames.append(done)
+        return self.report()
+
+    def report(self) -> RateReport:
+        """Return the report on the answers so far, of which there must be one."""
+        served = {name: frames for name, frames in self._served.items() if frames}
+        start, meter, source = min(frames[0].came for frames in served.values()), self._meter, self._source
+        curve = meter.curve() if meter else None
+        answer = self._first[next(iter(served))]
+        return RateReport(
+            **vars(report_header(self._pipeline, self._method, answer.prompt_tokens, self._new_tokens, meter)),
+            rate_hz=source.rate,
+            duration_s=source.duration,
+            pictures=len(self._pictures),
+            warmup=self._warmup,
+            rates={
+                name: _budget_rate(self._first[name], source, frames, start, meter, curve)
+                for name, frames in served.items()
+            },
+            conditions=self._log.report(start),
         )
 
-    check_budgets(pipeline, next(iter(pictures)), prompt, budgets, method=method, new_tokens=new_tokens)
-    first: dict[str, Answer] = {}
-
-    def ask(budget: str, frame: int) -> Answer:
-        shown = pictures[frame % len(pictures)]
-        answer = pipeline.generate(
-            shown, prompt, budget=budget, method=method, max_new_tokens=new_tokens, min_new_tokens=new_tokens
+    def _ask(self, budget: str, frame: int) -> Answer:
+        answer = self._pipeline.generate(
+            self._pictures[frame % len(self._pictures)],
+            self._prompt,
+            budget=budget,
+            method=self._method,
+            max_new_tokens=self._new_tokens,
+            min_new_tokens=self._new_tokens,
         )
-        return first.setdefault(budget, answer)
-
-    served: dict[str, list[ServedFrame]] = {name: [] for name in budgets}
-    with logging_conditions(meter, root) as log:
-        for name, frames in served.items():
-            for turn in range(warmup):
-                ask(name, turn)
-            for done in source.serve(partial(ask, name)):
-                on_frames(name, done.frame - (frames[-1].frame if frames else -1))
-                frames.append(done)
-    curve = meter.curve() if meter else None
-    start = min(done.came for frames in served.values() for done in frames)
-    answer = first[budgets[0]]
-    return RateReport(
-        **vars(report_header(pipeline, method, answer.prompt_tokens, new_tokens, meter)),
-        rate_hz=source.rate,
-        duration_s=source.duration,
-        pictures=len(pictures),
-        warmup=warmup,
-        rates={
-            name: _budget_rate(first[name], source, frames, start, meter, curve) for name, frames in served.items()
-        },
-        conditions=log.report(start),
-    )
+        return self._first.setdefault(budget, answer)
 
 
 def _budget_rate(
@@ -91,7 +117,10 @@ def _budget_rate(
 ) -> BudgetRate:
     latencies = [1e3 * (done.ended - done.came) for done in served]
     began = served[0].came
-    ended = max(served[-1].ended, began + source.duration)
+    # An interrupt leaves frames that never came.
+    whole = served[-1].frame == source.frames - 1
+    came = source.frames if whole else served[-1].frame + 1
+    ended = max(served[-1].ended, began + source.duration) if whole else served[-1].ended
     joules = curve.joules(began, ended) if curve else None
     return BudgetRate(
         visual_tokens=answer.visual_tokens,
@@ -99,9 +128,9 @@ def _budget_rate(
         tokens_per_layer=tuple(answer.tokens_per_layer),
         start_s=began - start,
         seconds=ended - began,
-        frames=source.frames,
+        frames=came,
         answered=len(served),
-        missed=source.frames - len(served),
+        missed=came - len(served),
         latency_ms=Latency.of(latencies),
         busy_ms=Latency.of([1e3 * (done.ended - done.began) for done in served]),
         answered_frames=tuple(done.frame for done in served),

@@ -6,6 +6,7 @@ The baseline and every budget run the same weight engines. A plan adds weightles
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from threading import Lock
 from typing import Any
 
@@ -14,8 +15,12 @@ import numpy as np
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.plans import Plan
 from sinkprune.contract.precision import DTYPES
+from sinkprune.contract.reports.progress import OnProgress, unreported
 from sinkprune.runtime.backends import Backend, Decoder, Engine, Tensor
 from sinkprune.runtime.families.rotary import Rotary
+
+Wrap = Callable[[str, Engine, Backend], Engine]
+"""Receives a graph's name, its loaded engine and the backend; returns the engine to run in its place."""
 
 
 class Chain:
@@ -27,6 +32,7 @@ class Chain:
         backend: Backend,
         load: Callable[[str], Engine],
         load_decoder: Callable[[str], Decoder],
+        progress: OnProgress = unreported,
     ) -> None:
         """Load the weight engines; `load` and `load_decoder` return the engine of a graph, by the graph's name."""
         self.backend, self._load = backend, load
@@ -40,10 +46,16 @@ class Chain:
         self.rotary = Rotary(model.rope_theta, model.head_dim, self.dtype, model.rope_sections)
         self._plan_engines: dict[str, Engine] = {}
         self._loading = Lock()
-        self.vision = load("vision")
-        self.projector = load(manifest.projector) if manifest.projector else None
-        self.decoders = [load_decoder(f"decoder_{segment}") for segment in range(len(self.segments))]
-        self.head = load("head")
+        loaded, total = count(), 3 + len(self.segments)
+
+        def counted(graph: str) -> str:
+            progress("loading the engines", next(loaded), total, "engines")
+            return graph
+
+        self.vision = load(counted("vision"))
+        self.projector = load(counted(manifest.projector)) if manifest.projector else None
+        self.decoders = [load_decoder(counted(f"decoder_{segment}")) for segment in range(len(self.segments))]
+        self.head = load(counted("head"))
         self._deepstack = manifest.deepstack_width
         self.deepstack_token = self.deepstack_zeros(1)
 

@@ -60,7 +60,7 @@ def check_length(
                 error = NewTokensError if flag == "--max-new-tokens" else PromptError
                 raise error(
                     f"{wanted} {what} are more than the {most} the engines were built for. Ask for less, or build "
-                    f"them again with sinkprune-build {' '.join(flags)} --force."
+                    f"the engines again with {' '.join(flags)} added to your sinkprune-build command."
                 )
     length = RequestLength(text, visual, request.max_new_tokens, manifest.language_model.max_positions)
     if sum(length[:3]) > length.limit:

@@ -91,6 +91,11 @@ class Request:
     """Milliseconds until the whole answer must be complete. The largest budget whose predicted time for
     `max_new_tokens` meets it is chosen, so set both. The answer ends in time; None for no deadline."""
 
+    def __new__(cls, *_: object, **options: object) -> Request:
+        """Raise `OptionError` for an unknown option."""
+        check_options(options, [each.name for each in fields(cls)])
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for name in ("pictures", "texts"):
             check_type(name, getattr(self, name), (tuple, list), "a tuple, or what new_request takes")
@@ -201,9 +206,10 @@ def new_request(
     return request
 
 
-def check_request_options(given: Iterable[str], *others: str) -> None:
-    """Raise `OptionError` for names that are neither options of `new_request` nor one of `others`."""
-    check_options(given, [*(field.name for field in fields(Request)[2:]), "order", *others])
+def check_request_options(given: Iterable[str], *others: str, without: str = "") -> None:
+    """Raise `OptionError` for names that are neither options of `new_request`, except `without`, nor of `others`."""
+    known = [*(field.name for field in fields(Request)[2:]), "order", *others]
+    check_options(given, [name for name in known if name != without])
 
 
 def _check_picture(picture: object) -> None:
