@@ -138,7 +138,7 @@ def test_given_limits_hold_on_every_target(
     asked = run("sinkprune-run", tmp_path / "engines", "--image", photo_file, "--prompt", "What?", "--json")
     assert len(json.loads(asked.stdout)["token_ids"]) <= 8
     with pytest.raises(
-        PromptError, match=r"9 new tokens are more than the 8 .* --max-prompt 32 --max-new-tokens 9 --force"
+        PromptError, match=r"9 new tokens are more than the 8 .* --max-prompt 32 --max-new-tokens 9 added"
     ):
         pipeline.generate(photo, "What is this?", max_new_tokens=9)
     with pytest.raises(PromptError, match=r"than the 32 the engines were built for.* --max-prompt"):

@@ -51,6 +51,8 @@ class NormReport:
     """The same in words, with the reason."""
     warnings: tuple[str, ...]
     """Sentences: why the figures say little, for example too few pictures."""
+    seen_share: float = 1.0
+    """The share of its area that the model sees of the picture that it sees least of."""
 
 
 def summarise(

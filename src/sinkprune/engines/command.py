@@ -62,6 +62,8 @@ def _build(arguments: Sequence[str] | None) -> None:
     from sinkprune.engines.progress import TerminalProgress
     from sinkprune.engines.targets import new_builder
     from sinkprune.engines.unfinished import is_begun
+    from sinkprune.runtime.commands.picture_notes import note_pictures
+    from sinkprune.runtime.families import load_family
 
     read = [path for path in (options.check, options.sign, options.signed_by) if path]
     check_outputs(json_outputs(options.json), read, [options.bundle, options.output])
@@ -88,8 +90,11 @@ def _build(arguments: Sequence[str] | None) -> None:
     given = [name for name, value in asked.items() if value is not None]
     gate = None
     if options.check is not None:
-        taken = enforced_limits(limits, options.target, given)
-        gate = Gate(read_question([options.check], question, bundle, taken, options.fit))
+        checked = read_question(
+            [options.check], question, bundle, enforced_limits(limits, options.target, given), options.fit
+        )
+        note_pictures(load_family(bundle.manifest, options.fit), bundle.manifest, [options.check], checked.images)
+        gate = Gate(checked)
     with TerminalProgress() as progress:
         bundle.verify(progress.part)
         manifest = build_engines(

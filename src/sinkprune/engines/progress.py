@@ -26,8 +26,8 @@ class BuildProgress:
     def part(self, what: str, done: float, total: float, unit: str) -> None:
         """Report work besides graphs: an `OnProgress`."""
 
-    def graph(self, name: str, number: int, total: int) -> None:
-        """Start the graph `name`, after `number` of `total` graphs."""
+    def graph(self, name: str, number: int, total: int, work: str = "building engines") -> None:
+        """Start the graph `name`, after `number` of `total` graphs. `work` is what is done with the graphs."""
 
     def phase_start(self, name: str, parent: str | None, steps: int) -> None:
         """Start the phase `name`, within the phase `parent` if there is one."""
@@ -81,10 +81,10 @@ class TerminalProgress(BuildProgress, Progress):
         self.update(self._graphs, description=what, completed=round(100 * done / (total or 1)), total=100)
         self._lines.report(what, done, total, unit)
 
-    def graph(self, name: str, number: int, total: int) -> None:
+    def graph(self, name: str, number: int, total: int, work: str = "building engines") -> None:
         """Set the bar of graphs to `number` of `total`, with the name of the current graph."""
         self.update(self._graphs, description=name, completed=number, total=total)
-        self._lines.report("graphs", number, total, "graphs")
+        self._lines.report(work, number, total, "graphs")
 
     def phase_start(self, name: str, parent: str | None, steps: int) -> None:
         """Add a bar for the phase, indented below its parent's."""

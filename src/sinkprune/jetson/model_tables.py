@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sinkprune.contract.system.memory_need import gigabytes
-from sinkprune.jetson.fit import BudgetFit, ModelFit
+from sinkprune.jetson.fit import BudgetFit, FormFit, ModelFit
 from sinkprune.jetson.recommendation import Recommendation
 from sinkprune.jetson.report import DoctorReport
 from sinkprune.jetson.times import COMPUTE, PeakUtilisation, TimeRange, rounded
@@ -29,7 +29,7 @@ def budget_table(model: ModelFit) -> Table:
     timed = _timed(model)
     table = make_table(["weights", "budget"], ["visual", "GB", *_time_headings(timed), "text"])
     for form in model.forms:
-        name = f"{form.decoder_form}{'*' if form.exported else ''}"
+        name = _form_name(model, form)
         for budget, rows in model.rows.items():
             fit = form.budgets[budget]
             visual = ">".join(map(str, (model.visual_tokens, rows.tokens_per_layer[0], rows.tokens_per_layer[-1])))
@@ -47,8 +47,14 @@ def build_table(model: ModelFit) -> Table:
             continue
         sizes = (form.weight_bytes, build.memory_bytes, build.disk_bytes, build.moving_disk_bytes)
         fits = _UNKNOWN if build.fits is None else "no" if not build.fits else "--move" if build.needs_move else "yes"
-        table.add_row(form.decoder_form, *map(_gigabytes, sizes), _coloured(fits, build.fits))
+        table.add_row(_form_name(model, form), *map(_gigabytes, sizes), _coloured(fits, build.fits))
     return table
+
+
+def _form_name(model: ModelFit, form: FormFit) -> str:
+    """Return the name of a form of weights, with the type of states where two forms differ in nothing else."""
+    same = sum(other.decoder_form == form.decoder_form for other in model.forms)
+    return f"{form.decoder_form}{f', {form.precision}' if same > 1 else ''}{'*' if form.exported else ''}"
 
 
 def overview(models: Sequence[ModelFit], recommended: Sequence[Recommendation]) -> Table:
@@ -104,7 +110,10 @@ def legend(report: DoctorReport) -> Iterator[str]:
 def recommendation(found: Recommendation, report: DoctorReport) -> str:
     """Return the recommendation for a model, as sentences."""
     asked = report.models[0]
-    text = f"{found.model}: {found.weights} at {found.budget} on {found.backend}. {found.why}"
+    model = next(model for model in report.models if model.name == found.model)
+    same = sum(form.decoder_form == found.weights for form in model.forms)
+    weights = f"{found.weights} with {found.precision} states" if same > 1 else found.weights
+    text = f"{found.model}: {weights} at {found.budget} on {found.backend}. {found.why}"
     if found.answer_ms:
         text += (
             f" One picture, a prompt of {asked.prompt_tokens} tokens and {asked.typical_new_tokens} new tokens take "

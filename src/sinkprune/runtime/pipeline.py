@@ -16,10 +16,9 @@ import numpy as np
 from sinkprune.contract.budgets import AUTO, UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.checks.arguments import check_callable, check_options, check_path, check_type
-from sinkprune.contract.checks.format_value import counted
-from sinkprune.contract.costs.file import cache_costs, cached_costs
+from sinkprune.contract.costs.file import cache_costs, cached_costs, missing_costs
 from sinkprune.contract.costs.model import Costs, Place
-from sinkprune.contract.errors import DeadlineError, UsageError
+from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.trust import ANY, Trust
 from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
@@ -334,12 +333,7 @@ class Pipeline(Answering):
     def _known_costs(self) -> Costs:
         self.costs = cached_costs(self.place) if self.costs is None else self.costs
         if self.costs is None:
-            raise DeadlineError(
-                f"a deadline was given, and the costs of requests on this machine, with {self.place.backend} in "
-                f"{counted(self.place.threads, 'thread')}, are not known. Measure them on this machine first, with "
-                "sinkprune-run --warm-up or pipeline.warm_up(picture, prompt), or read measured ones: --costs "
-                "FILE.json, read_costs."
-            )
+            raise missing_costs(self.place)
         check_type("costs", self.costs, (Costs,), "Costs, as read_costs and warm_up return")
         return self.costs
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
-from sinkprune import Pipeline, read_thresholds
+from sinkprune import Answer, Pipeline, read_thresholds
 from sinkprune.calibration.commands.confidence import describe_steps
 from sinkprune.calibration.confidence.report import CurvePoint
 from sinkprune.demo.write_scenes import write_scenes
@@ -57,6 +58,35 @@ def test_thresholds_of_the_pocket_model(pocket: Path, tmp_path: Path) -> None:
     pipe.thresholds = thresholds
     answer = pipe.generate(pocket / "scene-0.png", "Is there a red ring?", choice=["yes", "no"], budget="auto")
     assert answer.budget in thresholds.least
+
+
+@pytest.mark.parametrize("complete", [0, 5])
+def test_an_interrupt_reports_the_questions_answered_so_far(
+    complete: int, pocket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Three budgets and auto: each once as a warm-up, and then for each question.
+    left, generate = iter(range(4 * (1 + complete) + 1)), Pipeline.generate
+
+    def interrupted(*arguments: Any, **options: Any) -> Answer:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr(Pipeline, "generate", interrupted)
+    files = ("--json", tmp_path / "report.json", "--thresholds", tmp_path / "thresholds.json")
+    outcome = run(*COMMAND, pocket / "bundle", "--data", pocket / "scenes.jsonl", *files)
+    assert outcome.code == 130
+    if not complete:
+        assert outcome.stderr == "interrupted; nothing half-written was left.\n"
+        assert list(tmp_path.iterdir()) == []
+        return
+    lines = len((pocket / "scenes.jsonl").read_text().splitlines())
+    assert outcome.stderr.endswith(f"interrupted; the report counts the first 5 of {lines} questions.\n")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["questions"] == 5 and report["warnings"][0].startswith(
+        "Interrupted: the report counts the first 5 "
+    )
+    assert read_thresholds(tmp_path / "thresholds.json").least == report["chosen"]["least"]
 
 
 @pytest.fixture

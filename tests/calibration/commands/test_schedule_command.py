@@ -15,6 +15,7 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.calibration.commands import schedule as schedule_command
+from sinkprune.calibration.scheduling.propose import Proposer
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.checks.fields import from_json
 from sinkprune.contract.costs.model import Costs
@@ -195,3 +196,14 @@ def test_backends_that_run_built_engines_only_are_refused() -> None:
     assert done.returncode == 2
     assert choices - {"openvino-gpu"} == {name for name, spec in KNOWN.items() if spec.runs_new_budgets}
     assert {"ort-cpu", "openvino"} <= choices
+
+
+def test_an_interrupt_keeps_the_costs(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Proposer, "propose", interrupted)
+    outcome = schedule(own, "--target-ms", 60_000, "--costs", tmp_path / "costs.json")
+    assert outcome.code == 130
+    assert outcome.stderr.endswith("interrupted; no budget was added; the measured costs were kept.\n")
+    assert json.loads((tmp_path / "costs.json").read_text())["decoders"]

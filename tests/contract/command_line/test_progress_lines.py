@@ -137,7 +137,7 @@ def test_builds_and_exports_have_lines(soon: None) -> None:
     with redirect_stderr(io.StringIO()) as stderr:
         with TerminalProgress() as progress:
             progress.graph("decoder_0", 2, 8)
-            lines_after("graphs: 2 of 8 graphs in", stderr)
+            lines_after("building engines: 2 of 8 graphs in", stderr)
         with status("reading") as progress:
             progress("exporting", 2.5, 7, "M weights")
             lines_after("exporting: 2.5 of 7 M weights in", stderr)

@@ -106,7 +106,7 @@ def test_the_answers_are_the_last_step(source: Path, gate: Gate, tmp_path: Path)
         def __init__(self) -> None:
             self.seen: list[tuple[str, int, int]] = []
 
-        def graph(self, name: str, number: int, total: int) -> None:
+        def graph(self, name: str, number: int, total: int, work: str = "") -> None:
             self.seen.append((name, number, total))
 
     steps = Steps()

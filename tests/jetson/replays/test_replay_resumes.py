@@ -56,6 +56,7 @@ def test_a_replay_that_is_killed_goes_on(model: Path, bag: Path, tmp_path: Path)
     assert not journal.exists()
     whole = tmp_path / "whole.mcap"
     assert run("sinkprune-replay", *words[:-1], whole).code == 0
+    assert_refused(run("sinkprune-replay", *words[:-1], whole, "--limit", 1), "exists already", "--force")
     ours, theirs = messages(out), messages(whole)
     for topic in (ANSWER, OVERLAY):
         assert [(time, message.data) for time, message in ours[topic]] == [

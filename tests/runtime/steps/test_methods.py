@@ -184,7 +184,9 @@ def test_methods_keep_different_tokens(pipe: Pipeline, photo: Image.Image) -> No
         method: (tuple(one.index.ravel()), *(tuple(rows) for rows in one.after_stage.values()))
         for method, one in kept.items()
     }
-    assert len(set(whole.values())) == len(METHODS)
+    # On a grid these two are the same.
+    assert whole.pop("downsample-ttft") == whole["downsample"]
+    assert len(set(whole.values())) == len(METHODS) - 1
 
 
 @pytest.mark.parametrize("method", ["visionzip+filter", "random", "pyramiddrop"])

@@ -79,6 +79,8 @@ class AttentionReport:
     """By method, then budget."""
     warnings: tuple[str, ...]
     """Sentences: why the figures say little, for example too few pictures."""
+    seen_share: float = 1.0
+    """The share of its area that the model sees of the picture that it sees least of."""
 
 
 def summarise(pictures: Sequence[str], observations: Sequence[Observation]) -> RunMeans:

@@ -33,6 +33,7 @@ from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.manifest import Manifest
 from sinkprune.export.pruning.chosen_heads import ChosenHeads, write_heads
 from sinkprune.runtime.commands import load_pipeline, plain_text, write_report
+from sinkprune.runtime.commands.picture_notes import note_first_picture
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.profile import model_name
@@ -92,6 +93,7 @@ def _measure(arguments: Sequence[str] | None) -> None:
         asked = questions_by_picture(items)
     watch = AttentionObserver()
     pipeline = load_pipeline(options, task.bundle, watch.wrap)
+    note_first_picture(pipeline.family, task.bundle.manifest, items[0].picture, items[0].load_image())
     report = _report(pipeline, Path(options.data).name, items, _observe(pipeline, watch, items, task.combinations))
     heads = None
     if options.heads:
@@ -140,6 +142,7 @@ def _report(
     for pair, run in runs.items():
         methods.setdefault(pair.method, {})[pair.budget] = run
     manifest, count = pipeline.bundle.manifest, len(set(pictures))
+    shares = seen_shares(pipeline.family, items)
     return AttentionReport(
         model=model_name(manifest.checkpoint.source),
         backend=pipeline.backend.name,
@@ -151,7 +154,8 @@ def _report(
         outlier_per_mille=OUTLIER_PER_MILLE,
         none=none,
         methods=methods,
-        warnings=(*mean_warnings(count), *unseen_warnings(seen_shares(pipeline.family, items), "questions")),
+        warnings=(*mean_warnings(count), *unseen_warnings(shares, "questions")),
+        seen_share=min(shares),
     )
 
 

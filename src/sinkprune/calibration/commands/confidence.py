@@ -17,6 +17,7 @@ from sinkprune.calibration.tasks import check_own_questions, load_task
 from sinkprune.contract.budgets import AUTO, UNPRUNED
 from sinkprune.contract.bundle import read_runnable
 from sinkprune.contract.checks.fields import to_json
+from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.ranges import RealNumber
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
@@ -26,6 +27,7 @@ from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.files.output_files import OutputFile, check_apart, check_outputs
 from sinkprune.runtime.commands import BundleOptions, bundle_parser, load_pipeline, name_list, plain_text
+from sinkprune.runtime.commands.picture_notes import note_first_picture
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.confidence.thresholds import describe_ladders, write_thresholds
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
@@ -82,18 +84,27 @@ def _calibrate(arguments: Sequence[str] | None) -> None:
     check_apart([path for path, _ in outputs], (Path(item.picture) for item in items))
     check_unpruned_memory(options, bundle, items[0].load_image(), items[0].question.text, 1)
     pipeline = load_pipeline(options, bundle)
+    note_first_picture(pipeline.family, manifest, items[0].picture, items[0].load_image())
     with progress_bar("asking", len(items), "questions") as count:
         names, means, asked = ask_questions(pipeline, items, options.method, budgets, count)
+    complete = len(asked.right)
+    counts = f"the report counts the first {complete} of {counted(len(items), 'question')}."
+    interrupted = "" if complete == len(items) else counts
+    items = items[:complete]
     with status("comparing thresholds"):
         report = new_report(pipeline, options.data.name, options.method, options.share, names, means, asked)
-    unseen = unseen_warnings(seen_shares(pipeline.family, items), "questions")
-    report = replace(report, warnings=(*report.warnings, *unseen))
+    shares = seen_shares(pipeline.family, items)
+    unseen = unseen_warnings(shares, "questions")
+    early = (f"Interrupted: {interrupted}",) if interrupted else ()
+    report = replace(report, warnings=(*early, *report.warnings, *unseen), seen_share=min(shares))
     if options.thresholds:
         write_thresholds(options.thresholds, new_thresholds(pipeline, options.method, report.chosen.least))
     if not prints_json(options.json):
         _print(report)
         sys.stdout.write(describe_ladders(manifest, options.method) + "\n")
     write_json(options.json, to_json(report))
+    if interrupted:
+        raise KeyboardInterrupt(interrupted)
 
 
 def _print(report: ConfidenceReport) -> None:

@@ -28,6 +28,7 @@ from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.files.output_files import OutputFile, write_whole
 from sinkprune.runtime.commands import load_pipeline, plain_text, write_report
+from sinkprune.runtime.commands.picture_notes import note_first_picture
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
 
@@ -66,6 +67,8 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
     task = open_task(options, options.max_new_tokens, *answers)
     items = [with_grey_picture(item) for item in task.items] if options.blind else task.items
     pipeline = load_pipeline(options, task.bundle, plant_in_vision if options.plant_outliers else None)
+    if not options.blind:
+        note_first_picture(pipeline.family, task.bundle.manifest, items[0].picture, items[0].load_image())
     by_question: list[list[Reply]] = []
     interrupted = False
     try:

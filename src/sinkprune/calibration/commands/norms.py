@@ -43,6 +43,7 @@ from sinkprune.runtime.commands import (
     load_pipeline,
     write_report,
 )
+from sinkprune.runtime.commands.picture_notes import note_first_picture
 from sinkprune.runtime.profiling.plot import import_matplotlib
 from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
@@ -89,7 +90,7 @@ def _measure(arguments: Sequence[str] | None) -> None:
         pictures = (file_pictures(files) if files else task_pictures(options.data))[: options.limit]
     read = [Path(picture.name) for picture in pictures]
     check_outputs([*options.outputs, *_heatmap_outputs(options, pictures)], read, options.folders)
-    model, tower, unseen = _lone_tower(options) if is_tower else _bundle_tower(options, pictures)
+    model, tower, shares = _lone_tower(options) if is_tower else _bundle_tower(options, pictures)
     if options.heatmaps:
         options.heatmaps.mkdir(exist_ok=True)
     norms, salience = [], []
@@ -103,7 +104,8 @@ def _measure(arguments: Sequence[str] | None) -> None:
                 write_whole(_heatmap_file(options.heatmaps, pictures, number), draw_heatmaps(features, title))
             count()
     report = summarise(model, len(pictures), norms, salience)
-    report = replace(report, warnings=(*report.warnings, *unseen))
+    warnings = (*report.warnings, *unseen_warnings(shares, "cases"))
+    report = replace(report, warnings=warnings, seen_share=min(shares, default=1.0))
     write_report(options, report, plot_norms)
     if not prints_json(options.json):
         sys.stdout.write(escaped(_text(report), keep="\n"))
@@ -152,16 +154,14 @@ def _check_fit(parser: argparse.ArgumentParser, options: _Options, *, is_tower: 
         )
 
 
-def _lone_tower(options: _Options) -> tuple[str, MeasureFeatures, tuple[str, ...]]:
-    """Return the name and the features of a tower without an LLM, and no warnings."""
+def _lone_tower(options: _Options) -> tuple[str, MeasureFeatures, list[float]]:
+    """Return the name and the features of a tower without an LLM, and no shares of pictures that it sees."""
     layer = _LAYER if options.layer is None else options.layer
-    return options.bundle.resolve().name, VisionTower(options.bundle, layer, options.threads).features, ()
+    return options.bundle.resolve().name, VisionTower(options.bundle, layer, options.threads).features, []
 
 
-def _bundle_tower(
-    options: _Options, pictures: Sequence[NamedPicture]
-) -> tuple[str, MeasureFeatures, tuple[str, ...]]:
-    """Return the model's name, the features of a bundle's tower, and a warning if it sees only parts of pictures."""
+def _bundle_tower(options: _Options, pictures: Sequence[NamedPicture]) -> tuple[str, MeasureFeatures, list[float]]:
+    """Return the model's name, the features of a bundle's tower, and the share that it sees of each picture."""
     if not options.bundle.exists():
         raise UsageError(
             f"there is no folder '{options.bundle}'. Give a bundle, which sinkprune-export makes, or the checkpoint "
@@ -170,8 +170,9 @@ def _bundle_tower(
     bundle = read_runnable(options.bundle, options.trust)
     check_unpruned_memory(options, bundle, pictures[0].load())
     pipeline = load_pipeline(options, bundle)
-    unseen = unseen_warnings([pipeline.family.layout(picture.load()).seen_share for picture in pictures], "cases")
-    return model_name(bundle.manifest.checkpoint.source), lambda image: bundle_features(pipeline, image), unseen
+    note_first_picture(pipeline.family, bundle.manifest, pictures[0].name, pictures[0].load())
+    shares = [pipeline.family.layout(picture.load()).seen_share for picture in pictures]
+    return model_name(bundle.manifest.checkpoint.source), lambda image: bundle_features(pipeline, image), shares
 
 
 def _heatmap_outputs(options: _Options, pictures: Sequence[NamedPicture]) -> list[OutputFile]:

@@ -36,7 +36,9 @@ from sinkprune.runtime.commands import (
     plain_text,
     write_report,
 )
+from sinkprune.runtime.commands.picture_notes import note_first_picture
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
+from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.fits import add_fit_option
 from sinkprune.runtime.profiling.plot import import_matplotlib
 
@@ -97,6 +99,8 @@ def _quantize(arguments: Sequence[str] | None) -> None:
         items = _chosen(options.data, options.limit)
         check_apart([path for path, _ in options.outputs], (Path(item.picture) for item in items))
         prompts = encode_prompts(bundle, items, options.fit)
+    family = load_family(bundle.manifest, options.fit)
+    note_first_picture(family, bundle.manifest, items[0].picture, items[0].load_image())
     with status("checking sums") as progress:
         bundle.verify(progress)
     with status("reading") as progress:

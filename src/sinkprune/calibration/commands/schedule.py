@@ -139,27 +139,34 @@ def _schedule(arguments: Sequence[str] | None) -> None:
             unseen = unseen_warnings(
                 [pipeline.family.layout(prompt.image).seen_share for prompt in prompts], "requests"
             )
+            _warn(unseen)
             if options.costs and not options.wants_budget:
                 costs = pipeline.measure_costs(new_request(*first), options.seconds, progress)
                 write_costs(options.costs, costs)
                 write_json(options.json, {"costs": to_json(costs)})
-                _warn(unseen)
                 return
-            proposer = Proposer(trials, pipeline, prompts, options.seconds, progress)
-            # Written now, because costs are useful even if no budget is found.
-            if options.costs:
-                write_costs(options.costs, proposer.times.costs)
+            proposer = None
             try:
+                proposer = Proposer(trials, pipeline, prompts, options.seconds, progress)
                 report = proposer.propose(name, target, items)
             except BudgetError as error:
-                write_json(options.json, {"costs": to_json(proposer.times.costs), "error": str(error)})
+                if proposer:
+                    write_json(options.json, {"costs": to_json(proposer.times.costs), "error": str(error)})
                 raise
+            except KeyboardInterrupt as interrupt:
+                if not (proposer or pipeline.costs):
+                    raise
+                raise KeyboardInterrupt("no budget was added; the measured costs were kept.") from interrupt
+            finally:
+                # Costs are useful even if no budget is found.
+                if options.costs and (found := proposer.times.costs if proposer else pipeline.costs):
+                    write_costs(options.costs, found)
     if options.costs:
         write_costs(options.costs, report.costs)
     # Only a default name promises a time.
-    kept = not options.dry_run and (report.meets(target.ms) or bool(options.name))
+    kept = report.meets(target.ms) or bool(options.name)
     sha256, chosen = None, report.chosen
-    if kept:
+    if kept and not options.dry_run:
         manifest = add_budget(bundle, name, chosen.budget, chosen.stages_after, force=options.force, sign=sign)
         sha256 = BUNDLE.sha256(manifest)
     write_json(options.json, {**to_json(report), "sha256": sha256})
@@ -169,7 +176,7 @@ def _schedule(arguments: Sequence[str] | None) -> None:
             f"machine is idle.{report.costs.place.thread_hint}\n"
         )
     small = [*accuracy_warnings(len(items)), *mean_warnings(len({item.picture for item in items}))] if items else []
-    _warn([*unseen, *small])
+    _warn(small)
     if chosen.lost > _MOST_LOST:
         sys.stderr.write(
             f"warning: the budget drops {100 * chosen.lost:.1f} % of the text's attention to the picture, so many "
@@ -189,7 +196,7 @@ def _schedule(arguments: Sequence[str] | None) -> None:
                 "The sha256 is new: replace it where you give --sha256 or sha256=, and build engines of this bundle "
                 "again.\n"
             )
-        elif options.dry_run:
+        elif kept:
             sys.stdout.write(f"{escaped(str(options.bundle))}: unchanged, because of --dry-run\n")
     if report.meets(target.ms):
         return
@@ -197,7 +204,7 @@ def _schedule(arguments: Sequence[str] | None) -> None:
         f"95 of 100 requests took up to {_ms(report.measured_ms.p95)}, more than the target of {target.ms:g} "
         f"ms. Measure again when the machine does nothing else, or give --target-ms {report.nearest_target_ms}."
     )
-    if not (kept or options.dry_run):
+    if not kept:
         raise BudgetError(f"budget '{name}' was found and not added: {missed}")
     sys.stderr.write(f"warning: {missed}\n")
 

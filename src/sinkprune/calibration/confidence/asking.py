@@ -54,7 +54,8 @@ def ask_questions(
 
     Each question is asked at each budget, and once at budget `auto` with all budgets as steps. The first question is
     asked twice, and the first time does not count. `on_run` is called after each question. Raises what a request
-    raises, with the question's id. A question that is too long is found before the first is asked.
+    raises, with the question's id. A question that is too long is found before the first is asked. An interrupt
+    leaves the complete questions, if there are any: `AskedQuestions.right` then has fewer rows than `items`.
     """
     names = [*dict.fromkeys(name for name in budgets if name != UNPRUNED), UNPRUNED]
     for item in items:
@@ -68,14 +69,19 @@ def ask_questions(
     pipeline.thresholds = new_thresholds(pipeline, method, dict.fromkeys(names, math.inf))
     _answer(pipeline, items[0], method, AUTO)
     answers, stepped = [], []
-    for number, item in enumerate(items):
-        # Rotated, so that no budget is always asked first.
-        turns = [*names, AUTO]
-        turns = turns[number % len(turns) :] + turns[: number % len(turns)]
-        own = {budget: _answer(pipeline, item, method, budget) for budget in turns}
-        stepped.append(own.pop(AUTO))
-        answers.append([own[name] for name in names])
-        on_run()
+    try:
+        for number, item in enumerate(items):
+            # Rotated, so that no budget is always asked first.
+            turns = [*names, AUTO]
+            turns = turns[number % len(turns) :] + turns[: number % len(turns)]
+            own = {budget: _answer(pipeline, item, method, budget) for budget in turns}
+            stepped.append(own.pop(AUTO))
+            answers.append([own[name] for name in names])
+            on_run()
+    except KeyboardInterrupt:
+        if not answers:
+            raise
+        items = items[: len(answers)]
     pipeline.thresholds = None
     columns = [*zip(*answers, strict=True)]
     groups = enumerate(ladders(pipeline.bundle.manifest, method))

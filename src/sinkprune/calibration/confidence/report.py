@@ -88,6 +88,8 @@ class ConfidenceReport:
     """The point of the requested share."""
     warnings: tuple[str, ...]
     """Why the figures say little."""
+    seen_share: float = 1.0
+    """The share of its area that the model sees of the picture that it sees least of."""
 
 
 def new_report(

@@ -157,6 +157,7 @@ def evaluation_report(
             *mean_warnings(len(set(pictures))),
             *([] if blind else unseen_warnings([reply.seen_share for reply in base], "questions")),
         ),
+        seen_share=min(reply.seen_share for reply in base),
     )
 
 

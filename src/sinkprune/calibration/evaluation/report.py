@@ -130,6 +130,8 @@ class EvaluationReport:
     """Requested combinations that the bundle does not hold: methods that cannot reach a budget's mean."""
     warnings: tuple[str, ...]
     """Sentences: why the figures say little, for example too few questions."""
+    seen_share: float = 1.0
+    """The share of its area that the model sees of the picture that it sees least of."""
 
 
 def summarise(

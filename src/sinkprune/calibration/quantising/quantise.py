@@ -166,6 +166,7 @@ class _Quantisation:
                 *calibration_warnings(len(prompts)),
                 *unseen_warnings([prompt.picture.layout.seen_share for prompt in prompts], "prompts"),
             ),
+            seen_share=min(prompt.picture.layout.seen_share for prompt in prompts),
         )
 
     def _write(self, graph: str, feeds: Sequence[Tensors]) -> list[Tensors]:

@@ -65,6 +65,8 @@ class QuantisationReport:
     """If every weight had been rounded to the nearest."""
     warnings: tuple[str, ...]
     """Sentences: why the figures say little, for example too few prompts."""
+    seen_share: float = 1.0
+    """The share of its area that the model sees of the picture that it sees least of."""
 
     @property
     def worst(self) -> list[LayerReport]:

@@ -33,6 +33,7 @@ from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.costs.model import LOADED, Costs
 from sinkprune.contract.errors import BudgetError
+from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.reports.progress import OnProgress, unreported
 from sinkprune.runtime.pipeline import Pipeline
 
@@ -149,7 +150,14 @@ class Proposer:
         slowest = max(misses, key=lambda miss: miss.measured_ms.p95)
         least, unpruned = slowest.measured_ms.p95, slowest.unpruned_measured_ms.p95
         if report is None:
-            raise _unreachable(target, "ms in 95 of 100 requests", least, unpruned, _busy(self.times.costs))
+            raise _unreachable(
+                target,
+                self._trials.bundle.manifest,
+                "ms in 95 of 100 requests",
+                least,
+                unpruned,
+                _busy(self.times.costs),
+            )
         return replace(report, searches=searches, nearest_target_ms=nearest_target(least))
 
     def _attention(self, number: int, prompts: Sequence[PictureQuestion]) -> PictureAttention:
@@ -172,7 +180,13 @@ class Proposer:
         price, limit = self._price_and_limit(target)
         plans = best_of_each_sanitizer(self._space, price, limit)[:most]
         if not plans and target.ms is None:
-            raise _unreachable(target, TOKENS_A_LAYER, self._cheapest(target).price, self.times.layout.all_tokens)
+            raise _unreachable(
+                target,
+                self._trials.bundle.manifest,
+                TOKENS_A_LAYER,
+                self._cheapest(target).price,
+                self.times.layout.all_tokens,
+            )
         return plans
 
     def _cheapest(self, target: BudgetTarget) -> FoundPlan:
@@ -256,15 +270,19 @@ def _accuracies(
     return {name: sum(each) / len(each) for name, each in right.items()}
 
 
-def _unreachable(target: BudgetTarget, unit: str, least: float, unpruned: float, note: str = "") -> BudgetError:
+def _unreachable(
+    target: BudgetTarget, manifest: Manifest, unit: str, least: float, unpruned: float, note: str = ""
+) -> BudgetError:
     """Return the error for a target that no budget meets: the `least` of any, the nearest target, and a `note`."""
+    # Other models have as many tokens of every picture.
+    smaller = "smaller pictures, " if manifest.any_resolution else ""
     nearest = nearest_target(least)
-    advice = f"The nearest that one may meet is {target.option} {nearest}. Give that, smaller pictures"
+    advice = f"The nearest that one may meet is {target.option} {nearest}. Give that, {smaller}or"
     if unpruned <= nearest:
-        advice = "Pruning gains too little here. Run the model unpruned, or give smaller pictures"
+        advice = "Pruning gains too little here. Run the model unpruned, {smaller and 'or give smaller pictures, '}or"
     return BudgetError(
         f"no budget takes as little as {target.wanted:g} {unit} here: the least is {least:.1f}, unpruned it is "
-        f"{unpruned:.0f}. {advice}, or weights in int8 or int4.{note}"
+        f"{unpruned:.0f}. {advice} weights in int8 or int4.{note}"
     )
 
 

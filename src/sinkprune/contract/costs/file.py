@@ -9,9 +9,9 @@ from pathlib import Path
 
 from sinkprune.contract.checks.arguments import check_path, check_type
 from sinkprune.contract.checks.fields import SchemaError, from_json, to_json
-from sinkprune.contract.checks.format_value import format_value
+from sinkprune.contract.checks.format_value import counted, format_value
 from sinkprune.contract.costs.model import COSTS_VERSION, Costs, Place, RecentRatios
-from sinkprune.contract.errors import OutputError, UsageError
+from sinkprune.contract.errors import DeadlineError, OutputError, UsageError
 from sinkprune.contract.files.output_files import write_whole
 from sinkprune.contract.files.untrusted import UnreadableError, read_json
 
@@ -80,6 +80,15 @@ def read_costs(path: str | os.PathLike[str], here: Place) -> Costs:
             f"{len(here.cut_after) + 1}. {_AGAIN}"
         )
     return costs
+
+
+def missing_costs(place: Place) -> DeadlineError:
+    """Return the error for a deadline at a `place` whose costs are not known."""
+    return DeadlineError(
+        f"a deadline was given, and the costs of requests on this machine, with {place.backend} in "
+        f"{counted(place.threads, 'thread')}, are not known. Measure them on this machine first, with sinkprune-run "
+        "--warm-up or pipeline.warm_up(picture, prompt), or read measured ones: --costs FILE.json, read_costs."
+    )
 
 
 def cache_file(place: Place) -> Path | None:

@@ -19,6 +19,9 @@ from sinkprune.runtime.backends.compatibility import BuiltEngines, backend_of, o
 from sinkprune.runtime.device import open_device
 from sinkprune.runtime.pipeline import Pipeline
 
+_COMPARING = "comparing engines"
+"""The name of the check's work in lines of progress."""
+
 
 def check_engines(
     built: BuiltEngines,
@@ -37,10 +40,10 @@ def check_engines(
     engines, manifest = built.engines, built.bundle.manifest
     graphs, texts = {}, []
     for number, graph in enumerate(manifest.graphs):
-        progress.graph(graph, number, len(manifest.graphs) + 1)
+        progress.graph(graph, number, len(manifest.graphs) + 1, _COMPARING)
         graphs[graph] = compare_engine(graph, built, backend, recording)
     if not any(report.refused for report in graphs.values()):
-        progress.graph("answers", len(graphs), len(graphs) + 1)
+        progress.graph("answers", len(graphs), len(graphs) + 1, _COMPARING)
         texts = _compare_answers(own, backend, question, recording)
     return GateReport(
         bundle=str(built.bundle.path),

@@ -108,7 +108,7 @@ def record(bundle: Bundle, question: GateQuestion, folder: Path, progress: Build
     pipeline = Pipeline(bundle, backend, wrap=recorder.wrap, fit=question.fit)
     answers = []
     for number, (method, budget) in enumerate(plans):
-        progress.graph(f"ONNX graphs, {budget}", number, len(plans))
+        progress.graph(f"ONNX graphs, {budget}", number, len(plans), "running the graphs, by budget")
         answer, logits = answer_question(pipeline, question, method, budget)
         np.save(_logits_file(folder, number), logits, allow_pickle=False)
         answers.append(answer._asdict())

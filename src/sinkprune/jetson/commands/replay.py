@@ -19,7 +19,7 @@ from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines
-from sinkprune.contract.errors import UsageError
+from sinkprune.contract.errors import OutputError, UsageError
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.jetson.bags.answers_file import write_answers
 from sinkprune.jetson.bags.bag import Bag, open_bag
@@ -69,6 +69,7 @@ class _Options(BundleOptions, FormOptions):
     limit: int | None
     no_overlay: bool
     output: Path
+    force: bool
     json: Path | None
 
     @property
@@ -120,6 +121,10 @@ def _replay(arguments: Sequence[str] | None) -> None:
         [*options.key_files, *options.form_files, options.bag],
         [*options.folders, *bag_folders],
     )
+    if options.output.exists() and not options.force:
+        raise OutputError(
+            f"'{options.output}' exists already. Add --force to replace it, or choose another file with -o."
+        )
     if options.every and options.max_rate:
         raise UsageError("--every and --max-rate both choose frames by their times. Leave out one of the two.")
     if options.end is not None and options.end < options.start:
@@ -141,6 +146,7 @@ def _replay(arguments: Sequence[str] | None) -> None:
         pipeline = load_pipeline(options, bundle)
         answering = _Answering(pipeline, options, prompt, form)
         seen_share = layout_of(options.topic, first.picture, pipeline.family, bundle.manifest).seen_share
+        note_pictures(pipeline.family, bundle.manifest, [Path(options.topic)], [first.picture])
         try:
             report = _answer_all(topic, journal, answering, seen_share)
         except KeyboardInterrupt as interrupt:
@@ -153,7 +159,6 @@ def _replay(arguments: Sequence[str] | None) -> None:
     if not prints_json(options.json):
         write_line(_in_words(report))
     sys.stderr.write(_warnings(report))
-    note_pictures(pipeline.family, pipeline.bundle.manifest, [Path(options.topic)], [first.picture])
 
 
 class _Answering:
@@ -312,6 +317,7 @@ def _parser() -> Any:
     add("--start", type=_START, default=0.0, metavar="SECONDS", help="begin so long after the topic's first frame")
     add("--end", type=_END, metavar="SECONDS", help="end so long after the topic's first frame")
     add("--limit", type=_LIMIT, metavar="N", help="answer at most N frames")
+    add("--force", action="store_true", help="replace an existing OUT.mcap")
     add("--no-overlay", action="store_true", help="draw no kept and dropped tokens")
     parser.add_json("the counts of frames and the times")
     return parser

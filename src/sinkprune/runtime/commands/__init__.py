@@ -193,7 +193,7 @@ def prompt_pieces(prompt: str) -> str | list[str]:
     return pieces if len(pieces) > 1 else prompt
 
 
-def add_new_tokens(parser: CommandParser, default: int) -> None:
+def add_new_tokens(parser: CommandParser, default: int, note: str = "") -> None:
     """Add `--new-tokens`, the length of every measured answer."""
     parser.add_argument(
         "--new-tokens",
@@ -203,7 +203,7 @@ def add_new_tokens(parser: CommandParser, default: int) -> None:
         type=MAX_NEW_TOKENS.named("--new-tokens"),
         default=default,
         metavar="N",
-        help=f"tokens of every answer (default: {default})",
+        help=f"tokens of every answer (default: {default}{note})",
     )
 
 

@@ -37,6 +37,11 @@ def note_pictures(family: Family, manifest: Manifest, files: Sequence[Path], pic
             _note(file, f"{seen_part(layout)}. --fit pad shows it all (docs/pictures.md).")
 
 
+def note_first_picture(family: Family, manifest: Manifest, name: str, picture: Image.Image) -> None:
+    """Print a note if the first of many pictures is cropped, before they are measured. Reports count the others."""
+    note_pictures(family, manifest, [Path(name)], [picture])
+
+
 def _note(file: Path, text: str) -> None:
     # The command has succeeded, also where stderr is closed.
     with suppress(OSError):

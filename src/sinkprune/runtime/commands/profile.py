@@ -71,6 +71,7 @@ examples:
 """
 
 _REPEAT = 5
+_NEW_TOKENS = 16
 """The default for `--repeat`."""
 _ENOUGH = 20
 _FEW = " (of fewer than 20, p95 is close to the slowest)"
@@ -82,7 +83,7 @@ x: speed-up over none; ideal x: what the FLOPs of the prefill allow; achieved: p
 @dataclass(kw_only=True)
 class _Options(PictureOptions, ReportOptions, RateOptions, PowerOptions):
     budgets: list[str] | None
-    new_tokens: int
+    new_tokens: int | None
     warmup: int
 
 
@@ -100,7 +101,8 @@ def _profile(arguments: Sequence[str] | None) -> None:
     )
     add = parser.add_argument
     add("--budgets", type=name_list, help="comma-separated, none included (default: all of the bundle)")
-    add_new_tokens(parser, default=16)
+    add_new_tokens(parser, default=_NEW_TOKENS, note=", or the engines' limit")
+    parser.set_defaults(new_tokens=None)
     add("--repeat", type=REPEAT, help=f"measured rounds (default: {_REPEAT})")
     add(
         "--warmup-rounds",
@@ -135,10 +137,17 @@ def _profile(arguments: Sequence[str] | None) -> None:
         prompts = [read_pictures(options, bundle)]
     planned = list(dict.fromkeys([*([] if camera else [UNPRUNED]), *budgets]))
     largest = max(prompts, key=lambda pictures: sum(picture.size[0] * picture.size[1] for picture in pictures))
-    check_memory(options, bundle, PlannedRequests(largest, options.method, planned, prompt, options.new_tokens))
+    check_memory(
+        options, bundle, PlannedRequests(largest, options.method, planned, prompt, options.new_tokens or _NEW_TOKENS)
+    )
     pipeline = load_pipeline(options, bundle)
 
-    common: dict[str, Any] = {"method": options.method, "new_tokens": options.new_tokens}
+    pictures = [picture for own in prompts for picture in own]
+    # Before the measurement, because it may take long.
+    note_pictures(pipeline.family, pipeline.bundle.manifest, files, pictures)
+    most = pipeline.limits.new_tokens if pipeline.limits else _NEW_TOKENS
+    new_tokens = min(_NEW_TOKENS, most) if options.new_tokens is None else options.new_tokens
+    common: dict[str, Any] = {"method": options.method, "new_tokens": new_tokens}
     interrupted = ""
     with maybe_measuring(options, sensor) as meter:
         if camera is None:
@@ -172,8 +181,6 @@ def _profile(arguments: Sequence[str] | None) -> None:
                 print_rates(rates)
             power = rates.power
     check_lived(power)
-    pictures = [picture for own in prompts for picture in own]
-    note_pictures(pipeline.family, pipeline.bundle.manifest, files, pictures)
     if interrupted:
         raise KeyboardInterrupt(interrupted)
 

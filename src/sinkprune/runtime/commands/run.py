@@ -16,8 +16,6 @@ from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines, status
-from sinkprune.contract.costs.file import cache_file, read_costs
-from sinkprune.contract.costs.model import LOADED, Place
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs, write_whole
 from sinkprune.runtime.commands import (
@@ -30,13 +28,21 @@ from sinkprune.runtime.commands import (
     read_pictures,
     write_line,
 )
+from sinkprune.runtime.commands.deadline_costs import (
+    doubtful_costs,
+    in_time,
+    known_costs,
+    late_line,
+    not_kept,
+    run_once,
+)
 from sinkprune.runtime.commands.form_options import FormOptions, add_form_options, read_form
 from sinkprune.runtime.commands.memory import MemoryCheck, PlannedRequests, check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.confidence.thresholds import Thresholds, missing_thresholds, read_thresholds
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, overlay, picture_bytes
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.steps.answer import Answer, DeadlineReport
+from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.request import DEADLINE_MS, DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS
 from sinkprune.runtime.system.cores import usable_cores
 from sinkprune.runtime.text.sampling import SEED, TEMPERATURE, TOP_P
@@ -60,8 +66,6 @@ _REQUEST = (
     *("system", "stop"),
 )
 """The options that are fields of a request."""
-_DAY_S = 86_400.0
-_OLD_S = 30 * _DAY_S
 
 
 @dataclass(kw_only=True)
@@ -162,6 +166,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     thresholds = read_thresholds(options.thresholds) if options.thresholds else None
     bundle = open_bundle(options, [] if options.budget == AUTO else [options.budget])
     budgets = _budgets(options, bundle, thresholds)
+    costs = known_costs(options, options.costs, bundle) if options.deadline_ms and not options.warm_up else None
     images = read_pictures(options, bundle)
     texts = [options.system or "", *([prompt] if isinstance(prompt, str) else prompt)]
     new_tokens = options.max_new_tokens or DEFAULT_NEW_TOKENS
@@ -175,13 +180,16 @@ def _run(arguments: Sequence[str] | None) -> None:
         del fields["top_p"], fields["seed"]
     request = pipeline.new_request(images, prompt, **fields)
     pipeline.thresholds = thresholds
-    if options.costs:
-        pipeline.costs = read_costs(options.costs, pipeline.place)
-    elif options.warm_up:
+    pipeline.costs = costs
+    if options.warm_up:
         with status("measuring what budgets cost on this machine") as progress:
             pipeline.measure_costs(request, progress=progress)
     if options.deadline_ms is not None:
         pipeline.load_plans(options.method)
+    if costs:
+        # The first request of a process is slower than its costs say.
+        with status("running the request once before it counts"):
+            run_once(pipeline, request)
     with ProgressLines("answering") as lines:
 
         def on_text(piece: str) -> None:
@@ -205,9 +213,9 @@ def _run(arguments: Sequence[str] | None) -> None:
             "the form. Give a larger --max-new-tokens or --deadline-ms.\n"
         )
     if answer.deadline is not None:
-        sys.stderr.write(_late(answer.deadline) + _doubtful_costs(answer.deadline, pipeline.place))
+        sys.stderr.write(late_line(answer.deadline) + doubtful_costs(answer.deadline, pipeline.place))
         if not options.costs and pipeline.save_costs() is None and options.warm_up:
-            sys.stderr.write(_not_kept(pipeline))
+            sys.stderr.write(not_kept(pipeline))
     if options.overlay and answer.budget != UNPRUNED:
         write_whole(options.overlay, picture_bytes(overlay(answer, images), options.overlay))
     # Last: where a command fails, its error is the only line.
@@ -245,31 +253,8 @@ def _timings(answer: Answer) -> str:
         + "), "
         + (f"{per_token:.1f} ms a token, " if per_token is not None else "")
         + f"{answer.ms['latency']:.0f} ms in all; visual tokens {answer.visual_tokens} -> "
-        f"{answer.tokens_per_layer[0]} -> {answer.tokens_per_layer[-1]}" + _in_time(answer)
+        f"{answer.tokens_per_layer[0]} -> {answer.tokens_per_layer[-1]}" + in_time(answer)
     )
-
-
-def _in_time(answer: Answer) -> str:
-    deadline = answer.deadline
-    if deadline is None:
-        return ""
-    tokens = f"{deadline.expected_tokens} tokens" if deadline.expected_tokens > 1 else "the first token"
-    return (
-        f"\ndeadline {deadline.deadline_ms:g} ms: answered in {deadline.measured_ms:.0f} ms, with reading the "
-        f"picture, expected {tokens} in {deadline.predicted_ms:.0f} ms; {deadline.reason}"
-    )
-
-
-def _late(deadline: DeadlineReport) -> str:
-    """Return a warning for a late answer, and nothing for one in time."""
-    if deadline.met:
-        return ""
-    late = (
-        f"late: {deadline.measured_ms:.0f} ms where {deadline.deadline_ms:g} were given, at budget {deadline.budget}"
-    )
-    if deadline.can_meet:
-        return f"{late}.\n"
-    return f"{late}. No budget was expected to bring a token sooner than in {deadline.predicted_first_ms:.0f} ms.\n"
 
 
 def _unused_options(options: _Options, budget: str) -> str:
@@ -284,31 +269,6 @@ def _unused_options(options: _Options, budget: str) -> str:
     if options.threads and options.threads > cores:
         notes.append(f"this process may use {cores} of {options.threads} threads at once. Give --threads {cores}.")
     return "".join(f"note: {note}\n" for note in notes)
-
-
-def _not_kept(pipeline: Pipeline) -> str:
-    """Return a warning about costs that later runs will not find."""
-    file = cache_file(pipeline.place)
-    where = f"written to '{escaped(str(file))}'" if file else "kept, because this user has no home folder"
-    return (
-        f"warning: the costs could not be {where}: the next run needs --warm-up again. Make that folder writable, "
-        "or set XDG_CACHE_HOME to one that is.\n"
-    )
-
-
-def _doubtful_costs(deadline: DeadlineReport, place: Place) -> str:
-    """Return a line about costs that are old or were measured under load, and nothing about others."""
-    age, load, doubts = deadline.costs_age_s or 0.0, deadline.costs_load or 0.0, []
-    if age > _OLD_S:
-        doubts.append(f"are {age / _DAY_S:.0f} days old")
-    if load > LOADED:
-        doubts.append(f"were measured while other programs took {100 * load:.0f} % of the processors")
-    if not doubts:
-        return ""
-    hint = place.thread_hint if load > LOADED else ""
-    return (
-        f"note: the costs {' and '.join(doubts)}. Measure them again with --warm-up when the machine is idle.{hint}\n"
-    )
 
 
 def _summary(pipeline: Pipeline, answer: Answer, memory: MemoryCheck) -> dict[str, Any]:

@@ -31,9 +31,12 @@ def check_picture_count(manifest: Manifest, limits: Limits | None, pictures: int
     """Reject more pictures than the bundle or its engines take; raises `PromptError`."""
     most = limits.images if limits else manifest.max_images
     if pictures > most:
+        again = "build the engines again"
+        if pictures > manifest.max_images:
+            again = "export the checkpoint again" + (", and build the engines again, both" if limits else "")
         raise PromptError(
-            f"the prompt has {counted(pictures, 'image')}, expected at most {most}. More must be asked for "
-            "beforehand: sinkprune-export --max-images, and sinkprune-build --max-images where engines are built."
+            f"the prompt has {counted(pictures, 'image')}, expected at most {most}. For more, {again} with "
+            f"--max-images {pictures}."
         )
 
 

@@ -1,0 +1,51 @@
+"""`sinkprune-run --deadline-ms`: costs are known before anything is loaded, and the first request does not count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from sinkprune import Pipeline
+from sinkprune.runtime.steps.request import Request
+from support.programs.commands import assert_refused, run
+
+Bundles = Callable[..., Path]
+
+
+@pytest.fixture
+def ask(bundle: Bundles, photo_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    words = ("--prompt", "What?", "--max-new-tokens", 2, "--deadline-ms", 60_000)
+    return ("sinkprune-run", bundle("gqa-112"), "--image", photo_file, *words)
+
+
+def test_missing_costs_are_an_error_before_anything_is_loaded(
+    ask: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object, **__: object) -> NoReturn:
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr(Pipeline, "load", load)
+    assert_refused(run(*ask), "are not known", "--warm-up", "--costs FILE.json")
+    assert_refused(run(*ask, "--costs", tmp_path / "none.json"), "none.json")
+
+
+def test_the_first_request_of_the_process_does_not_count(
+    ask: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(*ask, "--warm-up").code == 0
+    asked, answer = list[Request](), Pipeline.answer
+
+    def noting(pipeline: Pipeline, request: Request, *more: Any) -> Any:
+        asked.append(request)
+        return answer(pipeline, request, *more)
+
+    monkeypatch.setattr(Pipeline, "answer", noting)
+    outcome = run(*ask, "--regex", "[a-z]+")
+    assert outcome.code == 0, outcome.stderr
+    first, counted = asked
+    assert (first.deadline_ms, first.max_new_tokens, first.regex, first.budget) == (None, 1, None, "retain-32")
+    assert counted.deadline_ms == 60_000 and counted.regex == "[a-z]+"
