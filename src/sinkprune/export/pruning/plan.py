@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from sinkprune.contract.budgets import Budget, Counts
+from sinkprune.contract.budgets import Budget, Counts, Share
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.manifest import LanguageModel
 from sinkprune.contract.plans import MAX_TOP_K
@@ -114,6 +115,15 @@ class PlanFacts:
         )
 
 
+class EvidenceGraphs(NamedTuple):
+    """How a method counts the tokens of each picture (`sinkprune.contract.plans.Evidence`)."""
+
+    graphs: tuple[Graph, ...]
+    """The graph that measures the evidence of tokens, for each test."""
+    aims: tuple[Share, ...]
+    """The share of a picture's tokens that each test is to keep, as the mean over pictures."""
+
+
 @dataclass(frozen=True)
 class PlanGraphs:
     """The graphs of a method at a budget."""
@@ -127,6 +137,14 @@ class PlanGraphs:
     """The graph before the LLM; None for methods that drop no tokens there."""
     select_after: dict[int, Graph] = field(default_factory=dict)
     """The graph after each decoder layer (0-based) where the method drops tokens."""
+    evidence: EvidenceGraphs | None = None
+    """How the tokens of each picture are counted, if counts vary by picture; `kept` are then upper bounds."""
+
+    @property
+    def graphs(self) -> tuple[Graph, ...]:
+        """Return all graphs."""
+        own = () if self.sanitizer is None else (self.sanitizer,)
+        return (*own, *self.select_after.values(), *(self.evidence.graphs if self.evidence else ()))
 
 
 Method = Callable[[PlanFacts, Budget], PlanGraphs]
