@@ -294,7 +294,7 @@ def _steps(point: Mapping[str, Any]) -> str:
 
 _METHODS = (
     "sinkpruner,sinkpruner-text,downsample,random,uniform,fastervlm,visionzip,visionzip+filter,divprune,dart,cdpruner,"
-    "mmtok,prunesid,vscan,fastv,pyramiddrop,sparsevlm,sinkpruner-no-sanitizer,sinkpruner-no-text-pruner,"
+    "mmtok,prunesid,vscan,occamtoken,fastv,pyramiddrop,sparsevlm,sinkpruner-no-sanitizer,sinkpruner-no-text-pruner,"
     "sinkpruner-no-diversity,sinkpruner-no-outlier-removal,sinkpruner-no-aggregation"
 )
 PARTS = {
@@ -318,6 +318,8 @@ PARTS = {
     "methods": Part(
         (
             f"sinkprune-export demo/pocket -o {{work}}/methods --force --methods {_METHODS}",
+            "python -m sinkprune.demo.write_scenes {work}/validation 60 validation",
+            "sinkprune-calibrate evidence {work}/methods --data {work}/validation/scenes.jsonl",
             "sinkprune-evaluate {work}/methods --json {json} --plot docs/accuracy.png",
         ),
         {"methods": methods_full, "methods-short": methods_short},
