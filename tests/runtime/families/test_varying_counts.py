@@ -21,7 +21,8 @@ from support.references.masking import assert_equals_masked, embedded, masked_fo
 from support.references.occamtoken import evidence_of_tokens, kept_by_evidence, passing
 from support.references.picture_prompts import PIECES
 from support.references.pruned_prompts import prompt_rows
-from support.references.steps import QUESTION, ask, deepstack_output, tower_output
+from support.references.reference import largest, text_attention
+from support.references.steps import QUESTION, ask, deepstack_output, tower_output, watched
 
 METHOD = "occamtoken"
 NEW_TOKENS = 4
@@ -135,17 +136,24 @@ def test_each_image_has_its_own_counts(name: str, bundles: Callable[[str], Pipel
     pipe, thresholds = with_thresholds(bundles(name), BUDGETS[name][0], (1.0, 0.97)), (1.0, 0.97)
     images = [photo, photo.rotate(90).crop((0, 0, 200, 150))]
     pieces = ["", "", QUESTION]
-    answer, _ = ask(pipe, images, BUDGETS[name][0], 1, pieces, METHOD)
+    steps = watched(pipe, images, pieces, method=METHOD, budget=BUDGETS[name][0], max_new_tokens=1)
+    answer, rows = steps.answer, steps.rows
     (cut,) = pipe.bundle.manifest.plans[METHOD][BUDGETS[name][0]].cuts
+    # The attention to each picture's rows, of which the first is its register.
+    query, key = (pipe.backend.numpy(steps.prefill.scored[part])[0] for part in ("query", "key"))
+    scores = text_attention(query, key, rows.visual.tolist(), rows.text.tolist())
     left = []
-    for image, kept in zip(images, answer.images, strict=True):
+    for number, (image, kept) in enumerate(zip(images, answer.images, strict=True)):
+        own = scores[rows.picture == number]
+        passed = passing(thresholds[1])(own)
+        assert kept.after_stage[cut].tolist() == sorted(largest(own, passed))
         _, index, _ = kept_of(pipe, image, thresholds[0])
         assert kept.index.tolist() == [index]
         assert kept.schedule.rows == len(index)
         left.append(len(kept.after_stage[cut]))
         assert kept.schedule.after == {cut: left[-1]}
     counts = [kept.index.size for kept in answer.images]
-    assert counts[0] != counts[1]
+    assert counts[0] != counts[1] and 1 < left[0] != left[1] > 1
     assert answer.tokens_per_layer[0] == sum(counts) and answer.tokens_per_layer[-1] == sum(left)
 
 
