@@ -294,7 +294,7 @@ def _steps(point: Mapping[str, Any]) -> str:
 
 _METHODS = (
     "sinkpruner,sinkpruner-text,downsample,random,uniform,fastervlm,visionzip,visionzip+filter,divprune,dart,cdpruner,"
-    "mmtok,prunesid,vscan,occamtoken,fastv,pyramiddrop,sparsevlm,sinkpruner-no-sanitizer,sinkpruner-no-text-pruner,"
+    "mmtok,prunesid,vispruner,holov,scope,vscan,occamtoken,fastv,pyramiddrop,sparsevlm,sinkpruner-no-sanitizer,sinkpruner-no-text-pruner,"
     "sinkpruner-no-diversity,sinkpruner-no-outlier-removal,sinkpruner-no-aggregation"
 )
 PARTS = {
