@@ -239,7 +239,7 @@ def holov(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
             similar = [0.0 if j == i else similarity[i, j] for j in own]
             mean = sum(similar) / (len(own) - 1)
             varied += sum((one - mean) ** 2 for one in similar) / (len(own) - 1) / len(own)
-        salient = float(np.mean(np.maximum(scaled[own], 0))) if own else 0.0
+        salient = float(np.mean(scaled[own])) if own else 0.0
         weights.append(salient * (1 + 0.09 * varied / (varied + 1e-6)))
     shares = np.array(weights) / max(sum(weights), 1e-30)
     counts = [math.floor(share * k + 2.0**-10) for share in shares]

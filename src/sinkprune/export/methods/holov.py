@@ -48,7 +48,7 @@ def holov(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k
     numbers = op.Constant(value_ints=[*range(PARTS)])
     part = _part_of_each(graph, features, tokens)
     member = op.Equal(op.Unsqueeze(part, [0]), op.Unsqueeze(numbers, [1]))
-    weight = _weights(graph, features, op.Relu(salience), part, op.Cast(member, to=_FLOAT))
+    weight = _weights(graph, features, salience, part, op.Cast(member, to=_FLOAT))
 
     share = op.Div(weight, op.Max(op.ReduceSum(weight, [-1], keepdims=1), 1e-30))
     wanted = op.Constant(value_ints=as_vector(count)) if isinstance(count, int) else count
@@ -85,7 +85,7 @@ def _part_of_each(graph: Graph, features: TowerValues, tokens: ir.Value) -> ir.V
 def _weights(graph: Graph, features: TowerValues, salience: ir.Value, part: ir.Value, member: ir.Value) -> ir.Value:
     """Return [G,P]: the mean salience of each part, times 1 plus `DIVERSITY` if similarities within it vary.
 
-    `salience` [G,N] is 0 or more, `part` [N] is the part of each token, and `member` [P,N] is 1 for its tokens.
+    `salience` [G,N] is scaled to 1, `part` [N] is the part of each token, and `member` [P,N] is 1 for its tokens.
     """
     op: Any = graph.op
     unit = unit_rows(op, op.Cast(features.tokens, to=_FLOAT))
