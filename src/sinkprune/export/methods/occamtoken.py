@@ -1,7 +1,7 @@
 """OccamToken: a token stays if its evidence exceeds a register's, before the LLM and, for the question, in it.
 
 Source: Li et al., "OccamToken: Efficient VLM Inference with Training-Free and Budget-Adaptive Token Pruning"
-(arXiv 2605.29657), of which we could read the abstract only. What it leaves open is ours: docs/methods.md.
+(arXiv 2605.29657), of which we could read the abstract only. What it leaves open is ours: docs/method-choices.md.
 
 The number of tokens varies by picture and question. `sinkprune-calibrate evidence` finds by how much evidence must
 exceed the register's so that the mean over pictures meets the budget's.

@@ -7,7 +7,7 @@ token that it is most similar to. After layer 16 (0-based, of 32) about a third 
 of the last row.
 
 The paper's local scan reads a shallow layer of the tower. Our towers output the final salience only, which both scans
-read. docs/methods.md lists the other differences.
+read. docs/method-choices.md lists the other differences.
 """
 
 from __future__ import annotations
