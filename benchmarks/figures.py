@@ -288,7 +288,8 @@ def _steps(point: Mapping[str, Any]) -> str:
 
 _METHODS = (
     "sinkpruner,sinkpruner-text,sinkpruner-heads,downsample,random,uniform,fastervlm,visionzip,visionzip+filter,divprune,"
-    "dart,cdpruner,mmtok,prunesid,vscan,fastv,pyramiddrop,sparsevlm,sinkpruner-no-sanitizer,sinkpruner-no-text-pruner,"
+    "dart,cdpruner,mmtok,prunesid,vispruner,holov,scope,vscan,occamtoken,fastv,pyramiddrop,sparsevlm,"
+    "sinkpruner-no-sanitizer,sinkpruner-no-text-pruner,"
     "sinkpruner-no-diversity,sinkpruner-no-outlier-removal,sinkpruner-no-aggregation"
 )
 PARTS = {
@@ -311,12 +312,13 @@ PARTS = {
     ),
     "methods": Part(
         (
-            "python -m sinkprune.demo.write_scenes {work}/calibration 40 validation",
+            "python -m sinkprune.demo.write_scenes {work}/validation 60 validation",
             "sinkprune-export demo/pocket -o {work}/pocket --force",
-            "sinkprune-calibrate attention {work}/pocket --data {work}/calibration/scenes.jsonl --budgets none "
+            "sinkprune-calibrate attention {work}/pocket --data {work}/validation/scenes.jsonl --budgets none "
             "--heads {work}/heads.json",
             "sinkprune-export demo/pocket -o {work}/methods --force --heads {work}/heads.json "
             f"--methods {_METHODS}",
+            "sinkprune-calibrate evidence {work}/methods --data {work}/validation/scenes.jsonl",
             "sinkprune-evaluate {work}/methods --json {json} --plot docs/accuracy.png",
         ),
         {"methods": methods_full, "methods-short": methods_short},

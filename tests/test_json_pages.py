@@ -15,6 +15,7 @@ from sinkprune.calibration.attention.report import AttentionReport, LayerFigures
 from sinkprune.calibration.confidence.report import ConfidenceReport, CurvePoint, FixedBudget
 from sinkprune.calibration.evaluation.intervals import Mean
 from sinkprune.calibration.evaluation.report import CombinationReport, EvaluationReport, KindReport
+from sinkprune.calibration.evidence.report import EvidenceReport, FoundThresholds
 from sinkprune.calibration.norms import NormReport
 from sinkprune.calibration.quantising.report import LayerError, LogitError, QuantisationReport
 from sinkprune.calibration.scheduling.report import Candidate, ScheduleReport
@@ -22,7 +23,7 @@ from sinkprune.contract.budgets import Budget, Share
 from sinkprune.contract.costs.model import Curve
 from sinkprune.contract.precision import WeightForms
 from sinkprune.contract.reports.rate_report import Latency, RateReport
-from sinkprune.contract.reports.report import PARTS, ProfileReport, Spread
+from sinkprune.contract.reports.report import PARTS, ProfileReport, Spread, TokenSpread
 from sinkprune.engines.gate.report import GateReport
 from sinkprune.jetson.commands.replay import ReplayReport
 from sinkprune.jetson.host.power_mode import ClockFrequency
@@ -41,6 +42,8 @@ OBJECTS: dict[str, type] = {
     "token class": TokenClass,
     "result": CombinationReport,
     "kind": KindReport,
+    "token spread": TokenSpread,
+    "found thresholds": FoundThresholds,
     "curve": Curve,
     "fixed budget": FixedBudget,
     "point": CurvePoint,
@@ -62,6 +65,7 @@ REPORTS: dict[str, tuple[type, ...]] = {
     "sinkprune-evaluate": (EvaluationReport,),
     "sinkprune-calibrate schedule": (ScheduleReport,),
     "sinkprune-calibrate confidence": (ConfidenceReport,),
+    "sinkprune-calibrate evidence": (EvidenceReport,),
     "sinkprune-calibrate quantize": (QuantisationReport,),
     "sinkprune-calibrate attention": (AttentionReport,),
     "sinkprune-calibrate norms": (NormReport,),
@@ -69,7 +73,7 @@ REPORTS: dict[str, tuple[type, ...]] = {
     "sinkprune-replay": (ReplayReport,),
 }
 """The dataclasses that commands write, by the heading of the section."""
-ADDED = {"sinkprune-calibrate schedule": {"sha256"}, "sinkprune-calibrate quantize": {"sha256"}}
+ADDED = {f"sinkprune-calibrate {verb}": {"sha256"} for verb in ("schedule", "quantize", "evidence")}
 """The keys that a command adds to its report."""
 QUESTION = ("--prompt", "What is this?", "--budget", "retain-64", "--max-new-tokens", "2")
 

@@ -57,6 +57,7 @@ NOT_RUN: dict[str, str] = {
     r"python demo/photo\.py": PARTS,
     r"mkdir others|python -m sinkprune\.demo\.write_scenes": MINUTES,
     r"openssl ": PARTS,
+    r"sinkprune-[a-z ]+ llava-varying ": "each needs the one before: see test_evidence_command.py",
     r"sinkprune-build .*--target tensorrt": GPU,
     r"sinkprune-profile ENGINES": GPU,
     r"sinkprune-check ": GPU,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from sinkprune.calibration.commands.calibrate import VERBS
 from sinkprune.demo.example_files import write_example_files
 from sinkprune.demo.write_scenes import write_scenes
 from support.programs.printed_commands import ALL, PAGES, most_images
@@ -68,7 +69,7 @@ def read_by(text: str) -> set[str]:
     command, *words = shlex.split(text)
     if command not in COMMANDS:
         return {*words[:2]} if command == "sinkprune-check" else set()
-    if command == "sinkprune-calibrate" and words[0] in ("norms", "attention", "quantize", "confidence", "schedule"):
+    if command == "sinkprune-calibrate" and words[0] in VERBS:
         del words[0]
     return {word for word in words[:1] if not word.startswith("--") and not word.isupper()}
 

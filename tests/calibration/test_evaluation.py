@@ -182,7 +182,7 @@ def test_chosen_combinations() -> None:
 
 
 def test_one_question_is_enough() -> None:
-    reply = Reply("1", "all", SINK, "yes", True, 30.0, 2.0, 1.0, 3.0, "grey", 1.0)
+    reply = Reply("1", "all", SINK, "yes", True, 30.0, 2.0, 1.0, 3.0, None, "grey", 1.0)
     found = summarise([reply], [reply], PictureBootstrap(["grey"]))
     assert (found.relative, found.relative_ci95) == (1.0, None)
     assert found.ci95 == pytest.approx((1 / (1 + 3.841459), 1.0), abs=1e-6)

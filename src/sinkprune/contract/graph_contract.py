@@ -89,13 +89,22 @@ def _interfaces(manifest: Manifest) -> Iterator[_Interface]:
     for plan in (plan for budgets in manifest.plans.values() for plan in budgets.values()):
         if plan.sanitizer:
             kept = plan.counts.kept if plan.counts else None
+            # For sanitizers whose counts vary by picture: the length is the number of tokens to keep.
+            quota = index("quota") if plan.evidence else []
             index_of_kept = TensorSpec("kept_index", "int64", (None, kept))
             chosen = [floats("kept_tokens", None, kept, width), index_of_kept]
             chosen += [floats("kept_deepstack", None, kept, deepstack_width)] if deepstack_width else []
             # For sanitizers that read the question: all tokens, and its words, as the decoder receives them.
             read = [floats("embeddings", None, tokens, lm.hidden_size), floats("question", None, lm.hidden_size)]
-            yield plan.sanitizer, [*features, *read], chosen
+            yield plan.sanitizer, [*features, *read, *quota], chosen
         selected = [*rows(), query, key, *index("visual_index", "text_index", "visual_group", "quota"), norms]
         left = [*rows("_out"), *index("visual_index_out", "text_index_out", "keep_index")]
+        if plan.evidence:
+            before, *after = plan.evidence.graphs
+            yield before, features[1:3], [TensorSpec("evidence", "float32", (1, None))]
+            evidence = TensorSpec("evidence", "float32", (None,))
+            for graph in after:
+                yield graph, [*selected, *index("register")], [evidence]
+            selected.append(evidence)
         for graph in plan.select_after.values():
             yield graph, selected, left

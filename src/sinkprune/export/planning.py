@@ -11,7 +11,7 @@ from sinkprune.contract.budgets import UNPRUNED, Budget
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.families import FAMILIES, parse_budget
 from sinkprune.contract.manifest import GraphSpec
-from sinkprune.contract.plans import Plan
+from sinkprune.contract.plans import Evidence, Plan
 from sinkprune.export.methods import load_method
 from sinkprune.export.pruning.equal_mean import UnreachableMean
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
@@ -93,11 +93,14 @@ def save_plan(
     """
     folder = f"{method}/{name}"
     graphs = {
-        f"{folder}/{graph.name}": graph.save(root, f"graphs/{folder}/{graph.name}.onnx")
-        for graph in filter(None, [built.sanitizer, *built.select_after.values()])
+        f"{folder}/{graph.name}": graph.save(root, f"graphs/{folder}/{graph.name}.onnx") for graph in built.graphs
     }
     sanitizer = f"{folder}/{built.sanitizer.name}" if built.sanitizer else None
     selects = {str(layer): f"{folder}/{graph.name}" for layer, graph in built.select_after.items()}
-    counts = built.kept.resolve(facts.tokens) if isinstance(facts.tokens, int) else None
-    heads = {str(layer): chosen for layer, chosen in built.heads.items()}
-    return Plan(sanitizer, selects, built.kept.positions, counts, None if counts else built.kept, heads), graphs
+    evidence, varies = None, built.evidence
+    if varies is not None:
+        evidence = Evidence(tuple(f"{folder}/{graph.name}" for graph in varies.graphs), varies.aims, None)
+    counts = built.kept.resolve(facts.tokens) if isinstance(facts.tokens, int) and varies is None else None
+    shares = None if counts else built.kept
+    heads = {str(layer): chosen for layer, chosen in built.heads.items()} or None
+    return Plan(sanitizer, selects, built.kept.positions, counts, shares, heads, evidence), graphs

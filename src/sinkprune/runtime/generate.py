@@ -225,12 +225,14 @@ def _run(
         encoded = [*prefix.encoded]
         stored[: len(prefix.saved)] = prefix.stored(rows_shared)
     observer.encoded(encoded)
+    schedule = schedule.with_rows([one.kept_index.size for one in encoded])
     shown, pruned = list(zip(seen.layouts, encoded, strict=True)), schedule.plan is not None
     rows = lay_out(backend, embedding, family.between_rows, texts, shown, pruned=pruned)
     observer.laid_out(rows)
     norms, lead = encoded[0].device_norms if encoded else None, len(lead_key.text) if new_lead else 0
     prefilled = prefill(chain, schedule, rows, clock, norms, stored, lead)
     logits: Array = backend.numpy(prefilled.logits)[0]
+    choice = choice._replace(schedule=prefilled.schedule or schedule)
     reused = stored[0].rows if stored else 0
     return _Run(choice, key, lead_key, encoded, rows, prefilled, logits, reused, shared is not None, new_lead)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypedDict, get_type_hints
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinkprune.contract.checks.fields import Bounds, SchemaError, from_json, to_json
+from sinkprune.contract.checks.fields import OPTIONAL, Bounds, SchemaError, from_json, to_json
 from sinkprune.contract.engines_manifest import EnginesManifest
 from sinkprune.contract.manifest import LanguageModel, Manifest
 from sinkprune.contract.plans import Plan
@@ -123,6 +123,25 @@ def test_the_message_says_where_what_was_found_and_what_was_expected(change: dic
 def test_a_missing_field_is_refused_by_name(field: str) -> None:
     with pytest.raises(SchemaError, match=rf"^\$: missing field '{field}'$"):
         from_json(Tree, {name: value for name, value in JSON.items() if name != field})
+
+
+@dataclass(frozen=True)
+class Grown:
+    """An object that got a field later."""
+
+    name: str
+    added: Leaf | None = field(default=None, metadata=OPTIONAL)
+
+
+def test_an_object_may_lack_an_optional_field_and_does_without_a_value() -> None:
+    assert from_json(Grown, {"name": "a"}) == from_json(Grown, {"name": "a", "added": None}) == Grown("a")
+    assert to_json(Grown("a")) == {"name": "a"}
+    whole = Grown("a", Leaf(1, 2.0))
+    assert from_json(Grown, to_json(whole)) == whole
+    with pytest.raises(SchemaError, match=r"^\$: missing field 'name'$"):
+        from_json(Grown, {"added": None})
+    with pytest.raises(SchemaError, match=r"^\$\.added: missing field 'scale'$"):
+        from_json(Grown, {"name": "a", "added": {"size": 1}})
 
 
 @given(data=VALUES, kind=st.sampled_from((Tree, Manifest, LanguageModel, Plan, EnginesManifest)))

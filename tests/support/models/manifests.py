@@ -24,6 +24,14 @@ def write_data(root: Path, data: Any) -> None:
     (root / MANIFEST).write_text(json.dumps(data), encoding="utf-8")
 
 
+def set_thresholds(root: Path, *thresholds: float) -> None:
+    """Give these thresholds to every plan of the bundle whose counts vary by picture."""
+    data = manifest_data(root)
+    for plan in (plan for plans in data["plans"].values() for plan in plans.values() if "evidence" in plan):
+        plan["evidence"]["thresholds"] = [*thresholds]
+    write_data(root, data)
+
+
 def refusal(root: Path) -> str:
     """The message a bundle is refused with, which names the bundle."""
     with pytest.raises(BundleError) as caught:

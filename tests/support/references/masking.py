@@ -50,15 +50,16 @@ def masked_forward(
     model: Any,
     sequence: Sequence,
     budget: str,
-    stages: Mapping[int, int | list[int]],
+    stages: Mapping[int, int | list[int] | Callable[[Array], int]],
     later: Array | None = None,
     asking: Asking = lambda hidden, visual, text: text,
     heads: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
 ) -> Masked:
     """Every row through every layer; after a pruning layer the rows dropped there are masked as keys.
 
-    `stages` are the visual rows to keep by pruning layer, of each image where there are several; the reference
-    chooses them from this model's own queries and keys. `later` are rows behind the prefill, which no stage touches.
+    `stages` are the visual rows to keep by pruning layer, of each image where there are several, or a function that
+    counts them from the scores of an image's rows; the reference chooses them from this model's own queries and
+    keys. `later` are rows behind the prefill, which no stage touches.
     `asking` names the rows that score, from the hidden states [S,d] behind the layer and the visual and text rows;
     all are places among the survivors. `heads` are those that score at a pruning layer; all, if it is not there.
     """
@@ -93,9 +94,11 @@ def masked_forward(
             )
             quota, kept = stages[number], set(range(len(alive)))
             images = [sequence.visual] if sequence.images is None else sequence.images
-            for image, most in zip(images, [quota] if isinstance(quota, int) else quota, strict=True):
+            quotas = quota if isinstance(quota, list) else [quota] * len(images)
+            for image, most in zip(images, quotas, strict=True):
                 own = [place for place, row in enumerate(visual) if alive[row] in image]
                 rows_of_image = [visual[place] for place in own]
+                most = most(scores[own]) if callable(most) else most
                 kept &= set(keep_rows(scores[own], len(alive), rows_of_image, most))
             result.survivors[number] = [alive[place] for place in sorted(kept)]
             visible[:prefilled] = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -191,6 +192,65 @@ def vscan(
     return np.array(rows).astype(tokens.dtype), kept
 
 
+def scope(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
+    """One token after the other: that of largest salience times what it adds to the cosines that others have with
+    the kept ones. Products within 2**-16 of the first round's largest are equal."""
+    similarity = np.maximum(cosines(tokens), 0)
+    scaled = salience.astype(np.float64) / (np.abs(salience).max() or 1.0)
+    index: list[int] = []
+    tolerance = 0.0
+    while len(index) < k:
+        covered = similarity[index].max(axis=0, initial=0.0)
+        products = [scaled[i] * sum(np.maximum(similarity[i] - covered, 0)) for i in range(len(tokens))]
+        tolerance = tolerance or 2.0**-16 * max(map(abs, products))
+        free = [i for i in range(len(tokens)) if i not in index]
+        best = max(products[i] for i in free)
+        index.append(next(i for i in free if products[i] >= best - tolerance))
+    index = sorted(index)
+    return tokens[index], index
+
+
+def vispruner(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
+    """Half by salience. Of the rest, in order of salience, every second token is compared with the others, and the
+    most similar are dropped, eight at a time, until as many are left as are wanted. Cosines above 1 - 2**-18 tie."""
+    similarity = np.minimum(cosines(tokens), 1 - 2.0**-18)
+    order = largest(salience, len(salience))
+    kept, rest, wanted = order[: k // 2], order[k // 2 :], k - k // 2
+    while len(rest) > wanted:
+        first, second = rest[::2], rest[1::2]
+        nearest = {i: max((similarity[i, j] for j in second), default=-np.inf) for i in first}
+        dropped = sorted(first, key=lambda i: -nearest[i])[: min(8, len(rest) - wanted)]
+        rest = [i for i in rest if i not in dropped]
+    index = sorted(kept + rest)
+    return tokens[index], index
+
+
+def holov(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
+    """Sixteen parts in raster order. Each keeps its share of the tokens by weight, rounded down, of its most salient;
+    what is left goes to the parts of largest weight, and then to the most salient tokens that are not kept."""
+    n = len(tokens)
+    scaled = salience.astype(np.float64) / (np.abs(salience).max() or 1.0)
+    bounds = np.cumsum([0] + [n // 16 + (part < n % 16) for part in range(16)])
+    parts = [list(range(start, end)) for start, end in pairwise(bounds.tolist())]
+    similarity, weights = cosines(tokens), []
+    for own in parts:
+        varied = 0.0
+        for i in own if len(own) > 1 else []:
+            similar = [0.0 if j == i else similarity[i, j] for j in own]
+            mean = sum(similar) / (len(own) - 1)
+            varied += sum((one - mean) ** 2 for one in similar) / (len(own) - 1) / len(own)
+        salient = float(np.mean(scaled[own])) if own else 0.0
+        weights.append(salient * (1 + 0.09 * varied / (varied + 1e-6)))
+    shares = np.array(weights) / max(sum(weights), 1e-30)
+    counts = [math.floor(share * k + 2.0**-10) for share in shares]
+    for part in largest(np.round(shares * 4096), max(0, k - sum(counts))):
+        counts[part] += 1
+    index = [own[i] for own, count in zip(parts, counts, strict=True) for i in largest(scaled[own], count)]
+    rest = [i for i in range(n) if i not in index]
+    index = sorted(index + [rest[i] for i in largest(scaled[rest], k - len(index))])
+    return tokens[index], index
+
+
 def no_text_pruner(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
     """The sanitizer with k - 1 tokens behind the sink, half of them diverse."""
     diverse = (k - 1) // 2
@@ -223,6 +283,9 @@ BEFORE_LLM = {
     "visionzip+filter": visionzip_filter,
     "sinkpruner-no-text-pruner": no_text_pruner,
     "prunesid": prunesid,
+    "scope": scope,
+    "vispruner": vispruner,
+    "holov": holov,
 }
 """Methods that drop tokens before the LLM only; `random` is no rule."""
 ON_A_GRID = {**BEFORE_LLM, "downsample": downsample, "downsample-ttft": downsample}
@@ -267,5 +330,7 @@ IN_LLM = {
 """Methods that drop tokens inside the LLM only."""
 TWO_STAGES = {"vscan": InLlm((16,), _last_row)}
 """Methods that drop tokens before the LLM too."""
+VARYING = ("occamtoken",)
+"""Methods whose counts vary by picture: `support.references.occamtoken` has their rules."""
 CANNOT_REACH_ALL = {**{method: own.cuts for method, own in IN_LLM.items()}, "sinkpruner-no-sanitizer": (2, 6, 15)}
 """The layers of 32 after which methods drop tokens that run their first layers on all tokens."""

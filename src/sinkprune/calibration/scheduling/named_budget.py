@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from pathlib import Path
 
+from sinkprune.calibration.changed_bundle import changed_folder, check_changeable
 from sinkprune.calibration.scheduling.trials import plan_facts
 from sinkprune.contract.budgets import AUTO, UNPRUNED, Budget
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.format_value import format_value
-from sinkprune.contract.errors import BudgetError, BundleError
+from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.families import FAMILIES
-from sinkprune.contract.files.folders import check_replaceable, replacing
 from sinkprune.contract.files.manifest_file import FileSpec, sha256
 from sinkprune.contract.files.signature import Sign
-from sinkprune.contract.files.trust import Trust
 from sinkprune.contract.manifest import BUNDLE, Manifest
 from sinkprune.export.methods.sinkpruner import build_after
 from sinkprune.export.planning import save_plan
 
 METHOD = "sinkpruner"
 _NAME = re.compile("[a-z0-9][a-z0-9._-]{0,63}")
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
-_NEEDED_BYTES = 8 << 20
 
 
 def check_name(manifest: Manifest, name: str) -> None:
@@ -57,18 +51,7 @@ def check_addable(bundle: Bundle, name: str, *, force: bool, signed: bool) -> No
         raise BudgetError(
             f"the bundle holds a budget '{name}' already. Add --force to replace it, or choose another --name."
         )
-    check_replaceable(bundle.path, BUNDLE, force=True)
-    folder = bundle.path.absolute().parent
-    if not os.access(folder, os.W_OK) or not os.access(bundle.path, os.W_OK):
-        raise BundleError(
-            f"'{bundle.path}' cannot be written: no permission, or a read-only file system, at '{folder}'. Copy the "
-            "bundle to a place of your own, or add --dry-run to get the report only."
-        )
-    if not signed and (bundle.path / BUNDLE.signature).exists():
-        raise BundleError(
-            f"'{bundle.path}' is signed, and its signature will not fit a bundle with another budget. Give the key "
-            f"with --sign KEY, or remove '{BUNDLE.signature}' first."
-        )
+    check_changeable(bundle, signed=signed)
 
 
 def add_budget(
@@ -81,14 +64,12 @@ def add_budget(
     `BundleError` if the bundle changed since it was read or its disk has no hard links.
     """
     check_addable(bundle, name, force=force, signed=sign is not None)
-    manifest, root = bundle.manifest, bundle.path
+    manifest = bundle.manifest
     former = manifest.plans.get(METHOD, {}).get(name)
     dropped = {graph: manifest.graphs[graph].file for graph in (former.graphs if former else ())}
     files = {file: spec for file, spec in manifest.files.items() if file not in dropped.values()}
     graphs = {graph: spec for graph, spec in manifest.graphs.items() if graph not in dropped}
-    with replacing(root, BUNDLE, _NEEDED_BYTES, "remove a budget", force=True) as new:
-        for file in files:
-            _link(root / file, new / file)
+    with changed_folder(bundle, [*files]) as new:
         facts = plan_facts(manifest)
         plan, own = save_plan(new, facts, METHOD, name, build_after(facts, budget, cuts))
         for spec in own.values():
@@ -103,20 +84,4 @@ def add_budget(
         )
         BUNDLE.write(new, added, sign)
         BUNDLE.hold(new, added.files)
-        # Fail if another process changed the bundle meanwhile.
-        BUNDLE.read(root, Manifest, Trust(bundle.sha256))
     return added
-
-
-def _link(source: Path, target: Path) -> None:
-    """Create a hard link, without reading or writing the file's bytes."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        raise BundleError(
-            f"'{source}' cannot be linked: {error.strerror}. Its disk must support hard links; copy the bundle to "
-            "one that does."
-        ) from error

@@ -1,8 +1,9 @@
 """Check the kinds of values in JSON files, on command lines and in arguments, with one wording for errors.
 
 A kind is a type: `int`, `float`, `bool`, `str`, `Any`; `list`, `tuple`, `dict` or `Literal` of others; `X | None`.
-`Annotated[int, Bounds(1, 64)]` is a whole number from 1 to 64. A dataclass is an object with exactly its fields; one
-that was `ADDED_LATER` may be missing. A TypedDict is an object with its required fields; other fields are ignored.
+`Annotated[int, Bounds(1, 64)]` is a whole number from 1 to 64. A dataclass is an object with exactly its fields, of
+which it may lack those with the metadata `OPTIONAL`. A TypedDict is an object with its required fields; other fields
+are ignored.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import sys
 import types
 import typing
+from collections.abc import Iterable
 from typing import Annotated, Any, TypeVar
 
 from sinkprune.contract.checks.format_value import format_value
@@ -41,8 +43,8 @@ Count = Annotated[int, Bounds(0, 1 << 30)]
 Few = Annotated[int, Bounds(1, 1 << 14)]
 """A number of layers, heads, blocks or images."""
 
-ADDED_LATER = "added later"
-"""A key of the metadata of a dataclass's field: earlier files lack the field, which then has its default."""
+OPTIONAL = {"optional": True}
+"""The metadata of a dataclass field that objects may lack. Its default is None, which is not written."""
 
 _WORDS: dict[Any, str] = {
     int: "a whole number",
@@ -62,7 +64,12 @@ class SchemaError(ValueError):
 def to_json(value: Any) -> Any:
     """Return `value` in the types of `json.dumps`: dataclasses become objects, tuples become arrays."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        fields = {field: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {
+            field.name: to_json(item)
+            for field, item in fields.items()
+            if item is not None or not field.metadata.get("optional")
+        }
     if isinstance(value, dict):
         return {key: to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -154,12 +161,12 @@ def _read_object(kind: Any, data: dict[str, Any], where: str) -> Any:
     return kind(**{name: _read(hints[name], data[name], f"{where}.{name}") for name in hints if name in data})
 
 
-@functools.cache
-def _required(kind: Any) -> list[str]:
-    """Return the names of the fields that an object must have."""
-    if not dataclasses.is_dataclass(kind):
-        return [name for name in _hints(kind) if name in kind.__required_keys__]
-    return [field.name for field in dataclasses.fields(kind) if ADDED_LATER not in field.metadata]
+def _required(kind: Any) -> Iterable[str]:
+    """Return the names of the fields that every object of a dataclass or TypedDict has."""
+    if dataclasses.is_dataclass(kind):
+        return (field.name for field in dataclasses.fields(kind) if not field.metadata.get("optional"))
+    required: Iterable[str] = kind.__required_keys__
+    return required
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """CDPruner: keeps tokens that are relevant to the question and unlike each other, by a determinantal point process.
 
 Source: Zhang et al., "Beyond Attention or Similarity: Maximizing Conditional Diversity for Token Pruning in MLLMs"
-(NeurIPS 2025), and its published code for LLaVA. docs/methods.md has the differences.
+(NeurIPS 2025), and its published code for LLaVA. docs/method-choices.md has the differences.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """MMTok: keeps tokens that cover the words of the question and all visual tokens.
 
 Source: Dong et al., "MMTok: Multimodal Coverage Maximization for Efficient Inference of VLMs" (ICLR 2026), and its
-published code. docs/methods.md has the differences.
+published code. docs/method-choices.md has the differences.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """SinkPruner: the visual sanitizer before the LLM and the text-guided pruner at three decoder layers.
 
-method.md sections 1 and 2 have the rules. Each step below names its rule.
+method.md sections 1 and 2 have the rules. Each step below names its rule. The stages of `sinkpruner-heads` read a few
+chosen heads of their layer, in the place of the mean over all heads. ProViP scores stages with such "visual heads".
+Its text was not read, so the rule is ours (docs/methods.md).
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ from types import MappingProxyType
 import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget, prune_layers
+from sinkprune.contract.errors import BudgetError
 from sinkprune.export.graph import Graph
+from sinkprune.export.pruning.chosen_heads import HOW_TO_CHOOSE, NAME
 from sinkprune.export.pruning.functions import diversity_select, top_rho
-from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+from sinkprune.export.pruning.plan import Method, PlanFacts, PlanGraphs
 from sinkprune.export.pruning.sanitizer import (
     TowerValues,
     ascending,
@@ -54,7 +58,15 @@ def build_after(
     return PlanGraphs(budget, sanitizer, build_selects(facts, budget, cuts, every_text_row, heads), heads)
 
 
-METHODS = {"sinkpruner": build}
+def build_with_heads(facts: PlanFacts, budget: Budget) -> PlanGraphs:
+    """Return SinkPruner's plan of `budget` with the chosen heads; raises `BudgetError` if none were chosen."""
+    if not facts.heads:
+        raise BudgetError(f"method '{NAME}' needs attention heads that are chosen on your pictures. {HOW_TO_CHOOSE}")
+    cuts = prune_layers(facts.language_model.num_layers) if budget.stages else ()
+    return build_after(facts, budget, cuts, heads={layer: facts.heads[layer] for layer in cuts})
+
+
+METHODS: dict[str, Method] = {"sinkpruner": build, NAME: build_with_heads}
 
 
 def _sanitizer(facts: PlanFacts, budget: Budget, score: Score) -> Graph:

@@ -7,13 +7,12 @@ token that it is most similar to. After layer 16 (0-based, of 32) about a third 
 of the last row.
 
 The paper's local scan reads a shallow layer of the tower. Our towers output the final salience only, which both scans
-read. docs/methods.md lists the other differences.
+read. docs/method-choices.md lists the other differences.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from fractions import Fraction
 from math import isqrt
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget, Counts, scaled_layers
 from sinkprune.export.graph import Graph
-from sinkprune.export.pruning.equal_mean import budget_mean, round_half_up, shares_of
+from sinkprune.export.pruning.equal_mean import shares_of, third_after
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 from sinkprune.export.pruning.sanitizer import (
     TowerValues,
@@ -46,24 +45,13 @@ _FLOAT = ir.DataType.FLOAT
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     """Return the plan of both stages, which meet the budget's mean together."""
     cuts = scaled_layers((16,), facts.language_model.num_layers)
-    before, after = _schedule(facts, budget, cuts[0])
+    before, after = third_after(facts, budget, cuts[0])
     options = replace(budget, sanitizer=True, remove_outliers=False)
     kept = shares_of(facts, options, Counts(0, 0, before - before // 2, before // 2, stages=(after,)))
     return PlanGraphs(kept, _sanitizer(facts, kept), build_selects(facts, kept, cuts, last_row))
 
 
 METHODS = {"vscan": build}
-
-
-def _schedule(facts: PlanFacts, budget: Budget, cut: int) -> tuple[int, int]:
-    """Return the nominal tokens of a group up to the layer `cut`, and those after it: about a third.
-
-    The paper's ratio gives the first count. The second makes up for its rounding.
-    """
-    layers, until = facts.language_model.num_layers, cut + 1
-    total = budget_mean(facts, budget) * layers
-    before = min(facts.nominal_tokens, max(1, round_half_up(total / (until + Fraction(layers - until, 3)))))
-    return before, min(before, max(1, round_half_up((total - before * until) / (layers - until))))
 
 
 def _sanitizer(facts: PlanFacts, kept: Budget) -> Graph:

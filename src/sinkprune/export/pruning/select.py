@@ -115,24 +115,26 @@ def build_select(
     model: LanguageModel,
     choice: SelectionRule,
     budget: Budget,
-    queries: ChooseQueries,
+    queries: ChooseQueries | None,
     heads: Sequence[int] | None = None,
 ) -> None:
     """Write a select that keeps, in order, the visual rows of `choice` and every other row.
 
-    `heads` are the attention heads that count; None for all.
+    Scores are the attention of the querying rows, mean over `heads`; None for all. Without `queries` they are the
+    input `evidence` [V], which another graph measures (`sinkprune.export.pruning.evidence`).
     """
     op, h = graph.op, model.head_dim
     table: list[Dim] = [1, "S", h // 2]
     hidden = graph.input("hidden", [1, "S", model.hidden_size])
     cos, sin = graph.input("cos", table), graph.input("sin", table)
-    query = graph.input("query", [1, model.num_heads, "S", h])
-    key = graph.input("key", [1, model.num_kv_heads, "S", h])
-    visual = graph.input("visual_index", ["V"], _INT64)
-    text = graph.input("text_index", ["L"], _INT64)
-
-    stage = Stage(hidden, query, key, visual, text, op.Shape(query, start=2, end=3))
-    scores = received_attention(graph, model, stage, budget, queries, heads)
+    if queries is None:
+        scores = graph.input("evidence", ["V"], _FLOAT)
+        visual, text = _places(graph)
+    else:
+        query, key = _heads(graph, model)
+        visual, text = _places(graph)
+        stage = Stage(hidden, query, key, visual, text, op.Shape(query, start=2, end=3))
+        scores = received_attention(graph, model, stage, budget, queries, heads)
     alive, left = choice(graph, scores)
 
     rows = op.Shape(hidden, start=1, end=2)
@@ -154,6 +156,24 @@ def build_select(
     graph.output("visual_index_out", visual_out, ["V2"], _INT64)
     graph.output("text_index_out", op.Gather(place, text, axis=0), ["L"], _INT64)
     graph.output("keep_index", keep, ["S2"], _INT64)
+
+
+def declare_stage(graph: Graph, model: LanguageModel) -> Stage:
+    """Declare the inputs of a graph that scores visual rows and keeps none, and return them."""
+    hidden = graph.input("hidden", [1, "S", model.hidden_size])
+    query, key = _heads(graph, model)
+    # The shape of `hidden`, because TensorRT drops unused inputs.
+    return Stage(hidden, query, key, *_places(graph), graph.op.Shape(hidden, start=1, end=2))
+
+
+def _heads(graph: Graph, model: LanguageModel) -> tuple[ir.Value, ir.Value]:
+    query = graph.input("query", [1, model.num_heads, "S", model.head_dim])
+    return query, graph.input("key", [1, model.num_kv_heads, "S", model.head_dim])
+
+
+def _places(graph: Graph) -> tuple[ir.Value, ir.Value]:
+    visual = graph.input("visual_index", ["V"], _INT64)
+    return visual, graph.input("text_index", ["L"], _INT64)
 
 
 def received_attention(

@@ -9,7 +9,7 @@ import numpy as np
 
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.layout import VisualLayout
-from sinkprune.contract.plans import Plan
+from sinkprune.contract.plans import Plan, exceeding
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import Schedule
 from sinkprune.runtime.backends import Cache, Tensor
@@ -49,6 +49,8 @@ class Prefill:
     """The outputs of all rows that the first select read; empty without a select."""
     lead: dict[int, dict[str, Array]] = field(default_factory=dict)
     """By segment with a select: its `SCORED` outputs of the prompt's first rows, on the host."""
+    schedule: Schedule | None = None
+    """What was kept, also where counts vary by picture; None before the end."""
 
 
 def prefill(
@@ -109,18 +111,40 @@ def prefill(
                     result.lead[segment] = {name: array[..., :lead, :].copy() for name, array in whole.items()}
                 with clock.measure("select"):
                     scored = {"query": outputs["query"], "key": outputs["key"], **norms_input}
-                    if chain.several_images:
+                    given = {**state, "hidden": outputs["hidden_out"], **scored}
+                    if plan.evidence is not None:
+                        scored["evidence"], kept_rows = _tested(chain, plan, rows, given, kept_rows)
+                        schedule = schedule.with_left(last, kept_rows)
+                    if chain.several_images or plan.evidence is not None:
                         quota = np.repeat(np.arange(len(kept_rows)), kept_rows)
                         scored |= {"visual_group": backend.tensor(picture), "quota": backend.tensor(quota)}
                         picture = quota
-                    selected = select({**state, "hidden": outputs["hidden_out"], **scored})
+                    selected = select({**given, **scored})
                 state = {name: selected[f"{name}_out"] for name in state}
                 result.keep_index[last] = selected["keep_index"]
                 given, start = {name: state[name] for name in ("hidden", "cos", "sin")}, 0
             elif outputs:
                 given = {"hidden": outputs["hidden_out"], "cos": given["cos"], "sin": given["sin"]}
         result.logits = chain.head({"hidden": given["hidden"]})["logits"]
+    result.schedule = schedule
     return result
+
+
+def _tested(
+    chain: Chain, plan: Plan, rows: PromptRows, given: Mapping[str, Tensor], most: Sequence[int]
+) -> tuple[Tensor, list[int]]:
+    """Return the evidence of the visual rows, and how many of each picture's pass the test of the plan's stage.
+
+    `given` are the inputs of its select. At most `most` rows of each picture pass.
+    """
+    graph, threshold = plan.evidence.test(1) if plan.evidence is not None else ("", 0.0)
+    # The sanitizer's first row of a picture is the mean of its outliers: its register.
+    registers = np.flatnonzero(rows.source == 0)[rows.picture]
+    measured = chain.plan_engine(graph)({**given, "register": chain.backend.tensor(registers)})["evidence"]
+    evidence = chain.backend.numpy(measured)
+    return measured, [
+        exceeding(evidence[rows.picture == picture], threshold, count) for picture, count in enumerate(most)
+    ]
 
 
 def prefix_of(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from sinkprune.contract.budgets import AUTO
 from sinkprune.contract.engines_manifest import Limits
-from sinkprune.contract.errors import UsageError
+from sinkprune.contract.errors import BudgetError, UsageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.plans import Plan
 from sinkprune.runtime.families import Family
@@ -32,9 +32,19 @@ class LoadedModel(NamedTuple):
     def for_request(self, request: Request, plan: Plan | None) -> LoadedModel:
         """Return the model that sees the pictures of `request` in the size of its `plan`.
 
-        Raises `UsageError` where the budget is chosen after the tower has run, and the tower needs it.
+        Raises `UsageError` where the budget is chosen after the tower has run, and the tower needs it; and where it
+        is chosen by the number of tokens, which varies by picture. Raises `BudgetError` for a plan that was not
+        calibrated.
         """
         chosen_later = request.budget == AUTO or request.deadline_ms is not None
+        if chosen_later:
+            self.check_counts_known(request.method)
+        if plan is not None and plan.evidence is not None and plan.evidence.thresholds is None:
+            raise BudgetError(
+                f"method '{request.method}' keeps another number of tokens of each picture, and what meets the mean "
+                f"of budget '{request.budget}' is not known yet. Find it on pictures like yours: sinkprune-calibrate "
+                f"evidence BUNDLE --method {request.method} --data FILE.jsonl"
+            )
         if chosen_later and any(each.picture_share for each in self.manifest.plans[request.method].values()):
             raise UsageError(
                 f"method '{request.method}' makes pictures smaller before the vision tower runs, and budget '{AUTO}' "
@@ -42,6 +52,14 @@ class LoadedModel(NamedTuple):
             )
         share = plan.picture_share if plan is not None else None
         return self if share is None else self._replace(family=self.family.smaller(share))
+
+    def check_counts_known(self, method: str) -> None:
+        """Raise `UsageError` for a method whose counts vary by picture: costs are predicted by counts."""
+        if any(each.evidence for each in self.manifest.plans[method].values()):
+            raise UsageError(
+                f"method '{method}' keeps another number of tokens of each picture, and deadlines, costs, budget "
+                f"'{AUTO}' and watches need the number before. Give one budget and no deadline, or another method."
+            )
 
     def question_ids(self, plan: Plan | None, request: Request, prompt: Prompt) -> list[int]:
         """Return the token ids of what the sanitizer of `plan` reads: the words of the user's last turn, if any.

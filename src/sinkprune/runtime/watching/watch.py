@@ -141,6 +141,7 @@ class Watch:
                 f"a watch needs a budget that prunes inside the decoder, and '{request.budget}' of method "
                 f"'{request.method}' does not. Choose another, as in budget='retain-64'."
             )
+        model.check_counts_known(request.method)
         if request.deadline_ms is not None:
             raise UsageError("a watch takes no deadline. A smaller capacity or budget makes each frame faster.")
         if not backend.any_length:

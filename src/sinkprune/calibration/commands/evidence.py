@@ -1,0 +1,185 @@
+"""`sinkprune-calibrate evidence`: finds the thresholds of methods whose counts vary by picture."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+from sinkprune.calibration.changed_bundle import changed_folder, check_changeable
+from sinkprune.calibration.commands.measuring import LIMIT, check_unpruned_memory, progress_bar
+from sinkprune.calibration.evaluation.report import Combination
+from sinkprune.calibration.evaluation.sample_size import mean_warnings
+from sinkprune.calibration.evidence.measuring import EvidenceRecorder, find_thresholds
+from sinkprune.calibration.evidence.report import EvidenceReport
+from sinkprune.calibration.pictures import seen_shares
+from sinkprune.calibration.tasks import check_own_questions, load_task
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.bundle import Bundle, read_bundle
+from sinkprune.contract.checks.fields import to_json
+from sinkprune.contract.checks.format_value import counted
+from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command_parser import CommandParser
+from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
+from sinkprune.contract.command_line.progress_lines import status
+from sinkprune.contract.errors import BudgetError
+from sinkprune.contract.files.output_files import check_apart, check_outputs
+from sinkprune.contract.files.signature import Sign, read_private_key
+from sinkprune.contract.files.trust import add_sign_option, add_trust_options
+from sinkprune.contract.manifest import BUNDLE, Manifest
+from sinkprune.runtime.backends import THREADS
+from sinkprune.runtime.backends.known import COMPUTES, KNOWN
+from sinkprune.runtime.commands import BundleOptions, load_pipeline, name_list, plain_text
+from sinkprune.runtime.commands.picture_notes import note_first_picture
+from sinkprune.runtime.commands.table_console import TableConsole, make_table
+from sinkprune.runtime.media.fits import add_fit_option
+from sinkprune.runtime.profiling.profile import model_name
+from sinkprune.runtime.steps.picture_warnings import unseen_warnings
+
+_EXAMPLES = """\
+examples:
+  sinkprune-calibrate evidence llava-7b --data kitchen.jsonl
+  sinkprune-calibrate evidence llava-7b --data kitchen.jsonl --budgets retain-64 --dry-run --json found.json
+
+The command writes the thresholds into the bundle, whose sum changes: build engines afterwards, and sign a signed
+bundle again with --sign.
+"""
+_BACKENDS = tuple(name for name, spec in KNOWN.items() if spec.runs_new_budgets)
+
+
+@dataclass(kw_only=True)
+class _Options(BundleOptions):
+    data: Path
+    method: str | None
+    budgets: list[str] | None
+    limit: int | None
+    json: Path | None
+    dry_run: bool
+    sign: Path | None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `sinkprune-calibrate evidence` with `arguments`, or the process's own if None; returns the exit code."""
+    return run_command(_calibrate, arguments)
+
+
+def _calibrate(arguments: Sequence[str] | None) -> None:
+    options = _parser().parse(arguments, _Options)
+    check_own_questions(options.data)
+    check_outputs(json_outputs(options.json), [options.data, *options.key_files], options.folders)
+    bundle, sign = (
+        read_bundle(options.bundle, options.trust),
+        read_private_key(options.sign) if options.sign else None,
+    )
+    method = _method(bundle.manifest, options.method)
+    budgets = options.budgets or [*bundle.manifest.plans[method]]
+    for budget in budgets:
+        if bundle.manifest.plan(method, budget) is None:
+            raise BudgetError(f"'{UNPRUNED}' prunes nothing, expected other budgets. Leave it out of --budgets.")
+    if not options.dry_run:
+        check_changeable(bundle, signed=sign is not None)
+    with status("checking the questions"):
+        items = load_task(str(options.data), options.limit)
+    check_apart([path for path, _ in json_outputs(options.json)], (Path(item.picture) for item in items))
+    check_unpruned_memory(options, bundle, items[0].load_image(), items[0].question.text, 1)
+    recorder = EvidenceRecorder()
+    pipeline = load_pipeline(options, bundle, recorder.wrap)
+    note_first_picture(pipeline.family, bundle.manifest, items[0].picture, items[0].load_image())
+    with progress_bar("asking", len(items) * len(budgets), "questions") as count:
+        found = {
+            budget: find_thresholds(pipeline, recorder, items, Combination(method, budget), count)
+            for budget in budgets
+        }
+    pictures, shares = len({item.picture for item in items}), seen_shares(pipeline.family, items)
+    report = EvidenceReport(
+        model=model_name(bundle.manifest.checkpoint.source),
+        backend=pipeline.backend.name,
+        compute=pipeline.backend.compute,
+        task=options.data.name,
+        method=method,
+        questions=len(items),
+        pictures=pictures,
+        budgets=found,
+        warnings=(*mean_warnings(pictures), *unseen_warnings(shares, "questions")),
+        seen_share=min(shares),
+    )
+    # Last but for the output: a bundle is changed only after all budgets are measured.
+    sha256 = None if options.dry_run else BUNDLE.sha256(_write(bundle, sign))
+    write_json(options.json, {**to_json(report), "sha256": sha256})
+    if not prints_json(options.json):
+        _print(report, sha256)
+
+
+def _method(manifest: Manifest, name: str | None) -> str:
+    """Return the method `name`, or the only one whose counts vary; raises `BudgetError`."""
+    varying = [method for method, plans in manifest.plans.items() if any(plan.evidence for plan in plans.values())]
+    if name is not None:
+        manifest.plan(name, UNPRUNED)
+    if name in varying or (name is None and len(varying) == 1):
+        return name or varying[0]
+    held = f"it holds {', '.join(varying)}. Choose one with --method." if varying else "it holds none. Export one."
+    raise BudgetError(f"expected a method of this bundle whose counts vary by picture; {held}")
+
+
+def _write(bundle: Bundle, sign: Sign | None) -> Manifest:
+    """Write the manifest of `bundle`, with its plans in memory, into its folder, and return it."""
+    changed = replace(bundle.manifest, sinkprune_version=version("sinkprune"))
+    with changed_folder(bundle, [*changed.files]) as new:
+        BUNDLE.write(new, changed, sign)
+        BUNDLE.hold(new, changed.files)
+    return changed
+
+
+def _print(report: EvidenceReport, sha256: str | None) -> None:
+    console = TableConsole()
+    console.print(
+        f"{escaped(report.model)}, {report.backend}: {escaped(report.task)}, method {escaped(report.method)}, "
+        f"{counted(report.questions, 'question')} about {counted(report.pictures, 'picture')}",
+        *report.warnings,
+        "",
+        sep="\n",
+        markup=False,
+    )
+    table = make_table(["budget"], ["thresholds", "visual tokens a layer", "aim", "fewest", "median", "most"])
+    for budget, own in report.budgets.items():
+        spread = own.visual_tokens
+        counts = (own.mean_visual_tokens, own.aimed_visual_tokens, spread.min, spread.median, spread.max)
+        thresholds = ", ".join(f"{threshold:.4g}" for threshold in own.thresholds)
+        table.add_row(plain_text(budget), thresholds, *(f"{tokens:.1f}" for tokens in counts))
+    console.print(table)
+    if sha256 is not None:
+        sys.stdout.write(f"sha256 {sha256}\n")
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "sinkprune calibrate evidence",
+        "Find the thresholds at which a method whose counts vary by picture meets the mean of each budget, and write "
+        "them into the bundle.",
+        _EXAMPLES,
+    )
+    add = parser.add_argument
+    add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export")
+    add(
+        "--data",
+        type=Path,
+        required=True,
+        metavar="FILE.jsonl",
+        help="questions about pictures like yours, as sinkprune evaluate reads them; answers do not matter",
+    )
+    add("--method", help="a method whose counts vary by picture (default: the only one of the bundle)")
+    add("--budgets", type=name_list, help="comma-separated (default: all of the method)")
+    add("--limit", type=LIMIT, metavar="N", help="the first N questions only")
+    parser.add_json("the report")
+    add("--dry-run", action="store_true", help="report the thresholds, and leave the bundle unchanged")
+    add("--backend", choices=_BACKENDS, default="ort-cpu", help="engine library (default: ort-cpu)")
+    add("--compute", choices=COMPUTES, help="the type of the computation, as in sinkprune-run (default: fastest)")
+    add_fit_option(parser)
+    add("--threads", type=THREADS, help="CPU threads (default: all cores)")
+    add("--skip-sums", action="store_true", help="compare file sizes only, not their sha256")
+    add_trust_options(parser)
+    add_sign_option(parser, "the bundle")
+    return parser

@@ -1,0 +1,1 @@
+"""Finding the thresholds of methods whose counts vary by picture."""
