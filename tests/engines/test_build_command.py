@@ -117,7 +117,7 @@ def test_the_summary_as_text_and_as_json(bundle: Bundles, tmp_path: Path) -> Non
     outcome = build(bundle("gqa-112"), tmp_path / "a", *options)
     assert "engines" in outcome.stdout
     assert "prompts of 100 tokens, answers of 50" in outcome.stdout
-    assert "sanitizer's own operators: 8 by the library's own layers" in outcome.stdout
+    assert "operators of the sanitizer: 8 run by onnxruntime" in outcome.stdout
     summary = json.loads(build(bundle("gqa-112"), tmp_path / "b", *options, "--json").stdout)
     assert summary["engines"] == str(tmp_path / "b")
     assert summary["limits"] == {"prompt_tokens": 100, "new_tokens": 50, "images": 1}

@@ -133,9 +133,9 @@ def _summary(output: Path, manifest: EnginesManifest) -> dict[str, object]:
 
 
 _REALISED: Mapping[Realisation, str] = {
-    "plugin": "by our plugins",
-    "function": "by the library's own layers",
-    "stripped": "by our plugins",
+    "plugin": "run by our plugins",
+    "function": "run by {library}",
+    "stripped": "run by our plugins",
 }
 
 
@@ -145,14 +145,14 @@ def _text(output: Path, manifest: EnginesManifest) -> str:
 
     size = sum(spec.size for spec in manifest.files.values()) / 1e6
     gpus = "".join(f", sm_{capability}" for capability in manifest.compute_capabilities)
-    nodes = Counter(_REALISED[found] for engine in manifest.engines.values() for found in engine.nodes.values())
-    realised = ", ".join(f"{count} {how}" for how, count in nodes.items()) or "none"
     library = f"{manifest.target} {manifest.library_version}"
+    nodes = Counter(_REALISED[found] for engine in manifest.engines.values() for found in engine.nodes.values())
+    realised = ", ".join(f"{count} {how.format(library=manifest.target)}" for how, count in nodes.items()) or "none"
     return (
         f"{escaped(str(output))}: {counted(len(manifest.engines), 'engine')}, {size:.2f} MB, {library}{gpus}; "
         f"{_limits(manifest)}\n"
         + (f"check passed: {len(manifest.engines)} engines\n" if CHECKED in manifest.flags else "")
-        + f"sanitizer's own operators: {realised}\n"
+        + f"operators of the sanitizer: {realised}\n"
         f"sha256 {ENGINES.sha256(manifest)}\n"
     )
 

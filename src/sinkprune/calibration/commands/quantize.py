@@ -152,7 +152,7 @@ def _print(report: QuantisationReport) -> None:
     console.print(
         f"{escaped(report.model)}, weights {report.weights.name}: {counted(report.prompts, 'prompt')} of "
         f"{counted(report.rows, 'row')}{' in all' if report.prompts > 1 else ''}; "
-        "errors as shares of the length, (rounded to the nearest)",
+        "relative errors; in brackets, those of rounding to the nearest",
         markup=False,
     )
     worst = f"worst {min(_SHOWN, len(report.layers))} of {len(report.layers)} layers"

@@ -145,8 +145,8 @@ def load_app(options: AppOptions, found: AppBundle) -> Starlette:
     )
     if (layout := pipeline.family.layout(_USUAL_PICTURE)).seen_share < 1:
         sys.stderr.write(
-            f"note: {seen_part(layout)}, and of others in proportion; the response has seen_share. --fit pad "
-            "shows pictures whole (docs/pictures.md).\n"
+            f"note: {seen_part(layout)}. Of other shapes it sees other shares: each response has its seen_share. "
+            "--fit pad shows pictures whole (docs/pictures.md).\n"
         )
     app: Starlette = server.new_app(pipeline, settings)
     return app
