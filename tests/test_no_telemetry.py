@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from support.programs.commands import own_process, without_progress
+from support.programs.commands import own_process, without_notes, without_progress
 from support.programs.repository import ROOT
 from support.stand_ins import without_network
 
@@ -69,7 +69,7 @@ def test_commands_use_neither_home_nor_network(
     ]
     for command, *arguments in commands:
         done = run_offline(own_process(str(command), *arguments), home)
-        assert (done.returncode, without_progress(done.stderr)) == (0, ""), command
+        assert (done.returncode, without_notes(without_progress(done.stderr))) == (0, ""), command
         assert list(home.rglob("*")) == [], command
 
 

@@ -30,7 +30,7 @@ class VariableTokens:
     """The pixels of the resized image in a token."""
     in_all: int
     """No image or clip has more in all its groups."""
-    tower_flops: Callable[[int], int] | None = None
+    tower_flops: Callable[[int], int] | None = field(default=None, compare=False)
     """Returns the vision tower's FLOPs on an image of so many tokens; None where no method needs them."""
 
 
