@@ -73,7 +73,9 @@ REPORTS: dict[str, tuple[type, ...]] = {
     "sinkprune-replay": (ReplayReport,),
 }
 """The dataclasses that commands write, by the heading of the section."""
-ADDED = {f"sinkprune-calibrate {verb}": {"sha256"} for verb in ("schedule", "quantize", "evidence")}
+ADDED = {"sinkprune-profile": {"interrupted"}} | {
+    f"sinkprune-calibrate {verb}": {"sha256"} for verb in ("schedule", "quantize", "evidence")
+}
 """The keys that a command adds to its report."""
 QUESTION = ("--prompt", "What is this?", "--budget", "retain-64", "--max-new-tokens", "2")
 

@@ -87,6 +87,12 @@ def test_an_interrupt_reports_the_questions_answered_so_far(
         "Interrupted: the report counts the first 5 "
     )
     assert read_thresholds(tmp_path / "thresholds.json").least == report["chosen"]["least"]
+    # Earlier thresholds stay.
+    left, before = iter(range(4 * 3 + 1)), (tmp_path / "thresholds.json").read_bytes()
+    outcome = run(*COMMAND, pocket / "bundle", "--data", pocket / "scenes.jsonl", *files)
+    assert outcome.code == 130 and "thresholds.interrupted.json'.\n" in outcome.stderr
+    assert (tmp_path / "thresholds.json").read_bytes() == before
+    assert json.loads((tmp_path / "report.interrupted.json").read_text())["questions"] == 2
 
 
 @pytest.fixture

@@ -220,6 +220,13 @@ def test_an_interrupt_reports_the_questions_answered_so_far(
     assert report["warnings"][0] == "Interrupted: the report counts the first 2 of 4 questions."
     assert report["warnings"][0] in outcome.stdout
     assert len((tmp_path / "x.jsonl").read_text().splitlines()) == 2 * 3
+    # What was measured before stays.
+    left = iter(range(3 * 2 + 1))
+    outcome = run("sinkprune-evaluate", bundle("gqa-112"), "--data", task, *BUDGETS, *outputs)
+    assert outcome.code == 130 and "Earlier files stay; these results are in '" in outcome.stderr
+    assert json.loads((tmp_path / "x.json").read_text())["questions"] == 2
+    assert json.loads((tmp_path / "x.interrupted.json").read_text())["questions"] == 1
+    assert len((tmp_path / "x.interrupted.jsonl").read_text().splitlines()) == 3
 
 
 def test_kinds_are_shown_as_they_are_called(bundle: Bundles, task: Path, tmp_path: Path) -> None:

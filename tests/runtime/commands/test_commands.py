@@ -20,7 +20,7 @@ from sinkprune.contract.manifest import FORMAT_VERSION
 from sinkprune.contract.reports.report import PARTS
 from sinkprune.runtime.commands.profile import main as profile
 from sinkprune.runtime.system.cores import usable_cores
-from support.programs.commands import BIN, assert_refused, run, without_progress
+from support.programs.commands import BIN, assert_refused, run, without_notes, without_progress
 
 Bundles = Callable[..., Path]
 ASK = ("--prompt", "What is in the picture?")
@@ -266,7 +266,7 @@ def test_a_picture_that_cannot_be_written_is_refused(bundle: Bundles, photo_file
     # A folder to which even root writes nothing, and which says so only when tried.
     outcome = run("sinkprune-run", *arguments, "--overlay", "/proc/x.png")
     assert outcome.code == 2
-    assert outcome.stderr.startswith("error: '/proc/x.png' cannot be written")
+    assert without_notes(outcome.stderr).startswith("error: '/proc/x.png' cannot be written")
     assert outcome.stderr.count("\n") == 1
 
 

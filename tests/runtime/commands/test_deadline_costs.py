@@ -33,6 +33,18 @@ def test_missing_costs_are_an_error_before_anything_is_loaded(
     assert_refused(run(*ask, "--costs", tmp_path / "none.json"), "none.json")
 
 
+def test_an_interrupted_warm_up_says_that_nothing_was_kept(
+    ask: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Pipeline, "measure_costs", interrupted)
+    outcome = run(*ask, "--warm-up")
+    assert outcome.code == 130
+    assert outcome.stderr.endswith("interrupted; no costs were kept: they need all rounds of the measurement.\n")
+
+
 def test_the_first_request_of_the_process_does_not_count(
     ask: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

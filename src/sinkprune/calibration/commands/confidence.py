@@ -27,6 +27,7 @@ from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.files.output_files import OutputFile, check_apart, check_outputs
 from sinkprune.runtime.commands import BundleOptions, bundle_parser, load_pipeline, name_list, plain_text
+from sinkprune.runtime.commands.interrupts import beside_earlier
 from sinkprune.runtime.commands.picture_notes import note_first_picture
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.confidence.thresholds import describe_ladders, write_thresholds
@@ -95,6 +96,9 @@ def _calibrate(arguments: Sequence[str] | None) -> None:
         report = new_report(pipeline, options.data.name, options.method, options.share, names, means, asked)
     shares = seen_shares(pipeline.family, items)
     unseen = unseen_warnings(shares, "questions")
+    earlier = ""
+    if interrupted:
+        options, earlier = beside_earlier(options, "json", "thresholds")
     early = (f"Interrupted: {interrupted}",) if interrupted else ()
     report = replace(report, warnings=(*early, *report.warnings, *unseen), seen_share=min(shares))
     if options.thresholds:
@@ -104,7 +108,7 @@ def _calibrate(arguments: Sequence[str] | None) -> None:
         sys.stdout.write(describe_ladders(manifest, options.method) + "\n")
     write_json(options.json, to_json(report))
     if interrupted:
-        raise KeyboardInterrupt(interrupted)
+        raise KeyboardInterrupt(interrupted + earlier)
 
 
 def _print(report: ConfidenceReport) -> None:

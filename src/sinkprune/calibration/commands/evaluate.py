@@ -28,6 +28,7 @@ from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.files.output_files import OutputFile, write_whole
 from sinkprune.runtime.commands import load_pipeline, plain_text, write_report
+from sinkprune.runtime.commands.interrupts import beside_earlier
 from sinkprune.runtime.commands.picture_notes import note_first_picture
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
@@ -98,6 +99,7 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
     )
     counts = f"the report counts the first {len(by_question)} of {counted(len(items), 'question')}."
     if interrupted:
+        options, earlier = beside_earlier(options, "json", "plot", "answers")
         result = replace(result, warnings=(f"Interrupted: {counts}", *result.warnings))
     if options.answers:
         write_whole(options.answers, "".join(map(_answer_line, replies)).encode())
@@ -106,7 +108,7 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
         # Last: the reader of standard output may stop reading, as `head` does.
         _print_tables(result, papers=options.table)
     if interrupted:
-        raise KeyboardInterrupt(counts)
+        raise KeyboardInterrupt(counts + earlier)
 
 
 def _parser() -> CommandParser:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -136,10 +136,8 @@ def _schedule(arguments: Sequence[str] | None) -> None:
             tokens = layout_of(first.image, first.image, pipeline.family, bundle.manifest).all_tokens
             target.check_unmet(tokens, TOKENS_A_LAYER)
         with status("checking what the model sees") as progress:
-            unseen = unseen_warnings(
-                [pipeline.family.layout(prompt.image).seen_share for prompt in prompts], "requests"
-            )
-            _warn(unseen)
+            shares = [pipeline.family.layout(prompt.image).seen_share for prompt in prompts]
+            _warn(unseen_warnings(shares, "requests"))
             if options.costs and not options.wants_budget:
                 costs = pipeline.measure_costs(new_request(*first), options.seconds, progress)
                 write_costs(options.costs, costs)
@@ -148,14 +146,14 @@ def _schedule(arguments: Sequence[str] | None) -> None:
             proposer = None
             try:
                 proposer = Proposer(trials, pipeline, prompts, options.seconds, progress)
-                report = proposer.propose(name, target, items)
+                report = replace(proposer.propose(name, target, items), seen_share=min(shares))
             except BudgetError as error:
                 if proposer:
                     write_json(options.json, {"costs": to_json(proposer.times.costs), "error": str(error)})
                 raise
             except KeyboardInterrupt as interrupt:
                 if not (proposer or pipeline.costs):
-                    raise
+                    raise KeyboardInterrupt("no costs were kept: they need all rounds.") from interrupt
                 raise KeyboardInterrupt("no budget was added; the measured costs were kept.") from interrupt
             finally:
                 # Costs are useful even if no budget is found.

@@ -78,6 +78,8 @@ class ScheduleReport:
     """How many times a budget was searched and measured."""
     nearest_target_ms: int | None = None
     """The nearest target that a budget may meet, if no budget met the target."""
+    seen_share: float = 1.0
+    """The share of its area that the model sees of the picture that it sees least of."""
 
     def meets(self, ms: float | None) -> bool:
         """Return whether 95 of 100 measured requests took at most `ms` milliseconds; true for None."""

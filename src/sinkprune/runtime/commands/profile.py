@@ -34,6 +34,7 @@ from sinkprune.runtime.commands import (
     read_pictures,
     write_report,
 )
+from sinkprune.runtime.commands.interrupts import beside_earlier
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.commands.power import (
@@ -148,7 +149,7 @@ def _profile(arguments: Sequence[str] | None) -> None:
     most = pipeline.limits.new_tokens if pipeline.limits else _NEW_TOKENS
     new_tokens = min(_NEW_TOKENS, most) if options.new_tokens is None else options.new_tokens
     common: dict[str, Any] = {"method": options.method, "new_tokens": new_tokens}
-    interrupted = ""
+    interrupted = earlier = ""
     with maybe_measuring(options, sensor) as meter:
         if camera is None:
             repeat = options.repeat or _REPEAT
@@ -160,8 +161,9 @@ def _profile(arguments: Sequence[str] | None) -> None:
                 if not rounds.count:
                     raise
                 interrupted = f"the report counts {rounds.count} of {counted(repeat, 'round')}."
+                options, earlier = beside_earlier(options, "json", "plot")
             report = rounds.report()
-            write_report(options, report, plot_report)
+            write_report(options, report, plot_report, {"interrupted": interrupted or None})
             if not prints_json(options.json):
                 # Last, because the reader of standard output may stop reading, as `head` does.
                 _print_table(report)
@@ -175,14 +177,15 @@ def _profile(arguments: Sequence[str] | None) -> None:
                 if not run.count:
                     raise
                 interrupted = f"the report has the {counted(run.count, 'answer')} so far."
+                options, earlier = beside_earlier(options, "json", "plot")
             rates = run.report()
-            write_report(options, rates, plot_rate)
+            write_report(options, rates, plot_rate, {"interrupted": interrupted or None})
             if not prints_json(options.json):
                 print_rates(rates)
             power = rates.power
     check_lived(power)
     if interrupted:
-        raise KeyboardInterrupt(interrupted)
+        raise KeyboardInterrupt(interrupted + earlier)
 
 
 @contextmanager

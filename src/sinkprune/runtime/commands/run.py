@@ -18,6 +18,7 @@ from sinkprune.contract.command_line.json_output import json_outputs, prints_jso
 from sinkprune.contract.command_line.progress_lines import ProgressLines, status
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs, write_whole
+from sinkprune.contract.precision import Array
 from sinkprune.runtime.commands import (
     PictureOptions,
     add_costs,
@@ -37,12 +38,14 @@ from sinkprune.runtime.commands.deadline_costs import (
     run_once,
 )
 from sinkprune.runtime.commands.form_options import FormOptions, add_form_options, read_form
+from sinkprune.runtime.commands.interrupts import beside_earlier, ended_by_interrupt
 from sinkprune.runtime.commands.memory import MemoryCheck, PlannedRequests, check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.confidence.thresholds import Thresholds, missing_thresholds, read_thresholds
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, overlay, picture_bytes
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.answer import Answer
+from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.request import DEADLINE_MS, DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS
 from sinkprune.runtime.system.cores import usable_cores
 from sinkprune.runtime.text.sampling import SEED, TEMPERATURE, TOP_P
@@ -179,11 +182,16 @@ def _run(arguments: Sequence[str] | None) -> None:
         # `_unused_options` reports them.
         del fields["top_p"], fields["seed"]
     request = pipeline.new_request(images, prompt, **fields)
+    # Before a long answer.
+    note_pictures(pipeline.family, pipeline.bundle.manifest, options.picture_files, images)
     pipeline.thresholds = thresholds
     pipeline.costs = costs
     if options.warm_up:
         with status("measuring what budgets cost on this machine") as progress:
-            pipeline.measure_costs(request, progress=progress)
+            try:
+                pipeline.measure_costs(request, progress=progress)
+            except KeyboardInterrupt as interrupt:
+                raise KeyboardInterrupt("no costs were kept: they need all rounds of the measurement.") from interrupt
     if options.deadline_ms is not None:
         pipeline.load_plans(options.method)
     if costs:
@@ -198,7 +206,12 @@ def _run(arguments: Sequence[str] | None) -> None:
                 lines.end()
                 _write_piece(piece)
 
-        answer = pipeline.answer(request).rest(on_text)
+        stream = pipeline.answer(request, _TokenCount(lines, request.max_new_tokens))
+        with ended_by_interrupt(stream):
+            answer = stream.rest(on_text)
+    earlier = ""
+    if answer.finish == "cancelled":
+        options, earlier = beside_earlier(options, "json", "overlay")
     if not prints_json(options.json):
         write_line("\n" + _timings(answer))
         for step in answer.tried:
@@ -218,9 +231,20 @@ def _run(arguments: Sequence[str] | None) -> None:
             sys.stderr.write(not_kept(pipeline))
     if options.overlay and answer.budget != UNPRUNED:
         write_whole(options.overlay, picture_bytes(overlay(answer, images), options.overlay))
-    # Last: where a command fails, its error is the only line.
-    note_pictures(pipeline.family, pipeline.bundle.manifest, options.picture_files, images)
     sys.stderr.write(_unused_options(options, answer.budget))
+    if answer.finish == "cancelled":
+        raise KeyboardInterrupt(f"the answer has {counted(len(answer.token_ids), 'token')} so far.{earlier}")
+
+
+class _TokenCount(Observer):
+    """Reports the tokens of an answer as progress."""
+
+    def __init__(self, lines: ProgressLines, most: int) -> None:
+        self._lines, self._most, self._count = lines, most, 0
+
+    def chose(self, token: int, logits: Array) -> None:
+        self._count += 1
+        self._lines.report("writing", self._count, self._most, "tokens")
 
 
 def _budgets(options: _Options, bundle: Bundle, thresholds: Thresholds | None) -> list[str]:

@@ -1,0 +1,56 @@
+"""Ctrl-C ends an answer early, and never replaces an earlier result by a part of a new one."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sinkprune.contract.checks.terminal import escaped
+from sinkprune.runtime.stream import Stream
+
+Options = TypeVar("Options")
+
+
+@contextmanager
+def ended_by_interrupt(stream: Stream) -> Iterator[None]:
+    """End `stream` after the present token at the first Ctrl-C of the block; the second raises `KeyboardInterrupt`.
+
+    The answer then has the finish reason `cancelled`. Without effect where Ctrl-C is ignored, and outside of the main
+    thread.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, previous)
+        stream.cancel()
+
+    previous = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def beside_earlier(options: Options, *names: str) -> tuple[Options, str]:
+    """Return `options`, a dataclass, whose outputs `names` replace no file that is there, and a sentence about them.
+
+    The results of an interrupted measurement go next to an earlier file: `x.interrupted.json` next to `x.json`.
+    """
+    given: dict[str, Any] = {name: getattr(options, name) for name in names}
+    moved: dict[str, Path] = {
+        name: path.with_name(f"{path.stem}.interrupted{path.suffix}")
+        for name, path in given.items()
+        if path is not None and path.exists()
+    }
+    if not moved:
+        return options, ""
+    listed = ", ".join(f"'{escaped(str(path))}'" for path in moved.values())
+    changed: Options = dataclasses.replace(options, **moved)  # type: ignore[type-var]
+    return changed, f" Earlier files stay; these results are in {listed}."
