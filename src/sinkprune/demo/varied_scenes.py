@@ -30,6 +30,8 @@ SIZES = (
     *((336, 336), (448, 224), (224, 448), (392, 336), (336, 392), (448, 336), (336, 448), (392, 392), (448, 448)),
 )
 """Widths and heights of pictures in pixels: 64 to 256 visual tokens."""
+MOST_TOKENS = 256
+"""Visual tokens of the largest picture."""
 TEST_PICTURES = 60
 _LABEL_POINTS = 10
 """The size of a label's text. Letters of 7 pixels cannot be read in a picture of half the side."""
