@@ -1,9 +1,9 @@
-"""Train a pocket model on a CPU: `python benchmarks/train_pocket_model.py CHECKPOINT --state STATE.pt [--model qwen3]`.
+"""Train a pocket model on a CPU: `python benchmarks/train_pocket_model.py CHECKPOINT --state STATE.pt --model qwen3`.
 
 The first stage trains the tower on what each patch shows. Later stages add the LLM, more objects and more patches a
 picture. The last stage shows all patches and asks most about counting, the hardest kind. Pictures with few patches
-cost a third. An interrupted training resumes from its state file. `STATE.csv` and `STATE.accuracy.csv` have the losses
-and the accuracy on validation scenes so far.
+cost a third. An interrupted training resumes from its state file. `STATE.csv` and `STATE.accuracy.csv` hold the
+losses and the accuracy on validation scenes so far.
 """
 
 from __future__ import annotations
@@ -186,7 +186,9 @@ def _drawn_ahead(
     """Yield the steps from `first` on with their scenes, drawn while the step before runs."""
     with ThreadPoolExecutor(1) as pool:
         drawing = (
-            (stage, step, pool.submit(recipe.draw, stage, picture)) for stage, step, picture in schedule if step >= first
+            (stage, step, pool.submit(recipe.draw, stage, picture))
+            for stage, step, picture in schedule
+            if step >= first
         )
         waiting = next(drawing, None)
         while waiting:

@@ -133,9 +133,7 @@ def _columns(answers: list[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.T
     return rows, words, begins
 
 
-def _distance(
-    model: Any, reading: Reading, asked: Turns, layer: int, heads: slice, lesson: _Lesson
-) -> torch.Tensor:
+def _distance(model: Any, reading: Reading, asked: Turns, layer: int, heads: slice, lesson: _Lesson) -> torch.Tensor:
     """Return the mean -log of the attention that `heads` of a layer pay to the wanted tokens; scalar."""
     block = model.model.language_model.layers[layer]
     attention, normed = block.self_attn, block.input_layernorm(reading.hidden[layer])

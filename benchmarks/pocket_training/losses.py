@@ -25,7 +25,7 @@ class PatchProbe(nn.Module):
         self.patch = nn.Linear(width, sum(names.classes) + 2)
 
     def patch_loss(self, states: torch.Tensor, classes: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
-        """Return the loss of normed `states` [B,V,D] for patches of `classes` [B,V,5] and `centres` [B,V,2]; scalar."""
+        """Return the loss of normed `states` [B,V,D] for `classes` [B,V,5] and `centres` [B,V,2]; scalar."""
         *guesses, places = self.patch(states).float().split([*self._classes, 2], dim=-1)
         shape, _, _, text, _ = classes.unbind(-1)
         asked_of = (shape >= 0, shape > 0, shape > 0, text > 0, shape > 0)

@@ -27,7 +27,7 @@ from sinkprune.demo.varied_scenes import MOST_TOKENS, UNIT, compose_varied
 MERGE = 2
 PATCH = UNIT // MERGE
 _LAYERS = 24
-"""Layers of the decoder: with fewer, a pruning stage would come before the third, which receives DeepStack features."""
+"""Layers of the decoder. With fewer, a pruning stage would come before the third, which gets DeepStack features."""
 _HEAD = 32
 _SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),

@@ -43,7 +43,9 @@ class VariedPictures:
     """[B] int64: the longer side of each whole picture in visual tokens."""
 
 
-def varied_pictures(scenes: list[tuple[Scene, Image.Image]], shown: int, position_side: int, seed: int = 0) -> VariedPictures:
+def varied_pictures(
+    scenes: list[tuple[Scene, Image.Image]], shown: int, position_side: int, seed: int = 0
+) -> VariedPictures:
     """Return pictures with dense targets and up to `shown` visual tokens of each: centres, then things, then others.
 
     `position_side` is the side of the tower's table of positions. All pictures get as many tokens as the smallest.

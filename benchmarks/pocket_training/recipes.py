@@ -21,10 +21,10 @@ from pocket_training.qwen_tower import VARIED_NAMES, varied_pictures
 from pocket_training.qwen_tower import tower_states as qwen_states
 from pocket_training.stages import LLAVA_STAGES, MEASURED_KINDS, QWEN_STAGES, Stage
 from sinkprune.contract.text.questions import Question
-from sinkprune.demo.scene_questions import KINDS, description, draw_questions
+from sinkprune.demo.scene_questions import KINDS, draw_questions
 from sinkprune.demo.scenes import Scene, make_scene
 from sinkprune.demo.varied_questions import VARIED_KINDS, VARIED_LESSONS
-from sinkprune.demo.varied_scenes import MOST_TOKENS, SIZES, UNIT, compose_varied, make_varied
+from sinkprune.demo.varied_scenes import MOST_TOKENS, SIZES, compose_varied, make_varied
 
 Drawn = list[tuple[Scene, Image.Image]]
 

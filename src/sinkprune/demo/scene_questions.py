@@ -139,7 +139,10 @@ def _place(scene: Scene, rng: Random) -> Draft | None:
     if not unique:
         return None
     thing, (width, height) = rng.choice(unique), scene.size
-    row, column = ("top", "middle", "bottom")[3 * thing.y // height], ("left", "centre", "right")[3 * thing.x // width]
+    row, column = (
+        ("top", "middle", "bottom")[3 * thing.y // height],
+        ("left", "centre", "right")[3 * thing.x // width],
+    )
     return Draft(f"Where is the {named(thing.pair)}?", f"{row} {column}")
 
 

@@ -1,4 +1,4 @@
-"""Questions about scenes of several resolutions: small text, questions of two steps, and two questions of one picture.
+"""Questions about scenes of several resolutions: small text, questions of two steps, two questions of one picture.
 
 The kinds of `scene_questions` are among them, so that tables of the two pocket models share rows.
 """
@@ -95,7 +95,10 @@ def _one_of_two(number: int) -> QuestionMaker:
         drafts = list(
             chain(
                 ((t, Draft(f"What colour is the {t.shape}?", t.colour)) for t in all_by(scene.objects, _by_shape)),
-                ((t, Draft(f"What shape is the {t.colour} object?", t.shape)) for t in all_by(scene.objects, _by_colour)),
+                (
+                    (t, Draft(f"What shape is the {t.colour} object?", t.shape))
+                    for t in all_by(scene.objects, _by_colour)
+                ),
                 ((t, _read(t)) for t in (*scene.plates, *scene.labels)),
             )
         )
