@@ -146,7 +146,8 @@ def turns(asked: list[list[Question]], tokenizer: Tokenizer, dialogue: Dialogue 
             # Each row predicts the next token.
             targets[i, span.stop - answer - 1 : span.stop - 1] = tokens[-answer:]
     before = torch.tensor(tokenizer.encode(dialogue.before).ids)
-    return Turns(before, *(torch.from_numpy(array) for array in (ids, turn, place, targets)), chunk)
+    arrays = [torch.from_numpy(array) for array in (ids, turn, place, targets)]
+    return Turns(before, arrays[0], arrays[1], arrays[2], arrays[3], chunk)
 
 
 def _starts(lengths: list[int], chunk: int) -> list[int]:

@@ -130,6 +130,9 @@ def _start_decoder(decoder: Any) -> None:
     for number, layer in enumerate(decoder.layers):
         nn.init.normal_(layer.self_attn.q_proj.weight, std=0.08)
         layer.self_attn.k_proj.weight.copy_(layer.self_attn.q_proj.weight)
+        # With gains of 1, no logit exceeds 5.7: too little to find one token of hundreds.
+        nn.init.constant_(layer.self_attn.q_norm.weight, 1.25)
+        nn.init.constant_(layer.self_attn.k_norm.weight, 1.25)
         scale = (2 * len(FIRST_LAYERS)) ** -0.5 if number in FIRST_LAYERS else 0.0
         layer.self_attn.o_proj.weight *= scale
         layer.mlp.down_proj.weight *= scale

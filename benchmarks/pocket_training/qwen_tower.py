@@ -62,9 +62,18 @@ def varied_pictures(
         taken = [values[kept].reshape(shown * _EACH, -1) for values in (patches(picture), *grid, *fine)]
         parts.append((*taken, units[kept], max(rows, columns)))
     pixels, places, taps, weights, fine_classes, centres, classes, extent = zip(*parts, strict=True)
-    flat = (torch.from_numpy(np.concatenate(values)) for values in (pixels, places, taps, weights))
-    stacked = (torch.from_numpy(np.stack(values)) for values in (fine_classes, centres, classes))
-    return VariedPictures(*flat, *stacked, torch.tensor(extent))
+    flat = [torch.from_numpy(np.concatenate(values)) for values in (pixels, places, taps, weights)]
+    stacked = [torch.from_numpy(np.stack(values)) for values in (fine_classes, centres, classes)]
+    return VariedPictures(
+        pixels=flat[0],
+        places=flat[1],
+        taps=flat[2],
+        weights=flat[3],
+        patch_classes=stacked[0],
+        centres=stacked[1],
+        classes=stacked[2],
+        extent=torch.tensor(extent),
+    )
 
 
 def patches(picture: Image.Image) -> np.ndarray:
@@ -100,7 +109,7 @@ def tower_states(model: Any, seen: VariedPictures) -> tuple[torch.Tensor, Sight]
     states = states + (tower.pos_embed(seen.taps) * seen.weights[..., None]).sum(1)
     rope = tower.rotary_pos_emb(states, seen.places)
     ends = torch.arange(0, len(states) + 1, shown * _EACH, dtype=torch.int32)
-    deepstack = []
+    deepstack: list[torch.Tensor] = []
     for number, block in enumerate(tower.blocks):
         states = block(states, cu_seqlens=ends, position_embeddings=rope)
         if number in tower.deepstack_visual_indexes:

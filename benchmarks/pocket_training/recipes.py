@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -38,7 +39,7 @@ class Seen(NamedTuple):
     """[B,V,5] int64: what each visual token shows (`Names.classes`)."""
 
 
-class Recipe(Protocol):
+class Recipe(ABC):
     """A pocket model, its scenes and its lessons."""
 
     stages: tuple[Stage, ...]
@@ -50,32 +51,40 @@ class Recipe(Protocol):
     half: bool
     """Whether matrices are multiplied in bf16."""
 
+    @abstractmethod
     def new_model(self) -> Any:
         """Return the initialised model."""
 
+    @abstractmethod
     def new_tokenizer(self) -> Tokenizer:
         """Return a tokenizer trained on the scenes' questions."""
 
+    @abstractmethod
     def new_probe(self, model: Any) -> PatchProbe:
         """Return the probe of the tower's states."""
 
+    @abstractmethod
     def draw(self, stage: Stage, first: int) -> Drawn:
         """Return the training scenes of a step, the first of which has number `first`."""
 
+    @abstractmethod
     def validation(self, index: int) -> tuple[Scene, Image.Image]:
         """Return a validation scene and its picture."""
 
+    @abstractmethod
     def ask(self, scene: Scene, rng: Random, count: int, kinds: tuple[str, ...]) -> list[Question]:
         """Return up to `count` questions of `kinds` about a scene."""
 
-    def see(self, model: Any, probe: PatchProbe, drawn: Drawn, shown: int, seed: int) -> Seen:
+    @abstractmethod
+    def see(self, model: Any, probe: Any, drawn: Drawn, shown: int, seed: int) -> Seen:
         """Run the tower on `shown` visual tokens of each picture."""
 
+    @abstractmethod
     def save(self, model: Any, tokenizer: Tokenizer, folder: Path) -> None:
         """Write the checkpoint."""
 
 
-class LlavaRecipe:
+class LlavaRecipe(Recipe):
     """The pocket LLaVA-1.5, on square scenes."""
 
     stages = LLAVA_STAGES
@@ -103,7 +112,7 @@ class LlavaRecipe:
     def ask(self, scene: Scene, rng: Random, count: int, kinds: tuple[str, ...]) -> list[Question]:
         return draw_questions(scene, rng, count, kinds)
 
-    def see(self, model: Any, probe: PatchProbe, drawn: Drawn, shown: int, seed: int) -> Seen:
+    def see(self, model: Any, probe: Any, drawn: Drawn, shown: int, seed: int) -> Seen:
         seen = pictures(drawn, shown, seed)
         states = tower_states(model, seen)
         tokens = model.model.multi_modal_projector(states[:, 1:])
@@ -115,7 +124,7 @@ class LlavaRecipe:
         llava_model.save(model, tokenizer, folder)
 
 
-class QwenRecipe:
+class QwenRecipe(Recipe):
     """The pocket Qwen3-VL, on scenes of several resolutions."""
 
     stages = QWEN_STAGES
@@ -151,7 +160,7 @@ class QwenRecipe:
     def ask(self, scene: Scene, rng: Random, count: int, kinds: tuple[str, ...]) -> list[Question]:
         return draw_questions(scene, rng, count, kinds, VARIED_KINDS | VARIED_LESSONS)
 
-    def see(self, model: Any, probe: PatchProbe, drawn: Drawn, shown: int, seed: int) -> Seen:
+    def see(self, model: Any, probe: Any, drawn: Drawn, shown: int, seed: int) -> Seen:
         seen = varied_pictures(drawn, shown, model.model.visual.num_grid_per_side, seed)
         states, sight = qwen_states(model, seen)
         loss = probe.patch_loss(probe.norm(states), seen.patch_classes, seen.centres)
