@@ -53,14 +53,14 @@ FIRST_LAYERS = (0, 1, 2, 3, 4, 6, 8, 10, 12, 14)
 """The layers of Qwen3-VL's decoder that are trained first: several in each segment between its pruning stages."""
 _NEW = ("small-text", "two-step-reading", "two-step-shape", "two-step-place")
 _VARIED = (*KINDS, *LESSONS, *_NEW)
-_HARD_VARIED = (*_VARIED, *_HARD, *2 * _NEW)
+_HARD_VARIED = (*_VARIED, *_HARD, *3 * ("two-step-shape", "two-step-place", "colour"), "two-step-reading", "choice")
+_LAST_VARIED = (*_VARIED, *_NEW, *6 * ("counting",), *2 * ("relation", "two-step-shape", "two-step-place", "colour"))
 QWEN_STAGES = (
     Stage("vision", 600, 16, (1.2e-3, 9e-4), visual_tokens=32, most_objects=8, warm_up=100),
-    Stage("two", 900, 8, (8e-4, 8e-4), 8, 20, 0.3, 2, _VARIED, True, 100, FIRST_LAYERS),
-    Stage("four", 700, 8, (8e-4, 7e-4), 8, 28, 0.3, 4, _VARIED, True, 0, FIRST_LAYERS),
-    Stage("eight", 1500, 6, (7e-4, 5.5e-4), 12, 48, 0.3, 8, _HARD_VARIED, False, 0, FIRST_LAYERS),
-    Stage("things", 1500, 6, (5.5e-4, 4.5e-4), 16, 64, 0.3, 8, _HARD_VARIED, False, 0, FIRST_LAYERS),
-    Stage("deep", 1000, 6, (4.5e-4, 4e-4), 16, 64, 0.3, 8, (*_HARD_VARIED, *_COUNTING)),
-    Stage("whole", 1200, 6, (4e-4, 0.0), 20, 256, 0.2, 8, (*_VARIED, *_NEW, *_COUNTING)),
+    Stage("two", 700, 8, (8e-4, 8e-4), 8, 20, 0.3, 2, _VARIED, True, 100, FIRST_LAYERS),
+    Stage("four", 300, 8, (8e-4, 7e-4), 8, 28, 0.3, 4, _VARIED, True, 0, FIRST_LAYERS),
+    Stage("eight", 900, 6, (7e-4, 6e-4), 12, 48, 0.3, 8, _HARD_VARIED, False, 0, FIRST_LAYERS),
+    Stage("whole", 800, 6, (6e-4, 0.0), 16, 256, 0.2, 8, _LAST_VARIED, False, 0, FIRST_LAYERS),
+    Stage("deep", 1000, 6, (4e-4, 0.0), 16, 256, 0.2, 8, _LAST_VARIED, False, 100),
 )
 MEASURED_KINDS = tuple(kind for kind in VARIED_KINDS if not kind.endswith("-of-two"))
