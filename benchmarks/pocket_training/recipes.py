@@ -20,12 +20,12 @@ from pocket_training.losses import PatchProbe, Probe, tower_states
 from pocket_training.model import Dialogue
 from pocket_training.qwen_tower import VARIED_NAMES, varied_pictures
 from pocket_training.qwen_tower import tower_states as qwen_states
-from pocket_training.stages import LLAVA_STAGES, MEASURED_KINDS, QWEN_STAGES, Stage
+from pocket_training.stages import LEAST_FACTOR, LLAVA_STAGES, MEASURED_KINDS, QWEN_STAGES, Stage
 from sinkprune.contract.text.questions import Question
 from sinkprune.demo.scene_questions import KINDS, draw_questions
 from sinkprune.demo.scenes import Scene, make_scene
 from sinkprune.demo.varied_questions import VARIED_KINDS, VARIED_LESSONS
-from sinkprune.demo.varied_scenes import MOST_TOKENS, SIZES, compose_varied, make_varied
+from sinkprune.demo.varied_scenes import MOST_TOKENS, SIZES, compose_varied, make_varied, shrink
 
 Drawn = list[tuple[Scene, Image.Image]]
 
@@ -145,14 +145,17 @@ class QwenRecipe(Recipe):
 
     def draw(self, stage: Stage, first: int) -> Drawn:
         # Whole pictures of one step have one size, and so have as many tokens.
-        sizes = [Random(first).choice(SIZES)] if stage.visual_tokens >= MOST_TOKENS else SIZES
+        rng = Random(first)
+        sizes = [rng.choice(SIZES)] if stage.visual_tokens >= MOST_TOKENS else SIZES
+        factor = rng.uniform(LEAST_FACTOR, 1) if rng.random() < stage.shrunk else 1.0
 
         def fits(index: int) -> bool:
             scene = compose_varied("training", index)
             return len(scene.objects) <= stage.most_objects and scene.size in sizes
 
         numbers = (first_of(index, fits) for index in range(first, first + stage.pictures))
-        return [make_varied("training", number) for number in numbers]
+        drawn = [make_varied("training", number) for number in numbers]
+        return drawn if factor == 1 else [shrink(*pair, factor) for pair in drawn]
 
     def validation(self, index: int) -> tuple[Scene, Image.Image]:
         return make_varied("validation", index)

@@ -31,6 +31,8 @@ class Stage:
     """Whether to ask for the picture's description too. Its many tokens outweigh those of other answers."""
     warm_up: int = 0
     """Steps over which the learning rate rises from 0."""
+    shrunk: float = 0.0
+    """The share of steps whose pictures are shrunk to between `LEAST_FACTOR` and 1 of their size."""
     layers: tuple[int, ...] | None = None
     """The layers of the decoder that are run, by default all. The others must pass their input on."""
 
@@ -49,6 +51,7 @@ LLAVA_STAGES = (
     Stage("whole", 1000, 6, (4.5e-4, 0.0), 20, 256, 0.2, 6, (*KINDS, *_COUNTING)),
 )
 
+LEAST_FACTOR = 0.45
 FIRST_LAYERS = (0, 1, 2, 3, 4, 6, 8, 10, 12, 14)
 """The layers of Qwen3-VL's decoder that are trained first: several in each segment between its pruning stages."""
 _NEW = ("small-text", "two-step-reading", "two-step-shape", "two-step-place")
@@ -57,10 +60,11 @@ _HARD_VARIED = (*_VARIED, *_HARD, *3 * ("two-step-shape", "two-step-place", "col
 _LAST_VARIED = (*_VARIED, *_NEW, *6 * ("counting",), *2 * ("relation", "two-step-shape", "two-step-place", "colour"))
 QWEN_STAGES = (
     Stage("vision", 600, 16, (1.2e-3, 9e-4), visual_tokens=32, most_objects=8, warm_up=100),
-    Stage("two", 700, 8, (8e-4, 8e-4), 8, 20, 0.3, 2, _VARIED, True, 100, FIRST_LAYERS),
-    Stage("four", 300, 8, (8e-4, 7e-4), 8, 28, 0.3, 4, _VARIED, True, 0, FIRST_LAYERS),
-    Stage("eight", 900, 6, (7e-4, 6e-4), 12, 48, 0.3, 8, _HARD_VARIED, False, 0, FIRST_LAYERS),
-    Stage("whole", 800, 6, (6e-4, 0.0), 16, 256, 0.2, 8, _LAST_VARIED, False, 0, FIRST_LAYERS),
-    Stage("deep", 1000, 6, (4e-4, 0.0), 16, 256, 0.2, 8, _LAST_VARIED, False, 100),
+    Stage("two", 700, 8, (8e-4, 8e-4), 8, 20, 0.3, 2, _VARIED, True, 100, layers=FIRST_LAYERS),
+    Stage("four", 300, 8, (8e-4, 7e-4), 8, 28, 0.3, 4, _VARIED, True, layers=FIRST_LAYERS),
+    Stage("eight", 300, 6, (7e-4, 6.8e-4), 12, 48, 0.3, 8, _HARD_VARIED, layers=FIRST_LAYERS),
+    Stage("sizes", 600, 6, (6.8e-4, 6e-4), 12, 48, 0.3, 8, _HARD_VARIED, shrunk=0.4, layers=FIRST_LAYERS),
+    Stage("whole", 800, 6, (6e-4, 0.0), 16, 256, 0.2, 8, _LAST_VARIED, shrunk=0.3, layers=FIRST_LAYERS),
+    Stage("deep", 1000, 6, (4e-4, 0.0), 16, 256, 0.2, 8, _LAST_VARIED, shrunk=0.3, warm_up=100),
 )
 MEASURED_KINDS = tuple(kind for kind in VARIED_KINDS if not kind.endswith("-of-two"))

@@ -135,6 +135,10 @@ def test_the_stages_show_whole_pictures_of_one_size_last() -> None:
     drawn = RECIPE.draw(early, 7)
     assert len({picture.size for _, picture in drawn}) > 1
     assert max(len(scene.objects) for scene, _ in drawn) <= early.most_objects
+    sizes = next(stage for stage in QWEN_STAGES if stage.name == "sizes")
+    shrunk = [RECIPE.draw(sizes, 6 * step) for step in range(30)]
+    assert 6 <= sum(min(p.width * p.height for _, p in drawn) < 64 * UNIT**2 for drawn in shrunk) <= 18
+    assert all(scene.size == picture.size for drawn in shrunk for scene, picture in drawn)
     asked = {kind for stage in QWEN_STAGES for kind in stage.kinds if stage.questions}
     assert asked >= set(RECIPE.measured)
     assert asked - {"place"} == set(VARIED_KINDS) - {"first-of-two", "second-of-two"}

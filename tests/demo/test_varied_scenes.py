@@ -19,7 +19,7 @@ from sinkprune.contract.text.questions import Question
 from sinkprune.demo.scene_questions import KINDS, draw_questions
 from sinkprune.demo.scenes import COLOURS, Scene, SceneObject
 from sinkprune.demo.varied_questions import VARIED_KINDS, varied_questions_about, varied_test_set
-from sinkprune.demo.varied_scenes import MOST_TOKENS, SIZES, UNIT, compose_varied, make_varied
+from sinkprune.demo.varied_scenes import MOST_TOKENS, SIZES, UNIT, compose_varied, make_varied, shrink
 from sinkprune.demo.write_scenes import write_scenes
 
 TEST = list(varied_test_set())
@@ -181,3 +181,18 @@ def test_the_evaluator_and_the_program_that_writes_scenes_have_them(tmp_path: Pa
 def assert_same_pictures(pictures: Sequence[Image.Image], expected: Sequence[Image.Image]) -> None:
     for a, b in zip(pictures, expected, strict=True):
         assert (a.size, a.tobytes()) == (b.size, b.tobytes())
+
+
+def test_a_shrunk_scene_is_its_shrunk_picture() -> None:
+    for index in range(20):
+        scene, picture = make_varied("validation", index)
+        small, shrunk = shrink(scene, picture, 0.5)
+        assert shrunk.size == small.size
+        assert all(side % UNIT == 0 for side in small.size)
+        assert all(abs(new - old / 2) <= UNIT / 2 for new, old in zip(small.size, scene.size, strict=True))
+        pixels = np.asarray(shrunk).astype(int)
+        for before, after in zip(scene.things, small.things, strict=True):
+            assert (after.pair, after.text, after.size) == (before.pair, before.text, before.size)
+            if before.size == "large" and before.shape == "square":
+                assert abs(pixels[after.y, after.x] - COLOURS[before.colour]).max() < 25
+    assert shrink(*make_varied("validation", 3), 0.01)[1].size == (UNIT, UNIT)
