@@ -135,8 +135,9 @@ def turns(asked: list[list[Question]], tokenizer: Tokenizer, dialogue: Dialogue 
     rows = [[_turn(q.prompt, q.in_words, tokenizer, dialogue) for q in row] for row in asked]
     chunk = max(_CHUNK, *(len(ids) for row in rows for ids, _ in row))
     starts = [_starts([len(ids) for ids, _ in row], chunk) for row in rows]
-    chunks = max(at[-1] + len(row[-1][0]) for at, row in zip(starts, rows, strict=True)) / chunk
-    shape = (len(rows), math.ceil(chunks) * chunk)
+    # A scene may allow none of the kinds drawn for it.
+    length = max(at[-1] + len(row[-1][0]) for at, row in zip(starts, rows, strict=True) if row)
+    shape = (len(rows), math.ceil(length / chunk) * chunk)
     ids, place = np.full(shape, dialogue.padding, np.int64), np.zeros(shape, np.int64)
     turn, targets = np.full(shape, -1, np.int64), np.full(shape, -100, np.int64)
     for i, row in enumerate(rows):

@@ -57,14 +57,21 @@ FIRST_LAYERS = (0, 1, 2, 3, 4, 6, 8, 10, 12, 14)
 _NEW = ("small-text", "two-step-reading", "two-step-shape", "two-step-place")
 _VARIED = (*KINDS, *LESSONS, *_NEW)
 _HARD_VARIED = (*_VARIED, *_HARD, *3 * ("two-step-shape", "two-step-place", "colour"), "two-step-reading", "choice")
-_LAST_VARIED = (*_VARIED, *_NEW, *6 * ("counting",), *2 * ("relation", "two-step-shape", "two-step-place", "colour"))
+_LAST_VARIED = (
+    *_VARIED,
+    *12 * ("counting",),
+    *4 * ("two-step-shape",),
+    *2 * ("relation", "two-step-place"),
+    *("two-step-reading", "small-text", "choice"),
+)
 QWEN_STAGES = (
     Stage("vision", 600, 16, (1.2e-3, 9e-4), visual_tokens=32, most_objects=8, warm_up=100),
     Stage("two", 700, 8, (8e-4, 8e-4), 8, 20, 0.3, 2, _VARIED, True, 100, layers=FIRST_LAYERS),
     Stage("four", 300, 8, (8e-4, 7e-4), 8, 28, 0.3, 4, _VARIED, True, layers=FIRST_LAYERS),
     Stage("eight", 300, 6, (7e-4, 6.8e-4), 12, 48, 0.3, 8, _HARD_VARIED, layers=FIRST_LAYERS),
-    Stage("sizes", 600, 6, (6.8e-4, 6e-4), 12, 48, 0.3, 8, _HARD_VARIED, shrunk=0.4, layers=FIRST_LAYERS),
-    Stage("whole", 800, 6, (6e-4, 0.0), 16, 256, 0.2, 8, _LAST_VARIED, shrunk=0.3, layers=FIRST_LAYERS),
-    Stage("deep", 1000, 6, (4e-4, 0.0), 16, 256, 0.2, 8, _LAST_VARIED, shrunk=0.3, warm_up=100),
+    Stage("sizes", 500, 6, (6.8e-4, 6e-4), 12, 48, 0.3, 8, _HARD_VARIED, shrunk=0.4, layers=FIRST_LAYERS),
+    Stage("scales", 300, 12, (7e-4, 6e-4), 4, 48, 1.0, 8, _LAST_VARIED, shrunk=0.7, layers=FIRST_LAYERS),
+    Stage("whole", 450, 6, (6e-4, 0.0), 18, 256, 0.2, 8, _LAST_VARIED, shrunk=0.3, layers=FIRST_LAYERS),
+    Stage("deep", 1200, 6, (4e-4, 0.0), 16, 256, 0.2, 8, _LAST_VARIED, shrunk=0.3, warm_up=100),
 )
 MEASURED_KINDS = tuple(kind for kind in VARIED_KINDS if not kind.endswith("-of-two"))

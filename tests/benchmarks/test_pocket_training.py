@@ -94,6 +94,19 @@ def test_turns_see_the_picture_and_themselves_only(
     assert together.item() == pytest.approx(alone.item() / answered, rel=1e-4)
 
 
+def test_a_picture_may_have_no_questions(model: LlavaForConditionalGeneration, tokenizer: Tokenizer) -> None:
+    scene, picture = make_scene("validation", 3)
+    question = draw_questions(scene, Random(0), 1, ["counting"])
+    asked = turns([question, []], tokenizer)
+    assert asked.turn.unique().tolist() == [-1, 1] and not (asked.turn[1] >= 0).any()
+    seen = RECIPE.see(model, RECIPE.new_probe(model), 2 * [(scene, picture)], 256, 0)
+    reading = read(model, seen.sight, asked)
+    assert [len(row) for row in right_turns(reading, asked)] == [1, 0]
+    alone = turns([question], tokenizer)
+    expected = answer_loss(read(model, sight(model, picture, scene), alone), alone).item()
+    assert answer_loss(reading, asked).item() == pytest.approx(expected, rel=1e-4)
+
+
 def test_an_answer_is_right_if_all_its_tokens_are(model: LlavaForConditionalGeneration, tokenizer: Tokenizer) -> None:
     scene, picture = make_scene("validation", 3)
     asked = turns([draw_questions(scene, Random(0), 6, list(KINDS))], tokenizer)
