@@ -71,7 +71,7 @@ QWEN_STAGES = (
     Stage("eight", 300, 6, (7e-4, 6.8e-4), 12, 48, 0.3, 8, _HARD_VARIED, layers=FIRST_LAYERS),
     Stage("sizes", 500, 6, (6.8e-4, 6e-4), 12, 48, 0.3, 8, _HARD_VARIED, shrunk=0.4, layers=FIRST_LAYERS),
     Stage("scales", 300, 12, (7e-4, 6e-4), 4, 48, 1.0, 8, _LAST_VARIED, shrunk=0.7, layers=FIRST_LAYERS),
-    Stage("whole", 450, 6, (6e-4, 0.0), 18, 256, 0.2, 8, _LAST_VARIED, shrunk=0.3, layers=FIRST_LAYERS),
+    Stage("whole", 500, 6, (6e-4, 0.0), 18, 256, 0.2, 8, _LAST_VARIED, shrunk=0.3, layers=FIRST_LAYERS),
     Stage("deep", 1200, 6, (4e-4, 0.0), 16, 256, 0.2, 8, _LAST_VARIED, shrunk=0.3, warm_up=100),
 )
 MEASURED_KINDS = tuple(kind for kind in VARIED_KINDS if not kind.endswith("-of-two"))
