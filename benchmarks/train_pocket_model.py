@@ -1,8 +1,9 @@
-"""Train the pocket model on a CPU: `python benchmarks/train_pocket_model.py CHECKPOINT --state STATE.pt`.
+"""Train a pocket model on a CPU: `python benchmarks/train_pocket_model.py CHECKPOINT --state STATE.pt --model qwen3`.
 
 The first stage trains the tower on what each patch shows. Later stages add the LLM, more objects and more patches a
 picture. The last stage shows all patches and asks most about counting, the hardest kind. Pictures with few patches
-cost a third. An interrupted training resumes from its state file.
+cost a third. An interrupted training resumes from its state file. `STATE.csv` and `STATE.accuracy.csv` hold the
+losses and the accuracy on validation scenes so far.
 """
 
 from __future__ import annotations
@@ -11,122 +12,135 @@ import argparse
 import csv
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
-from PIL import Image
 from tokenizers import Tokenizer
 
 from pocket_training.attention import looking_loss
-from pocket_training.batches import pictures, training_scenes, turns, words
-from pocket_training.losses import Probe, answer_loss, naming_loss, tower_states
-from pocket_training.model import new_model, new_tokenizer, save
+from pocket_training.batches import turns, words
+from pocket_training.decoding import answer_loss, read, right_turns
+from pocket_training.losses import naming_loss
+from pocket_training.recipes import RECIPES, Drawn, Recipe
+from pocket_training.stages import Stage
 from sinkprune.contract.text.questions import Question
-from sinkprune.demo.scene_questions import KINDS, LESSONS, description, draw_questions
+from sinkprune.demo.scene_questions import description
 from sinkprune.demo.scenes import Scene
 
-
-@dataclass(frozen=True)
-class Stage:
-    """A part of the training, with a learning rate that changes linearly from the first value to the second."""
-
-    name: str
-    steps: int
-    pictures: int
-    """Pictures a step."""
-    learning_rate: tuple[float, float]
-    questions: int = 0
-    """Questions a picture; 0 leaves the LLM out."""
-    visual_tokens: int = 256
-    """Patches of each picture: centres of things first, then other patches of things, then random background."""
-    probe_weight: float = 1.0
-    """The weight of the losses for what patches show and what that is called."""
-    most_objects: int = 6
-    """The most objects in a picture."""
-    kinds: tuple[str, ...] = (*KINDS, *LESSONS)
-    """Kinds of questions."""
-    described: bool = False
-    """Whether to ask for the picture's description too. Its many tokens outweigh those of other answers."""
-    warm_up: int = 0
-    """Steps over which the learning rate rises from 0."""
-
-
-_EVERY = (*KINDS, *LESSONS)
-# Kinds with many wrong answers after stage "four"; counting and relations take longest.
-_HARD = ("existence-random", "existence-adversarial", *3 * ("relation",), *3 * ("counting",), "place")
-_COUNTING = (*10 * ("counting",), *2 * ("relation",), "size", "choice")
-STAGES = (
-    Stage("vision", 700, 16, (1.2e-3, 9e-4), visual_tokens=96, warm_up=100),
-    Stage("two", 700, 12, (8e-4, 8e-4), 8, 32, 0.3, 2, described=True, warm_up=100),
-    Stage("four", 500, 8, (8e-4, 7e-4), 8, 48, 0.3, 4, described=True),
-    Stage("six", 1000, 6, (7e-4, 5.5e-4), 10, 64, 0.3, 6, (*_EVERY, *_HARD)),
-    Stage("things", 700, 6, (5.5e-4, 4.864e-4), 10, 112, 0.3, 6, (*_EVERY, *_HARD)),
-    Stage("counting", 500, 6, (4.8e-4, 4.5e-4), 20, 112, 0.3, 6, (*KINDS, *_COUNTING)),
-    Stage("whole", 1000, 6, (4.5e-4, 0.0), 20, 256, 0.2, 6, (*KINDS, *_COUNTING)),
-)
 _SAVE_EVERY = 100
 _LOG_EVERY = 20
+_MEASURE_EVERY = 250
+_MEASURED = 24
+"""Validation pictures."""
+_ALL = 1 << 20
+"""More visual tokens than any picture has."""
 _CLIP = 1.0
 _SEED = 7
+_GAINS = ("q_norm.weight", "k_norm.weight")
+_FASTER = 5
+"""How much faster these are trained: they bound how sharp attention can be, and grow from 1 to several times that."""
 _STATEFUL = ("model", "probe", "optimizer")
+_LOSSES = ("step", "stage", "seconds", "rate", "probe", "names", "looks", "answers")
 
 
 class Training:
     """The model, its optimizer, and the file that an interrupted training resumes from."""
 
-    def __init__(self, state: Path) -> None:
+    def __init__(self, state: Path, recipe: Recipe) -> None:
         torch.manual_seed(_SEED)
-        self._path = state
-        self.model, self.step, self.log = new_model(), 0, list[dict[str, float | str]]()
-        self.probe = Probe(self.model.config.vision_config.hidden_size)
-        modules = torch.nn.ModuleList([self.model, self.probe])
-        self.parameters = [parameter for parameter in modules.parameters() if parameter.requires_grad]
-        matrices = [parameter for parameter in self.parameters if parameter.ndim > 1]
-        others = [parameter for parameter in self.parameters if parameter.ndim == 1]
-        groups = [{"params": matrices, "weight_decay": 0.03}, {"params": others, "weight_decay": 0.0}]
+        self._path, self._recipe = state, recipe
+        self.model, self.step, self.seconds = recipe.new_model(), 0, 0.0
+        self.log, self.accuracy = list[dict[str, float | str]](), list[dict[str, float]]()
+        self.probe = recipe.new_probe(self.model)
+        named = dict(torch.nn.ModuleDict({"model": self.model, "probe": self.probe}).named_parameters())
+        self.parameters = list(named.values())
+        gains = [value for name, value in named.items() if name.endswith(_GAINS)]
+        matrices = [value for value in self.parameters if value.ndim > 1]
+        others = [value for name, value in named.items() if value.ndim == 1 and not name.endswith(_GAINS)]
+        groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": 0.03}]
+        groups += [{"params": others, "weight_decay": 0.0}, {"params": gains, "weight_decay": 0.0, "faster": _FASTER}]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
-        self.tokenizer = self._load() if state.exists() else new_tokenizer()
+        self.tokenizer = self._load() if state.exists() else recipe.new_tokenizer()
 
     def run(self, stages: Sequence[Stage]) -> None:
         """Run the remaining steps."""
-        start = time.perf_counter()
-        for stage, step, scenes in _drawn_ahead(_schedule(stages), self.step):
+        last = time.perf_counter()
+        for stage, step, scenes in _drawn_ahead(self._recipe, _schedule(stages), self.step):
             rate = self._set_rate(stage, step, stages)
             losses = self._train_on(stage, step, scenes)
             self.step = step + 1
+            self.seconds, last = self.seconds + time.perf_counter() - last, time.perf_counter()
             if step % _LOG_EVERY == 0:
-                entry: dict[str, float | str] = {"step": step, "stage": stage.name, "rate": rate, **losses}
+                entry: dict[str, float | str] = {
+                    "step": step,
+                    "stage": stage.name,
+                    "seconds": round(self.seconds),
+                    "rate": rate,
+                    **losses,
+                }
                 self.log.append(entry)
-                line = " ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in entry.items())
-                sys.stderr.write(f"{time.perf_counter() - start:7.0f} s  {line}\n")
+                _report(entry)
+            if stage.questions and self.step % _MEASURE_EVERY == 0:
+                self.accuracy.append({"step": self.step, **self.measure(stage.layers)})
+                _report(self.accuracy[-1])
             if self.step % _SAVE_EVERY == 0:
                 self._save()
         self._save()
 
-    def _train_on(self, stage: Stage, step: int, scenes: list[tuple[Scene, Image.Image]]) -> dict[str, float]:
-        seen = pictures(scenes, stage.visual_tokens, seed=step)
-        states = tower_states(self.model, seen)
-        probe = self.probe.loss(states, seen)
-        loss, losses = stage.probe_weight * probe, {"probe": probe.item()}
-        if stage.questions:
-            rng = Random(step)
-            asked = [_questions(stage, scene, rng) for scene, _ in scenes]
-            visual = self.model.model.multi_modal_projector(states[:, 1:])
-            spoken, known = turns(asked, self.tokenizer), words(self.tokenizer)
-            answers, reading = answer_loss(self.model, visual, spoken)
-            names = naming_loss(self.model, visual, seen, known)
-            looks = looking_loss(self.model, reading, spoken, seen, known)
-            loss = loss + answers + stage.probe_weight * (names + looks)
-            losses |= {"answers": answers.item(), "names": names.item(), "looks": looks.item()}
+    @torch.no_grad()
+    def measure(self, layers: Sequence[int] | None) -> dict[str, float]:
+        """Return the accuracy on whole validation pictures, of all answers and by kind."""
+        asked, right = Counter[str](), Counter[str]()
+        for index in range(_MEASURED):
+            scene, picture = self._recipe.validation(index)
+            kinds = self._recipe.measured
+            questions = [q for kind in kinds for q in self._recipe.ask(scene, Random(index), 1, (kind,))]
+            with self._precision():
+                seen = self._recipe.see(self.model, self.probe, [(scene, picture)], _ALL, 0)
+                spoken = turns([questions], self.tokenizer, self._recipe.dialogue)
+                (row,) = right_turns(read(self.model, seen.sight, spoken, layers), spoken)
+            for question, answered in zip(questions, row, strict=True):
+                for kind in ("all", question.kind):
+                    asked[kind] += 1
+                    right[kind] += answered
+        return {kind: right[kind] / asked[kind] for kind in asked}
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self._recipe.half)
+
+    def _train_on(self, stage: Stage, step: int, scenes: Drawn) -> dict[str, float]:
+        with self._precision():
+            loss, losses = self._losses(stage, step, scenes)
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.parameters, _CLIP)
         self.optimizer.step()
         return losses
+
+    def _losses(self, stage: Stage, step: int, scenes: Drawn) -> tuple[torch.Tensor, dict[str, float]]:
+        recipe = self._recipe
+        seen = recipe.see(self.model, self.probe, scenes, stage.visual_tokens, step)
+        loss, losses = stage.probe_weight * seen.probe_loss, {"probe": seen.probe_loss.item()}
+        if stage.questions:
+            rng = Random(step)
+            asked = [self._questions(stage, scene, rng) for scene, _ in scenes]
+            spoken, known = turns(asked, self.tokenizer, recipe.dialogue), words(self.tokenizer, recipe.names)
+            reading = read(self.model, seen.sight, spoken, stage.layers)
+            answers = answer_loss(reading, spoken)
+            names = naming_loss(self.model, seen.sight.tokens, seen.classes, known)
+            looks = looking_loss(self.model, reading, spoken, seen.classes, known, recipe.lessons)
+            loss = loss + answers + stage.probe_weight * (names + looks)
+            losses |= {"answers": answers.item(), "names": names.item(), "looks": looks.item()}
+        return loss, losses
+
+    def _questions(self, stage: Stage, scene: Scene, rng: Random) -> list[Question]:
+        described = [description(scene)] if stage.described else []
+        return [*described, *self._recipe.ask(scene, rng, stage.questions, stage.kinds)]
 
     def _set_rate(self, stage: Stage, step: int, stages: Sequence[Stage]) -> float:
         begin = sum(earlier.steps for earlier in stages[: stages.index(stage)])
@@ -134,27 +148,39 @@ class Training:
         first, last = stage.learning_rate
         rate = (first + (last - first) * done) * min(1.0, (step - begin + 1) / max(1, stage.warm_up))
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("faster", 1)
         return rate
 
     def _save(self) -> None:
         state = {name: getattr(self, name).state_dict() for name in _STATEFUL}
-        state |= {"step": self.step, "log": self.log, "tokenizer": self.tokenizer.to_str()}
+        state |= {"step": self.step, "seconds": self.seconds, "log": self.log, "accuracy": self.accuracy}
+        state["tokenizer"] = self.tokenizer.to_str()
         beside = self._path.with_suffix(".new")
         torch.save(state, beside)
         beside.replace(self._path)
+        write_table(self._path.with_suffix(".csv"), _LOSSES, self.log)
+        write_table(self._path.with_suffix(".accuracy.csv"), ("step", "all", *self._recipe.measured), self.accuracy)
 
     def _load(self) -> Tokenizer:
         saved = torch.load(self._path)
         for name in _STATEFUL:
             getattr(self, name).load_state_dict(saved[name])
-        self.step, self.log = saved["step"], saved["log"]
+        self.step, self.seconds = saved["step"], saved["seconds"]
+        self.log, self.accuracy = saved["log"], saved["accuracy"]
         return Tokenizer.from_str(saved["tokenizer"])
 
 
-def _questions(stage: Stage, scene: Scene, rng: Random) -> list[Question]:
-    described = [description(scene)] if stage.described else []
-    return [*described, *draw_questions(scene, rng, stage.questions, stage.kinds)]
+def write_table(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, float | str]]) -> None:
+    """Write rows as CSV."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _report(entry: Mapping[str, float | str]) -> None:
+    line = " ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in entry.items())
+    sys.stderr.write(f"{line}\n")
 
 
 def _schedule(stages: Sequence[Stage]) -> Iterator[tuple[Stage, int, int]]:
@@ -167,12 +193,12 @@ def _schedule(stages: Sequence[Stage]) -> Iterator[tuple[Stage, int, int]]:
 
 
 def _drawn_ahead(
-    schedule: Iterator[tuple[Stage, int, int]], first: int
-) -> Iterator[tuple[Stage, int, list[tuple[Scene, Image.Image]]]]:
+    recipe: Recipe, schedule: Iterator[tuple[Stage, int, int]], first: int
+) -> Iterator[tuple[Stage, int, Drawn]]:
     """Yield the steps from `first` on with their scenes, drawn while the step before runs."""
     with ThreadPoolExecutor(1) as pool:
         drawing = (
-            (stage, step, pool.submit(training_scenes, picture, stage.pictures, stage.most_objects))
+            (stage, step, pool.submit(recipe.draw, stage, picture))
             for stage, step, picture in schedule
             if step >= first
         )
@@ -187,14 +213,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="folder to write the trained model to")
     parser.add_argument("--state", type=Path, required=True, help="file the training is saved to and resumed from")
+    parser.add_argument("--model", choices=RECIPES, default="llava", help="which pocket model (default: llava)")
+    parser.add_argument("--threads", type=int, default=2, help="threads of PyTorch (default: 2)")
+    parser.add_argument("--so-far", action="store_true", help="write the model of the state file, and train no more")
     options = parser.parse_args()
-    training = Training(options.state)
-    training.run(STAGES)
-    save(training.model, training.tokenizer, options.checkpoint)
-    with (options.checkpoint / "loss.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, ["step", "stage", "rate", "probe", "names", "looks", "answers"])
-        writer.writeheader()
-        writer.writerows(training.log)
+    torch.set_num_threads(options.threads)
+    recipe = RECIPES[options.model]
+    training = Training(options.state, recipe)
+    if not options.so_far:
+        training.run(recipe.stages)
+    recipe.save(training.model, training.tokenizer, options.checkpoint)
+    write_table(options.checkpoint / "loss.csv", _LOSSES, training.log)
 
 
 if __name__ == "__main__":

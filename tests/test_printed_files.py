@@ -23,7 +23,7 @@ from support.programs.repository import ROOT
 READ = ("--image", "--images", "--video", "--frames", "--check", "--data", "--task", "--sign", "--signed-by")
 COMMANDS = tuple(f"sinkprune-{name}" for name in ("run", "profile", "evaluate", "calibrate", "build", "doctor"))
 MADE = ("-o", "-out")
-TEST_SETS = ("scenes", "wide-scenes")
+TEST_SETS = ("scenes", "wide-scenes", "varied-scenes")
 READERS_OWN = ("./my-checkpoint", "my-gptq-or-awq-checkpoint", "./clip-vit-large-patch14-336", "key.pem")
 ELSEWHERE = ("doctor.md", "jetson.md", "savings.md")
 """Pages whose commands run on another machine or in another folder, without the files of the README's commands."""

@@ -3,55 +3,56 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import LlavaForConditionalGeneration
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from pocket_training.batches import Pictures, Turns, Words
+from pocket_training.batches import Turns, Words
+from pocket_training.decoding import Reading, head_norms
+from sinkprune.demo.scenes import SHAPES
 
 
-@dataclass(frozen=True)
-class Reading:
-    """The decoder's input of each layer, and the places of the picture."""
+class Lessons(NamedTuple):
+    """The layers, and the heads in two halves, that `looking_loss` teaches."""
 
-    hidden: tuple[torch.Tensor, ...]
-    """[B,S,d]: the input of each layer."""
-    position: torch.Tensor
-    """[B,S]."""
-    visual: slice
-    """The rows of the picture; text follows."""
-
-    def among_all(self, patches: torch.Tensor) -> torch.Tensor:
-        """Return [n,S] bool from `patches` [n,V] bool, False for text."""
-        behind = self.position.shape[1] - self.visual.stop
-        return nn.functional.pad(patches, (self.visual.start, behind), value=False)
+    alone: tuple[int, ...]
+    """Layers in which a word looks at what it names by itself."""
+    together: tuple[int, ...]
+    """Layers in which words look at what they name together."""
+    answer_at_thing: tuple[int, ...]
+    answer_at_word: tuple[int, ...]
+    first: slice
+    """The half of the heads that looks at things."""
+    other: slice
+    """The half of the heads that counts things, and looks at words."""
 
 
 def looking_loss(
-    model: LlavaForConditionalGeneration, reading: Reading, asked: Turns, seen: Pictures, words: Words
+    model: Any, reading: Reading, asked: Turns, shown: torch.Tensor, words: Words, lessons: Lessons
 ) -> torch.Tensor:
     """Return the distance of attention from what a question is about; scalar.
 
-    In the first half of the heads "circle" shall look at circles in layer 1, and "red circle" at red circles in 2 and
-    3. In 4 to 6 the answer's first token shall look at what the first such words name. Without this loss a decoder of
-    this size finds things by colour and never by shape.
+    `shown` [B,V,5] are the classes of visual tokens (`batches.Names`). In LLaVA's `lessons`, in the first half of
+    the heads "circle" shall look at circles in layer 1, and "red circle" at red circles in 2 and 3. In 4 to 6 the
+    answer's first token shall look at what the first such words name. Without this loss a decoder of this size finds
+    things by colour and never by shape.
 
     In the other half words shall divide their attention equally in 2 and 3: between the sequence's first token and
     the centre of each thing that they name. So the share of one reveals their number. In 4 and 5 the answer shall
     look at the word.
     """
-    spoken = _Spoken.of(asked, seen, words)
-    lessons = (
-        (1, _FIRST, _one_of(spoken.alone, reading)),
-        *((layer, _FIRST, _one_of(spoken.together, reading)) for layer in (2, 3)),
-        *((layer, _OTHER, _each_of(spoken.together, spoken.word, seen, reading)) for layer in (2, 3)),
-        *((layer, _FIRST, _answer_at_thing(spoken, reading)) for layer in (4, 5, 6)),
-        *((layer, _OTHER, _answer_at_word(spoken, reading)) for layer in (4, 5)),
+    spoken = _Spoken.of(asked, shown, words)
+    one, each = _one_of(spoken.together, reading), _each_of(spoken.together, spoken.word, shown, reading)
+    taught = (
+        *((layer, lessons.first, _one_of(spoken.alone, reading)) for layer in lessons.alone),
+        *((layer, lessons.first, one) for layer in lessons.together),
+        *((layer, lessons.other, each) for layer in lessons.together),
+        *((layer, lessons.first, _answer_at_thing(spoken, reading)) for layer in lessons.answer_at_thing),
+        *((layer, lessons.other, _answer_at_word(spoken, reading)) for layer in lessons.answer_at_word),
     )
-    losses = [_distance(model, reading, asked, *lesson) for lesson in lessons if len(lesson[2].rows)]
+    losses = [_distance(model, reading, asked, *lesson) for lesson in taught if len(lesson[2].rows)]
     return torch.stack(losses).mean() if losses else reading.hidden[0].new_zeros(())
 
 
@@ -69,15 +70,15 @@ class _Spoken:
     """For each turn that names something: its picture, the first such word, and the answer's first token."""
 
     @classmethod
-    def of(cls, asked: Turns, seen: Pictures, words: Words) -> _Spoken:
+    def of(cls, asked: Turns, classes: torch.Tensor, words: Words) -> _Spoken:
         shape = torch.maximum(_class_of(asked.ids, words.shapes), _class_of(asked.ids, words.plurals))
         colour = _class_of(asked.ids, words.colours)
         before, behind = nn.functional.pad(colour, (1, -1)), nn.functional.pad(shape, (-1, 1))
-        shown, painted = seen.classes[:, None, :, 0], seen.classes[:, None, :, 1]
+        shown, painted = classes[:, None, :, 0], classes[:, None, :, 1]
         by_shape = (shape[..., None] > 0) & (shown == shape[..., None])
         by_colour = (colour[..., None] > 0) & (painted == colour[..., None])
         # In "red objects", which no plate is.
-        by_colour &= (behind[..., None] > 0) | (shown != len(words.shapes))
+        by_colour &= (behind[..., None] > 0) | (shown <= len(SHAPES))
         by_both = by_shape & ((before[..., None] == 0) | (painted == before[..., None]))
         named = (shape > 0) | ((colour > 0) & (behind == 0))
         answers = []
@@ -103,18 +104,14 @@ class _Lesson(NamedTuple):
     """Whether to look at all of them alike, or at any."""
 
 
-_FIRST, _OTHER = slice(0, 3), slice(3, 6)
-"""Heads."""
-
-
 def _one_of(things: torch.Tensor, reading: Reading) -> _Lesson:
     rows, places = things.any(-1).nonzero(as_tuple=True)
     return _Lesson(rows, places, reading.among_all(things[rows, places]), False)
 
 
-def _each_of(things: torch.Tensor, word: torch.Tensor, seen: Pictures, reading: Reading) -> _Lesson:
+def _each_of(things: torch.Tensor, word: torch.Tensor, shown: torch.Tensor, reading: Reading) -> _Lesson:
     rows, places = word.nonzero(as_tuple=True)
-    centres = seen.classes[rows, :, -1] == 1
+    centres = shown[rows, :, -1] == 1
     wanted = reading.among_all(things[rows, places] & centres)
     wanted[:, 0] = True
     return _Lesson(rows, places, wanted, True)
@@ -127,7 +124,7 @@ def _answer_at_thing(spoken: _Spoken, reading: Reading) -> _Lesson:
 
 def _answer_at_word(spoken: _Spoken, reading: Reading) -> _Lesson:
     rows, words, begins = _columns(spoken.answers)
-    wanted = torch.arange(reading.position.shape[1]) == reading.visual.stop + words[:, None]
+    wanted = torch.arange(reading.position.shape[-1]) == reading.visual.stop + words[:, None]
     return _Lesson(rows, begins, wanted, False)
 
 
@@ -136,21 +133,17 @@ def _columns(answers: list[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.T
     return rows, words, begins
 
 
-def _distance(
-    model: LlavaForConditionalGeneration, reading: Reading, asked: Turns, layer: int, heads: slice, lesson: _Lesson
-) -> torch.Tensor:
+def _distance(model: Any, reading: Reading, asked: Turns, layer: int, heads: slice, lesson: _Lesson) -> torch.Tensor:
     """Return the mean -log of the attention that `heads` of a layer pay to the wanted tokens; scalar."""
-    decoder = model.model.language_model
-    attention, hidden = decoder.layers[layer].self_attn, reading.hidden[layer]
-    normed = decoder.layers[layer].input_layernorm(hidden)
+    block = model.model.language_model.layers[layer]
+    attention, normed = block.self_attn, block.input_layernorm(reading.hidden[layer])
     queries, keys = (
-        project(normed).unflatten(-1, (-1, attention.head_dim))[:, :, heads]
-        for project in (attention.q_proj, attention.k_proj)
+        norm(project(normed).unflatten(-1, (-1, attention.head_dim))[:, :, heads])
+        for norm, project in zip(head_norms(attention), (attention.q_proj, attention.k_proj), strict=True)
     )
-    cos, sin = decoder.rotary_emb(hidden, reading.position)
-    queries, keys = apply_rotary_pos_emb(queries, keys, cos, sin, unsqueeze_dim=2)
+    queries, keys = apply_rotary_pos_emb(queries, keys, *reading.rope, unsqueeze_dim=2)
     queries = queries[lesson.rows, reading.visual.stop + lesson.places]
-    logits = torch.einsum("nhd,nshd->nhs", queries, keys[lesson.rows]) * attention.head_dim**-0.5
+    logits = torch.einsum("nhd,nshd->nhs", queries, keys[lesson.rows]).float() * attention.head_dim**-0.5
     turn = asked.turn[lesson.rows]
     read = (turn == turn.gather(1, lesson.places[:, None])) & (torch.arange(turn.shape[1]) <= lesson.places[:, None])
     read = nn.functional.pad(read, (reading.visual.stop, 0), value=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import nn
 from transformers import CLIPImageProcessorPil, LlavaConfig, LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
+from pocket_training.chunks import IN_CHUNKS
 from sinkprune.demo.scene_questions import KINDS, description, draw_questions
 from sinkprune.demo.scenes import SIDE, compose_scene
 
@@ -28,8 +29,21 @@ CHAT_TEMPLATE = (
     "{% for item in message['content'] if item['type'] == 'text' %}{{ item['text'] }} {% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
-BEFORE, AFTER, ANSWER = "USER: ", "\n{} ASSISTANT:", " {}"
-"""The prompt before the picture, the prompt after it, and the reply."""
+
+
+class Dialogue(NamedTuple):
+    """The words of a turn around the picture, the question and the answer, and two token ids."""
+
+    before: str
+    """The prompt before the picture."""
+    after: str
+    """The prompt after the picture, with ``{}`` for the question."""
+    end: int
+    """The token after an answer."""
+    padding: int
+
+
+DIALOGUE = Dialogue("USER: ", "\n{} ASSISTANT:", EOS, PAD)
 
 
 def new_model() -> LlavaForConditionalGeneration:
@@ -66,7 +80,7 @@ def new_model() -> LlavaForConditionalGeneration:
         vision_feature_layer=-1,
         vision_feature_select_strategy="default",
         tie_word_embeddings=True,
-        attn_implementation="sdpa",
+        attn_implementation=IN_CHUNKS,
     )
     model = LlavaForConditionalGeneration(config)
     _see_neighbours(model.model.vision_tower)
@@ -157,4 +171,4 @@ def _conversations(scenes: int) -> Iterator[str]:
     for index in range(scenes):
         scene = compose_scene("training", index)
         for question in (description(scene), *draw_questions(scene, Random(index), 10, list(KINDS))):
-            yield BEFORE + AFTER.format(question.prompt) + ANSWER.format(question.answers[0])
+            yield f"{DIALOGUE.before}{DIALOGUE.after.format(question.prompt)} {question.answers[0]}"

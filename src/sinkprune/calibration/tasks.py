@@ -28,7 +28,9 @@ SCENES = "scenes"
 """The project's own test set, which comes with the package."""
 WIDE_SCENES = "wide-scenes"
 """The same questions about pictures of 16:9, whose things are further apart."""
-TEST_SETS = (SCENES, WIDE_SCENES)
+VARIED_SCENES = "varied-scenes"
+"""Questions about pictures of several resolutions, with small text and questions of two steps."""
+TEST_SETS = (SCENES, WIDE_SCENES, VARIED_SCENES)
 UNNAMED = "unnamed"
 """The default kind of a file's questions."""
 TASK_BYTES = 256 << 20
@@ -52,7 +54,7 @@ class Item:
 
 
 def load_task(name: str, limit: int | None = None) -> list[Item]:
-    """Return the first `limit` items of a test set, `scenes` or `wide-scenes`, or of a JSONL file.
+    """Return the first `limit` items of one of `TEST_SETS`, or of a JSONL file.
 
     Every item and its picture are checked. Lines of a file after the limit are not read. Raises `TaskError`.
     """
@@ -62,7 +64,7 @@ def load_task(name: str, limit: int | None = None) -> list[Item]:
         return list(islice(_read_jsonl(Path(name)), limit))
     found = "a folder" if Path(name).is_dir() else "no test set"
     raise TaskError(
-        f"'{name}' is {found}. Give '{SCENES}', '{WIDE_SCENES}', or a file of questions that ends in .jsonl."
+        f"'{name}' is {found}. Give {', '.join(map(repr, TEST_SETS))}, or a file of questions that ends in .jsonl."
     )
 
 
@@ -92,8 +94,9 @@ def _read_scenes(name: str) -> Iterator[Item]:
     """Yield the questions of a test set with their pictures, which are drawn from fixed seeds."""
     from sinkprune.demo.scene_questions import test_set
     from sinkprune.demo.scenes import SIDE, WIDE
+    from sinkprune.demo.varied_questions import varied_test_set
 
-    pairs = test_set(WIDE if name == WIDE_SCENES else SIDE)
+    pairs = varied_test_set() if name == VARIED_SCENES else test_set(WIDE if name == WIDE_SCENES else SIDE)
     for number, (_, group) in enumerate(groupby(pairs, key=lambda pair: id(pair[0])), start=1):
         for picture, question in group:
             yield Item(question, f"{name} {number}", picture.copy)

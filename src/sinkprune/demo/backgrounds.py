@@ -60,7 +60,7 @@ def _texture(rng: Random, side: int) -> np.ndarray[Any, Any]:
 
 def _photo_crop(rng: Random, side: int, name: str) -> Image.Image:
     photo = _photo(name)
-    extent = rng.randint(side * 3 // 4, min(photo.size))
+    extent = rng.randint(min(side * 3 // 4, *photo.size), min(photo.size))
     left, top = rng.randint(0, photo.width - extent), rng.randint(0, photo.height - extent)
     return photo.resize((side, side), box=(left, top, left + extent, top + extent))
 

@@ -8,7 +8,7 @@ MMBench.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
 from random import Random
@@ -31,12 +31,14 @@ from sinkprune.demo.scenes import (
     make_scene,
 )
 
-_APART = 30
+APART = 30
 """The least distance in pixels of objects in questions about left, right, above or below."""
 
 
 @dataclass(frozen=True)
-class _Draft:
+class Draft:
+    """A question that has no id yet."""
+
     text: str
     answer: str
     options: tuple[str, ...] = ()
@@ -44,7 +46,7 @@ class _Draft:
 
 Pair = tuple[str, str]
 """Colour and shape of an object."""
-QuestionMaker = Callable[[Scene, Random], _Draft | None]
+QuestionMaker = Callable[[Scene, Random], Draft | None]
 """Returns a question about a scene, or None if the scene allows none of this kind."""
 
 
@@ -66,20 +68,23 @@ def questions_about(split: str, count: int, width: int = SIDE) -> Iterator[tuple
 
 def one_of_each_kind(scene: Scene, rng: Random, name: str) -> Iterator[Question]:
     """Yield a question of every kind that the scene allows; their ids start with `name`."""
-    for kind in KINDS:
-        yield from _ask(scene, rng, kind, f"{name}-{kind}")
+    for kind, make in KINDS.items():
+        yield from ask(make, scene, rng, kind, f"{name}-{kind}")
 
 
-def draw_questions(scene: Scene, rng: Random, count: int, kinds: Sequence[str]) -> list[Question]:
-    """Return up to `count` questions of kinds drawn from `kinds`."""
+def draw_questions(
+    scene: Scene, rng: Random, count: int, kinds: Sequence[str], makers: Mapping[str, QuestionMaker] | None = None
+) -> list[Question]:
+    """Return up to `count` questions of kinds drawn from `kinds`; `makers` are those of this module by default."""
+    known = makers or KINDS | LESSONS
     drawn = rng.choices(kinds, k=count)
-    return [question for i, kind in enumerate(drawn) for question in _ask(scene, rng, kind, str(i))]
+    return [question for i, kind in enumerate(drawn) for question in ask(known[kind], scene, rng, kind, str(i))]
 
 
 def description(scene: Scene) -> Question:
     """Return a question whose answer lists all things from the top down, for training only."""
-    things = sorted((*scene.objects, *scene.plates), key=lambda thing: (thing.y, thing.x))
-    said = [f"{t.colour} plate {t.text}" if t.text else f"{t.size} {_named(t.pair)}" for t in things]
+    things = sorted(scene.things, key=lambda thing: (thing.y, thing.x))
+    said = [f"{named(t.pair)} {t.text}" if t.text else f"{t.size} {named(t.pair)}" for t in things]
     return Question("description", "description", "What is in the picture?", (", ".join(said),))
 
 
@@ -88,8 +93,9 @@ def plural(thing: str) -> str:
     return f"{thing}es" if thing == "cross" else f"{thing}s"
 
 
-def _ask(scene: Scene, rng: Random, kind: str, name: str) -> Iterator[Question]:
-    asked = (KINDS | LESSONS)[kind](scene, rng)
+def ask(make: QuestionMaker, scene: Scene, rng: Random, kind: str, name: str) -> Iterator[Question]:
+    """Yield the question of `make` with `name` as its id, if the scene allows one."""
+    asked = make(scene, rng)
     if asked is not None:
         listed = () if asked.options else next((group for group in _CLOSED_LISTS if asked.answer in group), ())
         yield Question(name, kind, asked.text, (asked.answer,), asked.options, listed)
@@ -98,75 +104,82 @@ def _ask(scene: Scene, rng: Random, kind: str, name: str) -> Iterator[Question]:
 def _existence(absent: Callable[[Scene], Sequence[Pair]]) -> QuestionMaker:
     """Ask for a pair that is present, or as often for one of `absent`."""
 
-    def ask(scene: Scene, rng: Random) -> _Draft | None:
+    def ask_for_one(scene: Scene, rng: Random) -> Draft | None:
         present = sorted({thing.pair for thing in scene.objects})
         there = rng.random() < 0.5
         pairs = present if there else [pair for pair in absent(scene) if pair not in present]
         if not pairs:
             return None
-        return _Draft(f"Is there {_a(rng.choice(pairs))}?", "yes" if there else "no")
+        return Draft(f"Is there {_a(rng.choice(pairs))}?", "yes" if there else "no")
 
-    return ask
+    return ask_for_one
 
 
 def _mixed_pairs(scene: Scene) -> list[Pair]:
     return list(product(sorted({t.colour for t in scene.objects}), sorted({t.shape for t in scene.objects})))
 
 
-def _about_one(key: Callable[[SceneObject], object], ask: Callable[[SceneObject], _Draft]) -> QuestionMaker:
+def _about_one(key: Callable[[SceneObject], object], ask: Callable[[SceneObject], Draft]) -> QuestionMaker:
     """Ask about an object that shares its `key` with no other."""
 
-    def ask_about_one(scene: Scene, rng: Random) -> _Draft | None:
-        unique = _all_by(scene.objects, key)
+    def ask_about_one(scene: Scene, rng: Random) -> Draft | None:
+        unique = all_by(scene.objects, key)
         return ask(rng.choice(unique)) if unique else None
 
     return ask_about_one
 
 
-def _size(thing: SceneObject) -> _Draft:
-    return _Draft(f"Is the {_named(thing.pair)} {' or '.join(RADII)}?", thing.size)
+def _size(thing: SceneObject) -> Draft:
+    return Draft(f"Is the {named(thing.pair)} {' or '.join(RADII)}?", thing.size)
 
 
-def _place(thing: SceneObject) -> _Draft:
+def _place(scene: Scene, rng: Random) -> Draft | None:
     """Ask for a thing's place, as a lesson for relations."""
-    row, column = ("top", "middle", "bottom")[3 * thing.y // SIDE], ("left", "centre", "right")[3 * thing.x // SIDE]
-    return _Draft(f"Where is the {_named(thing.pair)}?", f"{row} {column}")
+    unique = all_by(scene.objects, lambda thing: thing.pair)
+    if not unique:
+        return None
+    thing, (width, height) = rng.choice(unique), scene.size
+    row, column = (
+        ("top", "middle", "bottom")[3 * thing.y // height],
+        ("left", "centre", "right")[3 * thing.x // width],
+    )
+    return Draft(f"Where is the {named(thing.pair)}?", f"{row} {column}")
 
 
-_colour = _about_one(lambda t: t.shape, lambda t: _Draft(f"What colour is the {t.shape}?", t.colour))
-_shape = _about_one(lambda t: t.colour, lambda t: _Draft(f"What shape is the {t.colour} object?", t.shape))
+_colour = _about_one(lambda t: t.shape, lambda t: Draft(f"What colour is the {t.shape}?", t.colour))
+_shape = _about_one(lambda t: t.colour, lambda t: Draft(f"What shape is the {t.colour} object?", t.shape))
 
 
-def _relation(scene: Scene, rng: Random) -> _Draft | None:
-    unique = _all_by(scene.objects, lambda thing: thing.pair)
+def _relation(scene: Scene, rng: Random) -> Draft | None:
+    unique = all_by(scene.objects, lambda thing: thing.pair)
     relations = []
     for a, b in permutations(unique, 2):
-        if abs(a.x - b.x) >= _APART:
+        if abs(a.x - b.x) >= APART:
             relations.append((a, b, "left or right of", "left" if a.x < b.x else "right"))
-        if abs(a.y - b.y) >= _APART:
+        if abs(a.y - b.y) >= APART:
             relations.append((a, b, "above or below", "above" if a.y < b.y else "below"))
     if not relations:
         return None
     a, b, either, answer = rng.choice(relations)
-    return _Draft(f"Is the {_named(a.pair)} {either} the {_named(b.pair)}?", answer)
+    return Draft(f"Is the {named(a.pair)} {either} the {named(b.pair)}?", answer)
 
 
-def _counting(scene: Scene, rng: Random) -> _Draft | None:
+def _counting(scene: Scene, rng: Random) -> Draft | None:
     counts = Counter(f"{thing.colour} object" for thing in scene.objects)
     counts.update(thing.shape for thing in scene.objects)
     # Prefer large numbers, which are rare in scenes; otherwise nearly all answers would be 1.
     numbers = sorted(set(counts.values()))
     number = rng.choices(numbers, weights=numbers)[0]
     what = rng.choice(sorted(what for what in counts if counts[what] == number))
-    return _Draft(f"How many {plural(what)} are there?", str(number))
+    return Draft(f"How many {plural(what)} are there?", str(number))
 
 
-def _reading(scene: Scene, rng: Random) -> _Draft | None:
+def _reading(scene: Scene, rng: Random) -> Draft | None:
     plate = rng.choice(scene.plates)
-    return _Draft(f"What is written on the {plate.colour} plate?", plate.text)
+    return Draft(f"What is written on the {plate.colour} plate?", plate.text)
 
 
-def _choice(scene: Scene, rng: Random) -> _Draft | None:
+def _choice(scene: Scene, rng: Random) -> Draft | None:
     """Ask for a colour, a shape, a text or an object, with four options."""
     asked = rng.choice([_colour, _shape, _reading, _present])(scene, rng)
     if asked is None:
@@ -174,36 +187,37 @@ def _choice(scene: Scene, rng: Random) -> _Draft | None:
     alike = next(group for group in _ALTERNATIVES if asked.answer in group)
     absent = [text for text in alike if text != asked.answer]
     if asked.text == _WHICH:
-        held = {_named(thing.pair) for thing in scene.objects}
+        held = {named(thing.pair) for thing in scene.objects}
         absent = [text for text in absent if text not in held]
     options = [asked.answer, *rng.sample(absent, 3)]
     rng.shuffle(options)
-    return _Draft(asked.text, "ABCD"[options.index(asked.answer)], tuple(options))
+    return Draft(asked.text, "ABCD"[options.index(asked.answer)], tuple(options))
 
 
 _WHICH = "Which of these is in the picture?"
 
 
-def _present(scene: Scene, rng: Random) -> _Draft | None:
-    return _Draft(_WHICH, _named(rng.choice(scene.objects).pair))
+def _present(scene: Scene, rng: Random) -> Draft | None:
+    return Draft(_WHICH, named(rng.choice(scene.objects).pair))
 
 
-def _named(pair: Pair) -> str:
+def named(pair: Pair) -> str:
+    """Return the words for an object."""
     return " ".join(pair)
 
 
 def _a(pair: Pair) -> str:
-    return f"{'an' if pair[0][0] in 'aeiou' else 'a'} {_named(pair)}"
+    return f"{'an' if pair[0][0] in 'aeiou' else 'a'} {named(pair)}"
 
 
-def _all_by(things: Sequence[SceneObject], key: Callable[[SceneObject], object]) -> list[SceneObject]:
+def all_by(things: Sequence[SceneObject], key: Callable[[SceneObject], object]) -> list[SceneObject]:
     """Return the things that share their `key` with no other."""
     counts = Counter(map(key, things))
     return [thing for thing in things if counts[key(thing)] == 1]
 
 
 _PAIRS = tuple(product(COLOURS, SHAPES))
-_ALTERNATIVES = (tuple(COLOURS), SHAPES, DIGITS, WORDS, tuple(map(_named, _PAIRS)))
+_ALTERNATIVES = (tuple(COLOURS), SHAPES, DIGITS, WORDS, tuple(map(named, _PAIRS)))
 
 _CLOSED_LISTS = (("yes", "no"), tuple(RADII), ("left", "right"), ("above", "below"), *_ALTERNATIVES)
 """Each answer is in one at most."""
@@ -222,5 +236,5 @@ KINDS: dict[str, QuestionMaker] = {
 }
 """The kinds of questions by name."""
 
-LESSONS: dict[str, QuestionMaker] = {"place": _about_one(lambda thing: thing.pair, _place)}
+LESSONS: dict[str, QuestionMaker] = {"place": _place}
 """Kinds for training only, which prepare for the others."""

@@ -36,26 +36,31 @@ RADII = {"small": 14, "large": 26}
 TEST_PICTURES = 80
 _LATTICE = 7
 """Pixels between possible centres: half a patch, so that hours on two cores are enough to learn the shapes."""
+_MARGIN = 8
+"""Pixels between a text and the border of its frame."""
 _OUTLINE = (20, 20, 20)
 _LINE = 2
 """Width of outlines in pixels."""
 _SUPERSAMPLING = 2
-_SPLITS = {"training": TRAINING_PHOTOS, "validation": TRAINING_PHOTOS, "test": TEST_PHOTOS}
+PHOTOS = {"training": TRAINING_PHOTOS, "validation": TRAINING_PHOTOS, "test": TEST_PHOTOS}
+"""Photos of the backgrounds of each split."""
 
 
 @dataclass(frozen=True)
 class SceneObject:
-    """An object (`text` is empty) or a plate (`shape` is ``plate``) in a scene, with its box in pixels."""
+    """An object (`text` is empty), a plate or a label (`shape` is ``plate`` or ``label``), with its box in pixels."""
 
     shape: str
     colour: str
-    """The colour of an object, or of a plate's frame."""
+    """The colour of an object, or of the frame of a plate or label."""
     size: str
     text: str
     x: int
     y: int
     half_width: int
     half_height: int
+    points: int = 0
+    """The size of the text; 0 for an object."""
 
     @property
     def pair(self) -> tuple[str, str]:
@@ -65,10 +70,18 @@ class SceneObject:
 
 @dataclass(frozen=True)
 class Scene:
-    """Objects and plates that do not overlap."""
+    """Objects, plates and labels that do not overlap. A label is a plate with small text."""
 
     objects: tuple[SceneObject, ...]
     plates: tuple[SceneObject, ...]
+    labels: tuple[SceneObject, ...] = ()
+    size: tuple[int, int] = (SIDE, SIDE)
+    """Width and height of the picture in pixels."""
+
+    @property
+    def things(self) -> tuple[SceneObject, ...]:
+        """Return all objects, plates and labels."""
+        return (*self.objects, *self.plates, *self.labels)
 
 
 def compose_scene(split: str, index: int) -> Scene:
@@ -83,10 +96,35 @@ def make_scene(split: str, index: int, width: int = SIDE) -> tuple[Scene, Image.
     """
     rng = Random(f"{split} {index}")
     scene = _compose(rng)
-    behind = background(rng, SIDE, _SPLITS[split])
+    behind = background(rng, SIDE, PHOTOS[split])
     if width != SIDE:
-        scene = Scene(_spread(scene.objects, width), _spread(scene.plates, width))
-    return scene, _draw(scene, behind, width)
+        scene = Scene(_spread(scene.objects, width), _spread(scene.plates, width), size=(width, SIDE))
+    return scene, draw_scene(scene, behind)
+
+
+class Placer:
+    """Places things at random in an area of a picture, apart from those placed before."""
+
+    def __init__(self, rng: Random, left: int, top: int, width: int, height: int) -> None:
+        self.placed: list[SceneObject] = []
+        self._rng, self._left, self._top, self._width, self._height = rng, left, top, width, height
+
+    def place(self, shape: str, colour: str, size: str, text: str, points: int = 0) -> None:
+        """Place an object, or a plate or label with `text` of `points`; does nothing if no room is found."""
+        half_width = half_height = RADII.get(size, 0)
+        if text:
+            width, height = _text_size(text, points)
+            half_width, half_height = width // 2 + _MARGIN, height // 2 + _MARGIN
+        for _ in range(30):
+            x = self._on_lattice(self._left + half_width + 2, self._left + self._width - half_width - 2)
+            y = self._on_lattice(self._top + half_height + 2, self._top + self._height - half_height - 2)
+            thing = SceneObject(shape, colour, size, text, x, y, half_width, half_height, points)
+            if not any(_touch(thing, other) for other in self.placed):
+                self.placed.append(thing)
+                return
+
+    def _on_lattice(self, first: int, last: int) -> int:
+        return self._rng.randrange(-(-first // _LATTICE) * _LATTICE, last + 1, _LATTICE)
 
 
 def _compose(rng: Random) -> Scene:
@@ -94,35 +132,20 @@ def _compose(rng: Random) -> Scene:
     crowded = rng.random() < 0.7
     side = SIDE if crowded else SIDE * 2 // 3
     left, top = rng.randint(0, SIDE - side), rng.randint(0, SIDE - side)
-    placed: list[SceneObject] = []
-
-    def place(shape: str, colour: str, size: str, text: str, half_width: int, half_height: int) -> None:
-        for _ in range(30):
-            x = _on_lattice(rng, left + half_width + 2, left + side - half_width - 2)
-            y = _on_lattice(rng, top + half_height + 2, top + side - half_height - 2)
-            thing = SceneObject(shape, colour, size, text, x, y, half_width, half_height)
-            if not any(_touch(thing, other) for other in placed):
-                placed.append(thing)
-                return
-
+    placer = Placer(rng, left, top, side, side)
     frames = rng.sample(list(COLOURS), 2 if crowded and rng.random() < 0.4 else 1)
     for frame in frames:
         text = rng.choice(DIGITS if rng.random() < 0.5 else WORDS)
-        width, height = _text_size(text)
-        place("plate", frame, "", text, width // 2 + 8, height // 2 + 8)
-    plates = tuple(placed)
-    for colour, shape in _pairs(rng, rng.randint(3, 6) if crowded else rng.randint(1, 3)):
-        size = rng.choice(list(RADII))
-        place(shape, colour, size, "", RADII[size], RADII[size])
+        placer.place("plate", frame, "", text, plate_points(text))
+    plates = tuple(placer.placed)
+    for colour, shape in draw_pairs(rng, rng.randint(3, 6) if crowded else rng.randint(1, 3)):
+        placer.place(shape, colour, rng.choice(list(RADII)), "")
     # Compose again in the rare case that no object found room.
-    return Scene(tuple(placed[len(plates) :]), plates) if len(placed) > len(plates) else _compose(rng)
+    objects = tuple(placer.placed[len(plates) :])
+    return Scene(objects, plates) if objects else _compose(rng)
 
 
-def _on_lattice(rng: Random, first: int, last: int) -> int:
-    return rng.randrange(-(-first // _LATTICE) * _LATTICE, last + 1, _LATTICE)
-
-
-def _pairs(rng: Random, count: int) -> list[tuple[str, str]]:
+def draw_pairs(rng: Random, count: int) -> list[tuple[str, str]]:
     """Return colours and shapes of a scene's objects. In most scenes some share one, for questions of counting."""
     pairs = [
         rng.choice(POPULAR) if rng.random() < 0.25 else (rng.choice(list(COLOURS)), rng.choice(SHAPES))
@@ -151,18 +174,20 @@ def _spread(things: tuple[SceneObject, ...], width: int) -> tuple[SceneObject, .
     )
 
 
-def _draw(scene: Scene, behind: Image.Image, width: int) -> Image.Image:
-    canvas = behind.resize((width * _SUPERSAMPLING, SIDE * _SUPERSAMPLING))
+def draw_scene(scene: Scene, behind: Image.Image) -> Image.Image:
+    """Return the picture of `scene` before the background `behind`, which is resized to the scene."""
+    width, height = scene.size
+    canvas = behind.resize((width * _SUPERSAMPLING, height * _SUPERSAMPLING))
     draw = ImageDraw.Draw(canvas)
     for thing in scene.objects:
         _draw_object(draw, thing)
-    for plate in scene.plates:
+    for plate in (*scene.plates, *scene.labels):
         x, y = plate.x * _SUPERSAMPLING, plate.y * _SUPERSAMPLING
         across, down = plate.half_width * _SUPERSAMPLING, plate.half_height * _SUPERSAMPLING
         box = [x - across, y - down, x + across, y + down]
         draw.rectangle(box, fill=(248, 248, 244), outline=COLOURS[plate.colour], width=4 * _SUPERSAMPLING)
-        draw.text((x, y), plate.text, fill=_OUTLINE, font=_font(plate.text, _SUPERSAMPLING), anchor="mm")
-    return canvas.resize((width, SIDE), Image.Resampling.BOX)
+        draw.text((x, y), plate.text, fill=_OUTLINE, font=_font(plate.points * _SUPERSAMPLING), anchor="mm")
+    return canvas.resize((width, height), Image.Resampling.BOX)
 
 
 def _draw_object(draw: ImageDraw.ImageDraw, thing: SceneObject) -> None:
@@ -195,10 +220,16 @@ def _corners(shape: str) -> list[tuple[float, float]]:
     return corners
 
 
-def _font(text: str, scale: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    return ImageFont.load_default((24 if len(text) == 1 else 17) * scale)
+def plate_points(text: str) -> int:
+    """Return the size of a plate's text: digits are larger than words."""
+    return 24 if len(text) == 1 else 17
 
 
-def _text_size(text: str) -> tuple[int, int]:
-    left, top, right, bottom = _font(text, 1).getbbox(text)
+def _font(points: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(points)
+
+
+def _text_size(text: str, points: int) -> tuple[int, int]:
+    """Return the width and height of a text in pixels."""
+    left, top, right, bottom = _font(points).getbbox(text)
     return math.ceil(right - left), math.ceil(bottom - top)

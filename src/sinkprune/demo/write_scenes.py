@@ -1,7 +1,8 @@
-"""Write scenes as pictures: `python -m sinkprune.demo.write_scenes FOLDER COUNT [SPLIT]`.
+"""Write scenes as pictures: `python -m sinkprune.demo.write_scenes FOLDER COUNT [SPLIT [SET]]`.
 
-The scenes are the first COUNT of the split. The default is "test"; use "validation" to calibrate. Their questions are
-in `FOLDER/scenes.jsonl`, for `--data` of `sinkprune-evaluate` and `sinkprune-calibrate`.
+The scenes are the first COUNT of the split. The default is "test"; use "validation" to calibrate. The set is "scenes"
+by default, or "varied-scenes", whose pictures have several resolutions. Their questions are in `FOLDER/scenes.jsonl`,
+for `--data` of `sinkprune-evaluate` and `sinkprune-calibrate`.
 """
 
 from __future__ import annotations
@@ -13,13 +14,19 @@ from pathlib import Path
 
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.demo.scene_questions import questions_about
+from sinkprune.demo.varied_questions import varied_questions_about
+
+_SETS = {"scenes": questions_about, "varied-scenes": varied_questions_about}
 
 
-def write_scenes(folder: Path, count: int, split: str = "test") -> None:
-    """Write `count` pictures `scene-0.png`, ... of `split`, and `scenes.jsonl`, into `folder`; print how many."""
+def write_scenes(folder: Path, count: int, split: str = "test", scenes: str = "scenes") -> None:
+    """Write `count` pictures `scene-0.png`, ... of `split`, and `scenes.jsonl`, into `folder`; print how many.
+
+    `scenes` is `scenes` or `varied-scenes`.
+    """
     lines = []
     folder.mkdir(parents=True, exist_ok=True)
-    by_picture = groupby(questions_about(split, count), key=lambda pair: id(pair[0]))
+    by_picture = groupby(_SETS[scenes](split, count), key=lambda pair: id(pair[0]))
     for number, (_, group) in enumerate(by_picture):
         for picture, question in group:
             picture.save(folder / f"scene-{number}.png")

@@ -1,0 +1,198 @@
+"""Varied scenes have several resolutions, text that a smaller picture loses, and questions with one right answer."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinkprune.calibration.tasks import VARIED_SCENES, load_task
+from sinkprune.contract.text.questions import Question
+from sinkprune.demo.scene_questions import KINDS, draw_questions
+from sinkprune.demo.scenes import COLOURS, Scene, SceneObject
+from sinkprune.demo.varied_questions import VARIED_KINDS, varied_questions_about, varied_test_set
+from sinkprune.demo.varied_scenes import MOST_TOKENS, SIZES, UNIT, compose_varied, make_varied, shrink
+from sinkprune.demo.write_scenes import write_scenes
+
+TEST = list(varied_test_set())
+SCENES = [compose_varied("validation", index) for index in range(150)]
+OWN = [kind for kind in VARIED_KINDS if kind not in KINDS]
+
+
+def test_the_test_set_is_fixed() -> None:
+    asked = "\n".join(f"{q.id} {picture.size} {q.prompt} {q.answers}" for picture, q in TEST)
+    assert hashlib.sha256(asked.encode()).hexdigest()[:16] == "c244efc459eadf3c"
+    kinds = Counter(question.kind for _, question in TEST)
+    assert set(kinds) == set(VARIED_KINDS) and min(kinds.values()) >= 20
+    assert len({question.id for _, question in TEST}) == len(TEST) >= 800
+
+
+def test_every_picture_has_questions_about_two_things() -> None:
+    for _, group in groupby(TEST, key=lambda pair: id(pair[0])):
+        asked = {question.kind: question for _, question in group}
+        first, second = asked["first-of-two"], asked["second-of-two"]
+        assert first.text != second.text
+
+
+def test_the_two_questions_are_about_different_things() -> None:
+    for scene in SCENES:
+        pair = [VARIED_KINDS[kind](scene, Random(kind)) for kind in ("first-of-two", "second-of-two")]
+        things = [thing_asked(scene, draft.text) for draft in pair if draft]
+        assert len(things) == 2
+        assert things[0] != things[1]
+
+
+def thing_asked(scene: Scene, text: str) -> SceneObject:
+    words = text.rstrip("?").split()
+    if text.startswith("What is written"):
+        return one(t for t in (*scene.plates, *scene.labels) if [t.colour, t.shape] == words[-2:])
+    if text.startswith("What colour"):
+        return one(t for t in scene.objects if t.shape == words[-1])
+    return one(t for t in scene.objects if t.colour == words[-2])
+
+
+def one(things: object) -> SceneObject:
+    (thing,) = things  # type: ignore[misc]
+    return thing
+
+
+def test_pictures_have_every_size_in_whole_visual_tokens() -> None:
+    drawn = [make_varied("validation", index) for index in range(150)]
+    assert {picture.size for _, picture in drawn} == set(SIZES)
+    for scene, picture in drawn:
+        assert picture.size == scene.size
+        tokens = [side / UNIT for side in picture.size]
+        assert all(count.is_integer() for count in tokens)
+        assert 64 <= tokens[0] * tokens[1] <= MOST_TOKENS
+
+
+def test_things_do_not_overlap_and_lie_within_the_picture() -> None:
+    for scene in SCENES:
+        width, height = scene.size
+        assert scene.objects and scene.plates and scene.labels
+        for frames in (scene.plates, scene.labels):
+            assert len({frame.colour for frame in frames}) == len(frames)
+        for i, a in enumerate(scene.things):
+            assert a.half_width <= a.x <= width - a.half_width
+            assert a.half_height <= a.y <= height - a.half_height
+            for b in scene.things[:i]:
+                apart_x = abs(a.x - b.x) > a.half_width + b.half_width
+                assert apart_x or abs(a.y - b.y) > a.half_height + b.half_height
+
+
+def test_splits_differ_and_scenes_are_drawn_the_same_every_time() -> None:
+    drawn = {split: {compose_varied(split, i) for i in range(60)} for split in ("training", "validation", "test")}
+    assert not drawn["training"] & drawn["validation"]
+    assert not drawn["training"] & drawn["test"]
+    for split in drawn:
+        scene, picture = make_varied(split, 0)
+        asked = next(iter(varied_questions_about(split, 1)))[0]
+        assert scene == compose_varied(split, 0)
+        assert np.array_equal(np.asarray(picture), np.asarray(asked))
+
+
+def test_objects_have_their_colours() -> None:
+    for index in range(20):
+        scene, picture = make_varied("validation", index)
+        pixels = np.asarray(picture).astype(int)
+        for thing in scene.objects:
+            x = thing.x - (thing.half_width * 3 // 4 if thing.shape == "ring" else 0)
+            assert abs(pixels[thing.y, x] - COLOURS[thing.colour]).max() < 25, thing
+
+
+def test_a_picture_of_half_the_side_loses_labels_but_not_plates() -> None:
+    """Two words of as many letters differ less in a smaller picture, most in labels."""
+    differences: dict[str, list[float]] = {"plate": [], "label": []}
+    for shape, points in (("plate", 17), ("label", 10)):
+        pictures = [_written(shape, points, text) for text in ("STOP", "CAFE", "TAXI", "BANK")]
+        for size in (56, 28):
+            small = [np.asarray(p.resize((size, size), Image.Resampling.BICUBIC)).astype(float) for p in pictures]
+            apart = [np.abs(a - b).max() for a, b in pairwise(small)]
+            differences[shape].append(min(apart))
+    (plate, small_plate), (label, small_label) = differences["plate"], differences["label"]
+    assert small_label / label < small_plate / plate
+    assert small_label < plate / 2
+
+
+def _written(shape: str, points: int, text: str) -> Image.Image:
+    from sinkprune.demo.scenes import draw_scene
+
+    thing = SceneObject(shape, "red", "", text, 28, 28, 27, 14, points)
+    return draw_scene(Scene((), (thing,), size=(56, 56)), Image.new("RGB", (56, 56), (90, 90, 90))).convert("L")
+
+
+@pytest.mark.parametrize("index", range(0, 150, 3))
+def test_answers_are_right(index: int) -> None:
+    scene, kinds = SCENES[index], [kind for kind in OWN if not kind.endswith("-of-two")]
+    for question in draw_questions(scene, Random(index), 30, kinds, VARIED_KINDS):
+        assert question.answers == (right_answer(scene, question),), question
+
+
+def right_answer(scene: Scene, question: Question) -> str:
+    """The answer, from the words of the question alone."""
+    text = question.text
+    if match := re.fullmatch(r"What is written on the (\w+) label\?", text):
+        return one(t for t in scene.labels if t.colour == match[1]).text
+    if match := re.fullmatch(r"What is written on the (plate|label) of the same colour as the (\w+)\?", text):
+        colour = one(t for t in scene.objects if t.shape == match[2]).colour
+        return one(t for t in scene.things if (t.shape, t.colour) == (match[1], colour)).text
+    if match := re.fullmatch(r"Which shape has the same colour as the (\w+)\?", text):
+        colour = one(t for t in scene.objects if t.shape == match[1]).colour
+        return one(t for t in scene.objects if t.colour == colour and t.shape != match[1]).shape
+    match = re.fullmatch(r"What colour is the object (left of|right of|above|below) the (\w+) (\w+)\?", text)
+    assert match, text
+    at = one(t for t in scene.objects if t.pair == (match[2], match[3]))
+    beyond = {"left of": lambda t: t.x < at.x, "right of": lambda t: t.x > at.x}
+    beyond |= {"above": lambda t: t.y < at.y, "below": lambda t: t.y > at.y}
+    other = one(filter(beyond[match[1]], scene.objects))
+    assert max(abs(other.x - at.x), abs(other.y - at.y)) >= 30
+    return other.colour
+
+
+def test_no_answer_is_a_good_guess() -> None:
+    for kind in OWN:
+        replies = Counter(question.answers[0] for _, question in TEST if question.kind == kind)
+        assert max(replies.values()) <= 0.4 * sum(replies.values()), kind
+    pictures = [id(picture) for picture, _ in TEST]
+    assert sum(a != b for a, b in pairwise(pictures)) == len(set(pictures)) - 1
+
+
+def test_the_evaluator_and_the_program_that_writes_scenes_have_them(tmp_path: Path) -> None:
+    items = load_task(VARIED_SCENES)
+    assert [item.question for item in items] == [question for _, question in TEST]
+    assert len({item.picture for item in items}) == 60
+    for item, (picture, _) in zip(items[::40], TEST[::40], strict=True):
+        assert item.load_image().tobytes() == picture.tobytes()
+    write_scenes(tmp_path, 2, "validation", VARIED_SCENES)
+    written = load_task(str(tmp_path / "scenes.jsonl"))
+    expected = list(varied_questions_about("validation", 2))
+    assert [item.question for item in written] == [question for _, question in expected]
+    assert_same_pictures([item.load_image() for item in written], [picture for picture, _ in expected])
+
+
+def assert_same_pictures(pictures: Sequence[Image.Image], expected: Sequence[Image.Image]) -> None:
+    for a, b in zip(pictures, expected, strict=True):
+        assert (a.size, a.tobytes()) == (b.size, b.tobytes())
+
+
+def test_a_shrunk_scene_is_its_shrunk_picture() -> None:
+    for index in range(20):
+        scene, picture = make_varied("validation", index)
+        small, shrunk = shrink(scene, picture, 0.5)
+        assert shrunk.size == small.size
+        assert all(side % UNIT == 0 for side in small.size)
+        assert all(abs(new - old / 2) <= UNIT / 2 for new, old in zip(small.size, scene.size, strict=True))
+        pixels = np.asarray(shrunk).astype(int)
+        for before, after in zip(scene.things, small.things, strict=True):
+            assert (after.pair, after.text, after.size) == (before.pair, before.text, before.size)
+            if before.size == "large" and before.shape == "square":
+                assert abs(pixels[after.y, after.x] - COLOURS[before.colour]).max() < 25
+    assert shrink(*make_varied("validation", 3), 0.01)[1].size == (UNIT, UNIT)
