@@ -193,6 +193,8 @@ def test_a_shrunk_scene_is_its_shrunk_picture() -> None:
         pixels = np.asarray(shrunk).astype(int)
         for before, after in zip(scene.things, small.things, strict=True):
             assert (after.pair, after.text, after.size) == (before.pair, before.text, before.size)
+            shares = [(t.x / s.size[0], t.y / s.size[1]) for t, s in ((before, scene), (after, small))]
+            assert shares[1] == pytest.approx(shares[0], abs=1 / min(small.size))
             if before.size == "large" and before.shape == "square":
                 assert abs(pixels[after.y, after.x] - COLOURS[before.colour]).max() < 25
     assert shrink(*make_varied("validation", 3), 0.01)[1].size == (UNIT, UNIT)
