@@ -186,10 +186,10 @@ def assert_same_pictures(pictures: Sequence[Image.Image], expected: Sequence[Ima
 def test_a_shrunk_scene_is_its_shrunk_picture() -> None:
     for index in range(20):
         scene, picture = make_varied("validation", index)
-        small, shrunk = shrink(scene, picture, 0.5)
+        small, shrunk = shrink(scene, picture, 0.6)
         assert shrunk.size == small.size
         assert all(side % UNIT == 0 for side in small.size)
-        assert all(abs(new - old / 2) <= UNIT / 2 for new, old in zip(small.size, scene.size, strict=True))
+        assert all(abs(new - 0.6 * old) <= UNIT / 2 for new, old in zip(small.size, scene.size, strict=True))
         pixels = np.asarray(shrunk).astype(int)
         for before, after in zip(scene.things, small.things, strict=True):
             assert (after.pair, after.text, after.size) == (before.pair, before.text, before.size)
