@@ -186,13 +186,15 @@ def assert_same_pictures(pictures: Sequence[Image.Image], expected: Sequence[Ima
 def test_a_shrunk_scene_is_its_shrunk_picture() -> None:
     for index in range(20):
         scene, picture = make_varied("validation", index)
-        small, shrunk = shrink(scene, picture, 0.5)
+        small, shrunk = shrink(scene, picture, 0.6)
         assert shrunk.size == small.size
         assert all(side % UNIT == 0 for side in small.size)
-        assert all(abs(new - old / 2) <= UNIT / 2 for new, old in zip(small.size, scene.size, strict=True))
+        assert all(abs(new - 0.6 * old) <= UNIT / 2 for new, old in zip(small.size, scene.size, strict=True))
         pixels = np.asarray(shrunk).astype(int)
         for before, after in zip(scene.things, small.things, strict=True):
             assert (after.pair, after.text, after.size) == (before.pair, before.text, before.size)
+            shares = [(t.x / s.size[0], t.y / s.size[1]) for t, s in ((before, scene), (after, small))]
+            assert shares[1] == pytest.approx(shares[0], abs=1 / min(small.size))
             if before.size == "large" and before.shape == "square":
                 assert abs(pixels[after.y, after.x] - COLOURS[before.colour]).max() < 25
     assert shrink(*make_varied("validation", 3), 0.01)[1].size == (UNIT, UNIT)
