@@ -45,7 +45,8 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_line_has_the_steps_done_the_rate_and_the_time_left() -> None:
     lines = ProgressLines("measuring", 40, "answers")
-    assert lines.line(10) == "measuring: 10 s"
+    assert lines.line(10) == "measuring: 0 of 40 answers in 10 s"
+    assert ProgressLines("loading").line(10) == "loading: 10 s"
     lines.update("retain-64", advance=4)
     lines.update(advance=1)
     assert lines.line(10) == "retain-64: 5 of 40 answers in 10 s, 0.5 answers a second, 70 s left"
@@ -122,7 +123,7 @@ def test_a_part_that_begins_has_steps_and_time_of_its_own() -> None:
     lines.report("exporting", 6, 8, "M weights")
     assert lines.line(6) == "exporting: 6 of 8 M weights in 6 s, 1 M weights a second, 2 s left"
     lines.report("checking sums", 0, 2, "GB")
-    assert lines.line(2) == "checking sums: 2 s"
+    assert lines.line(2) == "checking sums: 0 of 2 GB in 2 s"
     lines.report("checking sums", 0.5, 2, "GB")
     assert lines.line(2).startswith("checking sums: 0.5 of 2 GB in 2 s, 0.25 GB a second")
 

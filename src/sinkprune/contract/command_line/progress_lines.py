@@ -71,11 +71,14 @@ class ProgressLines:
 
     def line(self, seconds: float) -> str:
         """Return the line at `seconds` after the start, without a line end."""
-        if not self._done:
+        if not (self._done or self._total):
             return escaped(f"{self._what}: {duration(seconds)}")
-        rate, unit = self._done / seconds, f" {self._unit}" if self._unit else ""
+        unit = f" {self._unit}" if self._unit else ""
         of = "" if self._total is None else f" of {_rounded(self._total)}"
         text = f"{self._what}: {_rounded(self._done)}{of}{unit} in {duration(seconds)}"
+        if not self._done:
+            return escaped(text)
+        rate = self._done / seconds
         if self._total is None:
             return escaped(f"{text}, {rate:.3g}{unit} a second")
         several = self._updates >= _ENOUGH_STEPS and seconds >= _ENOUGH_SECONDS
