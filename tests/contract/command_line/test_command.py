@@ -97,7 +97,7 @@ def test_an_interrupt_at_any_moment_is_no_traceback(
         assert process.returncode in (0, INTERRUPTED), (moment, said)
         # A note about the picture may stand before it.
         # In the middle of an answer it has the tokens so far.
-        ended = said.endswith("interrupted; nothing half-written was left.\n") or said.endswith(" so far.\n")
+        ended = said.endswith(("interrupted; nothing half-written was left.\n", " so far.\n"))
         assert ended == (process.returncode == INTERRUPTED)
         for left in tmp_path.iterdir():
             # An interrupt may be taken only when all is done.
