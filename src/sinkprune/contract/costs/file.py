@@ -6,14 +6,14 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from sinkprune.contract.checks.arguments import check_path, check_type
-from sinkprune.contract.checks.fields import SchemaError, from_json, to_json
+from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.checks.format_value import counted, format_value
 from sinkprune.contract.costs.model import COSTS_VERSION, Costs, Place, RecentRatios
 from sinkprune.contract.errors import DeadlineError, OutputError, UsageError
-from sinkprune.contract.files.output_files import write_whole
-from sinkprune.contract.files.untrusted import UnreadableError, read_json
+from sinkprune.contract.files.versioned_json import read_versioned, write_versioned
 
 _AGAIN = (
     "Measure them here with Pipeline.warm_up and write_costs in Python, or with: sinkprune-calibrate schedule BUNDLE "
@@ -28,7 +28,7 @@ def write_costs(path: str | os.PathLike[str], costs: Costs) -> None:
     """
     check_path("path", path)
     check_type("costs", costs, (Costs,), "Costs, as read_costs and warm_up return")
-    write_whole(Path(path), (json.dumps(to_json(costs), indent=1) + "\n").encode())
+    write_versioned(path, costs)
 
 
 def read_costs(path: str | os.PathLike[str], here: Place) -> Costs:
@@ -41,32 +41,7 @@ def read_costs(path: str | os.PathLike[str], here: Place) -> Costs:
     """
     check_path("path", path)
     check_type("here", here, (Place,), "a Place, as pipeline.place is")
-    try:
-        data = read_json(Path(path))
-    except UnreadableError as error:
-        raise UsageError(f"the costs '{path}' {error}. {_AGAIN}") from error
-    if not isinstance(data, dict) or "costs_version" not in data:
-        raise UsageError(f"'{path}' is no file of costs: found no costs_version. {_AGAIN}")
-    version = data["costs_version"]
-    if version == 1 and type(version) is int:
-        # Version 1 lacks the time and load of the measurement, and later requests.
-        version = COSTS_VERSION
-        data = {
-            **data,
-            "costs_version": version,
-            "measured_at": None,
-            "load": None,
-            "recent": to_json(RecentRatios()),
-        }
-    if type(version) is not int or version != COSTS_VERSION:
-        raise UsageError(
-            f"the costs '{path}' have the version {format_value(version)}, this sinkprune reads {COSTS_VERSION}. "
-            f"{_AGAIN}"
-        )
-    try:
-        costs = from_json(Costs, data)
-    except SchemaError as error:
-        raise UsageError(f"the costs '{path}' are malformed at {error}. {_AGAIN}") from error
+    costs = read_versioned(path, Costs, "costs", COSTS_VERSION, _AGAIN, _upgraded)
     theirs, ours = to_json(costs.place), to_json(here)
     for name, value in ours.items():
         if theirs[name] != value:
@@ -80,6 +55,15 @@ def read_costs(path: str | os.PathLike[str], here: Place) -> Costs:
             f"{len(here.cut_after) + 1}. {_AGAIN}"
         )
     return costs
+
+
+def _upgraded(data: dict[str, Any]) -> dict[str, Any]:
+    """Return costs of version 1, which lacks the time and load of the measurement, and later requests, as now."""
+    version = data["costs_version"]
+    if type(version) is not int or version != 1:
+        return data
+    added = {"measured_at": None, "load": None, "recent": to_json(RecentRatios())}
+    return {**data, **added, "costs_version": COSTS_VERSION}
 
 
 def missing_costs(place: Place) -> DeadlineError:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from sinkprune.contract.budgets import prune_layers
-from sinkprune.contract.checks.fields import Bounds, Count, SchemaError, from_json, to_json
+from sinkprune.contract.checks.fields import Bounds, Count
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.files.output_files import write_whole
-from sinkprune.contract.files.untrusted import UnreadableError, read_json
+from sinkprune.contract.files.versioned_json import read_versioned, write_versioned
 from sinkprune.contract.manifest import LanguageModel
 
 NAME = "sinkpruner-heads"
@@ -71,24 +69,9 @@ class ChosenHeads:
 
 def write_heads(path: Path, heads: ChosenHeads) -> None:
     """Write the heads to the JSON file `path`; raises `OutputError`."""
-    write_whole(path, (json.dumps(to_json(heads), indent=1) + "\n").encode())
+    write_versioned(path, heads)
 
 
 def read_heads(path: Path) -> ChosenHeads:
     """Return the heads in the JSON file `path`; raises `UsageError` for any other file."""
-    try:
-        data = read_json(path)
-    except UnreadableError as error:
-        raise UsageError(f"the heads '{path}' {error}. {HOW_TO_CHOOSE}") from error
-    version = data.get("heads_version") if isinstance(data, dict) else None
-    if version is None:
-        raise UsageError(f"'{path}' is no file of heads: found no heads_version. {HOW_TO_CHOOSE}")
-    if type(version) is not int or version != HEADS_VERSION:
-        raise UsageError(
-            f"the heads '{path}' have the version {format_value(version)}, this sinkprune reads {HEADS_VERSION}. "
-            f"{HOW_TO_CHOOSE}"
-        )
-    try:
-        return from_json(ChosenHeads, data)
-    except SchemaError as error:
-        raise UsageError(f"the heads '{path}' are malformed at {error}. {HOW_TO_CHOOSE}") from error
+    return read_versioned(path, ChosenHeads, "heads", HEADS_VERSION, HOW_TO_CHOOSE)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from math import inf
-from pathlib import Path
 from typing import Annotated
 
 from sinkprune.contract.budgets import AUTO
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.arguments import check_path, check_type
-from sinkprune.contract.checks.fields import Bounds, SchemaError, from_json, to_json
+from sinkprune.contract.checks.fields import Bounds
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.files.output_files import write_whole
-from sinkprune.contract.files.untrusted import UnreadableError, read_json
+from sinkprune.contract.files.versioned_json import read_versioned, write_versioned
 from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.steps.prefix_cache import ladders
 
@@ -108,7 +105,7 @@ def write_thresholds(path: str | os.PathLike[str], thresholds: Thresholds) -> No
     """Write the thresholds to the JSON file `path`; raises `OutputError`, and `TypeError` for wrong types."""
     check_path("path", path)
     check_type("thresholds", thresholds, (Thresholds,), "Thresholds, as read_thresholds returns")
-    write_whole(Path(path), (json.dumps(to_json(thresholds), indent=1) + "\n").encode())
+    write_versioned(path, thresholds)
 
 
 def read_thresholds(path: str | os.PathLike[str]) -> Thresholds:
@@ -120,22 +117,7 @@ def read_thresholds(path: str | os.PathLike[str]) -> Thresholds:
     the bundle.
     """
     check_path("path", path)
-    try:
-        data = read_json(Path(path))
-    except UnreadableError as error:
-        raise UsageError(f"the thresholds '{path}' {error}. {_AGAIN}") from error
-    version = data.get("thresholds_version") if isinstance(data, dict) else None
-    if version is None:
-        raise UsageError(f"'{path}' is no file of thresholds: found no thresholds_version. {_AGAIN}")
-    if type(version) is not int or version != THRESHOLDS_VERSION:
-        raise UsageError(
-            f"the thresholds '{path}' have the version {format_value(version)}, this sinkprune reads "
-            f"{THRESHOLDS_VERSION}. {_AGAIN}"
-        )
-    try:
-        found = from_json(Thresholds, data)
-    except SchemaError as error:
-        raise UsageError(f"the thresholds '{path}' are malformed at {error}. {_AGAIN}") from error
+    found = read_versioned(path, Thresholds, "thresholds", THRESHOLDS_VERSION, _AGAIN)
     if not found.least:
         raise UsageError(f"the thresholds '{path}' name no budget. {_AGAIN}")
     return found

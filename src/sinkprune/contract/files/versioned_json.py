@@ -1,0 +1,54 @@
+"""JSON files that users keep between commands: one object with a version, such as costs, thresholds and heads."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sinkprune.contract.checks.fields import SchemaError, from_json, to_json
+from sinkprune.contract.checks.format_value import format_value
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.files.output_files import write_whole
+from sinkprune.contract.files.untrusted import UnreadableError, read_json
+
+T = TypeVar("T")
+
+
+def write_versioned(path: str | os.PathLike[str], value: object) -> None:
+    """Write `value`, a dataclass, to the JSON file `path`; raises `OutputError`."""
+    write_whole(Path(path), (json.dumps(to_json(value), indent=1) + "\n").encode())
+
+
+def read_versioned(
+    path: str | os.PathLike[str],
+    kind: type[T],
+    what: str,
+    version: int,
+    remedy: str,
+    upgraded: Callable[[dict[str, Any]], dict[str, Any]] = lambda data: data,
+) -> T:
+    """Return the `kind` in the JSON file `path`, whose field `<what>_version` must be `version`.
+
+    `upgraded` may turn an earlier version into this one. Raises `UsageError` for any other file; its message ends
+    with `remedy`.
+    """
+    field = f"{what}_version"
+    try:
+        data = read_json(Path(path))
+    except UnreadableError as error:
+        raise UsageError(f"the {what} '{path}' {error}. {remedy}") from error
+    if not isinstance(data, dict) or data.get(field) is None:
+        raise UsageError(f"'{path}' is no file of {what}: found no {field}. {remedy}")
+    data = upgraded(data)
+    found = data[field]
+    if type(found) is not int or found != version:
+        raise UsageError(
+            f"the {what} '{path}' have the version {format_value(found)}, this sinkprune reads {version}. {remedy}"
+        )
+    try:
+        return from_json(kind, data)
+    except SchemaError as error:
+        raise UsageError(f"the {what} '{path}' are malformed at {error}. {remedy}") from error
