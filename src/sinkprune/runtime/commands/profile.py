@@ -72,8 +72,9 @@ examples:
 """
 
 _REPEAT = 5
-_NEW_TOKENS = 16
 """The default for `--repeat`."""
+_NEW_TOKENS = 16
+"""The default for `--new-tokens`."""
 _ENOUGH = 20
 _FEW = " (of fewer than 20, p95 is close to the slowest)"
 _LEGEND = """\
