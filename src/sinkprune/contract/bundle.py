@@ -119,7 +119,7 @@ def _complaints(manifest: Manifest) -> Iterator[str]:
     plans = [(name, plan) for budgets in manifest.plans.values() for name, plan in budgets.items()]
     projector = [] if manifest.projector is None else [manifest.projector]
     selections = [graph for _, plan in plans for graph in plan.graphs]
-    used = dict.fromkeys(["vision", *projector, *decoders, "head", *selections])
+    used = dict.fromkeys(["vision", *projector, *decoders, manifest.last_graph, *selections])
     for graph in used:
         if graph not in manifest.graphs:
             yield f"lacks the graph '{graph}'"

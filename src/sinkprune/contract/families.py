@@ -41,6 +41,7 @@ FAMILIES: dict[str, FamilyRow] = {
     "qwen2.5-vl": FamilyRow("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", QWEN_BUDGETS),
     "qwen2-vl": FamilyRow("qwen2_vl", "Qwen2VLForConditionalGeneration", "qwen2_vl", QWEN_BUDGETS),
     "qwen3-vl": FamilyRow("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3_vl", QWEN_BUDGETS),
+    "pi0": FamilyRow("pi0", "PI0ForConditionalGeneration", "pi0", QWEN_BUDGETS),
 }
 
 

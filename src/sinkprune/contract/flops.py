@@ -1,11 +1,11 @@
-"""Matmul FLOPs: of a decoder prefill, by the tokens of each layer (method.md section 5), and of Qwen's towers."""
+"""Matmul FLOPs: of a decoder prefill, by the tokens of each layer (method.md section 5), and of vision towers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from sinkprune.contract.manifest import LanguageModel, Manifest
-from sinkprune.contract.towers import QwenTower
+from sinkprune.contract.towers import QwenTower, SiglipTower, ViTTower
 
 
 def layer_flops(model: LanguageModel, tokens: int) -> int:
@@ -35,6 +35,14 @@ def qwen_tower_flops(tower: QwenTower, patches: int, pairs: int, *, mlp_matrices
     joined = d * tower.merge_size**2
     merger = patches // tower.merge_size**2 * (joined**2 + joined * tower.out_size)
     return 2 * (embedding + tower.num_blocks * linear + 2 * pairs * d + mergers * merger)
+
+
+def vit_flops(tower: ViTTower | SiglipTower, rows: int) -> int:
+    """Return the matmul FLOPs of patches and computed blocks of a transformer on one picture, in `rows` rows."""
+    d, m = tower.hidden_size, tower.intermediate_size
+    patches = 2 * tower.tokens * 3 * tower.patch_size**2 * d
+    block = 2 * (4 * rows * d * d + 2 * rows * rows * d + 2 * rows * d * m)
+    return patches + tower.num_blocks * block
 
 
 def decode_bytes(manifest: Manifest, kv_bytes: int) -> int:

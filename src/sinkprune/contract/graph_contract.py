@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from sinkprune.contract.manifest import Manifest, TensorSpec
+from sinkprune.contract.manifest import Manifest, PolicyFacts, TensorSpec
 from sinkprune.contract.precision import DTYPES
 
 
@@ -33,6 +33,20 @@ def _misfit(graph: str, role: str, found: TensorSpec | None, expected: TensorSpe
         f"has a graph '{graph}' that does not fit the model's facts and cuts: its {role} is {words[0]}, expected "
         f"{words[1]}"
     )
+
+
+def _expert(manifest: Manifest, policy: PolicyFacts) -> tuple[list[TensorSpec], list[TensorSpec]]:
+    """Return the inputs and outputs of a policy's action expert."""
+    lm, dtype = manifest.language_model, DTYPES[manifest.precision].name
+    actions = (1, policy.chunk, policy.action_dim)
+    takes = [TensorSpec(f"{table}", dtype, (1, policy.chunk + 1, lm.head_dim // 2)) for table in ("cos", "sin")]  # type: ignore[arg-type]
+    takes += [TensorSpec("actions", "float32", actions), TensorSpec("state", "float32", (1, 1, policy.state_dim))]
+    takes += [TensorSpec(name, "float32", (1,)) for name in ("time", "step")]
+    for segment, layers in enumerate(manifest.segments):
+        takes.append(TensorSpec(f"length_{segment}", "int64", (1,)))
+        for name in (f"past_{kind}_{layer}" for layer in layers for kind in ("key", "value")):
+            takes.append(TensorSpec(name, dtype, (1, lm.num_kv_heads, None, lm.head_dim)))  # type: ignore[arg-type]
+    return takes, [TensorSpec(name, "float32", actions) for name in ("actions_out", "velocity")]
 
 
 _Interface = tuple[str, Iterable[TensorSpec], Iterable[TensorSpec]]
@@ -85,7 +99,10 @@ def _interfaces(manifest: Manifest) -> Iterator[_Interface]:
         added = [floats("deepstack", 1, None, deepstack_width)] if deepstack_width and number == 0 else []
         takes = chain(rows(), added, [TensorSpec("past_length", "int64", (1,))], caches("past_", layers, "C"))
         yield f"decoder_{number}", takes, gives
-    yield "head", rows()[:1], [floats("logits", 1, lm.vocab_size)]
+    if manifest.policy is None:
+        yield "head", rows()[:1], [floats("logits", 1, lm.vocab_size)]
+    else:
+        yield "expert", *_expert(manifest, manifest.policy)
     for plan in (plan for budgets in manifest.plans.values() for plan in budgets.values()):
         if plan.sanitizer:
             kept = plan.counts.kept if plan.counts else None

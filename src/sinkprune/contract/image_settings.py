@@ -44,6 +44,13 @@ class SquareSettings(PixelSettings):
     do_pad: bool
 
 
+class PaddedSettings(PixelSettings):
+    """Conversion of an image to a part of a square."""
+
+    size: dict[str, Side]
+    pad_size: dict[str, Side]
+
+
 class TileSettings(SquareSettings):
     """Conversion of an image to several squares."""
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
 from sinkprune.contract.budgets import Budget
-from sinkprune.contract.checks.fields import Bounds, Count, Few, Size, Width
+from sinkprune.contract.checks.fields import OPTIONAL, Bounds, Count, Few, Size, Width
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.files.manifest_file import FileSpec, ManifestFile
 from sinkprune.contract.plans import Plan, find_plan
@@ -71,6 +71,29 @@ class LanguageModel:
 
 
 @dataclass(frozen=True)
+class PolicyFacts:
+    """Facts of a robot policy, whose action expert reads the decoder's caches (pi0, arXiv 2410.24164)."""
+
+    expert: LanguageModel
+    """The action expert. It has the decoder's layers, key-value heads and `head_dim`."""
+    chunk: Few
+    """The number of actions of a chunk."""
+    state_dim: Few
+    """The width of the expert's input for the robot's state."""
+    action_dim: Few
+    """The width of the expert's actions."""
+    steps: Few
+    """The usual number of denoising steps."""
+    state_mean: tuple[float, ...]
+    """The mean of each number of the state in the training data; empty if the checkpoint has none. Then states are
+    not normalised."""
+    state_std: tuple[float, ...]
+    action_mean: tuple[float, ...]
+    """The mean of each number of an action, likewise."""
+    action_std: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Tokens:
     """Ids and texts of the special tokens that the runtime uses."""
 
@@ -124,6 +147,13 @@ class Manifest:
     """Plans by method, then by budget."""
     graphs: dict[str, GraphSpec]
     files: dict[str, FileSpec]
+    policy: PolicyFacts | None = field(default=None, metadata=OPTIONAL)
+    """Facts of a robot policy; None for a model that answers."""
+
+    @property
+    def last_graph(self) -> str:
+        """Return the graph after the decoder: `head`, or `expert` in a policy."""
+        return "expert" if self.policy else "head"
 
     @property
     def segments(self) -> tuple[range, ...]:

@@ -78,5 +78,30 @@ class Qwen3Tower(QwenTower):
     (DeepStack), the first block's after layer 0."""
 
 
-Tower = ViTTower | QwenTower | Qwen3Tower
+@dataclass(frozen=True)
+class SiglipTower:
+    """SigLIP's vision transformer without its pooling head, on pictures of one size: pi0. It has no CLS token."""
+
+    hidden_size: Width
+    intermediate_size: Width
+    num_heads: Few
+    num_blocks: Few
+    image_size: Side
+    """Pixels along a side of the picture."""
+    patch_size: Side
+    """Pixels along a side of a patch; a patch is a visual token."""
+    layer_norm_eps: float
+    activation: str
+    tokens: Annotated[int, Bounds(1, 1 << 14)]
+    """N, the visual tokens of a picture."""
+    salience_block: Count
+    """The 0-based block whose attention is the salience."""
+
+    @property
+    def patches_per_token(self) -> int:
+        """Return the number of patches of one visual token."""
+        return 1
+
+
+Tower = ViTTower | QwenTower | Qwen3Tower | SiglipTower
 """The facts of any tower; the fields identify the kind."""

@@ -73,8 +73,8 @@ def export_bundle(
         planned = plan_graphs(export.facts, request.methods, budgets, left_out)
         plans_of_all = [plan for plans in planned.values() for plan in plans.values()]
         cut_after = tuple(sorted({layer for plan in plans_of_all for layer in plan.select_after}))
-        shallow = list(export.weight_graphs([range(1)]))
-        memory = _check_memory(family, shallow, precision)
+        shallow = [list(export.weight_graphs([range(layers)])) for layers in (1, 2)]
+        memory = _check_memory(family, shallow[0], precision)
         needed = weight_bytes_of(family, shallow, precision) + _SMALL_FILES_BYTES
         with replacing(output, BUNDLE, needed, "export with --weights int4", force=force) as root:
             needs(memory, needed)
@@ -111,6 +111,7 @@ def export_bundle(
                 plans=plans,
                 graphs=graphs,
                 files=file_specs(root, progress=progress),
+                policy=export.source.policy,
             )
             BUNDLE.write(root, manifest, sign)
         return manifest
@@ -196,28 +197,30 @@ class _Export:
             images=self._request.max_images,
             joined=family.groups_are_frames and groups > 1,
             deepstack=family.deepstack,
+            causal=family.causal,
             heads=self._request.heads.of(family.language_model) if self._request.heads else {},
         )
 
 
-def weight_bytes_of(family: Family, shallow: Iterable[WeightedGraph], precision: Precision) -> int:
+def weight_bytes_of(family: Family, shallow: Sequence[Sequence[WeightedGraph]], precision: Precision) -> int:
     """Return the bytes of the weights of a bundle of `family`, with its embedding table in `precision`.
 
-    `shallow` are the weight graphs of a decoder of one layer. All layers have equal sizes, and a configuration may
-    have more layers than any disk can hold.
+    `shallow` are the weight graphs of a decoder of one layer, and of two. All layers have equal sizes, and a
+    configuration may have more layers than any disk can hold.
     """
-    sizes = {graph.name: graph.bytes for graph in shallow}
-    return _whole(family, sizes) + _table_size(family) * precision.numpy.itemsize
+    one, two = (sum(graph.bytes for graph in graphs) for graphs in shallow)
+    return _whole(family, one, two) + _table_size(family) * precision.numpy.itemsize
 
 
-def weights_of(family: Family, shallow: Iterable[WeightedGraph]) -> int:
+def weights_of(family: Family, shallow: Sequence[Sequence[WeightedGraph]]) -> int:
     """Return how many weights an export of `family` reads; `shallow` as in `weight_bytes_of`."""
-    return _whole(family, {graph.name: graph.values for graph in shallow}) + _table_size(family)
+    one, two = (sum(graph.values for graph in graphs) for graphs in shallow)
+    return _whole(family, one, two) + _table_size(family)
 
 
-def _whole(family: Family, shallow: Mapping[str, int]) -> int:
-    """Return the sum over the graphs of the whole model."""
-    return sum(shallow.values()) + (family.language_model.num_layers - 1) * shallow["decoder_0"]
+def _whole(family: Family, one: int, two: int) -> int:
+    """Return the sum over the graphs of the whole model, from the sums with one decoder layer and with two."""
+    return one + (family.language_model.num_layers - 1) * (two - one)
 
 
 def _table_size(family: Family) -> int:
@@ -245,8 +248,14 @@ def _save_embedding(path: Path, family: Family, precision: Precision, read: Read
     lm = family.language_model
     shapes = {"weight": (family.embedding, [lm.vocab_size, lm.hidden_size])}
     shapes |= {name: (stored, [lm.hidden_size]) for name, stored in family.extra_rows.items()}
+    scales = {"weight": np.float32(family.embedding_scale)}
+
+    def values(name: str, stored: str, shape: Sequence[int]) -> Array:
+        scale, array = scales.get(name, 1.0), read(stored, shape)
+        return array if scale == 1.0 else array.astype(np.float32) * scale
+
     arrays = {
-        name: np.ascontiguousarray(precision.converted(stored, read(stored, shape)))
+        name: np.ascontiguousarray(precision.converted(stored, values(name, stored, shape)))
         for name, (stored, shape) in shapes.items()
     }
     path.parent.mkdir()

@@ -119,16 +119,20 @@ class WeightedGraph(Graph):
         """The number of values of the largest weight."""
         return max((weight.size for weight in self._weights.values()), default=0)
 
-    def parameter(self, name: str, shape: Sequence[int], *, transposed: bool = False, flat: bool = False) -> ir.Value:
+    def parameter(
+        self, name: str, shape: Sequence[int], *, transposed: bool = False, flat: bool = False, plus: float = 0.0
+    ) -> ir.Value:
         """Return an initializer: the checkpoint's tensor `name` of `shape`, in the bundle's precision.
 
-        `flat` joins all axes after the first; then `transposed` reverses the axes.
+        `flat` joins all axes after the first; then `transposed` reverses the axes. `plus` is added to each value.
         """
         stored = [shape[0], prod(shape[1:])] if flat else list(shape)
         self.values += prod(shape)
 
         def read() -> ir.Tensor[Any]:
-            array = self.precision.converted(name, self.read(name, shape)).reshape(stored)
+            values = self.read(name, shape)
+            values = values.astype(np.float32) + np.float32(plus) if plus else values
+            array = self.precision.converted(name, values).reshape(stored)
             return ir.Tensor(array.T if transposed else array)
 
         return self.stored(name, self.precision.onnx, stored[::-1] if transposed else stored, read)

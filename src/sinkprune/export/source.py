@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sinkprune.contract.errors import CheckpointError, UsageError
-from sinkprune.contract.manifest import Checkpoint, DialectName
+from sinkprune.contract.manifest import Checkpoint, DialectName, PolicyFacts
 from sinkprune.contract.precision import WeightsName
 from sinkprune.export.checkpoint.folder import (
     RandomWeights,
@@ -20,7 +20,7 @@ from sinkprune.export.checkpoint.folder import (
     read_json,
 )
 from sinkprune.export.checkpoint.quantisation_config import Quantisation, read_quantisation
-from sinkprune.export.checkpoint.text import Text, read_text, small_text
+from sinkprune.export.checkpoint.text import Text, read_text, small_text, without_added_tokens
 from sinkprune.export.families import Family, SalienceBlock, read_family
 from sinkprune.export.limits import MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
 from sinkprune.export.presets import PRESETS
@@ -93,6 +93,8 @@ class OpenCheckpoint:
     text: Text
     processor: dict[str, Any]
     checkpoint: Checkpoint
+    policy: PolicyFacts | None = None
+    """Facts of a robot policy; None for other models."""
     quantisation: Quantisation | None = None
     """How the checkpoint has quantised its matrices; None where it has not."""
 
@@ -109,7 +111,8 @@ def open_source(request: ExportRequest) -> OpenCheckpoint:
         family = read_family(request.source, config, request.salience)
         text = small_text(family.language_model.vocab_size, family.special_tokens, family.chat_template)
         checkpoint = Checkpoint(request.source, config_sha256(config), random_weights=True)
-        return OpenCheckpoint(family, RandomWeights(), text, _processor(family, {}, request), checkpoint)
+        processor = _processor(family, {}, request)
+        return OpenCheckpoint(family, RandomWeights(), _formed(text, family), processor, checkpoint, family.policy({}))
     if request.source in PRESETS:
         raise CheckpointError(
             f"'{request.source}' is a preset: true shapes without weights. Add --random-weights, or give a "
@@ -125,7 +128,13 @@ def open_source(request: ExportRequest) -> OpenCheckpoint:
     checkpoint = Checkpoint(name, config_sha256(config), random_weights=False)
     quantisation, weights = read_quantisation(request.source, config), SafetensorsWeights(folder)
     held = QuantisedWeights(weights, quantisation) if quantisation else weights
-    return OpenCheckpoint(family, held, text, processor, checkpoint, quantisation)
+    policy = family.policy(read_json(folder, _NESTED) if has_entry(folder, _NESTED) else {})
+    return OpenCheckpoint(family, held, _formed(text, family), processor, checkpoint, policy, quantisation)
+
+
+def _formed(text: Text, family: Family) -> Text:
+    """Return `text` with a tokenizer that adds nothing to prompts, where templates of `family` write all of them."""
+    return text if family.adds_bos else replace(text, tokenizer_json=without_added_tokens(text.tokenizer_json))
 
 
 def _processor_settings(source: str, folder: Path, family: Family) -> dict[str, Any]:

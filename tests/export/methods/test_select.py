@@ -214,7 +214,7 @@ def test_no_value_grows_with_the_square_of_the_visual_rows(images: int, dialect:
     graph, size = Graph("select", PRECISIONS["fp32"], DIALECTS[dialect]), 1000
     model = graphs.language_model(*HEADS["mha"], HEAD_DIM)
     choice = best_of_one_image(300) if images == 1 else best_of_each_image(images)
-    build_select(graph, model, choice, budget_of(1), every_text_row)
+    build_select(graph, graphs.facts_of(model), choice, budget_of(1), every_text_row)
     path = tmp_path / graph.save(tmp_path, "graph.onnx").file
     inputs = stage("mha", size + 3, seed=1)
     inputs |= {"visual_index": np.arange(size), "text_index": np.arange(size, size + 3)}

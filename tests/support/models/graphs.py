@@ -87,6 +87,11 @@ def tokens_into_llm(n: int, budget: Budget) -> int:
     return equal_mean.tokens_into_llm(_deep_facts(n, 1, "fp32"), budget)
 
 
+def facts_of(model: LanguageModel, precision: str = "fp32", *, causal: bool = True) -> PlanFacts:
+    """The facts of a decoder `model` and of no tower."""
+    return PlanFacts(model, 1, 1, PRECISIONS[precision], opset24, causal=causal)
+
+
 @cache
 def asked_select(
     model: LanguageModel,
@@ -99,7 +104,7 @@ def asked_select(
 ) -> Run:
     """A select that keeps the `kept` visual rows the rows of `queries` attend to most with `heads`, loaded."""
     graph = Graph("select", PRECISIONS[precision], opset24)
-    build_select(graph, model, best_of_one_image(kept), budget, queries, heads)
+    build_select(graph, facts_of(model, precision), best_of_one_image(kept), budget, queries, heads)
     return loaded(graph, library)
 
 
@@ -107,17 +112,18 @@ def asked_select(
 def quota_select(model: LanguageModel, images: int, budget: Budget, precision: str = "fp32") -> Run:
     """A select of every text row that keeps the own quota of each of up to `images` images, loaded."""
     graph = Graph("select", PRECISIONS[precision], opset24)
-    build_select(graph, model, best_of_each_image(images), budget, every_text_row)
+    build_select(graph, facts_of(model, precision), best_of_each_image(images), budget, every_text_row)
     return loaded(graph)
 
 
 def parameters_of(family: Family) -> int:
     """How many weights an export of the family says it will write."""
-    graphs = []
-    for name, write in family.graphs([range(1)], ()).items():
-        graphs.append(WeightedGraph(name, PRECISIONS["fp32"], opset24, FloatForm("fp32"), RandomWeights().tensor))
-        write(graphs[-1])
-    return bundle_writer.weight_bytes_of(family, graphs, PRECISIONS["fp32"]) // 4
+    shallow: list[list[WeightedGraph]] = [[], []]
+    for layers, graphs in enumerate(shallow, 1):
+        for name, write in family.graphs([range(layers)], ()).items():
+            graphs.append(WeightedGraph(name, PRECISIONS["fp32"], opset24, FloatForm("fp32"), RandomWeights().tensor))
+            write(graphs[-1])
+    return bundle_writer.weight_bytes_of(family, shallow, PRECISIONS["fp32"]) // 4
 
 
 def operators_on_fp16(graph: Graph) -> set[str]:

@@ -37,6 +37,10 @@ _FILES = ["*.json", "*.safetensors", "*.jinja"]
 # transformers before and after 4.52 nest the same modules differently.
 _RENAMINGS = [
     (re.compile(r"^model\."), ""),
+    # pi0, by transformers and by LeRobot, whose checkpoints may have the embedding table as `lm_head` only.
+    (re.compile(r"^(vlm|paligemma_with_expert\.paligemma\.model|paligemma_with_expert\.paligemma)\."), ""),
+    (re.compile(r"^paligemma_with_expert\.gemma_expert\.(model\.)?"), "dit."),
+    (re.compile(r"^embed_action_time\."), ""),
     (re.compile(r"^language_model\.model\."), "language_model."),
     (re.compile(r"^language_model\.lm_head\."), "lm_head."),
     (re.compile(r"^vision_tower\.vision_model\."), "vision_tower."),

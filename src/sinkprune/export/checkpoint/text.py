@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from itertools import chain, count, islice, product
 from pathlib import Path
@@ -40,6 +41,11 @@ def read_text(folder: Path, image_token: int, default_template: str) -> Text:
     template = _chat_template(folder) or default_template
     stop = _stop_tokens(folder, tokenizer.eos_id)
     return Text(tokenizer.backend.to_str(), template, stop, tokenizer.bos, tokenizer.eos)
+
+
+def without_added_tokens(tokenizer_json: str) -> str:
+    """Return a tokenizer.json whose tokenizer adds no special tokens around a text."""
+    return json.dumps({**json.loads(tokenizer_json), "post_processor": None}, ensure_ascii=False)
 
 
 def _chat_template(folder: Path) -> str | None:

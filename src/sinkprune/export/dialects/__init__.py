@@ -37,11 +37,20 @@ class Dialect(Protocol):
         """
 
     def cached_attention(
-        self, op: Any, query: ir.Value, key: ir.Value, value: ir.Value, past: LayerCache, mask: ir.Value | None
+        self,
+        op: Any,
+        query: ir.Value,
+        key: ir.Value,
+        value: ir.Value,
+        past: LayerCache,
+        mask: ir.Value | None,
+        *,
+        causal: bool,
     ) -> CachedAttention:
-        """Return the attention of new rows, [1,H,S,h] and [1,Hkv,S,h], to the cache and to new rows up to their own.
+        """Return the attention of new rows, [1,H,S,h] and [1,Hkv,S,h], to the cache and to new rows.
 
-        `mask` is that of the layer before, and None in a segment's first layer.
+        With `causal` a row sees new rows up to its own, and otherwise all. `mask` is that of the layer before, and
+        None in a segment's first layer.
         """
 
     def running_sum(self, op: Any, x: ir.Value) -> ir.Value:

@@ -11,7 +11,7 @@ from typing import Any
 import onnx_ir as ir
 
 from sinkprune.contract.manifest import CacheForm
-from sinkprune.export.dialects.cached import HIDDEN, CachedAttention, LayerCache, size
+from sinkprune.export.dialects.cached import HIDDEN, CachedAttention, LayerCache, attention_beside, size
 
 OPSET = 20
 IR_VERSION = 10
@@ -56,24 +56,19 @@ def attention(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, mask: ir
 
 
 def cached_attention(
-    op: Any, query: ir.Value, key: ir.Value, value: ir.Value, past: LayerCache, mask: ir.Value | None
+    op: Any,
+    query: ir.Value,
+    key: ir.Value,
+    value: ir.Value,
+    past: LayerCache,
+    mask: ir.Value | None,
+    *,
+    causal: bool,
 ) -> CachedAttention:
-    """Return the attention of new rows to a cache and to themselves, and the new rows, which the caller caches.
-
-    Cache and new rows have products of their own, so that only scores are joined and no cache is copied. Query heads
-    that share keys are stacked, so that no head of a cache is repeated.
-    """
-    heads, kv_heads, head_dim = size(query, 1), size(key, 1), size(query, 3)
+    """Return the attention of new rows to a cache and to themselves, and the new rows, which the caller caches."""
     if mask is None:
-        mask = _cache_mask(op, query, past, heads // kv_heads)
-    rows = op.Reshape(op.Mul(query, head_dim**-0.5), [1, kv_heads, -1, head_dim])
-    scores = [op.MatMul(rows, op.Transpose(keys, perm=[0, 1, 3, 2])) for keys in (past.key, key)]
-    shares = op.Softmax(op.Add(op.Concat(*scores, axis=-1), mask), axis=-1)
-    room = op.Shape(past.key, start=2, end=3)
-    of_past = op.MatMul(op.Slice(shares, [0], room, [3]), past.value)
-    of_new = op.MatMul(op.Slice(shares, room, [2**31 - 1], [3]), value)
-    mixed = op.Reshape(op.Add(of_past, of_new), [1, heads, -1, head_dim])
-    return CachedAttention(mixed, key, value, mask)
+        mask = _cache_mask(op, query, past, size(query, 1) // size(key, 1), causal)
+    return attention_beside(op, query, key, value, past, mask)
 
 
 def running_sum(op: Any, x: ir.Value) -> ir.Value:
@@ -92,15 +87,19 @@ def running_sum(op: Any, x: ir.Value) -> ir.Value:
     return op.Cast(op.Slice(sums, [0], count, [0]), to=ir.DataType.INT64)
 
 
-def _cache_mask(op: Any, query: ir.Value, past: LayerCache, group: int) -> ir.Value:
-    """Return [group*S, C+S], added to scores: every row sees the cache's rows, and new rows up to its own."""
+def _cache_mask(op: Any, query: ir.Value, past: LayerCache, group: int, causal: bool) -> ir.Value:
+    """Return [group*S, C+S], added to scores: every row sees the cache's rows, and new rows.
+
+    With `causal` it sees new rows up to its own, and otherwise all.
+    """
     new, room = (op.Shape(tensor, start=2, end=3) for tensor in (query, past.key))
     places = op.Range(0, op.Squeeze(new), 1)
-    row = op.Reshape(op.Expand(op.Unsqueeze(places, [0]), op.Concat([group], new, axis=0)), [-1, 1])
-    causal = op.LessOrEqual(op.Unsqueeze(places, [0]), row)
+    last = places if causal else op.Max(places, op.Sub(new, 1))
+    row = op.Reshape(op.Expand(op.Unsqueeze(last, [0]), op.Concat([group], new, axis=0)), [-1, 1])
+    own = op.LessOrEqual(op.Unsqueeze(places, [0]), row)
     filled = op.Unsqueeze(op.Less(op.Range(0, op.Squeeze(room), 1), past.length), [0])
     filled = op.Expand(filled, op.Concat(op.Shape(row, start=0, end=1), room, axis=0))
-    seen = op.Concat(filled, causal, axis=1)
+    seen = op.Concat(filled, own, axis=1)
     return op.CastLike(op.Where(seen, 0.0, HIDDEN), query)
 
 

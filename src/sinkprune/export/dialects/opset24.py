@@ -36,7 +36,14 @@ def attention(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, mask: ir
 
 
 def cached_attention(
-    op: Any, query: ir.Value, key: ir.Value, value: ir.Value, past: LayerCache, mask: ir.Value | None
+    op: Any,
+    query: ir.Value,
+    key: ir.Value,
+    value: ir.Value,
+    past: LayerCache,
+    mask: ir.Value | None,
+    *,
+    causal: bool,
 ) -> CachedAttention:
     """Return the attention of new rows to a cache and to themselves, and the cache with the new rows.
 
@@ -50,7 +57,7 @@ def cached_attention(
         op.TensorScatter(buffer, new, past.length, axis=2) for buffer, new in ((past.key, key), (past.value, value))
     )
     if mask is None:
-        mask = _mask(op, query, key, past.length)
+        mask = _mask(op, query, key, past.length, causal)
     scaled = op.Mul(query, size(query, 3) ** -0.5)
     return CachedAttention(op.Attention(scaled, key, value, mask, scale=1.0), key, value, mask)
 
@@ -60,13 +67,17 @@ def running_sum(op: Any, x: ir.Value) -> ir.Value:
     return op.CumSum(x, 0)
 
 
-def _mask(op: Any, query: ir.Value, key: ir.Value, length: ir.Value) -> ir.Value:
-    """Return [S,C], added to scores: a new row sees the `length` rows of the cache, and new rows up to its own.
+def _mask(op: Any, query: ir.Value, key: ir.Value, length: ir.Value, causal: bool) -> ir.Value:
+    """Return [S,C], added to scores: a new row sees the `length` rows of the cache, and new rows.
+
+    With `causal` it sees new rows up to its own, and otherwise all.
 
     It holds floats. For a bool mask of several layers, TensorRT-RTX 1.7 makes several operators of one name and
     fails, and onnxruntime converts it in every layer.
     """
     new, keys = (op.Squeeze(op.Shape(tensor, start=2, end=3)) for tensor in (query, key))
-    last_seen = op.Unsqueeze(op.Add(op.Range(0, new, 1), length), [1])
+    places = op.Range(0, new, 1)
+    last = places if causal else op.Max(places, op.Sub(new, 1))
+    last_seen = op.Unsqueeze(op.Add(last, length), [1])
     seen = op.LessOrEqual(op.Unsqueeze(op.Range(0, keys, 1), [0]), last_seen)
     return op.CastLike(op.Where(seen, 0.0, HIDDEN), query)

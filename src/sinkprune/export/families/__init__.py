@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Protocol, TypedDict
 from sinkprune.contract.checks.fields import Bounds
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.families import FAMILIES
-from sinkprune.contract.manifest import LanguageModel
+from sinkprune.contract.manifest import LanguageModel, PolicyFacts
 from sinkprune.contract.towers import Tower
 from sinkprune.export.checkpoint.folder import Name, read_fields
 from sinkprune.export.checkpoint.text import SpecialTokens
@@ -44,8 +44,14 @@ class Family(Protocol):
     image_token: int
     chat_template: str
     """The chat template of checkpoints without one."""
+    adds_bos: bool
+    """Whether the tokenizer adds special tokens to a prompt whose template does not begin with BOS."""
+    causal: bool
+    """Whether a row of the decoder sees the rows up to its own, and not all rows."""
     embedding: str
     """The name of the embedding table."""
+    embedding_scale: float
+    """What the decoder multiplies rows of the embedding table by."""
     extra_rows: Mapping[str, str]
     """Learned rows [d] of the LLM's input outside the embedding table: names in the bundle and in the checkpoint."""
     groups_are_frames: bool
@@ -62,7 +68,7 @@ class Family(Protocol):
         """The special tokens, at the configuration's ids, of the tokenizer that random weights get."""
 
     def graphs(self, segments: Sequence[range], held: Container[str]) -> Mapping[str, WriteGraph]:
-        """Return the weight graphs by name: `vision`, `projector` if any, `decoder_0`, ..., `head`.
+        """Return the weight graphs by name: `vision`, `projector` if any, `decoder_0`, ..., `head` or `expert`.
 
         docs/graph-contract.md describes them. `segments` are the layers of the decoder's segments, and `held` the
         tensors of the checkpoint.
@@ -73,6 +79,12 @@ class Family(Protocol):
 
         `settings` has the fields of `processor_fields`. If it has `max_frames`, families that take video add `video`,
         made from the settings `video_processor`.
+        """
+
+    def policy(self, settings: Mapping[str, Any]) -> PolicyFacts | None:
+        """Return the facts of a robot policy, or None for other models; raises `CheckpointError`.
+
+        `settings` is the checkpoint's processor_config.json, empty if there is none.
         """
 
     def tokens_of(self, processor: Mapping[str, Any]) -> int | VariableTokens:

@@ -12,7 +12,7 @@ from sinkprune.contract.checks.fields import Bounds
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.image_settings import Colours, Filter, Number, Scale, Scales
-from sinkprune.contract.manifest import LanguageModel
+from sinkprune.contract.manifest import LanguageModel, PolicyFacts
 from sinkprune.export.checkpoint.folder import Name, read_fields
 from sinkprune.export.families import Family, WriteGraph
 from sinkprune.export.models.llama import Llama, build_head, build_segment
@@ -120,6 +120,10 @@ class LlamaShaped(Family):
     projector: str | None = None
     extra_rows: Mapping[str, str] = {}
     deepstack = 0
+    adds_bos = True
+    embedding_scale = 1.0
+    gate = "silu"
+    """The activation of the decoder's MLP."""
     config_fields: type
     """The TypedDict of the fields read from config.json."""
 
@@ -133,15 +137,15 @@ class LlamaShaped(Family):
             # transformers raises many kinds of errors for invalid configurations.
             reason = shorten(str(error), 300, placeholder=" ...").removesuffix(".")
             raise CheckpointError(f"checkpoint '{source}': config.json is not valid: {reason}.") from error
-        text = self._config.text_config
+        text = self._text_config
         rope = (text.rope_parameters or {}).get("rope_type", "default")
         settings = [
             *self._settings(),
-            ("text_config.hidden_act", text.hidden_act, ("silu",)),
+            ("text_config.hidden_act", text.hidden_act, (self.gate,)),
             ("text_config.rope_parameters.rope_type", rope, ("default",)),
         ]
         self._check_settings(settings)
-        self.image_token: int = self._config.image_token_id
+        self.image_token: int = self._image_token
         self._check_shapes(text)
         self._llama = self._read_llama(text)
         self.language_model = self._llama.facts
@@ -149,11 +153,36 @@ class LlamaShaped(Family):
     def graphs(self, segments: Sequence[range], held: Container[str]) -> dict[str, WriteGraph]:
         tied = self._config.tie_word_embeddings and "lm_head.weight" not in held
         head = self.embedding.removesuffix(".weight") if tied else "lm_head"
-        decoder: dict[str, WriteGraph] = {
+        return {**self._decoder(segments), "head": partial(build_head, llama=self._llama, lm_head=head)}
+
+    def policy(self, settings: Mapping[str, Any]) -> PolicyFacts | None:
+        return None
+
+    def _decoder(self, segments: Sequence[range]) -> dict[str, WriteGraph]:
+        """Return the writers of `decoder_0`, `decoder_1`, ..."""
+        return {
             f"decoder_{number}": partial(build_segment, llama=self._llama, layers=layers)
             for number, layers in enumerate(segments)
         }
-        return {**decoder, "head": partial(build_head, llama=self._llama, lm_head=head)}
+
+    @property
+    def causal(self) -> bool:
+        return self._llama.causal
+
+    @property
+    def _text_config(self) -> Any:
+        """The decoder's configuration."""
+        return self._config.text_config
+
+    @property
+    def _image_token(self) -> int:
+        token: int = self._config.image_token_id
+        return token
+
+    def _known_tokens(self, text: Any) -> int:
+        """Return the number of ids that the tokenizer of the decoder `text` may have."""
+        count: int = text.vocab_size
+        return count
 
     def _config_class(self) -> Any:
         """Return transformers' class for the configuration."""
@@ -207,7 +236,7 @@ class LlamaShaped(Family):
             ("num_attention_heads is a multiple of num_key_value_heads", heads % kv_heads == 0),
             ("hidden_size is a multiple of num_attention_heads", text.hidden_size % heads == 0),
             ("head_dim is even", head_dim(text) % 2 == 0),
-            ("the image token is in the vocabulary", self.image_token < text.vocab_size),
+            ("the image token is in the vocabulary", self.image_token < self._known_tokens(text)),
         ]
         self._check([(expectation, holds, found) for expectation, holds in expectations])
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from sinkprune.contract.towers import ViTTower
+from sinkprune.contract.towers import SiglipTower, ViTTower
 from sinkprune.export.graph import WeightedGraph
 
 _FLOAT = ir.DataType.FLOAT
@@ -23,7 +23,7 @@ def build_vision(graph: WeightedGraph, vit: ViTTower) -> None:
     x = _embed(graph, vit, pixels)
     query = key = None
     for block in range(vit.num_blocks):
-        x, query, key = _block(graph, vit, f"vision_tower.encoder.layers.{block}", x)
+        x, query, key = build_block(graph, vit, f"vision_tower.encoder.layers.{block}", x)
     tokens = op.Slice(x, [1], [n + 1], [1])
     norms = op.ReduceL2(op.Cast(tokens, to=_FLOAT), [-1], keepdims=0)
     graph.output("tokens", tokens, ["G", n, d])
@@ -44,8 +44,10 @@ def _embed(graph: WeightedGraph, vit: ViTTower, pixels: ir.Value) -> ir.Value:
     return layer_norm(graph, x, "vision_tower.pre_layrnorm", d, vit.layer_norm_eps)
 
 
-def _block(graph: WeightedGraph, vit: ViTTower, name: str, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Return the output of an encoder block, and the queries and keys [G,H,1+N,h] of its attention."""
+def build_block(
+    graph: WeightedGraph, vit: ViTTower | SiglipTower, name: str, x: ir.Value
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Return the output [G,T,D] of an encoder block on `x`, and the queries and keys [G,H,T,h] of its attention."""
     op, d, count = graph.op, vit.hidden_size, vit.num_heads
 
     def heads(y: ir.Value, which: str) -> ir.Value:

@@ -55,14 +55,12 @@ def build_tested_selects(
     measures, selects = [], {}
     for layer in cuts:
         graph = Graph(f"evidence_after_{layer}", facts.precision, facts.dialect)
-        attention = received_attention(
-            graph, facts.language_model, declare_stage(graph, facts.language_model), kept, queries
-        )
+        attention = received_attention(graph, facts, declare_stage(graph, facts.language_model), kept, queries)
         register = graph.op.Gather(attention, graph.input("register", ["V"], ir.DataType.INT64), axis=0)
         graph.output("evidence", _over(graph.op, attention, register), ["V"], _FLOAT)
         measures.append(graph)
         selects[layer] = Graph(f"select_after_{layer}", facts.precision, facts.dialect)
-        build_select(selects[layer], facts.language_model, best_of_each_image(facts.images), kept, None)
+        build_select(selects[layer], facts, best_of_each_image(facts.images), kept, None)
     return measures, selects
 
 

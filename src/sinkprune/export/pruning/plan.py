@@ -53,6 +53,8 @@ class PlanFacts:
     """Whether groups are the frames of a clip, which are sanitised as one unless a budget has `per-frame`."""
     deepstack: int = 0
     """The number of sets of features, as wide as tokens, that each token takes to the decoder's first layers."""
+    causal: bool = True
+    """Whether a row of the decoder sees the rows up to its own, and not all rows."""
     heads: Mapping[int, tuple[int, ...]] = field(default_factory=dict, hash=False)
     """The heads by layer (0-based) that were chosen for `sinkpruner-heads`; empty if none were."""
 

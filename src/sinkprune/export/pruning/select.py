@@ -106,13 +106,13 @@ def build_selects(
         rows = of_all_groups(stage, facts)
         facts.check_ranked(rows if isinstance(rows, int) else rows.of(facts.most_visual_tokens))
         choice = best_of_each_image(facts.images) if facts.images > 1 else best_of_one_image(rows, facts.visual_dim)
-        build_select(selects[layer], facts.language_model, choice, kept, queries, heads.get(layer))
+        build_select(selects[layer], facts, choice, kept, queries, heads.get(layer))
     return selects
 
 
 def build_select(
     graph: Graph,
-    model: LanguageModel,
+    facts: PlanFacts,
     choice: SelectionRule,
     budget: Budget,
     queries: ChooseQueries | None,
@@ -123,7 +123,7 @@ def build_select(
     Scores are the attention of the querying rows, mean over `heads`; None for all. Without `queries` they are the
     input `evidence` [V], which another graph measures (`sinkprune.export.pruning.evidence`).
     """
-    op, h = graph.op, model.head_dim
+    op, model, h = graph.op, facts.language_model, facts.language_model.head_dim
     table: list[Dim] = [1, "S", h // 2]
     hidden = graph.input("hidden", [1, "S", model.hidden_size])
     cos, sin = graph.input("cos", table), graph.input("sin", table)
@@ -134,7 +134,7 @@ def build_select(
         query, key = _heads(graph, model)
         visual, text = _places(graph)
         stage = Stage(hidden, query, key, visual, text, op.Shape(query, start=2, end=3))
-        scores = received_attention(graph, model, stage, budget, queries, heads)
+        scores = received_attention(graph, facts, stage, budget, queries, heads)
     alive, left = choice(graph, scores)
 
     rows = op.Shape(hidden, start=1, end=2)
@@ -178,14 +178,14 @@ def _places(graph: Graph) -> tuple[ir.Value, ir.Value]:
 
 def received_attention(
     graph: Graph,
-    model: LanguageModel,
+    facts: PlanFacts,
     stage: Stage,
     budget: Budget,
     queries: ChooseQueries,
     heads: Sequence[int] | None = None,
 ) -> ir.Value:
     """Return p [V] fp32: the attention of the querying rows to each visual row, mean over rows and `heads`."""
-    op, h = graph.op, model.head_dim
+    op, model, h = graph.op, facts.language_model, facts.language_model.head_dim
     repeats = model.num_heads // model.num_kv_heads
     querying, weighted = queries(graph, stage)
 
@@ -199,7 +199,9 @@ def received_attention(
     q = op.Reshape(q, [1, key_heads, -1, h])
     k = op.Transpose(op.Cast(key, to=_FLOAT), perm=[0, 1, 3, 2])
     logits = op.MatMul(op.Mul(q, h**-0.5), k)
-    seen = op.LessOrEqual(op.Unsqueeze(op.Range(0, op.Squeeze(stage.size), 1), [0]), op.Unsqueeze(querying, [1]))
+    # The last row sees all rows, as every row does in a decoder that is not causal.
+    last = querying if facts.causal else op.Max(querying, op.Sub(stage.size, [1]))
+    seen = op.LessOrEqual(op.Unsqueeze(op.Range(0, op.Squeeze(stage.size), 1), [0]), op.Unsqueeze(last, [1]))
     if budget.scores_over == "visual_keys":
         logits, seen = op.Gather(logits, stage.visual, axis=3), op.Gather(seen, stage.visual, axis=1)
     hidden_keys = op.Where(op.Tile(seen, [repeats, 1]), 0.0, -3.4028234663852886e38)

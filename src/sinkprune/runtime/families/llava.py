@@ -10,6 +10,7 @@ from PIL import Image
 
 from sinkprune.contract.budgets import Share
 from sinkprune.contract.errors import BundleError, VideoError
+from sinkprune.contract.flops import vit_flops
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import DTYPES, Array
@@ -96,17 +97,10 @@ class Llava:
             views=tuple(views),
             places=None,
             extent=0,
-            tower_flops=groups * self._crop_flops(),
+            # A row more, for the CLS token.
+            tower_flops=groups * vit_flops(self._tower, self._tower.tokens + 1),
             projector_flops=self._projector_flops,
         )
-
-    def _crop_flops(self) -> int:
-        """Return the matmul FLOPs of patches and computed CLIP blocks on one crop."""
-        tower = self._tower
-        n, d, m = tower.tokens + 1, tower.hidden_size, tower.intermediate_size
-        patches = 2 * tower.tokens * 3 * tower.patch_size**2 * d
-        block = 2 * (4 * n * d * d + 2 * n * n * d + 2 * n * d * m)
-        return patches + tower.num_blocks * block
 
 
 def _image(picture: Picture) -> Image.Image:

@@ -1,0 +1,299 @@
+"""pi0: a robot policy of a SigLIP tower, a Gemma prefix and an action expert."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, TypedDict
+
+from sinkprune.contract.checks.fields import Bounds
+from sinkprune.contract.image_settings import Number
+from sinkprune.contract.manifest import PolicyFacts
+from sinkprune.contract.towers import Side, SiglipTower
+from sinkprune.export.checkpoint.folder import Name, read_fields
+from sinkprune.export.checkpoint.text import SpecialTokens
+from sinkprune.export.families import WriteGraph
+from sinkprune.export.families.llama_shaped import (
+    ConfigFields,
+    Epsilon,
+    Heads,
+    Hidden,
+    Inner,
+    LlamaShaped,
+    PixelFields,
+    Setting,
+    TextFields,
+    Token,
+    head_dim,
+    read_language_model,
+)
+from sinkprune.export.graph import WeightedGraph
+from sinkprune.export.models.action_expert import ActionExpert, build_expert
+from sinkprune.export.models.llama import Llama
+from sinkprune.export.models.siglip import build_vision
+
+_MOST_PATCHES = 1 << 14
+_Number = Annotated[Number, Bounds(-1e6, 1e6)]
+_Dimension = Annotated[int, Bounds(1, 1 << 12)]
+
+
+class _VisionFields(TypedDict, total=False):
+    model_type: Name
+    hidden_size: Hidden
+    intermediate_size: Inner
+    num_hidden_layers: Heads
+    num_attention_heads: Heads
+    num_channels: Annotated[int, Bounds(1, 64)]
+    image_size: Side
+    patch_size: Side
+    projection_dim: Hidden
+    hidden_act: Name
+    layer_norm_eps: Epsilon
+    vision_use_head: bool
+
+
+class _PaliGemmaFields(TypedDict, total=False):
+    model_type: Name
+    text_config: TextFields | None
+    vision_config: _VisionFields | None
+    projection_dim: Hidden
+    image_token_index: Token
+    image_token_id: Token
+
+
+class _Pi0Fields(ConfigFields, total=False):
+    vlm_config: _PaliGemmaFields | None
+    dit_config: TextFields | None
+    chunk_size: Annotated[int, Bounds(1, 1 << 10)]
+    max_state_dim: _Dimension
+    max_action_dim: _Dimension
+    num_inference_steps: Annotated[int, Bounds(1, 1 << 10)]
+    min_period: Annotated[Number, Bounds(1e-6, 1e6)]
+    max_period: Annotated[Number, Bounds(1e-6, 1e6)]
+
+
+class _Sides(TypedDict, total=False):
+    max_height: Side | None
+    max_width: Side | None
+    height: Side | None
+    width: Side | None
+
+
+class _ProcessorFields(PixelFields, total=False):
+    size: _Sides | None
+    do_pad: bool | None
+    pad_size: _Sides | None
+
+
+class _NestingFields(_ProcessorFields, total=False):
+    """Fields of either file: processor_config.json nests what preprocessor_config.json has at the top."""
+
+    image_processor: _ProcessorFields
+
+
+_Statistics = Annotated[list[_Number], Bounds(1, 1 << 12)]
+
+
+class _PolicyFields(TypedDict, total=False):
+    state_mean: _Statistics | None
+    state_std: _Statistics | None
+    actions_mean: _Statistics | None
+    actions_std: _Statistics | None
+
+
+class Pi0(LlamaShaped):
+    """A `PI0ForConditionalGeneration` configuration."""
+
+    name = "pi0"
+    projector = "projector"
+    groups_are_frames = False
+    adds_bos = False
+    gate = "gelu_pytorch_tanh"
+    config_fields: type = _Pi0Fields
+    processor_fields: type = _NestingFields
+    # transformers' PI0Processor: every camera, BOS, the instruction, the end of the line.
+    chat_template = (
+        "{% for message in messages %}"
+        "{% for content in message['content'] if content['type'] == 'image' %}{{ '<image>' }}{% endfor %}"
+        "{{ bos_token }}"
+        "{% for content in message['content'] if content['type'] == 'text' %}{{ content['text'] }}{% endfor %}"
+        "{{ '\n' }}{% endfor %}"
+    )
+
+    def __init__(self, source: str, config: Mapping[str, Any], salience: str | None = None) -> None:
+        """Read `config`. `salience` is the block whose attention is the salience, by default `penultimate`."""
+        super().__init__(source, config)
+        vision, expert = self._config.vlm_config.vision_config, self._config.dit_config
+        size, patch, blocks = vision.image_size, vision.patch_size, vision.num_hidden_layers
+        patches, lm = (size // patch) ** 2, self.language_model
+        shared = [
+            (getattr(expert, "num_hidden_layers"), lm.num_layers),
+            (expert.num_key_value_heads, lm.num_kv_heads),
+            (head_dim(expert), lm.head_dim),
+            (float(expert.rope_parameters["rope_theta"]), lm.rope_theta),
+        ]
+        self._check(
+            [
+                ("image_size is a multiple of patch_size", size % patch == 0, f"{size} and {patch}"),
+                (f"image_size has at most {_MOST_PATCHES} patches", patches <= _MOST_PATCHES, patches),
+                ("the vision tower has two blocks at least", blocks >= 2, blocks),
+                (
+                    "dit_config has the layers, key-value heads, head_dim and rope_theta of vlm_config.text_config",
+                    all(own == prefix for own, prefix in shared),
+                    shared,
+                ),
+                ("dit_config.hidden_size is even", expert.hidden_size % 2 == 0, expert.hidden_size),
+            ]
+        )
+        self.embedding_scale = lm.hidden_size**0.5
+        self.vision = SiglipTower(
+            hidden_size=vision.hidden_size,
+            intermediate_size=vision.intermediate_size,
+            num_heads=vision.num_attention_heads,
+            num_blocks=blocks,
+            image_size=size,
+            patch_size=patch,
+            layer_norm_eps=vision.layer_norm_eps,
+            activation=vision.hidden_act,
+            tokens=patches,
+            salience_block=blocks - (1 if salience == "last" else 2),
+        )
+        self.visual_width = self.vision.hidden_size
+        self._expert = ActionExpert(
+            llama=self._read_gemma(expert),
+            chunk=self._config.chunk_size,
+            state_dim=self._config.max_state_dim,
+            action_dim=self._config.max_action_dim,
+            min_period=self._config.min_period,
+            max_period=self._config.max_period,
+        )
+
+    @property
+    def special_tokens(self) -> SpecialTokens:
+        # The image token follows the vocabulary.
+        texts = {0: "<pad>", 1: "<eos>", 2: "<bos>", 3: "<unk>"}
+        return SpecialTokens(self._special_tokens(texts, 4), bos="<bos>", eos="<eos>", unknown="<unk>")
+
+    def graphs(self, segments: Sequence[range], held: Container[str]) -> dict[str, WriteGraph]:
+        return {
+            "vision": partial(build_vision, tower=self.vision),
+            "projector": self._build_projector,
+            **self._decoder(segments),
+            "expert": partial(build_expert, expert=self._expert, segments=segments),
+        }
+
+    def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        settings = settings.get("image_processor", settings)
+        side = self.vision.image_size
+        within, square = {"max_height": side, "max_width": side}, {"height": side, "width": side}
+        known: dict[str, Any] = {
+            "image_processor_type": "PI0ImageProcessor",
+            "do_convert_rgb": True,
+            "do_resize": True,
+            "size": within,
+            "resample": 3,
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "do_pad": True,
+            "pad_size": square,
+        }
+        known |= {key: settings[key] for key in known if settings.get(key) is not None}
+        sizes = {name: {key: side for key, side in known[name].items() if side} for name in ("size", "pad_size")}
+        kind = str(known["image_processor_type"]).removesuffix("Fast")
+        self._check_settings(
+            [
+                ("image_processor_type", kind, ("PI0ImageProcessor",)),
+                ("do_resize", known["do_resize"], (True,)),
+                ("do_pad", known["do_pad"], (True,)),
+                ("size", sizes["size"], (within,)),
+                ("pad_size", sizes["pad_size"], (square,)),
+            ]
+        )
+        return {**known, **sizes}
+
+    def policy(self, settings: Mapping[str, Any]) -> PolicyFacts:
+        where = f"checkpoint '{self._source}': processor_config.json"
+        found = read_fields(_PolicyFields, settings, where)
+        expert = self._expert
+
+        def statistics(name: str, most: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+            mean, std = (tuple(map(float, found.get(f"{name}_{which}") or ())) for which in ("mean", "std"))
+            self._check(
+                [
+                    (f"{name}_mean and {name}_std have one length", len(mean) == len(std), (len(mean), len(std))),
+                    (f"{name}_mean has at most {most} numbers", len(mean) <= most, len(mean)),
+                    (f"{name}_std has no number below 0", all(value >= 0 for value in std), list(std)),
+                ]
+            )
+            return mean, std
+
+        state, action = statistics("state", expert.state_dim), statistics("actions", expert.action_dim)
+        steps: int = self._config.num_inference_steps
+        facts = expert.llama.facts
+        return PolicyFacts(facts, expert.chunk, expert.state_dim, expert.action_dim, steps, *state, *action)
+
+    def tokens_of(self, processor: Mapping[str, Any]) -> int:
+        return self.vision.tokens
+
+    def groups_of(self, processor: Mapping[str, Any]) -> int:
+        return 1
+
+    def _build_projector(self, graph: WeightedGraph) -> None:
+        """Write `projector` of the graph contract: one linear layer."""
+        d, width = self.visual_width, self.language_model.hidden_size
+        tokens = graph.input("tokens", ["G", "n", d])
+        x = graph.linear(tokens, "multi_modal_projector.linear", d, width, bias=True)
+        graph.output("embeddings", x, ["G", "n", width])
+
+    @property
+    def _text_config(self) -> Any:
+        return self._config.vlm_config.text_config
+
+    @property
+    def _image_token(self) -> int:
+        token: int = self._config.vlm_config.image_token_id
+        return token
+
+    def _known_tokens(self, text: Any) -> int:
+        # PaliGemma's image token follows the rows of the embedding table.
+        count: int = text.vocab_size + 1
+        return count
+
+    def _settings(self) -> list[Setting]:
+        vlm, expert = self._config.vlm_config, self._config.dit_config
+        vision, text = vlm.vision_config, vlm.text_config
+        return [
+            ("vlm_config.model_type", vlm.model_type, ("paligemma",)),
+            ("vlm_config.text_config.model_type", text.model_type, ("gemma",)),
+            ("dit_config.model_type", expert.model_type, ("gemma",)),
+            ("dit_config.hidden_act", expert.hidden_act, (self.gate,)),
+            ("dit_config.attention_bias", expert.attention_bias, (text.attention_bias,)),
+            ("vlm_config.vision_config.model_type", vision.model_type, ("siglip_vision_model",)),
+            ("vlm_config.vision_config.num_channels", vision.num_channels, (3,)),
+            ("vlm_config.vision_config.hidden_act", vision.hidden_act, ("gelu_pytorch_tanh",)),
+            ("vlm_config.vision_config.projection_dim", vision.projection_dim, (text.hidden_size,)),
+        ]
+
+    def _read_llama(self, text: Any) -> Llama:
+        return self._read_gemma(text, causal=False)
+
+    def _read_gemma(self, text: Any, *, causal: bool = True) -> Llama:
+        # One section of all frequencies: kept rows keep their positions.
+        facts = read_language_model(text, [head_dim(text) // 2])
+        bias = text.attention_bias
+        return Llama(
+            facts,
+            text.rms_norm_eps,
+            qkv_bias=bias,
+            output_bias=bias,
+            mlp_bias=False,
+            causal=causal,
+            gate="gelu_pytorch_tanh",
+            norm_offset=1.0,
+        )
+
+
+FAMILY = Pi0

@@ -1,0 +1,138 @@
+"""Small random pi0 checkpoints in Hugging Face format, with random statistics."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from transformers import PI0Config, PI0ForConditionalGeneration, PreTrainedTokenizerFast
+
+VOCAB = 320
+IMAGE_TOKEN = VOCAB
+"""The image token follows the embedding table, as in PaliGemma."""
+
+
+@dataclass(frozen=True)
+class Pi0Shape:
+    """What the small checkpoints of pi0 differ in."""
+
+    image_size: int = 112
+    num_layers: int = 8
+    num_heads: int = 4
+    chunk: int = 5
+    state_dim: int = 6
+    action_dim: int = 4
+    statistics: bool = True
+    """Whether the checkpoint has the statistics of states and actions."""
+
+
+def make_pi0_checkpoint(folder: Path, shape: Pi0Shape, seed: int = 0) -> Path:
+    """Write a pi0 checkpoint with random weights, tokenizer, processor and statistics into the new `folder`."""
+    torch.manual_seed(seed)
+    model = PI0ForConditionalGeneration(pi0_config(shape)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter.normal_(std=0.1)
+            elif parameter.ndim > 1:
+                # Large enough that attention is far from uniform.
+                parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
+        model.model.vlm.language_model.embed_tokens.weight.normal_(std=0.2)
+    model.save_pretrained(folder)
+    pi0_tokenizer().save_pretrained(folder)
+    random = np.random.default_rng(seed)
+    statistics = {
+        f"{kind}_{name}": [round(float(value), 3) for value in random.uniform(0.3, 2.0, width)]
+        for kind, width in (("state", shape.state_dim - 1), ("actions", shape.action_dim - 1))
+        for name in ("mean", "std")
+    }
+    size = shape.image_size
+    processor = {
+        "processor_class": "PI0Processor",
+        "image_processor": {
+            "image_processor_type": "PI0ImageProcessor",
+            "size": {"max_height": size, "max_width": size},
+            "pad_size": {"height": size, "width": size},
+            "do_resize": True,
+            "do_pad": True,
+            "do_rescale": True,
+            "do_normalize": True,
+            "rescale_factor": 1 / 255,
+            "resample": 3,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "image_seq_length": (size // 14) ** 2,
+        },
+        **(statistics if shape.statistics else {}),
+    }
+    (folder / "processor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+def pi0_config(shape: Pi0Shape) -> PI0Config:
+    """The configuration of a small pi0."""
+    heads = {"num_attention_heads": shape.num_heads, "num_key_value_heads": 1, "head_dim": 16}
+    return PI0Config(
+        vlm_config={
+            "model_type": "paligemma",
+            "projection_dim": 64,
+            "image_token_id": IMAGE_TOKEN,
+            "text_config": {
+                "model_type": "gemma",
+                "hidden_size": 64,
+                "num_hidden_layers": shape.num_layers,
+                "intermediate_size": 96,
+                "vocab_size": VOCAB,
+                **heads,
+            },
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 48,
+                "intermediate_size": 64,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 4,
+                "image_size": shape.image_size,
+                "patch_size": 14,
+                "projection_dim": 64,
+                "vision_use_head": False,
+            },
+        },
+        dit_config={
+            "model_type": "gemma",
+            "hidden_size": 32,
+            "num_hidden_layers": shape.num_layers,
+            "intermediate_size": 48,
+            **heads,
+        },
+        chunk_size=shape.chunk,
+        max_state_dim=shape.state_dim,
+        max_action_dim=shape.action_dim,
+    )
+
+
+def pi0_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of Gemma's kind: metaspace without a prefix, byte fallback, BOS in front."""
+    byte_tokens = {f"<0x{byte:02X}>": 4 + byte for byte in range(256)}
+    vocabulary = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3, **byte_tokens}
+    letters = "▁abcdefghijklmnopqrstuvwxyz.,"
+    vocabulary |= {letter: 260 + place for place, letter in enumerate(letters)}
+    vocabulary |= {f"▁filler{number}": number for number in range(260 + len(letters), VOCAB)}
+    backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens(
+        [
+            AddedToken(token, special=True, normalized=False)
+            for token in ("<pad>", "<eos>", "<bos>", "<unk>", "<image>")
+        ]
+    )
+    backend.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", 2)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>", pad_token="<pad>"
+    )
