@@ -47,12 +47,14 @@ if TYPE_CHECKING:
         UsageError,
         VideoError,
     )
+    from sinkprune.runtime.acting.report import ActionReport
     from sinkprune.runtime.camera import Camera
     from sinkprune.runtime.confidence.thresholds import Thresholds, read_thresholds, write_thresholds
     from sinkprune.runtime.media.clip import Clip
     from sinkprune.runtime.media.video_file import VideoFile
     from sinkprune.runtime.overlay import overlay
     from sinkprune.runtime.pipeline import Pipeline
+    from sinkprune.runtime.policy import Policy
     from sinkprune.runtime.session import Session
     from sinkprune.runtime.steps.answer import Answer
     from sinkprune.runtime.steps.request import Request
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "AccuracyError",
+    "ActionReport",
     "Answer",
     "BackendError",
     "BagError",
@@ -87,6 +90,7 @@ __all__ = [
     "PartlySeenWarning",
     "PictureWarning",
     "Pipeline",
+    "Policy",
     "PowerError",
     "PromptError",
     "PruningError",
@@ -114,12 +118,14 @@ __all__ = [
 ]
 
 _MODULES = {
+    "ActionReport": "sinkprune.runtime.acting.report",
     "Answer": "sinkprune.runtime.steps.answer",
     "Camera": "sinkprune.runtime.camera",
     "Clip": "sinkprune.runtime.media.clip",
     "Costs": "sinkprune.contract.costs.model",
     "FrameAnswer": "sinkprune.runtime.watching.watch",
     "Pipeline": "sinkprune.runtime.pipeline",
+    "Policy": "sinkprune.runtime.policy",
     "Request": "sinkprune.runtime.steps.request",
     "Session": "sinkprune.runtime.session",
     "Stream": "sinkprune.runtime.stream",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sinkprune.contract.manifest import LanguageModel, Manifest
+from sinkprune.contract.manifest import LanguageModel, Manifest, PolicyFacts
 from sinkprune.contract.towers import QwenTower, SiglipTower, ViTTower
 
 
@@ -35,6 +35,15 @@ def qwen_tower_flops(tower: QwenTower, patches: int, pairs: int, *, mlp_matrices
     joined = d * tower.merge_size**2
     merger = patches // tower.merge_size**2 * (joined**2 + joined * tower.out_size)
     return 2 * (embedding + tower.num_blocks * linear + 2 * pairs * d + mergers * merger)
+
+
+def expert_flops(policy: PolicyFacts, prefix_rows: Sequence[int]) -> int:
+    """Return the FLOPs of one denoising step of a policy's expert, over `prefix_rows[i]` cached rows of layer i."""
+    expert, rows = policy.expert, policy.chunk + 1
+    width, q = expert.hidden_size, expert.num_heads * expert.head_dim
+    own = sum(layer_flops(expert, rows) + 2 * 2 * rows * cached * q for cached in prefix_rows)
+    ends = policy.chunk * (2 * policy.action_dim * width + 3 * width**2) + policy.state_dim * width
+    return own + 2 * ends
 
 
 def vit_flops(tower: ViTTower | SiglipTower, rows: int) -> int:

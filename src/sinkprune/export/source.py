@@ -111,8 +111,8 @@ def open_source(request: ExportRequest) -> OpenCheckpoint:
         family = read_family(request.source, config, request.salience)
         text = small_text(family.language_model.vocab_size, family.special_tokens, family.chat_template)
         checkpoint = Checkpoint(request.source, config_sha256(config), random_weights=True)
-        processor = _processor(family, {}, request)
-        return OpenCheckpoint(family, RandomWeights(), _formed(text, family), processor, checkpoint, family.policy({}))
+        text, processor = _formed(text, family), _processor(family, {}, request)
+        return OpenCheckpoint(family, RandomWeights(), text, processor, checkpoint, family.policy({}))
     if request.source in PRESETS:
         raise CheckpointError(
             f"'{request.source}' is a preset: true shapes without weights. Add --random-weights, or give a "

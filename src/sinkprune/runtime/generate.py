@@ -18,7 +18,7 @@ from sinkprune.runtime.steps.answer import Answer, TriedBudget, timings
 from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.choice_scores import ChoiceTokens
 from sinkprune.runtime.steps.context_length import check_picture_count
-from sinkprune.runtime.steps.decoding import Prefill, kept_tokens, kv_bytes, lead_of, prefill, prefix_of
+from sinkprune.runtime.steps.decoding import Prefill, first_logits, kept_tokens, kv_bytes, lead_of, prefill, prefix_of
 from sinkprune.runtime.steps.encoding import EncodedPicture, TowerOutput, encode, run_tower
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.observer import Observer
@@ -231,7 +231,7 @@ def _run(
     observer.laid_out(rows)
     norms, lead = encoded[0].device_norms if encoded else None, len(lead_key.text) if new_lead else 0
     prefilled = prefill(chain, schedule, rows, clock, norms, stored, lead)
-    logits: Array = backend.numpy(prefilled.logits)[0]
+    logits: Array = backend.numpy(first_logits(chain, prefilled, clock))[0]
     choice = choice._replace(schedule=prefilled.schedule or schedule)
     reused = stored[0].rows if stored else 0
     return _Run(choice, key, lead_key, encoded, rows, prefilled, logits, reused, shared is not None, new_lead)

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-
 from sinkprune.contract.budgets import AUTO, UNPRUNED
-from sinkprune.contract.bundle import Bundle, read_runnable
-from sinkprune.contract.checks.arguments import check_callable, check_options, check_path, check_type
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.checks.arguments import check_options, check_type
 from sinkprune.contract.costs.file import cache_costs, cached_costs, missing_costs
 from sinkprune.contract.costs.model import Costs, Place
-from sinkprune.contract.errors import UsageError
-from sinkprune.contract.files.trust import ANY, Trust
-from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
-from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
 from sinkprune.contract.plans import Plan
 from sinkprune.contract.reports.progress import OnProgress, reporting, unreported
 from sinkprune.runtime.answering import Answering
-from sinkprune.runtime.backends import Backend, Decoder, Engine, load_backend
-from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines, own_engines, usual_backend
+from sinkprune.runtime.backends import Backend
+from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import Compute
-from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.confidence.policy import ConfidencePolicy
 from sinkprune.runtime.confidence.thresholds import Thresholds, usable_thresholds
 from sinkprune.runtime.deadline.cost_measuring import SECONDS, SECONDS_RANGE, measure_costs, place_of
@@ -36,22 +29,18 @@ from sinkprune.runtime.deadline.other_load import OtherLoad
 from sinkprune.runtime.deadline.policy import BudgetPolicy, DeadlinePolicy
 from sinkprune.runtime.deadline.request_history import RequestHistory
 from sinkprune.runtime.device.stopwatch import Stopwatch
-from sinkprune.runtime.families import load_family
 from sinkprune.runtime.generate import generate
+from sinkprune.runtime.loading import During, check_kind, load_model, open_with_backend
 from sinkprune.runtime.media.fits import Fit, check_fit
-from sinkprune.runtime.steps.chain import Chain, Wrap
+from sinkprune.runtime.steps.chain import Wrap
 from sinkprune.runtime.steps.choice_scores import ChoiceTokens
-from sinkprune.runtime.steps.embedding import Embedding
 from sinkprune.runtime.steps.encoding import EncodedPicture, encode, run_tower
-from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.observer import NOBODY, Observer
-from sinkprune.runtime.steps.picture_warnings import PictureWarnings
 from sinkprune.runtime.steps.pictures import PictureLike, decoded, tower_input
 from sinkprune.runtime.steps.prefix_cache import NO_MEMORY, PrefixCache
 from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS, Request, check_request_options, new_request
 from sinkprune.runtime.stream import Stream, StreamState
 from sinkprune.runtime.text.constraint import Grammars, Unconstrained
-from sinkprune.runtime.text.prompt import PromptEncoder
 from sinkprune.runtime.watching.watch import USUAL_SETTINGS, FrameAnswer, Watch, WatchSettings, check_frames
 
 
@@ -77,21 +66,10 @@ class Pipeline(Answering):
         progress: OnProgress = unreported,
     ) -> None:
         """Load the bundle's graphs on `backend`, or the engines `built` from them; `wrap` may replace each engine."""
-        manifest, self.family = bundle.manifest, load_family(bundle.manifest, fit)
+        check_kind(bundle.manifest, str(bundle.path), acts=False)
         self.load_ms: float | None = None
         """Milliseconds that `Pipeline.load` took, with the check of sums; None without `Pipeline.load`."""
-
-        def model(graph: str) -> Model:
-            return built.model(graph) if built else Model.of_bundle(bundle, graph)
-
-        def load(graph: str) -> Engine:
-            engine = backend.load(model(graph))
-            return engine if wrap is None else wrap(graph, engine, backend)
-
-        def load_decoder(graph: str) -> Decoder:
-            own = (lambda engine: engine) if wrap is None else (lambda engine: wrap(graph, engine, backend))
-            return backend.load_decoder(model(graph), manifest.cache, own)
-
+        self._model = load_model(bundle, backend, built, wrap, fit, progress)
         self.costs: Costs | None = None
         """What requests cost on this machine, for requests with a deadline. `warm_up` measures it. Without it, the
         first such request reads earlier costs from the user's cache folder."""
@@ -99,16 +77,10 @@ class Pipeline(Answering):
         """How sure answers at budget `auto` must be; see `read_thresholds`."""
         self._history: tuple[Costs | None, RequestHistory] = None, RequestHistory()
         self.bundle, self.backend = bundle, backend
-        self.limits = built.limits if built else None
-        tokenizer = bundle.files[TOKENIZER].read(TOKENIZER_BYTES)
-        self.prompts = PromptEncoder(tokenizer, bundle.files[CHAT_TEMPLATE].read(TEMPLATE_BYTES), manifest.tokens)
-        self._stop = tuple(manifest.tokens.stop)
+        self.limits, self.family = self._model.limits, self._model.family
+        self.prompts, self.embedding, self.chain = self._model.prompts, self._model.embedding, self._model.chain
+        self._stop = tuple(bundle.manifest.tokens.stop)
         self._grammars = Grammars(self.prompts, self._stop)
-        self.embedding = Embedding(bundle.files[EMBEDDING], manifest)
-        self.chain = Chain(manifest, backend, load, load_decoder, progress)
-        self._model = LoadedModel(
-            manifest, self.limits, self.family, self.prompts, self.embedding, self.chain, PictureWarnings()
-        )
 
     @classmethod
     def load(
@@ -125,7 +97,7 @@ class Pipeline(Answering):
         signed_by: str | os.PathLike[str] | None = None,
         wrap: Wrap | None = None,
         fit: Fit | None = None,
-        during: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+        during: During = nullcontext,
         **unknown: NoReturn,
     ) -> Pipeline:
         """Load a bundle or a folder of engines, by its path or already read; or `engines` built from the bundle.
@@ -146,42 +118,24 @@ class Pipeline(Answering):
         """
         known = signature(cls.load).parameters.values()
         check_options(unknown, [one.name for one in known if one.kind == one.KEYWORD_ONLY])
-        if not isinstance(bundle, Bundle):
-            check_path("bundle", bundle)
-        for name, path in (("engines", engines), ("signed_by", signed_by)):
-            if path is not None:
-                check_path(name, path)
         check_fit(fit)
-        check_type("check_sums", check_sums, (bool, np.bool_), "True or False")
-        for name, function in (("during", during), *([("wrap", wrap)] if wrap is not None else ())):
-            check_callable(name, function)
-        key = Path(signed_by) if signed_by is not None else None
-        pinned, engines_pinned = Trust(sha256, key), Trust(engines_sha256, key)
-        if engines is None and engines_sha256 is not None:
-            raise UsageError("a sum of engines was given, and no engines. Give both, or leave out the sum.")
-        opened = bundle if isinstance(bundle, Bundle) else read_runnable(bundle, pinned)
-        trusted = opened.trust
-        if sha256 not in (None, trusted.sha256) or key not in (None, trusted.signed_by):
-            raise UsageError(
-                f"the bundle '{opened.path}' was read already, and not compared with this sum or key. Give them to "
-                "read_runnable, as in read_runnable(path, Trust(sha256, key))."
-            )
-        if not check_sums and (trusted != ANY or engines_pinned != ANY):
-            raise UsageError(
-                f"the bundle '{opened.path}' or its engines are pinned by a sum or a key, and their files were not "
-                "to be compared with it. Leave out --skip-sums (check_sums=False)."
-            )
         began = time.perf_counter()
-        built = open_engines(engines, opened, engines_pinned) if engines is not None else own_engines(opened)
-        # Before the sums, which are slow: an error should come early.
-        library = load_backend(usual_backend(opened, built) if backend is None else backend, threads, built, compute)
-        if check_sums:
-            with during("checking sums") as progress:
-                opened.verify(reporting(progress))
-                if built is not None and opened.engines is None:
-                    built.engines.verify(reporting(progress))
+        opened = open_with_backend(
+            bundle,
+            acts=False,
+            backend=backend,
+            threads=threads,
+            engines=engines,
+            compute=compute,
+            check_sums=check_sums,
+            sha256=sha256,
+            engines_sha256=engines_sha256,
+            signed_by=signed_by,
+            wrap=wrap,
+            during=during,
+        )
         with during("loading the engines") as progress:
-            pipeline = cls(opened, library, built, wrap, fit, reporting(progress))
+            pipeline = cls(*opened, wrap, fit, reporting(progress))
         pipeline.load_ms = (time.perf_counter() - began) * 1e3
         return pipeline
 

@@ -127,7 +127,7 @@ class Pi0(LlamaShaped):
         size, patch, blocks = vision.image_size, vision.patch_size, vision.num_hidden_layers
         patches, lm = (size // patch) ** 2, self.language_model
         shared = [
-            (getattr(expert, "num_hidden_layers"), lm.num_layers),
+            (expert.num_hidden_layers, lm.num_layers),
             (expert.num_key_value_heads, lm.num_kv_heads),
             (head_dim(expert), lm.head_dim),
             (float(expert.rope_parameters["rope_theta"]), lm.rope_theta),

@@ -59,6 +59,12 @@ class Decoder(Protocol):
         library fails or memory runs out; then the cache cannot be used any more.
         """
 
+    def keys_and_values(self, cache: Any) -> dict[str, Tensor]:
+        """Return the keys and values of `cache` [1,Hkv,C,h] by their names in the graph, as in `past_key_3`.
+
+        C is at least the cache's length, and rows after it are finite. They are valid until the cache is used again.
+        """
+
     def save(self, cache: Any, rows: int) -> Any:
         """Return a copy of the keys and values of the first `rows` rows of `cache`, for `restore`."""
 

@@ -118,6 +118,9 @@ class BufferedDecoder(Decoder):
         cache.length = length
         return outputs
 
+    def keys_and_values(self, cache: BufferedCache) -> dict[str, Tensor]:
+        return dict(cache.buffers)
+
     def save(self, cache: BufferedCache, rows: int) -> BufferedCache:
         return self._copied(cache, rows, rows)
 

@@ -63,7 +63,7 @@ class DecoderTimes:
             added = {}
             spans.append((start, backend.mark()))
             caches.append(cache)
-        backend.numpy(chain.head({"hidden": hidden})["logits"])
+        backend.numpy(chain.last({"hidden": hidden})["logits"])
         written, tokens = KVCache(caches, [count] * len(caches)), []
         for _ in range(_TOKENS):
             began = time.perf_counter()

@@ -55,7 +55,8 @@ class Chain:
         self.vision = load(counted("vision"))
         self.projector = load(counted(manifest.projector)) if manifest.projector else None
         self.decoders = [load_decoder(counted(f"decoder_{segment}")) for segment in range(len(self.segments))]
-        self.head = load(counted("head"))
+        self.last = load(counted(manifest.last_graph))
+        """The engine after the decoder: `head`, or `expert` in a policy."""
         self._deepstack = manifest.deepstack_width
         self.deepstack_token = self.deepstack_zeros(1)
 

@@ -112,7 +112,7 @@ def score_choices(
                 restored = [decoder.restore(one, rows, rows + len(tokens)) for decoder, one, rows in parts]
                 own = KVCache(restored, [*positions])
             for place, hidden in enumerate(_hidden_rows(chain, own, embedding(tokens)), 1):
-                count(tokens[:place], chain.backend.numpy(chain.head({"hidden": hidden})["logits"])[0])
+                count(tokens[:place], chain.backend.numpy(chain.last({"hidden": hidden})["logits"])[0])
         pass_ms.append((time.perf_counter() - began) * 1e3)
     return ChoiceScores(scores, True, pass_ms)
 

@@ -40,6 +40,23 @@ def check_picture_count(manifest: Manifest, limits: Limits | None, pictures: int
         )
 
 
+def check_prompt_length(manifest: Manifest, limits: Limits | None, text: int, visual: int) -> None:
+    """Reject a prompt of a policy that is too long, with `text` tokens of text and `visual` rows; raises
+    `PromptError`.
+    """
+    if limits is not None and text > limits.prompt_tokens:
+        raise PromptError(
+            f"{text} text tokens in the prompt are more than the {limits.prompt_tokens} the engines were built for. "
+            f"Give a shorter instruction, or build the engines again with --max-prompt {text}."
+        )
+    most = manifest.language_model.max_positions
+    if text + visual > most:
+        raise PromptError(
+            f"the prompt is too long: {text} text tokens and {visual} visual tokens exceed the model's {most} "
+            "positions. Give a shorter instruction."
+        )
+
+
 def check_length(
     manifest: Manifest,
     limits: Limits | None,

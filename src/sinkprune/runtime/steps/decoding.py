@@ -37,9 +37,10 @@ class KVCache:
 
 @dataclass
 class Prefill:
-    """The result of the first pass over a prompt: logits, KV caches, and the rows that survived."""
+    """The result of the first pass over a prompt: KV caches, and the rows that survived."""
 
-    logits: Tensor
+    hidden: Tensor
+    """[1,S,d] float on the device: the rows after the last layer."""
     cache: KVCache
     tokens_per_layer: list[int] = field(default_factory=list)
     """The sequence length each layer ran on."""
@@ -125,9 +126,15 @@ def prefill(
                 given, start = {name: state[name] for name in ("hidden", "cos", "sin")}, 0
             elif outputs:
                 given = {"hidden": outputs["hidden_out"], "cos": given["cos"], "sin": given["sin"]}
-        result.logits = chain.head({"hidden": given["hidden"]})["logits"]
+        result.hidden = given["hidden"]
     result.schedule = schedule
     return result
+
+
+def first_logits(chain: Chain, prefilled: Prefill, clock: Stopwatch) -> Tensor:
+    """Return the logits [1,vocab] of the first token, as a part of the prefill."""
+    with clock.measure("prefill"):
+        return chain.last({"hidden": prefilled.hidden})["logits"]
 
 
 def _tested(
@@ -229,7 +236,7 @@ def _check_rows(graph: str, found: int, expected: int) -> None:
 
 def decode_one_token(chain: Chain, cache: KVCache, row: Array) -> Tensor:
     """Run one token's embedding `row` [d] through all layers; grows `cache`, and returns logits [1,vocab]."""
-    return chain.head({"hidden": run_rows(chain, cache, row[None])})["logits"]
+    return chain.last({"hidden": run_rows(chain, cache, row[None])})["logits"]
 
 
 def run_rows(chain: Chain, cache: KVCache, rows: Array) -> Tensor:

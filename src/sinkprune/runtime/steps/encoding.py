@@ -10,7 +10,7 @@ import numpy as np
 from sinkprune.contract.errors import NumericsError
 from sinkprune.contract.plans import Plan, exceeding
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.backends import Tensor
+from sinkprune.runtime.backends import Backend, Tensor
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.steps.chain import Chain
 
@@ -73,6 +73,22 @@ def run_tower(chain: Chain, inputs: Mapping[str, Array], clock: Stopwatch) -> To
         # Layers after the norms may still overflow. With a projector, the norms are those of the tokens.
         _check_finite("tokens", backend.numpy(tokens))
     return tower
+
+
+def of_each_group(backend: Backend, tower: TowerOutput) -> list[TowerOutput]:
+    """Return the `tower`'s output on G pictures of one group each, by picture."""
+    groups, count = tower.norms.shape
+    if groups == 1:
+        return [tower]
+
+    def own(group: int) -> TowerOutput:
+        rows, one = np.arange(group * count, (group + 1) * count), slice(group, group + 1)
+        norms, salience = tower.norms[one], tower.salience[one]
+        deepstack = None if tower.deepstack is None else backend.join([tower.deepstack], rows)
+        tokens = backend.join([tower.tokens], rows)
+        return TowerOutput(tokens, backend.tensor(norms), backend.tensor(salience), norms, salience, deepstack)
+
+    return [own(group) for group in range(groups)]
 
 
 def encode(

@@ -39,12 +39,7 @@ class LoadedModel(NamedTuple):
         chosen_later = request.budget == AUTO or request.deadline_ms is not None
         if chosen_later:
             self.check_counts_known(request.method)
-        if plan is not None and plan.evidence is not None and plan.evidence.thresholds is None:
-            raise BudgetError(
-                f"method '{request.method}' keeps another number of tokens of each picture, and what meets the mean "
-                f"of budget '{request.budget}' is not known yet. Find it on pictures like yours: sinkprune-calibrate "
-                f"evidence BUNDLE --method {request.method} --data FILE.jsonl"
-            )
+        self.check_counted(plan, request.method, request.budget)
         if chosen_later and any(each.picture_share for each in self.manifest.plans[request.method].values()):
             raise UsageError(
                 f"method '{request.method}' makes pictures smaller before the vision tower runs, and budget '{AUTO}' "
@@ -52,6 +47,15 @@ class LoadedModel(NamedTuple):
             )
         share = plan.picture_share if plan is not None else None
         return self if share is None else self._replace(family=self.family.smaller(share))
+
+    def check_counted(self, plan: Plan | None, method: str, budget: str) -> None:
+        """Raise `BudgetError` for a plan whose counts vary by picture and that was not calibrated."""
+        if plan is not None and plan.evidence is not None and plan.evidence.thresholds is None:
+            raise BudgetError(
+                f"method '{method}' keeps another number of tokens of each picture, and what meets the mean "
+                f"of budget '{budget}' is not known yet. Find it on pictures like yours: sinkprune-calibrate "
+                f"evidence BUNDLE --method {method} --data FILE.jsonl"
+            )
 
     def check_counts_known(self, method: str) -> None:
         """Raise `UsageError` for a method whose counts vary by picture: costs are predicted by counts."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -82,6 +82,11 @@ def tower_input(source: PictureLike, picture: Picture, family: Family, manifest:
         for name, array in inputs.items()
     }
     return TowerInput(in_precision, layout)
+
+
+def joined_inputs(inputs: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
+    """Return the vision tower's inputs for several pictures in one call, joined along the axis of groups."""
+    return {name: np.concatenate([one[name] for one in inputs]) for name in inputs[0]}
 
 
 def layout_of(source: PictureLike, picture: Picture, family: Family, manifest: Manifest) -> VisualLayout:

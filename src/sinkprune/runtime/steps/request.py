@@ -131,7 +131,7 @@ class Request:
             _check_text("system message", self.system)
         self.new_sampler()
         for picture in self.pictures:
-            _check_picture(picture)
+            check_picture(picture)
         object.__setattr__(self, "history", _turns(self.history))
         check_texts(
             self.texts,
@@ -212,7 +212,8 @@ def check_request_options(given: Iterable[str], *others: str, without: str = "")
     check_options(given, [name for name in known if name != without])
 
 
-def _check_picture(picture: object) -> None:
+def check_picture(picture: object) -> None:
+    """Raise `ImageError` for an object that is no picture."""
     if not isinstance(picture, (str, os.PathLike, Image.Image, np.ndarray, Clip, VideoFile, SampledFrames)):
         raise ImageError(
             f"the image is {type_name(picture)}, expected a Pillow image, a uint8 [height,width,3] array, the "

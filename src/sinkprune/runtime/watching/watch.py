@@ -20,7 +20,7 @@ from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.steps.answer import timings
 from sinkprune.runtime.steps.choice_scores import ChoiceTokens
 from sinkprune.runtime.steps.context_length import check_length
-from sinkprune.runtime.steps.decoding import Prefill, prefill, surviving_rows
+from sinkprune.runtime.steps.decoding import Prefill, first_logits, prefill, surviving_rows
 from sinkprune.runtime.steps.encoding import run_tower
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.observer import Observer
@@ -198,7 +198,7 @@ class Watch:
                 rows = replace(rows, picture=np.zeros_like(rows.picture))
                 observer.laid_out(rows)
                 result = prefill(chain, self._schedule(request, layout), rows, clock, tower.device_norms)
-                logits: Array = backend.numpy(result.logits)[0]
+                logits: Array = backend.numpy(first_logits(chain, result, clock))[0]
                 ids = [] if isinstance(form, ChoiceTokens) else [sampler(logits, form.allowed(logits.size))]
         observer.prefilled(result)
         for token in ids:

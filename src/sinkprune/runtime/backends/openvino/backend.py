@@ -181,6 +181,9 @@ class _OpenVinoDecoder(Decoder):
         cache.length += inputs["hidden"].shape[1]
         return outputs
 
+    def keys_and_values(self, cache: _OpenVinoCache) -> dict[str, Array]:
+        return {f"past_{name}": state for name, state in cache.engine.states().items()}
+
     def save(self, cache: _OpenVinoCache, rows: int) -> dict[str, Array]:
         return {name: state[:, :, :rows].copy() for name, state in cache.engine.states().items()}
 

@@ -1,0 +1,126 @@
+"""What a robot policy acts on, checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sinkprune.contract.checks.format_value import counted, format_value, type_name
+from sinkprune.contract.checks.ranges import WholeNumber
+from sinkprune.contract.errors import ImageError, PromptError, UsageError
+from sinkprune.contract.manifest import Manifest, PolicyFacts
+from sinkprune.contract.precision import Array
+from sinkprune.runtime.steps.pictures import PictureLike, check_order, with_order
+from sinkprune.runtime.steps.request import check_picture, check_texts
+
+STEPS = WholeNumber("steps", 1, 1000)
+"""Denoising steps of a chunk."""
+SEED = WholeNumber("seed", 0, 2**63 - 1)
+"""The seed of a chunk's noise."""
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """The frames of a robot's cameras, its instruction and its state, with the noise that a chunk begins with."""
+
+    cameras: tuple[PictureLike, ...]
+    """The frames of the cameras that have one, in the order of the policy's training."""
+    instruction: str
+    state: Array
+    """[1,1,state_dim] fp32: normalised, and zeros after the robot's own numbers."""
+    noise: Array
+    """[1,chunk,action_dim] fp32."""
+    steps: int
+
+
+def observed(
+    manifest: Manifest,
+    policy: PolicyFacts,
+    cameras: Sequence[PictureLike | None],
+    instruction: str,
+    state: Sequence[float] | Array,
+    *,
+    order: str,
+    steps: int | None,
+    seed: int | None,
+    noise: Array | None,
+) -> Observation:
+    """Return a checked observation; raises `ImageError`, `PromptError` and `UsageError`."""
+    if not isinstance(instruction, str):
+        raise PromptError(f"the instruction is {type_name(instruction)}, expected a str, as in 'pick up the cup'.")
+    check_texts((instruction,), 0)
+    order = check_order(order)
+    frames = tuple(with_order(frame, order) for frame in _frames(manifest, cameras))
+    if noise is not None and seed is not None:
+        raise UsageError("found noise and a seed, expected one of them: the seed draws the noise. Leave one out.")
+    drawn = _noise(policy, seed) if noise is None else _given_noise(policy, noise)
+    count = policy.steps if steps is None else STEPS.check(steps)
+    return Observation(frames, instruction, normalised_state(policy, state), drawn, count)
+
+
+def normalised_state(policy: PolicyFacts, state: Sequence[float] | Array) -> Array:
+    """Return [1,1,state_dim] fp32 of a robot's state; raises `UsageError`.
+
+    As in transformers' PI0Processor: less the mean, over the standard deviation, then zeros.
+    """
+    width = len(policy.state_mean) or policy.state_dim
+    values = _floats("state", state, (width,), f"{counted(width, 'number')} as in the policy's training")
+    if policy.state_mean:
+        mean, std = (np.asarray(each, np.float32) for each in (policy.state_mean, policy.state_std))
+        values = (values - mean) / (std + np.float32(1e-8))
+    padded = np.zeros((1, 1, policy.state_dim), np.float32)
+    padded[0, 0, :width] = values
+    return padded
+
+
+def robot_actions(policy: PolicyFacts, actions: Array) -> Array:
+    """Return [chunk,width] fp32 in the robot's units, of the expert's `actions` [1,chunk,action_dim]."""
+    if not policy.action_mean:
+        return actions[0]
+    mean, std = (np.asarray(each, np.float32) for each in (policy.action_mean, policy.action_std))
+    found: Array = actions[0, :, : len(mean)] * (std + np.float32(1e-8)) + mean
+    return found
+
+
+def _frames(manifest: Manifest, cameras: Sequence[PictureLike | None]) -> list[PictureLike]:
+    """Return the frames that are there."""
+    given = list(cameras) if isinstance(cameras, (list, tuple)) else [cameras]
+    if len(given) != manifest.max_images:
+        raise ImageError(
+            f"found {counted(len(given), 'camera')}, and the policy was exported for "
+            f"{counted(manifest.max_images, 'camera')}. Give a frame for each, and None for a camera without one; or "
+            f"export the checkpoint again with --max-images {max(1, len(given))}."
+        )
+    frames = [frame for frame in given if frame is not None]
+    if not frames:
+        raise ImageError("no camera has a frame, expected one at least.")
+    for frame in frames:
+        check_picture(frame)
+    return frames
+
+
+def _noise(policy: PolicyFacts, seed: int | None) -> Array:
+    random = np.random.default_rng(None if seed is None else SEED.check(seed))
+    return random.standard_normal((1, policy.chunk, policy.action_dim), np.float32)
+
+
+def _given_noise(policy: PolicyFacts, noise: Array) -> Array:
+    shape = (policy.chunk, policy.action_dim)
+    return _floats("noise", noise, shape, f"[{policy.chunk},{policy.action_dim}] of them")[None]
+
+
+def _floats(name: str, given: Any, shape: tuple[int, ...], expected: str) -> Array:
+    """Return `given` as fp32 of this shape; raises `UsageError`."""
+    try:
+        values = np.asarray(given, np.float32)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"the {name} is {type_name(given)} {format_value(given)}, expected {expected}.") from error
+    if values.shape != shape:
+        raise UsageError(f"the {name} has the shape {list(values.shape)}, expected {expected}.")
+    if not np.isfinite(values).all():
+        place = np.flatnonzero(~np.isfinite(values))[0]
+        raise UsageError(f"the {name} has {values.ravel()[place]} at place {place}, expected finite numbers.")
+    return values

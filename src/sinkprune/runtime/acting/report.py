@@ -1,0 +1,58 @@
+"""A chunk of actions, with its times and what was kept of the cameras' frames."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from sinkprune.contract.precision import Array
+from sinkprune.runtime.steps.answer import Kept
+
+PARTS = ("preprocess", "vision", "sanitizer", "projector", "prefill", "select", "expert", "rest", "latency")
+"""The timed parts of a chunk. `select` is part of `prefill`. All others add up to `latency`, the time from decoded
+frames to actions."""
+
+
+@dataclass(frozen=True)
+class ActionFlops:
+    """Matmul FLOPs of a chunk."""
+
+    tower: int
+    """The vision tower on all cameras."""
+    projector: int
+    """The projector on the tokens that are kept."""
+    prefix: int
+    """The decoder's prefix."""
+    expert: int
+    """All denoising steps."""
+
+    @property
+    def total(self) -> int:
+        """All parts together."""
+        return self.tower + self.projector + self.prefix + self.expert
+
+
+@dataclass(frozen=True)
+class ActionReport:
+    """A chunk of actions, and how it came about."""
+
+    actions: Array = field(repr=False)
+    """[chunk,width] fp32: one row an action, in the robot's units. Without the statistics of a checkpoint they are
+    normalised, and have the expert's whole width."""
+    method: str
+    budget: str
+    steps: int
+    """Denoising steps."""
+    prompt_tokens: int
+    """Text tokens of the prompt."""
+    visual_tokens: int
+    """Visual tokens of all cameras before anything is dropped."""
+    tokens_per_layer: list[int]
+    """Visual tokens each decoder layer ran on; the expert's layer reads as many."""
+    ms: Mapping[str, float]
+    """Milliseconds by part, those of `PARTS`."""
+    step_ms: list[float]
+    """Milliseconds of each denoising step."""
+    flops: ActionFlops
+    images: tuple[Kept, ...]
+    """What each step kept of each camera's tokens, in the order of the cameras with a frame."""

@@ -1,0 +1,150 @@
+"""Opens a bundle or engines with a backend, and loads what requests run on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sinkprune.contract.bundle import Bundle, read_runnable
+from sinkprune.contract.checks.arguments import check_callable, check_path, check_type
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.files.trust import ANY, Trust
+from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
+from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER, Manifest
+from sinkprune.contract.reports.progress import OnProgress, reporting
+from sinkprune.runtime.backends import Backend, Decoder, Engine, load_backend
+from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines, own_engines, usual_backend
+from sinkprune.runtime.backends.known import Compute
+from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.families import load_family
+from sinkprune.runtime.media.fits import Fit
+from sinkprune.runtime.steps.chain import Chain, Wrap
+from sinkprune.runtime.steps.embedding import Embedding
+from sinkprune.runtime.steps.loaded_model import LoadedModel
+from sinkprune.runtime.steps.picture_warnings import PictureWarnings
+from sinkprune.runtime.text.prompt import PromptEncoder
+
+During = Callable[[str], AbstractContextManager[Any]]
+"""Returns a context that is entered with the name of a slow part. What it yields is called with the progress, if it
+can be (`OnProgress`)."""
+
+
+class Opened(NamedTuple):
+    """A bundle and what runs it."""
+
+    bundle: Bundle
+    backend: Backend
+    built: BuiltEngines | None
+    """The engines built from the bundle; None for its graphs."""
+
+
+def open_with_backend(
+    bundle: str | os.PathLike[str] | Bundle,
+    *,
+    acts: bool,
+    backend: str | None,
+    threads: int | None,
+    engines: str | os.PathLike[str] | None,
+    compute: Compute | None,
+    check_sums: bool,
+    sha256: str | None,
+    engines_sha256: str | None,
+    signed_by: str | os.PathLike[str] | None,
+    wrap: Wrap | None,
+    during: During,
+) -> Opened:
+    """Open a bundle and its backend, and compare sums; takes and raises what `Pipeline.load` does.
+
+    `acts` says whether a robot policy is expected. Raises `UsageError` for a bundle of the other kind.
+    """
+    if not isinstance(bundle, Bundle):
+        check_path("bundle", bundle)
+    for name, path in (("engines", engines), ("signed_by", signed_by)):
+        if path is not None:
+            check_path(name, path)
+    check_type("check_sums", check_sums, (bool, np.bool_), "True or False")
+    for name, function in (("during", during), *([("wrap", wrap)] if wrap is not None else ())):
+        check_callable(name, function)
+    key = Path(signed_by) if signed_by is not None else None
+    pinned, engines_pinned = Trust(sha256, key), Trust(engines_sha256, key)
+    if engines is None and engines_sha256 is not None:
+        raise UsageError("a sum of engines was given, and no engines. Give both, or leave out the sum.")
+    opened = bundle if isinstance(bundle, Bundle) else read_runnable(bundle, pinned)
+    trusted = opened.trust
+    if sha256 not in (None, trusted.sha256) or key not in (None, trusted.signed_by):
+        raise UsageError(
+            f"the bundle '{opened.path}' was read already, and not compared with this sum or key. Give them to "
+            "read_runnable, as in read_runnable(path, Trust(sha256, key))."
+        )
+    check_kind(opened.manifest, str(opened.path), acts=acts)
+    if not check_sums and (trusted != ANY or engines_pinned != ANY):
+        raise UsageError(
+            f"the bundle '{opened.path}' or its engines are pinned by a sum or a key, and their files were not "
+            "to be compared with it. Leave out --skip-sums (check_sums=False)."
+        )
+    built = open_engines(engines, opened, engines_pinned) if engines is not None else own_engines(opened)
+    # Before the sums, which are slow: an error should come early.
+    library = load_backend(usual_backend(opened, built) if backend is None else backend, threads, built, compute)
+    if check_sums:
+        with during("checking sums") as progress:
+            opened.verify(reporting(progress))
+            if built is not None and opened.engines is None:
+                built.engines.verify(reporting(progress))
+    return Opened(opened, library, built)
+
+
+def check_kind(manifest: Manifest, path: str, *, acts: bool) -> None:
+    """Raise `UsageError` unless the bundle is a robot policy, with `acts`, or a model that answers, without."""
+    if acts and manifest.policy is None:
+        raise UsageError(
+            f"'{path}' is a model that answers questions (family '{manifest.family}'), expected a robot policy. Use "
+            "sinkprune-run or Pipeline.load."
+        )
+    if not acts and manifest.policy is not None:
+        raise UsageError(
+            f"'{path}' is a robot policy (family '{manifest.family}'), which gives actions and no text. Use "
+            "sinkprune-act or Policy.load."
+        )
+
+
+def load_model(
+    bundle: Bundle,
+    backend: Backend,
+    built: BuiltEngines | None,
+    wrap: Wrap | None,
+    fit: Fit | None,
+    progress: OnProgress,
+) -> LoadedModel:
+    """Load the bundle's graphs on `backend`, or the engines `built` from them; `wrap` may replace each engine.
+
+    Raises `BundleError`, `BackendError` and `UsageError`.
+    """
+    manifest = bundle.manifest
+
+    def model(graph: str) -> Model:
+        return built.model(graph) if built else Model.of_bundle(bundle, graph)
+
+    def load(graph: str) -> Engine:
+        engine = backend.load(model(graph))
+        return engine if wrap is None else wrap(graph, engine, backend)
+
+    def load_decoder(graph: str) -> Decoder:
+        own = (lambda engine: engine) if wrap is None else (lambda engine: wrap(graph, engine, backend))
+        return backend.load_decoder(model(graph), manifest.cache, own)
+
+    family = load_family(manifest, fit)
+    tokenizer = bundle.files[TOKENIZER].read(TOKENIZER_BYTES)
+    return LoadedModel(
+        manifest,
+        built.limits if built else None,
+        family,
+        PromptEncoder(tokenizer, bundle.files[CHAT_TEMPLATE].read(TEMPLATE_BYTES), manifest.tokens),
+        Embedding(bundle.files[EMBEDDING], manifest),
+        Chain(manifest, backend, load, load_decoder, progress),
+        PictureWarnings(),
+    )

@@ -1,0 +1,219 @@
+"""A robot policy, loaded: frames, instruction and state in, a chunk of actions out."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from inspect import signature
+from typing import NoReturn
+
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.checks.arguments import check_options
+from sinkprune.contract.flops import expert_flops, prefill_flops
+from sinkprune.contract.layout import VisualLayout
+from sinkprune.contract.manifest import PolicyFacts
+from sinkprune.contract.plans import Plan
+from sinkprune.contract.precision import Array
+from sinkprune.contract.reports.progress import OnProgress, reporting, unreported
+from sinkprune.contract.schedule import Schedule, schedule
+from sinkprune.runtime.acting.denoising import denoise
+from sinkprune.runtime.acting.observation import Observation, observed, robot_actions
+from sinkprune.runtime.acting.report import PARTS, ActionFlops, ActionReport
+from sinkprune.runtime.backends import Backend
+from sinkprune.runtime.backends.compatibility import BuiltEngines
+from sinkprune.runtime.backends.known import Compute
+from sinkprune.runtime.device.stopwatch import Stopwatch
+from sinkprune.runtime.loading import During, check_kind, load_model, open_with_backend
+from sinkprune.runtime.steps.chain import Wrap
+from sinkprune.runtime.steps.context_length import check_prompt_length
+from sinkprune.runtime.steps.decoding import kept_tokens, prefill
+from sinkprune.runtime.steps.encoding import encode, of_each_group, run_tower
+from sinkprune.runtime.steps.observer import NOBODY, Observer
+from sinkprune.runtime.steps.pictures import PictureLike, decoded, joined_inputs, tower_input
+from sinkprune.runtime.steps.prompt_rows import lay_out
+
+
+class Policy:
+    """A loaded robot policy. Every budget and the unpruned baseline run on the same engines.
+
+    Any number of threads may share a policy; they take turns on backends that run one call at once.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        backend: Backend,
+        built: BuiltEngines | None = None,
+        wrap: Wrap | None = None,
+        progress: OnProgress = unreported,
+    ) -> None:
+        """Load the bundle's graphs on `backend`, or the engines `built` from them; `wrap` may replace each engine."""
+        check_kind(bundle.manifest, str(bundle.path), acts=True)
+        self.bundle, self.backend = bundle, backend
+        self.load_ms: float | None = None
+        """Milliseconds that `Policy.load` took, with the check of sums; None without `Policy.load`."""
+        self._model = load_model(bundle, backend, built, wrap, None, progress)
+
+    @classmethod
+    def load(
+        cls,
+        bundle: str | os.PathLike[str] | Bundle,
+        *,
+        backend: str | None = None,
+        threads: int | None = None,
+        engines: str | os.PathLike[str] | None = None,
+        compute: Compute | None = None,
+        check_sums: bool = True,
+        sha256: str | None = None,
+        engines_sha256: str | None = None,
+        signed_by: str | os.PathLike[str] | None = None,
+        wrap: Wrap | None = None,
+        during: During = nullcontext,
+        **unknown: NoReturn,
+    ) -> Policy:
+        """Load a policy's bundle or folder of engines; takes what `Pipeline.load` takes, without `fit`.
+
+        Raises `BundleError`, `EnginesError`, `BackendError` and `UsageError` (also for a bundle that is no policy;
+        `OptionError` for an unknown argument), and `TypeError` for an argument of a wrong type.
+        """
+        known = signature(cls.load).parameters.values()
+        check_options(unknown, [one.name for one in known if one.kind == one.KEYWORD_ONLY])
+        began = time.perf_counter()
+        opened = open_with_backend(
+            bundle,
+            acts=True,
+            backend=backend,
+            threads=threads,
+            engines=engines,
+            compute=compute,
+            check_sums=check_sums,
+            sha256=sha256,
+            engines_sha256=engines_sha256,
+            signed_by=signed_by,
+            wrap=wrap,
+            during=during,
+        )
+        with during("loading the engines") as progress:
+            policy = cls(*opened, wrap, reporting(progress))
+        policy.load_ms = (time.perf_counter() - began) * 1e3
+        return policy
+
+    @property
+    def facts(self) -> PolicyFacts:
+        """The policy's facts: sizes of chunk, state and actions, and its statistics."""
+        facts = self.bundle.manifest.policy
+        if facts is None:
+            raise ValueError("a policy's bundle has facts of a policy")
+        return facts
+
+    def act(
+        self,
+        cameras: Sequence[PictureLike | None],
+        instruction: str,
+        state: Sequence[float] | Array,
+        *,
+        budget: str = UNPRUNED,
+        method: str = "sinkpruner",
+        steps: int | None = None,
+        seed: int | None = None,
+        noise: Array | None = None,
+        order: str = "rgb",
+        observer: Observer = NOBODY,
+    ) -> ActionReport:
+        """Return the next chunk of actions.
+
+        `cameras` has the last frame of each camera, in the order of the policy's training: a Pillow image, a uint8
+        [height,width,3] array or a file, or None for a camera without a frame. `state` has the robot's numbers in its
+        own units. `budget` and `method` are the bundle's. `steps` are denoising steps (default: the checkpoint's).
+        `seed` draws the noise that the chunk begins with, and `noise` [chunk,action_dim] is that noise; without both
+        it differs each time. `order` is that of the channels of arrays: "rgb", or OpenCV's "bgr".
+
+        Raises `ImageError`, `PromptError`, `BudgetError`, `UsageError`, `PruningError` and `NumericsError`.
+        """
+        manifest = self.bundle.manifest
+        plan = manifest.plan(method, budget)
+        observation = observed(
+            manifest,
+            self.facts,
+            cameras,
+            instruction,
+            state,
+            order=order,
+            steps=steps,
+            seed=seed,
+            noise=noise,
+        )
+        self._model.check_counted(plan, method, budget)
+        return self._act(observation, plan, method, budget, observer)
+
+    def _act(
+        self, observation: Observation, plan: Plan | None, method: str, budget: str, observer: Observer
+    ) -> ActionReport:
+        """Run the steps of a chunk, in order."""
+        manifest, limits, family, prompts, embedding, chain, warnings = self._model
+        backend, clock = chain.backend, Stopwatch(chain.backend, observer.during)
+        chain.load_plan(plan)
+        pictures = [decoded(frame, family) for frame in observation.cameras]
+        with clock.measure("latency"):
+            with clock.measure("preprocess"):
+                pairs = zip(observation.cameras, pictures, strict=True)
+                inputs = [tower_input(frame, picture, family, manifest) for frame, picture in pairs]
+                layouts = [layout for _, layout in inputs]
+                texts = (*[""] * len(inputs), observation.instruction)
+                prompt = prompts.encode(texts, [one.texts for one in layouts])
+            observer.seen(inputs)
+            warnings.warn(pictures, layouts)
+            planned = schedule(manifest, method, budget, layouts)
+            check_prompt_length(manifest, limits, prompt.text_tokens, planned.rows)
+            with backend.turn:
+                # One call for all cameras.
+                tower = run_tower(chain, joined_inputs([arrays for arrays, _ in inputs]), clock)
+                asked = prompts.question_ids([observation.instruction]) if manifest.reads_question(plan) else []
+                words = backend.tensor(embedding(asked)) if asked else None
+                encoded = [encode(chain, plan, each, clock, words) for each in of_each_group(backend, tower)]
+                observer.encoded(encoded)
+                planned = planned.with_rows([one.kept_index.size for one in encoded])
+                shown = list(zip(layouts, encoded, strict=True))
+                rows = lay_out(backend, embedding, family.between_rows, prompt.texts, shown, pruned=plan is not None)
+                observer.laid_out(rows)
+                prefix = prefill(chain, planned, rows, clock, encoded[0].device_norms)
+                actions = denoise(chain, observation, prefix, rows.positions.next, clock)
+        observer.prefilled(prefix)
+        planned = prefix.schedule or planned
+        with backend.turn:
+            kept = kept_tokens(chain, planned, layouts, encoded, rows, prefix)
+        ms = clock.ms()
+        step_ms = [ms[f"step_{number}"] for number in range(observation.steps)]
+        return ActionReport(
+            actions=robot_actions(self.facts, actions),
+            method=method,
+            budget=budget,
+            steps=observation.steps,
+            prompt_tokens=prompt.text_tokens,
+            visual_tokens=sum(layout.all_tokens for layout in layouts),
+            tokens_per_layer=[length - prompt.text_tokens for length in prefix.tokens_per_layer],
+            ms=_parts(ms, sum(step_ms)),
+            step_ms=step_ms,
+            flops=self._flops(observation.steps, planned, layouts, prefix.tokens_per_layer),
+            images=kept,
+        )
+
+    def _flops(
+        self, steps: int, planned: Schedule, layouts: Sequence[VisualLayout], lengths: Sequence[int]
+    ) -> ActionFlops:
+        return ActionFlops(
+            tower=sum(layout.tower_flops for layout in layouts),
+            projector=planned.rows * layouts[0].projector_flops,
+            prefix=prefill_flops(self.bundle.manifest.language_model, lengths),
+            expert=steps * expert_flops(self.facts, lengths),
+        )
+
+
+def _parts(ms: dict[str, float], expert: float) -> dict[str, float]:
+    """Return milliseconds by the parts of `PARTS`."""
+    found = {part: ms.get(part, 0.0) for part in PARTS} | {"expert": expert}
+    found["rest"] = ms["latency"] - sum(found[part] for part in PARTS if part not in ("select", "rest", "latency"))
+    return found
