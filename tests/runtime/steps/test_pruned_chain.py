@@ -17,8 +17,9 @@ from sinkprune.contract.families import parse_budget
 from sinkprune.contract.plans import Plan
 from sinkprune.contract.schedule import schedule
 from sinkprune.runtime.backends import Backend, Engine
+from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.steps.answer import Answer
-from sinkprune.runtime.steps.decoding import Prefill, decode_one_token, surviving_rows
+from sinkprune.runtime.steps.decoding import Prefill, decode_one_token, first_logits, surviving_rows
 from support.models.small_models import SHAPES
 from support.programs.slow_cases import slow_except
 from support.references.masking import Sequence, assert_survivors, embedded, masked_forward
@@ -141,7 +142,7 @@ def test_prefill_and_decode_equal_the_masked_full_sequence(
     planned = schedule(pipe.bundle.manifest, "sinkpruner", budget, [layout_of(pipe.family, photo.size)])
     survivors = surviving_rows(pipe.chain, planned, result)
     assert {layer: kept.tolist() for layer, kept in survivors.items()} == masked.survivors
-    logits = [pipe.backend.numpy(result.logits)[0]]
+    logits = [pipe.backend.numpy(first_logits(pipe.chain, result, Stopwatch(pipe.backend)))[0]]
     assert np.abs(logits[0] - masked.logits[-1]).max() < 1e-3
     lengths = lengths_of(name, budget, text)
     assert result.tokens_per_layer == lengths

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from support.models.checkpoints import NextShape, Shape, make_checkpoint, make_llava_next_checkpoint
+from support.models.pi0_checkpoints import Pi0Shape, make_pi0_checkpoint
 from support.models.qwen_checkpoints import QwenShape, make_qwen_checkpoint
 
 SHAPES = {
@@ -33,11 +34,21 @@ NEXT_SHAPES = {
 }
 
 
+PI0_SHAPES = {
+    "pi0": Pi0Shape(),
+    "pi0-deep": Pi0Shape(image_size=84, num_layers=18, num_heads=2, chunk=1),
+    "pi0-bare": Pi0Shape(image_size=140, chunk=12, state_dim=32, action_dim=32, statistics=False),
+    "pi0-few-tokens": Pi0Shape(image_size=56, num_heads=1, chunk=3),
+}
+
+
 def make_small_model(name: str, folder: Path) -> None:
     """Write the checkpoint of that name into the new `folder`."""
     folder.mkdir()
     if name in (shapes := {**QWEN_SHAPES, **TOOL_SHAPES}):
         make_qwen_checkpoint(folder, shapes[name])
+    elif name in PI0_SHAPES:
+        make_pi0_checkpoint(folder, PI0_SHAPES[name])
     elif name in NEXT_SHAPES:
         make_llava_next_checkpoint(folder, NEXT_SHAPES[name])
     else:

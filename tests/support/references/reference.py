@@ -85,6 +85,7 @@ def text_attention(
     *,
     visual_keys: bool = False,
     heads: Iterable[int] | None = None,
+    causal: bool = True,
 ) -> Array:
     """p [V] of section 2 from query [H,S,h] and key [Hkv,S,h], the mean over `heads`; over all for None."""
     if not visual:
@@ -98,7 +99,7 @@ def text_attention(
         for row in text:
             # Row by row, so that equal keys get equal scores.
             logits = (keys * query[head, row]).sum(axis=1) / np.sqrt(query.shape[2])
-            visible = np.arange(len(keys)) <= row
+            visible = np.arange(len(keys)) <= (row if causal else len(keys))
             if visual_keys:
                 visible &= np.isin(np.arange(len(keys)), visual)
             logits = np.where(visible, logits, -np.inf)

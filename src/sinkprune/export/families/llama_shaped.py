@@ -148,7 +148,7 @@ class LlamaShaped(Family):
         self.image_token: int = self._image_token
         self._check_shapes(text)
         self._llama = self._read_llama(text)
-        self.language_model = self._llama.facts
+        self.language_model, self.causal = self._llama.facts, self._llama.causal
 
     def graphs(self, segments: Sequence[range], held: Container[str]) -> dict[str, WriteGraph]:
         tied = self._config.tie_word_embeddings and "lm_head.weight" not in held
@@ -164,10 +164,6 @@ class LlamaShaped(Family):
             f"decoder_{number}": partial(build_segment, llama=self._llama, layers=layers)
             for number, layers in enumerate(segments)
         }
-
-    @property
-    def causal(self) -> bool:
-        return self._llama.causal
 
     @property
     def _text_config(self) -> Any:

@@ -220,7 +220,8 @@ class Pi0(LlamaShaped):
         expert = self._expert
 
         def statistics(name: str, most: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-            mean, std = (tuple(map(float, found.get(f"{name}_{which}") or ())) for which in ("mean", "std"))
+            given: list[Any] = [found.get(f"{name}_{which}") or () for which in ("mean", "std")]
+            mean, std = (tuple(map(float, values)) for values in given)
             self._check(
                 [
                     (f"{name}_mean and {name}_std have one length", len(mean) == len(std), (len(mean), len(std))),

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from sinkprune.contract.precision import Array
 from sinkprune.export.dialects.cached import HIDDEN, LayerCache, attention_beside
-from sinkprune.export.graph import WeightedGraph
+from sinkprune.export.graph import Dim, WeightedGraph
 from sinkprune.export.models.llama import Llama, build_layer, rms_norm
 
 _FLOAT = ir.DataType.FLOAT
@@ -52,7 +52,7 @@ def build_expert(graph: WeightedGraph, expert: ActionExpert, segments: Sequence[
     for number, layers in enumerate(segments):
         length, mask = graph.input(f"length_{number}", [1], _INT64), None
         for layer in layers:
-            buffer = [1, facts.num_kv_heads, f"C{number}", facts.head_dim]
+            buffer: list[Dim] = [1, facts.num_kv_heads, f"C{number}", facts.head_dim]
             keys, values = (graph.input(f"past_{kind}_{layer}", buffer) for kind in ("key", "value"))
             past = LayerCache(keys, values, length)
             mask = _mask(graph, expert, past) if mask is None else mask

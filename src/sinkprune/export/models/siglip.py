@@ -21,16 +21,16 @@ def build_vision(graph: WeightedGraph, tower: SiglipTower) -> None:
     """
     op, n, d = graph.op, tower.tokens, tower.hidden_size
     pixels = graph.input("pixel_values", ["G", 3, tower.image_size, tower.image_size])
-    x, salience = _embed(graph, tower, pixels), None
+    x = _embed(graph, tower, pixels)
+    attending = []
     for block in range(tower.num_blocks):
         x, query, key = build_block(graph, tower, f"vision_tower.encoder.layers.{block}", x)
-        if block == tower.salience_block:
-            salience = _received(graph, tower, query, key)
+        attending.append((query, key))
     norms = op.ReduceL2(op.Cast(x, to=_FLOAT), [-1], keepdims=0)
     tokens = layer_norm(graph, x, "vision_tower.post_layernorm", d, tower.layer_norm_eps)
     graph.output("tokens", tokens, ["G", n, d])
     graph.output("norms", norms, ["G", n], _FLOAT)
-    graph.output("salience", salience, ["G", n], _FLOAT)
+    graph.output("salience", _received(graph, tower, *attending[tower.salience_block]), ["G", n], _FLOAT)
 
 
 def _embed(graph: WeightedGraph, tower: SiglipTower, pixels: ir.Value) -> ir.Value:

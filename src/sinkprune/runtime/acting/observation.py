@@ -87,7 +87,9 @@ def robot_actions(policy: PolicyFacts, actions: Array) -> Array:
 
 def _frames(manifest: Manifest, cameras: Sequence[PictureLike | None]) -> list[PictureLike]:
     """Return the frames that are there."""
-    given = list(cameras) if isinstance(cameras, (list, tuple)) else [cameras]
+    if not isinstance(cameras, (list, tuple)):
+        raise ImageError(f"cameras is {type_name(cameras)}, expected a list with the frame of each camera.")
+    given = list(cameras)
     if len(given) != manifest.max_images:
         raise ImageError(
             f"found {counted(len(given), 'camera')}, and the policy was exported for "

@@ -153,14 +153,14 @@ def test_a_decoded_token_waits_once(rig: Rig, photo: Image.Image) -> None:
 
 def test_the_head_decodes_with_its_own_optimisation_profile(rig: Rig) -> None:
     hidden = np.zeros((1, 1, rig.pipeline.chain.model.hidden_size), rig.pipeline.chain.dtype)
-    rig.pipeline.chain.head({"hidden": rig.backend.tensor(hidden)})
+    rig.pipeline.chain.last({"hidden": rig.backend.tensor(hidden)})
     assert [len(context.enqueued) for context in rig.contexts("head")] == [0, 1]
 
 
 def test_the_head_names_the_optimisation_profile_that_comes_nearest(rig: Rig) -> None:
     hidden = np.zeros((1, 801, rig.pipeline.chain.model.hidden_size), rig.pipeline.chain.dtype)
     with pytest.raises(BackendError, match=r"'hidden' of shape \[1, 801, .*'prefill' takes .* to \[1, 800,"):
-        rig.pipeline.chain.head({"hidden": rig.backend.tensor(hidden)})
+        rig.pipeline.chain.last({"hidden": rig.backend.tensor(hidden)})
 
 
 @pytest.mark.parametrize(
