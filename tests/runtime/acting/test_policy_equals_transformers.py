@@ -102,6 +102,38 @@ def test_unpruned_chunks_equal_transformers(
     assert report.visual_tokens == own.bundle.manifest.most_visual_tokens * (3 if missing is None else 2)
 
 
+@pytest.mark.parametrize("name", PI0_SHAPES)
+def test_the_prefix_has_the_keys_and_values_of_transformers(
+    name: str, policy: Callable[..., Policy], reference: Callable[[str], Pi0Reference], photo: Image.Image
+) -> None:
+    own, torch_model, seen, steps = policy(name), reference(name), frames(photo, 3), Watched()
+    state, noise = drawn(name)
+    own.act(seen, INSTRUCTION, state, noise=noise, steps=1, observer=steps)
+    expected = torch_model.prefix_cache(seen)
+    found: dict[str, Any] = {}
+    chain = own._model.chain
+    for decoder, cached in zip(chain.decoders, steps.prefill.cache.segments, strict=True):
+        found |= decoder.keys_and_values(cached)
+    for layer, both in enumerate(expected):
+        for kind, tensor in zip(("key", "value"), both, strict=True):
+            rows = chain.backend.numpy(found[f"past_{kind}_{layer}"])[:, :, : tensor.shape[2]]
+            np.testing.assert_allclose(rows, tensor, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", PI0_SHAPES)
+def test_the_tower_is_that_of_transformers(
+    name: str, policy: Callable[..., Policy], reference: Callable[[str], Pi0Reference], photo: Image.Image
+) -> None:
+    """Norms are of the rows before the last norm layer, salience is what patches receive in the block before last."""
+    seen, torch_model = frames(photo, 3), reference(name)
+    expected = torch_model.tower(seen)
+    for own, theirs in zip(tower_outputs(policy(name), torch_model, seen), expected, strict=True):
+        for mine, other in zip(own, theirs, strict=True):
+            np.testing.assert_allclose(mine, other, atol=1e-3 * np.abs(other).max())
+    inputs = [policy(name)._model.family.inputs(frame)["pixel_values"][0] for frame in seen]
+    np.testing.assert_allclose(inputs, torch_model.pixels(seen).numpy(), atol=1e-6)
+
+
 @pytest.mark.parametrize("cameras", [1, 3])
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_pruned_chunks_equal_transformers_with_masked_tokens(
@@ -160,4 +192,5 @@ def tower_outputs(
     pixels = reference.pixels(seen).numpy().astype(np.float32)
     outputs = chain.vision({"pixel_values": chain.backend.tensor(pixels)})
     arrays = [chain.backend.numpy(outputs[name]) for name in ("tokens", "norms", "salience")]
-    return [tuple(array[camera] for array in arrays) for camera in range(len(seen))]  # type: ignore[misc]
+    tokens, norms, salience = arrays
+    return [(tokens[camera], norms[camera], salience[camera]) for camera in range(len(seen))]

@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 INSTRUCTION = "pick up the red cup"
 
 
-class PI0ImageProcessorPil(PilBackend):
+class PI0ImageProcessorPil(PilBackend):  # type: ignore[misc]
     """PI0ImageProcessor, which needs torchvision, with transformers' own code for Pillow."""
 
     resample = 3
@@ -67,6 +67,28 @@ class Pi0Reference:
         text = f"{'<image>' * tokens}{self.tokenizer.bos_token}{instruction}\n"
         found: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return found
+
+    @torch.no_grad()
+    def prefix_cache(self, frames: Sequence[Image.Image]) -> list[tuple[Array, Array]]:
+        """Keys and values [1,Hkv,S,h] of the unpruned prefix, by layer."""
+        model, ids = self.model.model, torch.tensor([self.ids(len(frames))])
+        there = torch.ones(1, len(frames), dtype=torch.bool)
+        rows = model.embed_prefix(ids, self.pixels(frames)[None].float(), there)
+        types = torch.zeros_like(rows)[:, :, 0]
+        positions = torch.arange(rows.shape[1])[None]
+        cache = model.vlm(inputs_embeds=rows, position_ids=positions, token_type_ids=types, use_cache=True).cache
+        return [(layer.keys.numpy(), layer.values.numpy()) for layer in cache.layers]
+
+    @torch.no_grad()
+    def tower(self, frames: Sequence[Image.Image]) -> list[tuple[Array, Array, Array]]:
+        """Tokens [N,D], norms and salience [N] of each picture."""
+        tower = self.model.model.vlm.vision_tower
+        tower.set_attn_implementation("eager")
+        found = tower(self.pixels(frames).float(), output_attentions=True, output_hidden_states=True)
+        before_norm = tower.encoder(tower.embeddings(self.pixels(frames).float())).last_hidden_state
+        salience = found.attentions[-2].mean(dim=(1, 2))
+        norms = before_norm.norm(dim=-1)
+        return [(t.numpy(), n.numpy(), s.numpy()) for t, n, s in zip(found[0], norms, salience, strict=True)]
 
     @torch.no_grad()
     def unpruned(
@@ -123,7 +145,9 @@ def sanitized_rows(
     Also the token of each row, by camera.
     """
     model, options, count = reference.model.model.vlm, parse_budget("pi0", budget), len(towers[0][0])
-    rows, positions, cameras, sources = [], [], [], []
+    rows: list[Array] = []
+    positions: list[int] = []
+    cameras, sources = [], []
     for number, (tokens, norms, salience) in enumerate(towers):
         kept, index = tokens, list(range(count))
         if options.sanitizer:

@@ -119,7 +119,7 @@ def _floats(name: str, given: Any, shape: tuple[int, ...], expected: str) -> Arr
     try:
         values = np.asarray(given, np.float32)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"the {name} is {type_name(given)} {format_value(given)}, expected {expected}.") from error
+        raise UsageError(f"the {name} is {format_value(given)}, expected {expected}.") from error
     if values.shape != shape:
         raise UsageError(f"the {name} has the shape {list(values.shape)}, expected {expected}.")
     if not np.isfinite(values).all():

@@ -1,0 +1,98 @@
+"""Observations that a policy rejects, and what seeds and orders of channels mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinkprune import Pipeline, Policy
+from sinkprune.contract.errors import BudgetError, ImageError, OptionError, PromptError, UsageError
+
+WIDTH, CHUNK, ACTIONS = 5, 5, 4
+
+
+@pytest.fixture(scope="module")
+def policy(bundle: Callable[..., Path]) -> Policy:
+    """A small policy of two cameras, whose state has five numbers."""
+    return Policy.load(bundle("pi0", budgets=("prune-88.9",), max_images=2))
+
+
+def act(policy: Policy, photo: Image.Image, **changed: Any) -> Any:
+    """A chunk, with some arguments changed."""
+    cameras, state = changed.pop("cameras", [photo, photo]), changed.pop("state", [0.5] * WIDTH)
+    return policy.act(cameras, changed.pop("instruction", "pick up the cup"), state, **{"steps": 2, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"cameras": ["P"]}, ImageError, "found 1 camera, .* exported for 2 cameras.*None for a camera without one"),
+        ({"cameras": ["P"] * 3}, ImageError, "found 3 cameras.*--max-images 3"),
+        ({"cameras": [None, None]}, ImageError, "no camera has a frame"),
+        ({"cameras": ["P", 3]}, ImageError, "the image is an? int"),
+        ({"cameras": "P"}, ImageError, "cameras is .*, expected a list"),
+        ({"state": [0.5] * (WIDTH + 1)}, UsageError, r"the state has the shape \[6\], expected 5 numbers"),
+        ({"state": [0.5] * (WIDTH - 1)}, UsageError, r"the state has the shape \[4\], expected 5 numbers"),
+        ({"state": [0.5, np.nan, 0, 0, 0]}, UsageError, "the state has nan at place 1, expected finite numbers"),
+        ({"state": [np.inf, 0, 0, 0, 0]}, UsageError, "the state has inf at place 0"),
+        ({"state": "home"}, UsageError, "the state is 'home', expected 5 numbers"),
+        ({"state": None}, UsageError, "the state "),
+        (
+            {"noise": np.zeros((CHUNK, ACTIONS + 1))},
+            UsageError,
+            r"noise has the shape \[5, 5\], expected \[5,4\]",
+        ),
+        ({"noise": np.full((CHUNK, ACTIONS), np.nan)}, UsageError, "the noise has nan at place 0"),
+        ({"noise": np.zeros((CHUNK, ACTIONS)), "seed": 1}, UsageError, "noise and a seed"),
+        ({"steps": 0}, UsageError, "steps is 0"),
+        ({"seed": -1}, UsageError, "seed is -1"),
+        ({"instruction": " "}, PromptError, "the prompt is empty"),
+        ({"instruction": None}, PromptError, "the instruction is .*None"),
+        ({"budget": "retain-64"}, BudgetError, "retain-64"),
+        ({"order": "rbg"}, UsageError, "order is 'rbg'"),
+    ],
+)
+def test_wrong_inputs_are_refused_with_a_sentence(
+    changed: dict[str, Any], error: type[Exception], words: str, policy: Policy, photo: Image.Image
+) -> None:
+    if isinstance(changed.get("cameras"), list):
+        changed = {**changed, "cameras": [photo if each == "P" else each for each in changed["cameras"]]}
+    elif "cameras" in changed:
+        changed = {**changed, "cameras": photo}
+    with pytest.raises(error, match=words):
+        act(policy, photo, **changed)
+
+
+def test_a_seed_repeats_a_chunk(policy: Policy, photo: Image.Image) -> None:
+    first, again, other = (act(policy, photo, seed=seed).actions for seed in (3, 3, 4))
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first - other).max() > 0.1
+    assert np.abs(act(policy, photo).actions - act(policy, photo).actions).max() > 0.1
+
+
+def test_arrays_of_opencv_give_the_chunk_of_the_picture(policy: Policy, photo: Image.Image) -> None:
+    bgr = np.asarray(photo)[..., ::-1]
+    expected = act(policy, photo, seed=1).actions
+    np.testing.assert_array_equal(act(policy, photo, cameras=[bgr, bgr], order="bgr", seed=1).actions, expected)
+
+
+def test_times_add_up(policy: Policy, photo: Image.Image) -> None:
+    report = act(policy, photo, budget="prune-88.9", steps=3)
+    parts = sum(report.ms[name] for name in report.ms if name not in ("select", "latency"))
+    assert parts == pytest.approx(report.ms["latency"])
+    assert sum(report.step_ms) == pytest.approx(report.ms["expert"])
+    assert report.flops.total > report.flops.prefix > 0
+
+
+def test_each_class_names_the_other(bundle: Callable[..., Path]) -> None:
+    with pytest.raises(UsageError, match=r"is a robot policy \(family 'pi0'\).*sinkprune-act or Policy.load"):
+        Pipeline.load(bundle("pi0", budgets=("prune-88.9",), max_images=2))
+    with pytest.raises(UsageError, match=r"answers questions .*expected a robot policy.*sinkprune-run"):
+        Policy.load(bundle("gqa-112"))
+    with pytest.raises(OptionError, match="fit"):
+        Policy.load(bundle("pi0", budgets=("prune-88.9",), max_images=2), fit="pad")  # type: ignore[arg-type]
