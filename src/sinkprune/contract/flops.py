@@ -18,6 +18,12 @@ def layer_flops(model: LanguageModel, tokens: int) -> int:
     return 2 * (projections + attention + mlp)
 
 
+def prefix_flops(model: LanguageModel, tokens_per_layer: Sequence[int]) -> int:
+    """Return the FLOPs of a policy's prefix: of its last layer only keys and values are computed."""
+    *earlier, last = tokens_per_layer
+    return prefill_flops(model, earlier) + 2 * 2 * last * model.hidden_size * model.num_kv_heads * model.head_dim
+
+
 def prefill_flops(model: LanguageModel, tokens_per_layer: Sequence[int]) -> int:
     """Return the FLOPs of a prefill in which layer i runs on `tokens_per_layer[i]` tokens (visual and text)."""
     return sum(layer_flops(model, tokens) for tokens in tokens_per_layer)

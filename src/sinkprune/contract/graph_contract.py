@@ -95,7 +95,9 @@ def _interfaces(manifest: Manifest) -> Iterator[_Interface]:
         attention = [query, key] if layers.stop != lm.num_layers else []
         # The name of the output's size identifies the form of cache.
         given = {"in-place": "C", "rows": "S"}[manifest.cache]
-        gives = chain([*rows("_out")[:1], *attention], caches("", layers, given))
+        # Only the caches of a policy's last layer are read.
+        given_rows = [] if manifest.policy and layers.stop == lm.num_layers else rows("_out")[:1]
+        gives = chain([*given_rows, *attention], caches("", layers, given))
         added = [floats("deepstack", 1, None, deepstack_width)] if deepstack_width and number == 0 else []
         takes = chain(rows(), added, [TensorSpec("past_length", "int64", (1,))], caches("past_", layers, "C"))
         yield f"decoder_{number}", takes, gives

@@ -12,7 +12,7 @@ from typing import NoReturn
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.arguments import check_options
-from sinkprune.contract.flops import expert_flops, prefill_flops
+from sinkprune.contract.flops import expert_flops, prefix_flops
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import PolicyFacts
 from sinkprune.contract.plans import Plan
@@ -207,7 +207,7 @@ class Policy:
         return ActionFlops(
             tower=sum(layout.tower_flops for layout in layouts),
             projector=planned.rows * layouts[0].projector_flops,
-            prefix=prefill_flops(self.bundle.manifest.language_model, lengths),
+            prefix=prefix_flops(self.bundle.manifest.language_model, lengths),
             expert=steps * expert_flops(self.facts, lengths),
         )
 

@@ -53,6 +53,9 @@ class Dialect(Protocol):
         None in a segment's first layer.
         """
 
+    def cached(self, op: Any, key: ir.Value, value: ir.Value, past: LayerCache) -> tuple[ir.Value, ir.Value]:
+        """Return the outputs `key_i` and `value_i` for new rows [1,Hkv,S,h], by the dialect's form of cache."""
+
     def running_sum(self, op: Any, x: ir.Value) -> ir.Value:
         """Return the sum of each element of x [N] int64 and all before it, int64, exact up to 2**24."""
 

@@ -71,6 +71,13 @@ def cached_attention(
     return attention_beside(op, query, key, value, past, mask)
 
 
+def cached(op: Any, key: ir.Value, value: ir.Value, past: LayerCache) -> tuple[ir.Value, ir.Value]:
+    """Return the new rows [1,Hkv,S,h], which the caller caches."""
+    # TensorRT would drop the inputs of a cache that nothing reads.
+    first, second = (op.Slice(rows, [0], [0], [2]) for rows in (past.key, past.value))
+    return op.Concat(first, key, axis=2), op.Concat(second, value, axis=2)
+
+
 def running_sum(op: Any, x: ir.Value) -> ir.Value:
     """Return the sum of each element of x [N] int64 and all before it, int64, exact up to 2**24.
 

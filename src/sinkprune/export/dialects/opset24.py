@@ -53,13 +53,19 @@ def cached_attention(
     The query is scaled beforehand. For a scale in the attention, onnxruntime would repack all keys of a head, which
     takes longer than the product with one row.
     """
-    key, value = (
-        op.TensorScatter(buffer, new, past.length, axis=2) for buffer, new in ((past.key, key), (past.value, value))
-    )
+    key, value = cached(op, key, value, past)
     if mask is None:
         mask = _mask(op, query, key, past.length, causal)
     scaled = op.Mul(query, size(query, 3) ** -0.5)
     return CachedAttention(op.Attention(scaled, key, value, mask, scale=1.0), key, value, mask)
+
+
+def cached(op: Any, key: ir.Value, value: ir.Value, past: LayerCache) -> tuple[ir.Value, ir.Value]:
+    """Return the caches with new rows [1,Hkv,S,h] in their places."""
+    return (
+        op.TensorScatter(past.key, key, past.length, axis=2),
+        op.TensorScatter(past.value, value, past.length, axis=2),
+    )
 
 
 def running_sum(op: Any, x: ir.Value) -> ir.Value:

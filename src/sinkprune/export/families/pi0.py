@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, TypedDict
 
@@ -279,9 +280,10 @@ class Pi0(LlamaShaped):
         ]
 
     def _read_llama(self, text: Any) -> Llama:
-        return self._read_gemma(text, causal=False)
+        # The expert reads the caches alone.
+        return replace(self._read_gemma(text), causal=False, gives_rows=False)
 
-    def _read_gemma(self, text: Any, *, causal: bool = True) -> Llama:
+    def _read_gemma(self, text: Any) -> Llama:
         # One section of all frequencies: kept rows keep their positions.
         facts = read_language_model(text, [head_dim(text) // 2])
         bias = text.attention_bias
@@ -291,7 +293,6 @@ class Pi0(LlamaShaped):
             qkv_bias=bias,
             output_bias=bias,
             mlp_bias=False,
-            causal=causal,
             gate="gelu_pytorch_tanh",
             norm_offset=1.0,
         )

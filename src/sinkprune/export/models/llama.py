@@ -37,6 +37,8 @@ class Llama:
     """The activation of the MLP's gate, by its name in configurations."""
     norm_offset: float = 0.0
     """What is added to the weights of norms: 1 in Gemma."""
+    gives_rows: bool = True
+    """Whether anything reads the rows after the last layer. If not, that layer gives keys and values only."""
 
 
 def build_segment(graph: WeightedGraph, llama: Llama, layers: range) -> None:
@@ -54,19 +56,26 @@ def build_segment(graph: WeightedGraph, llama: Llama, layers: range) -> None:
         )
         for layer in layers
     }
-    caches, mask, added = [], None, _deepstack(graph, llama) if layers.start == 0 else []
+    mask, added = None, _deepstack(graph, llama) if layers.start == 0 else []
+    caches: list[tuple[ir.Value, ir.Value]] = []
+    gives_rows = llama.gives_rows or layers.stop < facts.num_layers
     for layer, past in pasts.items():
         attend = partial(graph.dialect.cached_attention, graph.op, past=past, mask=mask, causal=llama.causal)
         name = f"language_model.layers.{layer}"
+        if not gives_rows and layer == layers[-1]:
+            key, value = _projected(graph, llama, name, hidden, cos, sin, "kv")
+            caches.append(graph.dialect.cached(graph.op, key, value, past))
+            break
         hidden, query, key, attended = build_layer(graph, llama, name, hidden, cos, sin, attend)
         hidden = graph.op.Add(hidden, added[layer]) if layer < len(added) else hidden
         mask = attended.mask
-        caches.append(attended)
-    graph.output("hidden_out", hidden, [1, "S", facts.hidden_size])
+        caches.append((attended.key, attended.value))
+    if gives_rows:
+        graph.output("hidden_out", hidden, [1, "S", facts.hidden_size])
     given = buffer if graph.dialect.CACHE == "in-place" else new_rows
-    for layer, attended in zip(layers, caches, strict=True):
-        graph.output(f"key_{layer}", attended.key, given)
-        graph.output(f"value_{layer}", attended.value, given)
+    for layer, (keys, values) in zip(layers, caches, strict=True):
+        graph.output(f"key_{layer}", keys, given)
+        graph.output(f"value_{layer}", values, given)
     if layers.stop < facts.num_layers:
         graph.output("query", query, [1, facts.num_heads, "S", facts.head_dim])
         # A copy, because `key_<layer>` may be the same tensor, and a tensor can be an output only once.
@@ -107,24 +116,9 @@ def build_layer(
     graph: WeightedGraph, llama: Llama, name: str, hidden: ir.Value, cos: ir.Value, sin: ir.Value, attend: Attend
 ) -> tuple[ir.Value, ir.Value, ir.Value, CachedAttention]:
     """Return the hidden states after the layer `name`, its rotated query and key, and its attention."""
-    op, dialect, facts = graph.op, graph.dialect, llama.facts
-    d, width, kv_width = facts.hidden_size, facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
-
-    def heads(y: ir.Value, count: int) -> ir.Value:
-        return op.Transpose(op.Reshape(y, [0, 0, count, facts.head_dim]), perm=[0, 2, 1, 3])
-
-    def rotated(y: ir.Value, which: str) -> ir.Value:
-        if llama.head_norms:
-            weight = graph.parameter(f"{name}.self_attn.{which}_norm.weight", [facts.head_dim])
-            y = dialect.rms_norm(op, y, weight, llama.rms_norm_eps)
-        return dialect.rotary(op, y, cos, sin)
-
-    x = rms_norm(graph, llama, hidden, f"{name}.input_layernorm")
-    own = f"{name}.self_attn"
-    widths = {f"{own}.q_proj": width, f"{own}.k_proj": kv_width, f"{own}.v_proj": kv_width}
-    q, k, v = graph.linears(x, f"{own}.qkv_proj", widths, d, bias=llama.qkv_bias)
-    query, key = rotated(heads(q, facts.num_heads), "q"), rotated(heads(k, facts.num_kv_heads), "k")
-    value = heads(v, facts.num_kv_heads)
+    op, facts = graph.op, llama.facts
+    d, width = facts.hidden_size, facts.num_heads * facts.head_dim
+    query, key, value = _projected(graph, llama, name, hidden, cos, sin, "qkv")
     attended = attend(query, key, value)
     mixed = op.Reshape(op.Transpose(attended.mixed, perm=[0, 2, 1, 3]), [0, 0, width])
     hidden = op.Add(hidden, graph.linear(mixed, f"{name}.self_attn.o_proj", width, d, bias=llama.output_bias))
@@ -132,6 +126,27 @@ def build_layer(
     x = rms_norm(graph, llama, hidden, f"{name}.post_attention_layernorm")
     y = gated_mlp(graph, x, f"{name}.mlp", d, facts.intermediate_size, bias=llama.mlp_bias, gate=llama.gate)
     return op.Add(hidden, y), query, key, attended
+
+
+def _projected(
+    graph: WeightedGraph, llama: Llama, name: str, hidden: ir.Value, cos: ir.Value, sin: ir.Value, which: str
+) -> list[ir.Value]:
+    """Return the parts `which` of the layer `name`, [1,H,S,h] or [1,Hkv,S,h]: `q` and `k` are rotated."""
+    op, facts, own = graph.op, llama.facts, f"{name}.self_attn"
+    counts = {"q": facts.num_heads, "k": facts.num_kv_heads, "v": facts.num_kv_heads}
+    x = rms_norm(graph, llama, hidden, f"{name}.input_layernorm")
+    widths = {f"{own}.{part}_proj": counts[part] * facts.head_dim for part in which}
+    projected = graph.linears(x, f"{own}.{which}_proj", widths, facts.hidden_size, bias=llama.qkv_bias)
+    found = []
+    for part, y in zip(which, projected, strict=True):
+        y = op.Transpose(op.Reshape(y, [0, 0, counts[part], facts.head_dim]), perm=[0, 2, 1, 3])
+        if part != "v":
+            if llama.head_norms:
+                weight = graph.parameter(f"{own}.{part}_norm.weight", [facts.head_dim])
+                y = graph.dialect.rms_norm(op, y, weight, llama.rms_norm_eps)
+            y = graph.dialect.rotary(op, y, cos, sin)
+        found.append(y)
+    return found
 
 
 def gated_mlp(

@@ -40,7 +40,8 @@ class Prefill:
     """The result of the first pass over a prompt: KV caches, and the rows that survived."""
 
     hidden: Tensor
-    """[1,S,d] float on the device: the rows after the last layer."""
+    """[1,S,d] float on the device: the rows after the last layer. In a policy, whose last segment gives none, those
+    before that segment."""
     cache: KVCache
     tokens_per_layer: list[int] = field(default_factory=list)
     """The sequence length each layer ran on."""
@@ -124,7 +125,7 @@ def prefill(
                 state = {name: selected[f"{name}_out"] for name in state}
                 result.keep_index[last] = selected["keep_index"]
                 given, start = {name: state[name] for name in ("hidden", "cos", "sin")}, 0
-            elif outputs:
+            elif "hidden_out" in outputs:
                 given = {"hidden": outputs["hidden_out"], "cos": given["cos"], "sin": given["sin"]}
         result.hidden = given["hidden"]
     result.schedule = schedule
