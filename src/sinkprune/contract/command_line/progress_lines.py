@@ -148,7 +148,7 @@ class _StartLines(ProgressLines):
         return True
 
 
-_STARTED: ContextVar[_StartLines | None] = ContextVar("_STARTED", default=None)
+_STARTED: ContextVar[ProgressLines | None] = ContextVar("_STARTED", default=None)
 """The lines of the start of the command that runs."""
 
 
