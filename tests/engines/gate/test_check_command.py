@@ -219,16 +219,21 @@ def test_the_whole_picture_may_be_compared(
     photo.resize((200, 100)).save(tmp_path / "wide.png")
     wide = ("--image", tmp_path / "wide.png")
     check = ("sinkprune-check", source, built("onnxruntime"), *wide)
-    assert run(*check, "--fit", "pad", "--threads", 1).code == 0
+    checked = run(*check, "--fit", "pad", "--threads", 1, "--json")
+    assert checked.code == 0 and json.loads(checked.stdout)["seen_share"] == [1]
     assert shares == {1.0}
     build = ("sinkprune-build", source, "-o", tmp_path / "engines", "--target", "onnxruntime")
     # The names that sinkprune-check has for the picture and the question.
     outcome = run(*build, *wide, "--prompt", "What?", "--fit", "stretch")
     assert outcome.code == 0 and "check passed" in outcome.stdout, outcome.stderr
     assert shares == {1.0}
+    printed = [run(*build, "--force", *wide, "--json"), run(*build, "--force", "--json")]
+    assert [json.loads(outcome.stdout)["seen_share"] for outcome in printed] == [[0.5], []]
+    shares.clear()
     assert_refused(run(*build, "--force", "--fit", "pad"), "--fit is how the picture of --check", "Add --check")
-    assert run(*check).code == 0
-    assert min(shares) < 1
+    cropped = run(*check, "--json")
+    assert cropped.code == 0 and json.loads(cropped.stdout)["seen_share"] == [0.5]
+    assert shares == {0.5}
 
 
 def test_check_runs_engines_in_the_threads_given(

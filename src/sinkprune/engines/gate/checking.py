@@ -54,6 +54,7 @@ def check_engines(
         compute=backend.compute,
         precision=manifest.precision,
         weights=manifest.weights,
+        seen_share=question.seen_shares(manifest),
         graphs=graphs,
         texts=texts,
         passed=bool(texts) and all(text.passed for text in texts),
