@@ -224,8 +224,9 @@ def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_an_interrupt_keeps_the_costs(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Proposer, "propose", interrupted)
+@pytest.mark.parametrize("place", ["_attention", "propose"])
+def test_an_interrupt_keeps_the_costs(place: str, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Proposer, place, interrupted)
     costs, report = tmp_path / "costs.json", tmp_path / "x.json"
     words = (own, "--target-ms", 60_000, "--costs", costs, "--json", report)
     outcome = schedule(*words)

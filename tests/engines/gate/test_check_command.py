@@ -12,6 +12,7 @@ from PIL import Image
 
 from sinkprune import Answer, Pipeline
 from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.contract.engines_manifest import ENGINES, read_engines
 from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.engines.gate.checking import check_engines
@@ -203,6 +204,23 @@ def test_a_fault_of_tensorrt_on_fakes(
     message = first_refusal(report, read_engines(engines).manifest)
     assert message is not None and f"graph '{graph}', by tensorrt" in message
     assert ("TensorRT 10.3" in message) == (graph == "vision")
+
+
+def test_engines_and_answers_have_progress_of_their_own(
+    source: Path, built: Built, photo_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = dict[str, list[str]]()
+
+    def noted(progress: ProgressLines, what: str, done: float, total: float, unit: str) -> None:
+        lines.setdefault(what, []).append(f"{done:g} of {total:g} {unit}")
+
+    monkeypatch.setattr(ProgressLines, "report", noted)
+    outcome = run("sinkprune-check", source, built("onnxruntime"), "--image", photo_file, "--json")
+    report = json.loads(outcome.stdout)
+    engines, tokens = len(report["graphs"]), sum(text["tokens"] for text in report["texts"])
+    assert lines["comparing engines"] == [f"{done} of {engines} graphs" for done in range(engines)]
+    assert tokens > 8
+    assert lines["comparing answers"] == [f"{done} of {tokens} tokens" for done in range(tokens + 1)]
 
 
 def test_the_whole_picture_may_be_compared(
