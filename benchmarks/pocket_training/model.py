@@ -8,15 +8,15 @@ from random import Random
 from typing import Any, NamedTuple
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, processors
 from torch import nn
 from transformers import CLIPImageProcessorPil, LlavaConfig, LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
 from pocket_training.chunks import IN_CHUNKS
+from pocket_training.tokenizer import VOCABULARY, train_tokenizer
 from sinkprune.demo.scene_questions import KINDS, description, draw_questions
 from sinkprune.demo.scenes import SIDE, compose_scene
 
-VOCABULARY = 768
 SPECIAL = ("<unk>", "<s>", "</s>", "<image>", "<pad>")
 EOS, IMAGE, PAD = 2, 3, 4
 GRID = 16
@@ -150,17 +150,7 @@ def save(model: LlavaForConditionalGeneration, tokenizer: Tokenizer, folder: Pat
 
 def new_tokenizer(scenes: int = 3000) -> Tokenizer:
     """Return a byte-level BPE tokenizer, trained on the questions about `scenes` training scenes."""
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=list(SPECIAL),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_conversations(scenes), trainer)
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer = train_tokenizer(_conversations(scenes), SPECIAL, unknown="<unk>")
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
     )

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from torch import nn
 from transformers import (
     PreTrainedTokenizerFast,
@@ -18,8 +18,9 @@ from transformers import (
 )
 
 from pocket_training.chunks import IN_CHUNKS
-from pocket_training.model import VOCABULARY, Dialogue
+from pocket_training.model import Dialogue
 from pocket_training.stages import FIRST_LAYERS, MEASURED_KINDS
+from pocket_training.tokenizer import VOCABULARY, train_tokenizer
 from sinkprune.demo.scene_questions import description, draw_questions
 from sinkprune.demo.varied_questions import VARIED_KINDS
 from sinkprune.demo.varied_scenes import MOST_TOKENS, UNIT, compose_varied
@@ -160,18 +161,7 @@ def save(model: Qwen3VLForConditionalGeneration, tokenizer: Tokenizer, folder: P
 
 def new_tokenizer(scenes: int = 3000) -> Tokenizer:
     """Return a byte-level BPE tokenizer, trained on the questions about `scenes` training scenes."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=list(_SPECIAL),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_texts(scenes), trainer)
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
-    return tokenizer
+    return train_tokenizer(_texts(scenes), _SPECIAL)
 
 
 def _texts(scenes: int) -> Iterator[str]:

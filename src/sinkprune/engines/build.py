@@ -124,8 +124,7 @@ def build_engines(
             manifest = replace(work.manifest, files=files)
             ENGINES.write(root, manifest, sign)
             if gate:
-                progress.graph("answers", len(profiles), len(profiles) + 1)
-                gate.check_answers(root)
+                gate.check_answers(root, progress)
         if move and (strangers := remove_listed(bundle.path, BUNDLE)):
             progress.report(f"'{bundle.path}' holds what is not of the bundle, and stays: {first_names(strangers)}.")
     return manifest
@@ -178,8 +177,7 @@ def _build(
     done = len(work.manifest.engines)
     users = Counter(name for job in jobs.values() for name in job.model.names)
     for number, (graph, job) in enumerate(jobs.items(), start=done):
-        # The gate's answers are the last step.
-        progress.graph(graph, number, done + len(jobs) + bool(gate))
+        progress.graph(graph, number, done + len(jobs))
         engine = _build_engine(bundle, job, work.root, builder, progress)
         if gate:
             gate.check_engine(graph, BuiltEngines(work.with_engine(graph, engine, builder.plugins), bundle))

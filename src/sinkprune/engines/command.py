@@ -88,13 +88,13 @@ def _build(arguments: Sequence[str] | None) -> None:
     builder.check_bundle(bundle)
     question = PROMPT if options.check_prompt is None else options.check_prompt
     given = [name for name, value in asked.items() if value is not None]
-    gate = None
+    gate, seen_shares = None, tuple[float, ...]()
     if options.check is not None:
         checked = read_question(
             [options.check], question, bundle, enforced_limits(limits, options.target, given), options.fit
         )
         note_pictures(load_family(bundle.manifest, options.fit), bundle.manifest, [options.check], checked.images)
-        gate = Gate(checked)
+        gate, seen_shares = Gate(checked), checked.seen_shares(bundle.manifest)
     with TerminalProgress() as progress:
         bundle.verify(progress.part)
         manifest = build_engines(
@@ -109,12 +109,12 @@ def _build(arguments: Sequence[str] | None) -> None:
             gate=gate,
             progress=progress,
         )
-    write_json(options.json, _summary(options.output, manifest))
+    write_json(options.json, _summary(options.output, manifest, seen_shares))
     if not prints_json(options.json):
         sys.stdout.write(_text(options.output, manifest))
 
 
-def _summary(output: Path, manifest: EnginesManifest) -> dict[str, object]:
+def _summary(output: Path, manifest: EnginesManifest, seen_shares: Sequence[float]) -> dict[str, object]:
     from sinkprune.contract.engines_manifest import CHECKED, ENGINES
 
     return {
@@ -129,6 +129,7 @@ def _summary(output: Path, manifest: EnginesManifest) -> dict[str, object]:
         "build_seconds": {graph: engine.build_seconds for graph, engine in manifest.engines.items()},
         "nodes": {graph: engine.nodes for graph, engine in manifest.engines.items() if engine.nodes},
         "checked": CHECKED in manifest.flags,
+        "seen_share": list(seen_shares),
     }
 
 

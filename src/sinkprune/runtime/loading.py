@@ -89,7 +89,9 @@ def open_with_backend(
         )
     built = open_engines(engines, opened, engines_pinned) if engines is not None else own_engines(opened)
     # Before the sums, which are slow: an error should come early.
-    library = load_backend(usual_backend(opened, built) if backend is None else backend, threads, built, compute)
+    with during("loading packages"):
+        name = usual_backend(opened, built) if backend is None else backend
+        library = load_backend(name, threads, built, compute)
     if check_sums:
         with during("checking sums") as progress:
             opened.verify(reporting(progress))

@@ -149,8 +149,30 @@ def test_a_fit_is_that_of_the_measured_pictures(
     for fit in ((), ("--fit", "pad")):
         outcome = schedule(own, "--costs", tmp_path / "costs.json", "--image", tmp_path / "wide.png", *fit)
         assert outcome.code == 0, outcome.stderr
-        assert ("a part of the picture in 1 of 1 requests (50 % at least)" in outcome.stderr) == (not fit)
+        note = f"{tmp_path}/wide.png: the model sees 50 % of the picture (the middle 100x100 of 200x100). --fit pad"
+        assert outcome.stderr.startswith(note) if not fit else outcome.stderr == ""
     assert fits == [None, "pad"]
+
+
+def test_notes_name_each_size_of_own_pictures_and_one_of_many_questions(
+    own: Path, tmp_path: Path, photo: Image.Image
+) -> None:
+    sizes = {"wide.png": (200, 100), "also-wide.png": (200, 100), "tall.png": (90, 120), "square.png": (80, 80)}
+    for name, size in sizes.items():
+        photo.resize(size).save(tmp_path / name)
+    images = [word for name in sizes for word in ("--image", tmp_path / name)]
+    outcome = schedule(own, "--costs", tmp_path / "costs.json", *images)
+    noted = re.findall(r"(\S+): the model sees (\d+) %", outcome.stderr)
+    assert sorted(noted) == [(f"{tmp_path}/tall.png", "75"), (f"{tmp_path}/wide.png", "50")]
+    assert outcome.stderr.count("\n") == 2
+    data = write_task(tmp_path, [(name, "What is this?") for name in ("first.png", "second.png")])
+    for name in ("first.png", "second.png"):
+        photo.resize((200, 100)).save(tmp_path / name)
+    outcome = schedule(own, "--budget-tokens", 16, "--dry-run", "--data", data)
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.stderr.startswith(f"{tmp_path}/second.png: the model sees 50 % of the picture (")
+    assert outcome.stderr.count("the model sees") == 1
+    assert "warning: The model sees only a part of the picture in 2 of 2 requests (50 % at least)" in outcome.stderr
 
 
 def test_what_cannot_be_is_refused(own: Path, tmp_path: Path) -> None:
@@ -198,12 +220,54 @@ def test_backends_that_run_built_engines_only_are_refused() -> None:
     assert {"ort-cpu", "openvino"} <= choices
 
 
-def test_an_interrupt_keeps_the_costs(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
 
-    monkeypatch.setattr(Proposer, "propose", interrupted)
-    outcome = schedule(own, "--target-ms", 60_000, "--costs", tmp_path / "costs.json")
+
+@pytest.mark.parametrize("place", ["_attention", "propose"])
+def test_an_interrupt_keeps_the_costs(place: str, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Proposer, place, interrupted)
+    costs, report = tmp_path / "costs.json", tmp_path / "x.json"
+    words = (own, "--target-ms", 60_000, "--costs", costs, "--json", report)
+    outcome = schedule(*words)
     assert outcome.code == 130
     assert outcome.stderr.endswith("interrupted; no budget was added; the measured costs were kept.\n")
-    assert json.loads((tmp_path / "costs.json").read_text())["decoders"]
+    found = json.loads(report.read_text())
+    assert found == {
+        "costs": json.loads(costs.read_text()),
+        "interrupted": "no budget was added; the measured costs were kept.",
+    }
+    assert len(found["costs"]["decoders"]) == 4
+    costs.write_text("costly")
+    report.write_text("precious")
+    outcome = schedule(*words)
+    moved = [tmp_path / "x.interrupted.json", tmp_path / "costs.interrupted.json"]
+    assert outcome.stderr.endswith(
+        f"were kept. Earlier files stay; these results are in '{moved[0]}', '{moved[1]}'.\n"
+    )
+    assert (costs.read_text(), report.read_text()) == ("costly", "precious")
+    assert json.loads(moved[0].read_text())["costs"] == json.loads(moved[1].read_text())
+
+
+@pytest.mark.parametrize("wanted", [(), ("--budget-tokens", 16)])
+def test_an_interrupt_before_there_are_costs_writes_nothing(
+    wanted: tuple[object, ...], own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pipeline, "measure_costs", interrupted)
+    outcome = schedule(own, *wanted, "--costs", tmp_path / "costs.json", "--json", tmp_path / "x.json")
+    assert (outcome.code, outcome.stderr) == (130, "interrupted; no costs were kept: they need all rounds.\n")
+    assert not [*tmp_path.glob("*.json")]
+
+
+def test_costs_are_written_once(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, write = list[Costs](), schedule_command.write_costs
+
+    def noted(path: Path, costs: Costs) -> None:
+        written.append(costs)
+        write(path, costs)
+
+    monkeypatch.setattr(schedule_command, "write_costs", noted)
+    report = tmp_path / "report.json"
+    words = ("--budget-tokens", 16, "--dry-run", "--costs", tmp_path / "costs.json", "--json", report)
+    assert schedule(own, *words).code == 0
+    assert written == [from_json(Costs, json.loads(report.read_text())["costs"])]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
@@ -14,11 +16,20 @@ from typing import Any
 import pytest
 
 from sinkprune.contract.command_line import progress_lines
-from sinkprune.contract.command_line.progress_lines import ProgressLines, status
+from sinkprune.contract.command_line.progress_lines import ProgressLines, starting, status
 from sinkprune.engines.progress import TerminalProgress
-from support.programs.commands import run
+from support.programs.commands import own_process, run
 
 Bundles = Callable[..., Path]
+SLOW_IMPORT = """
+import sys, time
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == {!r}:
+            time.sleep(2.5)
+sys.meta_path.insert(0, Finder)
+"""
+"""A `sitecustomize` that delays the import of one package."""
 
 
 class Terminal(io.StringIO):
@@ -183,3 +194,84 @@ def test_no_line_comes_after_the_end_of_lines() -> None:
         lines.end()
         time.sleep(0.2)
     assert stderr.getvalue() == ""
+
+
+def process_with_slow_import(package: str, folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own, in which the import of `package` takes 2.5 seconds."""
+    (folder / "sitecustomize.py").write_text(SLOW_IMPORT.format(package))
+    paths = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    command, *rest = map(str, words)
+    return subprocess.run(
+        own_process(command, *rest), capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}
+    )
+
+
+@pytest.mark.parametrize(("package", "said"), [("rich.text", "starting"), ("onnxruntime", "loading packages")])
+def test_slow_imports_have_a_line(package: str, said: str, tmp_path: Path, bundle: Bundles, photo_file: Path) -> None:
+    words = ("sinkprune-run", bundle("gqa-112"), "--image", photo_file, "--prompt", "What?", "--max-new-tokens", 2)
+    done = process_with_slow_import(package, tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    assert re.search(f"^{said}: [1-9] s$", done.stderr, re.MULTILINE), done.stderr
+
+
+def test_a_command_without_slow_imports_has_no_line(tmp_path: Path) -> None:
+    # `--version` does not import it.
+    done = process_with_slow_import("rich.text", tmp_path, "sinkprune-run", "--version")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_lines_of_the_start_end_when_work_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_lines, "SECONDS", 0.05)
+    # A terminal shows no other line before its first bar.
+    for stderr in (io.StringIO(), Terminal()):
+        with redirect_stderr(stderr), starting():
+            lines_after("starting: 0 s\n", stderr)
+            with ProgressLines("working", seconds=60):
+                time.sleep(0.05)
+                written = stderr.getvalue()
+                time.sleep(0.2)
+            time.sleep(0.2)
+        assert stderr.getvalue() == written
+    with redirect_stderr(io.StringIO()) as silent:
+        with starting(), status("working"):
+            pass
+        time.sleep(0.1)
+    assert silent.getvalue() == ""
+
+
+def test_short_parts_of_a_command_have_a_line_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_lines, "SECONDS", 1.0)
+
+    def written() -> list[str]:
+        with redirect_stderr(io.StringIO()) as stderr:
+            for number in range(6):
+                with ProgressLines(f"part {number}"):
+                    time.sleep(0.1)
+        return stderr.getvalue().splitlines()
+
+    assert written() == []
+    with starting():
+        (line,) = written()
+    # After a fifth of a second; the next is due a second later.
+    assert re.fullmatch(r"part [1-5]: 0 s", line)
+    assert written() == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "after", "expected"),
+    [((), 0.5, 1.5), ((), 1.5, 0.5), ((), 5, 0), ((2,), 5, 2), ((2,), 11, 1), ((2,), 30, 0)],
+)
+def test_the_first_line_of_a_part_counts_from_the_last_of_its_command(
+    lines: tuple[float, ...], after: float, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, waits = [0.0], list[float]()
+    monkeypatch.setattr(progress_lines, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(progress_lines, "SECONDS", 10.0)
+    with redirect_stderr(io.StringIO()), starting():
+        for now[0] in lines:
+            ProgressLines("earlier")._write()
+        now[0] = after
+        part = ProgressLines("part")
+        part._ended = SimpleNamespace(wait=lambda wait: not waits.append(wait))  # type: ignore[assignment, func-returns-value]
+        part._run()
+    assert waits == [expected]

@@ -12,6 +12,7 @@ from PIL import Image
 
 from sinkprune import Answer, Pipeline
 from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.contract.engines_manifest import ENGINES, read_engines
 from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.engines.gate.checking import check_engines
@@ -205,6 +206,23 @@ def test_a_fault_of_tensorrt_on_fakes(
     assert ("TensorRT 10.3" in message) == (graph == "vision")
 
 
+def test_engines_and_answers_have_progress_of_their_own(
+    source: Path, built: Built, photo_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = dict[str, list[str]]()
+
+    def noted(progress: ProgressLines, what: str, done: float, total: float, unit: str) -> None:
+        lines.setdefault(what, []).append(f"{done:g} of {total:g} {unit}")
+
+    monkeypatch.setattr(ProgressLines, "report", noted)
+    outcome = run("sinkprune-check", source, built("onnxruntime"), "--image", photo_file, "--json")
+    report = json.loads(outcome.stdout)
+    engines, tokens = len(report["graphs"]), sum(text["tokens"] for text in report["texts"])
+    assert lines["comparing engines"] == [f"{done} of {engines} graphs" for done in range(engines)]
+    assert tokens > 8
+    assert lines["comparing answers"] == [f"{done} of {tokens} tokens" for done in range(tokens + 1)]
+
+
 def test_the_whole_picture_may_be_compared(
     source: Path, built: Built, photo: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,16 +237,21 @@ def test_the_whole_picture_may_be_compared(
     photo.resize((200, 100)).save(tmp_path / "wide.png")
     wide = ("--image", tmp_path / "wide.png")
     check = ("sinkprune-check", source, built("onnxruntime"), *wide)
-    assert run(*check, "--fit", "pad", "--threads", 1).code == 0
+    checked = run(*check, "--fit", "pad", "--threads", 1, "--json")
+    assert checked.code == 0 and json.loads(checked.stdout)["seen_share"] == [1]
     assert shares == {1.0}
     build = ("sinkprune-build", source, "-o", tmp_path / "engines", "--target", "onnxruntime")
     # The names that sinkprune-check has for the picture and the question.
     outcome = run(*build, *wide, "--prompt", "What?", "--fit", "stretch")
     assert outcome.code == 0 and "check passed" in outcome.stdout, outcome.stderr
     assert shares == {1.0}
+    printed = [run(*build, "--force", *wide, "--json"), run(*build, "--force", "--json")]
+    assert [json.loads(outcome.stdout)["seen_share"] for outcome in printed] == [[0.5], []]
+    shares.clear()
     assert_refused(run(*build, "--force", "--fit", "pad"), "--fit is how the picture of --check", "Add --check")
-    assert run(*check).code == 0
-    assert min(shares) < 1
+    cropped = run(*check, "--json")
+    assert cropped.code == 0 and json.loads(cropped.stdout)["seen_share"] == [0.5]
+    assert shares == {0.5}
 
 
 def test_check_runs_engines_in_the_threads_given(

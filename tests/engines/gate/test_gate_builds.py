@@ -104,7 +104,10 @@ def test_a_refused_engine_is_not_kept(move: bool, source: Path, gate: Gate, tmp_
 def test_the_answers_are_the_last_step(source: Path, gate: Gate, tmp_path: Path) -> None:
     class Steps(BuildProgress):
         def __init__(self) -> None:
-            self.seen: list[tuple[str, int, int]] = []
+            self.seen: list[tuple[str, float, float]] = []
+
+        def part(self, what: str, done: float, total: float, unit: str) -> None:
+            self.seen.append((f"{what}, {unit}", done, total))
 
         def graph(self, name: str, number: int, total: int, work: str = "") -> None:
             self.seen.append((name, number, total))
@@ -113,8 +116,9 @@ def test_the_answers_are_the_last_step(source: Path, gate: Gate, tmp_path: Path)
     count = len(
         build_engines(read_bundle(source), tmp_path / "out", Faulty(), LIMITS, gate=gate, progress=steps).engines
     )
-    assert steps.seen[-1] == ("answers", count, count + 1)
-    assert steps.seen[-2][1:] == (count - 1, count + 1)
+    # Two answers of eight tokens: unpruned, and at the only budget.
+    assert steps.seen[-17:] == [("comparing answers, tokens", done, 16) for done in range(17)]
+    assert steps.seen[-18][1:] == (count - 1, count)
 
 
 def test_what_was_not_checked_is_not_taken_up(source: Path, gate: Gate, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from sinkprune.engines.gate.comparing import compare_texts, row_differences
 from sinkprune.engines.gate.limits import gap_limit
 from sinkprune.engines.gate.question import NEW_TOKENS, GateQuestion
 from sinkprune.engines.gate.recording import Recording, record
-from sinkprune.engines.progress import SILENT
+from sinkprune.engines.progress import SILENT, BuildProgress
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
 from sinkprune.runtime.backends import Backend, Engine
 from support.stand_ins.gate_faults import plant, scaled
@@ -104,9 +104,9 @@ def test_a_build_compares_the_answers_of_all_engines(source: Bundle, question: G
     asked = list[Path]()
 
     class Last(Gate):
-        def check_answers(self, root: Path) -> None:
+        def check_answers(self, root: Path, progress: BuildProgress = SILENT) -> None:
             asked.append(root)
-            super().check_answers(root)
+            super().check_answers(root, progress)
             raise EnginesError("refused together.")
 
     with pytest.raises(EnginesError, match="refused together"):

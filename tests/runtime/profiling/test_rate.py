@@ -117,14 +117,19 @@ def test_an_interrupted_command_reports_the_answers_so_far(
         "--json",
         tmp_path / "x.json",
     )
+    (tmp_path / "x.json").write_text("precious")
     outcome = run("sinkprune-profile", bundle("gqa-112"), "--image", photo_file, *ASK, *options)
-    assert outcome.code == 130
+    assert outcome.code == 130 and (tmp_path / "x.json").read_text() == "precious"
+    moved = tmp_path / "x.interrupted.json"
     if not complete:
         assert without_notes(outcome.stderr) == "interrupted; nothing half-written was left.\n"
-        assert not (tmp_path / "x.json").exists()
+        assert not moved.exists()
         return
-    assert outcome.stderr.endswith("interrupted; the report has the 11 answers so far.\n")
-    none, pruned = json.loads((tmp_path / "x.json").read_text())["rates"].values()
+    said = "the report has the 11 answers so far."
+    assert outcome.stderr.endswith(f"interrupted; {said} Earlier files stay; these results are in '{moved}'.\n")
+    report = json.loads(moved.read_text())
+    assert report["interrupted"] == said
+    none, pruned = report["rates"].values()
     assert (none["frames"], none["answered"], none["missed"]) == (10, 10, 0)
     assert (pruned["frames"], pruned["answered"], pruned["missed"]) == (1, 1, 0)
     assert none["seconds"] >= 2 and 0 < pruned["seconds"] < 1

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from sinkprune.calibration.changed_bundle import changed_folder, check_changeable
-from sinkprune.calibration.commands.measuring import LIMIT, check_unpruned_memory, progress_bar
+from sinkprune.calibration.commands.measuring import LIMIT, add_changing_options, check_unpruned_memory, progress_bar
 from sinkprune.calibration.evaluation.report import Combination
 from sinkprune.calibration.evaluation.sample_size import mean_warnings
 from sinkprune.calibration.evidence.measuring import EvidenceRecorder, find_thresholds
@@ -28,14 +28,10 @@ from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.files.output_files import check_apart, check_outputs
 from sinkprune.contract.files.signature import Sign, read_private_key
-from sinkprune.contract.files.trust import add_sign_option, add_trust_options
 from sinkprune.contract.manifest import BUNDLE, Manifest
-from sinkprune.runtime.backends import THREADS
-from sinkprune.runtime.backends.known import COMPUTES, KNOWN
 from sinkprune.runtime.commands import BundleOptions, load_pipeline, name_list, plain_text
 from sinkprune.runtime.commands.picture_notes import note_first_picture
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
-from sinkprune.runtime.media.fits import add_fit_option
 from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 
@@ -47,7 +43,6 @@ examples:
 The command writes the thresholds into the bundle, whose sum changes: build engines afterwards, and sign a signed
 bundle again with --sign.
 """
-_BACKENDS = tuple(name for name, spec in KNOWN.items() if spec.runs_new_budgets)
 
 
 @dataclass(kw_only=True)
@@ -175,11 +170,5 @@ def _parser() -> CommandParser:
     add("--limit", type=LIMIT, metavar="N", help="the first N questions only")
     parser.add_json("the report")
     add("--dry-run", action="store_true", help="report the thresholds, and leave the bundle unchanged")
-    add("--backend", choices=_BACKENDS, default="ort-cpu", help="engine library (default: ort-cpu)")
-    add("--compute", choices=COMPUTES, help="the type of the computation, as in sinkprune-run (default: fastest)")
-    add_fit_option(parser)
-    add("--threads", type=THREADS, help="CPU threads (default: all cores)")
-    add("--skip-sums", action="store_true", help="compare file sizes only, not their sha256")
-    add_trust_options(parser)
-    add_sign_option(parser, "the bundle")
+    add_changing_options(parser)
     return parser

@@ -23,6 +23,9 @@ from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.progress_lines import ProgressLines, status
 from sinkprune.contract.files.output_files import OutputFile, check_apart
+from sinkprune.contract.files.trust import add_sign_option, add_trust_options
+from sinkprune.runtime.backends import THREADS
+from sinkprune.runtime.backends.known import COMPUTES, KNOWN
 from sinkprune.runtime.commands import (
     BundleOptions,
     ReportOptions,
@@ -32,6 +35,7 @@ from sinkprune.runtime.commands import (
     name_list,
 )
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
+from sinkprune.runtime.media.fits import add_fit_option
 
 LIMIT = WholeNumber("--limit", 1, 10**9)
 OWN_TEST_SETS = f"or a test set of this package: {', '.join(TEST_SETS)} (default: {SCENES})"
@@ -67,6 +71,22 @@ def task_parser(name: str, description: str, examples: str, *, limit: str, drawn
     add("--limit", type=LIMIT, metavar="N", help=limit)
     add_report_options(parser, drawn)
     return parser
+
+
+def add_changing_options(parser: CommandParser) -> None:
+    """Add the options of `BundleOptions`, and `--sign`, of commands that measure plans and write them to the bundle.
+
+    Backends that run built engines only are no choices.
+    """
+    add = parser.add_argument
+    backends = [name for name, spec in KNOWN.items() if spec.runs_new_budgets]
+    add("--backend", choices=backends, default="ort-cpu", help="engine library (default: ort-cpu)")
+    add("--compute", choices=COMPUTES, help="the type of the computation, as in sinkprune-run (default: fastest)")
+    add_fit_option(parser)
+    add("--threads", type=THREADS, help="CPU threads (default: all cores)")
+    add("--skip-sums", action="store_true", help="compare file sizes only, not their sha256")
+    add_trust_options(parser)
+    add_sign_option(parser, "the bundle")
 
 
 def add_former_name(parser: Any, name: str, option: str, **kind: Any) -> None:

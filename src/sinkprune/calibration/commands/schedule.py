@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from sinkprune.calibration.commands.measuring import add_former_name
+from sinkprune.calibration.commands.measuring import add_changing_options, add_former_name
 from sinkprune.calibration.evaluation.sample_size import accuracy_warnings, mean_warnings
 from sinkprune.calibration.scheduling.report import NEAR
 from sinkprune.calibration.tasks import Item, check_own_questions, items_by_picture, load_task
@@ -28,15 +28,13 @@ from sinkprune.contract.costs.model import LOADED
 from sinkprune.contract.errors import BudgetError, UsageError
 from sinkprune.contract.files.output_files import OutputFile, check_apart, check_outputs
 from sinkprune.contract.files.signature import read_private_key
-from sinkprune.contract.files.trust import add_sign_option, add_trust_options
 from sinkprune.contract.manifest import BUNDLE
 from sinkprune.contract.reports.report import Spread
 from sinkprune.export.packages import report_missing_package
-from sinkprune.runtime.backends import THREADS
-from sinkprune.runtime.backends.known import COMPUTES, KNOWN
 from sinkprune.runtime.commands import BundleOptions, add_new_tokens, load_pipeline
+from sinkprune.runtime.commands.interrupts import beside_earlier
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
-from sinkprune.runtime.media.fits import add_fit_option
+from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.media.images import read_image
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 from sinkprune.runtime.steps.pictures import layout_of
@@ -60,7 +58,6 @@ The command adds the budget to the bundle in place. It writes kilobytes, and no 
 changes: build engines again, and sign a signed bundle again with --sign. Run the command on the machine that will
 answer, when no other program runs.
 """
-_BACKENDS = tuple(name for name, spec in KNOWN.items() if spec.runs_new_budgets)
 _TARGET_MS = RealNumber("--target-ms", 1e-3, 86_400_000, "milliseconds, more than 0 and at most 86400000 (a day)")
 _BUDGET_TOKENS = RealNumber("--budget-tokens", 1, 1 << 20, "a mean number of visual tokens a layer, 1 or more")
 _SECONDS = RealNumber("--seconds", 0, 86_400, "seconds, from 0 to 86400")
@@ -123,7 +120,8 @@ def _schedule(arguments: Sequence[str] | None) -> None:
     with status("checking the pictures"):
         items = load_task(str(options.data), options.limit) if options.data else []
         check_apart([path for path, _ in options.outputs], (Path(item.picture) for item in items))
-        prompts = _prompts(options, items)
+        named = _prompts(options, items)
+    prompts = [prompt for _, prompt in named]
     first = prompts[0]
     check_memory(
         options, bundle, PlannedRequests([first.image], METHOD, [UNPRUNED], first.question, options.new_tokens)
@@ -135,32 +133,40 @@ def _schedule(arguments: Sequence[str] | None) -> None:
             # Known before anything is measured.
             tokens = layout_of(first.image, first.image, pipeline.family, bundle.manifest).all_tokens
             target.check_unmet(tokens, TOKENS_A_LAYER)
-        with status("checking what the model sees") as progress:
-            shares = [pipeline.family.layout(prompt.image).seen_share for prompt in prompts]
-            _warn(unseen_warnings(shares, "requests"))
-            if options.costs and not options.wants_budget:
-                costs = pipeline.measure_costs(new_request(*first), options.seconds, progress)
-                write_costs(options.costs, costs)
-                write_json(options.json, {"costs": to_json(costs)})
-                return
-            proposer = None
+        # Own pictures are few.
+        noted = named[:1] if options.data else named if options.image else []
+        note_pictures(
+            pipeline.family, bundle.manifest, [Path(file) for file, _ in noted], [prompt.image for _, prompt in noted]
+        )
+        shares = [pipeline.family.layout(prompt.image).seen_share for prompt in prompts]
+        proposer, report = None, None
+        with status("measuring") as progress:
             try:
-                proposer = Proposer(trials, pipeline, prompts, options.seconds, progress)
-                report = replace(proposer.propose(name, target, items), seen_share=min(shares))
+                if options.wants_budget:
+                    proposer = Proposer(trials, pipeline, prompts, options.seconds, progress)
+                    report = replace(proposer.propose(name, target, items), seen_share=min(shares))
+                else:
+                    pipeline.measure_costs(new_request(*first), options.seconds, progress)
             except BudgetError as error:
                 if proposer:
                     write_json(options.json, {"costs": to_json(proposer.times.costs), "error": str(error)})
                 raise
             except KeyboardInterrupt as interrupt:
-                if not (proposer or pipeline.costs):
+                costs = proposer.times.costs if proposer else pipeline.costs
+                if not costs:
                     raise KeyboardInterrupt("no costs were kept: they need all rounds.") from interrupt
-                raise KeyboardInterrupt("no budget was added; the measured costs were kept.") from interrupt
+                counts = "no budget was added; the measured costs were kept."
+                options, earlier = beside_earlier(options, "json", "costs")
+                write_json(options.json, {"costs": to_json(costs), "interrupted": counts})
+                raise KeyboardInterrupt(counts + earlier) from interrupt
             finally:
                 # Costs are useful even if no budget is found.
-                if options.costs and (found := proposer.times.costs if proposer else pipeline.costs):
-                    write_costs(options.costs, found)
-    if options.costs:
-        write_costs(options.costs, report.costs)
+                measured = report or (proposer.times if proposer else pipeline)
+                if options.costs and measured.costs:
+                    write_costs(options.costs, measured.costs)
+    if report is None:
+        write_json(options.json, {"costs": to_json(pipeline.costs)})
+        return
     # Only a default name promises a time.
     kept = report.meets(target.ms) or bool(options.name)
     sha256, chosen = None, report.chosen
@@ -173,8 +179,9 @@ def _schedule(arguments: Sequence[str] | None) -> None:
             f"note: other programs took {100 * load:.0f} % of the processors meanwhile. Measure again when the "
             f"machine is idle.{report.costs.place.thread_hint}\n"
         )
-    small = [*accuracy_warnings(len(items)), *mean_warnings(len({item.picture for item in items}))] if items else []
-    _warn(small)
+    if items:
+        pictures = len({item.picture for item in items})
+        _warn([*accuracy_warnings(len(items)), *mean_warnings(pictures), *unseen_warnings(shares, "requests")])
     if chosen.lost > _MOST_LOST:
         sys.stderr.write(
             f"warning: the budget drops {100 * chosen.lost:.1f} % of the text's attention to the picture, so many "
@@ -230,21 +237,26 @@ def _name(target: BudgetTarget) -> str:
     return f"in-{target.ms:g}ms" if target.ms is not None else f"mean-{target.tokens or 0:g}"
 
 
-def _prompts(options: _Options, items: Sequence[Item]) -> list[PictureQuestion]:
-    """Return one question about each picture of --data, each --image, or drawn scenes; first one of median length."""
+def _prompts(options: _Options, items: Sequence[Item]) -> list[tuple[str, PictureQuestion]]:
+    """Return one question about each picture of --data, each --image, or drawn scenes; first one of median length.
+
+    Before each is the name of its picture's file, "" for a scene.
+    """
     from sinkprune.calibration.scheduling.request_times import PictureQuestion
 
     if items:
         chosen = [group[0] for group in islice(items_by_picture(items), _PICTURES)]
-        prompts = [PictureQuestion(item.load_image(), item.question.prompt) for item in chosen]
+        prompts = [(item.picture, PictureQuestion(item.load_image(), item.question.prompt)) for item in chosen]
     elif options.image:
-        prompts = [PictureQuestion(read_image(path), options.prompt or _PROMPT) for path in options.image]
+        prompts = [
+            (str(path), PictureQuestion(read_image(path), options.prompt or _PROMPT)) for path in options.image
+        ]
     else:
         from sinkprune.demo.scenes import make_scene
 
         scenes = [make_scene("validation", number)[1] for number in range(_PICTURES)]
-        prompts = [PictureQuestion(scene, options.prompt or _PROMPT) for scene in scenes]
-    median = sorted(range(len(prompts)), key=lambda number: len(prompts[number].question))[len(prompts) // 2]
+        prompts = [("", PictureQuestion(scene, options.prompt or _PROMPT)) for scene in scenes]
+    median = sorted(range(len(prompts)), key=lambda number: len(prompts[number][1].question))[len(prompts) // 2]
     return [prompts[median], *prompts[:median], *prompts[median + 1 :]]
 
 
@@ -329,11 +341,5 @@ def _parser() -> CommandParser:
     add("--dry-run", action="store_true", help="report the budget, and leave the bundle unchanged")
     add("--force", action="store_true", help="replace a budget of that name that was added before")
     add("--seconds", type=_SECONDS, default=5.0, help="about how long to measure each part (default: 5)")
-    add("--backend", choices=_BACKENDS, default="ort-cpu", help="engine library (default: ort-cpu)")
-    add("--compute", choices=COMPUTES, help="the type of the computation, as in sinkprune-run (default: fastest)")
-    add_fit_option(parser)
-    add("--threads", type=THREADS, help="CPU threads (default: all cores)")
-    add("--skip-sums", action="store_true", help="compare file sizes only, not their sha256")
-    add_trust_options(parser)
-    add_sign_option(parser, "the bundle")
+    add_changing_options(parser)
     return parser

@@ -51,7 +51,11 @@ def start(module: str, *words: str) -> int:
 
     def main(arguments: Sequence[str] | None) -> None:
         nonlocal code
-        code = import_module(module).main([*words, *sys.argv[1:]])
+        # Here, because an interrupt before `run_command` ends in a traceback.
+        from sinkprune.contract.command_line.progress_lines import starting
+
+        with starting():
+            code = import_module(module).main([*words, *sys.argv[1:]])
         # The command has reported output that cannot be written.
         _drop_unwritten_output()
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from types import TracebackType
 
 from sinkprune.contract.checks.format_value import duration
@@ -27,7 +28,8 @@ class ProgressLines:
             lines.update("retain-64", advance=1)
 
     The end of the block writes a line too if the last line is five seconds old, so that several blocks of nine
-    seconds are not silent. Without effect if stderr is a terminal, which shows bars. Any thread may call the methods.
+    seconds are not silent. In a command that is `starting`, the first line comes earlier if the command wrote none
+    for as long. Without effect if stderr is a terminal, which shows bars. Any thread may call the methods.
     """
 
     def __init__(self, what: str, total: float | None = None, unit: str = "", seconds: float | None = None) -> None:
@@ -35,11 +37,15 @@ class ProgressLines:
         self._what, self._total, self._unit, self._done, self._updates = what, total, unit, 0.0, 0
         self._seconds = SECONDS if seconds is None else seconds
         self._began = self._written_at = time.monotonic()
+        self._count = 0
         self._ended = threading.Event()
+        self._command = _STARTED.get()
 
     def __enter__(self) -> ProgressLines:
-        """Begin to count the seconds."""
-        if not sys.stderr.isatty():
+        """Begin to count the seconds. The lines of the command's start end."""
+        if self._command:
+            self._command.end()
+        if self._shown:
             # If threads run out, the command goes on without lines.
             with suppress(RuntimeError):
                 threading.Thread(target=self._run, name="sinkprune progress", daemon=True).start()
@@ -53,7 +59,7 @@ class ProgressLines:
         self._ended.set()
         if silent:
             return
-        if error is None and time.monotonic() - self._written_at >= self._seconds / 2 and not sys.stderr.isatty():
+        if error is None and time.monotonic() - self._written_at >= self._seconds / 2 and self._shown:
             self._write()
 
     def end(self) -> None:
@@ -103,18 +109,62 @@ class ProgressLines:
         """The line of this moment, without a line end."""
         return self.line(time.monotonic() - self._began)
 
+    @property
+    def _shown(self) -> bool:
+        return not sys.stderr.isatty()
+
     def _run(self) -> None:
         wait = self._seconds / 5
+        if self._command:
+            wait = min(wait, self._command._next_line_in)
         while not self._ended.wait(wait):
             self._write()
             wait = self._seconds
 
+    @property
+    def _next_line_in(self) -> float:
+        """The seconds until the next line is due, 0 if it is overdue."""
+        wait = self._seconds if self._count else self._seconds / 5
+        return max(0.0, self._written_at + wait - time.monotonic())
+
+    def _note_line(self, now: float) -> None:
+        self._written_at, self._count = now, self._count + 1
+        if self._command:
+            self._command._note_line(now)
+
     def _write(self) -> None:
-        self._written_at = time.monotonic()
+        self._note_line(time.monotonic())
         # stderr may be closed.
         with suppress(OSError, ValueError):
             sys.stderr.write(self.line(self._written_at - self._began) + "\n")
             sys.stderr.flush()
+
+
+class _StartLines(ProgressLines):
+    """The lines of a command's start. A terminal shows them too, because its bars begin later."""
+
+    @property
+    def _shown(self) -> bool:
+        return True
+
+
+_STARTED: ContextVar[ProgressLines | None] = ContextVar("_STARTED", default=None)
+"""The lines of the start of the command that runs."""
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Write lines to stderr until the first `ProgressLines` or `status` of a command begins, or the block ends.
+
+    The block imports the command's packages, which takes seconds on a slow machine, and then runs the command. Parts
+    of the command that are each shorter than two seconds write a line if the command has written none for as long.
+    """
+    with _StartLines("starting") as lines:
+        token = _STARTED.set(lines)
+        try:
+            yield
+        finally:
+            _STARTED.reset(token)
 
 
 @contextmanager
@@ -123,15 +173,14 @@ def status(text: str) -> Iterator[OnProgress]:
 
     Yields a function that adds what is done, the rate, and the time left.
     """
-    lines = ProgressLines(text)
     if not sys.stderr.isatty():
-        with lines:
+        with ProgressLines(text) as lines:
             yield lines.report
         return
     from rich.console import Console
     from rich.text import Text
 
-    with Console(stderr=True).status(Text(escaped(text))) as spinner:
+    with ProgressLines(text) as lines, Console(stderr=True).status(Text(escaped(text))) as spinner:
 
         def report(what: str, done: float, total: float, unit: str) -> None:
             lines.report(what, done, total, unit)

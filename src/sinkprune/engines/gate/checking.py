@@ -19,8 +19,7 @@ from sinkprune.runtime.backends.compatibility import BuiltEngines, backend_of, o
 from sinkprune.runtime.device import open_device
 from sinkprune.runtime.pipeline import Pipeline
 
-_COMPARING = "comparing engines"
-"""The name of the check's work in lines of progress."""
+_ANSWERS = "comparing answers"
 
 
 def check_engines(
@@ -40,11 +39,10 @@ def check_engines(
     engines, manifest = built.engines, built.bundle.manifest
     graphs, texts = {}, []
     for number, graph in enumerate(manifest.graphs):
-        progress.graph(graph, number, len(manifest.graphs) + 1, _COMPARING)
+        progress.graph(graph, number, len(manifest.graphs), "comparing engines")
         graphs[graph] = compare_engine(graph, built, backend, recording)
     if not any(report.refused for report in graphs.values()):
-        progress.graph("answers", len(graphs), len(graphs) + 1, _COMPARING)
-        texts = _compare_answers(own, backend, question, recording)
+        texts = _compare_answers(own, backend, question, recording, progress)
     return GateReport(
         bundle=str(built.bundle.path),
         engines=str(engines.path),
@@ -54,6 +52,7 @@ def check_engines(
         compute=backend.compute,
         precision=manifest.precision,
         weights=manifest.weights,
+        seen_share=question.seen_shares(manifest),
         graphs=graphs,
         texts=texts,
         passed=bool(texts) and all(text.passed for text in texts),
@@ -96,17 +95,27 @@ class Gate:
         if report.refused is not None:
             raise EnginesError(refusal(graph, report, built.engines.manifest))
 
-    def check_answers(self, root: Path) -> None:
+    def check_answers(self, root: Path, progress: BuildProgress = SILENT) -> None:
         """Compare the answers of all engines in the folder `root`. Raises `EnginesError` if they differ."""
         own = engines_alone(root)
         backend = load_backend(backend_of(own.engines.manifest.target), None, own)
-        for text in _compare_answers(own, backend, self._question, self._recording):
+        for text in _compare_answers(own, backend, self._question, self._recording, progress):
             if not text.passed:
                 raise EnginesError(text_refusal(text, own.engines.manifest))
 
 
 def _compare_answers(
-    own: BuiltEngines, backend: Backend, question: GateQuestion, recording: Recording
+    own: BuiltEngines, backend: Backend, question: GateQuestion, recording: Recording, progress: BuildProgress
 ) -> list[TextReport]:
+    """Compare the answers, with progress of its own: an answer takes longer than the comparison of an engine."""
     rounding = coarsest_rounding(own.bundle.manifest, backend.compute)
-    return compare_texts(Pipeline(own.bundle, backend, own, fit=question.fit), question, recording, rounding)
+    done, total = 0, sum(len(answer.token_ids) for answer in recording.answers)
+
+    def count_token() -> None:
+        nonlocal done
+        done += 1
+        progress.part(_ANSWERS, done, total, "tokens")
+
+    progress.part(_ANSWERS, 0, total, "tokens")
+    pipeline = Pipeline(own.bundle, backend, own, fit=question.fit)
+    return compare_texts(pipeline, question, recording, rounding, count_token)

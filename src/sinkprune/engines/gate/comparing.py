@@ -114,16 +114,20 @@ def _selects_otherwise(kinds: Mapping[str, OutputKind], differences: Mapping[str
 
 
 def compare_texts(
-    pipeline: Pipeline, question: GateQuestion, recording: Recording, rounding: Rounding
+    pipeline: Pipeline,
+    question: GateQuestion,
+    recording: Recording,
+    rounding: Rounding,
+    on_token: Callable[[], None] = lambda: None,
 ) -> list[TextReport]:
     """Compare each answer of `recording` with that of `pipeline`, which loaded the engines, to the same `question`.
 
-    Where two texts part, the graphs must find both tokens nearly as likely: see `gap_limit`. Raises what
-    `Pipeline.generate` raises.
+    `on_token` is called after each token of `pipeline`. Where two texts part, the graphs must find both tokens nearly
+    as likely: see `gap_limit`. Raises what `Pipeline.generate` raises.
     """
     reports = []
     for number, expected in enumerate(recording.answers):
-        found, _ = answer_question(pipeline, question, expected.method, expected.budget)
+        found, _ = answer_question(pipeline, question, expected.method, expected.budget, on_token)
         equal = np.equal(found.token_ids, expected.token_ids)
         same, gap = len(equal), 0.0
         if not equal.all():

@@ -12,7 +12,7 @@ import numpy as np
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import PromptError
 from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
-from sinkprune.contract.manifest import CHAT_TEMPLATE, TOKENIZER
+from sinkprune.contract.manifest import CHAT_TEMPLATE, TOKENIZER, Manifest
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.media.fits import Fit
@@ -36,6 +36,11 @@ class GateQuestion:
     """Tokens of each answer; fewer if the engines accept fewer."""
     fit: Fit | None = None
     """How a picture becomes a square; None is the checkpoint's own way."""
+
+    def seen_shares(self, manifest: Manifest) -> tuple[float, ...]:
+        """Return the share of each picture's area that the model sees. Raises what `layout_of` raises."""
+        family = load_family(manifest, self.fit)
+        return tuple(layout_of(image, image, family, manifest).seen_share for image in self.images)
 
     def sha256(self, bundle: Bundle) -> str:
         """Return the sum of the question and the bundle, in hexadecimal."""

@@ -10,7 +10,7 @@ import hashlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,9 +117,11 @@ def record(bundle: Bundle, question: GateQuestion, folder: Path, progress: Build
     return Recording(folder)
 
 
-def answer_question(pipeline: Pipeline, question: GateQuestion, method: str, budget: str) -> tuple[GateAnswer, Array]:
-    """Return a greedy answer, and [tokens,vocab] fp32, the logits of its tokens."""
-    logits = _LogitsObserver()
+def answer_question(
+    pipeline: Pipeline, question: GateQuestion, method: str, budget: str, on_token: Callable[[], None] = lambda: None
+) -> tuple[GateAnswer, Array]:
+    """Return a greedy answer, and [tokens,vocab] fp32, the logits of its tokens. Call `on_token` after each token."""
+    logits = _LogitsObserver(on_token)
     answer = pipeline.generate(
         list(question.images),
         question.prompt,
@@ -141,13 +143,15 @@ def _kept_by_step(own: Kept) -> list[Array]:
 
 
 class _LogitsObserver(Observer):
-    """Keeps the logits of every token."""
+    """Keeps the logits of every token, and counts it."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_token: Callable[[], None]) -> None:
         self.rows: list[Array] = []
+        self._on_token = on_token
 
     def chose(self, token: int, logits: Array) -> None:
         self.rows.append(np.array(logits, np.float32))
+        self._on_token()
 
 
 class _Recorder:

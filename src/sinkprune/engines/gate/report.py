@@ -103,6 +103,8 @@ class GateReport:
     """The types that engines compute in, in words."""
     precision: str
     weights: WeightForms
+    seen_share: tuple[float, ...]
+    """For each picture, the share of its area that the model sees."""
     graphs: dict[str, GraphReport]
     texts: list[TextReport]
     """Empty if an engine was rejected: its answers mean nothing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -150,40 +151,43 @@ def _profile(arguments: Sequence[str] | None) -> None:
     most = pipeline.limits.new_tokens if pipeline.limits else _NEW_TOKENS
     new_tokens = min(_NEW_TOKENS, most) if options.new_tokens is None else options.new_tokens
     common: dict[str, Any] = {"method": options.method, "new_tokens": new_tokens}
+    run: ProfileRounds | RateRun
+    measure: Callable[[Callable[[str, int], None]], object]
+    repeat = options.repeat or _REPEAT
     interrupted = earlier = ""
     with maybe_measuring(options, sensor) as meter:
         if camera is None:
-            repeat = options.repeat or _REPEAT
-            rounds = ProfileRounds(pipeline, prompts[0], prompt, planned, warm=options.warm, meter=meter, **common)
-            try:
-                with _progress(len(planned) * (options.warmup + repeat)) as step:
-                    rounds.measure(repeat, options.warmup, step)
-            except KeyboardInterrupt:
-                if not rounds.count:
-                    raise
-                interrupted = f"the report counts {rounds.count} of {counted(repeat, 'round')}."
-                options, earlier = beside_earlier(options, "json", "plot")
-            report = rounds.report()
-            write_report(options, report, plot_report, {"interrupted": interrupted or None})
-            if not prints_json(options.json):
-                # Last, because the reader of standard output may stop reading, as `head` does.
-                _print_table(report)
-            power = report.power
+            run = ProfileRounds(pipeline, prompts[0], prompt, planned, warm=options.warm, meter=meter, **common)
+            measure, steps = partial(run.measure, repeat, options.warmup), options.warmup + repeat
         else:
             run = RateRun(pipeline, prompts, prompt, planned, camera, meter=meter, **common)
-            try:
-                with _progress(len(planned) * camera.frames) as step:
-                    run.measure(options.warmup, step)
-            except KeyboardInterrupt:
-                if not run.count:
-                    raise
-                interrupted = f"the report has the {counted(run.count, 'answer')} so far."
-                options, earlier = beside_earlier(options, "json", "plot")
+            measure, steps = partial(run.measure, options.warmup), camera.frames
+        try:
+            with _progress(len(planned) * steps) as step:
+                measure(step)
+        except KeyboardInterrupt:
+            if not run.count:
+                raise
+            interrupted = (
+                f"the report counts {run.count} of {counted(repeat, 'round')}."
+                if camera is None
+                else f"the report has the {counted(run.count, 'answer')} so far."
+            )
+            options, earlier = beside_earlier(options, "json", "plot")
+        more = {"interrupted": interrupted or None}
+        # Tables come last, because the reader of standard output may stop reading, as `head` does.
+        if isinstance(run, RateRun):
             rates = run.report()
-            write_report(options, rates, plot_rate, {"interrupted": interrupted or None})
+            write_report(options, rates, plot_rate, more)
             if not prints_json(options.json):
                 print_rates(rates)
             power = rates.power
+        else:
+            report = run.report()
+            write_report(options, report, plot_report, more)
+            if not prints_json(options.json):
+                _print_table(report)
+            power = report.power
     check_lived(power)
     if interrupted:
         raise KeyboardInterrupt(interrupted + earlier)
