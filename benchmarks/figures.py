@@ -5,8 +5,8 @@
     python benchmarks/figures.py --render           # no measuring: writes the tables of the kept measurements again
 
 Each part runs commands and keeps their JSON in docs/measurements/figures/PART.json. Its tables replace the text
-between `<!-- figures: TABLE -->` and `<!-- end of figures -->` in every page. Part `methods` takes 40 minutes of a
-core, and `peers` needs the engines of docs/peers.md, so both run only if they are named.
+between `<!-- figures: TABLE -->` and `<!-- end of figures -->` in every page. Parts `methods` and `varied` take 30 to
+60 minutes of a core each, and `peers` needs the engines of docs/peers.md, so both run only if they are named.
 """
 
 from __future__ import annotations
@@ -20,8 +20,20 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from figure_tables import (
+    Figures,
+    accuracy_short,
+    confidence_curve,
+    methods_full,
+    methods_short,
+    peers_short,
+    savings_full,
+    savings_short,
+    ttft_full,
+    versus_full,
+)
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import write_whole
@@ -31,9 +43,6 @@ ROOT = Path(__file__).parent.parent
 WORK = Path("build/figures")
 KEPT = Path("docs/measurements/figures")
 BLOCK = re.compile(r"(<!-- figures: ([a-z-]+) -->\n?).*?(\n?<!-- end of figures -->)", re.DOTALL)
-
-Figures = Mapping[str, Any]
-"""What a part kept: `date`, `instructions`, `commands`, and `report`, the JSON that the last command wrote."""
 
 
 class Part(NamedTuple):
@@ -117,180 +126,16 @@ def _measure(name: str) -> None:
     write_whole(ROOT / KEPT / f"{name}.json", (json.dumps(figures, indent=1) + "\n").encode())
 
 
-def _where(figures: Figures) -> str:
-    """Return the date, the machine and the libraries of a measurement, in words."""
-    report, names = figures["report"], figures["instructions"].split()
-    widest = next((text for name, text in _WIDEST.items() if name in names), "no AVX")
-    libraries = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if name in _LIBRARIES)
-    return f"{figures['date']}, {report['threads']} threads of a shared {report['machine']} ({widest}), {libraries}"
-
-
-_WIDEST = {
-    "amx_bf16": "AMX",
-    "avx512_bf16": "AVX-512 with bf16",
-    "avx512f": "AVX-512",
-    "avx2": "AVX2",
-    "sve": "SVE",
-    "asimddp": "NEON",
-}
-_LIBRARIES = ("onnxruntime", "openvino")
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def _reduction(budget: Mapping[str, Any]) -> str:
-    """Return the visual tokens of the picture, into the LLM and of the last layer."""
-    return f"{budget['visual_tokens']}, {budget['kept_after_sanitizer']}, {budget['tokens_per_layer'][-1]}"
-
-
-def savings_short(figures: Figures) -> str:
-    """Return what pruning saves, for the README."""
-    report = figures["report"]
-    head = ["budget", "visual tokens: picture, into the LLM, last layer", "TTFT ms", "prefill ms"]
-    rows = [
-        [
-            f"`{name}`",
-            _reduction(budget),
-            f"{budget['ms']['ttft']['median']:.0f}",
-            f"{budget['ms']['prefill']['median']:.0f}",
-            f"{budget['speedup']['prefill']:.2f}x",
-            f"{budget['flops_speedup']['prefill']:.2f}x",
-            f"{budget['speedup']['ttft']:.2f}x",
-        ]
-        for name, budget in report["budgets"].items()
-    ]
-    columns = [*head, "speed-up of prefill", "ideal, by FLOPs", "speed-up of TTFT"]
-    return (
-        "`llava-1.1b` (CLIP-L/336 and a 1.1 B Llama, random weights) in fp32 on `ort-cpu`; "
-        f"{report['prompt_tokens']} text tokens;\n"
-        f"medians of {report['repeat']} interleaved rounds; {_where(figures)}:\n\n{_table(columns, rows)}"
-    )
-
-
-def savings_full(figures: Figures) -> str:
-    """Return what pruning saves, with the parts of the time and their spread."""
-    report = figures["report"]
-    head = ["budget", "TTFT ms", "prefill ms", "selection ms", "a token ms", "KV cache MB", "prefill", "ideal"]
-    rows = [
-        [
-            f"`{name}`",
-            _spread(budget["ms"]["ttft"]),
-            _spread(budget["ms"]["prefill"]),
-            f"{budget['ms']['select']['median']:.1f}",
-            f"{budget['ms']['per_token']['median']:.0f}",
-            f"{budget['kv_bytes'] / 1e6:.1f}",
-            f"{budget['speedup']['prefill']:.2f}x",
-            f"{budget['flops_speedup']['prefill']:.2f}x",
-            f"{budget['efficiency']['prefill']:.2f}",
-            f"{budget['speedup']['ttft']:.2f}x",
-        ]
-        for name, budget in report["budgets"].items()
-    ]
-    commands = "\n".join(["```", *figures["commands"], "```"])
-    table = _table([*head, "achieved", "TTFT"], rows)
-    return f"Measured on {_where(figures)}:\n\n{commands}\n\nMedians (p95) of {report['repeat']} rounds:\n\n{table}"
-
-
-def _spread(spread: Mapping[str, float]) -> str:
-    return f"{spread['median']:.0f} ({spread['p95']:.0f})"
-
-
-def accuracy_short(figures: Figures) -> str:
-    """Return the share of the unpruned accuracy that SinkPruner keeps, for the README."""
-    budgets = figures["report"]["methods"]["sinkpruner"]
-    first, *others = (f"{100 * found['relative']:.0f} % {{}}at `{name}`" for name, found in budgets.items())
-    shares = ", ".join([first.format("of its accuracy "), *(other.format("") for other in others)])
-    questions, unpruned = figures["report"]["questions"], 100 * figures["report"]["none"]["accuracy"]
-    return f"The pocket model keeps {shares} ({questions} questions, {unpruned:.1f} % right unpruned)."
-
-
-def methods_full(figures: Figures) -> str:
-    """Return the accuracy of every method at every budget, with half its 95 % interval and the share kept."""
-    report = figures["report"]
-    budgets = list(report["methods"]["sinkpruner"])
-    tokens = [report["methods"]["sinkpruner"][name]["mean_visual_tokens"] for name in budgets]
-    unpruned = report["none"]["mean_visual_tokens"]
-    rows = [[f"mean visual tokens a layer, of {unpruned:.0f}", *(f"{each:.0f}" for each in tokens)]]
-    rows += [
-        [f"`{method}`", *(_accuracy(found[name]) if name in found else "-" for name in budgets)]
-        for method, found in report["methods"].items()
-    ]
-    return f"Measured on {_where(figures)}:\n\n{_table(['method', *(f'`{name}`' for name in budgets)], rows)}"
-
-
-def methods_short(figures: Figures) -> str:
-    """Return what a sanitizer that reads the question wins at the smallest budget, for the README."""
-    *_, budget = (methods := figures["report"]["methods"])["sinkpruner"]
-    reads, blind = (100 * methods[name][budget]["accuracy"] for name in ("sinkpruner-text", "sinkpruner"))
-    return f"`--method sinkpruner-text`, has {reads:.1f} % right at `{budget}`, against {blind:.1f} %."
-
-
-def _accuracy(found: Mapping[str, Any]) -> str:
-    low, high = found["ci95"]
-    return f"{100 * found['accuracy']:.1f} ±{50 * (high - low):.1f} ({100 * found['relative']:.0f})"
-
-
-def peers_short(figures: Figures) -> str:
-    """Return the rows of the README about other engines: the fastest form of each, and ours unpruned."""
-    report = figures["report"]
-    rows = [
-        [
-            f"`{row['engine']}` {row['form']}, `{row['way']}`",
-            f"{row['ms']['ttft']['median']:.0f}",
-            f"{row['ms']['per_token']['median']:.0f}",
-        ]
-        for row in sorted(report["rows"], key=lambda row: row["ms"]["ttft"]["median"])
-    ]
-    plan = report["plan"]
-    return (
-        f"The same model and pictures in int4 ([docs/peers.md](docs/peers.md)), medians of {plan['repeat']} rounds;\n"
-        f"{figures['date']}, {plan['threads']} threads of a shared {report['machine']}:\n\n"
-        + _table(["engine", "TTFT ms", "a token ms"], rows)
-    )
-
-
-def confidence_curve(figures: Figures) -> str:
-    """Return the accuracy and TTFT of each budget, and of budget `auto` with several thresholds."""
-    report = figures["report"]
-    unpruned = report["budgets"]["none"]["ttft_ms"]
-    rows = [
-        [f"`{name}`", "", *_closed(found, unpruned), "" if (ms := found["resumed_ms"]) is None else f"{ms:.1f}"]
-        for name, found in report["budgets"].items()
-    ]
-    rows += [
-        [f"`auto`, {100 * found['share']:g} %", _steps(found), *_closed(found, unpruned), ""]
-        for found in report["curve"]
-    ]
-    columns = ["budget", "steps, and the share of questions that reach each", "accuracy in %", "of `none`'s"]
-    commands = "\n".join(["```", *figures["commands"], "```"])
-    return (
-        f"Measured on {_where(figures)}:\n\n{commands}\n\n{report['questions']} questions with closed lists about "
-        f"{report['pictures']} pictures. `auto` is cross-validated over {report['folds']} parts of the pictures:\n\n"
-        + _table([*columns, "TTFT ms", "of `none`'s", "as a later step, ms"], rows)
-    )
-
-
-def _closed(found: Mapping[str, Any], unpruned_ms: float) -> list[str]:
-    """Return the cells of accuracy and TTFT, each with its share of the unpruned model's."""
-    low, high = found["ci95"]
-    accuracy, ttft = f"{100 * found['accuracy']:.1f} ±{50 * (high - low):.1f}", found["ttft_ms"]
-    return [accuracy, f"{100 * found['relative']:.1f} %", f"{ttft:.1f}", f"{ttft / unpruned_ms:.2f}"]
-
-
-def _steps(point: Mapping[str, Any]) -> str:
-    """Return the budgets of a point on the curve, as in "`retain-32`, then `none` (12 %)"."""
-    first, *others = point["reached"].items()
-    return ", then ".join([f"`{first[0]}`", *(f"`{name}` ({100 * share:.0f} %)" for name, share in others)])
-
-
 _METHODS = (
     "sinkpruner,sinkpruner-text,sinkpruner-heads,downsample,random,uniform,fastervlm,visionzip,visionzip+filter,divprune,"
     "dart,cdpruner,mmtok,prunesid,vispruner,holov,scope,vscan,occamtoken,fastv,pyramiddrop,sparsevlm,"
     "sinkpruner-no-sanitizer,sinkpruner-no-text-pruner,"
     "sinkpruner-no-diversity,sinkpruner-no-outlier-removal,sinkpruner-no-aggregation"
+)
+_VARIED = (
+    "sinkpruner,sinkpruner-text,downsample,random,uniform,fastervlm,visionzip,divprune,dart,cdpruner,mmtok,prunesid,"
+    "vispruner,holov,scope,vscan,fastv,pyramiddrop,sinkpruner-no-text-pruner,sinkpruner-no-outlier-removal,"
+    "sinkpruner-no-diversity"
 )
 PARTS = {
     "savings": Part(
@@ -319,9 +164,20 @@ PARTS = {
             "sinkprune-export demo/pocket -o {work}/methods --force --heads {work}/heads.json "
             f"--methods {_METHODS}",
             "sinkprune-calibrate evidence {work}/methods --data {work}/validation/scenes.jsonl",
-            "sinkprune-evaluate {work}/methods --json {json} --plot docs/accuracy.png",
+            # Two threads take longer than one for so small a model.
+            "sinkprune-evaluate {work}/methods --threads 1 --json {json} --plot docs/accuracy.png",
         ),
-        {"methods": methods_full, "methods-short": methods_short},
+        {"methods": methods_full, "methods-short": methods_short, "methods-versus": versus_full},
+        by_default=False,
+    ),
+    "varied": Part(
+        (
+            f"sinkprune-export demo/pocket-qwen3 -o {{work}}/varied --force --methods {_VARIED} "
+            "--budgets prune-66.7,prune-77.8,prune-88.9,prune-88.9+serial",
+            "sinkprune-evaluate {work}/varied --data varied-scenes --threads 1 --json {json} "
+            "--plot docs/measurements/accuracy-qwen3.png",
+        ),
+        {"varied": methods_full, "varied-versus": versus_full, "varied-ttft": ttft_full},
         by_default=False,
     ),
     "confidence": Part(

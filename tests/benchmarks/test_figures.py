@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import figure_tables
 import figures
 from sinkprune.contract.errors import UsageError
 from sinkprune.export.methods import all_methods
@@ -49,7 +50,7 @@ WHERE = "2026-01-31, 2 threads of a shared Some Processor (AVX-512 with bf16), o
 
 
 def test_savings() -> None:
-    *intro, _, headings, dashes, row = figures.savings_short(MEASURED).splitlines()
+    *intro, _, headings, dashes, row = figure_tables.savings_short(MEASURED).splitlines()
     assert "67 text tokens" in intro[0]
     assert intro[1] == f"medians of 9 interleaved rounds; {WHERE}:"
     assert headings.count("|") == dashes.count("|") == row.count("|") == 8
@@ -57,11 +58,35 @@ def test_savings() -> None:
 
 
 def test_savings_in_full() -> None:
-    text = figures.savings_full(MEASURED)
+    text = figure_tables.savings_full(MEASURED)
     assert text.startswith(f"Measured on {WHERE}:\n\n```\nsinkprune-profile ./llava-1.1b --json savings.json\n```\n")
     assert text.splitlines()[-1] == (
         "| `retain-64` | 1551 (1662) | 670 (713) | 2.4 | 102 | 6.1 | 4.56x | 4.99x | 0.91 | 2.56x |"
     )
+
+
+def test_differences_and_times_of_methods() -> None:
+    def found(median: float, **versus: object) -> dict[str, object]:
+        return {"ttft_ms": {"median": median, "p95": 99.0}, "versus_first": versus or None}
+
+    report = {
+        "none": {"ttft_ms": {"median": 50.0, "p95": 80.0}},
+        "methods": {
+            "sinkpruner": {"retain-64": found(25.0), "retain-32": found(20.0)},
+            "dart": {"retain-64": found(12.34, mean=-0.0125, ci95=[-0.031, 0.004])},
+        },
+    }
+    assert figure_tables.versus_full({"report": report}).splitlines() == [
+        "| method | `retain-64` | `retain-32` |",
+        "| --- | --- | --- |",
+        "| `dart` | -1.2 (-3.1 to 0.4) | - |",
+    ]
+    assert figure_tables.ttft_full({"report": report}).splitlines() == [
+        "| method; `none` 50.0 ms | `retain-64` | `retain-32` |",
+        "| --- | --- | --- |",
+        "| `sinkpruner` | 25.0 (2.00x) | 20.0 (2.50x) |",
+        "| `dart` | 12.3 (4.05x) | - |",
+    ]
 
 
 def test_accuracy() -> None:
@@ -89,11 +114,11 @@ def test_accuracy() -> None:
             "fastv": {"retain-64": {"accuracy": 0.813, "relative": 0.824, "ci95": [0.784, 0.84]}},
         },
     }
-    assert figures.accuracy_short({"report": report}) == (
+    assert figure_tables.accuracy_short({"report": report}) == (
         "The pocket model keeps 97 % of its accuracy at `retain-64`, 90 % at `retain-32` "
         "(748 questions, 98.7 % right unpruned)."
     )
-    assert figures.methods_full(MEASURED | {"report": report}).splitlines()[-3:] == [
+    assert figure_tables.methods_full(MEASURED | {"report": report}).splitlines()[-3:] == [
         "| mean visual tokens a layer, of 256 | 35 | 18 |",
         "| `sinkpruner` | 95.9 ±1.4 (97) | 88.6 ±2.3 (90) |",
         "| `fastv` | 81.3 ±2.8 (82) | - |",
@@ -104,7 +129,7 @@ def test_peers() -> None:
     row = {"engine": "other", "form": "int4", "way": "none"}
     rows = [row | {"ms": {"ttft": {"median": ttft}, "per_token": {"median": 20.4}}} for ttft in (900.2, 550.4)]
     report = {"machine": "Some Processor", "plan": {"threads": 2, "repeat": 9}, "rows": rows}
-    lines = figures.peers_short(MEASURED | {"report": report}).splitlines()
+    lines = figure_tables.peers_short(MEASURED | {"report": report}).splitlines()
     assert lines[-2:] == ["| `other` int4, `none` | 550 | 20 |", "| `other` int4, `none` | 900 | 20 |"]
 
 
@@ -112,7 +137,7 @@ def test_only_the_text_between_markers_is_replaced() -> None:
     end = "<!-- end of figures -->"
     page = f"1\n<!-- figures: savings -->\nold\n{end}\n2 <!-- figures: peers -->old{end} 3\n"
     found = figures.rendered(page, {"savings": MEASURED})
-    table = figures.savings_short(MEASURED)
+    table = figure_tables.savings_short(MEASURED)
     assert found == page.replace("\nold\n", f"\n{table}\n")
     assert figures.rendered(found, {"savings": MEASURED}) == found
 

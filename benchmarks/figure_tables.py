@@ -1,0 +1,214 @@
+"""The tables of `figures.py`, in Markdown, from the JSON that its commands write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sinkprune.contract.checks.format_value import counted
+
+Figures = Mapping[str, Any]
+"""What a part kept: `date`, `instructions`, `commands`, and `report`, the JSON that the last command wrote."""
+
+
+def _where(figures: Figures) -> str:
+    """Return the date, the machine and the libraries of a measurement, in words."""
+    report, names = figures["report"], figures["instructions"].split()
+    widest = next((text for name, text in _WIDEST.items() if name in names), "no AVX")
+    threads = counted(report["threads"], "thread")
+    libraries = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if name in _LIBRARIES)
+    return f"{figures['date']}, {threads} of a shared {report['machine']} ({widest}), {libraries}"
+
+
+_WIDEST = {
+    "amx_bf16": "AMX",
+    "avx512_bf16": "AVX-512 with bf16",
+    "avx512f": "AVX-512",
+    "avx2": "AVX2",
+    "sve": "SVE",
+    "asimddp": "NEON",
+}
+_LIBRARIES = ("onnxruntime", "openvino")
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _reduction(budget: Mapping[str, Any]) -> str:
+    """Return the visual tokens of the picture, into the LLM and of the last layer."""
+    return f"{budget['visual_tokens']}, {budget['kept_after_sanitizer']}, {budget['tokens_per_layer'][-1]}"
+
+
+def savings_short(figures: Figures) -> str:
+    """Return what pruning saves, for the README."""
+    report = figures["report"]
+    head = ["budget", "visual tokens: picture, into the LLM, last layer", "TTFT ms", "prefill ms"]
+    rows = [
+        [
+            f"`{name}`",
+            _reduction(budget),
+            f"{budget['ms']['ttft']['median']:.0f}",
+            f"{budget['ms']['prefill']['median']:.0f}",
+            f"{budget['speedup']['prefill']:.2f}x",
+            f"{budget['flops_speedup']['prefill']:.2f}x",
+            f"{budget['speedup']['ttft']:.2f}x",
+        ]
+        for name, budget in report["budgets"].items()
+    ]
+    columns = [*head, "speed-up of prefill", "ideal, by FLOPs", "speed-up of TTFT"]
+    return (
+        "`llava-1.1b` (CLIP-L/336 and a 1.1 B Llama, random weights) in fp32 on `ort-cpu`; "
+        f"{report['prompt_tokens']} text tokens;\n"
+        f"medians of {report['repeat']} interleaved rounds; {_where(figures)}:\n\n{_table(columns, rows)}"
+    )
+
+
+def savings_full(figures: Figures) -> str:
+    """Return what pruning saves, with the parts of the time and their spread."""
+    report = figures["report"]
+    head = ["budget", "TTFT ms", "prefill ms", "selection ms", "a token ms", "KV cache MB", "prefill", "ideal"]
+    rows = [
+        [
+            f"`{name}`",
+            _spread(budget["ms"]["ttft"]),
+            _spread(budget["ms"]["prefill"]),
+            f"{budget['ms']['select']['median']:.1f}",
+            f"{budget['ms']['per_token']['median']:.0f}",
+            f"{budget['kv_bytes'] / 1e6:.1f}",
+            f"{budget['speedup']['prefill']:.2f}x",
+            f"{budget['flops_speedup']['prefill']:.2f}x",
+            f"{budget['efficiency']['prefill']:.2f}",
+            f"{budget['speedup']['ttft']:.2f}x",
+        ]
+        for name, budget in report["budgets"].items()
+    ]
+    commands = "\n".join(["```", *figures["commands"], "```"])
+    table = _table([*head, "achieved", "TTFT"], rows)
+    return f"Measured on {_where(figures)}:\n\n{commands}\n\nMedians (p95) of {report['repeat']} rounds:\n\n{table}"
+
+
+def _spread(spread: Mapping[str, float]) -> str:
+    return f"{spread['median']:.0f} ({spread['p95']:.0f})"
+
+
+def accuracy_short(figures: Figures) -> str:
+    """Return the share of the unpruned accuracy that SinkPruner keeps, for the README."""
+    budgets = figures["report"]["methods"]["sinkpruner"]
+    first, *others = (f"{100 * found['relative']:.0f} % {{}}at `{name}`" for name, found in budgets.items())
+    shares = ", ".join([first.format("of its accuracy "), *(other.format("") for other in others)])
+    questions, unpruned = figures["report"]["questions"], 100 * figures["report"]["none"]["accuracy"]
+    return f"The pocket model keeps {shares} ({questions} questions, {unpruned:.1f} % right unpruned)."
+
+
+def methods_full(figures: Figures) -> str:
+    """Return the accuracy of every method at every budget, with half its 95 % interval and the share kept."""
+    report = figures["report"]
+    budgets = list(report["methods"]["sinkpruner"])
+    tokens = [report["methods"]["sinkpruner"][name]["mean_visual_tokens"] for name in budgets]
+    unpruned = report["none"]["mean_visual_tokens"]
+    rows = [[f"mean visual tokens a layer, of {unpruned:.0f}", *(f"{each:.0f}" for each in tokens)]]
+    rows += [
+        [f"`{method}`", *(_accuracy(found[name]) if name in found else "-" for name in budgets)]
+        for method, found in report["methods"].items()
+    ]
+    return f"Measured on {_where(figures)}:\n\n{_table(['method', *(f'`{name}`' for name in budgets)], rows)}"
+
+
+def versus_full(figures: Figures) -> str:
+    """Return how many points each method has more than `sinkpruner`, with the interval paired by picture."""
+    methods = figures["report"]["methods"]
+    budgets = list(methods["sinkpruner"])
+    rows = [
+        [f"`{method}`", *(_difference(found[name]["versus_first"]) if name in found else "-" for name in budgets)]
+        for method, found in methods.items()
+        if method != "sinkpruner"
+    ]
+    return _table(["method", *(f"`{name}`" for name in budgets)], rows)
+
+
+def ttft_full(figures: Figures) -> str:
+    """Return the median TTFT of every method at every budget, and how many times as fast as unpruned it is."""
+    report = figures["report"]
+    unpruned, budgets = report["none"]["ttft_ms"]["median"], list(report["methods"]["sinkpruner"])
+
+    def cell(found: Mapping[str, Any]) -> str:
+        median = found["ttft_ms"]["median"]
+        return f"{median:.1f} ({unpruned / median:.2f}x)"
+
+    rows = [
+        [f"`{method}`", *(cell(found[name]) if name in found else "-" for name in budgets)]
+        for method, found in report["methods"].items()
+    ]
+    return _table([f"method; `none` {unpruned:.1f} ms", *(f"`{name}`" for name in budgets)], rows)
+
+
+def methods_short(figures: Figures) -> str:
+    """Return what a sanitizer that reads the question wins at the smallest budget, for the README."""
+    *_, budget = (methods := figures["report"]["methods"])["sinkpruner"]
+    reads, blind = (100 * methods[name][budget]["accuracy"] for name in ("sinkpruner-text", "sinkpruner"))
+    return f"`--method sinkpruner-text`, has {reads:.1f} % right at `{budget}`, against {blind:.1f} %."
+
+
+def _accuracy(found: Mapping[str, Any]) -> str:
+    low, high = found["ci95"]
+    return f"{100 * found['accuracy']:.1f} ±{50 * (high - low):.1f} ({100 * found['relative']:.0f})"
+
+
+def _difference(found: Mapping[str, Any]) -> str:
+    low, high = found["ci95"]
+    return f"{100 * found['mean']:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+
+
+def peers_short(figures: Figures) -> str:
+    """Return the rows of the README about other engines: the fastest form of each, and ours unpruned."""
+    report = figures["report"]
+    rows = [
+        [
+            f"`{row['engine']}` {row['form']}, `{row['way']}`",
+            f"{row['ms']['ttft']['median']:.0f}",
+            f"{row['ms']['per_token']['median']:.0f}",
+        ]
+        for row in sorted(report["rows"], key=lambda row: row["ms"]["ttft"]["median"])
+    ]
+    plan = report["plan"]
+    return (
+        f"The same model and pictures in int4 ([docs/peers.md](docs/peers.md)), medians of {plan['repeat']} rounds;\n"
+        f"{figures['date']}, {plan['threads']} threads of a shared {report['machine']}:\n\n"
+        + _table(["engine", "TTFT ms", "a token ms"], rows)
+    )
+
+
+def confidence_curve(figures: Figures) -> str:
+    """Return the accuracy and TTFT of each budget, and of budget `auto` with several thresholds."""
+    report = figures["report"]
+    unpruned = report["budgets"]["none"]["ttft_ms"]
+    rows = [
+        [f"`{name}`", "", *_closed(found, unpruned), "" if (ms := found["resumed_ms"]) is None else f"{ms:.1f}"]
+        for name, found in report["budgets"].items()
+    ]
+    rows += [
+        [f"`auto`, {100 * found['share']:g} %", _steps(found), *_closed(found, unpruned), ""]
+        for found in report["curve"]
+    ]
+    columns = ["budget", "steps, and the share of questions that reach each", "accuracy in %", "of `none`'s"]
+    commands = "\n".join(["```", *figures["commands"], "```"])
+    return (
+        f"Measured on {_where(figures)}:\n\n{commands}\n\n{report['questions']} questions with closed lists about "
+        f"{report['pictures']} pictures. `auto` is cross-validated over {report['folds']} parts of the pictures:\n\n"
+        + _table([*columns, "TTFT ms", "of `none`'s", "as a later step, ms"], rows)
+    )
+
+
+def _closed(found: Mapping[str, Any], unpruned_ms: float) -> list[str]:
+    """Return the cells of accuracy and TTFT, each with its share of the unpruned model's."""
+    low, high = found["ci95"]
+    accuracy, ttft = f"{100 * found['accuracy']:.1f} ±{50 * (high - low):.1f}", found["ttft_ms"]
+    return [accuracy, f"{100 * found['relative']:.1f} %", f"{ttft:.1f}", f"{ttft / unpruned_ms:.2f}"]
+
+
+def _steps(point: Mapping[str, Any]) -> str:
+    """Return the budgets of a point on the curve, as in "`retain-32`, then `none` (12 %)"."""
+    first, *others = point["reached"].items()
+    return ", then ".join([f"`{first[0]}`", *(f"`{name}` ({100 * share:.0f} %)" for name, share in others)])
