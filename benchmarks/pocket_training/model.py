@@ -88,6 +88,15 @@ def new_model() -> LlavaForConditionalGeneration:
     return model
 
 
+def tuned_from(checkpoint: Path) -> LlavaForConditionalGeneration:
+    """Return `new_model` with the weights of a checkpoint that `save` wrote, in fp32."""
+    model = new_model()
+    saved = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).state_dict()
+    # The last block of the checkpoint's tower is never computed.
+    model.load_state_dict({name: saved[name] for name in model.state_dict()})
+    return model
+
+
 def _see_neighbours(tower: Any) -> None:
     """Initialise the tower's attention to near and alike patches, which small towers learn slowly.
 

@@ -18,15 +18,19 @@ from pocket_training.batches import Names, first_of, pictures, training_scenes
 from pocket_training.decoding import Sight
 from pocket_training.losses import PatchProbe, Probe, tower_states
 from pocket_training.model import Dialogue
+from pocket_training.outliers import OutlierProbe
 from pocket_training.qwen_tower import VARIED_NAMES, varied_pictures
 from pocket_training.qwen_tower import tower_states as qwen_states
-from pocket_training.stages import LEAST_FACTOR, LLAVA_STAGES, MEASURED_KINDS, QWEN_STAGES, Stage
+from pocket_training.stages import LEAST_FACTOR, LLAVA_STAGES, MEASURED_KINDS, OUTLIER_STAGES, QWEN_STAGES, Stage
+from sinkprune import demo
 from sinkprune.contract.text.questions import Question
 from sinkprune.demo.scene_questions import KINDS, draw_questions
 from sinkprune.demo.scenes import Scene, make_scene
 from sinkprune.demo.varied_questions import VARIED_KINDS, VARIED_LESSONS
 from sinkprune.demo.varied_scenes import MOST_TOKENS, SIZES, compose_varied, make_varied, shrink
 
+POCKET = Path(demo.__file__).parent / "pocket"
+"""The checkpoint of the pocket LLaVA."""
 Drawn = list[tuple[Scene, Image.Image]]
 
 
@@ -124,6 +128,21 @@ class LlavaRecipe(Recipe):
         llava_model.save(model, tokenizer, folder)
 
 
+class OutlierRecipe(LlavaRecipe):
+    """The pocket LLaVA-1.5, tuned from the demo's weights until its tower has outliers."""
+
+    stages = OUTLIER_STAGES
+
+    def new_model(self) -> Any:
+        return llava_model.tuned_from(POCKET)
+
+    def new_tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_file(str(POCKET / "tokenizer.json"))
+
+    def new_probe(self, model: Any) -> PatchProbe:
+        return OutlierProbe(model.config.vision_config.hidden_size)
+
+
 class QwenRecipe(Recipe):
     """The pocket Qwen3-VL, on scenes of several resolutions."""
 
@@ -173,4 +192,4 @@ class QwenRecipe(Recipe):
         qwen_model.save(model, tokenizer, folder)
 
 
-RECIPES: dict[str, Recipe] = {"llava": LlavaRecipe(), "qwen3": QwenRecipe()}
+RECIPES: dict[str, Recipe] = {"llava": LlavaRecipe(), "llava-outliers": OutlierRecipe(), "qwen3": QwenRecipe()}

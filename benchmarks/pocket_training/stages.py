@@ -51,6 +51,9 @@ LLAVA_STAGES = (
     Stage("whole", 1000, 6, (4.5e-4, 0.0), 20, 256, 0.2, 6, (*KINDS, *_COUNTING)),
 )
 
+# Tunes the trained model, so that its tower gets outliers and the LLM reads them.
+OUTLIER_STAGES = (Stage("outliers", 500, 4, (5e-4, 0.0), 12, 256, 0.3, 6, (*KINDS, *_COUNTING), warm_up=30),)
+
 LEAST_FACTOR = 0.45
 FIRST_LAYERS = (0, 1, 2, 3, 4, 6, 8, 10, 12, 14)
 """The layers of Qwen3-VL's decoder that are trained first: several in each segment between its pruning stages."""
