@@ -27,11 +27,12 @@ _SIDE = 4
 class OutlierProbe(PatchProbe):
     """Predicts what each patch shows, and what the picture holds from the CLS token and from the outliers.
 
-    The loss rewards the norms of outliers, and what they hold. No loss rewards attention to them.
+    The loss rewards the norms of outliers by `norm_weight`, and what they hold. No loss rewards attention to them.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, norm_weight: float) -> None:
         super().__init__(width, Names())
+        self._norm_weight = norm_weight
         self.picture = nn.Linear(width, SUMMARY + 3 * _SIDE * _SIDE)
 
     def loss(self, states: torch.Tensor, seen: Pictures) -> torch.Tensor:
@@ -40,7 +41,8 @@ class OutlierProbe(PatchProbe):
         norms = relative_norms(patches)
         largest = outliers(norms, seen.classes[..., 0] == 0)
         registers = patches.gather(1, largest[..., None].expand(-1, -1, patches.shape[-1])).mean(1)
-        total = self.patch_loss(self.norm(patches), seen.classes, seen.centres) + norm_loss(norms, largest)
+        total = self.patch_loss(self.norm(patches), seen.classes, seen.centres)
+        total = total + self._norm_weight * norm_loss(norms, largest)
         return total + self._picture_loss(cls, seen) + self._picture_loss(registers, seen)
 
     def _picture_loss(self, states: torch.Tensor, seen: Pictures) -> torch.Tensor:

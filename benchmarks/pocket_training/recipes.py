@@ -91,7 +91,7 @@ class Recipe(ABC):
 class LlavaRecipe(Recipe):
     """The pocket LLaVA-1.5, on square scenes."""
 
-    stages = LLAVA_STAGES
+    stages: tuple[Stage, ...] = LLAVA_STAGES
     dialogue = llava_model.DIALOGUE
     names = Names()
     lessons = Lessons((1,), (2, 3), (4, 5, 6), (4, 5), slice(0, 3), slice(3, 6))
@@ -129,9 +129,15 @@ class LlavaRecipe(Recipe):
 
 
 class OutlierRecipe(LlavaRecipe):
-    """The pocket LLaVA-1.5, tuned from the demo's weights until its tower has outliers."""
+    """The pocket LLaVA-1.5, tuned from the demo's weights until its tower has outliers.
+
+    Without a weight of the norms it is the control: the same tuning, which makes none.
+    """
 
     stages = OUTLIER_STAGES
+
+    def __init__(self, norm_weight: float) -> None:
+        self._norm_weight = norm_weight
 
     def new_model(self) -> Any:
         return llava_model.tuned_from(POCKET)
@@ -140,7 +146,7 @@ class OutlierRecipe(LlavaRecipe):
         return Tokenizer.from_file(str(POCKET / "tokenizer.json"))
 
     def new_probe(self, model: Any) -> PatchProbe:
-        return OutlierProbe(model.config.vision_config.hidden_size)
+        return OutlierProbe(model.config.vision_config.hidden_size, self._norm_weight)
 
 
 class QwenRecipe(Recipe):
@@ -192,4 +198,9 @@ class QwenRecipe(Recipe):
         qwen_model.save(model, tokenizer, folder)
 
 
-RECIPES: dict[str, Recipe] = {"llava": LlavaRecipe(), "llava-outliers": OutlierRecipe(), "qwen3": QwenRecipe()}
+RECIPES: dict[str, Recipe] = {
+    "llava": LlavaRecipe(),
+    "llava-outliers": OutlierRecipe(norm_weight=1.0),
+    "llava-control": OutlierRecipe(norm_weight=0.0),
+    "qwen3": QwenRecipe(),
+}

@@ -68,14 +68,15 @@ def test_the_loss_lengthens_outliers_and_shortens_other_long_patches() -> None:
     assert (along[others] == 0).all()
 
 
-def test_the_probe_asks_the_outliers_and_the_cls_token_what_the_picture_holds() -> None:
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_the_probe_asks_the_outliers_and_the_cls_token_what_the_picture_holds(weight: float) -> None:
     torch.manual_seed(1)
-    seen, probe = pictures([make_scene("validation", 1), make_scene("validation", 2)]), OutlierProbe(12)
+    seen, probe = pictures([make_scene("validation", 1), make_scene("validation", 2)]), OutlierProbe(12, weight)
     states = torch.randn(2, 257, 12)
     states.requires_grad_()
     chosen = outliers(relative_norms(states[:, 1:]), seen.classes[..., 0] == 0)
     rest = PatchProbe.patch_loss(probe, probe.norm(states[:, 1:]), seen.classes, seen.centres)
-    rest = rest + norm_loss(relative_norms(states[:, 1:]), chosen)
+    rest = rest + weight * norm_loss(relative_norms(states[:, 1:]), chosen)
     (own,) = torch.autograd.grad(probe.loss(states, seen) - rest, states)
     asked = {(row, 0) for row in range(2)} | {(row, 1 + i) for row in range(2) for i in chosen[row].tolist()}
     assert {(row, i) for row, i in (own.abs().sum(-1) > 1e-6).nonzero().tolist()} == asked
