@@ -4,6 +4,9 @@ The first stage trains the tower on what each patch shows. Later stages add the 
 picture. The last stage shows all patches and asks most about counting, the hardest kind. Pictures with few patches
 cost a third. An interrupted training resumes from its state file. `STATE.csv` and `STATE.accuracy.csv` hold the
 losses and the accuracy on validation scenes so far.
+
+`--model llava-outliers` tunes the demo's LLaVA until its tower has outlier tokens. `llava-control` tunes it as much,
+without the reward for their norms.
 """
 
 from __future__ import annotations
