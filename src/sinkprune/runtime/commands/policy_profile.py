@@ -14,7 +14,6 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import PolicyFacts
 from sinkprune.contract.reports.policy_report import PolicyBudgetReport, PolicyReport
 from sinkprune.runtime.acting.observation import STEPS
-from sinkprune.runtime.acting.profile import PolicyRounds, plot_policy
 from sinkprune.runtime.commands import BundleOptions, ReportOptions, name_list, plain_text, write_report
 from sinkprune.runtime.commands.interrupts import beside_earlier
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
@@ -29,6 +28,7 @@ from sinkprune.runtime.commands.table_console import (
     spread_text,
 )
 from sinkprune.runtime.families import load_family
+from sinkprune.runtime.profiling.policies import PolicyRounds, plot_policy
 from sinkprune.runtime.steps.pictures import decoded
 
 _FEWER_STEPS = (5, 2)
