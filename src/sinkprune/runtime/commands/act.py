@@ -237,7 +237,7 @@ def _met(chunks: Sequence[ActionReport]) -> str:
     reports = [chunk.deadline for chunk in chunks if chunk.deadline is not None]
     last, met = reports[-1], sum(each.met for each in reports)
     return (
-        f"{met} of {counted(len(reports), 'chunk')} in time; the last took {last.measured_ms:.0f} ms with reading its "
+        f"{met} of {counted(len(reports), 'chunk')} in time; the last took {last.measured_ms:.0f} ms with reading "
         f"frames, expected {last.expected_ms:.0f} ms; {last.reason}"
     )
 

@@ -127,7 +127,7 @@ def _print_tables(report: PolicyReport) -> None:
         f"milliseconds, median (p95) of {rounds}{few_note(report.repeat)}",
     )
     headings = ["visual", "mean %", "tower", "prefix", "select", "step"]
-    parts = make_table(["budget"], [*headings, "prefix x", "ideal x", "achieved", "step x", "ideal x"])
+    parts = make_table(["budget"], [*headings, "prefix x", "ideal x", "achieved", "step x", "ideal step x"])
     for name, budget in report.budgets.items():
         parts.add_row(
             plain_text(name),
