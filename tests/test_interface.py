@@ -29,6 +29,7 @@ _QUESTION = ("--image", "x.jpg", "--prompt", "What?")
 COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "run": (("BUNDLE",), _QUESTION),
     "serve": (("BUNDLE",), ()),
+    "act": (("BUNDLE",), ("--camera", "x.jpg", "--instruction", "Go", "--state", "0.5")),
     "replay": (("BUNDLE", "BAG"), ("--topic", "/x", "--prompt", "What?", "-o", "x.mcap")),
     "profile": (("BUNDLE",), _QUESTION),
     "export": (("CHECKPOINT",), ("-o", "bundle")),

@@ -22,6 +22,8 @@ from sinkprune.calibration.scheduling.report import Candidate, ScheduleReport
 from sinkprune.contract.budgets import Budget, Share
 from sinkprune.contract.costs.model import Curve
 from sinkprune.contract.precision import WeightForms
+from sinkprune.contract.reports.policy_report import PARTS as POLICY_PARTS
+from sinkprune.contract.reports.policy_report import PolicyReport
 from sinkprune.contract.reports.rate_report import Latency, RateReport
 from sinkprune.contract.reports.report import PARTS, ProfileReport, Spread, TokenSpread
 from sinkprune.engines.gate.report import GateReport
@@ -29,6 +31,8 @@ from sinkprune.jetson.commands.replay import ReplayReport
 from sinkprune.jetson.host.power_mode import ClockFrequency
 from sinkprune.jetson.report import DoctorReport
 from sinkprune.jetson.times import TimeRange
+from sinkprune.runtime.acting.report import PARTS as ACTION_PARTS
+from sinkprune.runtime.acting.report import ActionDeadline
 from sinkprune.runtime.steps.answer import DeadlineReport, TriedBudget
 from sinkprune.runtime.token_map import TokenClass, TokenMap
 from support.programs.commands import run
@@ -61,6 +65,7 @@ OBJECTS: dict[str, type] = {
 """The objects that several keys hold, by their name on the pages."""
 REPORTS: dict[str, tuple[type, ...]] = {
     "sinkprune-profile": (ProfileReport, RateReport),
+    "sinkprune-profile of a policy": (PolicyReport,),
     "sinkprune-check": (GateReport,),
     "sinkprune-evaluate": (EvaluationReport,),
     "sinkprune-calibrate schedule": (ScheduleReport,),
@@ -73,7 +78,7 @@ REPORTS: dict[str, tuple[type, ...]] = {
     "sinkprune-replay": (ReplayReport,),
 }
 """The dataclasses that commands write, by the heading of the section."""
-ADDED = {"sinkprune-profile": {"interrupted"}} | {
+ADDED = {name: {"interrupted"} for name in ("sinkprune-profile", "sinkprune-profile of a policy")} | {
     f"sinkprune-calibrate {verb}": {"sha256"} for verb in ("schedule", "quantize", "evidence")
 }
 """The keys that a command adds to its report."""
@@ -171,6 +176,23 @@ def test_an_answer_s_keys_are_named(bundle: Callable[..., Path], photo_file: Pat
     written |= {f"deadline.{field.name}" for field in fields(DeadlineReport)}
     written |= {f"tried.{field.name}" for field in fields(TriedBudget)}
     assert written == documented(sections()["sinkprune-run"])
+
+
+def test_a_chunk_s_keys_are_named(bundle: Callable[..., Path], photo_file: Path) -> None:
+    policy = bundle("pi0", budgets=("prune-77.8",), max_images=1)
+    go = ("--instruction", "go", "--state", "1,2,3,4,5", "--budget", "prune-77.8", "--steps", "1")
+    outcome = run("sinkprune-act", policy, "--camera", photo_file, *go, "--json")
+    parts = r"^(chunks\.ms|chunks\.kept\.after_stage)\..*"
+    written = {re.sub(parts, r"\1.*", path) for path in paths_in(json.loads(outcome.stdout))} - {"chunks.deadline"}
+    written |= {f"chunks.deadline.{field.name}" for field in fields(ActionDeadline)}
+    assert written == documented(sections()["sinkprune-act"])
+
+
+def test_parts_of_a_chunk_are_named() -> None:
+    table = sections()["sinkprune-act"].split("| part | what it is |")[1]
+    named = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split(" | ")[0])}
+    assert named == {*ACTION_PARTS}
+    assert {*POLICY_PARTS} - {"step"} < named
 
 
 def test_keys_of_an_export_and_a_build_are_named(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

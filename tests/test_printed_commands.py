@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,7 @@ CHECKPOINTS = {
     "llava-hf/llava-1.5-7b-hf": "gqa-112",
     "./my-checkpoint": "gqa-112",
     "Qwen/Qwen2.5-VL-7B-Instruct": "qwen",
+    "lerobot/pi0_base": "pi0",
 }
 """The small checkpoint in place of a published one."""
 BUNDLES = (
@@ -37,8 +39,14 @@ BUNDLES = (
     "engines",
     "engines-jetson",
     "qwen-7b",
+    "policy",
 )
 """The names of bundles and engines that commands read. Each accepts as many images as its printed export."""
+SMALL: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen-7b": ("qwen", {"budgets": ("prune-80",), "max_frames": 8}),
+    "policy": ("pi0", {"budgets": ("prune-77.8",)}),
+}
+"""The small checkpoint of a bundle, and its options, where they are others than usual."""
 GPU, MINUTES, SYSTEM = "needs a GPU", "takes minutes or gigabytes", "changes the system or needs the network"
 PARTS = "needs files, keys or programs that only its reader has"
 LOAD = "its answer depends on the machine's load: see tests/runtime/deadline/test_deadline_requests.py"
@@ -106,12 +114,9 @@ def readers_folder(
     config = json.loads((checkpoint("gqa-112") / "config.json").read_text())["text_config"]
     write_heads(folder / "heads.json", chosen_heads(config["num_hidden_layers"], config["num_attention_heads"]))
     for name in BUNDLES:
-        made = (
-            bundle("qwen", budgets=("prune-80",), max_frames=8)
-            if name == "qwen-7b"
-            else bundle("gqa-112", budgets=("retain-64", "retain-32"), max_images=most_images(name))
-        )
-        (folder / name).symlink_to(made)
+        small, options = SMALL.get(name, ("gqa-112", {"budgets": ("retain-64", "retain-32")}))
+        options = {"max_images": most_images(name), **options}
+        (folder / name).symlink_to(bundle(small, **options))
     return folder
 
 
@@ -142,7 +147,9 @@ def test_a_printed_command_runs(place: str, text: str, here: Path) -> None:
             (here / words[words.index(option) + 1]).unlink(missing_ok=True)
     if command == "sinkprune-run":
         words += ["--max-new-tokens", "2"]
-    if command == "sinkprune-profile":
+    if "--camera" in words and command == "sinkprune-profile":
+        words += ["--repeat", "1"]
+    elif command == "sinkprune-profile":
         words += ["--repeat", "1", "--new-tokens", "2"]
     outcome = run(command, *words)
     assert outcome.code == 0, f"{place}: {text}\n{outcome.stderr}"

@@ -9,6 +9,7 @@ from sinkprune.contract.command_line.verbs import Verb, run_verb
 
 VERBS = {
     "run": Verb("sinkprune.runtime.commands.run", "answer a question about pictures or a video"),
+    "act": Verb("sinkprune.runtime.commands.act", "return a robot policy's next actions"),
     "replay": Verb("sinkprune.jetson.commands.replay", "answer a question about a recording of ROS 2"),
     "serve": Verb("sinkprune.runtime.commands.serve", "answer requests of other programs over HTTP"),
     "profile": Verb("sinkprune.runtime.commands.profile", "measure the time of every budget"),

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from sinkprune.export.presets import PRESETS
 from sinkprune.jetson.boards import read_boards
 from sinkprune.jetson.commands import doctor as doctor_command
+from support.models.preset_facts import ANSWERING
 from support.programs.commands import assert_refused, own_process, run
 from support.programs.doctor_runs import doctor, set_python, told
 from support.stand_ins.board_trees import (
@@ -33,7 +33,7 @@ REQUEST = '--image PICTURE.jpg --prompt "QUESTION" --budget retain-192'
 def test_this_machine() -> None:
     done = doctor()
     assert done.code == 0, done.stderr
-    for words in ("machine ", "Python ", "libraries ", "onnxruntime ", "memory ", "swap ", "disk ", *PRESETS):
+    for words in ("machine ", "Python ", "libraries ", "onnxruntime ", "memory ", "swap ", "disk ", *ANSWERING):
         assert words in done.stdout
     assert "datasheet" not in done.stdout
 
@@ -83,7 +83,7 @@ def test_json_has_every_budget_of_every_preset_in_every_form() -> None:
     assert report["board"] == "thor-t5000"
     assert report["board_facts"]["memory_gb"] == 128
     assert set(report["board_facts"]["sources"].values()) == set(report["sources"])
-    assert [model["name"] for model in report["models"]] == list(PRESETS)
+    assert [model["name"] for model in report["models"]] == ANSWERING
     for model in report["models"]:
         assert [form["weights"] for form in model["forms"]] == ["fp16", "int8", "int4, vision int8"]
         for form in model["forms"]:
@@ -297,6 +297,11 @@ def test_wrong_input_is_rejected(
 def test_the_help_names_boards_and_presets() -> None:
     done = subprocess.run(own_process("sinkprune-doctor", "--help"), capture_output=True, text=True)
     assert done.returncode == 0
-    for words in ("--board", "--picture", "--json", "examples:", *read_boards().boards, *PRESETS):
+    for words in ("--board", "--picture", "--json", "examples:", *read_boards().boards, *ANSWERING):
         assert words in done.stdout
     assert "--root" not in done.stdout
+
+
+def test_a_policy_is_refused(bundle: Callable[..., Path]) -> None:
+    policy = bundle("pi0", budgets=("prune-77.8",), max_images=1)
+    assert_refused(doctor(policy), "is a robot policy (family 'pi0')", "sinkprune-profile measures it")

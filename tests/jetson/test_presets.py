@@ -19,7 +19,7 @@ from sinkprune.export.presets import PRESETS
 from sinkprune.jetson.other_forms import manifest_in_form
 from sinkprune.jetson.presets import PresetFacts, preset_manifest, read_presets
 from sinkprune.runtime.families import load_family
-from support.models.preset_facts import facts_of, weight_graphs, written
+from support.models.preset_facts import ANSWERING, facts_of, weight_graphs, written
 from support.programs.repository import ROOT
 from support.programs.slow_cases import each_once
 
@@ -27,7 +27,7 @@ from support.programs.slow_cases import each_once
 def test_the_file_holds_what_the_export_has() -> None:
     # Else: python tests/support/models/preset_facts.py
     assert (ROOT / "jetson" / "presets.json").read_text(encoding="utf-8") == written()
-    assert list(read_presets()) == list(PRESETS)
+    assert list(read_presets()) == ANSWERING
 
 
 @pytest.mark.parametrize("name", ["gqa-112", "next", "qwen"])
@@ -50,7 +50,7 @@ def test_a_preset_s_manifest_is_the_one_of_its_bundle(
         assert planned.weight_bytes(graph) == pytest.approx(real.weight_bytes(graph), abs=40 * 4096)
 
 
-@pytest.mark.parametrize(("name", "form"), each_once(PRESETS, ["int8", "int4", "uint4"]))
+@pytest.mark.parametrize(("name", "form"), each_once(ANSWERING, ["int8", "int4", "uint4"]))
 def test_sizes_in_another_form_are_those_of_the_export(name: str, form: WeightsName) -> None:
     manifest = preset_manifest(name, read_presets()[name], "opset24")
     other = manifest_in_form(manifest, "fp16", form)

@@ -140,6 +140,39 @@ def _qwen3(*shape: int, tied: bool, **vision: Any) -> dict[str, Any]:
     }
 
 
+def _pi0() -> dict[str, Any]:
+    """PaliGemma 3B of 224 pixels with an action expert of 300 M weights, as in openpi's `pi0_base`."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256, "num_hidden_layers": 18}
+    gemma = {"model_type": "gemma", **heads, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6}
+    text = {**gemma, "hidden_size": 2048, "intermediate_size": 16384, "vocab_size": 257152}
+    return {
+        "architectures": ["PI0ForConditionalGeneration"],
+        "model_type": "pi0",
+        "vlm_config": {
+            "model_type": "paligemma",
+            "projection_dim": 2048,
+            "image_token_id": 257152,
+            "text_config": text,
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 1152,
+                "intermediate_size": 4304,
+                "num_hidden_layers": 27,
+                "num_attention_heads": 16,
+                "image_size": 224,
+                "patch_size": 14,
+                "projection_dim": 2048,
+                "vision_use_head": False,
+            },
+        },
+        "dit_config": {**gemma, "hidden_size": 1024, "intermediate_size": 4096},
+        "chunk_size": 50,
+        "max_state_dim": 32,
+        "max_action_dim": 32,
+        "num_inference_steps": 10,
+    }
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     "llava-1.5-7b": _llava(4096, 11008, 32, 32, 32),
     "llava-1.5-13b": _llava(5120, 13824, 40, 40, 40),
@@ -152,5 +185,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-vl-2b": _qwen3(2048, 6144, 28, 16, 8, tied=True),
     "qwen3-vl-4b": _qwen3(2560, 9728, 36, 32, 8, tied=True),
     "qwen3-vl-8b": _qwen3(4096, 12288, 36, 32, 8, tied=False, **_QWEN3_LARGE_VISION),
+    "pi0": _pi0(),
 }
 """Parsed config.json by preset. `llava-1.1b` is CLIP-L/336 with a TinyLlama-shaped decoder."""

@@ -151,6 +151,11 @@ def _fit(model: str, dialect: DialectName, target: TargetMachine, query: Query) 
     presets = read_presets()
     if Path(model).exists():
         bundle = read_runnable(model)
+        if bundle.manifest.policy is not None:
+            raise UsageError(
+                f"'{model}' is a robot policy (family '{bundle.manifest.family}'), and this report is about models "
+                "that answer. Leave it out; sinkprune-profile measures it."
+            )
         kind: ModelState = "engines" if bundle.engines else "bundle"
         return fit(model, kind, bundle.manifest, _own_target(model, bundle, target, query.backend), query.picture)
     if model not in presets:

@@ -14,6 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from sinkprune.contract.checks.arguments import check_type
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.precision import Array
+from sinkprune.runtime.acting.report import ActionReport
 from sinkprune.runtime.media.clip import Clip, Picture, SampledFrames
 from sinkprune.runtime.media.images import read_image, to_rgb
 from sinkprune.runtime.media.video_file import VideoFile
@@ -34,16 +35,19 @@ _HATCH = 16
 """Pixels between the lines of hatching."""
 
 
-def overlay(answer: Answer, picture: PictureLike | Sequence[PictureLike]) -> Image.Image:
-    """Draw the fate of every visual token of an answer, with a legend, as an RGB image.
+def overlay(answer: Answer | ActionReport, picture: PictureLike | Sequence[PictureLike | None]) -> Image.Image:
+    """Draw the fate of every visual token of an answer, or of a chunk of actions, with a legend, as an RGB image.
 
     `picture` is the picture of the request: a Pillow image, a uint8 [height,width,3] RGB array or a file. For several
-    pictures give a list; they are drawn one above the other. For a clip give the frames that the model saw:
+    pictures give a list; they are drawn one above the other. For a chunk give the cameras as `Policy.act` took them;
+    None, a camera without a frame, is left out. For a clip give the frames that the model saw:
     `sinkprune.runtime.steps.pictures.decoded(clip, pipeline.family)`. Raises `ImageError`, and `UsageError` for an
     answer without pruning and for pictures of another number or size, and `TypeError` for an `answer` that is none.
     """
-    check_type("answer", answer, (Answer,), "an Answer, as generate returns it")
-    pictures: list[PictureLike] = list(picture if isinstance(picture, (list, tuple)) else (picture,))
+    expected = "an Answer, as generate returns it, or an ActionReport, as act returns it"
+    check_type("answer", answer, (Answer, ActionReport), expected)
+    given = picture if isinstance(picture, (list, tuple)) else (picture,)
+    pictures: list[PictureLike] = [each for each in given if each is not None]
     if len(pictures) != len(answer.images):
         raise UsageError(f"found {len(pictures)} pictures, the answer is about {len(answer.images)}. Give these.")
     if any(kept.schedule.counts is None for kept in answer.images):

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from inspect import signature
 from typing import NoReturn
 
@@ -19,12 +20,17 @@ from sinkprune.contract.plans import Plan
 from sinkprune.contract.precision import Array
 from sinkprune.contract.reports.progress import OnProgress, reporting, unreported
 from sinkprune.contract.schedule import Schedule, schedule
+from sinkprune.runtime.acting.costs import ActionCosts, measure_costs
+from sinkprune.runtime.acting.deadline import check_costs, choose_chunk, least_steps
 from sinkprune.runtime.acting.denoising import denoise
 from sinkprune.runtime.acting.observation import Observation, observed, robot_actions
 from sinkprune.runtime.acting.report import PARTS, ActionFlops, ActionReport
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import Compute
+from sinkprune.runtime.deadline.choices import budgets_up_to
+from sinkprune.runtime.deadline.cost_measuring import SECONDS, SECONDS_RANGE
+from sinkprune.runtime.deadline.request_history import RequestHistory
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.loading import During, check_kind, load_model, open_with_backend
 from sinkprune.runtime.steps.chain import Wrap
@@ -32,8 +38,9 @@ from sinkprune.runtime.steps.context_length import check_prompt_length
 from sinkprune.runtime.steps.decoding import kept_tokens, prefill
 from sinkprune.runtime.steps.encoding import encode, of_each_group, run_tower
 from sinkprune.runtime.steps.observer import NOBODY, Observer
-from sinkprune.runtime.steps.pictures import PictureLike, decoded, joined_inputs, tower_input
+from sinkprune.runtime.steps.pictures import PictureLike, decoded, joined_inputs, layout_of, tower_input
 from sinkprune.runtime.steps.prompt_rows import lay_out
+from sinkprune.runtime.steps.request import DEADLINE_MS
 
 
 class Policy:
@@ -56,6 +63,9 @@ class Policy:
         self.load_ms: float | None = None
         """Milliseconds that `Policy.load` took, with the check of sums; None without `Policy.load`."""
         self._model = load_model(bundle, backend, built, wrap, None, progress)
+        self.costs: ActionCosts | None = None
+        """What chunks cost on this machine, for chunks with a deadline. `warm_up` measures it."""
+        self._history: tuple[ActionCosts | None, RequestHistory] = None, RequestHistory()
 
     @classmethod
     def load(
@@ -120,6 +130,8 @@ class Policy:
         steps: int | None = None,
         seed: int | None = None,
         noise: Array | None = None,
+        deadline_ms: float | None = None,
+        min_steps: int | None = None,
         order: str = "rgb",
         observer: Observer = NOBODY,
     ) -> ActionReport:
@@ -131,9 +143,14 @@ class Policy:
         `seed` draws the noise that the chunk begins with, and `noise` [chunk,action_dim] is that noise; without both
         it differs each time. `order` is that of the channels of arrays: "rgb", or OpenCV's "bgr".
 
-        Raises `ImageError`, `PromptError`, `BudgetError`, `UsageError`, `PruningError` and `NumericsError`.
+        With `deadline_ms`, milliseconds from this call on, `budget` is the largest that may be chosen and `steps` the
+        most. The largest budget runs whose chunk is expected in time with `min_steps` or more (default: 5), with as
+        many as fit. `warm_up` must have measured the costs. A chunk is never cut short.
+
+        Raises `ImageError`, `PromptError`, `BudgetError`, `UsageError` (`DeadlineError` for unknown costs),
+        `PruningError` and `NumericsError`.
         """
-        manifest = self.bundle.manifest
+        began, manifest = time.perf_counter(), self.bundle.manifest
         plan = manifest.plan(method, budget)
         observation = observed(
             manifest,
@@ -146,8 +163,67 @@ class Policy:
             seed=seed,
             noise=noise,
         )
+        least = least_steps(min_steps, observation.steps, deadline_ms)
+        deadline_ms = None if deadline_ms is None else DEADLINE_MS.check(deadline_ms)
         self._model.check_counted(plan, method, budget)
-        return self._act(observation, plan, method, budget, observer)
+        if deadline_ms is None:
+            return self._act(observation, plan, method, budget, observer)
+        costs = check_costs(self.costs, method, budget, len(observation.cameras))
+        if self._history[0] is not costs:
+            self._history = costs, RequestHistory()
+        history = self._history[1]
+        chosen = choose_chunk(
+            costs,
+            history,
+            began=began,
+            deadline_ms=deadline_ms,
+            budget=budget,
+            most_steps=observation.steps,
+            least_steps=least,
+        )
+        observation = replace(observation, steps=chosen.steps)
+        report = self._act(observation, manifest.plan(method, chosen.budget), method, chosen.budget, observer)
+        return replace(report, deadline=chosen.report(history, sum(report.step_ms)))
+
+    def warm_up(
+        self,
+        cameras: Sequence[PictureLike | None],
+        instruction: str,
+        state: Sequence[float] | Array,
+        *,
+        budget: str = UNPRUNED,
+        method: str = "sinkpruner",
+        order: str = "rgb",
+        seconds: float = SECONDS,
+        progress: OnProgress = unreported,
+    ) -> ActionCosts:
+        """Measure what chunks cost on this machine at `budget` and all smaller ones, and load these budgets.
+
+        Chunks with a deadline need these costs. Repeats measurements for `seconds`, from 0 to 86400, but every budget
+        runs four times or more. Takes what `act` takes: frames, an instruction and a state like those of later
+        chunks. Sets and returns `costs`, which stay in memory. Raises what `act` raises, and `UsageError` for a
+        method whose counts vary by picture.
+        """
+        seconds = SECONDS_RANGE.check(seconds)
+        manifest = self.bundle.manifest
+        manifest.plan(method, budget)
+        self._model.check_counts_known(method)
+        observation = observed(
+            manifest, self.facts, cameras, instruction, state, order=order, steps=None, seed=None, noise=None
+        )
+        family = self._model.family
+        layouts = [layout_of(each, decoded(each, family), family, manifest) for each in observation.cameras]
+        choices = sorted(budgets_up_to(manifest, method, budget, layouts), key=lambda choice: -choice.rows)
+
+        def act(name: str, steps: int) -> ActionReport:
+            own = replace(observation, steps=steps)
+            return self._act(own, manifest.plan(method, name), method, name, NOBODY)
+
+        with self.backend.turn:
+            self.costs = measure_costs(
+                act, method, len(layouts), [choice.budget for choice in choices], seconds, progress
+            )
+        return self.costs
 
     def _act(
         self, observation: Observation, plan: Plan | None, method: str, budget: str, observer: Observer

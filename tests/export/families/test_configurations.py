@@ -10,7 +10,14 @@ from typing import Any
 import jinja2
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3VLConfig, Qwen3VLMoeConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    PI0Config,
+    PI0ForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
+)
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from sinkprune.contract.errors import CheckpointError
@@ -93,7 +100,7 @@ def test_qwens_have_the_same_budgets() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in (*PRESETS, "qwen2.5-vl-72b") if name not in ("llava-1.1b", "llava-1.5-13b")]
+    "name", [name for name in (*PRESETS, "qwen2.5-vl-72b") if name not in ("llava-1.1b", "llava-1.5-13b", "pi0")]
 )
 def test_parameters_are_those_of_transformers(name: str) -> None:
     config = PRESETS.get(name) or PUBLISHED[name]
@@ -110,6 +117,25 @@ def test_parameters_are_those_of_transformers(name: str) -> None:
     assert parameters_of(family) - twice == sum(used)
     assert COUNTED.get(name, sum(used)) == sum(used)
     assert name not in COUNTED or bool(twice) == (name != "qwen3-vl-8b")
+
+
+def test_parameters_of_a_policy_are_those_of_transformers() -> None:
+    config = PRESETS["pi0"]
+    with torch.device("meta"):
+        model = PI0ForConditionalGeneration(PI0Config(**copy.deepcopy(config)))
+    # The expert embeds no tokens, and nothing reads the decoder's last rows: the expert reads its caches.
+    unused = ("model.dit.embed_tokens.weight", "model.vlm.language_model.norm.weight")
+    named = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    family = read_family("pi0", config)
+    frequencies = config["dit_config"]["hidden_size"] // 2
+    assert parameters_of(family) - frequencies == sum(named.values()) - sum(named[name] for name in unused)
+    # The prefix is Gemma 2B with SigLIP's tower, and the expert has some 300 million weights (arXiv 2410.24164).
+    assert round(sum(count for name, count in named.items() if ".vlm." in name) / 1e8) == 29
+    assert round(sum(count for name, count in named.items() if ".dit.layers" in name) / 1e8) == 3
+    facts = family.policy({})
+    assert facts is not None
+    assert (facts.chunk, facts.state_dim, facts.action_dim, facts.steps) == (50, 32, 32, 10)
+    assert (family.tokens_of({}), family.language_model.num_layers) == (256, 18)
 
 
 def test_the_72b_is_read_and_planned() -> None:

@@ -18,6 +18,9 @@ from sinkprune.export.weights.weight_forms import form_of
 from sinkprune.jetson import presets
 from sinkprune.jetson.presets import PresetFacts, WeightBytes
 
+ANSWERING = [name for name, config in PRESETS.items() if read_family(name, config).policy({}) is None]
+"""The presets that answer. `sinkprune-doctor` has no row for a robot policy, which has an expert and no head."""
+
 
 def weight_graphs(family: Family, form: WeightsName, vision_form: WeightsName) -> dict[str, WeightedGraph]:
     """The graphs with weights of a decoder of one layer, whose states are fp16; no weight is read."""
@@ -56,7 +59,7 @@ def facts_of(name: str, config: Mapping[str, Any]) -> PresetFacts:
 
 def written() -> str:
     """The content of `presets.json`."""
-    facts = {name: to_json(facts_of(name, config)) for name, config in PRESETS.items()}
+    facts = {name: to_json(facts_of(name, PRESETS[name])) for name in ANSWERING}
     return json.dumps(facts, indent=1) + "\n"
 
 

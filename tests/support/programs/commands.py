@@ -16,6 +16,7 @@ from sinkprune.engines.gate.command import main as check
 from sinkprune.export.command import main as export
 from sinkprune.jetson.commands.doctor import main as doctor
 from sinkprune.jetson.commands.replay import main as replay
+from sinkprune.runtime.commands.act import main as act
 from sinkprune.runtime.commands.profile import main as profile
 from sinkprune.runtime.commands.run import main as run_
 from sinkprune.runtime.commands.serve import main as serve
@@ -30,6 +31,7 @@ _ENTRY_POINTS = {
     "sinkprune-build": build,
     "sinkprune-check": check,
     "sinkprune-run": run_,
+    "sinkprune-act": act,
     "sinkprune-profile": profile,
     "sinkprune-serve": serve,
     "sinkprune-evaluate": evaluate,

@@ -110,8 +110,8 @@ class BudgetReport:
 
 
 @dataclass(frozen=True)
-class ReportHeader:
-    """The head of every report: model, backend, machine and settings."""
+class EngineHeader:
+    """The head of every report: model, backend and machine."""
 
     model: str
     backend: str
@@ -127,10 +127,16 @@ class ReportHeader:
     threads: int
     prompt_tokens: int
     """Text tokens of the rendered prompt."""
-    new_tokens: int
     load_ms: float | None
     """Milliseconds of opening and loading the engines, with comparing sums."""
     versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class ReportHeader(EngineHeader):
+    """The head of every report about answers."""
+
+    new_tokens: int
     power: PowerReport | None
     """None if no joules were requested."""
 

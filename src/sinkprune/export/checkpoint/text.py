@@ -89,7 +89,7 @@ class SpecialTokens:
     """The special tokens of a family, for the tokenizer of random weights."""
 
     texts: dict[int, str]
-    """The tokens by id."""
+    """The tokens by id. One of them may be the first id after the vocabulary."""
     bos: str
     """The token before every prompt; empty if there is none."""
     eos: str

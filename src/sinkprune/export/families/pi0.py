@@ -171,9 +171,12 @@ class Pi0(LlamaShaped):
 
     @property
     def special_tokens(self) -> SpecialTokens:
-        # The image token follows the vocabulary.
         texts = {0: "<pad>", 1: "<eos>", 2: "<bos>", 3: "<unk>"}
-        return SpecialTokens(self._special_tokens(texts, 4), bos="<bos>", eos="<eos>", unknown="<unk>")
+        every = {self.image_token: "<image>", **texts}
+        # The image token may be the one after the vocabulary.
+        inside = {token: text for token, text in every.items() if token != self.language_model.vocab_size}
+        self._special_tokens(inside, len(texts) + (self.image_token in inside))
+        return SpecialTokens(every, bos="<bos>", eos="<eos>", unknown="<unk>")
 
     def graphs(self, segments: Sequence[range], held: Container[str]) -> dict[str, WriteGraph]:
         return {

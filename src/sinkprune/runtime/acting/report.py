@@ -33,6 +33,29 @@ class ActionFlops:
 
 
 @dataclass(frozen=True)
+class ActionDeadline:
+    """How a chunk met or missed its deadline. Milliseconds count from the call of `act`, with reading frames."""
+
+    deadline_ms: float
+    budget: str
+    """The chosen budget, which is the one that ran."""
+    steps: int
+    """The chosen number of denoising steps."""
+    reason: str
+    """Why they were chosen, in words."""
+    can_meet: bool
+    """Whether a chunk was expected in time at all."""
+    met: bool
+    """Whether the chunk was complete in time."""
+    expected_ms: float
+    """The expected time of the chunk."""
+    measured_ms: float
+    """Its measured time."""
+    slower: float
+    """The factor by which recent chunks were slower than the machine's costs, with a margin."""
+
+
+@dataclass(frozen=True)
 class ActionReport:
     """A chunk of actions, and how it came about."""
 
@@ -56,3 +79,5 @@ class ActionReport:
     flops: ActionFlops
     images: tuple[Kept, ...]
     """What each step kept of each camera's tokens, in the order of the cameras with a frame."""
+    deadline: ActionDeadline | None = None
+    """How the deadline was met or missed; None without a deadline."""

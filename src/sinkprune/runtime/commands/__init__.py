@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.text import Text
 
@@ -43,7 +43,10 @@ IMAGE_PLACE = "{image}"
 
 @dataclass(kw_only=True)
 class BundleOptions:
-    """The options of `bundle_parser`, for `CommandParser.parse`; a command's own options are fields of a subclass."""
+    """The options of `bundle_parser`, or of `engine_parser`, for `CommandParser.parse`.
+
+    A command's own options are fields of a subclass.
+    """
 
     bundle: Path
     backend: str | None = None
@@ -101,26 +104,42 @@ class ReportOptions:
 
 
 def new_parser(
-    name: str, description: str, examples: str, sources: Mapping[str, str] = MappingProxyType({})
+    name: str,
+    description: str,
+    examples: str,
+    add_sources: Callable[[Any], None] = lambda group: None,
+    prompt: Sequence[str] = ("--prompt",),
 ) -> CommandParser:
     """Return a parser with the arguments of commands that ask about images.
 
-    `sources` are further options that may replace images, with their help. Each takes a path.
+    `add_sources` adds options that may replace images to their group. `prompt` are the names of the prompt's option.
     """
     parser = bundle_parser(name, description, examples)
     add = parser.add_argument
     picture = parser.add_mutually_exclusive_group(required=True)
     picture.add_argument("--image", type=Path, action="append", help="an image file to ask about; may be repeated")
     picture.add_argument("--video", type=Path, action="append", help="a video file to ask about; may be repeated")
-    for source, help_text in sources.items():
-        picture.add_argument(source, type=Path, help=help_text)
-    add("--prompt", required=True, help="the question; {image} marks the place of an image (default: images first)")
-    add("--method", default="sinkpruner", help="pruning method (default: sinkpruner)")
+    add_sources(picture)
+    help_text = "the question; {image} marks the place of an image (default: images first)"
+    add(*prompt, dest="prompt", required=True, help=help_text)
+    add_method(parser)
     return parser
 
 
+def add_method(parser: CommandParser) -> None:
+    """Add `--method`."""
+    parser.add_argument("--method", default="sinkpruner", help="pruning method (default: sinkpruner)")
+
+
 def bundle_parser(name: str, description: str, examples: str) -> CommandParser:
-    """Return a parser with the arguments of commands that run a bundle; `load_pipeline` reads them."""
+    """Return a parser with the arguments of commands that ask a bundle; `load_pipeline` reads them."""
+    parser = engine_parser(name, description, examples)
+    add_fit_option(parser)
+    return parser
+
+
+def engine_parser(name: str, description: str, examples: str) -> CommandParser:
+    """Return a parser with the arguments of commands that run a bundle: those of `BundleOptions` without `--fit`."""
     parser = CommandParser(name, description, examples)
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export or sinkprune-build")
@@ -131,7 +150,6 @@ def bundle_parser(name: str, description: str, examples: str) -> CommandParser:
         help="on CPUs and openvino-gpu: fastest rounds activations to 8 bits for int8 and int4 weights, fp32 does "
         "not; bf16: openvino only (default: fastest)",
     )
-    add_fit_option(parser)
     add("--engines", type=Path, metavar="ENGINES", help="a folder written by sinkprune-build; TensorRT needs one")
     add("--threads", type=THREADS, help="CPU threads (default: all cores)")
     add_trust_options(parser)

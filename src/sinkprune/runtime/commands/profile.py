@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.format_value import counted
-from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import prints_json
-from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.contract.reports.energy import BudgetEnergy
-from sinkprune.contract.reports.report import OF_TTFT, BudgetReport, ProfileReport, Spread
+from sinkprune.contract.reports.report import OF_TTFT, BudgetReport, ProfileReport
 from sinkprune.runtime.backends.compatibility import usual_backend
 from sinkprune.runtime.commands import (
     PictureOptions,
-    ReportOptions,
     add_new_tokens,
     add_report_options,
     check_report_options,
@@ -38,6 +31,13 @@ from sinkprune.runtime.commands import (
 from sinkprune.runtime.commands.interrupts import beside_earlier
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
+from sinkprune.runtime.commands.policy_options import add_cameras, add_state, check_no_observation, given_observations
+from sinkprune.runtime.commands.policy_profile import (
+    PolicyProfileOptions,
+    check_policy_options,
+    profile_policy,
+    step_list,
+)
 from sinkprune.runtime.commands.power import (
     PowerOptions,
     add_power_options,
@@ -48,15 +48,23 @@ from sinkprune.runtime.commands.power import (
     wanted_sensor,
 )
 from sinkprune.runtime.commands.rate import (
-    FRAMES,
     RateOptions,
+    add_frames,
     add_rate_options,
     frame_files,
     print_rates,
     read_frames,
     wanted_camera,
 )
-from sinkprune.runtime.commands.table_console import TableConsole, make_table
+from sinkprune.runtime.commands.table_console import (
+    USUAL_REPEAT,
+    TableConsole,
+    few_note,
+    make_table,
+    measuring_progress,
+    median_text,
+    spread_text,
+)
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.profiling.plot import plot_report
 from sinkprune.runtime.profiling.profile import REPEAT, WARMUP, ProfileRounds
@@ -69,25 +77,25 @@ examples:
   sinkprune-profile bundle --image photo.jpg --prompt "Is the door open?" --budgets none,retain-64 \\
       --new-tokens 32 --repeat 10 --json profile.json --plot profile.png
   sinkprune-profile bundle --image photo.jpg --prompt "What is on the table?" --power
+  sinkprune-profile policy --camera base.jpg --camera wrist.jpg --instruction "pick up the cup" \\
+      --state 0.1,0.2,0.3 --steps 10,5
   sinkprune-profile bundle --frames frames --prompt "What is ahead?" --budgets retain-64 --rate 5 --duration 60
 """
 
-_REPEAT = 5
-"""The default for `--repeat`."""
 _NEW_TOKENS = 16
 """The default for `--new-tokens`."""
-_ENOUGH = 20
-_FEW = " (of fewer than 20, p95 is close to the slowest)"
 _LEGEND = """\
 visual: tokens of the pictures > into the LLM > in its last layer; mean %: their mean over all layers
 x: speed-up over none; ideal x: what the FLOPs of the prefill allow; achieved: prefill x as a share of ideal x"""
 
 
 @dataclass(kw_only=True)
-class _Options(PictureOptions, ReportOptions, RateOptions, PowerOptions):
-    budgets: list[str] | None
+class _Options(PictureOptions, PolicyProfileOptions, RateOptions, PowerOptions):
     new_tokens: int | None
-    warmup: int
+
+
+_OF_ANSWERS = ("image", "video", "frames", "rate", "duration", "new_tokens", "warm", "power", "idle", "fit")
+"""The options that a robot policy does not take."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,13 +108,21 @@ def _profile(arguments: Sequence[str] | None) -> None:
         "sinkprune profile",
         "Measure every budget against the unpruned engines, in turn, on one image and prompt.",
         _EXAMPLES,
-        FRAMES,
+        _add_sources,
+        ("--prompt", "--instruction"),
     )
     add = parser.add_argument
+    add_state(parser, required=False)
+    add(
+        "--steps",
+        type=step_list,
+        metavar="N,N",
+        help="for a robot policy: denoising steps, comma-separated (default: the checkpoint's, 5 and 2)",
+    )
     add("--budgets", type=name_list, help="comma-separated, none included (default: all of the bundle)")
     add_new_tokens(parser, default=_NEW_TOKENS, note=", or the engines' limit")
     parser.set_defaults(new_tokens=None)
-    add("--repeat", type=REPEAT, help=f"measured rounds (default: {_REPEAT})")
+    add("--repeat", type=REPEAT, help=f"measured rounds (default: {USUAL_REPEAT})")
     add(
         "--warmup-rounds",
         # The older name, too close to run's --warm-up.
@@ -128,10 +144,16 @@ def _profile(arguments: Sequence[str] | None) -> None:
     options = parser.parse(arguments, _Options)
 
     camera = wanted_camera(options)
+    observations = given_observations(options.camera, options.state)
     files = frame_files(options.frames) if options.frames else options.picture_files
-    check_report_options(options, options, files)
+    check_report_options(options, options, [*files, *observations.files])
     prompt = prompt_pieces(options.prompt)
     bundle = open_bundle(options, options.budgets or [])
+    if bundle.manifest.policy is not None:
+        check_policy_options(options, bundle, _OF_ANSWERS)
+        profile_policy(options, bundle, observations)
+        return
+    check_no_observation(options, bundle)
     budgets = options.budgets or [UNPRUNED, *bundle.manifest.plans[options.method]]
     sensor = wanted_sensor(options, options.backend or usual_backend(bundle))
     if options.frames:
@@ -153,7 +175,7 @@ def _profile(arguments: Sequence[str] | None) -> None:
     common: dict[str, Any] = {"method": options.method, "new_tokens": new_tokens}
     run: ProfileRounds | RateRun
     measure: Callable[[Callable[[str, int], None]], object]
-    repeat = options.repeat or _REPEAT
+    repeat = options.repeat or USUAL_REPEAT
     interrupted = earlier = ""
     with maybe_measuring(options, sensor) as meter:
         if camera is None:
@@ -163,7 +185,7 @@ def _profile(arguments: Sequence[str] | None) -> None:
             run = RateRun(pipeline, prompts, prompt, planned, camera, meter=meter, **common)
             measure, steps = partial(run.measure, options.warmup), camera.frames
         try:
-            with _progress(len(planned) * steps) as step:
+            with measuring_progress(len(planned) * steps) as step:
                 measure(step)
         except KeyboardInterrupt:
             if not run.count:
@@ -193,33 +215,16 @@ def _profile(arguments: Sequence[str] | None) -> None:
         raise KeyboardInterrupt(interrupted + earlier)
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[..., None]]:
-    """Show progress on stderr while the block runs. Yields a function of a budget's name and its finished steps."""
-    console = Console(stderr=True)
-    columns = [
-        TextColumn("{task.description:<12}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    ]
-    with (
-        ProgressLines("measuring", total, "answers") as lines,
-        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
-    ):
-        task = progress.add_task("measuring", total=total)
-
-        def show(name: str, steps: int = 1) -> None:
-            progress.update(task, advance=steps, description=escaped(name))
-            lines.update(f"measuring {name}", advance=steps)
-
-        yield show
+def _add_sources(group: Any) -> None:
+    add_frames(group)
+    add_cameras(group, "of a robot policy")
 
 
 def _print_table(report: ProfileReport) -> None:
     console = TableConsole()
-    few = _FEW if report.repeat < _ENOUGH else ""
-    console.print_head(report, f"milliseconds, median (p95) of {counted(report.repeat, 'interleaved run')}{few}")
+    console.print_head(
+        report, f"milliseconds, median (p95) of {counted(report.repeat, 'interleaved run')}{few_note(report.repeat)}"
+    )
     headings = ["visual", "mean %", "TTFT", "vision", "prefill", "select", "a token", "latency", "KV MB"]
     table = make_table(["budget"], [*headings, "prefill x", "ideal x", "achieved", "TTFT x"])
     for name, budget in report.budgets.items():
@@ -228,10 +233,10 @@ def _print_table(report: ProfileReport) -> None:
             plain_text(name),
             f"{budget.visual_tokens}>{budget.kept_after_sanitizer}>{budget.tokens_per_layer[-1]}",
             f"{100 * budget.mean_visual_tokens / budget.visual_tokens:.1f}",
-            _with_p95(ms["ttft"]),
-            _median(ms["vision"]),
-            _with_p95(ms["prefill"]),
-            *(_median(ms[part]) for part in ("select", "per_token", "latency")),
+            spread_text(ms["ttft"]),
+            median_text(ms["vision"]),
+            spread_text(ms["prefill"]),
+            *(median_text(ms[part]) for part in ("select", "per_token", "latency")),
             f"{budget.kv_bytes / 1e6:.1f}",
             f"{budget.speedup.prefill:.2f}",
             f"{budget.flops_speedup.prefill:.2f}",
@@ -247,7 +252,9 @@ def _print_table(report: ProfileReport) -> None:
     for name, budget in report.budgets.items():
         if budget.warm_ttft_ms and budget.ms["ttft"]:
             warm, share = budget.warm_ttft_ms, budget.warm_ttft_ms.median / budget.ms["ttft"].median
-            console.print(plain_text(f"{name}: TTFT in a session {_with_p95(warm)}, {share:.2f} of a whole request"))
+            console.print(
+                plain_text(f"{name}: TTFT in a session {spread_text(warm)}, {share:.2f} of a whole request")
+            )
     for name, budget in report.budgets.items():
         if budget.stage_peak_rss_bytes:
             console.print(plain_text(f"{name}: peak memory in MB: {_peaks(budget)}"))
@@ -268,8 +275,8 @@ def _noise(report: ProfileReport) -> str:
 
 def _parts(budget: BudgetReport) -> str:
     """Return the median milliseconds of TTFT's parts. They need not add up to the median of TTFT."""
-    parts = [f"{part} {_median(budget.ms[part])}" for part in OF_TTFT]
-    return ", ".join(parts).replace(", rest", f" (select {_median(budget.ms['select'])} of it), rest")
+    parts = [f"{part} {median_text(budget.ms[part])}" for part in OF_TTFT]
+    return ", ".join(parts).replace(", rest", f" (select {median_text(budget.ms['select'])} of it), rest")
 
 
 def _rates(budget: BudgetReport) -> str:
@@ -295,15 +302,3 @@ def _peaks(budget: BudgetReport) -> str:
     """Return the peak memory of each stage of the first run, and of all runs."""
     stages = ", ".join(f"{stage} {count / 1e6:.0f}" for stage, count in budget.stage_peak_rss_bytes.items())
     return stages if budget.peak_rss_bytes is None else f"{stages}; in all {budget.peak_rss_bytes / 1e6:.0f}"
-
-
-def _median(spread: Spread | None) -> str:
-    return "-" if spread is None else f"{spread.median:.{_digits(spread)}f}"
-
-
-def _with_p95(spread: Spread | None) -> str:
-    return "-" if spread is None else f"{_median(spread)} ({spread.p95:.{_digits(spread)}f})"
-
-
-def _digits(spread: Spread) -> int:
-    return 0 if spread.median >= 100 else 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.reports.rate_report import RateReport
@@ -17,10 +18,14 @@ from sinkprune.runtime.profiling.frame_clock import DURATION, RATE, FrameClock, 
 from sinkprune.runtime.steps.pictures import decoded
 
 DURATION_SECONDS = 60.0
-FRAMES = {"--frames": "with --rate: a folder of pictures, one for each frame in turn"}
-"""The option that may replace images, for `new_parser`."""
 _MOST_FRAME_BYTES = 1 << 30
 _CHANNELS = 3
+
+
+def add_frames(group: Any) -> None:
+    """Add `--frames`, which may replace images, to their group."""
+    help_text = "with --rate: a folder of pictures, one for each frame in turn"
+    group.add_argument("--frames", type=Path, help=help_text)
 
 
 def add_rate_options(parser: argparse.ArgumentParser) -> None:

@@ -1,18 +1,24 @@
-"""The console and the tables of commands."""
+"""The console, the progress and the tables of commands that measure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.reports.rate_report import RateReport
-from sinkprune.contract.reports.report import ProfileReport
+from sinkprune.contract.command_line.progress_lines import ProgressLines
+from sinkprune.contract.reports.report import EngineHeader, ReportHeader, Spread
 from sinkprune.runtime.commands import plain_text
+
+USUAL_REPEAT = 5
+"""The default for `--repeat`."""
+_ENOUGH = 20
 
 
 class TableConsole(Console):
@@ -32,13 +38,23 @@ class TableConsole(Console):
         """Raise `BrokenPipeError`, which `run_command` handles; rich would exit with 1."""
         raise BrokenPipeError
 
-    def print_head(self, report: ProfileReport | RateReport, measured: str) -> None:
+    def print_head(self, report: ReportHeader, measured: str) -> None:
         """Print the model, the machine and the lengths of a report's requests, and what was `measured`."""
+        lengths = f"{report.prompt_tokens} text tokens, {report.new_tokens} new tokens"
+        self.print_machine(report, f"{lengths}; {measured}")
+
+    def print_machine(self, report: EngineHeader, measured: str) -> None:
+        """Print the model and the machine of a report, and what was `measured`."""
         self.print(
             f"{escaped(report.model)}, {report.precision}, {report.backend}, {counted(report.threads, 'thread')}, "
-            f"{report.machine}\n{report.prompt_tokens} text tokens, {report.new_tokens} new tokens; {measured}",
+            f"{report.machine}\n{measured}",
             markup=False,
         )
+
+
+def few_note(repeat: int) -> str:
+    """Return a note about the 95th percentile of few measurements, and nothing for many."""
+    return f" (of fewer than {_ENOUGH}, p95 is close to the slowest)" if repeat < _ENOUGH else ""
 
 
 def make_table(left: Sequence[str], right: Sequence[str] = ()) -> Table:
@@ -49,3 +65,40 @@ def make_table(left: Sequence[str], right: Sequence[str] = ()) -> Table:
     for heading in right:
         table.add_column(plain_text(heading), justify="right", no_wrap=True)
     return table
+
+
+@contextmanager
+def measuring_progress(total: int, unit: str = "answers") -> Iterator[Callable[..., None]]:
+    """Show progress on stderr while the block runs. Yields a function of a budget's name and its finished steps."""
+    console = Console(stderr=True)
+    columns = [
+        TextColumn("{task.description:<12}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    ]
+    with (
+        ProgressLines("measuring", total, unit) as lines,
+        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
+    ):
+        task = progress.add_task("measuring", total=total)
+
+        def show(name: str, steps: int = 1) -> None:
+            progress.update(task, advance=steps, description=escaped(name))
+            lines.update(f"measuring {name}", advance=steps)
+
+        yield show
+
+
+def median_text(spread: Spread | None) -> str:
+    """Return the median with three digits or so; "-" for None."""
+    return "-" if spread is None else f"{spread.median:.{_digits(spread)}f}"
+
+
+def spread_text(spread: Spread | None) -> str:
+    """Return the median, with the 95th percentile in brackets; "-" for None."""
+    return "-" if spread is None else f"{median_text(spread)} ({spread.p95:.{_digits(spread)}f})"
+
+
+def _digits(spread: Spread) -> int:
+    return 0 if spread.median >= 100 else 1

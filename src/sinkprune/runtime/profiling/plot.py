@@ -9,11 +9,12 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.reports.report import BudgetReport, ProfileReport
+from sinkprune.contract.reports.report import BudgetReport, EngineHeader, ProfileReport
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -27,6 +28,7 @@ _PARTS = {
     "select": "#E69F00",
     "rest": "#000000",
     "decode": "#F0E442",
+    "expert": "#CC79A7",
 }
 
 
@@ -52,30 +54,49 @@ def import_matplotlib() -> Any:
 
 def plot_report(report: ProfileReport, suffix: str) -> bytes:
     """Return the bytes of a picture file with a stacked bar for each budget, from preprocessing to the last token."""
-    figure = import_matplotlib()(figsize=(10, 1.6 + 0.55 * len(report.budgets)), layout="constrained")
-    axes = figure.add_subplot()
-    names = list(report.budgets)
-    widths = {name: _widths(budget, report.new_tokens) for name, budget in report.budgets.items()}
+    rows = {name: _widths(budget, report.new_tokens) for name, budget in report.budgets.items()}
+    labels = []
+    for name, budget in report.budgets.items():
+        ttft = budget.ms["ttft"]
+        first = f", TTFT {ttft.median:.0f} ms ({budget.speedup.ttft:.2f}x)" if ttft else ""
+        labels.append(f"{sum(rows[name].values()):.0f} ms{first}")
+    below = "milliseconds (median of the whole answer, divided as the medians of its parts)"
+    title = f"{report.prompt_tokens} text + {report.new_tokens} new tokens"
+    return stacked_bars(report, rows, labels, title, below, suffix)
+
+
+def stacked_bars(
+    head: EngineHeader,
+    rows: Mapping[str, Mapping[str, float]],
+    labels: Sequence[str],
+    title: str,
+    below: str,
+    suffix: str,
+) -> bytes:
+    """Return the bytes of a picture file of type `suffix` with a stacked bar for each of `rows`.
+
+    `rows` are milliseconds by part, by the names next to the bars. `labels` stand after the bars, `title` above them
+    after the machine of `head`, and `below` under the axis.
+    """
+    figure = import_matplotlib()(figsize=(10, 1.6 + 0.55 * len(rows)), layout="constrained")
+    axes, names = figure.add_subplot(), list(rows)
+    parts = {part: colour for part, colour in _PARTS.items() if any(part in row for row in rows.values())}
     left = [0.0] * len(names)
-    for part, colour in _PARTS.items():
-        row = [widths[name][part] for name in names]
+    for part, colour in parts.items():
+        row = [rows[name][part] for name in names]
         axes.barh(names, row, left=left, color=colour, label=part, edgecolor="white", linewidth=0.4)
         left = [start + width for start, width in zip(left, row, strict=True)]
-    for number, (name, end) in enumerate(zip(names, left, strict=True)):
-        budget = report.budgets[name]
-        ttft = budget.ms["ttft"]
-        label = f"  {end:.0f} ms" + (f", TTFT {ttft.median:.0f} ms ({budget.speedup.ttft:.2f}x)" if ttft else "")
-        axes.text(end, number, label, va="center", fontsize=9)
+    for number, (end, label) in enumerate(zip(left, labels, strict=True)):
+        axes.text(end, number, f"  {label}", va="center", fontsize=9)
     axes.set_xlim(0, max(left) * 1.28)
     axes.invert_yaxis()
-    axes.set_xlabel("milliseconds (median of the whole answer, divided as the medians of its parts)")
+    axes.set_xlabel(below)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(
-        f"{report.model}, {report.precision}, {report.backend}, {counted(report.threads, 'thread')}\n"
-        f"{report.machine}; {report.prompt_tokens} text + {report.new_tokens} new tokens",
+        f"{head.model}, {head.precision}, {head.backend}, {counted(head.threads, 'thread')}\n{head.machine}; {title}",
         fontsize=10,
     )
-    figure.legend(ncols=len(_PARTS), fontsize=8, loc="outside lower center", frameon=False)
+    figure.legend(ncols=len(parts), fontsize=8, loc="outside lower center", frameon=False)
     return figure_bytes(figure, suffix)
 
 
@@ -88,7 +109,8 @@ def figure_bytes(figure: Any, suffix: str) -> bytes:
 
 def _widths(budget: BudgetReport, new_tokens: int) -> dict[str, float]:
     """Return the milliseconds of all parts, scaled to their median sum: medians of parts need not add up to it."""
-    widths, latency = {part: _width(budget, part, new_tokens) for part in _PARTS}, budget.ms["latency"]
+    widths = {part: _width(budget, part, new_tokens) for part in _PARTS if part != "expert"}
+    latency = budget.ms["latency"]
     scale = latency.median / sum(widths.values()) if latency else 1.0
     return {part: scale * width for part, width in widths.items()}
 

@@ -11,16 +11,19 @@ from typing import Any, NamedTuple
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.flops import decode_bytes, prefill_flops
+from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.reports.energy import BudgetEnergy
 from sinkprune.contract.reports.report import (
     PARTS,
     BudgetReport,
     Efficiency,
+    EngineHeader,
     PrefillAndTtft,
     ProfileReport,
     ReportHeader,
     Spread,
 )
+from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.deadline.choices import runnable, scheduled_budget
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.power.meter import EnergyMeter
@@ -196,26 +199,27 @@ def report_header(
     pipeline: Pipeline, method: str, prompt_tokens: int, new_tokens: int, meter: EnergyMeter | None
 ) -> ReportHeader:
     """Return the head of a report about `pipeline`, with the readings of `meter` so far."""
-    manifest = pipeline.bundle.manifest
-    return ReportHeader(
+    head = engine_header(pipeline.bundle.manifest, pipeline.backend, pipeline.load_ms, method, prompt_tokens)
+    return ReportHeader(**vars(head), new_tokens=new_tokens, power=None if meter is None else meter.report())
+
+
+def engine_header(
+    manifest: Manifest, backend: Backend, load_ms: float | None, method: str, prompt_tokens: int
+) -> EngineHeader:
+    """Return the head of a report about a bundle on a backend."""
+    return EngineHeader(
         model=model_name(manifest.checkpoint.source),
-        backend=pipeline.backend.name,
+        backend=backend.name,
         precision=manifest.precision,
         weights=manifest.weights,
-        compute=pipeline.backend.compute,
-        cache=pipeline.backend.cache,
+        compute=backend.compute,
+        cache=backend.cache,
         method=method,
         machine=processor_name(),
-        threads=pipeline.backend.threads,
+        threads=backend.threads,
         prompt_tokens=prompt_tokens,
-        new_tokens=new_tokens,
-        load_ms=pipeline.load_ms,
-        versions={
-            "sinkprune": version("sinkprune"),
-            "python": platform.python_version(),
-            **pipeline.backend.versions,
-        },
-        power=None if meter is None else meter.report(),
+        load_ms=load_ms,
+        versions={"sinkprune": version("sinkprune"), "python": platform.python_version(), **backend.versions},
     )
 
 

@@ -1,0 +1,144 @@
+"""Chunks of actions in time: which budget and how many denoising steps meet a deadline, by measured costs."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+from sinkprune.contract.checks.arguments import check_type
+from sinkprune.contract.checks.format_value import counted
+from sinkprune.contract.costs.model import Prediction
+from sinkprune.contract.errors import DeadlineError, UsageError
+from sinkprune.runtime.acting.costs import ActionCosts
+from sinkprune.runtime.acting.observation import STEPS
+from sinkprune.runtime.acting.report import ActionDeadline
+from sinkprune.runtime.deadline.request_history import RequestHistory
+
+FEWEST_STEPS = 5
+"""The default of `min_steps`. The steps integrate one field of velocities: more of them make its path finer, and
+change nothing that the expert reads."""
+
+
+@dataclass(frozen=True)
+class ChosenChunk:
+    """A budget and a number of steps for one chunk with a deadline, and why."""
+
+    began: float
+    """When `act` was called, by `time.perf_counter`."""
+    deadline_ms: float
+    budget: str
+    steps: int
+    usual: Prediction
+    """What the machine's costs predict: `first` before the expert, `token` for a step."""
+    expected_ms: float
+    """The whole chunk, at the machine's recent speed."""
+    slower: float
+    can_meet: bool
+    reason: str
+
+    def report(self, history: RequestHistory, step_ms: float) -> ActionDeadline:
+        """Return how the chunk met the deadline, now that it is complete, and add its times to `history`.
+
+        `step_ms` are the milliseconds of all its denoising steps.
+        """
+        measured = (time.perf_counter() - self.began) * 1e3
+        history.add(self.usual, measured - step_ms, step_ms / self.steps)
+        return ActionDeadline(
+            deadline_ms=self.deadline_ms,
+            budget=self.budget,
+            steps=self.steps,
+            reason=self.reason,
+            can_meet=self.can_meet,
+            met=measured <= self.deadline_ms,
+            expected_ms=self.expected_ms,
+            measured_ms=measured,
+            slower=self.slower,
+        )
+
+
+def choose_chunk(
+    costs: ActionCosts,
+    history: RequestHistory,
+    *,
+    began: float,
+    deadline_ms: float,
+    budget: str,
+    most_steps: int,
+    least_steps: int,
+) -> ChosenChunk:
+    """Choose the largest budget, up to `budget`, whose chunk is expected in time, and as many steps as fit.
+
+    A chunk has `least_steps` to `most_steps`. So fewer steps come before a smaller budget: a dropped token is lost,
+    and fewer steps only follow the same path less finely. `least_steps` equal to `most_steps` prunes first. If no
+    budget fits, that with the earliest chunk runs at `least_steps`. `costs` have `budget`.
+    """
+    slower, names = history.slower, list(costs.budgets)
+    usual = {
+        name: Prediction(tower=0.0, first=costs.budgets[name].before_ms, token=costs.budgets[name].step_ms)
+        for name in names[names.index(budget) :]
+    }
+    expected = {name: slower.of(prediction) for name, prediction in usual.items()}
+
+    def chunk_ms(name: str, steps: int) -> float:
+        return expected[name].first + steps * expected[name].token
+
+    fitting = [name for name in usual if chunk_ms(name, least_steps) <= deadline_ms]
+    if fitting:
+        chosen = fitting[0]
+        left = deadline_ms - expected[chosen].first
+        steps = max(least_steps, min(most_steps, math.floor(left / expected[chosen].token)))
+        reason = f"the largest budget that is expected in time with {counted(least_steps, 'step')} or more"
+    else:
+        steps, chosen = least_steps, min(usual, key=lambda name: chunk_ms(name, least_steps))
+        reason = (
+            f"no budget is expected in time with {counted(least_steps, 'step')}, so the fastest runs; allow fewer "
+            "with min_steps (--min-steps), or a later deadline"
+        )
+    return ChosenChunk(
+        began,
+        deadline_ms,
+        chosen,
+        steps,
+        usual[chosen],
+        chunk_ms(chosen, steps),
+        slower.first,
+        bool(fitting),
+        reason,
+    )
+
+
+def check_costs(costs: ActionCosts | None, method: str, budget: str, frames: int) -> ActionCosts:
+    """Return `costs`, if they have `budget` of `method` with so many `frames`; raises `DeadlineError`."""
+    again = "Measure them first, with policy.warm_up(cameras, instruction, state), for these."
+    if costs is None:
+        raise DeadlineError(
+            "a deadline was given, and the costs of chunks on this machine are not known. Measure them first, with "
+            "policy.warm_up(cameras, instruction, state)."
+        )
+    check_type("costs", costs, (ActionCosts,), "what warm_up returns")
+    if costs.method != method or budget not in costs.budgets:
+        raise DeadlineError(
+            f"a deadline was given, and the costs of method '{method}' at budget '{budget}' are not known, but those "
+            f"of method '{costs.method}' at {', '.join(costs.budgets)}. {again}"
+        )
+    if frames > costs.frames:
+        raise DeadlineError(
+            f"{counted(frames, 'camera')} have a frame, and the costs were measured with {costs.frames}. {again}"
+        )
+    return costs
+
+
+def least_steps(given: int | None, most: int, deadline_ms: float | None) -> int:
+    """Return the fewest steps of a chunk with a deadline; raises `UsageError`."""
+    if given is None:
+        return min(FEWEST_STEPS, most)
+    if deadline_ms is None:
+        raise UsageError("min_steps is for a deadline, and there is none. Give deadline_ms, or leave min_steps out.")
+    least = STEPS.named("min_steps").check(given)
+    if least > most:
+        raise UsageError(
+            f"min_steps is {least} and steps {most}, expected a minimum that is no larger. Lower min_steps, or raise "
+            "steps."
+        )
+    return least

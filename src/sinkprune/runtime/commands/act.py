@@ -1,0 +1,277 @@
+"""`sinkprune-act`: a robot policy's next chunk of actions, for one moment or for every frame of folders."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.bundle import Bundle, read_runnable
+from sinkprune.contract.checks.fields import to_json
+from sinkprune.contract.checks.format_value import counted
+from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
+from sinkprune.contract.command_line.progress_lines import ProgressLines, status
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.files.output_files import check_outputs, write_whole
+from sinkprune.runtime.acting.observation import SEED, STEPS
+from sinkprune.runtime.acting.report import ActionReport
+from sinkprune.runtime.commands import BundleOptions, add_method, engine_parser, write_line
+from sinkprune.runtime.commands.interrupts import beside_earlier
+from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
+from sinkprune.runtime.commands.picture_notes import note_pictures
+from sinkprune.runtime.commands.policy_options import (
+    Moment,
+    Observations,
+    add_cameras,
+    add_state,
+    given_observations,
+    load_policy,
+)
+from sinkprune.runtime.families import load_family
+from sinkprune.runtime.loading import check_kind
+from sinkprune.runtime.overlay import PICTURE_SUFFIXES, overlay, picture_bytes
+from sinkprune.runtime.policy import Policy
+from sinkprune.runtime.steps.answer import Kept
+from sinkprune.runtime.steps.pictures import decoded
+from sinkprune.runtime.steps.request import DEADLINE_MS
+
+_EXAMPLES = """\
+examples:
+  sinkprune-act policy --camera base.jpg --camera wrist.jpg --instruction "pick up the cup" \\
+      --state 0.1,0.2,0.3 --budget prune-77.8 --overlay kept.png
+  sinkprune-act policy --camera base.jpg --camera none --instruction "pick up the cup" --state state.json --json
+  sinkprune-act policy --camera base/ --camera wrist/ --instruction "pick up the cup" --state states.csv
+  sinkprune-act policy --camera base/ --camera wrist/ --instruction "pick up the cup" --state states.csv \\
+      --deadline-ms 300 --min-steps 4
+"""
+_SHOWN = 8
+"""How many numbers of an action a line has; --json has all."""
+
+
+@dataclass(kw_only=True)
+class _Options(BundleOptions):
+    camera: list[str]
+    instruction: str
+    state: str
+    method: str
+    budget: str
+    steps: int | None
+    seed: int | None
+    deadline_ms: float | None
+    min_steps: int | None
+    overlay: Path | None
+    json: Path | None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    return run_command(_act, arguments)
+
+
+def _act(arguments: Sequence[str] | None) -> None:
+    options = _parse(arguments)
+    observations = given_observations(options.camera, options.state)
+    overlays = [(options.overlay, PICTURE_SUFFIXES)] if options.overlay else []
+    folders = [*options.folders, *observations.folders]
+    check_outputs([*json_outputs(options.json), *overlays], [*observations.files, *options.key_files], folders)
+    _check_combinations(options, observations)
+    bundle = _open(options, observations)
+    manifest, (first, *_) = bundle.manifest, observations.moments
+    given = [path for path in first.cameras if path is not None]
+    family = load_family(manifest, None)
+    pictures = [decoded(path, family) for path in given]
+    memory = check_memory(
+        options, bundle, PlannedRequests(pictures, options.method, [options.budget], options.instruction, 0)
+    )
+    note_pictures(family, manifest, given, pictures)
+    policy = load_policy(options, bundle)
+    if options.deadline_ms is not None:
+        with status("measuring what budgets cost on this machine") as progress:
+            policy.warm_up(
+                list(first.cameras),
+                options.instruction,
+                first.state,
+                budget=options.budget,
+                method=options.method,
+                progress=progress,
+            )
+    chunks, interrupted, earlier, outputs = list[ActionReport](), "", "", options
+    total = len(observations.moments)
+    try:
+        with ProgressLines("acting", total, "chunks") as lines:
+            for moment in observations.moments:
+                chunks.append(_chunk(policy, moment, options))
+                lines.update(advance=1)
+                if not prints_json(options.json):
+                    # Lines of progress would stand between those of chunks, where both go to one file.
+                    lines.end()
+                    write_line(_line(chunks[-1], len(chunks), total))
+    except KeyboardInterrupt:
+        if not chunks:
+            raise
+        interrupted = f"there are {len(chunks)} of {counted(total, 'chunk')}."
+        outputs, earlier = beside_earlier(options, "json")
+    if not prints_json(options.json) and chunks[-1].deadline is not None:
+        write_line(f"deadline {options.deadline_ms:g} ms: {_met(chunks)}")
+    summary = {
+        "method": options.method,
+        "backend": policy.backend.name,
+        "precision": manifest.precision,
+        "load_ms": policy.load_ms,
+        "memory": memory._asdict(),
+        "interrupted": interrupted or None,
+        "chunks": [_chunk_json(chunk, moment) for chunk, moment in zip(chunks, observations.moments, strict=False)],
+    }
+    write_json(outputs.json, summary)
+    if interrupted:
+        raise KeyboardInterrupt(interrupted + earlier)
+    if options.overlay:
+        _draw(options.overlay, chunks[-1], first)
+
+
+def _parse(arguments: Sequence[str] | None) -> _Options:
+    parser = engine_parser(
+        "sinkprune act",
+        "Return a robot policy's next chunk of actions, from frames, instruction and state.",
+        _EXAMPLES,
+    )
+    add = parser.add_argument
+    add_cameras(parser, "; or a folder of frames, for a chunk each in the order of their names", required=True)
+    add("--instruction", "--prompt", required=True, help="what the robot is to do")
+    add_state(parser, required=True)
+    add_method(parser)
+    add(
+        "--budget",
+        default=UNPRUNED,
+        help="a budget of the bundle, or none; with --deadline-ms the largest that may be chosen (default: none)",
+    )
+    add(
+        "--steps",
+        type=STEPS,
+        metavar="N",
+        help="denoising steps; with --deadline-ms the most (default: the checkpoint's)",
+    )
+    add("--seed", type=SEED, help="repeat the noise that chunks begin with (default: new noise each time)")
+    add(
+        "--deadline-ms",
+        type=DEADLINE_MS,
+        metavar="MS",
+        help="milliseconds for a chunk, with reading its frames. Measures what budgets cost here first, then chooses "
+        "the largest budget that is expected in time with --min-steps, and as many steps as fit",
+    )
+    add(
+        "--min-steps",
+        type=STEPS.named("--min-steps"),
+        metavar="N",
+        help="the fewest denoising steps with --deadline-ms, before a smaller budget is taken (default: 5)",
+    )
+    add("--overlay", type=Path, metavar="FILE.png", help="draw each camera's kept and dropped tokens, in one picture")
+    parser.add_json("the actions and their figures")
+    return parser.parse(arguments, _Options)
+
+
+def _check_combinations(options: _Options, observations: Observations) -> None:
+    """Raise `UsageError` for options that exclude each other."""
+    if options.min_steps is not None and options.deadline_ms is None:
+        raise UsageError("--min-steps is for a deadline, and there is none. Add --deadline-ms.")
+    if options.overlay and options.budget == UNPRUNED and options.deadline_ms is None:
+        raise UsageError("--overlay draws what pruning kept. Give a --budget other than none, or --deadline-ms.")
+    if options.overlay and len(observations.moments) > 1:
+        raise UsageError(
+            f"--overlay draws one chunk, and there are {len(observations.moments)} moments. Give a file for each "
+            "camera, not a folder."
+        )
+
+
+def _open(options: _Options, observations: Observations) -> Bundle:
+    """Open the policy's bundle, and check the budget and all observations before anything is loaded."""
+    bundle = read_runnable(options.bundle, options.trust)
+    manifest, facts = bundle.manifest, bundle.manifest.policy
+    check_kind(manifest, str(bundle.path), acts=True)
+    if facts is None:
+        raise ValueError("check_kind accepts policies only")
+    manifest.plan(options.method, options.budget)
+    observations.check(manifest, facts, options.instruction, steps=options.steps)
+    return bundle
+
+
+def _chunk(policy: Policy, moment: Moment, options: _Options) -> ActionReport:
+    return policy.act(
+        list(moment.cameras),
+        options.instruction,
+        moment.state,
+        budget=options.budget,
+        method=options.method,
+        steps=options.steps,
+        seed=options.seed,
+        deadline_ms=options.deadline_ms,
+        min_steps=options.min_steps,
+    )
+
+
+def _line(chunk: ActionReport, number: int, total: int) -> str:
+    """Return a chunk's line: its time to actions and what it read, and its first action."""
+    ms, numbers = chunk.ms, chunk.actions[0]
+    parts = ", ".join(f"{name} {ms[part]:.0f}" for name, part in _PARTS.items())
+    of = f"{number}/{total} " if total > 1 else ""
+    more = ", ..." if len(numbers) > _SHOWN else ""
+    return (
+        f"{of}[{chunk.budget}] TTFA {ms['latency']:.0f} ms ({parts}), {1e3 / ms['latency']:.2f} Hz, "
+        f"{counted(chunk.steps, 'step')}; visual tokens {chunk.visual_tokens} -> {chunk.tokens_per_layer[0]} -> "
+        f"{chunk.tokens_per_layer[-1]}; first of {counted(len(chunk.actions), 'action')}: "
+        + ", ".join(f"{value:.4g}" for value in numbers[:_SHOWN])
+        + more
+    )
+
+
+_PARTS = {"preprocess": "preprocess", "vision": "vision", "prefix": "prefill", "expert": "expert"}
+"""The parts of a chunk's line, by their names there."""
+
+
+def _met(chunks: Sequence[ActionReport]) -> str:
+    """Return how many chunks met their deadline, and why the last one ran as it did."""
+    reports = [chunk.deadline for chunk in chunks if chunk.deadline is not None]
+    last, met = reports[-1], sum(each.met for each in reports)
+    return (
+        f"{met} of {counted(len(reports), 'chunk')} in time; the last took {last.measured_ms:.0f} ms with reading "
+        f"frames, expected {last.expected_ms:.0f} ms; {last.reason}"
+    )
+
+
+def _chunk_json(chunk: ActionReport, moment: Moment) -> dict[str, Any]:
+    return {
+        "cameras": [None if path is None else str(path) for path in moment.cameras],
+        "budget": chunk.budget,
+        "steps": chunk.steps,
+        "actions": chunk.actions.tolist(),
+        "prompt_tokens": chunk.prompt_tokens,
+        "visual_tokens": chunk.visual_tokens,
+        "tokens_per_layer": chunk.tokens_per_layer,
+        "ms": dict(chunk.ms),
+        "step_ms": chunk.step_ms,
+        "rate_hz": 1e3 / chunk.ms["latency"],
+        "flops": {**vars(chunk.flops), "total": chunk.flops.total},
+        "kept": [_kept_json(kept) for kept in chunk.images],
+        "deadline": to_json(chunk.deadline),
+    }
+
+
+def _kept_json(kept: Kept) -> dict[str, Any]:
+    """Return how many of a camera's tokens the decoder received, and how many survived each stage."""
+    return {
+        "visual_tokens": kept.layout.all_tokens,
+        "kept_after_sanitizer": kept.index.size,
+        "after_stage": {str(layer): len(rows) for layer, rows in kept.after_stage.items()},
+    }
+
+
+def _draw(path: Path, chunk: ActionReport, moment: Moment) -> None:
+    """Write the overlay, or a note where nothing was pruned."""
+    if chunk.budget == UNPRUNED:
+        sys.stderr.write(f"note: --overlay drew nothing, because budget {UNPRUNED} ran, which drops no tokens.\n")
+        return
+    write_whole(path, picture_bytes(overlay(chunk, moment.cameras), path))

@@ -1,0 +1,205 @@
+"""What a robot policy acts on, as commands take it: files or folders of frames, and states."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.checks.format_value import counted, format_value
+from sinkprune.contract.command_line.command_parser import CommandParser
+from sinkprune.contract.command_line.progress_lines import status
+from sinkprune.contract.errors import ImageError, UsageError
+from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_text
+from sinkprune.contract.manifest import Manifest, PolicyFacts
+from sinkprune.runtime.acting.observation import observed
+from sinkprune.runtime.commands import BundleOptions
+from sinkprune.runtime.commands.rate import frame_files
+from sinkprune.runtime.policy import Policy
+
+NO_CAMERA = "none"
+"""The word for a camera without a frame."""
+_STATES_BYTES = 64 << 20
+"""Seven hours of states of 32 numbers, ten times a second."""
+_NEGATIVE = re.compile(r"-\.?\d")
+
+
+class Moment(NamedTuple):
+    """The frames of all cameras at one time, and the robot's state."""
+
+    cameras: tuple[Path | None, ...]
+    state: tuple[float, ...]
+
+
+class Observations(NamedTuple):
+    """The moments of `--camera` and `--state`, and what they were read from."""
+
+    moments: tuple[Moment, ...] = ()
+    files: tuple[Path, ...] = ()
+    folders: tuple[Path, ...] = ()
+
+    def check(self, manifest: Manifest, facts: PolicyFacts, instruction: str, **options: Any) -> None:
+        """Check all moments before anything is loaded, with the `options` of `observed`.
+
+        Raises `ImageError`, `PromptError` and `UsageError`.
+        """
+        given: dict[str, Any] = {"order": "rgb", "steps": None, "seed": None, "noise": None, **options}
+        for number, moment in enumerate(self.moments, 1):
+            try:
+                observed(manifest, facts, list(moment.cameras), instruction, moment.state, **given)
+            except UsageError as error:
+                if len(self.moments) == 1:
+                    raise
+                raise UsageError(f"moment {number} of {len(self.moments)}: {error}") from error
+
+
+def add_cameras(group: Any, note: str = "", *, required: bool = False) -> None:
+    """Add `--camera` to a parser or a group of options that exclude each other; `note` is for the help."""
+    group.add_argument(
+        "--camera",
+        action="append",
+        metavar="PICTURE",
+        **({"required": True} if required else {}),
+        help=f"the last frame of a camera{note}; once for each, in the order of the policy's training; {NO_CAMERA} "
+        "for a camera without one",
+    )
+
+
+def add_state(parser: CommandParser, note: str = "", *, required: bool) -> None:
+    """Add `--state`."""
+    # The first number may be negative. argparse takes "-0.1,0.2" for an option, before Python 3.14.
+    parser._negative_number_matcher = _NEGATIVE
+    parser.add_argument(
+        "--state",
+        required=required,
+        metavar="N,N,...",
+        help=f"the robot's state{note}, in its own units, or a file of states: a line for each moment, as CSV or as "
+        "JSON lists; one line is for all",
+    )
+
+
+def given_observations(cameras: Sequence[str] | None, state: str | None) -> Observations:
+    """Return the moments of the options `--camera` and `--state`; none without cameras.
+
+    Raises `ImageError` for folders of different numbers of frames, and `UsageError` for states.
+    """
+    if not cameras:
+        return Observations()
+    if state is None:
+        raise UsageError("--camera is for a robot policy, which also reads the robot's state. Add --state.")
+    paths = [None if word == NO_CAMERA else Path(word) for word in cameras]
+    sets = _frames(paths)
+    states, source = _states(state)
+    if len(states) not in (1, len(sets)):
+        raise UsageError(
+            f"'{source}' has {counted(len(states), 'state')}, and the cameras have {counted(len(sets), 'moment')}. "
+            "Give a state for each, or one for all."
+        )
+    states *= len(sets) // len(states)
+    moments = tuple(Moment(frames, own) for frames, own in zip(sets, states, strict=True))
+    files = [path for frames in sets for path in frames if path is not None]
+    folders = tuple(path for path in paths if path is not None and path.is_dir())
+    return Observations(moments, (*files, *([source] if source else [])), folders)
+
+
+def _frames(paths: Sequence[Path | None]) -> list[tuple[Path | None, ...]]:
+    """Return the frames of each moment, by camera."""
+    folders = [path for path in paths if path is not None and path.is_dir()]
+    if not folders:
+        return [tuple(paths)]
+    alone = [path for path in paths if path is not None and path not in folders]
+    if alone:
+        raise ImageError(
+            f"'{folders[0]}' is a folder of frames, and '{alone[0]}' is none. Give a folder for each camera, a file "
+            f"for each, or {NO_CAMERA}."
+        )
+    frames = {folder: frame_files(folder) for folder in folders}
+    first = len(frames[folders[0]])
+    for folder in folders:
+        if len(frames[folder]) != first:
+            raise ImageError(
+                f"'{folders[0]}' has {counted(first, 'frame')} and '{folder}' {len(frames[folder])}, expected as "
+                "many in each: frames belong together by the order of their names."
+            )
+    return [tuple(frames[path][number] if path else None for path in paths) for number in range(first)]
+
+
+def _states(word: str) -> tuple[list[tuple[float, ...]], Path | None]:
+    """Return the states in the value of `--state`, and their file; None for numbers of the command line."""
+    numbers = _numbers(word)
+    if numbers is not None:
+        return [numbers], None
+    path = Path(word)
+    try:
+        lines = read_text(path, _STATES_BYTES).splitlines()
+    except UnreadableError as error:
+        raise UsageError(
+            f"--state is {format_value(word)}, expected numbers with commas between them, or a file of states: it "
+            f"{error}."
+        ) from error
+    states = [_line(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not states:
+        raise UsageError(f"the file of states '{path}' is empty, expected a line for each moment.")
+    return states, path
+
+
+def _line(path: Path, number: int, line: str) -> tuple[float, ...]:
+    """Return the state in a line of a file."""
+    found = _listed(line) if line.lstrip().startswith("[") else _numbers(line)
+    if found is None:
+        raise UsageError(
+            f"'{path}', line {number}: found {format_value(line)}, expected numbers with commas between them, or a "
+            "JSON list of numbers."
+        )
+    return found
+
+
+def _numbers(text: str) -> tuple[float, ...] | None:
+    """Return the finite numbers in a comma-separated text; None for anything else."""
+    try:
+        values = tuple(map(float, text.split(",")))
+    except ValueError:
+        return None
+    return values if all(map(math.isfinite, values)) else None
+
+
+def _listed(line: str) -> tuple[float, ...] | None:
+    """Return the numbers in a JSON list; None for anything else."""
+    try:
+        values = parsed_json(line.encode())
+    except UnreadableError:
+        return None
+    if any(type(value) not in (int, float) for value in values):
+        return None
+    try:
+        return tuple(map(float, values))
+    except OverflowError:
+        return None
+
+
+def check_no_observation(options: Any, bundle: Bundle) -> None:
+    """Raise `UsageError` for options of a policy, given for a model that answers."""
+    for name in ("camera", "state", "steps"):
+        if getattr(options, name) is not None:
+            raise UsageError(
+                f"--{name} is for robot policies, and '{bundle.path}' is a model that answers questions (family "
+                f"'{bundle.manifest.family}'). Leave it out, and give --image and --prompt."
+            )
+
+
+def load_policy(options: BundleOptions, bundle: Bundle) -> Policy:
+    """Load the policy `bundle` on the chosen backend, with progress on stderr."""
+    return Policy.load(
+        bundle,
+        backend=options.backend,
+        threads=options.threads,
+        engines=options.engines,
+        compute=options.compute,
+        check_sums=not options.skip_sums,
+        engines_sha256=options.engines_sha256,
+        signed_by=options.signed_by,
+        during=status,
+    )

@@ -1,0 +1,175 @@
+"""`sinkprune-profile` for a robot policy: measures every budget at several numbers of denoising steps."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.checks.format_value import counted, format_value
+from sinkprune.contract.command_line.json_output import prints_json
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.manifest import PolicyFacts
+from sinkprune.contract.reports.policy_report import PolicyBudgetReport, PolicyReport
+from sinkprune.runtime.acting.observation import STEPS
+from sinkprune.runtime.commands import BundleOptions, ReportOptions, name_list, plain_text, write_report
+from sinkprune.runtime.commands.interrupts import beside_earlier
+from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
+from sinkprune.runtime.commands.policy_options import Observations, load_policy
+from sinkprune.runtime.commands.table_console import (
+    USUAL_REPEAT,
+    TableConsole,
+    few_note,
+    make_table,
+    measuring_progress,
+    median_text,
+    spread_text,
+)
+from sinkprune.runtime.families import load_family
+from sinkprune.runtime.profiling.policies import PolicyRounds, plot_policy
+from sinkprune.runtime.steps.pictures import decoded
+
+_FEWER_STEPS = (5, 2)
+_LEGEND = """\
+visual: tokens of the frames > into the decoder > in its last layer; mean %: their mean over all layers
+tower: the vision tower on all cameras; prefix: the decoder on them and the text; step: the expert, once
+x: speed-up over none, of chunks with as many steps; ideal x: what FLOPs allow; achieved: prefix x as a share of ideal
+jitter: from the median to p95"""
+
+
+@dataclass(kw_only=True)
+class PolicyProfileOptions(BundleOptions, ReportOptions):
+    """The options of `profile_policy`."""
+
+    camera: list[str] | None
+    state: str | None
+    steps: list[int] | None
+    prompt: str
+    method: str
+    budgets: list[str] | None
+    repeat: int | None
+    warmup: int
+
+
+def step_list(words: str) -> list[int]:
+    """Return the numbers of steps in a comma-separated option; raises `ArgumentTypeError`."""
+    try:
+        return [STEPS.named("--steps").check(int(word)) for word in name_list(words)]
+    except ValueError as error:
+        raise ArgumentTypeError(f"found {format_value(words)}, expected whole numbers with commas between") from error
+
+
+def check_policy_options(options: PolicyProfileOptions, bundle: Bundle, of_answers: Iterable[str]) -> None:
+    """Raise `UsageError` without cameras, and for the options `of_answers`, which a policy does not take."""
+    for name in of_answers:
+        if getattr(options, name):
+            raise UsageError(
+                f"--{name.replace('_', '-')} is for models that answer questions, and '{bundle.path}' is a robot "
+                f"policy (family '{bundle.manifest.family}'). Leave it out, and give --camera, --instruction and "
+                "--state."
+            )
+
+
+def profile_policy(options: PolicyProfileOptions, bundle: Bundle, observations: Observations) -> None:
+    """Measure the policy `bundle`, print a table, and write the report.
+
+    Raises what `Policy.load` and `Policy.act` raise, and `KeyboardInterrupt` after the report of complete rounds.
+    """
+    manifest, facts = bundle.manifest, bundle.manifest.policy
+    if facts is None:
+        raise ValueError("the bundle is no policy")
+    if len(observations.moments) > 1:
+        raise UsageError(
+            f"found {len(observations.moments)} moments, expected one: all budgets are measured on the same frames. "
+            "Give a file for each camera."
+        )
+    (moment,) = observations.moments
+    steps = options.steps or _usual_steps(facts)
+    observations.check(manifest, facts, options.prompt)
+    budgets = list(dict.fromkeys([UNPRUNED, *(options.budgets or manifest.plans[options.method])]))
+    family = load_family(manifest, None)
+    # Decoded once: files would count as part of no chunk, and take time between them.
+    frames = [None if path is None else decoded(path, family) for path in moment.cameras]
+    given = [frame for frame in frames if frame is not None]
+    check_memory(options, bundle, PlannedRequests(given, options.method, budgets, options.prompt, 0))
+    policy = load_policy(options, bundle)
+    rounds = PolicyRounds(policy, frames, options.prompt, moment.state, budgets, steps, method=options.method)
+    repeat, interrupted, earlier, outputs = options.repeat or USUAL_REPEAT, "", "", options
+    try:
+        with measuring_progress(rounds.kinds * (options.warmup + repeat), "chunks") as step:
+            rounds.measure(repeat, options.warmup, step)
+    except KeyboardInterrupt:
+        if not rounds.count:
+            raise
+        interrupted = f"the report counts {rounds.count} of {counted(repeat, 'round')}."
+        outputs, earlier = beside_earlier(options, "json", "plot")
+    report = rounds.report()
+    write_report(outputs, report, plot_policy, {"interrupted": interrupted or None})
+    if not prints_json(options.json):
+        # Last, because the reader of standard output may stop reading, as `head` does.
+        _print_tables(report)
+    if interrupted:
+        raise KeyboardInterrupt(interrupted + earlier)
+
+
+def _usual_steps(facts: PolicyFacts) -> list[int]:
+    """Return the checkpoint's number of steps, and fewer."""
+    return [facts.steps, *(fewer for fewer in _FEWER_STEPS if fewer < facts.steps)]
+
+
+def _print_tables(report: PolicyReport) -> None:
+    console, rounds = TableConsole(), counted(report.repeat, "interleaved run")
+    console.print_machine(
+        report,
+        f"{counted(report.cameras, 'camera')}, {report.prompt_tokens} text tokens, {report.actions} actions a chunk; "
+        f"milliseconds, median (p95) of {rounds}{few_note(report.repeat)}",
+    )
+    headings = ["visual", "mean %", "tower", "prefix", "select", "step"]
+    parts = make_table(["budget"], [*headings, "prefix x", "ideal x", "achieved", "step x", "ideal step x"])
+    for name, budget in report.budgets.items():
+        parts.add_row(
+            plain_text(name),
+            f"{budget.visual_tokens}>{budget.kept_after_sanitizer}>{budget.tokens_per_layer[-1]}",
+            f"{100 * budget.mean_visual_tokens / budget.visual_tokens:.1f}",
+            median_text(budget.ms["vision"]),
+            spread_text(budget.ms["prefill"]),
+            median_text(budget.ms["select"]),
+            spread_text(budget.ms["step"]),
+            f"{budget.speedup.prefix:.2f}",
+            f"{budget.flops_speedup.prefix:.2f}",
+            f"{100 * budget.efficiency.prefix:.0f} %",
+            f"{budget.speedup.step:.2f}",
+            f"{budget.flops_speedup.step:.2f}",
+        )
+    console.print(parts)
+    chunks = make_table(["budget"], ["steps", "chunk", "Hz", "jitter", "chunk x", "ideal x"])
+    for name, budget in report.budgets.items():
+        for steps, chunk in budget.chunks.items():
+            chunks.add_row(
+                plain_text(name),
+                steps,
+                spread_text(chunk.ms),
+                f"{chunk.rate_hz:.2f}",
+                f"{chunk.jitter_ms:.1f}",
+                f"{chunk.speedup:.2f}",
+                f"{chunk.flops_speedup:.2f}",
+            )
+    console.print(chunks)
+    console.print(_LEGEND)
+    for name, budget in report.budgets.items():
+        console.print(plain_text(f"{name}: {_shares(budget)}"))
+    if report.load_ms is not None and report.first_chunk_ms is not None:
+        console.print(
+            f"loaded in {report.load_ms:.0f} ms, the first chunk was there at {report.first_chunk_ms:.0f} ms"
+        )
+
+
+def _shares(budget: PolicyBudgetReport) -> str:
+    """Return the parts of a chunk at the first number of steps, as shares of their sum."""
+    steps = next(iter(budget.chunks))
+    ms = {part: spread.median for part, spread in budget.ms.items() if part != "select"}
+    ms[f"{counted(int(steps), 'step')} of the expert"] = int(steps) * ms.pop("step")
+    whole = sum(ms.values())
+    return "of a chunk: " + ", ".join(f"{part} {100 * own / whole:.0f} %" for part, own in ms.items())

@@ -1,0 +1,188 @@
+"""Measures a policy's budgets and numbers of denoising steps in turn, so that a drifting machine favours none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.precision import Array
+from sinkprune.contract.reports.policy_report import (
+    PARTS,
+    ChunkReport,
+    PolicyBudgetReport,
+    PolicyFlops,
+    PolicyReport,
+    PrefixAndStep,
+    PrefixEfficiency,
+)
+from sinkprune.contract.reports.report import Spread
+from sinkprune.runtime.acting.report import ActionReport
+from sinkprune.runtime.policy import Policy
+from sinkprune.runtime.profiling.plot import stacked_bars
+from sinkprune.runtime.profiling.profile import REPEAT, WARMUP, engine_header
+from sinkprune.runtime.steps.pictures import PictureLike
+
+_SEED = 0
+"""All chunks begin with the same noise, which does not change their time."""
+Kind = tuple[str, int]
+"""A budget, and a number of denoising steps."""
+
+
+class PolicyRounds:
+    """Chunks at all `budgets` and unpruned, at each number of `steps`, in rounds.
+
+    An interrupt of `measure` leaves complete rounds. All chunks are of one moment: `cameras`, `instruction` and
+    `state` as `Policy.act` takes them.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        cameras: Sequence[PictureLike | None],
+        instruction: str,
+        state: Sequence[float] | Array,
+        budgets: Sequence[str],
+        steps: Sequence[int],
+        *,
+        method: str,
+    ) -> None:
+        self._policy, self._cameras, self._instruction, self._state = policy, cameras, instruction, state
+        self._method = method
+        self._kinds: list[Kind] = [*dict.fromkeys(product([UNPRUNED, *budgets], steps))]
+        self._first: ActionReport | None = None
+        self._rounds: list[dict[Kind, ActionReport]] = []
+        """The complete rounds that count."""
+
+    @property
+    def count(self) -> int:
+        """The number of complete rounds, without warm-up."""
+        return len(self._rounds)
+
+    @property
+    def kinds(self) -> int:
+        """The number of chunks of a round."""
+        return len(self._kinds)
+
+    def measure(self, repeat: int, warmup: int, on_run: Callable[[str], None]) -> None:
+        """Run each kind of chunk once in `warmup` rounds that do not count, and in `repeat` rounds that count.
+
+        `on_run` is called before each chunk. Raises `UsageError`, and what `Policy.act` raises.
+        """
+        repeat, warmup = REPEAT.check(repeat), WARMUP.check(warmup)
+        for turn in range(-warmup, repeat):
+            # Rotate the order, so that a round's first chunk favours no kind.
+            shift = turn % len(self._kinds)
+            found = {}
+            for budget, steps in [*self._kinds[shift:], *self._kinds[:shift]]:
+                on_run(budget)
+                found[budget, steps] = self._run(budget, steps)
+            if turn >= 0:
+                self._rounds.append(found)
+
+    def _run(self, budget: str, steps: int) -> ActionReport:
+        report = self._policy.act(
+            self._cameras,
+            self._instruction,
+            self._state,
+            budget=budget,
+            method=self._method,
+            steps=steps,
+            seed=_SEED,
+        )
+        self._first = self._first or report
+        return report
+
+    def report(self) -> PolicyReport:
+        """Return the report of the complete rounds, one at least."""
+        policy, first = self._policy, self._first
+        runs = {kind: [found[kind] for found in self._rounds] for kind in self._kinds}
+        any_run = self._rounds[0][self._kinds[0]]
+        head = engine_header(
+            policy.bundle.manifest, policy.backend, policy.load_ms, self._method, any_run.prompt_tokens
+        )
+        of_budget: dict[str, dict[int, list[ActionReport]]] = {}
+        for (budget, steps), own in runs.items():
+            of_budget.setdefault(budget, {})[steps] = own
+        load_ms = policy.load_ms
+        return PolicyReport(
+            **vars(head),
+            cameras=len(any_run.images),
+            actions=policy.facts.chunk,
+            repeat=self.count,
+            first_chunk_ms=None if load_ms is None or first is None else load_ms + first.ms["latency"],
+            budgets={budget: _budget_report(own, of_budget[UNPRUNED]) for budget, own in of_budget.items()},
+        )
+
+
+def _budget_report(
+    runs: dict[int, list[ActionReport]], unpruned: dict[int, list[ActionReport]]
+) -> PolicyBudgetReport:
+    """Return the report of a budget, whose `runs` are given by the number of steps, as are the `unpruned` ones."""
+    ms, base_ms = _spreads(runs), _spreads(unpruned)
+    flops, base_flops = _flops(runs), _flops(unpruned)
+    one = next(iter(runs.values()))[0]
+    speedup = PrefixAndStep(_ratio(base_ms["prefill"], ms["prefill"]), _ratio(base_ms["step"], ms["step"]))
+    ideal = PrefixAndStep(base_flops.prefix / flops.prefix, base_flops.step / flops.step)
+    return PolicyBudgetReport(
+        visual_tokens=one.visual_tokens,
+        kept_after_sanitizer=one.tokens_per_layer[0],
+        tokens_per_layer=tuple(one.tokens_per_layer),
+        mean_visual_tokens=sum(one.tokens_per_layer) / len(one.tokens_per_layer),
+        ms=ms,
+        flops=flops,
+        speedup=speedup,
+        flops_speedup=ideal,
+        efficiency=PrefixEfficiency(speedup.prefix / ideal.prefix),
+        chunks={
+            str(steps): _chunk_report(own, unpruned[steps], base_flops.chunk(steps) / flops.chunk(steps))
+            for steps, own in runs.items()
+        },
+    )
+
+
+def _spreads(runs: dict[int, list[ActionReport]]) -> dict[str, Spread]:
+    """Return the spread of each of `PARTS` over all chunks."""
+    every = [run for own in runs.values() for run in own]
+    steps = [ms for run in every for ms in run.step_ms]
+    return {part: Spread.of(steps if part == "step" else [run.ms[part] for run in every]) for part in PARTS}
+
+
+def _flops(runs: dict[int, list[ActionReport]]) -> PolicyFlops:
+    """Return the FLOPs of the parts of a chunk."""
+    one = next(iter(runs.values()))[0]
+    return PolicyFlops(one.flops.tower, one.flops.projector, one.flops.prefix, one.flops.expert // one.steps)
+
+
+def _chunk_report(
+    runs: Sequence[ActionReport], unpruned: Sequence[ActionReport], flops_speedup: float
+) -> ChunkReport:
+    ms, base = (Spread.of([run.ms["latency"] for run in own]) for own in (runs, unpruned))
+    return ChunkReport(
+        ms=ms,
+        rate_hz=1e3 / ms.median,
+        jitter_ms=ms.p95 - ms.median,
+        speedup=_ratio(base, ms),
+        flops_speedup=flops_speedup,
+    )
+
+
+def _ratio(slow: Spread, fast: Spread) -> float:
+    return slow.median / fast.median
+
+
+def plot_policy(report: PolicyReport, suffix: str) -> bytes:
+    """Return the bytes of a picture file with a stacked bar for each budget and number of steps."""
+    rows, labels = {}, []
+    for name, budget in report.budgets.items():
+        for steps, chunk in budget.chunks.items():
+            own = {part: spread.median for part, spread in budget.ms.items()}
+            own["expert"] = int(steps) * own.pop("step")
+            own["prefill"] -= own["select"]
+            # Medians of parts need not add up to the median of the whole.
+            scale = chunk.ms.median / sum(own.values())
+            rows[f"{name}, {steps} steps"] = {part: scale * ms for part, ms in own.items()}
+            labels.append(f"{chunk.ms.median:.0f} ms, {chunk.rate_hz:.2g} Hz ({chunk.speedup:.2f}x)")
+    title = f"{report.cameras} cameras, {report.prompt_tokens} text tokens, {report.actions} actions"
+    below = "milliseconds (median of the whole chunk, divided as the medians of its parts)"
+    return stacked_bars(report, rows, labels, title, below, suffix)

@@ -1,0 +1,221 @@
+"""Chunks with a deadline: the choice, against every combination tried one by one; what is measured and refused."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from sinkprune import Policy
+from sinkprune.contract.errors import BudgetError, DeadlineError, UsageError
+from sinkprune.runtime.acting.costs import STEPS, ActionCosts, BudgetCosts, measure_costs
+from sinkprune.runtime.acting.deadline import FEWEST_STEPS, ChosenChunk, choose_chunk
+from sinkprune.runtime.acting.report import ActionReport
+from sinkprune.runtime.deadline.request_history import MARGIN, RequestHistory
+
+BUDGETS = ("prune-77.8", "prune-88.9")
+NAMES = ("none", *BUDGETS)
+STATE = [0.5] * 5
+MS = st.floats(0.01, 1e4)
+
+
+def choose(costs: ActionCosts, deadline_ms: float, most: int, least: int, budget: str = "none") -> ChosenChunk:
+    """The choice of a policy that has run nothing yet."""
+    return choose_chunk(
+        costs,
+        RequestHistory(),
+        began=0.0,
+        deadline_ms=deadline_ms,
+        budget=budget,
+        most_steps=most,
+        least_steps=least,
+    )
+
+
+@given(
+    st.lists(st.tuples(MS, MS), min_size=3, max_size=3),
+    st.floats(1, 1e5),
+    st.integers(1, 12),
+    st.integers(1, 12),
+    st.sampled_from(NAMES),
+)
+def test_the_choice_is_the_first_that_fits(
+    ms: list[tuple[float, float]], deadline_ms: float, one: int, other: int, budget: str
+) -> None:
+    """Largest budget first, and then most steps: every combination is tried in that order."""
+    least, most = sorted((one, other))
+    costs = ActionCosts("sinkpruner", 1, {name: BudgetCosts(*each) for name, each in zip(NAMES, ms, strict=True)})
+    found = choose(costs, deadline_ms, most, least, budget)
+    slower = RequestHistory().slower
+    assert slower.first == slower.token > MARGIN
+    allowed = NAMES[NAMES.index(budget) :]
+    near = 1e-9 * deadline_ms
+
+    def expected(name: str, steps: int) -> float:
+        own = costs.budgets[name]
+        return slower.first * own.before_ms + steps * slower.token * own.step_ms
+
+    def first(limit: float) -> tuple[str, int] | None:
+        every = itertools.product(allowed, range(most, least - 1, -1))
+        return next((each for each in every if expected(*each) <= limit), None)
+
+    # A chunk that is in time by a rounding error may count either way.
+    in_time = {first(deadline_ms - near), first(deadline_ms), first(deadline_ms + near)}
+    if found.can_meet:
+        assert (found.budget, found.steps) in in_time
+    else:
+        assert None in in_time and found.steps == least
+        assert expected(found.budget, least) == min(expected(name, least) for name in allowed)
+    assert found.expected_ms == pytest.approx(expected(found.budget, found.steps))
+
+
+def test_fewer_steps_come_before_a_smaller_budget_and_min_steps_turns_that_round() -> None:
+    costs = ActionCosts("sinkpruner", 1, {"none": BudgetCosts(100, 10), "prune-77.8": BudgetCosts(50, 8)})
+    slower = RequestHistory().slower.first
+    # 10 steps take 200 unpruned, and 130 pruned.
+    for deadline, least, budget, steps in (
+        (200, 5, "none", 10),
+        (170, 5, "none", 7),
+        (170, 10, "prune-77.8", 10),
+        (149, 5, "prune-77.8", 10),
+        (91, 5, "prune-77.8", 5),
+        (80, 5, "prune-77.8", 5),
+    ):
+        found = choose(costs, deadline * slower + 1e-6, 10, least)
+        assert (found.budget, found.steps, found.can_meet) == (budget, steps, deadline > 80), deadline
+
+
+def test_costs_are_medians_without_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk takes 10 and 3 times its number of milliseconds, by a clock that chunks move."""
+    clock, ran = [0.0], list[tuple[str, int]]()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0] / 1e3)
+
+    def act(budget: str, steps: int) -> ActionReport:
+        times = 1000 if len(ran) < 2 else 1 + len(ran) // 2
+        ran.append((budget, steps))
+        step = [times * (3.0 if budget == "none" else 1.0)] * steps
+        clock[0] += 10 * times + sum(step)
+        return ActionReport(None, "", "", steps, 0, 0, [], {}, step, None, ())  # type: ignore[arg-type]
+
+    costs = measure_costs(act, "sinkpruner", 2, ("none", "prune-88.9"), 0.0, lambda *_: None)
+    assert ran[:4] == [("none", STEPS), ("prune-88.9", STEPS)] * 2
+    # Three rounds count, whose chunks take 2, 3 and 4 times as long.
+    assert len(ran) == 8
+    assert (costs.method, costs.frames) == ("sinkpruner", 2)
+    assert costs.budgets["none"] == BudgetCosts(pytest.approx(30), pytest.approx(9))  # type: ignore[arg-type]
+    assert costs.budgets["prune-88.9"] == BudgetCosts(pytest.approx(30), pytest.approx(3))  # type: ignore[arg-type]
+    assert costs.budgets["none"].chunk_ms(10) == pytest.approx(120)
+
+
+@pytest.fixture(scope="module")
+def warm(bundle: Callable[..., Path], photo: Image.Image) -> Policy:
+    """A small policy of two cameras with measured costs of one camera's frame."""
+    policy = Policy.load(bundle("pi0", budgets=BUDGETS, max_images=2))
+    policy.warm_up([photo, None], "pick up the cup", STATE, seconds=0)
+    return policy
+
+
+def act(policy: Policy, photo: Image.Image, **changed: Any) -> ActionReport:
+    """A chunk from one camera, within a deadline."""
+    options = {"deadline_ms": 60_000, "seed": 1, **changed}
+    return policy.act(options.pop("cameras", [photo, None]), "pick up the cup", STATE, **options)
+
+
+def test_a_policy_measures_its_budgets_the_largest_first(warm: Policy) -> None:
+    assert warm.costs is not None
+    assert list(warm.costs.budgets) == list(NAMES)
+    assert (warm.costs.method, warm.costs.frames) == ("sinkpruner", 1)
+    for own in warm.costs.budgets.values():
+        assert own.before_ms > 0 and own.step_ms > 0
+
+
+def test_a_smaller_budget_measures_only_itself(warm: Policy, photo: Image.Image) -> None:
+    other = Policy(warm.bundle, warm.backend)
+    costs = other.warm_up([photo, photo], "go", STATE, budget="prune-88.9", seconds=0)
+    assert (list(costs.budgets), costs.frames, other.costs) == (["prune-88.9"], 2, costs)
+
+
+def test_a_chunk_with_time_is_the_one_without_a_deadline(warm: Policy, photo: Image.Image) -> None:
+    in_time, plain = act(warm, photo), act(warm, photo, deadline_ms=None)
+    assert (in_time.budget, in_time.steps) == (plain.budget, plain.steps) == ("none", warm.facts.steps)
+    assert (in_time.actions == plain.actions).all()
+    assert plain.deadline is None
+    deadline = in_time.deadline
+    assert deadline is not None and deadline.met and deadline.can_meet
+    assert (deadline.budget, deadline.steps, deadline.deadline_ms) == ("none", warm.facts.steps, 60_000)
+    assert in_time.ms["latency"] < deadline.measured_ms
+    assert deadline.reason == "the largest budget that is expected in time with 5 steps or more"
+
+
+def test_the_chosen_budget_and_steps_are_what_runs(warm: Policy, photo: Image.Image) -> None:
+    """With costs of a slow machine, whose unpruned chunk takes a minute and a step a second."""
+    costs = warm.costs
+    slow = {"none": (60_000, 1000), "prune-77.8": (10_000, 1000), "prune-88.9": (1000, 1000)}
+    own = Policy(warm.bundle, warm.backend)
+    own.costs = ActionCosts("sinkpruner", 1, {name: BudgetCosts(*ms) for name, ms in slow.items()})
+    pruned = act(own, photo, deadline_ms=25_000)
+    expected = 1.3 * MARGIN
+    assert (pruned.budget, pruned.steps, len(pruned.step_ms)) == ("prune-77.8", 8, 8)
+    assert pruned.tokens_per_layer[-1] < pruned.visual_tokens
+    assert pruned.deadline is not None
+    assert pruned.deadline.expected_ms == pytest.approx(18_000 * expected)
+    assert pruned.deadline.slower == pytest.approx(expected)
+    # The chunk was far faster than that: it lowers what is expected of the next.
+    assert act(own, photo, deadline_ms=25_000).budget == "none"
+    # Other costs begin a new history.
+    own.costs = replace(own.costs)
+    late = act(own, photo, deadline_ms=1, min_steps=3)
+    assert (late.budget, late.steps) == ("prune-88.9", 3)
+    assert late.deadline is not None and not late.deadline.can_meet and not late.deadline.met
+    assert warm.costs is costs
+
+
+def test_the_fewest_steps_are_at_most_the_steps(warm: Policy, photo: Image.Image) -> None:
+    assert act(warm, photo, deadline_ms=1, steps=2).steps == 2
+    assert act(warm, photo, deadline_ms=1).steps == FEWEST_STEPS
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"cameras": "both"}, DeadlineError, "2 cameras have a frame, and the costs were measured with 1"),
+        ({"budget": "retain-64"}, BudgetError, "retain-64"),
+        ({"deadline_ms": 0}, UsageError, "deadline_ms is 0, expected milliseconds"),
+        ({"deadline_ms": True}, UsageError, "deadline_ms is True"),
+        ({"min_steps": 0}, UsageError, "min_steps is 0"),
+        ({"min_steps": 4, "steps": 3}, UsageError, "min_steps is 4 and steps 3"),
+        ({"min_steps": 4, "deadline_ms": None}, UsageError, "min_steps is for a deadline"),
+    ],
+)
+def test_wrong_deadlines_are_refused_with_a_sentence(
+    changed: dict[str, Any], error: type[Exception], words: str, warm: Policy, photo: Image.Image
+) -> None:
+    if changed.get("cameras") == "both":
+        changed = {**changed, "cameras": [photo, photo]}
+    with pytest.raises(error, match=words):
+        act(warm, photo, **changed)
+
+
+def test_unknown_costs_are_refused_with_a_sentence(warm: Policy, photo: Image.Image) -> None:
+    own = Policy(warm.bundle, warm.backend)
+    with pytest.raises(DeadlineError, match=r"costs of chunks on this machine are not known.*policy\.warm_up"):
+        act(own, photo)
+    own.costs = ActionCosts("sinkpruner", 2, {"prune-88.9": BudgetCosts(1, 1)})
+    with pytest.raises(DeadlineError, match=r"at budget 'none' are not known, but those .* at prune-88.9"):
+        act(own, photo)
+    own.costs = ActionCosts("fastv", 2, {"none": BudgetCosts(1, 1)})
+    with pytest.raises(DeadlineError, match=r"method 'sinkpruner' at budget 'none' are not known, but .* 'fastv'"):
+        act(own, photo)
+    own.costs = 3  # type: ignore[assignment]
+    with pytest.raises(TypeError, match="costs is 3, expected what warm_up returns"):
+        act(own, photo)
+    with pytest.raises(UsageError, match="seconds is -1"):
+        own.warm_up([photo, None], "go", STATE, seconds=-1)

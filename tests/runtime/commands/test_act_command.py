@@ -1,0 +1,248 @@
+"""`sinkprune-act`: one moment, folders of frames, states in files, deadlines, overlays, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageChops
+
+from sinkprune import ActionReport, Policy, overlay
+from sinkprune.contract.errors import UsageError
+from support.programs.commands import Outcome, assert_refused, run
+
+BUDGETS = ("prune-77.8", "prune-88.9")
+STATE = (-0.5, 0.1, -0.2, 0.3, 0.4)
+STATE_WORD = ",".join(map(str, STATE))
+FRAMES = 3
+
+
+@pytest.fixture(scope="module")
+def path(bundle: Callable[..., Path]) -> Path:
+    """A small policy of two cameras, whose state has five numbers."""
+    return bundle("pi0", budgets=BUDGETS, max_images=2)
+
+
+@pytest.fixture(scope="module")
+def policy(path: Path) -> Policy:
+    """The same, loaded."""
+    return Policy.load(path)
+
+
+@pytest.fixture(scope="module")
+def folder(photo: Image.Image, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Frames of two cameras, in folders and alone, and files of states."""
+    root = tmp_path_factory.mktemp("robot")
+    for camera, left in (("base", 0), ("wrist", 200)):
+        (root / camera).mkdir()
+        for number in range(FRAMES):
+            photo.crop((left + 40 * number, 0, left + 300, 250)).save(root / camera / f"{number}.png")
+        (root / f"{camera}.png").write_bytes((root / camera / "0.png").read_bytes())
+    (root / "base" / ".hidden").touch()
+    lines = [STATE_WORD, "[0.1, 0.2, 0.3, 0.4, 1e-1]", "", "  1 ,2,3,4,5"]
+    (root / "states.csv").write_text("\n".join(lines) + "\n")
+    (root / "short.csv").write_text(f"{STATE_WORD}\n{STATE_WORD}\n")
+    (root / "one.json").write_text(json.dumps(STATE))
+    return root
+
+
+STATES = (STATE, (0.1, 0.2, 0.3, 0.4, 0.1), (1.0, 2.0, 3.0, 4.0, 5.0))
+"""What states.csv says."""
+
+
+def act(path: Path, folder: Path, *words: object, cameras: tuple[str, ...] = ("base.png", "wrist.png")) -> Outcome:
+    """Runs the command, with a state of which the first number is negative."""
+    given = [word for name in cameras for word in ("--camera", "none" if name == "none" else folder / name)]
+    words = words if "--state" in words else (*words, "--state", STATE_WORD)
+    return run("sinkprune-act", path, *given, "--instruction", "pick up the cup", *words)
+
+
+def expected(
+    policy: Policy, folder: Path, names: tuple[str, ...], state: Any = STATE, **options: Any
+) -> ActionReport:
+    """The chunk from Python."""
+    frames = [None if name == "none" else folder / name for name in names]
+    return policy.act(frames, "pick up the cup", state, **{"seed": 3, **options})
+
+
+@pytest.mark.parametrize("cameras", [("base.png", "wrist.png"), ("base.png", "none"), ("none", "wrist.png")])
+def test_the_json_has_the_chunk_of_python(cameras: tuple[str, ...], path: Path, folder: Path, policy: Policy) -> None:
+    outcome = act(path, folder, "--seed", 3, "--budget", "prune-77.8", "--steps", 4, "--json", cameras=cameras)
+    assert outcome.code == 0, outcome.stderr
+    found, own = json.loads(outcome.stdout), expected(policy, folder, cameras, budget="prune-77.8", steps=4)
+    (chunk,) = found["chunks"]
+    np.testing.assert_allclose(chunk["actions"], own.actions, atol=1e-6)
+    assert chunk["cameras"] == [None if name == "none" else str(folder / name) for name in cameras]
+    assert (chunk["budget"], chunk["steps"], len(chunk["step_ms"])) == ("prune-77.8", 4, 4)
+    assert chunk["tokens_per_layer"] == own.tokens_per_layer
+    assert chunk["flops"] == {**vars(own.flops), "total": own.flops.total}
+    assert chunk["rate_hz"] == pytest.approx(1e3 / chunk["ms"]["latency"])
+    kept = [
+        {
+            "visual_tokens": 64,
+            "kept_after_sanitizer": each.index.size,
+            "after_stage": {str(cut): rows.size for cut, rows in each.after_stage.items()},
+        }
+        for each in own.images
+    ]
+    assert chunk["kept"] == kept
+    assert (found["backend"], found["method"], found["interrupted"]) == ("ort-cpu", "sinkpruner", None)
+
+
+def test_a_line_for_people(path: Path, folder: Path, policy: Policy) -> None:
+    outcome = act(path, folder, "--seed", 3, "--budget", "prune-88.9", "--steps", 1)
+    own = expected(policy, folder, ("base.png", "wrist.png"), budget="prune-88.9", steps=1)
+    found = re.fullmatch(
+        r"\[prune-88\.9\] TTFA (\d+) ms \(preprocess \d+, vision \d+, prefix \d+, expert \d+\), ([\d.]+) Hz, 1 step; "
+        r"visual tokens 128 -> 32 -> 6; first of 5 actions: (.*)\n",
+        outcome.stdout,
+    )
+    assert found is not None, outcome.stdout
+    assert float(found[2]) == pytest.approx(1e3 / float(found[1]), rel=0.05)
+    assert [float(word) for word in found[3].split(",")] == pytest.approx(own.actions[0].tolist(), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("source", "states"),
+    [("states.csv", STATES), ("one.json", [STATE] * FRAMES), (STATE_WORD, [STATE] * FRAMES)],
+)
+def test_folders_run_frame_by_frame(source: str, states: Any, path: Path, folder: Path, policy: Policy) -> None:
+    word = folder / source if source.endswith(("csv", "json")) else source
+    options = ("--seed", 3, "--steps", 2, "--state", word, "--json", folder / "x.json")
+    outcome = act(path, folder, *options, cameras=("base", "wrist"))
+    chunks = json.loads((folder / "x.json").read_text())["chunks"]
+    assert len(chunks) == FRAMES and len(outcome.stdout.splitlines()) == FRAMES
+    for number, (chunk, state) in enumerate(zip(chunks, states, strict=True)):
+        names = (f"base/{number}.png", f"wrist/{number}.png")
+        own = expected(policy, folder, names, state, steps=2)
+        np.testing.assert_allclose(chunk["actions"], own.actions, atol=1e-6)
+        assert outcome.stdout.splitlines()[number].startswith(f"{number + 1}/{FRAMES} [none] TTFA ")
+
+
+def test_a_folder_and_no_camera_go_together(path: Path, folder: Path) -> None:
+    outcome = act(path, folder, "--steps", 1, "--json", cameras=("none", "wrist"))
+    found = [chunk["cameras"] for chunk in json.loads(outcome.stdout)["chunks"]]
+    assert found == [[None, str(folder / "wrist" / f"{number}.png")] for number in range(FRAMES)]
+
+
+def test_an_overlay_has_every_camera(path: Path, folder: Path, policy: Policy, tmp_path: Path) -> None:
+    file = tmp_path / "kept.png"
+    for cameras in (("base.png", "wrist.png"), ("none", "wrist.png")):
+        outcome = act(path, folder, "--seed", 3, "--budget", "prune-88.9", "--overlay", file, cameras=cameras)
+        assert outcome.code == 0, outcome.stderr
+        own = expected(policy, folder, cameras, budget="prune-88.9")
+        drawn = overlay(own, [None if name == "none" else folder / name for name in cameras])
+        assert ImageChops.difference(Image.open(file).convert("RGB"), drawn).getbbox() is None
+    with pytest.raises(UsageError, match="found 2 pictures, the answer is about 1"):
+        overlay(own, [folder / "base.png", folder / "wrist.png"])
+
+
+def test_a_deadline_chooses_budget_and_steps(path: Path, folder: Path) -> None:
+    """With an hour the checkpoint's own run, and with a millisecond the fastest."""
+    outcome = act(path, folder, "--deadline-ms", 3_600_000, cameras=("base", "wrist"))
+    assert outcome.code == 0, outcome.stderr
+    *lines, last = outcome.stdout.splitlines()
+    assert all("[none]" in line and "10 steps" in line for line in lines) and len(lines) == FRAMES
+    assert last.startswith("deadline 3.6e+06 ms: 3 of 3 chunks in time; the last took ")
+    late = json.loads(act(path, folder, "--deadline-ms", 1, "--min-steps", 2, "--json").stdout)
+    deadline = late["chunks"][0]["deadline"]
+    assert (deadline["can_meet"], deadline["met"], deadline["steps"]) == (False, False, 2)
+    assert deadline["budget"] == late["chunks"][0]["budget"] and late["chunks"][0]["steps"] == 2
+
+
+def test_an_overlay_of_an_unpruned_chunk_is_a_note(path: Path, folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "kept.png"
+    outcome = act(path, folder, "--deadline-ms", 3_600_000, "--overlay", file)
+    assert outcome.code == 0 and not file.exists()
+    assert "note: --overlay drew nothing, because budget none ran" in outcome.stderr
+
+
+@pytest.mark.parametrize("complete", [0, 2])
+def test_an_interrupt_leaves_the_chunks_so_far(
+    complete: int, path: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, plain = iter(range(complete)), Policy.act
+
+    def interrupted(*given: Any, **options: Any) -> ActionReport:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return plain(*given, **options)
+
+    monkeypatch.setattr(Policy, "act", interrupted)
+    report = tmp_path / "x.json"
+    report.write_text("precious")
+    outcome = act(path, folder, "--steps", 1, "--json", report, cameras=("base", "wrist"))
+    assert (outcome.code, report.read_text()) == (130, "precious")
+    assert len(outcome.stdout.splitlines()) == complete
+    if complete:
+        found = json.loads((tmp_path / "x.interrupted.json").read_text())
+        assert len(found["chunks"]) == complete and found["interrupted"] == "there are 2 of 3 chunks."
+        assert "interrupted; there are 2 of 3 chunks. Earlier files stay" in outcome.stderr
+    else:
+        assert outcome.stderr.endswith("interrupted; nothing half-written was left.\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "cameras", "said"),
+    [
+        ((), ("base.png",), "found 1 camera, and the policy was exported for 2 cameras"),
+        ((), ("none", "none"), "no camera has a frame"),
+        ((), ("base", "wrist.png"), "is a folder of frames, and "),
+        ((), ("base", "few"), "has 3 frames and "),
+        ((), ("empty", "none"), "holds no files"),
+        ((), ("nothing.png", "none"), "nothing.png"),
+        (("--state", "1,2,3,4"), ("base.png", "none"), "the state has the shape [4], expected 5 numbers"),
+        (("--state", "1,2,3,4,nan"), ("base.png", "none"), "--state is '1,2,3,4,nan', expected numbers"),
+        (("--state", "1,2,3,4,"), ("base.png", "none"), "--state is '1,2,3,4,', expected numbers"),
+        (("--state", "FOLDER/short.csv"), ("base", "none"), "has 2 states, and the cameras have 3 moments"),
+        (("--state", "FOLDER/states.csv"), ("base.png", "none"), "has 3 states, and the cameras have 1 moment"),
+        (("--state", "FOLDER/header.csv"), ("base.png", "none"), "header.csv', line 1: found 'x,y', expected"),
+        (("--state", "FOLDER/nan.json"), ("base.png", "none"), "nan.json', line 1: found '[1, NaN]'"),
+        (("--state", "FOLDER/words.json"), ("base.png", "none"), "words.json', line 2"),
+        (("--state", "FOLDER/large.json"), ("base.png", "none"), "large.json', line 1"),
+        (("--state", "FOLDER/wide.csv"), ("base", "none"), "moment 2 of 3: the state has the shape [6]"),
+        (("--state", "FOLDER/blank.csv"), ("base.png", "none"), "is empty, expected a line for each moment"),
+        (("--state", "FOLDER/base"), ("base.png", "none"), "it is a folder, expected a regular file"),
+        (("--budget", "retain-64"), ("base.png", "none"), "retain-64"),
+        (("--method", "fastv"), ("base.png", "none"), "fastv"),
+        (("--min-steps", "3"), ("base.png", "none"), "--min-steps is for a deadline"),
+        (("--overlay", "x.png"), ("base.png", "none"), "Give a --budget other than none"),
+        (("--overlay", "x.png", "--budget", "prune-88.9"), ("base", "none"), "there are 3 moments"),
+        (("--json", "FOLDER/base/x.json"), ("base", "none"), "which is read. Choose a place outside it."),
+        (("--json", "FOLDER/one.json", "--state", "FOLDER/one.json"), ("base.png", "none"), "would be overwritten"),
+    ],
+)
+def test_wrong_options_are_refused(
+    words: tuple[str, ...], cameras: tuple[str, ...], said: str, path: Path, folder: Path
+) -> None:
+    for name in ("few", "empty"):
+        (folder / name).mkdir(exist_ok=True)
+    (folder / "few" / "0.png").write_bytes((folder / "base.png").read_bytes())
+    wide = f"{STATE_WORD}\n{STATE_WORD},1\n{STATE_WORD}\n"
+    files = {
+        "header.csv": "x,y\n1,2\n",
+        "nan.json": "[1, NaN]\n",
+        "words.json": '[1, 2]\n["a"]\n',
+        "large.json": f"[1{'0' * 400}]\n",
+        "wide.csv": wide,
+        "blank.csv": "\n\n",
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    given = [word.replace("FOLDER", str(folder)) for word in words]
+    assert_refused(act(path, folder, *given, cameras=cameras), said)
+
+
+def test_a_model_that_answers_is_refused(bundle: Callable[..., Path], folder: Path) -> None:
+    assert_refused(act(bundle("gqa-112"), folder), "expected a robot policy. Use sinkprune-run")
+
+
+def test_there_is_no_fit(path: Path, folder: Path) -> None:
+    with pytest.raises(SystemExit) as caught:
+        act(path, folder, "--fit", "pad")
+    assert caught.value.code == 2

@@ -1,0 +1,223 @@
+"""The profile of a policy: kinds of chunks in turn, figures by hand, and what the command prints and refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from sinkprune import ActionReport, Policy
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.flops import expert_flops, prefill_flops
+from sinkprune.contract.reports.policy_report import PARTS, PolicyReport
+from sinkprune.contract.reports.report import Spread
+from sinkprune.runtime.profiling.policies import PolicyRounds, plot_policy
+from support.programs.commands import assert_refused, run
+
+BUDGETS = ("prune-77.8", "prune-88.9")
+STATE = (0.5, 0.1, -0.2, 0.3, 0.4)
+STATE_WORD = ",".join(map(str, STATE))
+GO = ("--instruction", "pick up the cup", "--state", STATE_WORD)
+
+
+@pytest.fixture(scope="module")
+def policy(bundle: Callable[..., Path]) -> Policy:
+    """A small policy of two cameras."""
+    return Policy.load(bundle("pi0", budgets=BUDGETS, max_images=2))
+
+
+def rounds_of(policy: Policy, photo: Image.Image, budgets: Any = BUDGETS, steps: Any = (10, 2)) -> PolicyRounds:
+    return PolicyRounds(policy, [photo, None], "pick up the cup", STATE, budgets, steps, method="sinkpruner")
+
+
+def profiled(policy: Policy, photo: Image.Image, repeat: int = 1, warmup: int = 0, **options: Any) -> PolicyReport:
+    rounds = rounds_of(policy, photo, **options)
+    rounds.measure(repeat, warmup, lambda _: None)
+    return rounds.report()
+
+
+def test_kinds_take_turns_and_each_round_starts_with_another(
+    policy: Policy, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran, act = list[tuple[str, int]](), Policy.act
+
+    def noting(self: Policy, *given: Any, **options: Any) -> ActionReport:
+        ran.append((options["budget"], options["steps"]))
+        return act(self, *given, **options)
+
+    monkeypatch.setattr(Policy, "act", noting)
+    names = list[str]()
+    rounds = rounds_of(policy, photo, ["none", "prune-88.9"], [3, 2, 3])
+    rounds.measure(4, 1, names.append)
+    turns = [ran[start : start + 4] for start in range(0, len(ran), 4)]
+    kinds = [(budget, steps) for budget in ("none", "prune-88.9") for steps in (3, 2)]
+    assert (rounds.count, rounds.kinds, len(turns)) == (4, 4, 5)
+    assert all(sorted(turn) == sorted(kinds) for turn in turns)
+    assert [turn[0] for turn in turns[1:]] == kinds
+    assert names == [budget for budget, _ in ran]
+
+
+def test_figures_are_those_of_the_chunks(policy: Policy, photo: Image.Image, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With chunks whose prefix takes 100 ms unpruned and 40 ms pruned, and whose steps take 4 ms and 2 ms."""
+    real = {name: policy.act([photo, None], "go", STATE, budget=name, steps=2) for name in ("none", "prune-88.9")}
+    count = dict.fromkeys(real, 0)
+
+    def act(self: Policy, *given: Any, budget: str, steps: int, **options: Any) -> ActionReport:
+        own, pruned = real[budget], budget != "none"
+        # The first chunk is the warm-up; later ones take 1 ms more each.
+        later = 1000.0 if count[budget] < 2 else float(count[budget] // 2)
+        count[budget] += 1
+        step, prefix = (2.0, 40.0) if pruned else (4.0, 100.0)
+        ms = dict.fromkeys(own.ms, 1.0) | {"prefill": prefix, "expert": steps * step}
+        ms["latency"] = prefix + steps * step + 10 + later
+        return ActionReport(
+            **{**vars(own), "steps": steps, "step_ms": [step] * steps, "ms": ms, "flops": flops(steps)}
+        )
+
+    def flops(steps: int) -> Any:
+        one = real["none"].flops
+        return type(one)(tower=100, projector=10, prefix=1000, expert=50 * steps)
+
+    monkeypatch.setattr(Policy, "act", act)
+    report = profiled(policy, photo, repeat=3, warmup=1, budgets=["prune-88.9"])
+    pruned, none = report.budgets["prune-88.9"], report.budgets["none"]
+    assert report.repeat == 3 and report.actions == 5 and report.cameras == 1
+    assert (pruned.speedup.prefix, pruned.speedup.step) == (2.5, 2.0)
+    assert (none.speedup.prefix, none.efficiency.prefix, none.chunks["10"].speedup) == (1.0, 1.0, 1.0)
+    assert set(pruned.ms) == set(PARTS)
+    assert pruned.ms["step"] == Spread(2.0, 2.0)
+    # Rounds 1, 2 and 3 take 1, 2 and 3 ms more.
+    assert (pruned.chunks["10"].ms, pruned.chunks["2"].ms) == (Spread(72.0, 73.0), Spread(56.0, 57.0))
+    chunk = pruned.chunks["2"]
+    assert (chunk.rate_hz, chunk.jitter_ms, chunk.speedup) == (pytest.approx(1000 / 56), 1.0, 120 / 56)
+    # As many FLOPs, because these chunks say so.
+    assert (pruned.flops_speedup.prefix, pruned.efficiency.prefix, chunk.flops_speedup) == (1.0, 2.5, 1.0)
+    assert pruned.flops.chunk(2) == 100 + 10 + 1000 + 2 * 50
+
+
+def test_flops_are_those_of_the_layers(policy: Policy, photo: Image.Image) -> None:
+    report = profiled(policy, photo)
+    model = policy.bundle.manifest.language_model
+    pruned, none = report.budgets["prune-88.9"], report.budgets["none"]
+    for budget in report.budgets.values():
+        rows = [visual + report.prompt_tokens for visual in budget.tokens_per_layer]
+        assert budget.flops.prefix == prefill_flops(model, rows)
+        assert budget.flops.step == expert_flops(policy.facts, rows)
+        assert budget.mean_visual_tokens == sum(budget.tokens_per_layer) / model.num_layers
+    assert pruned.flops_speedup.prefix == none.flops.prefix / pruned.flops.prefix > 2
+    assert pruned.flops_speedup.step == none.flops.step / pruned.flops.step > 1
+    assert pruned.flops.tower == none.flops.tower and pruned.flops.projector < none.flops.projector
+    for steps, chunk in pruned.chunks.items():
+        assert chunk.flops_speedup == none.flops.chunk(int(steps)) / pruned.flops.chunk(int(steps))
+    assert (pruned.visual_tokens, pruned.kept_after_sanitizer) == (64, pruned.tokens_per_layer[0])
+    assert report.first_chunk_ms is not None and policy.load_ms is not None
+    assert report.first_chunk_ms > policy.load_ms
+
+
+def test_nonsense_repetitions_are_refused(policy: Policy, photo: Image.Image) -> None:
+    with pytest.raises(UsageError, match="repeat is 0"):
+        profiled(policy, photo, repeat=0)
+    with pytest.raises(UsageError, match="steps is 0"):
+        profiled(policy, photo, steps=[0])
+
+
+def test_a_bar_for_each_budget_and_number_of_steps(policy: Policy, photo: Image.Image) -> None:
+    drawn = plot_policy(profiled(policy, photo), ".svg").decode()
+    for name in ("none", *BUDGETS):
+        for steps in (10, 2):
+            assert f"<!-- {name}, {steps} steps -->" in drawn
+    assert "<!-- expert -->" in drawn and "<!-- decode -->" not in drawn
+
+
+@pytest.fixture
+def profile(bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path) -> Callable[..., Any]:
+    """Runs `sinkprune-profile` on the small policy, with a photo for each of two cameras."""
+    photo.save(tmp_path / "base.png")
+    path = bundle("pi0", budgets=BUDGETS, max_images=2)
+    cameras = ("--camera", tmp_path / "base.png", "--camera", "none")
+    return lambda *words: run("sinkprune-profile", path, *cameras, *GO, *words)
+
+
+def test_the_command_measures_a_policy(profile: Callable[..., Any], tmp_path: Path) -> None:
+    words = ("--repeat", 1, "--json", tmp_path / "x.json", "--plot", tmp_path / "x.png")
+    outcome = profile(*words)
+    assert outcome.code == 0, outcome.stderr
+    report = json.loads((tmp_path / "x.json").read_text())
+    assert list(report["budgets"]) == ["none", *BUDGETS]
+    # The checkpoint's own number of steps, and fewer.
+    assert all(list(own["chunks"]) == ["10", "5", "2"] for own in report["budgets"].values())
+    assert report["interrupted"] is None and (tmp_path / "x.png").stat().st_size > 10_000
+    own = report["budgets"]["prune-88.9"]
+    shown = next(line for line in outcome.stdout.splitlines() if line.startswith("prune-88.9")).split()
+    assert shown[1:3] == ["64>16>3", f"{100 * own['mean_visual_tokens'] / 64:.1f}"]
+    assert f"{100 * own['efficiency']['prefix']:.0f} %" in outcome.stdout
+    assert "prune-88.9: of a chunk: preprocess " in outcome.stdout
+    one = json.loads(profile("--repeat", 1, "--budgets", "prune-88.9", "--steps", "3,3", "--json").stdout)
+    assert {name: list(own["chunks"]) for name, own in one["budgets"].items()} == {
+        "none": ["3"],
+        "prune-88.9": ["3"],
+    }
+
+
+@pytest.mark.parametrize("complete", [0, 2])
+def test_an_interrupted_command_reports_the_complete_rounds(
+    complete: int, profile: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two budgets at one number of steps, a round of warm-up, and one chunk of the next round.
+    left, act = iter(range(2 * (1 + complete) + 1)), Policy.act
+
+    def interrupted(*given: Any, **options: Any) -> ActionReport:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return act(*given, **options)
+
+    monkeypatch.setattr(Policy, "act", interrupted)
+    file = tmp_path / "x.json"
+    file.write_text("precious")
+    options = ("--budgets", "prune-88.9", "--steps", 2, "--repeat", 4, "--json", file)
+    outcome = profile(*options)
+    assert outcome.code == 130
+    assert file.read_text() == "precious"
+    if complete:
+        assert "interrupted; the report counts 2 of 4 rounds. Earlier files stay" in outcome.stderr
+        assert json.loads((tmp_path / "x.interrupted.json").read_text())["repeat"] == 2
+    else:
+        assert outcome.stderr.endswith("interrupted; nothing half-written was left.\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--new-tokens", "3"), "--new-tokens is for models that answer questions"),
+        (("--warm",), "--warm is for models that answer questions"),
+        (("--fit", "pad"), "--fit is for models that answer questions"),
+        (("--rate", "5"), "--rate is for models that answer questions"),
+        (("--budgets", "retain-64"), "retain-64"),
+        (("--camera", "none"), "found 3 cameras"),
+    ],
+)
+def test_what_a_policy_does_not_take_is_refused(
+    words: tuple[str, ...], said: str, profile: Callable[..., Any]
+) -> None:
+    assert_refused(profile(*words), said)
+
+
+def test_pictures_are_for_models_that_answer_and_cameras_for_policies(
+    bundle: Callable[..., Path], photo_file: Path, tmp_path: Path
+) -> None:
+    own, other = bundle("pi0", budgets=BUDGETS, max_images=2), bundle("gqa-112")
+    asked = ("--image", photo_file, "--prompt", "go")
+    assert_refused(run("sinkprune-profile", own, *asked), "robot policy (family 'pi0')", "--camera, --instruction")
+    cameras = ("--camera", photo_file)
+    assert_refused(run("sinkprune-profile", other, *cameras, *GO), "--camera is for robot policies", "--image")
+    assert_refused(run("sinkprune-profile", own, *cameras, "--instruction", "go"), "Add --state")
+    assert_refused(run("sinkprune-profile", other, *asked, "--steps", "3"), "--steps is for robot policies")
+    for number in range(2):
+        photo = tmp_path / f"{number}.jpg"
+        photo.write_bytes(photo_file.read_bytes())
+    folders = ("--camera", tmp_path, "--camera", "none")
+    assert_refused(run("sinkprune-profile", own, *folders, *GO), "found 2 moments, expected one")
