@@ -77,7 +77,9 @@ def enforced_limits(limits: Limits, target: Target, asked: Container[str]) -> di
 
     `asked` are the fields that the user gave.
     """
-    return {name: value for name, value in vars(limits).items() if value and (target not in ANY_SHAPE or name in asked)}
+    return {
+        name: value for name, value in vars(limits).items() if value and (target not in ANY_SHAPE or name in asked)
+    }
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,9 @@ class _Picture:
         return rooms
 
 
-def _of_graph(graph: str, manifest: Manifest, limits: Limits, pictures: Mapping[str, _Picture]) -> OptimisationProfiles:
+def _of_graph(
+    graph: str, manifest: Manifest, limits: Limits, pictures: Mapping[str, _Picture]
+) -> OptimisationProfiles:
     spec = manifest.graphs[graph]
     if len(pictures) == 1 or not any("G" in tensor.shape for tensor in spec.inputs):
 

@@ -182,6 +182,7 @@ class Policy:
                 prefix = prefill(chain, planned, rows, clock, encoded[0].device_norms)
                 actions = denoise(chain, self.facts, observation, prefix, rows.positions.next, clock)
         observer.prefilled(prefix)
+        observer.acted(actions)
         planned = prefix.schedule or planned
         with backend.turn:
             kept = kept_tokens(chain, planned, layouts, encoded, rows, prefix)

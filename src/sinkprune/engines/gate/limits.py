@@ -36,6 +36,7 @@ _LIMITS: dict[Rounding, dict[OutputKind, Limit]] = {
     "int8": {"rows": Limit(0.06, 0.25), "values": Limit(0.2, 1.5), "logits": Limit(0.02, 0.12)},
 }
 _GAPS: dict[Rounding, float] = {"fp32": 1e-3, "fp16": 0.1, "bf16": 0.3, "int8": 0.5}
+_CHUNKS: dict[Rounding, float] = {"fp32": 1e-3, "fp16": 0.05, "bf16": 0.5, "int8": 1.0}
 TIE = 1e-5
 """A choice that relative noise of this size changes is a tie. Another order of summation changes scores by less."""
 
@@ -71,6 +72,14 @@ def gap_limit(rounding: Rounding, kept_alike: float) -> float | None:
     norms, salience or scores: the texts may then differ.
     """
     return _GAPS[rounding] if kept_alike == 1 else None
+
+
+def chunk_limit(rounding: Rounding, kept_alike: float) -> float | None:
+    """Return how much a number of the engines' chunk may differ from the graphs', after all denoising steps.
+
+    In standard deviations of the training data's actions. None if other tokens were kept, as in `gap_limit`.
+    """
+    return _CHUNKS[rounding] if kept_alike == 1 else None
 
 
 def kind_of(output: TensorSpec) -> OutputKind:
