@@ -219,8 +219,9 @@ def _kept_alike(found: GateAnswer | GateChunk, expected: GateAnswer | GateChunk)
 def row_differences(kind: OutputKind, found: Array, expected: Array) -> Array:
     """Return [rows] fp64, the relative difference of each row; infinite if not finite or of another shape.
 
-    Rows and values: the length of the difference, over the length of the expected row. Logits: the difference, over
-    the root mean square of all. Indices: [1], the number that differ. Attention's [1,H,S,h] has S rows.
+    Rows and values: the length of the difference, over the length of the expected row. Logits and actions, each a
+    row: the length of the difference, over the root mean square of all lengths. Indices: [1], the number that differ.
+    Attention's [1,H,S,h] has S rows.
     """
     if kind == "indices":
         alike = found.shape == expected.shape
@@ -231,8 +232,8 @@ def row_differences(kind: OutputKind, found: Array, expected: Array) -> Array:
     lengths = np.linalg.norm(exact, axis=-1)
     if not lengths.size:
         return lengths
-    if kind == "logits":
-        floor = np.full_like(lengths, np.sqrt(np.mean(np.square(exact))))
+    if kind in ("logits", "actions"):
+        floor = np.full_like(lengths, np.sqrt(np.mean(np.square(lengths))))
     else:
         floor = np.maximum(lengths, _FLOOR * np.median(lengths))
     result: Array = np.linalg.norm(_rows(kind, found) - exact, axis=-1) / np.maximum(floor, np.finfo(np.float64).tiny)
@@ -242,7 +243,7 @@ def row_differences(kind: OutputKind, found: Array, expected: Array) -> Array:
 def _rows(kind: OutputKind, array: Array) -> Array:
     """Return [rows,width] fp64."""
     exact = array.astype(np.float64)
-    if kind != "rows":
+    if kind not in ("rows", "actions"):
         return exact.reshape(-1, 1)
     if exact.ndim == 4:
         exact = exact.transpose(0, 2, 1, 3).reshape(-1, exact.shape[1] * exact.shape[3])
