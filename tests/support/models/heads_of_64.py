@@ -95,10 +95,11 @@ QWEN3_CONFIG: dict[str, Any] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [12, 10, 10]},
     },
 }
-# Heads of the tower and of the decoder are 72 and 256, as in the real model.
+# Heads of the tower and of the decoder are 72 and 256, as in the real model. The last segment has a single layer,
+# which gives keys and values only.
 _GEMMA: dict[str, Any] = {
     "model_type": "gemma",
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 4,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 256,
