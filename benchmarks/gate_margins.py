@@ -23,7 +23,8 @@ from sinkprune.contract.precision import WeightsName
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.gate import PROMPT
 from sinkprune.engines.gate.checking import check_engines, engines_alone
-from sinkprune.engines.gate.question import read_question
+from sinkprune.engines.gate.limits import ROUNDINGS
+from sinkprune.engines.gate.question import picture_files, read_question
 from sinkprune.engines.gate.recording import record
 from sinkprune.engines.gate.report import GateReport
 from sinkprune.engines.limits import resolve_limits
@@ -45,7 +46,7 @@ def reports(checkpoint: str, form: str, image: Path, folder: Path) -> Iterator[G
     precision = "fp16" if form == "fp16" else "fp32"
     export_bundle(ExportRequest(checkpoint, precision=precision, weights=weights), folder / "bundle")
     bundle = read_bundle(folder / "bundle")
-    question = read_question([image], PROMPT, bundle)
+    question = read_question(picture_files([image], bundle.manifest), PROMPT, bundle)
     recording = record(bundle, question, folder / "recording", SILENT)
     limits = resolve_limits(bundle.manifest, prompt_tokens=None, new_tokens=None, images=None)
     for target, computes in COMPUTES.items():
@@ -94,6 +95,12 @@ def _update(
                 *(max(known[0], typical), max(known[1], worst), output.typical_limit, output.worst_limit),
                 engine if worst >= known[1] else known[4],
             )
+    rounding = max((own.rounding for own in report.graphs.values()), key=ROUNDINGS.index)
+    for chunk in report.chunks:
+        known = largest.get((rounding, "chunks"), (0.0, 0.0, 0.0, 0.0, ""))
+        if chunk.limit is not None and chunk.difference >= known[1]:
+            found = (chunk.difference, chunk.difference, chunk.limit, chunk.limit)
+            largest[rounding, "chunks"] = (*found, f"{engine}, {chunk.budget}")
     for text in report.texts:
         known = largest.get(("text", ""), (0.0, 0.0, 0.0, 0.0, ""))
         if text.gap_limit is not None and text.gap / text.gap_limit >= (known[1] / known[3] if known[3] else 0.0):

@@ -26,6 +26,7 @@ from support.models.chosen_heads import every_method
 from support.models.heads_of_64 import (
     CONFIG,
     NEXT_CONFIG,
+    PI0_CONFIG,
     QWEN2_CONFIG,
     QWEN3_CONFIG,
     QWEN_CONFIG,
@@ -91,6 +92,15 @@ FAMILIES = {
         {"budgets": CLIPS[:1], "max_frames": 8, "max_pixels": 491520},
         {"decoder_0 decode deepstack": Range((1, 1, 384), (1, 1, 384), (1, 2, 384))},
     ),
+    "pi0": Family(
+        PI0_CONFIG,
+        {"budgets": QWEN, "max_images": 3},
+        {
+            "vision prefill pixel_values": Range((1, 3, 224, 224), (3, 3, 224, 224), (3, 3, 224, 224)),
+            # 3 cameras of 256 tokens, or of 128 by the larger budget, and 64 tokens of prompt.
+            "decoder_0 prefill hidden": Range((1, 1, 256), (1, 3 * 128 + 64, 256), (1, 3 * 256 + 64, 256)),
+        },
+    ),
 }
 SEVERAL_IMAGES = {
     "llava": Family(CONFIG, {"budgets": ("retain-64", "retain-32+visual-keys+compact")}),
@@ -111,9 +121,9 @@ def test_tensorrt_rtx_builds_every_graph(family: str, dialect: str, tmp_path: Pa
     assert outcome.code == 0, outcome.stderr
     built = read_engines(tmp_path / "engines").manifest.engines
     assert set(built) == set(bundle.manifest.graphs)
-    assert ("projector" in built) == family.startswith("llava")
+    assert ("projector" in built) == family.startswith(("llava", "pi0"))
     decoders = [graph for graph in built if graph.startswith("decoder_")]
-    with_deepstack = [graph for graph in decoders if "deepstack" in built[graph].optimisation_profiles["decode"]]
+    with_deepstack = [graph for graph in decoders if "deepstack" in built[graph].optimisation_profiles["prefill"]]
     assert with_deepstack == (["decoder_0"] if family == "qwen3-vl" else [])
     for place, expected in ranges.items():
         graph, profile, tensor = place.rsplit(" ", 2)
@@ -145,6 +155,8 @@ def test_tensorrt_rtx_builds_every_graph_for_several_images(family: str, dialect
         ("qwen2-vl", "opset24", ["vision"]),
         ("qwen2-vl", "opset20", ["vision"]),
         ("qwen3-vl", "opset24", ["vision", "decoder_0"]),
+        ("pi0", "opset24", ["vision", "decoder_0", "decoder_3", "expert"]),
+        ("pi0", "opset20", ["decoder_0", "decoder_3", "expert"]),
     ],
 )
 def test_tensorrt_rtx_builds_what_other_families_lack(

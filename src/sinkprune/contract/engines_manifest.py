@@ -58,10 +58,10 @@ class Limits:
 
     prompt_tokens: Size
     """Text tokens of a rendered prompt (`sinkprune-build --max-prompt`)."""
-    new_tokens: Size
-    """Generated tokens of an answer (`sinkprune-build --max-new-tokens`)."""
+    new_tokens: Count
+    """Generated tokens of an answer (`sinkprune-build --max-new-tokens`); 0 for a policy, which generates none."""
     images: Few
-    """Images of a prompt (`sinkprune-build --max-images`)."""
+    """Images of a prompt (`sinkprune-build --max-images`): all cameras of a policy."""
 
 
 LIMIT_OPTIONS = {"prompt_tokens": "--max-prompt", "new_tokens": "--max-new-tokens", "images": "--max-images"}
@@ -73,11 +73,13 @@ MOST_TOKENS = 1 << 30
 
 
 def enforced_limits(limits: Limits, target: Target, asked: Container[str]) -> dict[str, int]:
-    """Return those of `limits` that engines for `target` enforce, by the field of `Limits`.
+    """Return those of `limits` that engines for `target` enforce, by the field of `Limits`; 0 is no limit.
 
     `asked` are the fields that the user gave.
     """
-    return {name: value for name, value in vars(limits).items() if target not in ANY_SHAPE or name in asked}
+    return {
+        name: value for name, value in vars(limits).items() if value and (target not in ANY_SHAPE or name in asked)
+    }
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ def _expert(manifest: Manifest, policy: PolicyFacts) -> tuple[list[TensorSpec], 
     actions = (1, policy.chunk, policy.action_dim)
     takes = [TensorSpec(f"{table}", dtype, (1, policy.chunk + 1, lm.head_dim // 2)) for table in ("cos", "sin")]  # type: ignore[arg-type]
     takes += [TensorSpec("actions", "float32", actions), TensorSpec("state", "float32", (1, 1, policy.state_dim))]
-    takes += [TensorSpec(name, "float32", (1,)) for name in ("time", "step")]
+    takes += [TensorSpec("time_embedding", "float32", (1, 1, policy.expert.hidden_size))]
+    takes += [TensorSpec("step", "float32", (1,))]
     for segment, layers in enumerate(manifest.segments):
         takes.append(TensorSpec(f"length_{segment}", "int64", (1,)))
         for name in (f"past_{kind}_{layer}" for layer in layers for kind in ("key", "value")):

@@ -84,6 +84,9 @@ class PolicyFacts:
     """The width of the expert's actions."""
     steps: Few
     """The usual number of denoising steps."""
+    min_period: Annotated[float, Bounds(1e-6, 1e6)]
+    """The shortest period of the time embedding; time runs from 1 to 0."""
+    max_period: Annotated[float, Bounds(1e-6, 1e6)]
     state_mean: tuple[float, ...]
     """The mean of each number of the state in the training data; empty if the checkpoint has none. Then states are
     not normalised."""

@@ -57,7 +57,7 @@ def _build(arguments: Sequence[str] | None) -> None:
     from sinkprune.engines.build import build_engines
     from sinkprune.engines.gate import PROMPT
     from sinkprune.engines.gate.checking import Gate
-    from sinkprune.engines.gate.question import read_question
+    from sinkprune.engines.gate.question import picture_files, read_question
     from sinkprune.engines.limits import resolve_limits
     from sinkprune.engines.progress import TerminalProgress
     from sinkprune.engines.targets import new_builder
@@ -90,10 +90,10 @@ def _build(arguments: Sequence[str] | None) -> None:
     given = [name for name, value in asked.items() if value is not None]
     gate, seen_shares = None, tuple[float, ...]()
     if options.check is not None:
-        checked = read_question(
-            [options.check], question, bundle, enforced_limits(limits, options.target, given), options.fit
-        )
-        note_pictures(load_family(bundle.manifest, options.fit), bundle.manifest, [options.check], checked.images)
+        files = picture_files([options.check], bundle.manifest)
+        enforced = enforced_limits(limits, options.target, given)
+        checked = read_question(files, question, bundle, enforced, options.fit)
+        note_pictures(load_family(bundle.manifest, options.fit), bundle.manifest, files, checked.images)
         gate, seen_shares = Gate(checked), checked.seen_shares(bundle.manifest)
     with TerminalProgress() as progress:
         bundle.verify(progress.part)
@@ -200,15 +200,20 @@ def _parser() -> CommandParser:
         "--max-prompt",
         type=MAX_PROMPT,
         metavar="N",
-        help="most text tokens of a prompt (TensorRT's default: 512, or what the model takes)",
+        help="most text tokens of a prompt (TensorRT's default: 512, or what the model takes; a policy's: 64)",
     )
     add(
         "--max-new-tokens",
         type=MAX_NEW_TOKENS,
         metavar="N",
-        help="most tokens of an answer (TensorRT's default: 512, or what the model takes)",
+        help="most tokens of an answer (TensorRT's default: 512, or what the model takes); not for a policy",
     )
-    add("--max-images", type=MAX_IMAGES, metavar="N", help="most images of a prompt (TensorRT's default: 1)")
+    add(
+        "--max-images",
+        type=MAX_IMAGES,
+        metavar="N",
+        help="most images of a prompt (TensorRT's default: 1, or a policy's cameras)",
+    )
     add(
         "--check",
         # The names that sinkprune-check has for both.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.engines_manifest import Limits
 from sinkprune.contract.errors import UsageError
@@ -13,6 +14,8 @@ MAX_PROMPT = WholeNumber("--max-prompt", 1, 10**7)
 MAX_NEW_TOKENS = WholeNumber("--max-new-tokens", 1, 10**7)
 MAX_IMAGES = WholeNumber("--max-images", 1, 10**4)
 _MOST_PROMPT = 512
+# Instructions are short, and buffers have room for the longest.
+_MOST_INSTRUCTION = 64
 _MOST_NEW_TOKENS = 512
 
 
@@ -21,12 +24,27 @@ def resolve_limits(
 ) -> Limits:
     """Return the limits: text tokens of a prompt, new tokens, and images of a prompt.
 
-    None means one image, or 512 tokens, or fewer if the largest unpruned pictures leave fewer positions.
-    Raises `UsageError` for values out of range, beyond the model's positions, or beyond the bundle's images.
+    None means one image, or 512 tokens, or fewer if the largest unpruned pictures leave fewer positions. A policy has
+    all its cameras, 64 tokens of prompt if None, and no new tokens.
+    Raises `UsageError` for values out of range, beyond the model's positions, or beyond the bundle's images, and for
+    limits that a policy does not have.
     """
     prompt_tokens = None if prompt_tokens is None else MAX_PROMPT.check(prompt_tokens)
     new_tokens = None if new_tokens is None else MAX_NEW_TOKENS.check(new_tokens)
-    images = 1 if images is None else MAX_IMAGES.check(images)
+    images = None if images is None else MAX_IMAGES.check(images)
+    most_prompt = _MOST_PROMPT
+    if manifest.policy is not None:
+        if new_tokens is not None:
+            raise UsageError(
+                f"--max-new-tokens is {new_tokens}, and a robot policy generates no tokens. Leave the option out."
+            )
+        if images not in (None, manifest.max_images):
+            raise UsageError(
+                f"--max-images is {images}, and this policy acts on {counted(manifest.max_images, 'camera')}. Leave "
+                f"the option out, or export the checkpoint again with sinkprune-export --max-images {images}."
+            )
+        new_tokens, images, most_prompt = 0, manifest.max_images, _MOST_INSTRUCTION
+    images = images or 1
     if images > manifest.max_images:
         raise UsageError(
             f"--max-images is {images}, and this bundle was exported for up to {manifest.max_images} in a prompt. "
@@ -36,7 +54,7 @@ def resolve_limits(
     positions = manifest.language_model.max_positions
     room = positions - visual
     if prompt_tokens is None:
-        prompt_tokens = max(1, min(_MOST_PROMPT, room - new_tokens if new_tokens else room // 2))
+        prompt_tokens = max(1, min(most_prompt, room - new_tokens if new_tokens is not None else room // 2))
     if new_tokens is None:
         new_tokens = max(1, min(_MOST_NEW_TOKENS, room - prompt_tokens))
     if prompt_tokens + new_tokens > room:

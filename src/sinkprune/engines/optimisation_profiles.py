@@ -14,7 +14,7 @@ from typing import NamedTuple
 from sinkprune.contract.engines_manifest import Limits, OptimisationProfile, OptimisationProfiles, Range
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.layout import VisualLayout
-from sinkprune.contract.manifest import CacheForm, GraphSpec, Manifest
+from sinkprune.contract.manifest import GraphSpec, Manifest
 from sinkprune.contract.plans import MAX_TOP_K, Plan
 from sinkprune.contract.schedule import PictureSchedule, schedule
 from sinkprune.runtime.backends.kv_cache import ROOM, room_for
@@ -39,9 +39,10 @@ _ONE_TOKEN = _Span(1, 1, 2)
 def optimisation_profiles(manifest: Manifest, limits: Limits) -> dict[str, OptimisationProfiles]:
     """Return the optimisation profiles of every graph of a bundle, by graph, then by profile.
 
-    Decoder segments and the head have `prefill` and `decode` in one engine. Other graphs have `prefill` only. But if
-    images have larger groups than clips, and clips have more groups, graphs with groups have `clip` and `image`
-    instead: no request has many groups of an image's size, and TensorRT could not rank them.
+    Decoder segments and the head have `prefill` and `decode` in one engine. Other graphs have `prefill` only, and so
+    do all graphs of a policy, which decodes no tokens. But if images have larger groups than clips, and clips have
+    more groups, graphs with groups have `clip` and `image` instead: no request has many groups of an image's size,
+    and TensorRT could not rank them.
     Raises `BundleError` for an unknown dynamic dimension.
     """
     family = load_family(manifest)
@@ -53,8 +54,7 @@ def optimisation_profiles(manifest: Manifest, limits: Limits) -> dict[str, Optim
         )
         sizes = {name: _Span(*span) for name, span in family.vision_sizes(layout.tokens, layout.groups).items()}
         pictures[kind] = _Picture(manifest, layout, planned, sizes)
-    form = manifest.cache
-    return {graph: _of_graph(graph, spec, form, limits, pictures) for graph, spec in manifest.graphs.items()}
+    return {graph: _of_graph(graph, manifest, limits, pictures) for graph in manifest.graphs}
 
 
 @dataclass(frozen=True)
@@ -109,28 +109,55 @@ class _Picture:
     def sizes(self, graph: str, limits: Limits) -> dict[str, _Span]:
         """Return every dynamic dimension of `graph`, for pictures up to this one."""
         groups, n, visual = self.layout.groups, self.layout.tokens, self.visual_counts(graph)
+        # A policy's tower runs once, on all cameras.
+        groups *= limits.images if self.manifest.policy and graph == "vision" else 1
         usual_prompt = min(_USUAL_PROMPT, limits.prompt_tokens)
-        most = limits.images * max(visual)
-        fewest = 1 if self.manifest.any_resolution or groups > 1 else min(visual)
-        rows = _Span(1, median_low(visual) + usual_prompt, most + limits.prompt_tokens)
+        usual, most = self._usual(visual, limits), limits.images * max(visual)
+        fewest = 1 if self.manifest.any_resolution or self.layout.groups > 1 else min(visual)
         return {
             "G": _Span(1, groups, groups),
             "N": _Span(1, n, n),
             "n": _Span(fewest, median_low(visual), max(visual)),
-            "S": rows,
+            "S": self.rows(graph, limits),
             "C": _Span(0, 0, 0),
-            "V": _Span(fewest, median_low(visual), most),
-            "V2": _Span(1, median_low(visual), most),
+            "V": _Span(fewest, usual, most),
+            "V2": _Span(1, usual, most),
             "n0": self.quota(graph),
             "L": _Span(0, usual_prompt, limits.prompt_tokens),
             "T": _Span(1, usual_prompt, limits.prompt_tokens),
             **self.vision_sizes,
+            **self._rooms(limits),
         }
+
+    def rows(self, graph: str, limits: Limits) -> _Span:
+        """Return the rows that `graph`, of the decoder or a select, runs on: visual tokens and the prompt's text."""
+        visual, prompt = self.visual_counts(graph), min(_USUAL_PROMPT, limits.prompt_tokens)
+        return _Span(1, self._usual(visual, limits) + prompt, limits.images * max(visual) + limits.prompt_tokens)
+
+    def _usual(self, visual: list[int], limits: Limits) -> int:
+        """Return the usual number of visual rows, where one picture has one of the numbers `visual`.
+
+        A prompt has one picture as a rule, and a policy's all cameras.
+        """
+        return median_low(visual) * (limits.images if self.manifest.policy else 1)
+
+    def _rooms(self, limits: Limits) -> dict[str, _Span]:
+        """Return the rows of each segment's caches, which a policy's expert reads; empty without an expert."""
+        if self.manifest.policy is None:
+            return {}
+        rooms = {}
+        for segment in range(len(self.manifest.segments)):
+            rows = self.rows(f"decoder_{segment}", limits)
+            usual, most = room_for(rows.opt), room_for(rows.max)
+            # With caches in place, engines of decoder segments have one room, and the gate's recordings less.
+            rooms[f"C{segment}"] = _Span(ROOM, most if self.manifest.cache == "in-place" else usual, most)
+        return rooms
 
 
 def _of_graph(
-    graph: str, spec: GraphSpec, form: CacheForm, limits: Limits, pictures: Mapping[str, _Picture]
+    graph: str, manifest: Manifest, limits: Limits, pictures: Mapping[str, _Picture]
 ) -> OptimisationProfiles:
+    spec = manifest.graphs[graph]
     if len(pictures) == 1 or not any("G" in tensor.shape for tensor in spec.inputs):
 
         def tokens(picture: _Picture) -> tuple[int, int]:
@@ -140,9 +167,11 @@ def _of_graph(
     sizes = {name: picture.sizes(graph, limits) for name, picture in pictures.items()}
     if graph == "head" or graph.startswith("decoder_"):
         rows = sizes["prefill"]["S"]
-        usual, most = room_for(rows.opt + limits.new_tokens // 2), room_for(rows.max + limits.new_tokens - 1)
-        sizes["decode"] = {**sizes["prefill"], "S": _ONE_TOKEN, "C": _Span(ROOM, usual, most)}
-        if form == "in-place":
+        usual = room_for(rows.opt + limits.new_tokens // 2)
+        most = room_for(rows.max + max(limits.new_tokens, 1) - 1)
+        if manifest.policy is None:
+            sizes["decode"] = {**sizes["prefill"], "S": _ONE_TOKEN, "C": _Span(ROOM, usual, most)}
+        if manifest.cache == "in-place":
             # TensorRT takes one size of caches: that of the longest request.
             sizes = {name: {**spans, "C": _Span(most, most, most)} for name, spans in sizes.items()}
     return {name: _ranges(graph, spec, spans) for name, spans in sizes.items()}

@@ -256,8 +256,9 @@ class Policy:
                 rows = lay_out(backend, embedding, family.between_rows, prompt.texts, shown, pruned=plan is not None)
                 observer.laid_out(rows)
                 prefix = prefill(chain, planned, rows, clock, encoded[0].device_norms)
-                actions = denoise(chain, observation, prefix, rows.positions.next, clock)
+                actions = denoise(chain, self.facts, observation, prefix, rows.positions.next, clock)
         observer.prefilled(prefix)
+        observer.acted(actions)
         planned = prefix.schedule or planned
         with backend.turn:
             kept = kept_tokens(chain, planned, layouts, encoded, rows, prefix)

@@ -13,7 +13,15 @@ import pytest
 
 from sinkprune.engines.trt10_checker import check_trt10
 from support.models.chosen_heads import every_method
-from support.models.heads_of_64 import CONFIG, NEXT_CONFIG, QWEN2_CONFIG, QWEN3_CONFIG, QWEN_CONFIG, export_random
+from support.models.heads_of_64 import (
+    CONFIG,
+    NEXT_CONFIG,
+    PI0_CONFIG,
+    QWEN2_CONFIG,
+    QWEN3_CONFIG,
+    QWEN_CONFIG,
+    export_random,
+)
 
 LLAVA = ("retain-64", "retain-32+visual-keys+compact")
 NEXT = ("retain-320", "retain-160+raster+visual-keys+compact")
@@ -32,10 +40,12 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         QWEN3_CONFIG,
         {"budgets": ("prune-66.7", "prune-66.7+raster"), "max_frames": 8, **PIXELS, **every_method(QWEN3_CONFIG)},
     ),
+    "pi0, several cameras": (PI0_CONFIG, {"budgets": QWEN, "max_images": 2}),
+    "pi0, one camera": (PI0_CONFIG, {"budgets": QWEN}),
     "qwen3-vl, video, several images": (QWEN3_CONFIG, {"budgets": CLIPS, "max_frames": 8, "max_images": 2, **PIXELS}),
 }
 # The kinds with several images and with clips have all operators of these.
-ALIKE = {"llava-next", "qwen2.5-vl", "qwen2.5-vl, several images"}
+ALIKE = {"llava-next", "qwen2.5-vl", "qwen2.5-vl, several images", "pi0, one camera"}
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "fp16"])

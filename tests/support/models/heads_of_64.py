@@ -95,6 +95,38 @@ QWEN3_CONFIG: dict[str, Any] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [12, 10, 10]},
     },
 }
+# Heads of the tower and of the decoder are 72 and 256, as in the real model. The last segment has a single layer,
+# which gives keys and values only.
+_GEMMA: dict[str, Any] = {
+    "model_type": "gemma",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "vocab_size": 320,
+}
+PI0_CONFIG: dict[str, Any] = {
+    "model_type": "pi0",
+    "vlm_config": {
+        "model_type": "paligemma",
+        "image_token_id": 320,
+        "projection_dim": 256,
+        "text_config": {**_GEMMA, "hidden_size": 256, "intermediate_size": 320},
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 144,
+            "intermediate_size": 288,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "image_size": 224,
+            "patch_size": 14,
+            "projection_dim": 256,
+            "vision_use_head": False,
+        },
+    },
+    "dit_config": {**_GEMMA, "hidden_size": 128, "intermediate_size": 192},
+    "chunk_size": 10,
+}
 
 
 def export_random(folder: Path, config: dict[str, Any] = CONFIG, **request: Any) -> Bundle:

@@ -91,7 +91,7 @@ def pi0_config(shape: Pi0Shape) -> PI0Config:
             },
             "vision_config": {
                 "model_type": "siglip_vision_model",
-                "hidden_size": 48,
+                "hidden_size": 96,
                 "intermediate_size": 64,
                 "num_hidden_layers": 3,
                 "num_attention_heads": 4,
@@ -105,7 +105,7 @@ def pi0_config(shape: Pi0Shape) -> PI0Config:
             "model_type": "gemma",
             "hidden_size": 32,
             "num_hidden_layers": shape.num_layers,
-            "intermediate_size": 48,
+            "intermediate_size": 64,
             **heads,
         },
         chunk_size=shape.chunk,

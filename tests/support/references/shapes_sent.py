@@ -7,6 +7,7 @@ from typing import Any
 
 from PIL import Image
 
+from sinkprune import Policy
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import Limits, OptimisationProfile
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
@@ -57,6 +58,20 @@ def shapes_outside_optimisation_profiles(
         for method, budget in (("sinkpruner", "none"), *plans):
             pipeline.generate(images, "What?", method=method, budget=budget, **options)
     return shapes_sent.outside_optimisation_profiles(bundle, Limits(64, NEW_TOKENS, bundle.manifest.max_images))
+
+
+def policy_shapes_outside_optimisation_profiles(
+    bundle: Bundle, limits: Limits, chunks: Sequence[tuple[Sequence[Image.Image | None], str]]
+) -> list[tuple[str, Shapes]]:
+    """What no optimisation profile holds when a policy acts on these cameras and instructions by every plan."""
+    shapes_sent = ShapesSent()
+    policy = Policy.load(bundle, wrap=shapes_sent)
+    state = policy.facts.state_mean or [0.0] * policy.facts.state_dim
+    plans = [(method, budget) for method, own in bundle.manifest.plans.items() for budget in own]
+    for cameras, instruction in chunks:
+        for method, budget in (("sinkpruner", "none"), *plans):
+            policy.act(cameras, instruction, state, method=method, budget=budget, steps=2)
+    return shapes_sent.outside_optimisation_profiles(bundle, limits)
 
 
 def _holds(profile: OptimisationProfile, shapes: Shapes) -> bool:

@@ -137,7 +137,7 @@ def running_need(
     rows: Schedule,
     tokens: int,
 ) -> MemoryNeed:
-    """Return the memory of an answer about pictures of these `layouts`, on the backend's device.
+    """Return the memory of an answer about pictures of these `layouts`, or of a chunk, on the backend's device.
 
     `memory` describes the backend (`KNOWN[name].memory`); None for a GPU. With `built`, engines replace the bundle's
     graphs: those of onnxruntime are mapped, and those of openvino are read and packed like a bundle. `rows` is what a
@@ -149,7 +149,9 @@ def running_need(
     cache = cache_bytes(manifest, rows, tokens)
     given = max(rows.per_layer(manifest.language_model.num_layers)) + tokens
     activations = decoder_bytes(manifest, given) + _deepstack_bytes(manifest, layouts, given)
-    activations += max((tower_bytes(manifest, one) for one in layouts), default=0)
+    towers = [tower_bytes(manifest, one) for one in layouts]
+    # A policy's tower runs once, on all cameras.
+    activations += sum(towers) if manifest.policy else max(towers, default=0)
     return MemoryNeed(
         weights=round(held),
         loading=round(loading),

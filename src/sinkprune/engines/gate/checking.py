@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.engines_manifest import ANY_SHAPE, CHECKED, Target
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.files.trust import ANY, Trust
-from sinkprune.engines.gate.comparing import compare_engine, compare_texts
+from sinkprune.engines.gate.comparing import compare_chunks, compare_engine, compare_texts
 from sinkprune.engines.gate.limits import coarsest_rounding
 from sinkprune.engines.gate.question import GateQuestion
 from sinkprune.engines.gate.recording import Recording, record
-from sinkprune.engines.gate.report import GateReport, TextReport, refusal, text_refusal
+from sinkprune.engines.gate.report import ChunkReport, GateReport, TextReport, refusal, refusals_together
 from sinkprune.engines.progress import SILENT, BuildProgress
 from sinkprune.runtime.backends import Backend, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines, backend_of, own_engines
 from sinkprune.runtime.device import open_device
 from sinkprune.runtime.pipeline import Pipeline
-
-_ANSWERS = "comparing answers"
+from sinkprune.runtime.policy import Policy
 
 
 def check_engines(
@@ -30,19 +30,19 @@ def check_engines(
     recording: Recording,
     progress: BuildProgress = SILENT,
 ) -> GateReport:
-    """Compare every engine of `built` on `backend` with `recording`, and then the answers of all engines.
+    """Compare every engine of `built` on `backend` with `recording`, and then the answers or chunks of all engines.
 
     `built` are the engines with the bundle of their graphs. `own` are the engines with the files of the bundle in
     their own folder, which answer. Exceeded limits are in the report, not raised. Raises `BackendError` if an engine
-    does not load or run, and what `Pipeline.generate` raises.
+    does not load or run, and what `Pipeline.generate` or `Policy.act` raises.
     """
     engines, manifest = built.engines, built.bundle.manifest
-    graphs, texts = {}, []
+    graphs, together = {}, _Together([], [])
     for number, graph in enumerate(manifest.graphs):
         progress.graph(graph, number, len(manifest.graphs), "comparing engines")
         graphs[graph] = compare_engine(graph, built, backend, recording)
     if not any(report.refused for report in graphs.values()):
-        texts = _compare_answers(own, backend, question, recording, progress)
+        together = _compare_together(own, backend, question, recording, progress)
     return GateReport(
         bundle=str(built.bundle.path),
         engines=str(engines.path),
@@ -54,8 +54,9 @@ def check_engines(
         weights=manifest.weights,
         seen_share=question.seen_shares(manifest),
         graphs=graphs,
-        texts=texts,
-        passed=bool(texts) and all(text.passed for text in texts),
+        texts=together.texts,
+        chunks=together.chunks,
+        passed=any(together) and not refusals_together(*together, engines.manifest),
     )
 
 
@@ -96,26 +97,37 @@ class Gate:
             raise EnginesError(refusal(graph, report, built.engines.manifest))
 
     def check_answers(self, root: Path, progress: BuildProgress = SILENT) -> None:
-        """Compare the answers of all engines in the folder `root`. Raises `EnginesError` if they differ."""
+        """Compare the answers or chunks of all engines in the folder `root`. Raises `EnginesError` if they differ."""
         own = engines_alone(root)
         backend = load_backend(backend_of(own.engines.manifest.target), None, own)
-        for text in _compare_answers(own, backend, self._question, self._recording, progress):
-            if not text.passed:
-                raise EnginesError(text_refusal(text, own.engines.manifest))
+        together = _compare_together(own, backend, self._question, self._recording, progress)
+        for refused in refusals_together(*together, own.engines.manifest):
+            raise EnginesError(refused)
 
 
-def _compare_answers(
+class _Together(NamedTuple):
+    """What all engines together gave: answers, or a policy's chunks."""
+
+    texts: list[TextReport]
+    chunks: list[ChunkReport]
+
+
+def _compare_together(
     own: BuiltEngines, backend: Backend, question: GateQuestion, recording: Recording, progress: BuildProgress
-) -> list[TextReport]:
-    """Compare the answers, with progress of its own: an answer takes longer than the comparison of an engine."""
-    rounding = coarsest_rounding(own.bundle.manifest, backend.compute)
-    done, total = 0, sum(len(answer.token_ids) for answer in recording.answers)
+) -> _Together:
+    """Compare answers or chunks, with progress of its own: one takes longer than the comparison of an engine."""
+    manifest, done = own.bundle.manifest, 0
+    rounding = coarsest_rounding(manifest, backend.compute)
+    total = len(recording.chunks) + sum(len(answer.token_ids) for answer in recording.answers)
+    what, unit = ("comparing chunks", "chunks") if manifest.policy else ("comparing answers", "tokens")
 
-    def count_token() -> None:
+    def count() -> None:
         nonlocal done
         done += 1
-        progress.part(_ANSWERS, done, total, "tokens")
+        progress.part(what, done, total, unit)
 
-    progress.part(_ANSWERS, 0, total, "tokens")
+    progress.part(what, 0, total, unit)
+    if manifest.policy is not None:
+        return _Together([], compare_chunks(Policy(own.bundle, backend, own), question, recording, rounding, count))
     pipeline = Pipeline(own.bundle, backend, own, fit=question.fit)
-    return compare_texts(pipeline, question, recording, rounding, count_token)
+    return _Together(compare_texts(pipeline, question, recording, rounding, count), [])

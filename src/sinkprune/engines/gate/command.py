@@ -20,6 +20,7 @@ examples:
 
 Each engine of ENGINES gets the inputs of its ONNX graph in BUNDLE. It must return the same outputs, within rounding.
 Then all engines together answer, unpruned and at every budget. Exit code 0: all passed. 2: some were rejected.
+A robot policy acts: --image is the frame of a camera, or of all, and --prompt the instruction.
 """
 
 
@@ -37,7 +38,7 @@ def _check(arguments: Sequence[str] | None) -> None:
     from sinkprune.contract.checks.fields import to_json
     from sinkprune.contract.errors import EnginesError
     from sinkprune.engines.gate.checking import check_engines, engines_alone
-    from sinkprune.engines.gate.question import read_question
+    from sinkprune.engines.gate.question import picture_files, read_question
     from sinkprune.engines.gate.recording import record
     from sinkprune.engines.gate.report import first_refusal, print_report
     from sinkprune.engines.progress import TerminalProgress
@@ -51,9 +52,8 @@ def _check(arguments: Sequence[str] | None) -> None:
     bundle = read_bundle(options.bundle, Trust(options.sha256, options.signed_by))
     trust = Trust(options.engines_sha256, options.signed_by)
     built = open_engines(options.engines, bundle, trust)
-    question = read_question(
-        options.image, options.prompt, bundle, built.engines.manifest.enforced_limits, options.fit
-    )
+    files = picture_files(options.image, bundle.manifest)
+    question = read_question(files, options.prompt, bundle, built.engines.manifest.enforced_limits, options.fit)
     name = options.backend or backend_of(built.engines.manifest.target)
     backend = load_backend(name, options.threads, built, options.compute)
     with TerminalProgress() as progress, TemporaryDirectory(prefix="sinkprune-check-") as folder:
@@ -69,8 +69,9 @@ def _check(arguments: Sequence[str] | None) -> None:
     if refused is not None:
         raise EnginesError(refused)
     if not prints_json(options.json):
-        sys.stdout.write(f"passed: {len(report.graphs)} engines, {len(report.texts)} answers\n")
-    note_pictures(load_family(bundle.manifest, options.fit), bundle.manifest, options.image, question.images)
+        together = f"{len(report.chunks)} chunks of actions" if report.chunks else f"{len(report.texts)} answers"
+        sys.stdout.write(f"passed: {len(report.graphs)} engines, {together}\n")
+    note_pictures(load_family(bundle.manifest, options.fit), bundle.manifest, files, question.images)
 
 
 def _parser() -> CommandParser:
@@ -88,8 +89,14 @@ def _parser() -> CommandParser:
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="the folder that the engines were built from")
     add("engines", type=Path, metavar="ENGINES", help="a folder written by sinkprune-build")
-    add("--image", type=Path, action="append", required=True, help="an image file to ask about; may be repeated")
-    add("--prompt", default=PROMPT, help=f"the question (default: {PROMPT})")
+    add(
+        "--image",
+        type=Path,
+        action="append",
+        required=True,
+        help="an image file to ask about, or a camera's frame; may be repeated",
+    )
+    add("--prompt", default=PROMPT, help=f"the question, or a policy's instruction (default: {PROMPT})")
     add("--backend", choices=BACKENDS, help="the backend of the engines (default: the one they are built for)")
     add("--compute", choices=COMPUTES, help="openvino, openvino-gpu: the type of the computation (default: fastest)")
     add_fit_option(parser)

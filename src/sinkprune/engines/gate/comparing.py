@@ -1,4 +1,4 @@
-"""Compares engines with ONNX graphs: each engine on the recorded inputs of its graph, and the answers of all.
+"""Compares engines with ONNX graphs: each on the recorded inputs of its graph, and the answers or chunks of all.
 
 Each row of an output has its own difference, so that a sink, which is much longer than other rows, hides none.
 """
@@ -11,17 +11,34 @@ import numpy as np
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import EnginesError
-from sinkprune.contract.manifest import CacheForm
+from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
-from sinkprune.engines.gate.limits import TIE, OutputKind, Rounding, gap_limit, kind_of, limit_of, rounding_of
+from sinkprune.engines.gate.limits import (
+    TIE,
+    OutputKind,
+    Rounding,
+    chunk_limit,
+    gap_limit,
+    kind_of,
+    limit_of,
+    rounding_of,
+)
 from sinkprune.engines.gate.question import GateQuestion
-from sinkprune.engines.gate.recording import REFERENCE, GateAnswer, Recording, answer_question
-from sinkprune.engines.gate.report import GraphReport, TextReport, output_report
+from sinkprune.engines.gate.recording import (
+    REFERENCE,
+    GateAnswer,
+    GateChunk,
+    Recording,
+    act_on_question,
+    answer_question,
+)
+from sinkprune.engines.gate.report import ChunkReport, GraphReport, TextReport, output_report
 from sinkprune.runtime.backends import Backend, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.kv_cache import cache_names
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.policy import Policy
 
 Run = Callable[[Mapping[str, Array]], dict[str, Array]]
 _NOISY_RUNS = 16
@@ -38,7 +55,7 @@ def compare_engine(graph: str, built: BuiltEngines, backend: Backend, recording:
     """
     manifest = built.bundle.manifest
     kinds = {tensor.name: kind_of(tensor) for tensor in manifest.graphs[graph].outputs}
-    run = _load(built.model(graph), manifest.cache, backend)
+    run = _load(built.model(graph), manifest, backend)
     differences: dict[str, list[Array]] = {}
     calls = ties = 0
     for call in recording.calls(graph):
@@ -66,8 +83,11 @@ def compare_engine(graph: str, built: BuiltEngines, backend: Backend, recording:
     return GraphReport(rounding, calls, reports)
 
 
-def _load(model: Model, form: CacheForm, backend: Backend) -> Run:
-    """Load a graph or an engine as a function of host arrays. A decoder starts a new cache if there is no past."""
+def _load(model: Model, manifest: Manifest, backend: Backend) -> Run:
+    """Load a graph or an engine as a function of host arrays. A decoder starts a new cache if there is no past.
+
+    In a policy a decoder also returns the rows of its cache, by the names of the graph's outputs.
+    """
     caches = cache_names(model.spec)
     if not caches:
         engine = backend.load(model)
@@ -77,7 +97,7 @@ def _load(model: Model, form: CacheForm, backend: Backend) -> Run:
             return {name: backend.numpy(tensor) for name, tensor in outputs.items()}
 
         return run
-    decoder = backend.load_decoder(model, form, lambda engine: engine)
+    decoder = backend.load_decoder(model, manifest.cache, lambda engine: engine)
     cache = decoder.new_cache()
 
     def decode(inputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -86,14 +106,18 @@ def _load(model: Model, form: CacheForm, backend: Backend) -> Run:
         if not inputs["past_length"][0]:
             cache = decoder.new_cache()
         outputs = decoder(rows, cache)
-        return {name: backend.numpy(tensor) for name, tensor in outputs.items() if name not in caches}
+        found = {name: backend.numpy(tensor) for name, tensor in outputs.items() if name not in caches}
+        if manifest.policy is not None:
+            held = decoder.keys_and_values(cache)
+            found |= {name: backend.numpy(held[past])[:, :, : cache.length] for name, past in caches.items()}
+        return found
 
     return decode
 
 
 def _noisy_runs(bundle: Bundle, graph: str, inputs: Mapping[str, Array]) -> Iterator[dict[str, Array]]:
     """Run a graph that selects on `inputs` with relative noise of `TIE`, and yield the outputs of each run."""
-    run = _load(Model.of_bundle(bundle, graph), bundle.manifest.cache, load_backend(REFERENCE, compute="fp32"))
+    run = _load(Model.of_bundle(bundle, graph), bundle.manifest, load_backend(REFERENCE, compute="fp32"))
     draw = np.random.default_rng(0)
     floats = [name for name, array in inputs.items() if np.issubdtype(array.dtype, np.floating)]
     for _ in range(_NOISY_RUNS):
@@ -153,7 +177,41 @@ def compare_texts(
     return reports
 
 
-def _kept_alike(found: GateAnswer, expected: GateAnswer) -> float:
+def compare_chunks(
+    policy: Policy,
+    question: GateQuestion,
+    recording: Recording,
+    rounding: Rounding,
+    on_chunk: Callable[[], None] = lambda: None,
+) -> list[ChunkReport]:
+    """Compare each chunk of `recording` with that of `policy`, which loaded the engines, from the same noise.
+
+    `on_chunk` is called after each chunk of `policy`. Raises what `Policy.act` raises.
+    """
+    reports = []
+    for expected in recording.chunks:
+        found = act_on_question(policy, question, expected.method, expected.budget)
+        differences = np.abs(np.subtract(found.actions, expected.actions)).max(axis=1)
+        alike, worst = _kept_alike(found, expected), float(differences.max())
+        limit = chunk_limit(rounding, alike)
+        reports.append(
+            ChunkReport(
+                method=expected.method,
+                budget=expected.budget,
+                steps=expected.steps,
+                actions=len(differences),
+                worst_action=int(differences.argmax()) + 1,
+                difference=worst,
+                limit=limit,
+                kept_alike=alike,
+                passed=limit is None or worst <= limit,
+            )
+        )
+        on_chunk()
+    return reports
+
+
+def _kept_alike(found: GateAnswer | GateChunk, expected: GateAnswer | GateChunk) -> float:
     """Return the smallest share of equal kept tokens of all steps."""
     return min(len(set(own) & set(other)) / len(other) for own, other in zip(found.kept, expected.kept, strict=True))
 
@@ -161,8 +219,9 @@ def _kept_alike(found: GateAnswer, expected: GateAnswer) -> float:
 def row_differences(kind: OutputKind, found: Array, expected: Array) -> Array:
     """Return [rows] fp64, the relative difference of each row; infinite if not finite or of another shape.
 
-    Rows and values: the length of the difference, over the length of the expected row. Logits: the difference, over
-    the root mean square of all. Indices: [1], the number that differ. Attention's [1,H,S,h] has S rows.
+    Rows and values: the length of the difference, over the length of the expected row. Logits and actions, each a
+    row: the length of the difference, over the root mean square of all lengths. Indices: [1], the number that differ.
+    Attention's [1,H,S,h] has S rows.
     """
     if kind == "indices":
         alike = found.shape == expected.shape
@@ -173,8 +232,8 @@ def row_differences(kind: OutputKind, found: Array, expected: Array) -> Array:
     lengths = np.linalg.norm(exact, axis=-1)
     if not lengths.size:
         return lengths
-    if kind == "logits":
-        floor = np.full_like(lengths, np.sqrt(np.mean(np.square(exact))))
+    if kind in ("logits", "actions"):
+        floor = np.full_like(lengths, np.sqrt(np.mean(np.square(lengths))))
     else:
         floor = np.maximum(lengths, _FLOOR * np.median(lengths))
     result: Array = np.linalg.norm(_rows(kind, found) - exact, axis=-1) / np.maximum(floor, np.finfo(np.float64).tiny)
@@ -184,7 +243,7 @@ def row_differences(kind: OutputKind, found: Array, expected: Array) -> Array:
 def _rows(kind: OutputKind, array: Array) -> Array:
     """Return [rows,width] fp64."""
     exact = array.astype(np.float64)
-    if kind != "rows":
+    if kind not in ("rows", "actions"):
         return exact.reshape(-1, 1)
     if exact.ndim == 4:
         exact = exact.transpose(0, 2, 1, 3).reshape(-1, exact.shape[1] * exact.shape[3])

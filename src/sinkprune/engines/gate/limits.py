@@ -26,16 +26,38 @@ class Limit(NamedTuple):
     worst: float
 
 
-OutputKind = Literal["rows", "values", "logits", "indices"]
-"""How an output is compared: as rows of states, one value a token (norms, salience), logits, or indices."""
+OutputKind = Literal["rows", "values", "logits", "actions", "indices"]
+"""How an output is compared: as rows of states, one value a token (norms, salience), logits, a policy's actions, or
+indices."""
 
 _LIMITS: dict[Rounding, dict[OutputKind, Limit]] = {
-    "fp32": {"rows": Limit(1e-4, 1e-3), "values": Limit(1e-4, 1e-3), "logits": Limit(1e-4, 1e-3)},
-    "fp16": {"rows": Limit(0.005, 0.03), "values": Limit(0.01, 0.06), "logits": Limit(0.003, 0.02)},
-    "bf16": {"rows": Limit(0.04, 0.15), "values": Limit(0.1, 0.5), "logits": Limit(0.01, 0.06)},
-    "int8": {"rows": Limit(0.06, 0.25), "values": Limit(0.2, 1.5), "logits": Limit(0.02, 0.12)},
+    "fp32": {
+        "rows": Limit(1e-4, 1e-3),
+        "values": Limit(1e-4, 1e-3),
+        "logits": Limit(1e-4, 1e-3),
+        "actions": Limit(1e-4, 1e-3),
+    },
+    "fp16": {
+        "rows": Limit(0.005, 0.03),
+        "values": Limit(0.01, 0.06),
+        "logits": Limit(0.003, 0.02),
+        "actions": Limit(0.01, 0.03),
+    },
+    "bf16": {
+        "rows": Limit(0.04, 0.15),
+        "values": Limit(0.1, 0.5),
+        "logits": Limit(0.01, 0.06),
+        "actions": Limit(0.06, 0.2),
+    },
+    "int8": {
+        "rows": Limit(0.06, 0.25),
+        "values": Limit(0.2, 1.5),
+        "logits": Limit(0.02, 0.12),
+        "actions": Limit(0.2, 0.4),
+    },
 }
 _GAPS: dict[Rounding, float] = {"fp32": 1e-3, "fp16": 0.1, "bf16": 0.3, "int8": 0.5}
+_CHUNKS: dict[Rounding, float] = {"fp32": 1e-3, "fp16": 0.05, "bf16": 0.5, "int8": 1.0}
 TIE = 1e-5
 """A choice that relative noise of this size changes is a tie. Another order of summation changes scores by less."""
 
@@ -73,10 +95,20 @@ def gap_limit(rounding: Rounding, kept_alike: float) -> float | None:
     return _GAPS[rounding] if kept_alike == 1 else None
 
 
+def chunk_limit(rounding: Rounding, kept_alike: float) -> float | None:
+    """Return how much a number of the engines' chunk may differ from the graphs', after all denoising steps.
+
+    In standard deviations of the training data's actions. None if other tokens were kept, as in `gap_limit`.
+    """
+    return _CHUNKS[rounding] if kept_alike == 1 else None
+
+
 def kind_of(output: TensorSpec) -> OutputKind:
     """Return how an output of a graph is compared."""
     if output.dtype == "int64":
         return "indices"
     if output.name == "logits":
         return "logits"
+    if output.name in ("actions_out", "velocity"):
+        return "actions"
     return "values" if output.name in ("norms", "salience") else "rows"

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.errors import PromptError
+from sinkprune.contract.checks.format_value import counted
+from sinkprune.contract.errors import ImageError, PromptError
 from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.contract.manifest import CHAT_TEMPLATE, TOKENIZER, Manifest
 from sinkprune.runtime.families import load_family
@@ -27,11 +28,12 @@ NO_LIMITS: Mapping[str, int] = {}
 
 @dataclass(frozen=True)
 class GateQuestion:
-    """Pictures and a prompt, for the graphs and the engines."""
+    """Pictures and a prompt, for the graphs and the engines. A policy acts on them instead."""
 
     images: Sequence[Picture]
-    """The decoded pictures of one prompt."""
+    """The decoded pictures of one prompt; for a policy, the frame of each camera."""
     prompt: str
+    """The question; for a policy, the instruction."""
     new_tokens: int = NEW_TOKENS
     """Tokens of each answer; fewer if the engines accept fewer."""
     fit: Fit | None = None
@@ -50,6 +52,20 @@ class GateQuestion:
             pixels = np.asarray(image)
             digest.update(f" {pixels.shape} ".encode() + pixels.tobytes())
         return digest.hexdigest()
+
+
+def picture_files(files: Sequence[Path], manifest: Manifest) -> list[Path]:
+    """Return the picture files of a question about `files`: for a policy, one file may be all cameras' frame.
+
+    Raises `ImageError` for another number of files than a policy has cameras.
+    """
+    cameras = len(files) if manifest.policy is None else manifest.max_images
+    if len(files) not in (1, cameras):
+        raise ImageError(
+            f"found {len(files)} pictures, and the policy has {counted(cameras, 'camera')}. Give one picture for "
+            "each camera, or one for all."
+        )
+    return list(files) if len(files) == cameras else [*files] * cameras
 
 
 def read_question(

@@ -1,4 +1,4 @@
-"""Runs the ONNX graphs of a bundle on a question, and stores the calls of each graph and the answers.
+"""Runs the ONNX graphs of a bundle on a question, and stores the calls of each graph, and the answers or chunks.
 
 Calls are in files: a build may delete a graph and its weights, and resumes after a kill. At most one call of one
 graph is in memory at a time.
@@ -31,6 +31,7 @@ from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.backends.kv_cache import cache_names
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.policy import Policy
 from sinkprune.runtime.steps.answer import Kept
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.pictures import layout_of
@@ -39,12 +40,17 @@ REFERENCE = "ort-cpu"
 """The backend that runs the graphs, in fp32."""
 _COMPLETE = "recording.json"
 _IN, _OUT = "in.", "out."
+_SEED = 0
+"""The seed of a chunk's noise."""
 # What a chat template adds to a question, generously.
 _PROMPT_TOKENS = 512
 
 
 class RecordedCall(NamedTuple):
-    """The inputs and outputs of one call of a graph, without the caches of a decoder segment."""
+    """The inputs and outputs of one call of a graph.
+
+    The caches of a decoder segment are no inputs, and are outputs in a policy only: the new rows.
+    """
 
     inputs: dict[str, Array]
     outputs: dict[str, Array]
@@ -61,6 +67,18 @@ class GateAnswer(NamedTuple):
     """For each picture, the tokens that reach the language model, then those left after each select."""
 
 
+class GateChunk(NamedTuple):
+    """A policy's chunk of actions, and the tokens that were kept for it."""
+
+    method: str
+    budget: str
+    steps: int
+    actions: list[list[float]]
+    """[chunk][action_dim], as the expert gives them."""
+    kept: list[list[int]]
+    """As those of `GateAnswer`."""
+
+
 class Recording:
     """A complete recording in a folder."""
 
@@ -69,19 +87,23 @@ class Recording:
         self._folder = folder
         stored = json.loads((folder / _COMPLETE).read_text(encoding="utf-8"))
         self.answers = [GateAnswer(**answer) for answer in stored["answers"]]
-        """The answers at every budget, the unpruned first."""
+        """The answers at every budget, the unpruned first; empty for a policy."""
+        self.chunks = [GateChunk(**chunk) for chunk in stored["chunks"]]
+        """A policy's chunks at every budget, the unpruned first."""
 
     def calls(self, graph: str) -> Iterator[RecordedCall]:
         """Yield every call of a graph, in order. The calls of a decoder are those of one answer after the other."""
+        inputs: dict[str, Array] = {}
         for path in sorted((self._folder / graph).glob("*.npz")):
             with np.load(path, allow_pickle=False) as stored:
                 arrays = {name: stored[name] for name in stored.files}
-            yield RecordedCall(
-                *(
-                    {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
-                    for prefix in (_IN, _OUT)
-                )
+            own, outputs = (
+                {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+                for prefix in (_IN, _OUT)
             )
+            # An input that is not in a file is that of the call before.
+            inputs = {**inputs, **own}
+            yield RecordedCall(inputs, outputs)
 
     def logits(self, number: int) -> Array:
         """Return [tokens,vocab] fp32, the logits of each token of the answer `number`."""
@@ -92,8 +114,8 @@ class Recording:
 def record(bundle: Bundle, question: GateQuestion, folder: Path, progress: BuildProgress) -> Recording:
     """Run `bundle` on `question`, unpruned and at every budget, and store all calls below `folder`.
 
-    A complete recording of the same bundle and question is reused. Raises what `Pipeline.generate` raises,
-    `NumericsError` for a graph whose outputs are not finite, `EnginesError` for missing graphs, and
+    A complete recording of the same bundle and question is reused. Raises what `Pipeline.generate` or `Policy.act`
+    raises, `NumericsError` for a graph whose outputs are not finite, `EnginesError` for missing graphs, and
     `TooLittleMemoryError`.
     """
     key = question.sha256(bundle)
@@ -105,15 +127,23 @@ def record(bundle: Bundle, question: GateQuestion, folder: Path, progress: Build
     plans.insert(0, (next(iter(bundle.manifest.plans)), UNPRUNED))
     _check_graphs_and_memory(bundle, question, plans)
     backend, recorder = load_backend(REFERENCE, compute="fp32"), _Recorder(bundle, folder)
-    pipeline = Pipeline(bundle, backend, wrap=recorder.wrap, fit=question.fit)
-    answers = []
+    loaded: Policy | Pipeline
+    if bundle.manifest.policy is not None:
+        loaded = Policy(bundle, backend, wrap=recorder.wrap)
+    else:
+        loaded = Pipeline(bundle, backend, wrap=recorder.wrap, fit=question.fit)
+    answers, chunks = [], []
     for number, (method, budget) in enumerate(plans):
         progress.graph(f"ONNX graphs, {budget}", number, len(plans), "running the graphs, by budget")
-        answer, logits = answer_question(pipeline, question, method, budget)
-        np.save(_logits_file(folder, number), logits, allow_pickle=False)
-        answers.append(answer._asdict())
+        if isinstance(loaded, Policy):
+            chunks.append(act_on_question(loaded, question, method, budget)._asdict())
+        else:
+            answer, logits = answer_question(loaded, question, method, budget)
+            np.save(_logits_file(folder, number), logits, allow_pickle=False)
+            answers.append(answer._asdict())
     sync_tree(folder)
-    (folder / _COMPLETE).write_text(json.dumps({"of": key, "answers": answers}), encoding="utf-8")
+    stored = {"of": key, "answers": answers, "chunks": chunks}
+    (folder / _COMPLETE).write_text(json.dumps(stored), encoding="utf-8")
     return Recording(folder)
 
 
@@ -135,6 +165,22 @@ def answer_question(
     return GateAnswer(method, budget, list(map(int, answer.token_ids)), answer.text, kept), np.stack(logits.rows)
 
 
+def act_on_question(policy: Policy, question: GateQuestion, method: str, budget: str) -> GateChunk:
+    """Return a policy's chunk, from the same noise each time and the mean state of the training data."""
+    seen, facts = _ChunkObserver(), policy.facts
+    report = policy.act(
+        list(question.images),
+        question.prompt,
+        facts.state_mean or np.zeros(facts.state_dim, np.float32),
+        method=method,
+        budget=budget,
+        seed=_SEED,
+        observer=seen,
+    )
+    kept = [tokens.tolist() for own in report.images for tokens in _kept_by_step(own)]
+    return GateChunk(method, budget, report.steps, seen.actions[0].tolist(), kept)
+
+
 def _kept_by_step(own: Kept) -> list[Array]:
     """Return the tokens of a picture that are left after each step, numbered across its groups."""
     groups, tokens = own.norms.shape
@@ -154,13 +200,25 @@ class _LogitsObserver(Observer):
         self._on_token()
 
 
+class _ChunkObserver(Observer):
+    """Keeps the expert's actions."""
+
+    actions: Array
+
+    def acted(self, actions: Array) -> None:
+        self.actions = actions
+
+
 class _Recorder:
     """Stores the calls of every engine that it wraps."""
 
     def __init__(self, bundle: Bundle, folder: Path) -> None:
         self._graphs, self._folder = bundle.manifest.graphs, folder
+        # A policy calls each segment once, and its expert reads caches: no later row would show a wrong cache.
+        self._with_caches = bundle.manifest.policy is not None
         self._calls: Counter[str] = Counter()
         self._stored: set[bytes] = set()
+        self._last: dict[str, dict[str, bytes]] = {}
 
     def wrap(self, graph: str, engine: Engine, backend: Backend) -> Engine:
         """Return an engine that calls `engine` and stores the call; a `sinkprune.runtime.steps.chain.Wrap`."""
@@ -168,11 +226,11 @@ class _Recorder:
         own = [tensor.name for tensor in self._graphs[graph].inputs if tensor.name not in caches.values()]
 
         def recorded(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            outputs = engine(inputs)
-            call = RecordedCall(
-                {name: backend.numpy(inputs[name]) for name in own},
-                {name: backend.numpy(tensor) for name, tensor in outputs.items() if name not in caches},
-            )
+            outputs, given = engine(inputs), {name: backend.numpy(inputs[name]) for name in own}
+            found = {name: backend.numpy(tensor) for name, tensor in outputs.items() if name not in caches}
+            if self._with_caches:
+                found |= {name: backend.numpy(outputs[name])[:, :, : given["hidden"].shape[1]] for name in caches}
+            call = RecordedCall(given, found)
             # Budgets repeat a tower's call. A decoder's equal calls may differ in their caches.
             self._store(graph, call, once=not caches)
             return outputs
@@ -188,14 +246,21 @@ class _Recorder:
                     "compared with them. If the bundle is fp16, its values may exceed that type; export it with "
                     "--precision fp32."
                 )
-        digest = hashlib.sha256(graph.encode() + b"".join(array.tobytes() for array in call.inputs.values())).digest()
+        sums = {
+            name: hashlib.sha256(repr(array.shape).encode() + array.tobytes()).digest()
+            for name, array in call.inputs.items()
+        }
+        digest = hashlib.sha256(graph.encode() + b"".join(sums.values())).digest()
         if once and digest in self._stored:
             return
         self._stored.add(digest)
+        last, self._last[graph] = self._last.get(graph, {}), sums
         path = self._folder / graph / f"{self._calls[graph]:06}.npz"
         self._calls[graph] += 1
         path.parent.mkdir(parents=True, exist_ok=True)
-        parts: dict[str, Any] = {_IN + name: array for name, array in call.inputs.items()}
+        # A policy's expert reads the same caches in every step.
+        changed = [name for name in call.inputs if sums[name] != last.get(name)]
+        parts: dict[str, Any] = {_IN + name: call.inputs[name] for name in changed}
         np.savez(path, **parts | {_OUT + name: array for name, array in call.outputs.items()})
 
 

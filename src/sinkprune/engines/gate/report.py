@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 
@@ -91,8 +92,29 @@ class TextReport:
 
 
 @dataclass(frozen=True)
+class ChunkReport:
+    """The comparison of a policy's chunk of all engines with the graphs' chunk."""
+
+    method: str
+    budget: str
+    steps: int
+    """Denoising steps."""
+    actions: int
+    """The actions of the chunk."""
+    worst_action: int
+    """The action with the largest difference, counted from 1."""
+    difference: float
+    """The largest difference of a number, in standard deviations of the training data's actions."""
+    limit: float | None
+    """None if other tokens were kept: such a chunk has no limit. The unpruned chunk always has one."""
+    kept_alike: float
+    """The smallest share of equal kept tokens of all steps."""
+    passed: bool
+
+
+@dataclass(frozen=True)
 class GateReport:
-    """The comparison of every engine with its graph, and of the answers of all engines."""
+    """The comparison of every engine with its graph, and of the answers or chunks of all engines."""
 
     bundle: str
     engines: str
@@ -107,7 +129,9 @@ class GateReport:
     """For each picture, the share of its area that the model sees."""
     graphs: dict[str, GraphReport]
     texts: list[TextReport]
-    """Empty if an engine was rejected: its answers mean nothing."""
+    """Empty for a policy, and if an engine was rejected: its answers mean nothing."""
+    chunks: list[ChunkReport]
+    """A policy's; empty if an engine was rejected."""
     passed: bool
 
 
@@ -131,7 +155,7 @@ def output_report(kind: OutputKind, errors: Array, limit: Limit, ties: int) -> O
 
 
 def print_report(report: GateReport) -> None:
-    """Print a row for each engine, with the output that is nearest to its limit, and a row for each text."""
+    """Print a row for each engine, with the output that is nearest to its limit, and one for each text or chunk."""
     console = TableConsole()
     console.print(
         f"{escaped(report.engines)}: {report.target} {escaped(report.library_version)}, {report.precision}, weights "
@@ -155,20 +179,29 @@ def print_report(report: GateReport) -> None:
             "passed" if own.refused is None else "REJECTED",
         )
     console.print(table)
-    if not report.texts:
-        return
-    table = _table("method", "budget", "same tokens", "gap", "limit", "kept alike %", "")
-    for text in report.texts:
-        table.add_row(
-            escaped(text.method),
-            escaped(text.budget),
-            f"{text.same_tokens} of {text.tokens}",
-            _figure(text.gap),
-            "-" if text.gap_limit is None else f"{text.gap_limit:g}",
-            f"{100 * text.kept_alike:.1f}",
-            "passed" if text.passed else "REJECTED",
-        )
-    console.print(table)
+    if report.texts:
+        table = _table("method", "budget", "same tokens", "gap", "limit", "kept alike %", "")
+        for text in report.texts:
+            _add_row(table, text, f"{text.same_tokens} of {text.tokens}", text.gap, text.gap_limit)
+        console.print(table)
+    if report.chunks:
+        table = _table("method", "budget", "worst action", "difference", "limit", "kept alike %", "")
+        for chunk in report.chunks:
+            worst = f"{chunk.worst_action} of {chunk.actions}"
+            _add_row(table, chunk, worst, chunk.difference, chunk.limit)
+        console.print(table)
+
+
+def _add_row(table: Table, report: TextReport | ChunkReport, place: str, found: float, limit: float | None) -> None:
+    table.add_row(
+        escaped(report.method),
+        escaped(report.budget),
+        place,
+        _figure(found),
+        "-" if limit is None else f"{limit:g}",
+        f"{100 * report.kept_alike:.1f}",
+        "passed" if report.passed else "REJECTED",
+    )
 
 
 def _table(*headings: str) -> Table:
@@ -185,7 +218,7 @@ def _figure(number: float | None) -> str:
 def first_refusal(report: GateReport, manifest: EnginesManifest) -> str | None:
     """Return the message for the first rejection, with the number of the others; None if all passed."""
     messages = [refusal(graph, own, manifest) for graph, own in report.graphs.items() if own.refused is not None]
-    messages += [text_refusal(text, manifest) for text in report.texts if not text.passed]
+    messages += refusals_together(report.texts, report.chunks, manifest)
     if not messages:
         return None
     more = len(messages) - 1
@@ -199,6 +232,25 @@ def refusal(graph: str, report: GraphReport, manifest: EnginesManifest) -> str:
     return (
         f"the engine of graph '{graph}', by {manifest.target} {manifest.library_version}, differs from the ONNX "
         f"graph in output '{name}': {output.explanation}. {_advice(graph, report, output, manifest)}"
+    )
+
+
+def refusals_together(
+    texts: Sequence[TextReport], chunks: Sequence[ChunkReport], manifest: EnginesManifest
+) -> list[str]:
+    """Return a message for each answer and chunk of all engines that differs by more than its limit."""
+    messages = [text_refusal(text, manifest) for text in texts if not text.passed]
+    return messages + [chunk_refusal(chunk, manifest) for chunk in chunks if not chunk.passed]
+
+
+def chunk_refusal(chunk: ChunkReport, manifest: EnginesManifest) -> str:
+    """Return the message for engines whose chunk differs from the graphs' chunk by more than the limit."""
+    return (
+        f"each engine passes alone, but the chunk of all, by {manifest.target} {manifest.library_version}, differs "
+        f"from the ONNX graphs at action {chunk.worst_action} of budget '{chunk.budget}' of method '{chunk.method}': "
+        f"by {chunk.difference:.2g} standard deviations of the training data's actions, and it may by "
+        f"{chunk.limit:g}. Try another picture; if the chunks differ there too, build with another version of the "
+        "library, or from a bundle of a finer --precision or --weights."
     )
 
 

@@ -73,8 +73,9 @@ def cached_attention(
 
 def cached(op: Any, key: ir.Value, value: ir.Value, past: LayerCache) -> tuple[ir.Value, ir.Value]:
     """Return the new rows [1,Hkv,S,h], which the caller caches."""
-    # TensorRT would drop the inputs of a cache that nothing reads.
+    # TensorRT would drop inputs that nothing reads: a cache, and the length where the segment has no other layer.
     first, second = (op.Slice(rows, [0], [0], [2]) for rows in (past.key, past.value))
+    first = op.Mul(first, op.CastLike(past.length, first))
     return op.Concat(first, key, axis=2), op.Concat(second, value, axis=2)
 
 

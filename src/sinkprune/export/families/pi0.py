@@ -165,8 +165,6 @@ class Pi0(LlamaShaped):
             chunk=self._config.chunk_size,
             state_dim=self._config.max_state_dim,
             action_dim=self._config.max_action_dim,
-            min_period=self._config.min_period,
-            max_period=self._config.max_period,
         )
 
     @property
@@ -236,9 +234,18 @@ class Pi0(LlamaShaped):
             return mean, std
 
         state, action = statistics("state", expert.state_dim), statistics("actions", expert.action_dim)
-        steps: int = self._config.num_inference_steps
-        facts = expert.llama.facts
-        return PolicyFacts(facts, expert.chunk, expert.state_dim, expert.action_dim, steps, *state, *action)
+        config = self._config
+        return PolicyFacts(
+            expert.llama.facts,
+            expert.chunk,
+            expert.state_dim,
+            expert.action_dim,
+            config.num_inference_steps,
+            float(config.min_period),
+            float(config.max_period),
+            *state,
+            *action,
+        )
 
     def tokens_of(self, processor: Mapping[str, Any]) -> int:
         return self.vision.tokens

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from sinkprune.contract.precision import Array
 from sinkprune.export.dialects.cached import HIDDEN, LayerCache, attention_beside
 from sinkprune.export.graph import Dim, WeightedGraph
 from sinkprune.export.models.llama import Llama, build_layer, rms_norm
@@ -31,9 +30,6 @@ class ActionExpert:
     chunk: int
     state_dim: int
     action_dim: int
-    min_period: float
-    """The shortest period of the time embedding; time runs from 1 to 0."""
-    max_period: float
 
 
 def build_expert(graph: WeightedGraph, expert: ActionExpert, segments: Sequence[range]) -> None:
@@ -46,7 +42,7 @@ def build_expert(graph: WeightedGraph, expert: ActionExpert, segments: Sequence[
     shape = [1, expert.chunk, expert.action_dim]
     actions = graph.input("actions", shape, _FLOAT)
     state = graph.input("state", [1, 1, expert.state_dim], _FLOAT)
-    time, step = graph.input("time", [1], _FLOAT), graph.input("step", [1], _FLOAT)
+    time, step = graph.input("time_embedding", [1, 1, width], _FLOAT), graph.input("step", [1], _FLOAT)
     cos, sin = (graph.input(table, [1, rows, facts.head_dim // 2]) for table in ("cos", "sin"))
     hidden = _embed(graph, expert, actions, state, time)
     for number, layers in enumerate(segments):
@@ -67,28 +63,15 @@ def build_expert(graph: WeightedGraph, expert: ActionExpert, segments: Sequence[
 def _embed(
     graph: WeightedGraph, expert: ActionExpert, actions: ir.Value, state: ir.Value, time: ir.Value
 ) -> ir.Value:
-    """Return [1,1+chunk,d]: the state, and the actions at this `time`."""
+    """Return [1,1+chunk,d]: the state, and the actions at the embedded `time` [1,1,d]."""
     op, width, kind = graph.op, expert.llama.facts.hidden_size, graph.precision.onnx
-    frequencies = graph.stored(
-        "time_frequencies", _FLOAT, [width // 2], lambda: ir.Tensor(time_frequencies(expert, width // 2))
-    )
-    angles = op.Mul(time, frequencies)
-    moment = op.Cast(op.Concat(op.Sin(angles), op.Cos(angles), axis=0), to=kind)
-    moment = op.Expand(op.Reshape(moment, [1, 1, width]), [1, expert.chunk, width])
+    moment = op.Expand(op.Cast(time, to=kind), [1, expert.chunk, width])
     moved = graph.linear(op.Cast(actions, to=kind), "action_in_proj", expert.action_dim, width, bias=True)
     joined = op.Concat(moved, moment, axis=2)
     inner = graph.linear(joined, "action_time_mlp_in", 2 * width, width, bias=True)
     moved = graph.linear(op.Mul(inner, op.Sigmoid(inner)), "action_time_mlp_out", width, width, bias=True)
     own = graph.linear(op.Cast(state, to=kind), "state_proj", expert.state_dim, width, bias=True)
     return op.Concat(own, moved, axis=1)
-
-
-def time_frequencies(expert: ActionExpert, count: int) -> Array:
-    """Return [count] fp32: the frequencies of the time embedding, in radians, as transformers computes them."""
-    share = np.linspace(0.0, 1.0, count, dtype=np.float32)
-    period = np.float32(expert.min_period) * np.float32(expert.max_period / expert.min_period) ** share
-    frequencies: Array = (np.float32(1.0) / period * np.float32(2.0) * np.float32(np.pi)).astype(np.float32)
-    return frequencies
 
 
 def _mask(graph: WeightedGraph, expert: ActionExpert, past: LayerCache) -> ir.Value:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from sinkprune.contract.errors import NumericsError
+from sinkprune.contract.manifest import PolicyFacts
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.acting.observation import Observation
 from sinkprune.runtime.device.stopwatch import Stopwatch
@@ -12,7 +13,9 @@ from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.decoding import Prefill
 
 
-def denoise(chain: Chain, observation: Observation, prefix: Prefill, position: int, clock: Stopwatch) -> Array:
+def denoise(
+    chain: Chain, policy: PolicyFacts, observation: Observation, prefix: Prefill, position: int, clock: Stopwatch
+) -> Array:
     """Return the expert's actions [1,chunk,action_dim] fp32, over the caches of `prefix`.
 
     The expert's rows continue at `position`. Time runs from 1 (noise) to 0 in equal steps, by Euler's method, as in
@@ -32,10 +35,11 @@ def denoise(chain: Chain, observation: Observation, prefix: Prefill, position: i
         fixed[f"length_{segment}"] = backend.tensor(np.array([cache.length], np.int64))
         fixed |= decoder.keys_and_values(cache)
     actions = backend.tensor(observation.noise)
-    for number in range(observation.steps):
-        time = backend.tensor(np.array([1.0 - number / observation.steps], np.float32))
+    times = time_embeddings(policy, 1.0 - np.arange(observation.steps) / observation.steps)
+    for number, embedded in enumerate(times):
+        time = backend.tensor(embedded[None, None])
         with clock.measure(f"step_{number}"):
-            actions = chain.last({**fixed, "actions": actions, "time": time})["actions_out"]
+            actions = chain.last({**fixed, "actions": actions, "time_embedding": time})["actions_out"]
     found = backend.numpy(actions)
     if not np.isfinite(found).all():
         raise NumericsError(
@@ -43,3 +47,15 @@ def denoise(chain: Chain, observation: Observation, prefix: Prefill, position: i
             "type: export it with --precision fp32. If not, the checkpoint's weights are damaged."
         )
     return found
+
+
+def time_embeddings(policy: PolicyFacts, times: Array) -> Array:
+    """Return [steps,d] fp32: the sines and cosines of `times` [steps] at the expert's frequencies, in radians.
+
+    As transformers computes them. They are no part of the graph: angles reach 1600 radians, and libraries that
+    compute in bf16 or fp16 round them by several radians.
+    """
+    share = np.linspace(0.0, 1.0, policy.expert.hidden_size // 2, dtype=np.float32)
+    periods = np.float32(policy.min_period) * np.float32(policy.max_period / policy.min_period) ** share
+    angles = times.astype(np.float32)[:, None] * (np.float32(2 * np.pi) / periods)
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)

@@ -28,10 +28,13 @@ def room_for(rows: int) -> int:
 
 
 def cache_names(spec: GraphSpec) -> dict[str, str]:
-    """Return the cache inputs of the decoder segment `spec`, by the outputs with their new content."""
-    prefix = "past_"
-    names = (tensor.name.removeprefix(prefix) for tensor in spec.inputs if tensor.name.startswith(prefix))
-    return {name: prefix + name for name in names if name != "length"}
+    """Return the cache inputs of the decoder segment `spec`, by the outputs with their new content.
+
+    Empty for other graphs, also for an action expert, which reads caches and has no such outputs.
+    """
+    past = {tensor.name for tensor in spec.inputs}
+    names = {tensor.name: f"past_{tensor.name}" for tensor in spec.outputs}
+    return {name: own for name, own in names.items() if own in past}
 
 
 def fixed_room(spec: GraphSpec, profiles: OptimisationProfiles) -> int | None:

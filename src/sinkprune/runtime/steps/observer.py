@@ -41,6 +41,9 @@ class Observer:
     def chose(self, token: int, logits: Array) -> None:
         """Receives a new token's id, and the logits [vocab] that it was chosen by; first those of the prefill."""
 
+    def acted(self, actions: Array) -> None:
+        """Receives a policy's actions [1,chunk,action_dim] as its expert gives them, normalised."""
+
     def answered(self, answer: Answer) -> None:
         """Receives the whole answer, with kept sets and milliseconds."""
 

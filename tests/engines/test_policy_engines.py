@@ -1,0 +1,132 @@
+"""Engines of policies: the profiles of every shape that a chunk sends, and the limits that policies have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from sinkprune import Policy
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.engines_manifest import Limits, Range, read_engines
+from sinkprune.contract.errors import PromptError, UsageError
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.schedule import schedule
+from sinkprune.contract.system.memory_need import ORT_CPU, BackendMemory, running_need, tower_bytes
+from sinkprune.engines.limits import resolve_limits
+from sinkprune.engines.optimisation_profiles import optimisation_profiles
+from sinkprune.export.dialects import DIALECTS
+from sinkprune.runtime.backends.kv_cache import ROOM, room_for
+from sinkprune.runtime.families import load_family
+from support.programs.commands import assert_refused, run
+from support.references.shapes_sent import policy_shapes_outside_optimisation_profiles
+
+BUDGETS = ("prune-77.8", "prune-88.9+raster")
+INSTRUCTION = "pick up the red cup"
+
+
+@pytest.fixture(scope="module")
+def source(bundle: Callable[..., Path]) -> Callable[..., Path]:
+    """A policy of three cameras with 64 tokens each, in a dialect."""
+    return lambda dialect="opset24": bundle("pi0", budgets=BUDGETS, max_images=3, dialect=dialect)
+
+
+def resolved(
+    manifest: Manifest, prompt: int | None = None, new: int | None = None, images: int | None = None
+) -> Limits:
+    return resolve_limits(manifest, prompt_tokens=prompt, new_tokens=new, images=images)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_every_shape_lies_in_an_optimisation_profile(
+    dialect: str, source: Callable[..., Path], photo: Image.Image
+) -> None:
+    """The longest instruction equals the limit: an optimisation profile one token shorter would be too short."""
+    opened, longest = read_bundle(source(dialect)), "put the cup next to the plate. then wait."
+    policy = Policy.load(opened)
+    state = list(policy.facts.state_mean)
+    most = policy.act([photo] * 3, longest, state, steps=1).prompt_tokens
+    chunks = [([photo] * 3, longest), ([photo, None, photo], INSTRUCTION), ([None, None, photo], "a")]
+    limits = resolved(opened.manifest, most)
+    assert not policy_shapes_outside_optimisation_profiles(opened, limits, chunks)
+    tighter = resolved(opened.manifest, most - 1)
+    outside = policy_shapes_outside_optimisation_profiles(opened, tighter, chunks[:1])
+    assert {graph for graph, _ in outside} >= {"decoder_0", "decoder_3"}
+
+
+def test_the_tower_takes_all_cameras_and_the_projector_one(source: Callable[..., Path]) -> None:
+    manifest = read_bundle(source()).manifest
+    profiles = optimisation_profiles(manifest, resolved(manifest))
+    assert all(list(own) == ["prefill"] for own in profiles.values())
+    assert profiles["vision"]["prefill"]["pixel_values"] == Range(
+        (1, 3, 112, 112), (3, 3, 112, 112), (3, 3, 112, 112)
+    )
+    assert profiles["projector"]["prefill"]["tokens"].max == (1, 64, 96)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_the_expert_reads_caches_of_every_room(dialect: str, source: Callable[..., Path]) -> None:
+    """In place a segment has one room, that of the longest prompt; smaller ones are those of the gate's recording."""
+    manifest = read_bundle(source(dialect)).manifest
+    profiles = optimisation_profiles(manifest, resolved(manifest, 40))
+    expert, most = profiles["expert"]["prefill"], room_for(3 * 64 + 40)
+    counts = [profiles[f"decoder_{segment}"]["prefill"]["hidden"].opt[1] for segment in range(4)]
+    assert counts == sorted(counts, reverse=True) and counts[0] > counts[3]
+    for segment, layers in enumerate(manifest.segments):
+        own = profiles[f"decoder_{segment}"]["prefill"]
+        for layer in layers:
+            usual = most if manifest.cache == "in-place" else room_for(counts[segment])
+            rooms = Range(*((1, 1, room, 16) for room in (ROOM, usual, most)))
+            assert expert[f"past_key_{layer}"] == expert[f"past_value_{layer}"] == rooms
+            first = (1, 1, most if manifest.cache == "in-place" else 0, 16)
+            assert own[f"past_key_{layer}"] == Range(first, first, first)
+    assert expert["length_2"] == Range((1,), (1,), (1,))
+
+
+def test_the_limits_of_a_policy(source: Callable[..., Path]) -> None:
+    manifest = read_bundle(source()).manifest
+    assert resolved(manifest) == resolved(manifest, images=3) == Limits(64, 0, 3)
+    assert resolved(manifest, 400) == Limits(400, 0, 3)
+    with pytest.raises(UsageError, match=r"--max-new-tokens is 8, and a robot policy generates no tokens\. Leave"):
+        resolved(manifest, new=8)
+    with pytest.raises(UsageError, match=r"--max-images is 2, and this policy acts on 3 cameras.* --max-images 2\."):
+        resolved(manifest, images=2)
+    with pytest.raises(UsageError, match="exceed the model's 8192 positions"):
+        resolved(manifest, 8001)
+
+
+def test_engines_act_and_refuse_a_longer_instruction(
+    source: Callable[..., Path], photo: Image.Image, tmp_path: Path
+) -> None:
+    output = tmp_path / "engines"
+    assert run("sinkprune-build", source(), "-o", output, "--target", "onnxruntime", "--max-prompt", 24).code == 0
+    assert read_engines(output).manifest.enforced_limits == {"prompt_tokens": 24}
+    engines, graphs = Policy.load(output), Policy.load(source())
+    state = list(engines.facts.state_mean)
+    for budget in (UNPRUNED, *BUDGETS):
+        chunks = [each.act([photo] * 3, INSTRUCTION, state, seed=1, budget=budget) for each in (engines, graphs)]
+        assert abs(chunks[0].actions - chunks[1].actions).max() < 1e-4
+    with pytest.raises(PromptError, match=r"more than the 24 the engines were built for.* --max-prompt 31\."):
+        engines.act([photo] * 3, "put the cup next to the dish.", state)
+
+
+def test_a_refused_option_is_one_sentence(source: Callable[..., Path], tmp_path: Path) -> None:
+    command = ("sinkprune-build", source(), "-o", tmp_path / "engines", "--target", "openvino", "--max-new-tokens", 9)
+    assert_refused(run(*command), "a robot policy generates no tokens")
+    assert not (tmp_path / "engines").exists()
+
+
+def test_the_memory_of_a_policy_has_all_cameras_in_the_tower(source: Callable[..., Path]) -> None:
+    manifest = read_bundle(source()).manifest
+    layout = load_family(manifest).largest()["image"]
+
+    def activations(cameras: int) -> int:
+        layouts = [layout] * cameras
+        rows = schedule(manifest, "sinkpruner", BUDGETS[0], layouts[:1])
+        memory = BackendMemory(ORT_CPU)
+        return running_need(manifest, memory, built=False, layouts=layouts, rows=rows, tokens=9).activations
+
+    assert activations(3) - activations(1) == pytest.approx(1.1 * 2 * tower_bytes(manifest, layout), rel=1e-3)
