@@ -15,7 +15,7 @@ from sinkprune import Policy
 from sinkprune.contract.budgets import prune_layers
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.families import FAMILIES
-from sinkprune.contract.flops import expert_flops, prefill_flops
+from sinkprune.contract.flops import expert_flops, prefix_flops
 from sinkprune.export.checkpoint.text import small_text
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
@@ -101,7 +101,7 @@ def test_the_arithmetic_of_the_docs(policy: Policy, photo: Image.Image) -> None:
     for budget in ("none", *BUDGETS):
         lengths = policy.act([photo] * 3, "go", [0.1] * 32, budget=budget, steps=1).tokens_per_layer
         rows = [visual + text for visual in lengths]
-        prefix, step = prefill_flops(model, rows) / 1e12, expert_flops(facts, rows) / 1e12
+        prefix, step = prefix_flops(model, rows) / 1e12, expert_flops(facts, rows) / 1e12
         whole = 10 * step + prefix + tower_tflop()
         base = base or whole
         line = f"| `{budget}` | {sum(lengths) / LAYERS:.0f} | {prefix:.2f} | {10 * step:.2f} | {whole:.2f} | "
