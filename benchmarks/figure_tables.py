@@ -144,6 +144,18 @@ def ttft_full(figures: Figures) -> str:
     return _table([f"method; `none` {unpruned:.1f} ms", *(f"`{name}`" for name in budgets)], rows)
 
 
+def kinds_full(figures: Figures) -> str:
+    """Return the accuracy by kind of question, unpruned and of some methods at the second budget."""
+    report, methods = figures["report"], ("sinkpruner", "sinkpruner-no-text-pruner", "cdpruner", "dart", "downsample")
+    budget = list(report["methods"]["sinkpruner"])[1]
+    shown = [report["none"], *(report["methods"][method][budget] for method in methods)]
+    rows = [
+        [kind, str(own["count"]), *(f"{100 * each['by_kind'][kind]['accuracy']:.0f}" for each in shown)]
+        for kind, own in report["none"]["by_kind"].items()
+    ]
+    return f"At `{budget}`:\n\n" + _table(["kind", "questions", "`none`", *(f"`{name}`" for name in methods)], rows)
+
+
 def methods_short(figures: Figures) -> str:
     """Return what a sanitizer that reads the question wins at the smallest budget, for the README."""
     *_, budget = (methods := figures["report"]["methods"])["sinkpruner"]

@@ -26,6 +26,7 @@ from figure_tables import (
     Figures,
     accuracy_short,
     confidence_curve,
+    kinds_full,
     methods_full,
     methods_short,
     peers_short,
@@ -167,7 +168,12 @@ PARTS = {
             # Two threads take longer than one for so small a model.
             "sinkprune-evaluate {work}/methods --threads 1 --json {json} --plot docs/accuracy.png",
         ),
-        {"methods": methods_full, "methods-short": methods_short, "methods-versus": versus_full},
+        {
+            "methods": methods_full,
+            "methods-short": methods_short,
+            "methods-versus": versus_full,
+            "methods-ttft": ttft_full,
+        },
         by_default=False,
     ),
     "varied": Part(
@@ -177,7 +183,7 @@ PARTS = {
             "sinkprune-evaluate {work}/varied --data varied-scenes --threads 1 --json {json} "
             "--plot docs/measurements/accuracy-qwen3.png",
         ),
-        {"varied": methods_full, "varied-versus": versus_full, "varied-ttft": ttft_full},
+        {"varied": methods_full, "varied-versus": versus_full, "varied-ttft": ttft_full, "varied-kinds": kinds_full},
         by_default=False,
     ),
     "confidence": Part(

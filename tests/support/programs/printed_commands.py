@@ -12,7 +12,18 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs/measurements").glob("*.md")),
 ]
-OUTPUT = ("image ->", "prompt -> ", "4\n[none]", "256 visual tokens", "module  ", "stop: ", "1  H ", "p_j = ")
+OUTPUT = (
+    "image ->",
+    "cameras ->",
+    "noise, state ->",
+    "prompt -> ",
+    "4\n[none]",
+    "256 visual tokens",
+    "module  ",
+    "stop: ",
+    "1  H ",
+    "p_j = ",
+)
 """The first words of blocks that show output of a program, or a formula."""
 
 
