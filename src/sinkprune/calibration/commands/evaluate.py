@@ -19,6 +19,7 @@ from sinkprune.calibration.commands.measuring import (
 from sinkprune.calibration.evaluation.outliers import plant_in_vision
 from sinkprune.calibration.evaluation.replies import evaluation_report, replies_by_question
 from sinkprune.calibration.evaluation.report import Combination, CombinationReport, EvaluationReport, Reply
+from sinkprune.calibration.pictures import note_items
 from sinkprune.calibration.plots import plot_evaluation
 from sinkprune.calibration.tasks import with_grey_picture
 from sinkprune.contract.checks.format_value import counted
@@ -29,7 +30,6 @@ from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.files.output_files import OutputFile, write_whole
 from sinkprune.runtime.commands import load_pipeline, plain_text, write_report
 from sinkprune.runtime.commands.interrupts import beside_earlier
-from sinkprune.runtime.commands.picture_notes import note_first_picture
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
 
@@ -69,7 +69,7 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
     items = [with_grey_picture(item) for item in task.items] if options.blind else task.items
     pipeline = load_pipeline(options, task.bundle, plant_in_vision if options.plant_outliers else None)
     if not options.blind:
-        note_first_picture(pipeline.family, task.bundle.manifest, items[0].picture, items[0].load_image())
+        note_items(pipeline.family, task.bundle.manifest, items)
     by_question: list[list[Reply]] = []
     interrupted = False
     try:
