@@ -90,6 +90,10 @@ def _calibrate(arguments: Sequence[str] | None) -> None:
     complete = len(asked.right)
     counts = f"the report counts the first {complete} of {counted(len(items), 'question')}."
     interrupted = "" if complete == len(items) else counts
+    if interrupted and options.thresholds:
+        # Few questions give other thresholds, and a file of them looks like any other.
+        interrupted += " No thresholds were written: they need all questions."
+        options = replace(options, thresholds=None)
     items = items[:complete]
     with status("comparing thresholds"):
         report = new_report(pipeline, options.data.name, options.method, options.share, names, means, asked)
@@ -97,7 +101,7 @@ def _calibrate(arguments: Sequence[str] | None) -> None:
     unseen = unseen_warnings(shares, "questions")
     earlier = ""
     if interrupted:
-        options, earlier = beside_earlier(options, "json", "thresholds")
+        options, earlier = beside_earlier(options, "json")
     early = (f"Interrupted: {interrupted}",) if interrupted else ()
     report = replace(report, warnings=(*early, *report.warnings, *unseen), seen_share=min(shares))
     if options.thresholds:
