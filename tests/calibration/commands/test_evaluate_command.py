@@ -218,6 +218,7 @@ def test_an_interrupt_reports_the_questions_answered_so_far(
     report = json.loads((tmp_path / "x.json").read_text())
     assert report["questions"] == report["none"]["by_kind"]["known"]["count"] * 2 == 2
     assert report["warnings"][0] == "Interrupted: the report counts the first 2 of 4 questions."
+    assert report["interrupted"] == "the report counts the first 2 of 4 questions."
     assert report["warnings"][0] in outcome.stdout
     assert len((tmp_path / "x.jsonl").read_text().splitlines()) == 2 * 3
     # What was measured before stays.

@@ -71,7 +71,7 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
     if not options.blind:
         note_items(pipeline.family, task.bundle.manifest, items)
     by_question: list[list[Reply]] = []
-    interrupted = False
+    interrupted = earlier = ""
     try:
         with progress_bar("warming up", len(items) * (1 + len(task.combinations)), "answers") as count:
             for own in replies_by_question(
@@ -85,7 +85,7 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
     except KeyboardInterrupt:
         if not by_question:
             raise
-        interrupted = True
+        interrupted = f"the report counts the first {len(by_question)} of {counted(len(items), 'question')}."
     replies = [reply for own in by_question for reply in own]
     result = evaluation_report(
         pipeline,
@@ -97,18 +97,17 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
         max_new_tokens=options.max_new_tokens,
         fit=options.fit,
     )
-    counts = f"the report counts the first {len(by_question)} of {counted(len(items), 'question')}."
     if interrupted:
         options, earlier = beside_earlier(options, "json", "plot", "answers")
-        result = replace(result, warnings=(f"Interrupted: {counts}", *result.warnings))
+        result = replace(result, warnings=(f"Interrupted: {interrupted}", *result.warnings))
     if options.answers:
         write_whole(options.answers, "".join(map(_answer_line, replies)).encode())
-    write_report(options, result, plot_evaluation)
+    write_report(options, result, plot_evaluation, {"interrupted": interrupted or None})
     if not prints_json(options.json):
         # Last: the reader of standard output may stop reading, as `head` does.
         _print_tables(result, papers=options.table)
     if interrupted:
-        raise KeyboardInterrupt(counts + earlier)
+        raise KeyboardInterrupt(interrupted + earlier)
 
 
 def _parser() -> CommandParser:
