@@ -211,7 +211,7 @@ def test_an_interrupt_reports_the_questions_answered_so_far(
     outcome = run("sinkprune-evaluate", bundle("gqa-112"), "--data", task, *BUDGETS, *outputs)
     assert outcome.code == 130
     if not complete:
-        assert without_notes(outcome.stderr) == "interrupted; nothing half-written was left.\n"
+        assert without_notes(outcome.stderr) == "interrupted; no whole question was measured, so nothing was kept.\n"
         assert list(tmp_path.iterdir()) == []
         return
     assert without_notes(outcome.stderr) == "interrupted; the report counts the first 2 of 4 questions.\n"

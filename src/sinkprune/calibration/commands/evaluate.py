@@ -82,9 +82,9 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
                 on_run=lambda pair: count(f"asking with {' '.join(dict.fromkeys(pair))}"),
             ):
                 by_question.append(own)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if not by_question:
-            raise
+            raise KeyboardInterrupt("no whole question was measured, so nothing was kept.") from interrupt
         interrupted = f"the report counts the first {len(by_question)} of {counted(len(items), 'question')}."
     replies = [reply for own in by_question for reply in own]
     result = evaluation_report(
