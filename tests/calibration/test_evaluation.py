@@ -85,8 +85,9 @@ def run(pipeline: FakePipeline, questions: list[Item], combinations: list[Combin
 
 
 def test_combinations_take_turns_question_by_question() -> None:
-    pipeline, told = FakePipeline(lambda prompt, budget: True), []
-    collect_replies(pipeline, items(4), [SINK, FASTV], on_run=told.append)
+    pipeline, told, warmed = FakePipeline(lambda prompt, budget: True), [], []
+    collect_replies(pipeline, items(4), [SINK, FASTV], on_warm_up=warmed.append, on_run=told.append)
+    assert (warmed, len(told)) == ([BASELINE, SINK, FASTV], 4 * 3)
     assert [prompt for prompt, _, _ in pipeline.asked] == ["0"] * 3 + ["0"] * 3 + ["1"] * 3 + ["2"] * 3 + ["3"] * 3
     rounds = [told[start : start + 3] for start in range(0, len(told), 3)]
     assert all(set(turn) == {BASELINE, SINK, FASTV} for turn in rounds)

@@ -73,12 +73,13 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
     by_question: list[list[Reply]] = []
     interrupted = earlier = ""
     try:
-        with progress_bar("warming up", len(items) * (1 + len(task.combinations)), "answers") as count:
+        with progress_bar("warming up", (1 + len(items)) * (1 + len(task.combinations)), "answers") as count:
             for own in replies_by_question(
                 pipeline,
                 items,
                 task.combinations,
                 max_new_tokens=options.max_new_tokens,
+                on_warm_up=lambda pair: count(),
                 on_run=lambda pair: count(f"asking with {' '.join(dict.fromkeys(pair))}"),
             ):
                 by_question.append(own)
