@@ -93,7 +93,11 @@ def _measure(arguments: Sequence[str] | None) -> None:
     watch = AttentionObserver()
     pipeline = load_pipeline(options, task.bundle, watch.wrap)
     note_items(pipeline.family, task.bundle.manifest, items)
-    report = _report(pipeline, Path(options.data).name, items, _observe(pipeline, watch, items, task.combinations))
+    try:
+        observed = _observe(pipeline, watch, items, task.combinations)
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt("nothing was kept: the report needs all questions.") from interrupt
+    report = _report(pipeline, Path(options.data).name, items, observed)
     heads = None
     if options.heads:
         with progress_bar("comparing questions", sum(map(len, asked)), "questions") as count:
