@@ -78,9 +78,9 @@ REPORTS: dict[str, tuple[type, ...]] = {
     "sinkprune-replay": (ReplayReport,),
 }
 """The dataclasses that commands write, by the heading of the section."""
-ADDED = {name: {"interrupted"} for name in ("sinkprune-profile", "sinkprune-profile of a policy")} | {
-    f"sinkprune-calibrate {verb}": {"sha256"} for verb in ("schedule", "quantize", "evidence")
-}
+ADDED = {
+    name: {"interrupted"} for name in ("sinkprune-profile", "sinkprune-profile of a policy", "sinkprune-evaluate")
+} | {f"sinkprune-calibrate {verb}": {"sha256"} for verb in ("schedule", "quantize", "evidence")}
 """The keys that a command adds to its report."""
 QUESTION = ("--prompt", "What is this?", "--budget", "retain-64", "--max-new-tokens", "2")
 

@@ -71,6 +71,7 @@ def items(count: int) -> list[Item]:
             Question(f"q{number}", "reading" if number % 3 == 0 else "counting", str(number), ("yes",)),
             f"grey {number}",
             lambda: Image.new("RGB", (8, 6)),
+            (8, 6),
         )
         for number in range(count)
     ]
@@ -84,8 +85,9 @@ def run(pipeline: FakePipeline, questions: list[Item], combinations: list[Combin
 
 
 def test_combinations_take_turns_question_by_question() -> None:
-    pipeline, told = FakePipeline(lambda prompt, budget: True), []
-    collect_replies(pipeline, items(4), [SINK, FASTV], on_run=told.append)
+    pipeline, told, warmed = FakePipeline(lambda prompt, budget: True), [], []
+    collect_replies(pipeline, items(4), [SINK, FASTV], on_warm_up=warmed.append, on_run=told.append)
+    assert (warmed, len(told)) == ([BASELINE, SINK, FASTV], 4 * 3)
     assert [prompt for prompt, _, _ in pipeline.asked] == ["0"] * 3 + ["0"] * 3 + ["1"] * 3 + ["2"] * 3 + ["3"] * 3
     rounds = [told[start : start + 3] for start in range(0, len(told), 3)]
     assert all(set(turn) == {BASELINE, SINK, FASTV} for turn in rounds)
@@ -151,7 +153,7 @@ def test_answers_are_paired_with_the_baselines_to_the_same_question() -> None:
 
 
 def test_a_question_that_fails_is_named() -> None:
-    question = Item(Question("q9", "all", "too long", ("yes",)), "grey", lambda: Image.new("RGB", (8, 6)))
+    question = Item(Question("q9", "all", "too long", ("yes",)), "grey", lambda: Image.new("RGB", (8, 6)), (8, 6))
     with pytest.raises(PromptError, match="question 'q9': the prompt is too long"):
         collect_replies(FakePipeline(lambda prompt, budget: True), [*items(1), question], [SINK])
 

@@ -62,7 +62,7 @@ def sinks_of(steps: Watched, source: list[int]) -> list[bool]:
 
 def observed(bundle: Path, image: Image.Image, combination: Combination) -> Any:
     watch = AttentionObserver()
-    item = Item(Question("1", "all", QUESTION, ("a cup",)), "a picture", image.copy)
+    item = Item(Question("1", "all", QUESTION, ("a cup",)), "a picture", image.copy, image.size)
     return observe(Pipeline.load(bundle, wrap=watch.wrap, check_sums=False), watch, item, combination)
 
 
@@ -162,7 +162,9 @@ def test_a_row_at_the_end_of_a_line_is_no_sink_token(bundle: Callable[..., Path]
 
     pipe = Pipeline.load(bundle("next"), wrap=last_is_largest, check_sums=False)
     image = photo.resize((224, 224))
-    found = observe(pipe, watch, Item(Question("1", "all", QUESTION, ("a cup",)), "a picture", image.copy), BASELINE)
+    found = observe(
+        pipe, watch, Item(Question("1", "all", QUESTION, ("a cup",)), "a picture", image.copy, image.size), BASELINE
+    )
     rows = pipe.family.layout(image).unpruned_rows
     assert (rows < 0).sum() == 16 and found.rows == 5 * 64 + 16
     assert found.sink_share == pytest.approx(5 / found.rows)

@@ -11,6 +11,8 @@ from PIL import Image
 
 from sinkprune.calibration.tasks import Item, items_by_picture, load_task
 from sinkprune.contract.errors import ImageError
+from sinkprune.contract.manifest import Manifest
+from sinkprune.runtime.commands.picture_notes import note_many_pictures
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.images import read_image
 
@@ -25,11 +27,13 @@ class NamedPicture(NamedTuple):
     """A file's path, or the picture's name in its task."""
     load: Callable[[], Image.Image]
     """Loads it, RGB."""
+    size: tuple[int, int]
+    """Its [width,height], turned by its EXIF data."""
 
 
 def task_pictures(task: str) -> list[NamedPicture]:
     """Return the pictures of a task, each once; raises `TaskError`."""
-    return [NamedPicture(items[0].picture, items[0].load_image) for items in items_by_picture(load_task(task))]
+    return [NamedPicture(item.picture, item.load_image, item.size) for item, *_ in items_by_picture(load_task(task))]
 
 
 def seen_shares(family: Family, items: Sequence[Item]) -> list[float]:
@@ -38,15 +42,18 @@ def seen_shares(family: Family, items: Sequence[Item]) -> list[float]:
     return [share for own in groups for share in [family.layout(own[0].load_image()).seen_share] * len(own)]
 
 
+def note_items(family: Family, manifest: Manifest, items: Sequence[Item]) -> None:
+    """Print the notes of `note_many_pictures` on the items' pictures; raises what it raises."""
+    note_many_pictures(family, manifest, {item.picture: item.size for item in items}, items[0].load_image())
+
+
 def file_pictures(paths: Sequence[Path]) -> list[NamedPicture]:
     """Return the image files in `paths`, and the files in its folders that end in one of `SUFFIXES`, by name.
 
     All are decoded once. Raises `ImageError` for a file that is no picture, and for a folder without pictures.
     """
     files = [file for path in paths for file in ([path] if not path.is_dir() else _in_folder(path))]
-    for file in files:
-        read_image(file)
-    return [NamedPicture(str(file), partial(read_image, file)) for file in files]
+    return [NamedPicture(str(file), partial(read_image, file), read_image(file).size) for file in files]
 
 
 def _in_folder(folder: Path) -> Iterable[Path]:

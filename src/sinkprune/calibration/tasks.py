@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
@@ -51,6 +51,8 @@ class Item:
     """The picture's name; items with the same name have the same picture."""
     load_image: Callable[[], Image.Image]
     """Loads the picture, RGB. Tasks have thousands, so they are loaded one at a time."""
+    size: tuple[int, int]
+    """The picture's [width,height], turned by its EXIF data."""
 
 
 def load_task(name: str, limit: int | None = None) -> list[Item]:
@@ -87,7 +89,7 @@ def check_own_questions(data: Path | None) -> None:
 
 def with_grey_picture(item: Item) -> Item:
     """Return the question with a uniformly grey picture of the same size: right replies to it are guesses."""
-    return Item(item.question, item.picture, lambda: Image.new("RGB", item.load_image().size, _GREY))
+    return replace(item, load_image=lambda: Image.new("RGB", item.size, _GREY))
 
 
 def _read_scenes(name: str) -> Iterator[Item]:
@@ -99,7 +101,7 @@ def _read_scenes(name: str) -> Iterator[Item]:
     pairs = varied_test_set() if name == VARIED_SCENES else test_set(WIDE if name == WIDE_SCENES else SIDE)
     for number, (_, group) in enumerate(groupby(pairs, key=lambda pair: id(pair[0])), start=1):
         for picture, question in group:
-            yield Item(question, f"{name} {number}", picture.copy)
+            yield Item(question, f"{name} {number}", picture.copy, picture.size)
 
 
 def _read_jsonl(path: Path) -> Iterator[Item]:
@@ -109,7 +111,7 @@ def _read_jsonl(path: Path) -> Iterator[Item]:
     except UnreadableError as error:
         raise TaskError(f"'{path}' {error}. Give a file of questions.") from error
     lines_of_ids: dict[str, int] = {}
-    sound_images: set[Path] = set()
+    sizes: dict[Path, tuple[int, int]] = {}
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not line.strip():
             continue
@@ -120,13 +122,12 @@ def _read_jsonl(path: Path) -> Iterator[Item]:
                     f"id '{question.id}' is that of line {lines_of_ids[question.id]} too. Give each line its own "
                     "(a line without one has its number)."
                 )
-            if image not in sound_images:
-                read_image(image)
+            if image not in sizes:
+                sizes[image] = read_image(image).size
         except (TaskError, ImageError) as error:
             raise TaskError(f"'{path}', line {number}: {error}") from error
         lines_of_ids[question.id] = number
-        sound_images.add(image)
-        yield Item(question, str(image), partial(read_image, image))
+        yield Item(question, str(image), partial(read_image, image), sizes[image])
     if not lines_of_ids:
         raise TaskError(f"'{path}' is empty, expected one JSON object a line: {_FIELDS}.")
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -174,3 +175,17 @@ def test_heads_need_own_questions_that_differ_and_the_cuts_of_sinkpruner(
     refused = run(*measure, tmp_path / "uniform", *asked, *heads)
     assert_refused(refused, "heads of layers 1, 2, 4", "cut after layers none", "--methods sinkpruner")
     assert not heads[1].exists()
+
+
+def test_an_interrupt_says_that_nothing_was_kept(
+    bundle: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Pipeline, "generate", interrupted)
+    report = ("--limit", 1, "--json", tmp_path / "x.json")
+    outcome = run("sinkprune-calibrate", "attention", bundle("gqa-112"), *report)
+    assert outcome.code == 130
+    assert outcome.stderr.endswith("interrupted; nothing was kept: the report needs all questions.\n")
+    assert list(tmp_path.iterdir()) == []

@@ -81,17 +81,21 @@ def test_an_interrupt_reports_the_questions_answered_so_far(
         assert list(tmp_path.iterdir()) == []
         return
     lines = len((pocket / "scenes.jsonl").read_text().splitlines())
-    assert outcome.stderr.endswith(f"interrupted; the report counts the first 5 of {lines} questions.\n")
+    none = "No thresholds were written: they need all questions."
+    assert outcome.stderr.endswith(f"interrupted; the report counts the first 5 of {lines} questions. {none}\n")
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["questions"] == 5 and report["warnings"][0].startswith(
         "Interrupted: the report counts the first 5 "
     )
-    assert read_thresholds(tmp_path / "thresholds.json").least == report["chosen"]["least"]
+    assert none in report["warnings"][0]
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
     # Earlier thresholds stay.
-    left, before = iter(range(4 * 3 + 1)), (tmp_path / "thresholds.json").read_bytes()
+    (tmp_path / "thresholds.json").write_text("precious")
+    left = iter(range(4 * 3 + 1))
     outcome = run(*COMMAND, pocket / "bundle", "--data", pocket / "scenes.jsonl", *files)
-    assert outcome.code == 130 and "thresholds.interrupted.json'.\n" in outcome.stderr
-    assert (tmp_path / "thresholds.json").read_bytes() == before
+    assert outcome.code == 130 and "report.interrupted.json'.\n" in outcome.stderr
+    assert (tmp_path / "thresholds.json").read_text() == "precious"
+    assert not (tmp_path / "thresholds.interrupted.json").exists()
     assert json.loads((tmp_path / "report.interrupted.json").read_text())["questions"] == 2
 
 

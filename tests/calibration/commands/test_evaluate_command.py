@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from PIL import Image
 from skimage import data
 
 from sinkprune import Answer, Pipeline
+from sinkprune.calibration.commands import evaluate as evaluate_command
 from support.programs.commands import assert_refused, run, without_notes
 
 Bundles = Callable[..., Path]
@@ -211,13 +213,14 @@ def test_an_interrupt_reports_the_questions_answered_so_far(
     outcome = run("sinkprune-evaluate", bundle("gqa-112"), "--data", task, *BUDGETS, *outputs)
     assert outcome.code == 130
     if not complete:
-        assert without_notes(outcome.stderr) == "interrupted; nothing half-written was left.\n"
+        assert without_notes(outcome.stderr) == "interrupted; no whole question was measured, so nothing was kept.\n"
         assert list(tmp_path.iterdir()) == []
         return
     assert without_notes(outcome.stderr) == "interrupted; the report counts the first 2 of 4 questions.\n"
     report = json.loads((tmp_path / "x.json").read_text())
     assert report["questions"] == report["none"]["by_kind"]["known"]["count"] * 2 == 2
     assert report["warnings"][0] == "Interrupted: the report counts the first 2 of 4 questions."
+    assert report["interrupted"] == "the report counts the first 2 of 4 questions."
     assert report["warnings"][0] in outcome.stdout
     assert len((tmp_path / "x.jsonl").read_text().splitlines()) == 2 * 3
     # What was measured before stays.
@@ -227,6 +230,22 @@ def test_an_interrupt_reports_the_questions_answered_so_far(
     assert json.loads((tmp_path / "x.json").read_text())["questions"] == 2
     assert json.loads((tmp_path / "x.interrupted.json").read_text())["questions"] == 1
     assert len((tmp_path / "x.interrupted.jsonl").read_text().splitlines()) == 3
+
+
+def test_every_answer_counts_as_progress(bundle: Bundles, task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warm-up's answers too: otherwise "0 of 8 answers" stands still while the model answers."""
+    totals, named = list[int](), list[str]()
+
+    @contextmanager
+    def noted(what: str, total: int, unit: str) -> Iterator[Callable[..., None]]:
+        totals.append(total)
+        yield lambda name=what: named.append(name)
+
+    monkeypatch.setattr(evaluate_command, "progress_bar", noted)
+    outcome = run("sinkprune-evaluate", bundle("gqa-112"), "--data", task, "--limit", 2, "--budgets", "none")
+    assert outcome.code == 0, outcome.stderr
+    assert named == ["warming up", "asking with none", "asking with none"]
+    assert totals == [3]
 
 
 def test_kinds_are_shown_as_they_are_called(bundle: Bundles, task: Path, tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_notes_name_each_size_of_own_pictures_and_one_of_many_questions(
         photo.resize((200, 100)).save(tmp_path / name)
     outcome = schedule(own, "--budget-tokens", 16, "--dry-run", "--data", data)
     assert outcome.code == 0, outcome.stderr
-    assert outcome.stderr.startswith(f"{tmp_path}/second.png: the model sees 50 % of the picture (")
+    assert outcome.stderr.startswith(f"{tmp_path}/first.png: the model sees 50 % of the picture (")
     assert outcome.stderr.count("the model sees") == 1
     assert "warning: The model sees only a part of the picture in 2 of 2 requests (50 % at least)" in outcome.stderr
 

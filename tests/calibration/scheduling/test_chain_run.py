@@ -30,7 +30,7 @@ def items() -> list[Item]:
     photo = Image.fromarray(data.coffee())
     asked = [(photo.resize((200, 150)), "What is this?"), (photo.resize((90, 210)), "Is there a cup on it?")]
     return [
-        Item(Question(str(number), "all", text, ("a cup",)), str(number), picture.copy)
+        Item(Question(str(number), "all", text, ("a cup",)), str(number), picture.copy, picture.size)
         for number, (picture, text) in enumerate(asked)
     ]
 

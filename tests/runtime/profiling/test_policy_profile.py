@@ -186,7 +186,7 @@ def test_an_interrupted_command_reports_the_complete_rounds(
         assert "interrupted; the report counts 2 of 4 rounds. Earlier files stay" in outcome.stderr
         assert json.loads((tmp_path / "x.interrupted.json").read_text())["repeat"] == 2
     else:
-        assert outcome.stderr.endswith("interrupted; nothing half-written was left.\n")
+        assert outcome.stderr.endswith("interrupted; no whole round was measured, so nothing was kept.\n")
 
 
 @pytest.mark.parametrize(

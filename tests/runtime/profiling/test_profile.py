@@ -152,5 +152,5 @@ def test_an_interrupted_command_reports_the_complete_rounds(
         assert "median (p95) of 2 interleaved runs" in outcome.stdout
         assert report["interrupted"] == "the report counts 2 of 4 rounds."
     else:
-        assert without_notes(outcome.stderr) == "interrupted; nothing half-written was left.\n"
+        assert without_notes(outcome.stderr) == "interrupted; no whole round was measured, so nothing was kept.\n"
         assert not (tmp_path / "x.json").exists()

@@ -122,7 +122,7 @@ def test_an_interrupted_command_reports_the_answers_so_far(
     assert outcome.code == 130 and (tmp_path / "x.json").read_text() == "precious"
     moved = tmp_path / "x.interrupted.json"
     if not complete:
-        assert without_notes(outcome.stderr) == "interrupted; nothing half-written was left.\n"
+        assert without_notes(outcome.stderr) == "interrupted; no whole answer was measured, so nothing was kept.\n"
         assert not moved.exists()
         return
     said = "the report has the 11 answers so far."

@@ -7,6 +7,7 @@ head that looks at salient tokens, at sink tokens or at fixed places does not.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -55,7 +56,7 @@ def questions_by_picture(items: Sequence[Item]) -> list[list[Item]]:
         if len(own) < 2:
             later = [*items[number + 1 :], *items[:number]]
             other = next(one.question for one in later if one.question.prompt not in own)
-            own[other.prompt] = Item(other, item.picture, item.load_image)
+            own[other.prompt] = replace(item, question=other)
     return [list(own.values()) for own in asked.values()]
 
 

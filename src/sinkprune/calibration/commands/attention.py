@@ -22,7 +22,7 @@ from sinkprune.calibration.commands.measuring import TaskOptions, open_task, pro
 from sinkprune.calibration.evaluation.intervals import Mean
 from sinkprune.calibration.evaluation.report import BASELINE, Combination
 from sinkprune.calibration.evaluation.sample_size import mean_warnings, quantity
-from sinkprune.calibration.pictures import seen_shares
+from sinkprune.calibration.pictures import note_items, seen_shares
 from sinkprune.calibration.plots import plot_attention
 from sinkprune.calibration.sink_tokens import OUTLIER_PER_MILLE
 from sinkprune.calibration.tasks import Item, check_own_questions
@@ -33,7 +33,6 @@ from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.manifest import Manifest
 from sinkprune.export.pruning.chosen_heads import ChosenHeads, write_heads
 from sinkprune.runtime.commands import load_pipeline, plain_text, write_report
-from sinkprune.runtime.commands.picture_notes import note_first_picture
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.profile import model_name
@@ -93,8 +92,12 @@ def _measure(arguments: Sequence[str] | None) -> None:
         asked = questions_by_picture(items)
     watch = AttentionObserver()
     pipeline = load_pipeline(options, task.bundle, watch.wrap)
-    note_first_picture(pipeline.family, task.bundle.manifest, items[0].picture, items[0].load_image())
-    report = _report(pipeline, Path(options.data).name, items, _observe(pipeline, watch, items, task.combinations))
+    note_items(pipeline.family, task.bundle.manifest, items)
+    try:
+        observed = _observe(pipeline, watch, items, task.combinations)
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt("nothing was kept: the report needs all questions.") from interrupt
+    report = _report(pipeline, Path(options.data).name, items, observed)
     heads = None
     if options.heads:
         with progress_bar("comparing questions", sum(map(len, asked)), "questions") as count:

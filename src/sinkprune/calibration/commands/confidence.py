@@ -12,7 +12,7 @@ from sinkprune.calibration.confidence.asking import ask_questions, new_threshold
 from sinkprune.calibration.confidence.finder import MOST_STEPS
 from sinkprune.calibration.confidence.report import ConfidenceReport, CurvePoint, FixedBudget, new_report
 from sinkprune.calibration.evaluation.sample_size import quantity
-from sinkprune.calibration.pictures import seen_shares
+from sinkprune.calibration.pictures import note_items, seen_shares
 from sinkprune.calibration.tasks import check_own_questions, load_task
 from sinkprune.contract.budgets import AUTO, UNPRUNED
 from sinkprune.contract.bundle import read_runnable
@@ -28,7 +28,6 @@ from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.files.output_files import OutputFile, check_apart, check_outputs
 from sinkprune.runtime.commands import BundleOptions, bundle_parser, load_pipeline, name_list, plain_text
 from sinkprune.runtime.commands.interrupts import beside_earlier
-from sinkprune.runtime.commands.picture_notes import note_first_picture
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.confidence.thresholds import describe_ladders, write_thresholds
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
@@ -85,12 +84,16 @@ def _calibrate(arguments: Sequence[str] | None) -> None:
     check_apart([path for path, _ in outputs], (Path(item.picture) for item in items))
     check_unpruned_memory(options, bundle, items[0].load_image(), items[0].question.text, 1)
     pipeline = load_pipeline(options, bundle)
-    note_first_picture(pipeline.family, manifest, items[0].picture, items[0].load_image())
+    note_items(pipeline.family, manifest, items)
     with progress_bar("asking", len(items), "questions") as count:
         names, means, asked = ask_questions(pipeline, items, options.method, budgets, count)
     complete = len(asked.right)
     counts = f"the report counts the first {complete} of {counted(len(items), 'question')}."
     interrupted = "" if complete == len(items) else counts
+    if interrupted and options.thresholds:
+        # Few questions give other thresholds, and a file of them looks like any other.
+        interrupted += " No thresholds were written: they need all questions."
+        options = replace(options, thresholds=None)
     items = items[:complete]
     with status("comparing thresholds"):
         report = new_report(pipeline, options.data.name, options.method, options.share, names, means, asked)
@@ -98,7 +101,7 @@ def _calibrate(arguments: Sequence[str] | None) -> None:
     unseen = unseen_warnings(shares, "questions")
     earlier = ""
     if interrupted:
-        options, earlier = beside_earlier(options, "json", "thresholds")
+        options, earlier = beside_earlier(options, "json")
     early = (f"Interrupted: {interrupted}",) if interrupted else ()
     report = replace(report, warnings=(*early, *report.warnings, *unseen), seen_share=min(shares))
     if options.thresholds:

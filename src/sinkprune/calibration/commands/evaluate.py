@@ -19,6 +19,7 @@ from sinkprune.calibration.commands.measuring import (
 from sinkprune.calibration.evaluation.outliers import plant_in_vision
 from sinkprune.calibration.evaluation.replies import evaluation_report, replies_by_question
 from sinkprune.calibration.evaluation.report import Combination, CombinationReport, EvaluationReport, Reply
+from sinkprune.calibration.pictures import note_items
 from sinkprune.calibration.plots import plot_evaluation
 from sinkprune.calibration.tasks import with_grey_picture
 from sinkprune.contract.checks.format_value import counted
@@ -29,7 +30,6 @@ from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.files.output_files import OutputFile, write_whole
 from sinkprune.runtime.commands import load_pipeline, plain_text, write_report
 from sinkprune.runtime.commands.interrupts import beside_earlier
-from sinkprune.runtime.commands.picture_notes import note_first_picture
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
 
@@ -69,23 +69,24 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
     items = [with_grey_picture(item) for item in task.items] if options.blind else task.items
     pipeline = load_pipeline(options, task.bundle, plant_in_vision if options.plant_outliers else None)
     if not options.blind:
-        note_first_picture(pipeline.family, task.bundle.manifest, items[0].picture, items[0].load_image())
+        note_items(pipeline.family, task.bundle.manifest, items)
     by_question: list[list[Reply]] = []
-    interrupted = False
+    interrupted = earlier = ""
     try:
-        with progress_bar("warming up", len(items) * (1 + len(task.combinations)), "answers") as count:
+        with progress_bar("warming up", (1 + len(items)) * (1 + len(task.combinations)), "answers") as count:
             for own in replies_by_question(
                 pipeline,
                 items,
                 task.combinations,
                 max_new_tokens=options.max_new_tokens,
+                on_warm_up=lambda pair: count(),
                 on_run=lambda pair: count(f"asking with {' '.join(dict.fromkeys(pair))}"),
             ):
                 by_question.append(own)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if not by_question:
-            raise
-        interrupted = True
+            raise KeyboardInterrupt("no whole question was measured, so nothing was kept.") from interrupt
+        interrupted = f"the report counts the first {len(by_question)} of {counted(len(items), 'question')}."
     replies = [reply for own in by_question for reply in own]
     result = evaluation_report(
         pipeline,
@@ -97,18 +98,17 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
         max_new_tokens=options.max_new_tokens,
         fit=options.fit,
     )
-    counts = f"the report counts the first {len(by_question)} of {counted(len(items), 'question')}."
     if interrupted:
         options, earlier = beside_earlier(options, "json", "plot", "answers")
-        result = replace(result, warnings=(f"Interrupted: {counts}", *result.warnings))
+        result = replace(result, warnings=(f"Interrupted: {interrupted}", *result.warnings))
     if options.answers:
         write_whole(options.answers, "".join(map(_answer_line, replies)).encode())
-    write_report(options, result, plot_evaluation)
+    write_report(options, result, plot_evaluation, {"interrupted": interrupted or None})
     if not prints_json(options.json):
         # Last: the reader of standard output may stop reading, as `head` does.
         _print_tables(result, papers=options.table)
     if interrupted:
-        raise KeyboardInterrupt(counts + earlier)
+        raise KeyboardInterrupt(interrupted + earlier)
 
 
 def _parser() -> CommandParser:

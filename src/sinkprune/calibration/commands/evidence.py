@@ -14,7 +14,7 @@ from sinkprune.calibration.evaluation.report import Combination
 from sinkprune.calibration.evaluation.sample_size import mean_warnings
 from sinkprune.calibration.evidence.measuring import EvidenceRecorder, find_thresholds
 from sinkprune.calibration.evidence.report import EvidenceReport
-from sinkprune.calibration.pictures import seen_shares
+from sinkprune.calibration.pictures import note_items, seen_shares
 from sinkprune.calibration.tasks import check_own_questions, load_task
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_bundle
@@ -30,7 +30,6 @@ from sinkprune.contract.files.output_files import check_apart, check_outputs
 from sinkprune.contract.files.signature import Sign, read_private_key
 from sinkprune.contract.manifest import BUNDLE, Manifest
 from sinkprune.runtime.commands import BundleOptions, load_pipeline, name_list, plain_text
-from sinkprune.runtime.commands.picture_notes import note_first_picture
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
@@ -82,7 +81,7 @@ def _calibrate(arguments: Sequence[str] | None) -> None:
     check_unpruned_memory(options, bundle, items[0].load_image(), items[0].question.text, 1)
     recorder = EvidenceRecorder()
     pipeline = load_pipeline(options, bundle, recorder.wrap)
-    note_first_picture(pipeline.family, bundle.manifest, items[0].picture, items[0].load_image())
+    note_items(pipeline.family, bundle.manifest, items)
     with progress_bar("asking", len(items) * len(budgets), "questions") as count:
         found = {
             budget: find_thresholds(pipeline, recorder, items, Combination(method, budget), count)

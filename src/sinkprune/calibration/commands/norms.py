@@ -43,7 +43,7 @@ from sinkprune.runtime.commands import (
     load_pipeline,
     write_report,
 )
-from sinkprune.runtime.commands.picture_notes import note_first_picture
+from sinkprune.runtime.commands.picture_notes import note_many_pictures
 from sinkprune.runtime.profiling.plot import import_matplotlib
 from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
@@ -170,7 +170,8 @@ def _bundle_tower(options: _Options, pictures: Sequence[NamedPicture]) -> tuple[
     bundle = read_runnable(options.bundle, options.trust)
     check_unpruned_memory(options, bundle, pictures[0].load())
     pipeline = load_pipeline(options, bundle)
-    note_first_picture(pipeline.family, bundle.manifest, pictures[0].name, pictures[0].load())
+    sizes = {picture.name: picture.size for picture in pictures}
+    note_many_pictures(pipeline.family, bundle.manifest, sizes, pictures[0].load())
     shares = [pipeline.family.layout(picture.load()).seen_share for picture in pictures]
     return model_name(bundle.manifest.checkpoint.source), lambda image: bundle_features(pipeline, image), shares
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sinkprune.calibration.commands.measuring import add_former_name
+from sinkprune.calibration.pictures import note_items
 from sinkprune.calibration.plots import plot_quantisation
 from sinkprune.calibration.tasks import Item, check_own_questions, items_by_picture, load_task
 from sinkprune.contract.bundle import read_bundle
@@ -36,7 +37,6 @@ from sinkprune.runtime.commands import (
     plain_text,
     write_report,
 )
-from sinkprune.runtime.commands.picture_notes import note_first_picture
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.fits import add_fit_option
@@ -100,7 +100,7 @@ def _quantize(arguments: Sequence[str] | None) -> None:
         check_apart([path for path, _ in options.outputs], (Path(item.picture) for item in items))
         prompts = encode_prompts(bundle, items, options.fit)
     family = load_family(bundle.manifest, options.fit)
-    note_first_picture(family, bundle.manifest, items[0].picture, items[0].load_image())
+    note_items(family, bundle.manifest, items)
     with status("checking sums") as progress:
         bundle.verify(progress)
     with status("reading") as progress:

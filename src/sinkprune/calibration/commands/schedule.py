@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from sinkprune.calibration.commands.measuring import add_changing_options, add_former_name
 from sinkprune.calibration.evaluation.sample_size import accuracy_warnings, mean_warnings
+from sinkprune.calibration.pictures import note_items
 from sinkprune.calibration.scheduling.report import NEAR
 from sinkprune.calibration.tasks import Item, check_own_questions, items_by_picture, load_task
 from sinkprune.contract.budgets import UNPRUNED
@@ -134,10 +135,11 @@ def _schedule(arguments: Sequence[str] | None) -> None:
             tokens = layout_of(first.image, first.image, pipeline.family, bundle.manifest).all_tokens
             target.check_unmet(tokens, TOKENS_A_LAYER)
         # Own pictures are few.
-        noted = named[:1] if options.data else named if options.image else []
-        note_pictures(
-            pipeline.family, bundle.manifest, [Path(file) for file, _ in noted], [prompt.image for _, prompt in noted]
-        )
+        if options.data:
+            note_items(pipeline.family, bundle.manifest, items)
+        elif options.image:
+            files = [Path(file) for file, _ in named]
+            note_pictures(pipeline.family, bundle.manifest, files, [prompt.image for prompt in prompts])
         shares = [pipeline.family.layout(prompt.image).seen_share for prompt in prompts]
         proposer, report = None, None
         with status("measuring") as progress:

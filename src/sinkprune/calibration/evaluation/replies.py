@@ -78,11 +78,13 @@ def replies_by_question(
     combinations: Sequence[Combination],
     *,
     max_new_tokens: int = 8,
+    on_warm_up: Callable[[Combination], None] = lambda combination: None,
     on_run: Callable[[Combination], None] = lambda combination: None,
 ) -> Iterator[list[Reply]]:
     """Yield, for each question, the greedy replies of `BASELINE` and every combination.
 
-    Each combination runs once on the first question as a warm-up. `on_run` is called before each run that counts.
+    Each combination runs once on the first question as a warm-up. `on_warm_up` is called before each of
+    those runs, and `on_run` before each run that counts.
     Raises what `Pipeline.generate` raises, with the question's id, and `UsageError` for fewer than one new token.
     """
     MAX_NEW_TOKENS.check(max_new_tokens)
@@ -91,6 +93,7 @@ def replies_by_question(
         image = item.load_image()
         if number == 0:
             for combination in turns:
+                on_warm_up(combination)
                 _reply(pipeline, item, image, combination, max_new_tokens)
         # Rotate the order, so that the pause between questions favours no combination.
         shift = number % len(turns)

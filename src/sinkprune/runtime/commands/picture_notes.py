@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from PIL import Image
 
 from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.clip import Picture
@@ -34,12 +35,32 @@ def note_pictures(family: Family, manifest: Manifest, files: Sequence[Path], pic
     for file, image in first.values():
         layout = layout_of(file, image, family, manifest)
         if layout.seen_share < 1:
-            _note(file, f"{seen_part(layout)}. --fit pad shows it all (docs/pictures.md).")
+            _note_part(file, layout)
 
 
-def note_first_picture(family: Family, manifest: Manifest, name: str, picture: Image.Image) -> None:
-    """Print a note if the first of many pictures is cropped, before they are measured. Reports count the others."""
-    note_pictures(family, manifest, [Path(name)], [picture])
+def note_many_pictures(
+    family: Family, manifest: Manifest, sizes: Mapping[str, tuple[int, int]], first: Image.Image
+) -> None:
+    """Print a note if `first` had 16 bits, and for the first picture that is cropped. Reports count the others.
+
+    `sizes` are [width,height] of all pictures, by name. Raises `ImageError` for the first that the family rejects.
+    """
+    name = next(iter(sizes))
+    if had_16_bits(first):
+        _note(Path(name), divided(first))
+    known: dict[tuple[int, int], str] = {}
+    for name, size in sizes.items():
+        known.setdefault(size, name)
+    for size, name in known.items():
+        # A layout depends on the size alone, and data has thousands of pictures.
+        layout = layout_of(name, Image.new("L", size), family, manifest)
+        if layout.seen_share < 1:
+            _note_part(Path(name), layout)
+            return
+
+
+def _note_part(file: Path, layout: VisualLayout) -> None:
+    _note(file, f"{seen_part(layout)}. --fit pad shows it all (docs/pictures.md).")
 
 
 def _note(file: Path, text: str) -> None:

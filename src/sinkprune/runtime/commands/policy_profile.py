@@ -100,9 +100,9 @@ def profile_policy(options: PolicyProfileOptions, bundle: Bundle, observations: 
     try:
         with measuring_progress(rounds.kinds * (options.warmup + repeat), "chunks") as step:
             rounds.measure(repeat, options.warmup, step)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if not rounds.count:
-            raise
+            raise KeyboardInterrupt("no whole round was measured, so nothing was kept.") from interrupt
         interrupted = f"the report counts {rounds.count} of {counted(repeat, 'round')}."
         outputs, earlier = beside_earlier(options, "json", "plot")
     report = rounds.report()

@@ -187,9 +187,10 @@ def _profile(arguments: Sequence[str] | None) -> None:
         try:
             with measuring_progress(len(planned) * steps) as step:
                 measure(step)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             if not run.count:
-                raise
+                unit = "round" if camera is None else "answer"
+                raise KeyboardInterrupt(f"no whole {unit} was measured, so nothing was kept.") from interrupt
             interrupted = (
                 f"the report counts {run.count} of {counted(repeat, 'round')}."
                 if camera is None

@@ -1,0 +1,65 @@
+"""The line about the first picture of `--data` that the model does not see whole, before anything is measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from sinkprune.runtime.pipeline import Pipeline
+from support.programs.commands import run
+
+SIZES = {"square.png": (90, 90), "wide.png": (200, 100), "wider.png": (400, 100)}
+NOTE = "wide.png: the model sees 50 % of the picture (the middle 100x100 of 200x100). --fit pad"
+ASKING = {
+    "evaluate": ("sinkprune-evaluate",),
+    "attention": ("sinkprune-calibrate", "attention"),
+    "confidence": ("sinkprune-calibrate", "confidence", "--choice", "a", "--choice", "b"),
+}
+
+
+@pytest.fixture
+def mixed(tmp_path: Path, photo: Image.Image) -> Path:
+    """A question about each picture; the model sees the first one whole."""
+    for name, size in SIZES.items():
+        photo.resize(size).save(tmp_path / name)
+    lines = [{"image": name, "question": "Is there a cup?", "answer": "a"} for name in SIZES]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path / "q.jsonl"
+
+
+@pytest.mark.parametrize("command", ["evaluate", "attention", "confidence"])
+def test_a_later_picture_is_noted_before_questions_are_asked(
+    command: str, bundle: Callable[..., Path], mixed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Pipeline, "generate", interrupted)
+    outcome = run(*ASKING[command], bundle("gqa-112"), "--data", mixed)
+    assert outcome.code == 130
+    assert outcome.stderr.startswith(f"{mixed.parent}/{NOTE}")
+    assert outcome.stderr.count("the model sees") == 1
+    outcome = run(*ASKING[command], bundle("gqa-112"), "--data", mixed, "--fit", "pad")
+    assert "the model sees" not in outcome.stderr
+
+
+def test_norms_note_a_later_picture(bundle: Callable[..., Path], mixed: Path) -> None:
+    files = [mixed.parent / name for name in SIZES]
+    outcome = run("sinkprune-calibrate", "norms", bundle("gqa-112"), "--images", *files)
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.stderr.startswith(f"{mixed.parent}/{NOTE}")
+
+
+def test_a_size_is_that_of_the_turned_picture(bundle: Callable[..., Path], mixed: Path) -> None:
+    """A camera held upright writes a wide picture, and turns it by its EXIF data."""
+    exif = Image.Exif()
+    exif[274] = 6
+    with Image.open(mixed.parent / "wide.png") as image:
+        image.save(mixed.parent / "wide.png", exif=exif)
+    outcome = run("sinkprune-evaluate", bundle("gqa-112"), "--data", mixed, "--limit", 2, "--budgets", "none")
+    assert outcome.stderr.startswith(f"{mixed.parent}/{NOTE.replace('200x100', '100x200')}")
