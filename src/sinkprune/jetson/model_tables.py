@@ -24,6 +24,11 @@ def heading(model: ModelFit) -> str:
     return f"{model.name}: {model.visual_tokens} visual tokens of a {width}x{height} picture, on {model.backend}"
 
 
+def seen_note(model: ModelFit) -> str | None:
+    """Return a note about a picture of which the model does not see all; None for a whole one."""
+    return f"note: {model.seen_part}. --fit pad shows it all (docs/pictures.md)." if model.seen_part else None
+
+
 def budget_table(model: ModelFit) -> Table:
     """Return a row for each form of weights and budget: memory, times and the longest context."""
     timed = _timed(model)
@@ -40,7 +45,7 @@ def budget_table(model: ModelFit) -> Table:
 
 def build_table(model: ModelFit) -> Table:
     """Return a row for each form of weights: the size of its files, and the needs of building its engines."""
-    table = make_table(["weights"], ["files GB", "build: memory GB", "disk GB", "disk GB with --move", "fits"])
+    table = make_table(["weights"], ["files GB", "build: memory GB", "disk GB", "disk GB with --move", "build fits"])
     for form in model.forms:
         build = form.build
         if build is None:
