@@ -26,7 +26,7 @@ def heading(model: ModelFit) -> str:
 
 def seen_note(model: ModelFit) -> str | None:
     """Return a note about a picture of which the model does not see all; None for a whole one."""
-    return f"note: {model.seen_part}. --fit pad shows it all (docs/pictures.md)." if model.seen_part else None
+    return f"note: {model.seen_part}\n      --fit pad shows it all (docs/pictures.md)" if model.seen_part else None
 
 
 def budget_table(model: ModelFit) -> Table:
