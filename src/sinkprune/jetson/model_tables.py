@@ -24,11 +24,6 @@ def heading(model: ModelFit) -> str:
     return f"{model.name}: {model.visual_tokens} visual tokens of a {width}x{height} picture, on {model.backend}"
 
 
-def seen_note(model: ModelFit) -> str | None:
-    """Return a note about a picture of which the model does not see all; None for a whole one."""
-    return f"note: {model.seen_part}\n      --fit pad shows it all (docs/pictures.md)" if model.seen_part else None
-
-
 def budget_table(model: ModelFit) -> Table:
     """Return a row for each form of weights and budget: memory, times and the longest context."""
     timed = _timed(model)

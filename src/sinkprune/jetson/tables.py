@@ -50,8 +50,9 @@ def print_report(report: DoctorReport) -> None:
     for model in () if report.overview else report.models:
         console.print()
         console.print(plain_text(heading(model)), style="bold", soft_wrap=True)
-        if note := seen_note(model):
-            console.print(plain_text(note), soft_wrap=True)
+        if model.seen_part:
+            cropped = Finding(False, model.seen_part, "--fit pad shows it all (docs/pictures.md)")
+            console.print(_finding(cropped), soft_wrap=True)
         console.print(budget_table(model))
         if any(form.build for form in model.forms):
             console.print()
