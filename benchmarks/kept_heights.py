@@ -19,6 +19,7 @@ import numpy as np
 from sinkprune import Answer, Pipeline
 from sinkprune.calibration.tasks import load_task
 from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.runtime.commands import name_list
 
 
@@ -47,9 +48,12 @@ def _run(arguments: Sequence[str] | None) -> None:
     items = items[:: max(1, len(items) // options.questions)][: options.questions]
     for budget in options.budgets:
         asked = {"budget": budget, "method": options.method, "max_new_tokens": 1}
-        found = np.array(
-            [heights(pipeline.generate(item.load_image(), item.question.prompt, **asked)) for item in items]
-        )
+        rows = list[list[float]]()
+        with ProgressLines(f"asking with {budget}", len(items), "questions") as lines:
+            for item in items:
+                rows.append(heights(pipeline.generate(item.load_image(), item.question.prompt, **asked)))
+                lines.update(advance=1)
+        found = np.array(rows)
         errors = found.std(axis=0) / len(found) ** 0.5
         columns = (f"{mean:.3f} ±{error:.3f}" for mean, error in zip(found.mean(axis=0), errors, strict=True))
         sys.stdout.write(f"{budget:<12} {'  '.join(columns)}\n")

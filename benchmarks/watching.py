@@ -22,14 +22,18 @@ from PIL import Image
 from sinkprune import Pipeline, WatchSettings
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
+from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.files.output_files import check_outputs
+from sinkprune.contract.reports.progress import OnProgress, unreported
 from sinkprune.demo.scene_questions import questions_about
 
 NOISE = 3.0
 """The standard deviation of a frame's noise, of 255."""
 
 
-def measure(pipeline: Pipeline, budget: str, settings: WatchSettings, scenes: int) -> dict[str, dict[str, float]]:
+def measure(
+    pipeline: Pipeline, budget: str, settings: WatchSettings, scenes: int, progress: OnProgress = unreported
+) -> dict[str, dict[str, float]]:
     """Return, by what the camera shows: the share of right answers, median milliseconds, and median visual rows."""
     rng = np.random.default_rng(0)
 
@@ -40,7 +44,8 @@ def measure(pipeline: Pipeline, budget: str, settings: WatchSettings, scenes: in
     asked = [*questions_about("validation", scenes)]
     pictures = [*{id(picture): picture for picture, _ in asked}.values()]
     right, times, rows = defaultdict[str, list[bool]](list), defaultdict[str, list[float]](list), {}
-    for scene, question in asked:
+    for done, (scene, question) in enumerate(asked):
+        progress("asking", done, len(asked), "questions")
         other = pictures[(pictures.index(scene) + 1) % len(pictures)]
         alone = pipeline.generate(frame(scene), question.prompt, budget=budget, max_new_tokens=8)
         right["alone"].append(question.is_right(alone.text))
@@ -80,7 +85,9 @@ def _run(arguments: Sequence[str] | None) -> None:
     options = parser.parse_args(arguments)
     check_outputs(json_outputs(options.json), [])
     pipeline = Pipeline.load(options.bundle, backend=options.backend)
-    found = measure(pipeline, options.budget, WatchSettings(capacity=options.capacity), options.scenes)
+    settings = WatchSettings(capacity=options.capacity)
+    with status("asking") as progress:
+        found = measure(pipeline, options.budget, settings, options.scenes, progress)
     for name, figures in found.items():
         sys.stdout.write(
             f"{name:24} {figures['right']:7.1%} of {figures['questions']} right, "

@@ -52,6 +52,7 @@ def test_a_board_from_a_workstation() -> None:
     assert [row[0] for row in rows if len(row) == 10] == ["fp16", "int8", "int4"]
     builds = [line.split() for line in done.stdout.splitlines() if line.endswith((" no", " yes"))]
     assert [(row[0], row[-1]) for row in builds] == [("fp16", "no"), ("int8", "no"), ("int4", "yes")]
+    assert re.search(r"^weights .* disk GB with --move +build fits$", done.stdout, re.MULTILINE)
     assert re.search(r"^MAXN +no limit +of this mode", done.stdout, re.MULTILINE)
     assert re.search(r"^15W +15 W +slower; clocks .* not known", done.stdout, re.MULTILINE)
     assert "llava-1.5-7b: int4 at retain-192 on tensorrt. Only int4 fits. One picture" in done.stdout
@@ -260,6 +261,24 @@ def test_the_picture_makes_a_difference_where_models_see_all_of_it() -> None:
     )
     assert small["visual_tokens"] < large["visual_tokens"] == 46 * 26
     assert small["rows"]["none"]["prefill_flops"] < large["rows"]["none"]["prefill_flops"]
+
+
+@pytest.mark.parametrize(
+    ("model", "picture", "share", "part"),
+    [
+        ("llava-1.5-7b", "1280x720", 720 / 1280, "56 % of the picture (the middle 720x720 of 1280x720)"),
+        ("llava-1.5-7b", "480x480", 1, None),
+        ("qwen2.5-vl-7b", "1280x720", 1, None),
+    ],
+)
+def test_the_part_that_is_not_seen_is_noted(model: str, picture: str, share: float, part: str | None) -> None:
+    words = ("--board", "orin-nano-8gb", model, "--picture", picture)
+    (found,) = told(*words)["models"]
+    assert found["seen_share"] == pytest.approx(share, abs=1e-3)
+    assert found["seen_part"] == (part and f"the model sees {part}")
+    lines = [line for line in doctor(*words).stdout.splitlines() if "the model sees" in line]
+    assert lines == ([f"note: the model sees {part}"] if part else [])
+    assert ("\n      --fit pad shows it all (docs/pictures.md)\n" in doctor(*words).stdout) is (part is not None)
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])

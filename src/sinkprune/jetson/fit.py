@@ -26,6 +26,7 @@ from sinkprune.jetson.other_forms import manifest_in_form
 from sinkprune.jetson.times import ExpectedTimes, TimeBounds, expected_times
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.families import load_family
+from sinkprune.runtime.steps.picture_warnings import seen_part
 
 PROMPT_TOKENS = 64
 NEW_TOKENS = 128
@@ -149,6 +150,10 @@ class ModelFit:
     """Width and height in pixels."""
     visual_tokens: int
     """Of the picture, unpruned."""
+    seen_share: float
+    """The share of the picture's area that the model sees, with its own fit."""
+    seen_part: str | None
+    """A phrase for the part that the model sees; None for the whole picture."""
     prompt_tokens: int
     new_tokens: int
     typical_new_tokens: int
@@ -194,6 +199,8 @@ def fit(name: str, kind: ModelState, manifest: Manifest, target: TargetMachine, 
         backend=target.backend,
         picture=picture,
         visual_tokens=layout.all_tokens,
+        seen_share=layout.seen_share,
+        seen_part=seen_part(layout) if layout.seen_share < 1 else None,
         prompt_tokens=target.text.prompt,
         new_tokens=target.text.new,
         typical_new_tokens=target.text.typical,

@@ -40,7 +40,7 @@ def budget_table(model: ModelFit) -> Table:
 
 def build_table(model: ModelFit) -> Table:
     """Return a row for each form of weights: the size of its files, and the needs of building its engines."""
-    table = make_table(["weights"], ["files GB", "build: memory GB", "disk GB", "disk GB with --move", "fits"])
+    table = make_table(["weights"], ["files GB", "build: memory GB", "disk GB", "disk GB with --move", "build fits"])
     for form in model.forms:
         build = form.build
         if build is None:

@@ -14,7 +14,15 @@ from sinkprune.jetson.findings import Finding
 from sinkprune.jetson.host.machine import Machine
 from sinkprune.jetson.host.power_mode import ClockFrequency, ModeFacts
 from sinkprune.jetson.host.python_environment import Library
-from sinkprune.jetson.model_tables import budget_table, build_table, heading, legend, overview, recommendation
+from sinkprune.jetson.model_tables import (
+    budget_table,
+    build_table,
+    heading,
+    legend,
+    overview,
+    recommendation,
+    seen_note,
+)
 from sinkprune.jetson.report import DoctorReport
 from sinkprune.runtime.commands import plain_text
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
@@ -42,6 +50,9 @@ def print_report(report: DoctorReport) -> None:
     for model in () if report.overview else report.models:
         console.print()
         console.print(plain_text(heading(model)), style="bold", soft_wrap=True)
+        if model.seen_part:
+            cropped = Finding(False, model.seen_part, "--fit pad shows it all (docs/pictures.md)")
+            console.print(_finding(cropped), soft_wrap=True)
         console.print(budget_table(model))
         if any(form.build for form in model.forms):
             console.print()

@@ -43,6 +43,8 @@ from sinkprune.runtime.stream import Stream, StreamState
 from sinkprune.runtime.text.constraint import Grammars, Unconstrained
 from sinkprune.runtime.watching.watch import USUAL_SETTINGS, FrameAnswer, Watch, WatchSettings, check_frames
 
+_LOADING_PLANS = "loading the budgets' graphs"
+
 
 class Pipeline(Answering):
     """A loaded bundle. Every budget and the unpruned baseline run on the same engines.
@@ -224,7 +226,7 @@ class Pipeline(Answering):
     def measure_costs(self, request: Request, seconds: float = SECONDS, progress: OnProgress = unreported) -> Costs:
         """Do what `warm_up` does, for a `Request`; raises what `answer` raises, and `UsageError` for `seconds`."""
         seconds = SECONDS_RANGE.check(seconds)
-        self.load_plans(request.method)
+        self.load_plans(request.method, progress)
         with self.backend.turn:
             others = OtherLoad()
             found = measure_costs(self._model, lambda one: self.answer(one).rest(), request, seconds, progress)
@@ -246,15 +248,19 @@ class Pipeline(Answering):
         """The model, backend, threads and processor that costs must match to be valid here; see `read_costs`."""
         return place_of(self.bundle.manifest, self.backend)
 
-    def load_plans(self, method: str) -> None:
+    def load_plans(self, method: str, progress: OnProgress = unreported) -> None:
         """Load the pruning graphs of all budgets of a method, so that no request waits for them.
 
-        Raises `BudgetError` for a method that the bundle does not have.
+        `progress` is called before and after each budget. Raises `BudgetError` for a method that the bundle does not
+        have.
         """
         manifest = self.bundle.manifest
         manifest.plan(method, UNPRUNED)
-        for plan in manifest.plans[method].values():
+        plans = manifest.plans[method]
+        for done, plan in enumerate(plans.values()):
+            progress(_LOADING_PLANS, done, len(plans), "budgets")
             self.chain.load_plan(plan)
+        progress(_LOADING_PLANS, len(plans), len(plans), "budgets")
 
     def _formed(self, request: Request) -> tuple[Request, Unconstrained | ChoiceTokens]:
         """Return the request with the length of its answer, and the form of its answer."""

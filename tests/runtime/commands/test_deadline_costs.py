@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -9,6 +10,8 @@ from typing import Any, NoReturn
 import pytest
 
 from sinkprune import Pipeline
+from sinkprune.contract.command_line import progress_lines
+from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.request import Request
 from support.programs.commands import assert_refused, run
 
@@ -61,3 +64,19 @@ def test_the_first_request_of_the_process_does_not_count(
     first, counted = asked
     assert (first.deadline_ms, first.max_new_tokens, first.regex, first.budget) == (None, 1, None, "retain-32")
     assert counted.deadline_ms == 60_000 and counted.regex == "[a-z]+"
+
+
+def test_slow_budgets_graphs_have_a_line(ask: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(*ask, "--warm-up").code == 0
+    load_plan = Chain.load_plan
+
+    def slow(chain: Chain, *plan: Any) -> None:
+        time.sleep(0.1)
+        load_plan(chain, *plan)
+
+    monkeypatch.setattr(Chain, "load_plan", slow)
+    monkeypatch.setattr(progress_lines, "SECONDS", 0.01)
+    outcome = run(*ask)
+    assert outcome.code == 0, outcome.stderr
+    lines = [line for line in outcome.stderr.splitlines() if line.startswith("loading the budgets' graphs: ")]
+    assert lines and " 0 of 4 budgets in " in lines[0] and any(" 3 of 4 budgets in " in line for line in lines), lines

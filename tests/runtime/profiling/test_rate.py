@@ -201,6 +201,7 @@ def test_the_command_writes_and_draws_a_rate(
     assert outcome.code == 0, outcome.stderr
     rows = [line.split() for line in outcome.stdout.splitlines()]
     assert next(row for row in rows if row[:1] == ["budget"])[3:8] == ["missed", "p50", "p95", "p99", "max"]
+    assert "Of fewer than 20 answers, p95 and p99 are close to the slowest." in outcome.stdout
     assert "joules by tegrastats (VIN of this board), a reading every " in outcome.stdout
     report = json.loads(report_file.read_text())
     assert report["pictures"] == 3 and report["power"]["idle"]["readings"] >= 5

@@ -246,7 +246,7 @@ def _print_table(report: ProfileReport) -> None:
         )
     console.print(table)
     console.print(_LEGEND)
-    if len(report.budgets) > 1 and report.repeat > 1:
+    if len(report.budgets) > 1:
         console.print(plain_text(_noise(report)))
     for name, budget in report.budgets.items():
         console.print(plain_text(f"{name}: medians of TTFT's parts: {_parts(budget)}; {_rates(budget)}"))
@@ -269,6 +269,8 @@ def _print_table(report: ProfileReport) -> None:
 
 def _noise(report: ProfileReport) -> str:
     """Return how far apart runs of one budget are: smaller differences between budgets mean nothing."""
+    if report.repeat == 1:
+        return "one round does not show how much runs differ, so speed-ups may be noise; more rounds: --repeat"
     spreads = [budget.ms["ttft"] for budget in report.budgets.values()]
     widest = max(spread.p95 / spread.median - 1 for spread in spreads if spread)
     return f"TTFT of one budget differs by up to {100 * widest:.0f} % from run to run; more runs narrow it: --repeat"

@@ -11,7 +11,7 @@ from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.reports.rate_report import RateReport
 from sinkprune.runtime.commands import plain_text
 from sinkprune.runtime.commands.power import power_line
-from sinkprune.runtime.commands.table_console import TableConsole, make_table
+from sinkprune.runtime.commands.table_console import FEWEST_OF_P95, TableConsole, make_table
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.profiling.frame_clock import DURATION, RATE, FrameClock, frame_clock
@@ -20,6 +20,7 @@ from sinkprune.runtime.steps.pictures import decoded
 DURATION_SECONDS = 60.0
 _MOST_FRAME_BYTES = 1 << 30
 _CHANNELS = 3
+_FEWEST_OF_P99 = 100
 
 
 def add_frames(group: Any) -> None:
@@ -110,8 +111,11 @@ def print_rates(report: RateReport) -> None:
             *(joules if report.power else []),
         )
     console.print(table)
-    if any(budget.answered < 100 for budget in report.rates.values()):
-        console.print("Of fewer than 100 answers, p99 is close to the slowest.")
+    fewest = min((budget.answered for budget in report.rates.values()), default=_FEWEST_OF_P99)
+    if fewest < FEWEST_OF_P95:
+        console.print(f"Of fewer than {FEWEST_OF_P95} answers, p95 and p99 are close to the slowest.")
+    elif fewest < _FEWEST_OF_P99:
+        console.print(f"Of fewer than {_FEWEST_OF_P99} answers, p99 is close to the slowest.")
     for name, budget in report.rates.items():
         if budget.busy_ms.p50 > 1000 / report.rate_hz:
             fastest = 1000 / budget.busy_ms.p50

@@ -193,7 +193,8 @@ def _run(arguments: Sequence[str] | None) -> None:
             except KeyboardInterrupt as interrupt:
                 raise KeyboardInterrupt("no costs were kept: they need all rounds of the measurement.") from interrupt
     if options.deadline_ms is not None:
-        pipeline.load_plans(options.method)
+        with status("loading the budgets' graphs") as progress:
+            pipeline.load_plans(options.method, progress)
     if costs:
         # The first request of a process is slower than its costs say.
         with status("running the request once before it counts"):

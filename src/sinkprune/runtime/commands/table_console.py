@@ -18,7 +18,8 @@ from sinkprune.runtime.commands import plain_text
 
 USUAL_REPEAT = 5
 """The default for `--repeat`."""
-_ENOUGH = 20
+FEWEST_OF_P95 = 20
+"""With fewer measurements, the 95th percentile is close to the slowest."""
 
 
 class TableConsole(Console):
@@ -54,7 +55,7 @@ class TableConsole(Console):
 
 def few_note(repeat: int) -> str:
     """Return a note about the 95th percentile of few measurements, and nothing for many."""
-    return f" (of fewer than {_ENOUGH}, p95 is close to the slowest)" if repeat < _ENOUGH else ""
+    return f" (of fewer than {FEWEST_OF_P95}, p95 is close to the slowest)" if repeat < FEWEST_OF_P95 else ""
 
 
 def make_table(left: Sequence[str], right: Sequence[str] = ()) -> Table:
