@@ -21,7 +21,6 @@ from sinkprune.jetson.model_tables import (
     legend,
     overview,
     recommendation,
-    seen_note,
 )
 from sinkprune.jetson.report import DoctorReport
 from sinkprune.runtime.commands import plain_text
