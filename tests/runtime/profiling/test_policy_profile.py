@@ -12,7 +12,7 @@ from PIL import Image
 
 from sinkprune import ActionReport, Policy
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.flops import expert_flops, prefill_flops
+from sinkprune.contract.flops import expert_flops, prefix_flops
 from sinkprune.contract.reports.policy_report import PARTS, PolicyReport
 from sinkprune.contract.reports.report import Spread
 from sinkprune.runtime.profiling.policies import PolicyRounds, plot_policy
@@ -105,7 +105,7 @@ def test_flops_are_those_of_the_layers(policy: Policy, photo: Image.Image) -> No
     pruned, none = report.budgets["prune-88.9"], report.budgets["none"]
     for budget in report.budgets.values():
         rows = [visual + report.prompt_tokens for visual in budget.tokens_per_layer]
-        assert budget.flops.prefix == prefill_flops(model, rows)
+        assert budget.flops.prefix == prefix_flops(model, rows)
         assert budget.flops.step == expert_flops(policy.facts, rows)
         assert budget.mean_visual_tokens == sum(budget.tokens_per_layer) / model.num_layers
     assert pruned.flops_speedup.prefix == none.flops.prefix / pruned.flops.prefix > 2
