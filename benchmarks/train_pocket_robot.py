@@ -94,7 +94,7 @@ class RobotTraining:
             "patches": patch_loss(self.probe, seen, batch),
             "names": naming_loss(self.model, seen, batch, self.tokenizer),
         }
-        loss = stage.probe_weight * sum(losses.values())
+        loss = stage.probe_weight * (losses["patches"] + losses["names"])
         if stage.questions:
             prefix = run_prefix(self.model, seen, batch)
             losses["points"] = pointing_loss(self.probe, prefix, batch)
