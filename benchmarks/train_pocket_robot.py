@@ -20,13 +20,14 @@ from pocket_training.robot.episodes import run_episodes
 from pocket_training.robot.losses import (
     Probe,
     flow_loss,
+    looking_loss,
     naming_loss,
     patch_loss,
     pointing_loss,
     run_prefix,
     run_tower,
 )
-from pocket_training.robot.model import new_model, new_tokenizer, save
+from pocket_training.robot.model import GRID, new_model, new_tokenizer, save
 from pocket_training.stages import ROBOT_STAGES, Stage, rate_at, schedule
 
 _SAVE_EVERY = 100
@@ -39,7 +40,7 @@ _DRAWS = 6
 _CLIP = 1.0
 _SEED = 7
 _STATEFUL = ("model", "probe", "optimizer")
-_LOSSES = ("step", "stage", "seconds", "rate", "patches", "names", "points", "flow")
+_LOSSES = ("step", "stage", "seconds", "rate", "patches", "names", "points", "looks", "flow")
 
 
 class RobotTraining:
@@ -88,7 +89,8 @@ class RobotTraining:
         self.model.train()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        batch = draw_batch(table, stage.pictures, stage.most_objects, stage.visual_tokens, self.tokenizer)
+        shown = min(GRID**2, round(stage.visual_tokens * (0.6 + 0.8 * torch.rand(()).item())))
+        batch = draw_batch(table, stage.pictures, stage.most_objects, shown, self.tokenizer)
         seen = run_tower(self.model, batch)
         losses = {
             "patches": patch_loss(self.probe, seen, batch),
@@ -98,8 +100,9 @@ class RobotTraining:
         if stage.questions:
             prefix = run_prefix(self.model, seen, batch)
             losses["points"] = pointing_loss(self.probe, prefix, batch)
+            losses["looks"] = looking_loss(self.model, prefix, batch)
             losses["flow"] = flow_loss(self.model, prefix, batch, _DRAWS)
-            loss = loss + losses["points"] + losses["flow"]
+            loss = loss + losses["flow"] + stage.probe_weight * (losses["points"] + losses["looks"])
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.parameters, _CLIP)

@@ -161,7 +161,9 @@ def test_steps_lower_the_loss_and_resume(tmp_path: Path) -> None:
     for one, other in zip(whole.parameters, resumed.parameters, strict=True):
         assert torch.equal(one, other)
     assert (
-        (tmp_path / "whole.csv").read_text().startswith("step,stage,seconds,rate,patches,names,points,flow\n0,tiny,")
+        (tmp_path / "whole.csv")
+        .read_text()
+        .startswith("step,stage,seconds,rate,patches,names,points,looks,flow\n0,tiny,")
     )
 
 
