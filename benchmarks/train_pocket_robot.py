@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from pocket_training.records import report, write_table
-from pocket_training.robot.batches import draw_batch, statistics
+from pocket_training.robot.batches import Batch, draw_batch, statistics
 from pocket_training.robot.episodes import run_episodes
 from pocket_training.robot.losses import (
     Probe,
@@ -86,11 +86,19 @@ class RobotTraining:
     def train(self, stage: Stage, step: int, table: int, rate: float) -> dict[str, float]:
         """Run one step on the training tables from `table` on. Return its losses."""
         torch.manual_seed(step)
-        self.model.train()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         shown = min(GRID**2, round(stage.visual_tokens * (0.6 + 0.8 * torch.rand(()).item())))
         batch = draw_batch(table, stage.pictures, stage.most_objects, shown, self.tokenizer)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, losses = self._losses(stage, batch)
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, _CLIP)
+        self.optimizer.step()
+        return losses
+
+    def _losses(self, stage: Stage, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
         seen = run_tower(self.model, batch)
         losses = {
             "patches": patch_loss(self.probe, seen, batch),
@@ -103,11 +111,7 @@ class RobotTraining:
             losses["looks"] = looking_loss(self.model, prefix, batch)
             losses["flow"] = flow_loss(self.model, prefix, batch, _DRAWS)
             loss = loss + losses["flow"] + stage.probe_weight * (losses["points"] + losses["looks"])
-        self.optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.parameters, _CLIP)
-        self.optimizer.step()
-        return {name: value.item() for name, value in losses.items()}
+        return loss, {name: value.item() for name, value in losses.items()}
 
     def _save(self) -> None:
         state = {name: getattr(self, name).state_dict() for name in _STATEFUL}
