@@ -32,7 +32,7 @@ from pocket_training.stages import ROBOT_STAGES, Stage, rate_at, schedule
 
 _SAVE_EVERY = 100
 _LOG_EVERY = 20
-_MEASURE_EVERY = 250
+_MEASURE_EVERY = 500
 _MEASURED = 40
 """Validation episodes."""
 _DRAWS = 6

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PI0ForConditionalGeneration
 from pocket_training.robot import losses
 from pocket_training.robot.batches import Batch, draw_batch, instruction_ids, normalised, patch_targets, statistics
 from pocket_training.robot.episodes import act, run_episodes
-from pocket_training.robot.losses import flow_loss, run_prefix, run_tower
+from pocket_training.robot.losses import flow_loss, looking_loss, run_prefix, run_tower
 from pocket_training.robot.model import CHUNK, GRID, IMAGE, new_model, new_tokenizer, save
 from pocket_training.stages import Stage
 from sinkprune.demo.robot_table import CANVAS, SIDE, RobotTable
@@ -86,7 +86,6 @@ def test_the_model_acts_as_it_is_trained(model: PI0ForConditionalGeneration, tok
 def test_shown_patches_are_those_of_the_whole_picture(
     model: PI0ForConditionalGeneration, tokenizer: Tokenizer
 ) -> None:
-    """With attention to one patch only, the tower's output and the rows' positions do not depend on the others."""
     whole, few = (draw_batch(7, 1, 5, shown, tokenizer) for shown in (ALL, 9))
     assert few.patches.shape == (4, 2, 9)
     for field in ("classes", "centres"):
@@ -96,9 +95,33 @@ def test_shown_patches_are_those_of_the_whole_picture(
     shown = few.classes[..., 0] > 0
     # Objects have more than nine patches, and come first.
     assert shown[:, 0].all()
-    alone = replace(few, patches=few.patches[..., :1])
-    prefix = run_prefix(model, run_tower(model, alone), alone)
-    assert prefix.layers[0].shape[1] == 2 + few.ids.shape[1]
+    places = run_prefix(model, run_tower(model, few), few).places
+    assert torch.equal(places[:, :9], few.patches[:, 0]) and torch.equal(places[:, 9:18], few.patches[:, 1] + ALL)
+    assert (places[:, 18:] == 2 * ALL + torch.arange(few.ids.shape[1])).all()
+
+
+def test_looks_are_the_attention_of_transformers(model: PI0ForConditionalGeneration, tokenizer: Tokenizer) -> None:
+    batch = draw_batch(3, 1, 5, 30, tokenizer)
+    prefix = run_prefix(model, run_tower(model, batch), batch)
+    rows = prefix.layers[0]
+    everything = torch.zeros(len(rows), 1, rows.shape[1], rows.shape[1])
+    attentions = model.model.vlm.language_model(
+        inputs_embeds=rows, position_ids=prefix.places, attention_mask=everything, output_attentions=True
+    ).attentions
+    shape, colour, target = (values.flatten(1) for values in batch.classes.unbind(-1))
+    by_layer = []
+    for layer in (1, 2, 3, 4, 5):
+        found = []
+        for moment in range(len(rows)):
+            named = int(target[moment].nonzero()[0])
+            same = [colour[moment] == colour[moment, named], shape[moment] == shape[moment, named]]
+            # Rows from the end: the line's end, the shape, the colour.
+            looks = [(-3, same[0]), (-2, same[1])] if layer == 1 else [(row, target[moment] == 1) for row in (-2, -1)]
+            for row, wanted in looks:
+                for head in (0, 1):
+                    found.append(-attentions[layer][moment, head, row, :60][wanted].sum().log())
+        by_layer.append(torch.stack(found).mean())
+    assert torch.allclose(looking_loss(model, prefix, batch), torch.stack(by_layer).mean(), atol=1e-5)
 
 
 def test_a_batch_is_normalised_as_the_processor_does(tokenizer: Tokenizer) -> None:
