@@ -45,7 +45,7 @@ def new_model() -> PI0ForConditionalGeneration:
         "head_dim": _HEAD,
         "vocab_size": _VOCABULARY,
         "max_position_embeddings": 512,
-        # Two of each picture's rows are some 300 positions from the words for them.
+        # The first visual tokens are 288 positions before the instruction.
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
         "initializer_range": 0.06,
         "pad_token_id": 0,
