@@ -18,7 +18,7 @@ lint: .venv/.dev
 	$(BIN)/lint-imports --no-cache --no-logo
 
 types: .venv/.dev
-	$(BIN)/mypy src benchmarks/pocket_training benchmarks/train_pocket_model.py
+	$(BIN)/mypy src benchmarks/pocket_training benchmarks/train_pocket_model.py benchmarks/train_pocket_robot.py
 
 # Not loadfile: after a crash it runs the crashed test again, and waits for good where a worker has finished files.
 PARALLEL := -n auto --maxprocesses 4 --max-worker-restart 50 --dist worksteal

@@ -12,11 +12,9 @@ without the reward for their norms.
 from __future__ import annotations
 
 import argparse
-import csv
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
@@ -30,7 +28,8 @@ from pocket_training.batches import turns, words
 from pocket_training.decoding import answer_loss, read, right_turns
 from pocket_training.losses import naming_loss
 from pocket_training.recipes import RECIPES, Drawn, Recipe
-from pocket_training.stages import Stage
+from pocket_training.records import report, write_table
+from pocket_training.stages import Stage, rate_at, schedule
 from sinkprune.contract.text.questions import Question
 from sinkprune.demo.scene_questions import description
 from sinkprune.demo.scenes import Scene
@@ -73,7 +72,7 @@ class Training:
     def run(self, stages: Sequence[Stage]) -> None:
         """Run the remaining steps."""
         last = time.perf_counter()
-        for stage, step, scenes in _drawn_ahead(self._recipe, _schedule(stages), self.step):
+        for stage, step, scenes in _drawn_ahead(self._recipe, schedule(stages), self.step):
             rate = self._set_rate(stage, step, stages)
             losses = self._train_on(stage, step, scenes)
             self.step = step + 1
@@ -87,10 +86,10 @@ class Training:
                     **losses,
                 }
                 self.log.append(entry)
-                _report(entry)
+                report(entry)
             if stage.questions and self.step % _MEASURE_EVERY == 0:
                 self.accuracy.append({"step": self.step, **self.measure(stage.layers)})
-                _report(self.accuracy[-1])
+                report(self.accuracy[-1])
             if self.step % _SAVE_EVERY == 0:
                 self._save()
         self._save()
@@ -146,10 +145,7 @@ class Training:
         return [*described, *self._recipe.ask(scene, rng, stage.questions, stage.kinds)]
 
     def _set_rate(self, stage: Stage, step: int, stages: Sequence[Stage]) -> float:
-        begin = sum(earlier.steps for earlier in stages[: stages.index(stage)])
-        done = (step - begin) / stage.steps
-        first, last = stage.learning_rate
-        rate = (first + (last - first) * done) * min(1.0, (step - begin + 1) / max(1, stage.warm_up))
+        rate = rate_at(stages, stage, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("faster", 1)
         return rate
@@ -171,28 +167,6 @@ class Training:
         self.step, self.seconds = saved["step"], saved["seconds"]
         self.log, self.accuracy = saved["log"], saved["accuracy"]
         return Tokenizer.from_str(saved["tokenizer"])
-
-
-def write_table(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, float | str]]) -> None:
-    """Write rows as CSV."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def _report(entry: Mapping[str, float | str]) -> None:
-    line = " ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in entry.items())
-    sys.stderr.write(f"{line}\n")
-
-
-def _schedule(stages: Sequence[Stage]) -> Iterator[tuple[Stage, int, int]]:
-    """Yield the stage, the number and the first training picture of each step."""
-    step = picture = 0
-    for stage in stages:
-        for _ in range(stage.steps):
-            yield stage, step, picture
-            step, picture = step + 1, picture + stage.pictures
 
 
 def _drawn_ahead(

@@ -1,0 +1,1 @@
+"""The parts of the training of the pocket robot."""

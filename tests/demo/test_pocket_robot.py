@@ -1,0 +1,54 @@
+"""The pocket robot's checkpoint loads with transformers, and picks what the instruction names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PI0ForConditionalGeneration
+
+from pocket_training.robot.batches import statistics
+from pocket_training.robot.episodes import run_episodes
+from pocket_training.robot.model import IMAGE
+from sinkprune import demo
+
+ROBOT = Path(demo.__file__).parent / "pocket-robot"
+EPISODES = 12
+
+
+@pytest.fixture(scope="module")
+def model() -> PI0ForConditionalGeneration:
+    loaded, report = PI0ForConditionalGeneration.from_pretrained(ROBOT, dtype=torch.float32, output_loading_info=True)
+    assert not any(report.values())
+    return loaded.eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(ROBOT / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("misnamed", [False, True])
+def test_it_picks_what_the_instruction_names(
+    model: PI0ForConditionalGeneration, tokenizer: Tokenizer, misnamed: bool
+) -> None:
+    success, picked = run_episodes(model, tokenizer, "test", EPISODES, misnamed=misnamed)
+    assert picked >= 0.75
+    assert success == 0 if misnamed else success >= 0.75
+
+
+def test_its_files_fit_together(model: PI0ForConditionalGeneration) -> None:
+    fields = json.loads((ROBOT / "processor_config.json").read_text())
+    assert {name: tuple(fields[name]) for name in statistics()._fields} == statistics()._asdict()
+    assert fields["chunk_size"] == model.config.chunk_size
+    assert fields["max_state_dim"] == model.config.max_state_dim == model.config.max_action_dim
+    pictures = json.loads((ROBOT / "preprocessor_config.json").read_text())
+    vision = model.config.vlm_config.vision_config
+    assert pictures["pad_size"] == {"height": vision.image_size, "width": vision.image_size}
+    assert pictures["image_seq_length"] == (vision.image_size // vision.patch_size) ** 2
+    words = AutoTokenizer.from_pretrained(ROBOT)
+    assert words.convert_tokens_to_ids("<image>") == model.config.vlm_config.image_token_id == IMAGE
+    assert sum(file.stat().st_size for file in ROBOT.iterdir()) < 16e6

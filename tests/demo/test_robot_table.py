@@ -1,0 +1,131 @@
+"""The robot's table: its pictures show its state, and the gripper picks an object by closing on it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinkprune.demo.robot_table import CANVAS, MOST_STEPS, REACH, SIDE, STEP, RobotTable
+from sinkprune.demo.scenes import COLOURS
+
+CLOSE, STAY = np.array([0.0, 0.0, 1.0]), np.zeros(3)
+
+
+def _run(table: RobotTable, noise: float, rng: np.random.Generator) -> RobotTable:
+    while not table.done:
+        table.step(table.plan(1)[0] + rng.normal(0, [noise, noise, 0.1]))
+    return table
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01])
+def test_the_expert_picks_the_named_object(noise: float) -> None:
+    rng = np.random.default_rng(0)
+    ended = [_run(RobotTable(f"test {seed}"), noise, rng) for seed in range(100)]
+    assert sum(table.succeeded for table in ended) >= 95
+    assert max(table.steps for table in ended) < MOST_STEPS
+
+
+def test_a_seed_is_one_episode() -> None:
+    def episode(seed: str) -> list[bytes]:
+        table = _run(RobotTable(seed), 0.01, np.random.default_rng(1))
+        return [picture.tobytes() for picture in table.cameras()] + [table.state().tobytes()]
+
+    assert episode("a") == episode("a")
+    assert episode("a") != episode("b")
+    again = _run(RobotTable("b"), 0.01, np.random.default_rng(1))
+    again.reset("a")
+    assert not again.done
+    assert (again.state() == RobotTable("a").state()).all()
+    assert again.cameras() == RobotTable("a").cameras()
+
+
+def test_only_the_named_object_counts() -> None:
+    for seed in range(30):
+        for number in range(len(RobotTable(seed).objects)):
+            table = RobotTable(seed)
+            colour, shape = table.objects[number].pair
+            table.gripper = table.place(number)
+            table.step(CLOSE)
+            assert table.done and table.picked == number
+            assert table.succeeded == (table.instruction == f"pick the {colour} {shape}")
+
+
+@pytest.mark.parametrize(("factor", "picks"), [(0.99, True), (1.01, False)])
+def test_the_gripper_picks_within_its_reach(factor: float, picks: bool) -> None:
+    table = RobotTable("reach", most_objects=1)
+    table.gripper = table.place(0) + np.array([0, REACH * factor])
+    table.step(STAY)
+    assert table.picked is None and not table.done
+    table.step(CLOSE)
+    assert table.succeeded == picks and table.done
+
+
+def test_a_step_is_bounded_and_stays_on_the_table() -> None:
+    table = RobotTable("step")
+    before = table.gripper
+    table.step(np.array([3.0, -4.0, 0.5]))
+    assert np.allclose(table.gripper - before, np.array([0.6, -0.8]) * STEP)
+    for _ in range(MOST_STEPS):
+        table.step(np.array([0.0, -1.0, 0.0]))
+    assert table.gripper[1] == 0
+    assert table.done and not table.succeeded
+
+
+def test_objects_differ_and_lie_apart_on_the_table() -> None:
+    for seed in range(100):
+        objects = RobotTable(seed).objects
+        assert 3 <= len(objects) <= 5
+        assert len({thing.pair for thing in objects}) == len(objects)
+        for i, thing in enumerate(objects):
+            assert thing.half_width < min(thing.x, thing.y) and max(thing.x, thing.y) < CANVAS - thing.half_width
+            others = (RobotTable(seed).place(j) for j in range(i))
+            assert all(np.hypot(*(RobotTable(seed).place(i) - other)) > 2 * REACH for other in others)
+    assert {len(RobotTable(seed, most_objects=2).objects) for seed in range(9)} == {2}
+
+
+def test_the_plan_is_what_the_expert_does_step_by_step() -> None:
+    table = RobotTable("plan")
+    table.gripper = np.clip(table.place(table.target) + np.array([0.2, 0.1]), 0, 1)
+    planned, done = table.plan(12), []
+    for _ in range(8):
+        done.append(table.plan(1)[0])
+        table.step(done[-1])
+    assert np.allclose(planned[:8], done, atol=1e-6)
+    assert planned[-1].tolist() == [0, 0, 1] and table.succeeded
+
+
+def test_the_cameras_show_objects_where_they_are() -> None:
+    checked = 0
+    for seed in range(60):
+        table = RobotTable(seed)
+        table.gripper = np.array([0.3, 0.6])
+        corner = np.round(table.gripper * CANVAS) - SIDE // 2
+        whole, near = table.cameras()
+        assert whole.size == near.size == (SIDE, SIDE)
+        for thing in table.objects:
+            if thing.shape == "ring" or np.hypot(*(np.array([thing.x, thing.y]) / CANVAS - table.gripper)) < 0.2:
+                continue
+            centre = np.array([thing.x, thing.y])
+            assert whole.getpixel(tuple((centre // 2).tolist())) == COLOURS[thing.colour]
+            inside = centre - corner
+            if inside.min() >= 0 and inside.max() < SIDE:
+                assert near.getpixel(tuple(int(value) for value in inside)) == COLOURS[thing.colour]
+                checked += 1
+    assert checked >= 3
+
+
+def test_the_fingers_are_drawn_around_the_gripper() -> None:
+    table = RobotTable("fingers", most_objects=1)
+    for gripper in ([0.3, 0.5], [0.6, 0.4]):
+        table.gripper = np.array(gripper)
+        table.closed = False
+        (_, open_fingers), at = table.cameras(), SIDE // 2
+        table.closed = True
+        (_, closed_fingers) = table.cameras()
+        assert _dark(open_fingers, at + 20, at) and not _dark(open_fingers, at + 10, at)
+        assert _dark(closed_fingers, at + 10, at) and not _dark(closed_fingers, at + 20, at)
+
+
+def _dark(picture: Image.Image, x: int, y: int) -> bool:
+    return picture.getpixel((x, y)) == (20, 20, 24)
