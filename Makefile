@@ -5,10 +5,16 @@ BIN := .venv/bin
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint types pytest figures test-slow test-harness test-ray test-intel-gpu test-aarch64 test-x86-64 fuzz clean
+.PHONY: demo demo-robot test lint types pytest figures test-slow test-harness test-ray test-intel-gpu test-aarch64 test-x86-64 fuzz clean
 
 demo: .venv/.demo
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash demo/demo.sh demo-output
+
+# A pocket robot picks what its instruction names, pruned: demo-output/robot.gif shows an episode with the kept tokens.
+demo-robot: .venv/.demo
+	$(BIN)/sinkprune-export demo/pocket-robot -o demo-output/robot --force --max-images 2 --methods sinkpruner,random
+	$(BIN)/python benchmarks/robot_film.py demo-output/robot --budget prune-66.7 --film demo-output/robot.gif
+	$(BIN)/python benchmarks/robot_success.py demo-output/robot --episodes 50
 
 test: lint types pytest
 
