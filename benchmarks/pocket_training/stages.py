@@ -101,7 +101,7 @@ MEASURED_KINDS = tuple(kind for kind in VARIED_KINDS if not kind.endswith("-of-t
 ROBOT_STAGES = (
     Stage("vision", 250, 8, (1.2e-3, 1e-3), visual_tokens=40, warm_up=50),
     Stage("two", 400, 8, (8e-4, 8e-4), 1, 28, 1.0, 2, warm_up=50),
-    Stage("five", 450, 8, (8e-4, 6e-4), 1, 40, 0.5, 5),
+    Stage("five", 450, 8, (8e-4, 7e-4), 1, 40, 0.5, 5),
     Stage("many", 100, 8, (6e-4, 5e-4), 1, 64, 0.3, 5),
     Stage("whole", 200, 4, (5e-4, 0.0), 1, 1000, 0.2, 5),
 )
