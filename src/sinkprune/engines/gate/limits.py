@@ -1,7 +1,7 @@
 """The allowed differences between an engine and its graph, by the type that the engine rounds to.
 
-Each limit is at least three times the largest difference of correct engines of small models. docs/gate.md has the
-figures.
+Each limit but one is at least three times the largest difference of correct engines of small models: the median row
+in int8 is at 2.4 times, where a larger limit would hide faults. docs/gate.md has the figures.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ _LIMITS: dict[Rounding, dict[OutputKind, Limit]] = {
         "rows": Limit(0.005, 0.03),
         "values": Limit(0.01, 0.06),
         "logits": Limit(0.003, 0.02),
-        "actions": Limit(0.01, 0.03),
+        "actions": Limit(0.004, 0.04),
     },
     "bf16": {
-        "rows": Limit(0.04, 0.15),
+        "rows": Limit(0.04, 0.25),
         "values": Limit(0.1, 0.5),
         "logits": Limit(0.01, 0.06),
-        "actions": Limit(0.06, 0.2),
+        "actions": Limit(0.08, 0.6),
     },
     "int8": {
-        "rows": Limit(0.06, 0.25),
+        "rows": Limit(0.06, 0.4),
         "values": Limit(0.2, 1.5),
         "logits": Limit(0.02, 0.12),
-        "actions": Limit(0.2, 0.4),
+        "actions": Limit(0.1, 0.7),
     },
 }
 _GAPS: dict[Rounding, float] = {"fp32": 1e-3, "fp16": 0.1, "bf16": 0.3, "int8": 0.5}
-_CHUNKS: dict[Rounding, float] = {"fp32": 1e-3, "fp16": 0.05, "bf16": 0.5, "int8": 1.0}
+_CHUNKS: dict[Rounding, float] = {"fp32": 1e-3, "fp16": 0.12, "bf16": 1.2, "int8": 1.6}
 TIE = 1e-5
 """A choice that relative noise of this size changes is a tie. Another order of summation changes scores by less."""
 
