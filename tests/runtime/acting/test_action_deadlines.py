@@ -172,6 +172,8 @@ def test_the_chosen_budget_and_steps_are_what_runs(warm: Policy, photo: Image.Im
     assert act(own, photo, deadline_ms=25_000).budget == "none"
     # Other costs begin a new history.
     own.costs = replace(own.costs)
+    anew = act(own, photo, deadline_ms=25_000)
+    assert (anew.budget, anew.steps) == ("prune-77.8", 8)
     late = act(own, photo, deadline_ms=1, min_steps=3)
     assert (late.budget, late.steps) == ("prune-88.9", 3)
     assert late.deadline is not None and not late.deadline.can_meet and not late.deadline.met

@@ -28,8 +28,9 @@ _PARTS = {
     "select": "#E69F00",
     "rest": "#000000",
     "decode": "#F0E442",
-    "expert": "#CC79A7",
 }
+_COLOURS = {**_PARTS, "expert": "#CC79A7"}
+"""The parts of answers, and those of a robot policy's chunks."""
 
 
 def import_matplotlib() -> Any:
@@ -80,7 +81,7 @@ def stacked_bars(
     """
     figure = import_matplotlib()(figsize=(10, 1.6 + 0.55 * len(rows)), layout="constrained")
     axes, names = figure.add_subplot(), list(rows)
-    parts = {part: colour for part, colour in _PARTS.items() if any(part in row for row in rows.values())}
+    parts = {part: colour for part, colour in _COLOURS.items() if any(part in row for row in rows.values())}
     left = [0.0] * len(names)
     for part, colour in parts.items():
         row = [rows[name][part] for name in names]
@@ -109,8 +110,7 @@ def figure_bytes(figure: Any, suffix: str) -> bytes:
 
 def _widths(budget: BudgetReport, new_tokens: int) -> dict[str, float]:
     """Return the milliseconds of all parts, scaled to their median sum: medians of parts need not add up to it."""
-    widths = {part: _width(budget, part, new_tokens) for part in _PARTS if part != "expert"}
-    latency = budget.ms["latency"]
+    widths, latency = {part: _width(budget, part, new_tokens) for part in _PARTS}, budget.ms["latency"]
     scale = latency.median / sum(widths.values()) if latency else 1.0
     return {part: scale * width for part, width in widths.items()}
 
