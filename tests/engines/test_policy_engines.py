@@ -11,7 +11,7 @@ from PIL import Image
 from sinkprune import Policy
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.engines_manifest import Limits, Range, read_engines
+from sinkprune.contract.engines_manifest import Limits, Range, enforced_limits, read_engines
 from sinkprune.contract.errors import PromptError, UsageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.schedule import schedule
@@ -90,6 +90,8 @@ def test_the_limits_of_a_policy(source: Callable[..., Path]) -> None:
     manifest = read_bundle(source()).manifest
     assert resolved(manifest) == resolved(manifest, images=3) == Limits(64, 0, 3)
     assert resolved(manifest, 400) == Limits(400, 0, 3)
+    # Errors print the limits as options of the command that rebuilds the engines.
+    assert enforced_limits(resolved(manifest), "tensorrt-rtx", ()) == {"prompt_tokens": 64, "images": 3}
     with pytest.raises(UsageError, match=r"--max-new-tokens is 8, and a robot policy generates no tokens\. Leave"):
         resolved(manifest, new=8)
     with pytest.raises(UsageError, match=r"--max-images is 2, and this policy acts on 3 cameras.* --max-images 2\."):

@@ -18,7 +18,7 @@ from sinkprune.engines.gate.checking import Gate, check_engines, engines_alone
 from sinkprune.engines.gate.comparing import compare_chunks, compare_engine, row_differences
 from sinkprune.engines.gate.limits import chunk_limit
 from sinkprune.engines.gate.question import GateQuestion
-from sinkprune.engines.gate.recording import Recording, record
+from sinkprune.engines.gate.recording import Recording, act_on_question, record
 from sinkprune.engines.gate.report import GraphReport, first_refusal
 from sinkprune.engines.limits import resolve_limits
 from sinkprune.engines.progress import SILENT
@@ -199,14 +199,15 @@ def test_what_a_step_repeats_is_stored_once(honest: Callable[..., Honest], tmp_p
         np.testing.assert_array_equal(before.inputs["past_value_7"], after.inputs["past_value_7"])
 
 
-def shifted(by: float) -> Callable[[str, Engine, Backend], Engine]:
-    """Add `by` to every action of each step."""
+def shifted(by: float, action: int | None = None) -> Callable[[str, Engine, Backend], Engine]:
+    """Add `by` to every action of each step, or to one of them."""
 
     def wrap(graph: str, engine: Engine, backend: Backend) -> Engine:
         def call(inputs: dict[str, object]) -> dict[str, object]:
             outputs = engine(inputs)
-            outputs["actions_out"] = backend.tensor(backend.numpy(outputs["actions_out"]) + np.float32(by))
-            return outputs
+            actions = backend.numpy(outputs["actions_out"])
+            actions[:, slice(None) if action is None else action] += np.float32(by)
+            return {**outputs, "actions_out": backend.tensor(actions)}
 
         return call if graph == "expert" else engine
 
@@ -229,6 +230,19 @@ def test_a_chunk_that_differs_is_found_after_all_steps(by: float, honest: Callab
                 # A step's error also moves all later steps.
                 assert 0.5 * STEPS * by < report.difference < 5 * STEPS * by
         assert all(report.passed for report in reports) == (by < 0.01 or rounding == "int8")
+
+
+def test_the_difference_is_that_of_the_worst_action(honest: Callable[..., Honest]) -> None:
+    made = honest()
+    policy = Policy(made.bundle, load_backend("ort-cpu", compute="fp32"), wrap=shifted(0.02, 2))
+    for report, expected in zip(
+        compare_chunks(policy, made.question, made.recording, "fp32"), made.recording.chunks, strict=True
+    ):
+        found = act_on_question(policy, made.question, expected.method, expected.budget)
+        rows = zip(found.actions, expected.actions, strict=True)
+        worst = [max(abs(one - other) for one, other in zip(*pair, strict=True)) for pair in rows]
+        assert report.difference == pytest.approx(max(worst), rel=1e-6) and max(worst) > 1.5 * min(worst)
+        assert report.worst_action == worst.index(max(worst)) + 1 == 3
 
 
 def test_a_policy_that_keeps_other_tokens_has_no_limit() -> None:
