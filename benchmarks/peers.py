@@ -18,14 +18,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from peer_engines import process
 from peer_engines.checkpoint import make_checkpoint, weight_bytes
 from peer_engines.engine import ENGINES, Form, NotRunError, engine
-from peer_engines.report import as_json, plot, read_line, table
+from peer_engines.report import ACTIONS, ANSWERS, Words, as_json, plot, read_line, table
 from peer_engines.rounds import PlainRead, Plan, measure, sittings
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
@@ -37,11 +37,22 @@ from sinkprune.export.presets import PRESETS
 from sinkprune.runtime.profiling.plot import PLOT_SUFFIXES, import_matplotlib
 from sinkprune.runtime.system.processor import processor_name
 
-REFERENCE = "openvino-genai bf16"
 # 626 rows with LLaVA's template; no word starts like one of the tokenizer's artificial words.
 PROMPT = "What is there on the old chair?"
-# 576 visual tokens in both; all engines make the same grid of these sides.
-_SIDE, _SIDES = 336, {"qwen3_vl": 768}
+
+
+class Defaults(NamedTuple):
+    """What options mean if they are left out, and the words of the table."""
+
+    reference: str = "openvino-genai bf16"
+    side: int = 336
+    new_tokens: int = 16
+    words: Words = ANSWERS
+
+
+# Of LLaVA and Qwen3-VL all engines make 576 visual tokens of these sides.
+DEFAULTS = {"qwen3_vl": Defaults(side=768), "pi0": Defaults("transformers bf16", 224, 10, ACTIONS)}
+"""By `model_type`; other models have `Defaults()`."""
 _TABLE_WIDTH = 200
 _UNKNOWN = 1 << 34
 """Free memory if the system does not report it."""
@@ -58,14 +69,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--folder", type=Path, required=True, help="for checkpoints and what engines make of them; gigabytes")
     add("--model", default="llava-1.1b", help="a preset, or a config.json of your own (default: llava-1.1b)")
     add("--only", help="comma-separated: rows whose name holds one of these words, or as FORM:WAY two (default: all)")
-    add("--reference", default=REFERENCE, help=f"the form that others are compared with (default: {REFERENCE})")
+    add("--reference", help=f"the form that others are compared with (default: {Defaults().reference})")
     add("--prompt", default=PROMPT)
     add(
         "--side",
         type=int,
-        help=f"pixels of the pictures' sides (default: {_SIDE}; {_SIDES['qwen3_vl']} for Qwen3-VL)",
+        help="pixels of the pictures' sides (default: 336; 768 for Qwen3-VL, 224 for pi0)",
     )
-    add("--new-tokens", type=int, default=16, help="length of every answer (default: 16)")
+    add("--new-tokens", type=int, help="length of every answer, or denoising steps (default: 16; 10 for pi0)")
     add("--repeat", type=int, default=9, help="measured rounds (default: 9)")
     add("--warmup", type=int, default=1, help="rounds before them that do not count (default: 1)")
     add("--threads", type=int, default=os.cpu_count() or 1, help="of every engine (default: all cores)")
@@ -95,7 +106,9 @@ def _peers(arguments: Sequence[str] | None) -> None:
     place = options.folder / name
     say(f"checkpoint {place / 'checkpoint'}")
     make_checkpoint(place / "checkpoint", config)
-    forms, not_run = wanted_forms(config, options.only, options.reference)
+    defaults = DEFAULTS.get(config["model_type"], Defaults())
+    reference = options.reference or defaults.reference
+    forms, not_run = wanted_forms(config, options.only, reference)
     with (place / "peers.log").open("ab") as log:
         ready = []
         for form in forms:
@@ -105,28 +118,28 @@ def _peers(arguments: Sequence[str] | None) -> None:
                 ready.append(form)
             except NotRunError as error:
                 not_run[form.label] = str(error)
-        side = options.side or _SIDES.get(config["model_type"], _SIDE)
-        plan = Plan(options.prompt, side, options.new_tokens, options.threads, options.repeat, options.warmup)
+        side, new_tokens = options.side or defaults.side, options.new_tokens or defaults.new_tokens
+        plan = Plan(options.prompt, side, new_tokens, options.threads, options.repeat, options.warmup)
         if options.prepare:
             ready = []
         free = int(options.memory_gb * 1e9) if options.memory_gb else int(0.9 * (available_bytes() or _UNKNOWN))
-        groups, refused = sittings(ready, options.reference, weight_bytes(place / "checkpoint") // 2, free)
+        groups, refused = sittings(ready, reference, weight_bytes(place / "checkpoint") // 2, free)
         read = PlainRead(options.threads)
         open_process = partial(process.Process, place=place, threads=options.threads, log=log)
         measured = measure(groups, plan, open_process, read.gb_per_s, say)
     measured.not_run = {**not_run, **refused, **measured.not_run}
     heading = (
-        f"{place.name}, {options.threads} threads, {processor_name()}; {options.new_tokens} new tokens, "
+        f"{place.name}, {options.threads} threads, {processor_name()}; {plan.new_tokens} {defaults.words.steps}, "
         f"medians (p95) of {options.repeat} interleaved rounds\n"
-        f"x: over {options.reference} in the same sitting"
+        f"x: over {reference} in the same sitting"
     )
-    write_json(options.json, as_json(measured, place.name, plan, options.reference))
+    write_json(options.json, as_json(measured, place.name, plan, reference))
     if options.plot and measured.rows:
-        write_whole(options.plot, plot(measured, heading, options.plot.suffix))
+        write_whole(options.plot, plot(measured, heading, options.plot.suffix, defaults.words))
     shown = Console(width=_TABLE_WIDTH, soft_wrap=True)
     if measured.rows:
         shown.print(heading, highlight=False, markup=False)
-        shown.print(table(measured, options.reference))
+        shown.print(table(measured, reference, defaults.words))
         shown.print(read_line(measured), highlight=False, markup=False)
     for label, reason in measured.not_run.items():
         shown.print(f"not run: {label}: {reason}.", highlight=False, markup=False)

@@ -34,6 +34,7 @@ _PROCESSORS = {
     "qwen2_vl": ("Qwen2VLProcessor", "Qwen2VLImageProcessor"),
     "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLImageProcessor"),
     "qwen3_vl": ("Qwen3VLProcessor", "Qwen2VLImageProcessor"),
+    "pi0": ("PI0Processor", "PI0ImageProcessor"),
 }
 """transformers' classes for whole prompts and for pictures, by `model_type`."""
 
@@ -122,11 +123,12 @@ def _write_weights(folder: Path, config: Mapping[str, Any]) -> None:
 def _tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield names and shapes of transformers' own model, which is not allocated."""
     import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    import transformers
 
     settings = {name: value for name, value in config.items() if name not in ("model_type", "architectures")}
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(config["model_type"], **settings))
+        own = transformers.AutoConfig.for_model(config["model_type"], **settings)
+        model = getattr(transformers, config["architectures"][0])(own)
     tied = set(model.all_tied_weights_keys)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name not in tied:

@@ -45,6 +45,8 @@ def forms(config: Mapping[str, Any]) -> Sequence[Form]:
     """Return all precisions, with CDPruner for Qwen's models."""
     need("openvino_genai", "openvino-genai")
     kind = config["model_type"]
+    if kind == "pi0":
+        raise NotRunError("it runs no policies")
     ways = tuple(_PRUNED) if kind.startswith("qwen") else ("none",)
     return [Form("openvino_genai", name, way.bits, ways) for name, way in _FORMS.items()]
 

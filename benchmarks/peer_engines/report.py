@@ -6,7 +6,7 @@ import platform
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
@@ -18,6 +18,22 @@ from sinkprune.runtime.system.processor import processor_name
 # Okabe-Ito, which colour-blind readers can distinguish.
 _COLOURS = {"vision": "#56B4E9", "prefill": "#009E73", "select": "#E69F00", "rest": "#999999"}
 _DECODE = "#F0E442"
+
+
+class Words(NamedTuple):
+    """What a table calls the times of a model."""
+
+    first: str
+    """The time from the picture to the first result."""
+    prefill: str
+    step: str
+    """What repeats after the prefill."""
+    steps: str
+
+
+ANSWERS = Words("TTFT", "prefill", "token", "new tokens")
+ACTIONS = Words("TTFA", "prefix", "step", "denoising steps")
+"""A robot policy: the time to its actions, with all denoising steps."""
 
 
 def as_json(measured: Measured, model: str, plan: Plan, reference: str) -> dict[str, Any]:
@@ -69,11 +85,12 @@ def read_line(measured: Measured) -> str:
     return f"a plain read of memory: {statistics.median(reads):.1f} GB/s ({reads[0]:.1f} to {reads[-1]:.1f})"
 
 
-def table(measured: Measured, reference: str) -> Table:
+def table(measured: Measured, reference: str, words: Words) -> Table:
     """Return a row for each form and way, fastest first; medians in milliseconds, 95th percentiles in brackets."""
     made = Table(box=None, header_style="bold", pad_edge=False)
-    headings = ["engine", "input", "TTFT", "vision", "prefill", "select", "a token", "GB/s", "peak GB", "load s"]
-    for heading in [*headings, "TTFT x", "token x", "agrees"]:
+    first, prefill, step, _ = words
+    headings = ["engine", "input", first, "vision", prefill, "select", f"a {step}", "GB/s", "peak GB", "load s"]
+    for heading in [*headings, f"{first} x", f"{step} x", "agrees"]:
         made.add_column(heading, justify="left" if heading == "engine" else "right", no_wrap=True)
     for row in _fastest_first(measured):
         made.add_row(
@@ -108,7 +125,7 @@ def _number(value: float | None, digits: int, unit: float = 1.0) -> str:
     return "-" if value is None else f"{value / unit:.{digits}f}"
 
 
-def plot(measured: Measured, heading: str, suffix: str) -> bytes:
+def plot(measured: Measured, heading: str, suffix: str, words: Words) -> bytes:
     """Draw the parts of TTFT and the time of a token for each row, and return the bytes of a picture file."""
     rows = _fastest_first(measured)
     figure = import_matplotlib()(figsize=(12, 1.8 + 0.32 * len(rows)), layout="constrained")
@@ -117,7 +134,7 @@ def plot(measured: Measured, heading: str, suffix: str) -> bytes:
     places, left = range(len(rows)), [0.0] * len(rows)
     for part, colour in _COLOURS.items():
         widths = [_parts(row)[part] for row in rows]
-        first.barh(places, widths, left=left, color=colour, label=part)
+        first.barh(places, widths, left=left, color=colour, label=words.prefill if part == "prefill" else part)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     tokens = [spread.median if (spread := row.spread("per_token")) else 0.0 for row in rows]
     second.barh(places, tokens, color=_DECODE)
@@ -128,8 +145,8 @@ def plot(measured: Measured, heading: str, suffix: str) -> bytes:
         axes.spines[["top", "right"]].set_visible(False)
     first.set_yticks(places, [row.label for row in rows])
     first.invert_yaxis()
-    first.set_xlabel("time to first token, ms (medians)")
-    second.set_xlabel("ms a token")
+    first.set_xlabel(f"{words.first}, ms (medians)")
+    second.set_xlabel(f"ms a {words.step}")
     figure.suptitle(heading, fontsize=10)
     first.legend(fontsize=8, frameon=False, loc="center right")
     return figure_bytes(figure, suffix)

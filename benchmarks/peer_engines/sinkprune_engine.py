@@ -7,19 +7,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from peer_engines.checkpoint import random_picture
-from peer_engines.engine import Form, Loaded, NotRunError, Question, Timing
+from peer_engines.engine import Answer, Form, Loaded, NotRunError, Question, Timing
+from peer_engines.robot import CAMERAS, largest_change, moment
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import SinkpruneError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.flops import decode_bytes
 from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.checkpoint.folder import read_json
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends.known import BACKENDS
 from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ def prepare(form: Form, place: Path) -> None:
     settings: dict[str, Any] = {} if weights == "fp32" else {"weights": weights}
     if weights == "int4":
         settings["block_size"] = 128
+    if read_json(place / "checkpoint", "config.json")["model_type"] == "pi0":
+        settings["max_images"] = CAMERAS
     if not _bundle(form, place).exists():
         try:
             export_bundle(ExportRequest(str(place / "checkpoint"), **settings), _bundle(form, place))
@@ -70,10 +76,17 @@ def load(form: Form, place: Path, threads: int) -> Loaded:
     way = _FORMS[form.name]
     try:
         bundle = read_bundle(_bundle(form, place))
-        pipeline = Pipeline.load(bundle, backend=way.backend, threads=threads, check_sums=False, **way.load)
+        kind = Pipeline if bundle.manifest.policy is None else Policy
+        model = kind.load(bundle, backend=way.backend, threads=threads, check_sums=False, **way.load)
     except SinkpruneError as error:
         raise NotRunError(str(error)) from error
+    answer = _acting(model) if isinstance(model, Policy) else _answering(model)
+    versions = {"sinkprune": version("sinkprune"), "python": platform.python_version(), **model.backend.versions}
+    size = bundle.manifest.weight_bytes("expert") if kind is Policy else decode_bytes(bundle.manifest, kv_bytes=0)
+    return Loaded(answer, versions, size)
 
+
+def _answering(pipeline: Pipeline) -> Answer:
     def answer(question: Question) -> Timing:
         count = question.new_tokens
         picture = random_picture(question.seed, question.side)
@@ -82,16 +95,29 @@ def load(form: Form, place: Path, threads: int) -> Loaded:
         )
         # The pipeline's clock also starts at the decoded picture and the words.
         ms = {part: value or 0.0 for part, value in answer.ms.items()}
-        parts = {
-            "vision": sum(ms[part] for part in _VISION),
-            "prefill": ms["prefill"] - ms["select"],
-            "select": ms["select"],
-        }
         input_tokens = answer.prompt_tokens + answer.visual_tokens
-        return Timing(ms["ttft"], ms["per_token"], input_tokens, answer.token_ids, parts)
+        return Timing(ms["ttft"], ms["per_token"], input_tokens, answer.token_ids, _parts(ms))
 
-    versions = {"sinkprune": version("sinkprune"), "python": platform.python_version(), **pipeline.backend.versions}
-    return Loaded(answer, versions, decode_bytes(bundle.manifest, kv_bytes=0))
+    return answer
+
+
+def _acting(policy: Policy) -> Answer:
+    facts = policy.facts
+
+    def answer(question: Question) -> Timing:
+        frames, state, noise = moment(question, facts.state_dim, (facts.chunk, facts.action_dim))
+        chunk = policy.act(frames, question.text, state, budget=question.way, noise=noise, steps=question.new_tokens)
+        # The checkpoint has no statistics, so actions are in the units of the noise.
+        changed = largest_change(chunk.actions, noise)
+        input_tokens = chunk.prompt_tokens + chunk.visual_tokens
+        return Timing(chunk.ms["latency"], fmean(chunk.step_ms), input_tokens, changed, _parts(chunk.ms))
+
+    return answer
+
+
+def _parts(ms: Mapping[str, float]) -> dict[str, float]:
+    vision = sum(ms[part] for part in _VISION)
+    return {"vision": vision, "prefill": ms["prefill"] - ms["select"], "select": ms["select"]}
 
 
 def _bundle(form: Form, place: Path) -> Path:

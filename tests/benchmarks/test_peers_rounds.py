@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from peer_engines.engine import Form, NotRunError, Question, Timing
-from peer_engines.report import as_json, plot, read_line, table
+from peer_engines.report import ACTIONS, ANSWERS, as_json, plot, read_line, table
 from peer_engines.rounds import Measured, PlainRead, Plan, measure, needed_bytes, sittings
 
 PLAN = Plan("Why?", side=28, new_tokens=4, threads=2, repeat=4, warmup=1)
@@ -140,7 +140,7 @@ def test_agreement_is_with_what_most_unpruned_answers_begin_with() -> None:
 def test_the_table_has_a_line_a_row_the_fastest_first() -> None:
     measured, _, _ = run([[SLOW, OURS]], {SLOW: 100.0, OURS: 50.0})
     text = io.StringIO()
-    Console(file=text, width=200).print(table(measured, SLOW.label))
+    Console(file=text, width=200).print(table(measured, SLOW.label, ANSWERS))
     head, *lines = [line.split() for line in text.getvalue().splitlines()]
     assert head[:3] == ["engine", "input", "TTFT"]
     assert [line[0] for line in lines] == ["sinkprune", "sinkprune", "transformers"]
@@ -150,7 +150,7 @@ def test_the_table_has_a_line_a_row_the_fastest_first() -> None:
 
 def test_the_picture_is_one() -> None:
     measured, _, _ = run([[SLOW, OURS]], {SLOW: 100.0, OURS: 50.0})
-    assert plot(measured, "tiny", ".png").startswith(b"\x89PNG")
+    assert plot(measured, "tiny", ".png", ACTIONS).startswith(b"\x89PNG")
 
 
 FORMS = [Form("llama_cpp", str(number), bits) for number, bits in enumerate((4, 4.5, 8, 16, 16, 32))]

@@ -107,3 +107,38 @@ QWEN3: dict[str, Any] = {
         },
     },
 }
+_GEMMA: dict[str, Any] = {
+    "model_type": "gemma",
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+}
+PI0: dict[str, Any] = {
+    "architectures": ["PI0ForConditionalGeneration"],
+    "model_type": "pi0",
+    "vlm_config": {
+        "model_type": "paligemma",
+        "projection_dim": 64,
+        "image_token_id": 384,
+        "text_config": {**_GEMMA, "hidden_size": 64, "intermediate_size": 160, "vocab_size": 384},
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "image_size": 56,
+            "patch_size": 14,
+            "projection_dim": 64,
+            "vision_use_head": False,
+        },
+    },
+    "dit_config": {**_GEMMA, "hidden_size": 48, "intermediate_size": 96},
+    "chunk_size": 6,
+    "max_state_dim": 5,
+    "max_action_dim": 5,
+    "num_inference_steps": 10,
+}
