@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sinkprune.contract.checks.format_value import counted
@@ -171,6 +171,44 @@ def _accuracy(found: Mapping[str, Any]) -> str:
 def _difference(found: Mapping[str, Any]) -> str:
     low, high = found["ci95"]
     return f"{100 * found['mean']:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+
+
+def robot_success(figures: Figures) -> str:
+    """Return the share of episodes in which the pocket robot succeeds, by method and budget."""
+    report = figures["report"]
+
+    def cell(row: Mapping[str, Any]) -> str:
+        low, high = row["ci95"]
+        return f"{100 * row['success']:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+
+    none, table = _robot_table(report, cell, "method")
+    return (
+        f"{report['episodes']} episodes of each row. Measured on {_where(figures)}. Unpruned: {cell(none)}\n\n{table}"
+    )
+
+
+def robot_times(figures: Figures) -> str:
+    """Return the median time of a chunk by method and budget, and how many times as fast as unpruned it is."""
+    report = figures["report"]
+    unpruned = report["rows"][0]["chunk_ms"]
+
+    def cell(row: Mapping[str, Any]) -> str:
+        return f"{row['chunk_ms']:.1f} ({unpruned / row['chunk_ms']:.2f}x)"
+
+    return _robot_table(report, cell, f"method; `none` {unpruned:.1f} ms")[1]
+
+
+def _robot_table(
+    report: Mapping[str, Any], cell: Callable[[Mapping[str, Any]], str], heading: str
+) -> tuple[Mapping[str, Any], str]:
+    """Return the row of the unpruned policy, and a table of the others."""
+    none, *others = report["rows"]
+    found: dict[str, dict[str, str]] = {}
+    for row in others:
+        found.setdefault(row["method"], {})[row["budget"]] = cell(row)
+    budgets = list(found["sinkpruner"])
+    rows = [[f"`{name}`", *(own.get(budget, "-") for budget in budgets)] for name, own in found.items()]
+    return none, _table([heading, *(f"`{budget}`" for budget in budgets)], rows)
 
 
 def peers_short(figures: Figures) -> str:

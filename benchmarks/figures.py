@@ -5,8 +5,8 @@
     python benchmarks/figures.py --render           # no measuring: writes the tables of the kept measurements again
 
 Each part runs commands and keeps their JSON in docs/measurements/figures/PART.json. Its tables replace the text
-between `<!-- figures: TABLE -->` and `<!-- end of figures -->` in every page. Parts `methods` and `varied` take 30 to
-60 minutes of a core each, and `peers` needs the engines of docs/peers.md, so both run only if they are named.
+between `<!-- figures: TABLE -->` and `<!-- end of figures -->` in every page. Parts `methods`, `varied` and `robot`
+take 30 to 60 minutes of a core each, and `peers` needs the engines of docs/peers.md, so these run only if named.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from figure_tables import (
     methods_full,
     methods_short,
     peers_short,
+    robot_success,
+    robot_times,
     savings_full,
     savings_short,
     ttft_full,
@@ -138,6 +140,10 @@ _VARIED = (
     "vispruner,holov,scope,vscan,fastv,pyramiddrop,sinkpruner-no-text-pruner,sinkpruner-no-outlier-removal,"
     "sinkpruner-no-diversity"
 )
+_ROBOT = (
+    "sinkpruner,sinkpruner-text,sinkpruner-no-text-pruner,sinkpruner-no-outlier-removal,sinkpruner-no-diversity,"
+    "downsample,random,uniform,divprune,fastervlm,visionzip,dart,vispruner,cdpruner,vscan,mmtok,prunesid,holov,scope,fastv"
+)
 PARTS = {
     "savings": Part(
         (
@@ -184,6 +190,14 @@ PARTS = {
             "--plot docs/measurements/accuracy-qwen3.png",
         ),
         {"varied": methods_full, "varied-versus": versus_full, "varied-ttft": ttft_full, "varied-kinds": kinds_full},
+        by_default=False,
+    ),
+    "robot": Part(
+        (
+            f"sinkprune-export demo/pocket-robot -o {{work}}/robot --force --max-images 2 --methods {_ROBOT}",
+            "python benchmarks/robot_success.py {work}/robot --episodes 500 --json {json}",
+        ),
+        {"robot-success": robot_success, "robot-times": robot_times},
         by_default=False,
     ),
     "confidence": Part(

@@ -22,6 +22,7 @@ from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import write_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.demo.robot_table import RobotTable
+from sinkprune.runtime.system.processor import processor_name
 
 RUN = 4
 """Actions of each chunk that the robot runs before it looks again."""
@@ -55,7 +56,8 @@ def _measure(arguments: Sequence[str] | None) -> None:
         for method, budget in plans
     ]
     print_table(rows, options.episodes)
-    write_json(options.json, {"episodes": options.episodes, "threads": options.threads, "rows": rows})
+    where = {"machine": processor_name(), "versions": dict(policy.backend.versions), "threads": options.threads}
+    write_json(options.json, {**where, "episodes": options.episodes, "rows": rows})
 
 
 def run_episode(policy: Policy, number: int, method: str, budget: str, ms: list[float]) -> bool:
