@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import tomllib
@@ -88,6 +91,37 @@ def test_public_names_are_loaded_on_first_use(tmp_path: Path) -> None:
     program = "import sys, sinkprune; before = set(sys.modules); sinkprune.Pipeline; print(*before)"
     result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert not {name.split(".")[0] for name in result.stdout.split()} & (HEAVY | ENGINE_LIBRARIES | {"numpy", "PIL"})
+
+
+_INNER = {
+    *("Bundle", "Backend", "Engine", "Plan", "PolicyFacts", "SampledFrames", "Sampler", "Curve", "RecentRatios"),
+    *("EncodedPicture", "TowerInput", "PromptRows", "Prefill", "PrefixCache", "Counts"),
+}
+"""Types of single steps and of parts of a bundle, which a program gets from a call and passes on."""
+
+
+def test_types_of_public_calls_and_results_are_public() -> None:
+    def own_types(hint: Any) -> Iterator[type]:
+        if isinstance(hint, type) and hint.__module__.startswith("sinkprune."):
+            yield hint
+        for argument in hint if isinstance(hint, list) else get_args(hint):
+            yield from own_types(argument)
+
+    hints = list[Any]()
+    for name in sinkprune.__all__:
+        public = getattr(sinkprune, name)
+        members = [public, *(vars(public).values() if isinstance(public, type) else [])]
+        for member in members:
+            called = getattr(member, "fget", None) or getattr(member, "__func__", member)
+            if isinstance(called, type) or (inspect.isfunction(called) and not called.__name__.startswith("_")):
+                hints += get_type_hints(called).values()
+    found = {kind.__name__ for hint in hints for kind in own_types(hint)}
+    assert {"Answer", "Kept", "DeadlineReport", "ActionCosts"} <= found
+    assert found - set(sinkprune.__all__) == _INNER
+
+
+def test_dir_lists_the_public_names_alone() -> None:
+    assert dir(sinkprune) == sorted(sinkprune.__all__)
 
 
 def test_every_exception_and_every_public_name_can_be_imported() -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from sinkprune.contract.costs.file import read_costs, write_costs
-    from sinkprune.contract.costs.model import Costs
+    from sinkprune.contract.costs.model import Costs, Place
     from sinkprune.contract.errors import (
         AccuracyError,
         BackendError,
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         BudgetError,
         BundleError,
         CheckpointError,
+        CostsWarning,
         DeadlineError,
         DividedPictureWarning,
         EnginesError,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         PowerError,
         PromptError,
         PruningError,
+        ScaledDownWarning,
         SinkpruneError,
         TaskError,
         TooLittleMemoryError,
@@ -47,7 +49,10 @@ if TYPE_CHECKING:
         UsageError,
         VideoError,
     )
-    from sinkprune.runtime.acting.report import ActionReport
+    from sinkprune.contract.layout import VisualLayout
+    from sinkprune.contract.schedule import PictureSchedule
+    from sinkprune.runtime.acting.costs import ActionCosts, BudgetCosts
+    from sinkprune.runtime.acting.report import ActionDeadline, ActionFlops, ActionReport
     from sinkprune.runtime.camera import Camera
     from sinkprune.runtime.confidence.thresholds import Thresholds, read_thresholds, write_thresholds
     from sinkprune.runtime.media.clip import Clip
@@ -56,7 +61,8 @@ if TYPE_CHECKING:
     from sinkprune.runtime.pipeline import Pipeline
     from sinkprune.runtime.policy import Policy
     from sinkprune.runtime.session import Session
-    from sinkprune.runtime.steps.answer import Answer
+    from sinkprune.runtime.steps.answer import Answer, DeadlineReport, Kept, TriedBudget
+    from sinkprune.runtime.steps.observer import Observer
     from sinkprune.runtime.steps.request import Request
     from sinkprune.runtime.stream import Stream
     from sinkprune.runtime.text.prompt import Turn
@@ -66,35 +72,46 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "AccuracyError",
+    "ActionCosts",
+    "ActionDeadline",
+    "ActionFlops",
     "ActionReport",
     "Answer",
     "BackendError",
     "BagError",
+    "BudgetCosts",
     "BudgetError",
     "BundleError",
     "Camera",
     "CheckpointError",
     "Clip",
     "Costs",
+    "CostsWarning",
     "DeadlineError",
+    "DeadlineReport",
     "DividedPictureWarning",
     "EnginesError",
     "FrameAnswer",
     "ImageError",
+    "Kept",
     "NewTokensError",
     "NoSensorError",
     "NumericsError",
+    "Observer",
     "OptionError",
     "OutOfMemoryError",
     "OutputError",
     "PartlySeenWarning",
+    "PictureSchedule",
     "PictureWarning",
     "Pipeline",
+    "Place",
     "Policy",
     "PowerError",
     "PromptError",
     "PruningError",
     "Request",
+    "ScaledDownWarning",
     "Session",
     "SinkpruneError",
     "Stream",
@@ -104,11 +121,13 @@ __all__ = [
     "ToolCall",
     "Tools",
     "ToolsError",
+    "TriedBudget",
     "Turn",
     "UnknownBoardError",
     "UsageError",
     "VideoError",
     "VideoFile",
+    "VisualLayout",
     "WatchSettings",
     "overlay",
     "read_costs",
@@ -118,13 +137,22 @@ __all__ = [
 ]
 
 _MODULES = {
+    "ActionCosts": "sinkprune.runtime.acting.costs",
+    "ActionDeadline": "sinkprune.runtime.acting.report",
+    "ActionFlops": "sinkprune.runtime.acting.report",
     "ActionReport": "sinkprune.runtime.acting.report",
     "Answer": "sinkprune.runtime.steps.answer",
+    "BudgetCosts": "sinkprune.runtime.acting.costs",
     "Camera": "sinkprune.runtime.camera",
     "Clip": "sinkprune.runtime.media.clip",
     "Costs": "sinkprune.contract.costs.model",
+    "DeadlineReport": "sinkprune.runtime.steps.answer",
     "FrameAnswer": "sinkprune.runtime.watching.watch",
+    "Kept": "sinkprune.runtime.steps.answer",
+    "Observer": "sinkprune.runtime.steps.observer",
+    "PictureSchedule": "sinkprune.contract.schedule",
     "Pipeline": "sinkprune.runtime.pipeline",
+    "Place": "sinkprune.contract.costs.model",
     "Policy": "sinkprune.runtime.policy",
     "Request": "sinkprune.runtime.steps.request",
     "Session": "sinkprune.runtime.session",
@@ -132,8 +160,10 @@ _MODULES = {
     "Thresholds": "sinkprune.runtime.confidence.thresholds",
     "ToolCall": "sinkprune.runtime.text.tools",
     "Tools": "sinkprune.runtime.text.tools",
+    "TriedBudget": "sinkprune.runtime.steps.answer",
     "Turn": "sinkprune.runtime.text.prompt",
     "VideoFile": "sinkprune.runtime.media.video_file",
+    "VisualLayout": "sinkprune.contract.layout",
     "WatchSettings": "sinkprune.runtime.watching.watch",
     "overlay": "sinkprune.runtime.overlay",
     "read_costs": "sinkprune.contract.costs.file",
@@ -152,4 +182,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return list(__all__)

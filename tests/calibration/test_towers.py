@@ -16,7 +16,7 @@ from skimage import data
 
 from sinkprune.calibration.towers import VisionTower
 from support.models.tower_checkpoints import KINDS, PATCHES, PLANTED, SIZE, blocks, make_tower
-from support.programs.commands import assert_refused, run, without_progress
+from support.programs.commands import assert_refused, run, without_progress, wrote
 from support.programs.slow_cases import slow_except
 
 Towers = Callable[[str], Path]
@@ -54,7 +54,7 @@ def test_outliers_are_found_where_they_were_planted(kind: str, tower: Towers, ph
         *("sinkprune-calibrate", "norms", tower(kind), "--images", photos, "--threads", 1),
         *("--json", files[0], "--plot", files[1], "--heatmaps", tmp_path / "maps"),
     )
-    assert (outcome.code, outcome.stderr) == (0, "")
+    assert (outcome.code, outcome.stderr) == (0, wrote(tmp_path / "maps", *files[::-1]))
     report = json.loads(files[0].read_text())
     assert (report["model"], report["pictures"], report["tokens"]) == (tower(kind).name, 2, 2 * PATCHES)
     # 2 of 16 are more than 5 %: outliers, but no few that stand apart.

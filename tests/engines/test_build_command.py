@@ -273,7 +273,7 @@ def test_an_interrupt_leaves_nothing(
     monkeypatch.setattr(TerminalProgress, moment, interrupt)
     outcome = build(rtx_bundle, tmp_path / "engines", "--target", "tensorrt-rtx", "--sm", "86")
     assert outcome.code == 130
-    assert outcome.stderr == "interrupted; nothing half-written was left.\n"
+    assert outcome.stderr == "interrupted; no engine was complete, so nothing was kept.\n"
 
 
 @needs_rtx

@@ -17,6 +17,7 @@ from sinkprune.contract.errors import BundleError, EnginesError
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.progress import BuildProgress
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
+from sinkprune.engines.unfinished import UnfinishedBuild
 from support.programs.commands import assert_refused, run
 from support.programs.killed_commands import kill_when, left
 from support.programs.slow_cases import slow
@@ -37,6 +38,19 @@ class Counting(OnnxRuntimeBuilder):
             output.write_bytes(b"half")
             raise EnginesError("broken down.")
         self.graphs.append(job.model.graph)
+        return super().build(job, output, progress)
+
+
+class Interrupted(OnnxRuntimeBuilder):
+    """Is interrupted at the graph `until`, or after all graphs."""
+
+    def __init__(self, until: str | None) -> None:
+        super().__init__()
+        self.until = until
+
+    def build(self, job: Any, output: Path, progress: BuildProgress) -> Any:
+        if job.model.graph == self.until:
+            raise KeyboardInterrupt
         return super().build(job, output, progress)
 
 
@@ -105,6 +119,30 @@ def test_a_killed_build_goes_on(move: bool, source: Path, tmp_path: Path) -> Non
         assert found.engine_path(name).stat().st_mtime_ns == stamp, name
     assert source.exists() != move
     assert left(output) == []
+
+
+def test_an_interrupt_says_what_is_kept(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, waits = len(read_bundle(source).manifest.graphs), f"wait in '{tmp_path / '.out.building'}': the same"
+
+    def left_by(until: str | None) -> str:
+        with pytest.raises(KeyboardInterrupt) as interrupt:
+            build_engines(read_bundle(source), tmp_path / "out", Interrupted(until), LIMITS)
+        return str(interrupt.value)
+
+    first = Counting()
+    build_engines(read_bundle(source), tmp_path / "other", first, LIMITS)
+    assert left_by(first.graphs[0]) == "no engine was complete, so nothing was kept."
+    assert left_by(first.graphs[2]) == f"2 of {graphs} engines are whole and {waits} command goes on from there."
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        # All engines are built, and the folder is not in its place.
+        patch.setattr(UnfinishedBuild, "copy_to", interrupted)
+        assert left_by(None) == f"{graphs} of {graphs} engines are whole and {waits} command goes on from there."
+    assert not (tmp_path / "out").exists()
+    assert again(source, tmp_path / "out")[0].graphs == []
 
 
 def test_only_what_is_missing_is_built(source: Path, tmp_path: Path) -> None:

@@ -65,21 +65,24 @@ def test_former_names_of_dialects_are_valid(
         ("qwen-tied", {"weights": "int8"}),
         ("qwen3-vl", {"precision": "fp16"}),
         ("next", {}),
+        ("pi0", {"budgets": ("prune-88.9",)}),
     ],
 )
 def test_the_progress_of_an_export_ends_with_all_weights(
     name: str, request_of: dict[str, Any], checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     last: dict[str, tuple[float, float, str]] = {}
+    # The bias of the policy's four actions is read several times: its last layer of keys and values is 5 %.
+    most = 1e-4 if name == "pi0" else 1e-9
 
     def progress(what: str, done: float, total: float, unit: str) -> None:
-        assert last.get(what, (0.0,))[0] <= done <= total * (1 + 1e-9)
+        assert last.get(what, (0.0,))[0] <= done <= total * (1 + most)
         last[what] = done, total, unit
 
     export_bundle(ExportRequest(str(checkpoint(name)), **request_of), tmp_path / "out", progress=progress)
     size = sum(spec.size for spec in read_bundle(tmp_path / "out").manifest.files.values())
     exported, summed = last["exporting"], last["checking sums"]
-    assert exported[0] == pytest.approx(exported[1]) and exported[2] == "M weights"
+    assert exported[0] == pytest.approx(exported[1], rel=max(most, 1e-6)) and exported[2] == "M weights"
     assert summed == (pytest.approx(size / 1e9), pytest.approx(size / 1e9), "GB")
     last.clear()
     read_bundle(tmp_path / "out").verify(progress)

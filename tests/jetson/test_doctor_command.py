@@ -296,6 +296,10 @@ def test_a_board_may_run_on_its_processor(elsewhere: bool, tmp_path: Path) -> No
     [
         (("--board", "nano"), ("unknown board 'nano'", "orin-nano-4gb", "thor-t5000")),
         (("llava-9b",), ("'llava-9b' is no folder and no preset", "llava-1.5-7b")),
+        (
+            ("--backend", "tensorrt"),
+            ("--backend is 'tensorrt'", "ort-cpu, ort-cpu+openvino, openvino", "--board NAME"),
+        ),
         (("--picture", "big"), ("--picture is 'big'", "as in 640x480")),
         (("--picture", "0x480"), ("a side of --picture is 0",)),
         (("--board", "orin-nano-8gb", "qwen2.5-vl-3b", "--picture", "16384x16"), ("16384",)),

@@ -99,6 +99,14 @@ class DividedPictureWarning(PictureWarning):
     """The values of a greyscale picture of 16 bits were divided by 257, so that of a depth camera is nearly black."""
 
 
+class ScaledDownWarning(PictureWarning):
+    """A picture was larger than the bundle's limit, and the model sees it scaled down."""
+
+
+class CostsWarning(UserWarning):
+    """A warning that costs were measured while other programs kept the machine busy."""
+
+
 class OptionError(UsageError, TypeError):
     """A function has no such option."""
 

@@ -37,6 +37,8 @@ class VisualLayout:
     """Matmul FLOPs of the projector for one token; 0 without a projector."""
     seen_share: float = 1.0
     """The share of the picture's area in the model's input; 1 for the whole picture."""
+    seen_size: tuple[int, int] | None = None
+    """Width and height in pixels at which the model sees the picture, in families that keep its shape; else None."""
     texts: tuple[str, ...] = ()
     """The texts around the groups in the prompt, from the model's template: one before each group and one after the
     last. Empty for adjacent groups. With texts, `places` and `extent` are relative to the first row of each group."""

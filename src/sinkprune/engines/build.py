@@ -103,31 +103,36 @@ def build_engines(
         }
         work.remove_unusable()
         _check_room(bundle, jobs, builder, work.place, move=move, progress=progress)
-        if gate:
-            gate.record_graphs(bundle, builder.target, work.place / _RECORDING, progress)
         try:
-            _build(bundle, jobs, work, builder, gate, move=move, progress=progress)
-        except (SinkpruneError, KeyboardInterrupt) as error:
-            if not (done := len(work.manifest.engines)):
-                raise
-            kept = (
-                f"{done} of {len(profiles)} engines are whole and wait in '{work.place}': the same command goes on "
-                "from there."
-            )
-            if isinstance(error, SinkpruneError):
-                raise EnginesError(f"{error} {kept}") from error
-            raise KeyboardInterrupt(kept) from error
-        with replacing(output, ENGINES, 0, _WAY_OUT, force=force) as root:
-            work.copy_to(root)
-            _copy_bundle_files(bundle, root / BUNDLE_FOLDER)
-            files = {**work.manifest.files, **file_specs(root, work.manifest.files)}
-            manifest = replace(work.manifest, files=files)
-            ENGINES.write(root, manifest, sign)
             if gate:
-                gate.check_answers(root, progress)
+                gate.record_graphs(bundle, builder.target, work.place / _RECORDING, progress)
+            try:
+                _build(bundle, jobs, work, builder, gate, move=move, progress=progress)
+            except SinkpruneError as error:
+                if not work.manifest.engines:
+                    raise
+                raise EnginesError(f"{error} {_kept(work, len(profiles))}") from error
+            with replacing(output, ENGINES, 0, _WAY_OUT, force=force) as root:
+                work.copy_to(root)
+                _copy_bundle_files(bundle, root / BUNDLE_FOLDER)
+                files = {**work.manifest.files, **file_specs(root, work.manifest.files)}
+                manifest = replace(work.manifest, files=files)
+                ENGINES.write(root, manifest, sign)
+                if gate:
+                    gate.check_answers(root, progress)
+        except KeyboardInterrupt as interrupt:
+            raise KeyboardInterrupt(_kept(work, len(profiles))) from interrupt
         if move and (strangers := remove_listed(bundle.path, BUNDLE)):
             progress.report(f"'{bundle.path}' holds what is not of the bundle, and stays: {first_names(strangers)}.")
     return manifest
+
+
+def _kept(work: UnfinishedBuild, total: int) -> str:
+    """Return how many of `total` engines an unfinished build keeps, in words."""
+    done = len(work.manifest.engines)
+    if not done:
+        return "no engine was complete, so nothing was kept."
+    return f"{done} of {total} engines are whole and wait in '{work.place}': the same command goes on from there."
 
 
 def _model(bundle: Bundle, graph: str, work: UnfinishedBuild) -> Model:

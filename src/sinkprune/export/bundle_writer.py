@@ -73,8 +73,10 @@ def export_bundle(
         planned = plan_graphs(export.facts, request.methods, budgets, left_out)
         plans_of_all = [plan for plans in planned.values() for plan in plans.values()]
         cut_after = tuple(sorted({layer for plan in plans_of_all for layer in plan.select_after}))
-        shallow = [list(export.weight_graphs([range(layers)])) for layers in (1, 2)]
-        memory = _check_memory(family, shallow[0], precision)
+        # The last layers: of a policy's last one only keys and values are exported.
+        depth = lm.num_layers
+        shallow = [list(export.weight_graphs([range(max(0, depth - layers), depth)])) for layers in (1, 2)]
+        memory = _check_memory(family, shallow[-1], precision)
         needed = weight_bytes_of(family, shallow, precision) + _SMALL_FILES_BYTES
         with replacing(output, BUNDLE, needed, "export with --weights int4", force=force) as root:
             needs(memory, needed)
@@ -205,8 +207,8 @@ class _Export:
 def weight_bytes_of(family: Family, shallow: Sequence[Sequence[WeightedGraph]], precision: Precision) -> int:
     """Return the bytes of the weights of a bundle of `family`, with its embedding table in `precision`.
 
-    `shallow` are the weight graphs of a decoder of one layer, and of two. All layers have equal sizes, and a
-    configuration may have more layers than any disk can hold.
+    `shallow` are the weight graphs of the decoder's last layer, and of its last two. All layers before the last have
+    equal sizes, and a configuration may have more layers than any disk can hold.
     """
     one, two = (sum(graph.bytes for graph in graphs) for graphs in shallow)
     return _whole(family, one, two) + _table_size(family) * precision.numpy.itemsize
@@ -219,7 +221,7 @@ def weights_of(family: Family, shallow: Sequence[Sequence[WeightedGraph]]) -> in
 
 
 def _whole(family: Family, one: int, two: int) -> int:
-    """Return the sum over the graphs of the whole model, from the sums with one decoder layer and with two."""
+    """Return the sum over the graphs of the whole model, from those with the last decoder layer and the last two."""
     return one + (family.language_model.num_layers - 1) * (two - one)
 
 

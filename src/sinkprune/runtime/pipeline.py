@@ -14,8 +14,11 @@ from typing import Any, NoReturn
 from sinkprune.contract.budgets import AUTO, UNPRUNED
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.arguments import check_options, check_type
+from sinkprune.contract.checks.user_warnings import warn_user
+from sinkprune.contract.command_line.progress_lines import shown_progress
 from sinkprune.contract.costs.file import cache_costs, cached_costs, missing_costs
 from sinkprune.contract.costs.model import Costs, Place
+from sinkprune.contract.errors import CostsWarning
 from sinkprune.contract.plans import Plan
 from sinkprune.contract.reports.progress import OnProgress, reporting, unreported
 from sinkprune.runtime.answering import Answering
@@ -24,7 +27,7 @@ from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.confidence.policy import ConfidencePolicy
 from sinkprune.runtime.confidence.thresholds import Thresholds, usable_thresholds
-from sinkprune.runtime.deadline.cost_measuring import SECONDS, SECONDS_RANGE, measure_costs, place_of
+from sinkprune.runtime.deadline.cost_measuring import MEASURING_COSTS, SECONDS, SECONDS_RANGE, measure_costs, place_of
 from sinkprune.runtime.deadline.other_load import OtherLoad
 from sinkprune.runtime.deadline.policy import BudgetPolicy, DeadlinePolicy
 from sinkprune.runtime.deadline.request_history import RequestHistory
@@ -204,18 +207,27 @@ class Pipeline(Answering):
         prompt: str | Sequence[str],
         *,
         seconds: float = SECONDS,
+        progress: bool | OnProgress = False,
         **options: Any,
     ) -> Costs:
         """Measure the costs of requests like this one on this machine, and load all budgets.
 
         Requests with a deadline need these costs. Repeats measurements for `seconds`, from 0 to 86400, but every
         budget answers five times or more. So on an idle machine this takes 3 to 15 seconds for a small model, even
-        with 0, and minutes for a large one. Takes what `stream` takes. With `deadline_ms`, budgets that are far too
-        slow are left out. Sets and returns `costs`, and writes them to the user's cache folder, if possible, for
-        later processes. Raises what `generate` raises.
+        with 0, and minutes for a large one. `progress=True` shows on stderr what is done and the time left. A
+        function is called with the name of the work, the steps that are done, how many there probably are, and what
+        a step is. Takes what `stream` takes. With `deadline_ms`, budgets that are far too slow are left out. Sets and
+        returns `costs`, and writes them to the user's cache folder, if possible, for later processes.
+
+        Warns with `CostsWarning` if other programs kept the machine busy meanwhile. Raises what `generate` raises.
         """
-        check_request_options(options, "seconds")
-        return self.measure_costs(self.new_request(image, prompt, **options), seconds)
+        check_request_options(options, "seconds", "progress")
+        request, earlier = self.new_request(image, prompt, **options), cached_costs(self.place)
+        with shown_progress(MEASURING_COSTS, progress) as report:
+            costs = self.measure_costs(request, seconds, report)
+        if doubt := costs.load_doubt(earlier):
+            warn_user(f"the costs {doubt}. Measure them again with warm_up when the machine is idle.", CostsWarning)
+        return costs
 
     def new_request(
         self, image: PictureLike | Sequence[PictureLike], prompt: str | Sequence[str], **options: Any

@@ -13,6 +13,7 @@ from typing import NoReturn
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.arguments import check_options
+from sinkprune.contract.command_line.progress_lines import shown_progress
 from sinkprune.contract.flops import expert_flops, prefix_flops
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import PolicyFacts
@@ -29,7 +30,7 @@ from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.deadline.choices import budgets_up_to
-from sinkprune.runtime.deadline.cost_measuring import SECONDS, SECONDS_RANGE
+from sinkprune.runtime.deadline.cost_measuring import MEASURING_COSTS, SECONDS, SECONDS_RANGE
 from sinkprune.runtime.deadline.request_history import RequestHistory
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.loading import During, check_kind, load_model, open_with_backend
@@ -195,14 +196,14 @@ class Policy:
         method: str = "sinkpruner",
         order: str = "rgb",
         seconds: float = SECONDS,
-        progress: OnProgress = unreported,
+        progress: bool | OnProgress = False,
     ) -> ActionCosts:
         """Measure what chunks cost on this machine at `budget` and all smaller ones, and load these budgets.
 
         Chunks with a deadline need these costs. Repeats measurements for `seconds`, from 0 to 86400, but every budget
         runs four times or more. Takes what `act` takes: frames, an instruction and a state like those of later
-        chunks. Sets and returns `costs`, which stay in memory. Raises what `act` raises, and `UsageError` for a
-        method whose counts vary by picture.
+        chunks, and `progress` as `Pipeline.warm_up` does. Sets and returns `costs`, which stay in memory. Raises what
+        `act` raises, and `UsageError` for a method whose counts vary by picture.
         """
         seconds = SECONDS_RANGE.check(seconds)
         manifest = self.bundle.manifest
@@ -219,9 +220,9 @@ class Policy:
             own = replace(observation, steps=steps)
             return self._act(own, manifest.plan(method, name), method, name, NOBODY)
 
-        with self.backend.turn:
+        with shown_progress(MEASURING_COSTS, progress) as report, self.backend.turn:
             self.costs = measure_costs(
-                act, method, len(layouts), [choice.budget for choice in choices], seconds, progress
+                act, method, len(layouts), [choice.budget for choice in choices], seconds, report
             )
         return self.costs
 

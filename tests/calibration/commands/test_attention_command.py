@@ -21,7 +21,7 @@ from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.pruning.chosen_heads import read_heads
 from sinkprune.export.source import ExportRequest
 from support.models.tasks import write_task
-from support.programs.commands import assert_refused, run, without_notes
+from support.programs.commands import assert_refused, run, without_notes, wrote
 
 Bundles = Callable[..., Path]
 
@@ -42,7 +42,7 @@ def test_without_a_limit_it_takes_some_pictures_and_prints_a_note(
     ask = ("sinkprune-calibrate", "attention", bundle("gqa-112"), "--data", questions, "--budgets", "retain-64")
     outcome = run(*ask, "--json", report)
     said = "takes the 2 questions about the first 1 pictures, of 3 questions; --limit 3 takes all\n"
-    assert (outcome.code, without_notes(outcome.stderr)) == (0, said)
+    assert (outcome.code, without_notes(outcome.stderr)) == (0, said + wrote(report))
     assert json.loads(report.read_text())["questions"] == 2
     outcome = run(*ask, "--limit", 3, "--json")
     assert (outcome.code, without_notes(outcome.stderr)) == (0, "")
@@ -55,7 +55,7 @@ def test_means_are_those_of_the_questions(bundle: Bundles, questions: Path, tmp_
     outcome = run(
         "sinkprune-calibrate", "attention", bundle("gqa-112"), *chosen, "--json", files[0], "--plot", files[1]
     )
-    assert (outcome.code, without_notes(outcome.stderr)) == (0, "")
+    assert (outcome.code, without_notes(outcome.stderr)) == (0, wrote(*files[::-1]))
     report = json.loads(files[0].read_text())
     assert (report["questions"], report["pictures"], report["outlier_per_mille"]) == (3, 2, 10)
     sample, unseen = report["warnings"]
@@ -146,6 +146,7 @@ def test_chosen_heads_go_from_the_command_to_a_plan(
     measure = ("sinkprune-calibrate", "attention", bundle("gqa-112"), "--data", questions, "--budgets", "none")
     outcome = run(*measure, "--heads", heads)
     assert outcome.code == 0, outcome.stderr
+    assert outcome.stderr.endswith(wrote(heads))
     found = read_heads(heads)
     for layer, own in found.layers.items():
         (line,) = (line for line in outcome.stdout.splitlines() if line.startswith(f"layer {layer}: "))

@@ -77,11 +77,12 @@ def test_an_interrupt_reports_the_questions_answered_so_far(
     outcome = run(*COMMAND, pocket / "bundle", "--data", pocket / "scenes.jsonl", *files)
     assert outcome.code == 130
     if not complete:
-        assert outcome.stderr == "interrupted; nothing half-written was left.\n"
+        assert outcome.stderr == "interrupted; no whole question was measured, so nothing was kept.\n"
         assert list(tmp_path.iterdir()) == []
         return
     lines = len((pocket / "scenes.jsonl").read_text().splitlines())
     none = "No thresholds were written: they need all questions."
+    assert f"wrote {tmp_path}/report.json\n" in outcome.stderr
     assert outcome.stderr.endswith(f"interrupted; the report counts the first 5 of {lines} questions. {none}\n")
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["questions"] == 5 and report["warnings"][0].startswith(

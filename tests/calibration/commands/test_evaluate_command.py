@@ -14,7 +14,7 @@ from skimage import data
 
 from sinkprune import Answer, Pipeline
 from sinkprune.calibration.commands import evaluate as evaluate_command
-from support.programs.commands import assert_refused, run, without_notes
+from support.programs.commands import assert_refused, run, without_notes, wrote
 
 Bundles = Callable[..., Path]
 BUDGETS = ("--budgets", "retain-64,retain-32")
@@ -46,7 +46,7 @@ def test_the_report_the_plot_and_the_answers(bundle: Bundles, task: Path, tmp_pa
         *("--plot", files["plot.png"], "--answers", files["answers.jsonl"]),
     )
     assert outcome.code == 0, outcome.stderr
-    assert without_notes(outcome.stderr) == ""
+    assert without_notes(outcome.stderr) == wrote(files["answers.jsonl"], files["plot.png"], files["report.json"])
     for words in ("sinkpruner", "retain-64", "none: 50.0", "known", "TTFT"):
         assert words in outcome.stdout
     report = json.loads(files["report.json"].read_text())
@@ -216,7 +216,10 @@ def test_an_interrupt_reports_the_questions_answered_so_far(
         assert without_notes(outcome.stderr) == "interrupted; no whole question was measured, so nothing was kept.\n"
         assert list(tmp_path.iterdir()) == []
         return
-    assert without_notes(outcome.stderr) == "interrupted; the report counts the first 2 of 4 questions.\n"
+    assert without_notes(outcome.stderr) == (
+        wrote(tmp_path / "x.jsonl", tmp_path / "x.json")
+        + "interrupted; the report counts the first 2 of 4 questions.\n"
+    )
     report = json.loads((tmp_path / "x.json").read_text())
     assert report["questions"] == report["none"]["by_kind"]["known"]["count"] * 2 == 2
     assert report["warnings"][0] == "Interrupted: the report counts the first 2 of 4 questions."

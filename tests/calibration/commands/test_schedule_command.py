@@ -21,7 +21,7 @@ from sinkprune.contract.checks.fields import from_json
 from sinkprune.contract.costs.model import Costs
 from sinkprune.runtime.backends.known import KNOWN
 from support.models.tasks import write_task
-from support.programs.commands import assert_refused, own_process
+from support.programs.commands import assert_refused, own_process, wrote
 from support.programs.schedule_runs import schedule
 from support.programs.slow_cases import slow
 
@@ -48,7 +48,7 @@ def test_a_budget_of_a_mean_is_added(
 ) -> None:
     report, costs = tmp_path / "report.json", tmp_path / "costs.json"
     outcome = schedule(own, "--budget-tokens", 16, "--json", report, "--costs", costs)
-    assert (outcome.code, outcome.stderr) == (0, "")
+    assert (outcome.code, outcome.stderr) == (0, wrote(costs, report))
     found, told = read_bundle(own), json.loads(report.read_text())
     found.verify()
     assert told["sha256"] == found.sha256
@@ -123,7 +123,7 @@ def test_other_cuts_are_printed_if_they_save_enough(
 def test_costs_alone_are_measured(own: Path, tmp_path: Path) -> None:
     before, costs = read_bundle(own).sha256, tmp_path / "costs.json"
     outcome = schedule(own, "--costs", costs)
-    assert (outcome.code, outcome.stdout, outcome.stderr) == (0, "", "")
+    assert (outcome.code, outcome.stdout, outcome.stderr) == (0, "", wrote(costs))
     assert len(from_json(Costs, json.loads(costs.read_text())).decoders) == 4
     assert read_bundle(own).sha256 == before
     report = tmp_path / "report.json"
@@ -150,7 +150,7 @@ def test_a_fit_is_that_of_the_measured_pictures(
         outcome = schedule(own, "--costs", tmp_path / "costs.json", "--image", tmp_path / "wide.png", *fit)
         assert outcome.code == 0, outcome.stderr
         note = f"{tmp_path}/wide.png: the model sees 50 % of the picture (the middle 100x100 of 200x100). --fit pad"
-        assert outcome.stderr.startswith(note) if not fit else outcome.stderr == ""
+        assert outcome.stderr.startswith(note) if not fit else "the model sees" not in outcome.stderr
     assert fits == [None, "pad"]
 
 
@@ -164,7 +164,7 @@ def test_notes_name_each_size_of_own_pictures_and_one_of_many_questions(
     outcome = schedule(own, "--costs", tmp_path / "costs.json", *images)
     noted = re.findall(r"(\S+): the model sees (\d+) %", outcome.stderr)
     assert sorted(noted) == [(f"{tmp_path}/tall.png", "75"), (f"{tmp_path}/wide.png", "50")]
-    assert outcome.stderr.count("\n") == 2
+    assert outcome.stderr.count("\n") == 3 and outcome.stderr.endswith(wrote(tmp_path / "costs.json"))
     data = write_task(tmp_path, [(name, "What is this?") for name in ("first.png", "second.png")])
     for name in ("first.png", "second.png"):
         photo.resize((200, 100)).save(tmp_path / name)

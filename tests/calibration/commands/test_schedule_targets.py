@@ -18,7 +18,7 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.checks.fields import from_json
 from sinkprune.contract.costs.model import COSTS_VERSION, Costs, Curve, predict
 from sinkprune.contract.reports.report import Spread
-from support.programs.commands import assert_refused
+from support.programs.commands import assert_refused, wrote
 from support.programs.schedule_runs import schedule
 from support.programs.slow_cases import slow
 
@@ -56,10 +56,10 @@ def test_a_time_is_met_by_95_of_100_requests(
     refused = schedule(own, "--target-ms", 1, "--json", tmp_path / "r.json")
     assert refused.code == 2
     told = json.loads((tmp_path / "r.json").read_text())
-    assert refused.stderr == f"error: {told['error']}\n" and set(told) == {"costs", "error"}
+    assert refused.stderr == f"wrote {tmp_path}/r.json\nerror: {told['error']}\n" and set(told) == {"costs", "error"}
     target, report = 250, tmp_path / "report.json"
     outcome = schedule(own, "--target-ms", target, "--json", report)
-    assert (outcome.code, outcome.stderr) == (0, "")
+    assert (outcome.code, outcome.stderr) == (0, wrote(report))
     assert f"in-{target}ms" in read_bundle(own).manifest.budgets
     predicted = json.loads(report.read_text())["chosen"]["predicted_ms"]
     # Most of the time is used.
@@ -76,7 +76,7 @@ def test_an_unpruned_model_that_is_in_time_most_of_the_time_is_pruned(
     report, target = tmp_path / "report.json", 1.1 * float(unpruned)
     simulated(1.25)
     outcome = schedule(own, "--target-ms", target, "--name", "quick", "--json", report)
-    assert (outcome.code, outcome.stderr) == (0, "")
+    assert (outcome.code, outcome.stderr) == (0, wrote(report))
     assert 0.8 * target < json.loads(report.read_text())["measured_ms"]["p95"] <= target
 
 
@@ -174,7 +174,7 @@ def test_the_cheapest_budget_is_tried_before_a_target_is_rejected(
     refused = schedule(own, "--target-ms", 1)
     (least,) = re.findall(r"the least is ([0-9.]+)", refused.stderr)
     outcome = schedule(own, "--target-ms", 1.5 * float(least), "--json", report)
-    assert (outcome.code, outcome.stderr) == (0, "")
+    assert (outcome.code, outcome.stderr) == (0, wrote(report))
     told = json.loads(report.read_text())
     assert told["searches"] > 1 and "searched 2 times" in outcome.stdout
     # Most of the time is used: the search went on from there.
@@ -194,8 +194,10 @@ def test_a_prediction_that_misses_its_measurement_is_told(
     assert outcome.code == 2 and "was found and not added" in outcome.stderr
     named = schedule(own, "--target-ms", target, "--name", "quick", "--json", report)
     assert named.code == 0
-    warnings = named.stderr.splitlines()
-    assert warnings[0].startswith("warning: the prediction misses the measurement by 50.0 %, more than 8 %")
+    written, *warnings = named.stderr.splitlines()
+    assert written == f"wrote {report}" and warnings[0].startswith(
+        "warning: the prediction misses the measurement by 50.0 %, more than 8 %"
+    )
     assert warnings[1].startswith("warning: 95 of 100 requests took up to")
     told = json.loads(report.read_text())
     assert f"searched {told['searches']} times" in named.stdout and told["searches"] > 1

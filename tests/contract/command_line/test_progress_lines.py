@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from sinkprune.contract.command_line import progress_lines
-from sinkprune.contract.command_line.progress_lines import ProgressLines, starting, status
+from sinkprune.contract.command_line.progress_lines import ProgressLines, shown_progress, starting, status
 from sinkprune.engines.progress import TerminalProgress
 from support.programs.commands import own_process, run
 
@@ -153,6 +153,22 @@ def test_builds_and_exports_have_lines(soon: None) -> None:
         with status("reading") as progress:
             progress("exporting", 2.5, 7, "M weights")
             lines_after("exporting: 2.5 of 7 M weights in", stderr)
+
+
+def test_progress_of_a_python_function_goes_where_its_argument_says(soon: None) -> None:
+    reported = list[tuple[Any, ...]]()
+    for argument in (True, False, lambda *each: reported.append(each)):
+        with redirect_stderr(io.StringIO()) as stderr, shown_progress("measuring", argument) as progress:
+            progress("measuring costs", 2, 7, "rounds")
+            if argument is True:
+                lines_after("measuring costs: 2 of 7 rounds in", stderr)
+            else:
+                time.sleep(0.1)
+                assert stderr.getvalue() == ""
+    assert reported == [("measuring costs", 2, 7, "rounds")]
+    for wrong in (None, 1, "yes"):
+        with pytest.raises(TypeError, match="progress is"), shown_progress("measuring", wrong):  # type: ignore[arg-type]
+            pass
 
 
 def test_a_terminal_shows_the_parts_of_work() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from sinkprune import Policy
+from sinkprune.contract.command_line import progress_lines
 from sinkprune.contract.errors import BudgetError, DeadlineError, UsageError
 from sinkprune.runtime.acting.costs import STEPS, ActionCosts, BudgetCosts, measure_costs
 from sinkprune.runtime.acting.deadline import FEWEST_STEPS, ChosenChunk, choose_chunk
@@ -121,6 +122,23 @@ def warm(bundle: Callable[..., Path], photo: Image.Image) -> Policy:
     policy = Policy.load(bundle("pi0", budgets=BUDGETS, max_images=2))
     policy.warm_up([photo, None], "pick up the cup", STATE, seconds=0)
     return policy
+
+
+def test_a_warm_up_reports_its_progress_if_wanted(
+    warm: Policy, photo: Image.Image, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress_lines, "SECONDS", 0.01)
+    reported, costs = set[tuple[str, str]](), warm.costs
+
+    def report(what: str, done: float, total: float, unit: str) -> None:
+        assert 0 <= done <= total
+        reported.add((what, unit))
+
+    for progress, shown in ((False, False), (report, False), (True, True)):
+        warm.warm_up([photo, None], "go", STATE, budget="prune-88.9", seconds=0, progress=progress)
+        assert ("measuring costs: " in capsys.readouterr().err) == shown
+    assert reported == {("measuring costs", "rounds")}
+    warm.costs = costs
 
 
 def act(policy: Policy, photo: Image.Image, **changed: Any) -> ActionReport:

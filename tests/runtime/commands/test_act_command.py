@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -184,7 +184,17 @@ def test_an_interrupt_leaves_the_chunks_so_far(
         assert len(found["chunks"]) == complete and found["interrupted"] == "there are 2 of 3 chunks."
         assert "interrupted; there are 2 of 3 chunks. Earlier files stay" in outcome.stderr
     else:
-        assert outcome.stderr.endswith("interrupted; nothing half-written was left.\n")
+        assert outcome.stderr.endswith("interrupted; no whole chunk was computed, so nothing was kept.\n")
+
+
+def test_an_interrupted_warm_up_leaves_no_costs(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*given: Any, **options: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Policy, "warm_up", interrupted)
+    outcome = act(path, folder, "--deadline-ms", 9000)
+    assert outcome.code == 130
+    assert outcome.stderr.endswith("interrupted; no costs were kept: they need all rounds of the measurement.\n")
 
 
 @pytest.mark.parametrize(

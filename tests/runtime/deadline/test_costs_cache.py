@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import time
+import warnings
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from PIL import Image
 
-from sinkprune import Pipeline
+from sinkprune import CostsWarning, Pipeline
+from sinkprune.contract.command_line import progress_lines
 from sinkprune.contract.costs.file import cache_costs, cache_file, cached_costs, read_costs
 from sinkprune.contract.costs.model import Costs, RecentRatios
 from sinkprune.contract.errors import UsageError
@@ -167,6 +173,55 @@ def test_doubtful_costs_are_noted_in_one_line(
     assert ("compare --threads 1" in outcome.stderr) == (load > 0.25 and warm.backend.threads > 1)
     assert outcome.stderr.startswith("note: the costs ") if said else outcome.stderr == ""
     assert said in outcome.stderr and outcome.stderr.count("\n") == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("kept", "load", "said"),
+    [
+        (0.05, 0.2, ""),
+        (0.05, 0.6, "took 60 % of the processors, and replace costs measured at 5 %. Measure them again with "),
+        (0.55, 0.6, "took 60 % of the processors. Measure"),
+        (None, 0.6, "took 60 % of the processors. Measure"),
+    ],
+)
+def test_costs_that_are_measured_under_load_are_a_warning(
+    kept: float | None, load: float, said: str, warm: Pipeline, photo_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = costs_of(warm)
+    monkeypatch.setattr(OtherLoad, "share", lambda self: load)
+    monkeypatch.setattr("sinkprune.runtime.pipeline.measure_costs", lambda *_: measured)
+    cache_costs(replace(measured, load=kept))
+    pipeline = Pipeline.load(warm.bundle.path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipeline.warm_up(photo_file, QUESTION)
+    assert [each.category for each in caught] == [CostsWarning] * bool(said)
+    assert all(said in str(each.message) and each.filename == __file__ for each in caught)
+    assert cached_costs(warm.place) == pipeline.costs == replace(measured, measured_at=ANY, load=load)
+    cache_costs(replace(measured, load=kept))
+    outcome = run("sinkprune-run", warm.bundle.path, "--image", photo_file, *ASK, "--warm-up")
+    assert outcome.code == 0 and "Warning" not in outcome.stderr
+    assert said in outcome.stderr and outcome.stderr.count("\n") == bool(said)
+
+
+def test_a_warm_up_shows_its_progress_if_wanted(
+    measured: Pipeline, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress_lines, "SECONDS", 0.05)
+    reported = list[tuple[str, float, float, str]]()
+
+    def written(**options: Any) -> str:
+        with redirect_stderr(io.StringIO()) as stderr:
+            measured.warm_up(photo, QUESTION, seconds=0.0, **options)
+        return stderr.getvalue()
+
+    costs = measured.costs
+    assert written() == written(progress=lambda *each: reported.append(each)) == ""
+    assert {(what, unit) for what, _, _, unit in reported} >= {("measuring costs", "rounds")}
+    assert re.search(r"^measuring costs: [\d.]+ of \d+ rounds in ", written(progress=True), re.MULTILINE)
+    with pytest.raises(TypeError, match=r"progress is 'yes', expected a function\."):
+        written(progress="yes")
+    measured.costs = costs
 
 
 def test_the_load_is_that_of_other_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -125,6 +125,35 @@ def test_a_long_answer_that_does_not_fit_is_named_by_its_limit(small: Pipeline) 
         assert words in report.reason
 
 
+def test_a_budget_that_is_smaller_only_because_of_the_tokens_says_so(small: Pipeline) -> None:
+    advice = "set max_new_tokens (--max-new-tokens) to the tokens that you need"
+    slower, tokens = 1.05 * 1.3, 12
+
+    def deadline(budget: str, count: int) -> float:
+        """The earliest deadline at which so many tokens are expected."""
+        return TOWER_MS + slower * (first_ms(small, budget) - TOWER_MS + (count - 1) * 5.0)
+
+    report, _ = Machine(small, quiet).answer(asked(tokens), deadline("none", tokens) + 1)
+    assert report.budget == "none" and "set max_new_tokens" not in report.reason
+    for count in (1, 2, 5):
+        given = deadline("none", count) + 1
+        # As few more as a smaller budget has time for.
+        wanted = max(n for n in range(1, 99) if deadline("retain-32", n) <= given)
+        report, _ = Machine(small, quiet).answer(asked(wanted), given)
+        assert report.budget != "none"
+        assert report.reason == (
+            f"the largest budget that is expected to bring all {wanted} tokens in time; budget none would bring "
+            f"{count}: {advice}"
+        )
+    # Not even the first token of a larger budget comes in time: fewer tokens would change nothing.
+    report, _ = Machine(small, quiet).answer(asked(2), deadline("retain-192", 2) + 1)
+    assert deadline("none", 1) > deadline("retain-192", 2) + 1
+    assert report.budget == "retain-192" and advice not in report.reason
+    # A closed list has its own length.
+    report, _ = Machine(small, quiet).answer(asked(60, choice=("yes", "no")), deadline("none", 2) + 1)
+    assert report.budget != "none" and advice not in report.reason
+
+
 def test_load_moves_it_to_smaller_budgets_and_quiet_moves_it_back(small: Pipeline) -> None:
     deadline = 2.1 * (first_ms(small, "retain-32") + 15)
 

@@ -95,9 +95,10 @@ def test_whole_pictures_and_clips_have_a_share_of_one(
 ) -> None:
     write_video(tmp_path / "clip.mp4", frames(8, (160, 112), photo))
     qwen = bundle("qwen", max_frames=4)
-    for given in (images(files, "wide"), ["--video", tmp_path / "clip.mp4"]):
+    scaled = f"{files['wide']}: the model sees the 1280x720 picture at 812x448 pixels, the bundle's limit. "
+    for given, said in ((images(files, "wide"), scaled), (["--video", tmp_path / "clip.mp4"], "")):
         outcome = run("sinkprune-run", qwen, *given, *OPTIONS, "--json")
-        assert (outcome.code, outcome.stderr) == (0, "")
+        assert outcome.code == 0 and outcome.stderr.startswith(said) and outcome.stderr.count("\n") == bool(said)
         assert json.loads(outcome.stdout)["seen_share"] == [1]
     outcome = run("sinkprune-run", bundle("next"), *images(files, "wide"), *OPTIONS, "--json")
     assert (outcome.stderr, json.loads(outcome.stdout)["seen_share"]) == ("", [1])

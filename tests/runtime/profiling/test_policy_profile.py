@@ -156,6 +156,8 @@ def test_the_command_measures_a_policy(profile: Callable[..., Any], tmp_path: Pa
     assert shown[1:3] == ["64>16>3", f"{100 * own['mean_visual_tokens'] / 64:.1f}"]
     assert f"{100 * own['efficiency']['prefix']:.0f} %" in outcome.stdout
     assert "prune-88.9: of a chunk: preprocess " in outcome.stdout
+    assert "one round does not show how much runs differ" in outcome.stdout
+    assert outcome.stderr.endswith(f"wrote {tmp_path}/x.png\nwrote {tmp_path}/x.json\n")
     one = json.loads(profile("--repeat", 1, "--budgets", "prune-88.9", "--steps", "3,3", "--json").stdout)
     assert {name: list(own["chunks"]) for name, own in one["budgets"].items()} == {
         "none": ["3"],

@@ -79,6 +79,11 @@ def without_notes(stderr: str) -> str:
     return re.sub(r"^.*: the model sees [^\n]* of the picture \(.*\n", "", stderr, flags=re.MULTILINE)
 
 
+def wrote(*files: object) -> str:
+    """Return the lines on stderr about files that a command wrote."""
+    return "".join(f"wrote {file}\n" for file in files)
+
+
 def assert_refused(outcome: Outcome, *said: str) -> None:
     """Assert exit code 2 and one message that has all of `said`, without a traceback or other output."""
     assert outcome.code == 2, outcome.stderr

@@ -30,9 +30,11 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import prints_json
+from sinkprune.contract.command_line.written_files import note_written
 from sinkprune.contract.manifest import Manifest
 from sinkprune.export.pruning.chosen_heads import ChosenHeads, write_heads
 from sinkprune.runtime.commands import load_pipeline, plain_text, write_report
+from sinkprune.runtime.commands.interrupts import explain_interrupt
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.profile import model_name
@@ -93,16 +95,16 @@ def _measure(arguments: Sequence[str] | None) -> None:
     watch = AttentionObserver()
     pipeline = load_pipeline(options, task.bundle, watch.wrap)
     note_items(pipeline.family, task.bundle.manifest, items)
-    try:
-        observed = _observe(pipeline, watch, items, task.combinations)
-    except KeyboardInterrupt as interrupt:
-        raise KeyboardInterrupt("nothing was kept: the report needs all questions.") from interrupt
-    report = _report(pipeline, Path(options.data).name, items, observed)
     heads = None
-    if options.heads:
-        with progress_bar("comparing questions", sum(map(len, asked)), "questions") as count:
-            heads = choose_heads(pipeline, watch, asked, count)
+    with explain_interrupt("nothing was kept: the report needs all questions."):
+        observed = _observe(pipeline, watch, items, task.combinations)
+        report = _report(pipeline, Path(options.data).name, items, observed)
+        if options.heads:
+            with progress_bar("comparing questions", sum(map(len, asked)), "questions") as count:
+                heads = choose_heads(pipeline, watch, asked, count)
+    if options.heads and heads:
         write_heads(options.heads, heads)
+        note_written(options.heads)
     write_report(options, report, plot_attention)
     if not prints_json(options.json):
         _print(report)

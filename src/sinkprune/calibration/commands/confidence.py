@@ -24,10 +24,11 @@ from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.command_line.progress_lines import status
+from sinkprune.contract.command_line.written_files import note_written
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.files.output_files import OutputFile, check_apart, check_outputs
 from sinkprune.runtime.commands import BundleOptions, bundle_parser, load_pipeline, name_list, plain_text
-from sinkprune.runtime.commands.interrupts import beside_earlier
+from sinkprune.runtime.commands.interrupts import NO_QUESTION, beside_earlier, explain_interrupt
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.confidence.thresholds import describe_ladders, write_thresholds
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
@@ -85,7 +86,7 @@ def _calibrate(arguments: Sequence[str] | None) -> None:
     check_unpruned_memory(options, bundle, items[0].load_image(), items[0].question.text, 1)
     pipeline = load_pipeline(options, bundle)
     note_items(pipeline.family, manifest, items)
-    with progress_bar("asking", len(items), "questions") as count:
+    with explain_interrupt(NO_QUESTION), progress_bar("asking", len(items), "questions") as count:
         names, means, asked = ask_questions(pipeline, items, options.method, budgets, count)
     complete = len(asked.right)
     counts = f"the report counts the first {complete} of {counted(len(items), 'question')}."
@@ -106,6 +107,7 @@ def _calibrate(arguments: Sequence[str] | None) -> None:
     report = replace(report, warnings=(*early, *report.warnings, *unseen), seen_share=min(shares))
     if options.thresholds:
         write_thresholds(options.thresholds, new_thresholds(pipeline, options.method, report.chosen.least))
+        note_written(options.thresholds)
     if not prints_json(options.json):
         _print(report)
         sys.stdout.write(describe_ladders(manifest, options.method) + "\n")

@@ -27,9 +27,10 @@ from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import prints_json
-from sinkprune.contract.files.output_files import OutputFile, write_whole
+from sinkprune.contract.command_line.written_files import write_output
+from sinkprune.contract.files.output_files import OutputFile
 from sinkprune.runtime.commands import load_pipeline, plain_text, write_report
-from sinkprune.runtime.commands.interrupts import beside_earlier
+from sinkprune.runtime.commands.interrupts import NO_QUESTION, beside_earlier
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
 
@@ -85,7 +86,7 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
                 by_question.append(own)
     except KeyboardInterrupt as interrupt:
         if not by_question:
-            raise KeyboardInterrupt("no whole question was measured, so nothing was kept.") from interrupt
+            raise KeyboardInterrupt(NO_QUESTION) from interrupt
         interrupted = f"the report counts the first {len(by_question)} of {counted(len(items), 'question')}."
     replies = [reply for own in by_question for reply in own]
     result = evaluation_report(
@@ -102,7 +103,7 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
         options, earlier = beside_earlier(options, "json", "plot", "answers")
         result = replace(result, warnings=(f"Interrupted: {interrupted}", *result.warnings))
     if options.answers:
-        write_whole(options.answers, "".join(map(_answer_line, replies)).encode())
+        write_output(options.answers, "".join(map(_answer_line, replies)).encode())
     write_report(options, result, plot_evaluation, {"interrupted": interrupted or None})
     if not prints_json(options.json):
         # Last: the reader of standard output may stop reading, as `head` does.

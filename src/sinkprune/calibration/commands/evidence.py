@@ -30,6 +30,7 @@ from sinkprune.contract.files.output_files import check_apart, check_outputs
 from sinkprune.contract.files.signature import Sign, read_private_key
 from sinkprune.contract.manifest import BUNDLE, Manifest
 from sinkprune.runtime.commands import BundleOptions, load_pipeline, name_list, plain_text
+from sinkprune.runtime.commands.interrupts import explain_interrupt
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
@@ -82,7 +83,8 @@ def _calibrate(arguments: Sequence[str] | None) -> None:
     recorder = EvidenceRecorder()
     pipeline = load_pipeline(options, bundle, recorder.wrap)
     note_items(pipeline.family, bundle.manifest, items)
-    with progress_bar("asking", len(items) * len(budgets), "questions") as count:
+    kept = "nothing was kept, and the bundle is unchanged: thresholds need all questions."
+    with explain_interrupt(kept), progress_bar("asking", len(items) * len(budgets), "questions") as count:
         found = {
             budget: find_thresholds(pipeline, recorder, items, Combination(method, budget), count)
             for budget in budgets

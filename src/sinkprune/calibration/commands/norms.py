@@ -31,6 +31,7 @@ from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.command_line.progress_lines import status
+from sinkprune.contract.command_line.written_files import note_written
 from sinkprune.contract.errors import OutputError, UsageError
 from sinkprune.contract.files.output_files import OutputFile, check_outputs, write_whole
 from sinkprune.contract.manifest import MANIFEST
@@ -43,6 +44,7 @@ from sinkprune.runtime.commands import (
     load_pipeline,
     write_report,
 )
+from sinkprune.runtime.commands.interrupts import explain_interrupt
 from sinkprune.runtime.commands.picture_notes import note_many_pictures
 from sinkprune.runtime.profiling.plot import import_matplotlib
 from sinkprune.runtime.profiling.profile import model_name
@@ -94,7 +96,9 @@ def _measure(arguments: Sequence[str] | None) -> None:
     if options.heatmaps:
         options.heatmaps.mkdir(exist_ok=True)
     norms, salience = [], []
-    with progress_bar("looking", len(pictures), "pictures") as count:
+    drawn = " Heatmaps that are drawn stay." if options.heatmaps else ""
+    kept = f"no norms were kept: the report needs all pictures.{drawn}"
+    with explain_interrupt(kept), progress_bar("looking", len(pictures), "pictures") as count:
         for number, picture in enumerate(pictures):
             features = tower(picture.load())
             norms += [*features.norms]
@@ -103,6 +107,8 @@ def _measure(arguments: Sequence[str] | None) -> None:
                 title = f"{model}: {Path(picture.name).name}"
                 write_whole(_heatmap_file(options.heatmaps, pictures, number), draw_heatmaps(features, title))
             count()
+    if options.heatmaps:
+        note_written(options.heatmaps)
     report = summarise(model, len(pictures), norms, salience)
     warnings = (*report.warnings, *unseen_warnings(shares, "cases"))
     report = replace(report, warnings=warnings, seen_share=min(shares, default=1.0))

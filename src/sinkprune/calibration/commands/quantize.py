@@ -37,6 +37,7 @@ from sinkprune.runtime.commands import (
     plain_text,
     write_report,
 )
+from sinkprune.runtime.commands.interrupts import explain_interrupt
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.fits import add_fit_option
@@ -103,7 +104,7 @@ def _quantize(arguments: Sequence[str] | None) -> None:
     note_items(family, bundle.manifest, items)
     with status("checking sums") as progress:
         bundle.verify(progress)
-    with status("reading") as progress:
+    with explain_interrupt("no bundle was written: it needs all layers."), status("reading") as progress:
         manifest, report = quantise_bundle(
             bundle,
             options.output,

@@ -24,6 +24,7 @@ from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.command_line.progress_lines import status
+from sinkprune.contract.command_line.written_files import note_written
 from sinkprune.contract.costs.file import write_costs
 from sinkprune.contract.costs.model import LOADED
 from sinkprune.contract.errors import BudgetError, UsageError
@@ -166,6 +167,7 @@ def _schedule(arguments: Sequence[str] | None) -> None:
                 measured = report or (proposer.times if proposer else pipeline)
                 if options.costs and measured.costs:
                     write_costs(options.costs, measured.costs)
+                    note_written(options.costs)
     if report is None:
         write_json(options.json, {"costs": to_json(pipeline.costs)})
         return

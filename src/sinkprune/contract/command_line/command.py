@@ -81,18 +81,24 @@ def run_command(body: Callable[[Sequence[str] | None], None], arguments: Sequenc
         # The reader of our output ended early, as `head` does.
         return 0
     except KeyboardInterrupt as interrupt:
-        left = str(interrupt) or "nothing half-written was left."
-        with suppress(OSError):
-            sys.stderr.write(f"interrupted; {escaped(left)}\n")
+        _write_last_line(f"interrupted; {escaped(str(interrupt) or 'nothing half-written was left.')}\n")
         return INTERRUPTED
     except Exception as error:
         message = _message_for_user(error)
         if message is None:
             raise
-        with suppress(OSError):
-            sys.stderr.write(f"error: {escaped(message)}\n")
+        _write_last_line(f"error: {escaped(message)}\n")
         return 2
     return 0
+
+
+def _write_last_line(line: str) -> None:
+    """Write the last line of a command to stderr: no line of its start follows."""
+    from sinkprune.contract.command_line.progress_lines import end_start_lines
+
+    end_start_lines()
+    with suppress(OSError):
+        sys.stderr.write(line)
 
 
 def _message_for_user(error: Exception) -> str | None:

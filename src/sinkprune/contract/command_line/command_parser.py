@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 from sinkprune import __version__
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.json_output import STDOUT, SUFFIX
+from sinkprune.contract.command_line.progress_lines import end_start_lines
 
 Options = TypeVar("Options")
 _ALIKE = 0.7
@@ -52,6 +53,7 @@ class CommandParser(argparse.ArgumentParser):
         words = [word.partition("=")[0].removeprefix("--") for word in unknown if word.startswith("--")]
         near = [found for word in words for found in get_close_matches(word, names, 1, _ALIKE)]
         meant = f" Did you mean --{near[0]}?" if near else ""
+        end_start_lines()
         self.exit(2, f"error: {escaped(message)}.{meant} See {self.prog} --help.\n")
 
     def parse(self, arguments: Sequence[str] | None, kind: type[Options]) -> Options:

@@ -9,7 +9,8 @@ import json
 import sys
 from pathlib import Path
 
-from sinkprune.contract.files.output_files import OutputFile, write_whole
+from sinkprune.contract.command_line.written_files import write_output
+from sinkprune.contract.files.output_files import OutputFile
 
 STDOUT = Path("-")
 """The value of `--json` that prints."""
@@ -28,7 +29,7 @@ def json_outputs(json_path: Path | None) -> list[OutputFile]:
 
 
 def write_json(json_path: Path | None, value: object) -> None:
-    """Write `value` as one line to standard output, or as a whole, indented file.
+    """Write `value` as one line to standard output, or as a whole, indented file, which a line on stderr names.
 
     Does nothing without `--json`. Raises `BrokenPipeError` if the reader of standard output has ended.
     """
@@ -36,4 +37,4 @@ def write_json(json_path: Path | None, value: object) -> None:
         sys.stdout.write(json.dumps(value) + "\n")
         sys.stdout.flush()
     elif json_path is not None:
-        write_whole(json_path, (json.dumps(value, indent=1) + "\n").encode())
+        write_output(json_path, (json.dumps(value, indent=1) + "\n").encode())

@@ -10,12 +10,15 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from types import TracebackType
 
+from sinkprune.contract.checks.arguments import check_callable
 from sinkprune.contract.checks.format_value import duration
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.reports.progress import OnProgress
+from sinkprune.contract.reports.progress import OnProgress, unreported
 
 SECONDS = 10.0
 """The time between two lines. The first comes after a fifth of it."""
+_BLOCKED_SECONDS = 1.0
+"""How long the end of a block waits for a line that is being written."""
 # The rate of the first steps is that of a warm-up.
 _ENOUGH_SHARE, _ENOUGH_STEPS, _ENOUGH_SECONDS = 0.02, 3, 10.0
 
@@ -38,7 +41,7 @@ class ProgressLines:
         self._seconds = SECONDS if seconds is None else seconds
         self._began = self._written_at = time.monotonic()
         self._count = 0
-        self._ended = threading.Event()
+        self._ended, self._writing = threading.Event(), threading.Lock()
         self._command = _STARTED.get()
 
     def __enter__(self) -> ProgressLines:
@@ -56,15 +59,18 @@ class ProgressLines:
     ) -> None:
         """Stop the lines. Write a last one if the block succeeded after a long silence."""
         silent = self._ended.is_set()
-        self._ended.set()
+        self.end()
         if silent:
             return
         if error is None and time.monotonic() - self._written_at >= self._seconds / 2 and self._shown:
             self._write()
 
     def end(self) -> None:
-        """Write no further lines: the block's own output shows that it goes on."""
+        """Write no further lines: the block's own output shows that it goes on. A line that has begun comes first."""
         self._ended.set()
+        # A stderr that nobody reads blocks the thread, and must not block the command.
+        if self._writing.acquire(timeout=_BLOCKED_SECONDS):
+            self._writing.release()
 
     def update(
         self, what: str | None = None, *, advance: float = 0, done: float | None = None, total: float | None = None
@@ -118,7 +124,9 @@ class ProgressLines:
         if self._command:
             wait = min(wait, self._command._next_line_in)
         while not self._ended.wait(wait):
-            self._write()
+            with self._writing:
+                if not self._ended.is_set():
+                    self._write()
             wait = self._seconds
 
     @property
@@ -167,6 +175,12 @@ def starting() -> Iterator[None]:
             _STARTED.reset(token)
 
 
+def end_start_lines() -> None:
+    """Write no further lines of the command's start: an error message is the last line of a command."""
+    if lines := _STARTED.get():
+        lines.end()
+
+
 @contextmanager
 def status(text: str) -> Iterator[OnProgress]:
     """Show `text` on stderr while the block runs: a spinner on a terminal, else a line every ten seconds.
@@ -187,6 +201,23 @@ def status(text: str) -> Iterator[OnProgress]:
             spinner.update(Text(lines.present))
 
         yield report
+
+
+@contextmanager
+def shown_progress(text: str, progress: bool | OnProgress) -> Iterator[OnProgress]:
+    """Yield the function for the progress of the block, by the argument `progress` of a Python function.
+
+    True shows what `status` shows for `text`, False nothing. A function is yielded as it is. Raises `TypeError` for
+    anything else.
+    """
+    if progress is True:
+        with status(text) as report:
+            yield report
+    elif progress is False:
+        yield unreported
+    else:
+        check_callable("progress", progress)
+        yield progress
 
 
 def _rounded(count: float) -> str:

@@ -20,6 +20,8 @@ from sinkprune.contract.schedule import Schedule
 COSTS_VERSION = 2
 LOADED = 0.25
 """Costs are doubtful if other programs took a larger share of the processors meanwhile."""
+_CLEARLY = 0.1
+"""Costs replace better ones if the load meanwhile was higher by this share of the processors."""
 Milliseconds = Annotated[float, Bounds(0, 1e12)]
 
 
@@ -139,6 +141,19 @@ class Costs:
     """The share of processor time of other programs meanwhile; None if it is unknown."""
     recent: RecentRatios = RecentRatios()
     """Later requests, under the load of their time."""
+
+    def load_doubt(self, earlier: Costs | None = None) -> str:
+        """Return what to say after "the costs" if they were measured under load, else nothing.
+
+        It also names the load of `earlier` costs, which these replace, if that was clearly lower.
+        """
+        load = self.load or 0.0
+        if load <= LOADED:
+            return ""
+        text = f"were measured while other programs took {100 * load:.0f} % of the processors"
+        if earlier is None or earlier.load is None or load - earlier.load < _CLEARLY:
+            return text
+        return f"{text}, and replace costs measured at {100 * earlier.load:.0f} %"
 
     def slower(self, times: float) -> Costs:
         """Return the costs of a machine that is slower by the factor `times`."""

@@ -22,7 +22,7 @@ from sinkprune.jetson.host.system_files import SystemFiles
 from sinkprune.jetson.presets import read_presets
 from sinkprune.jetson.report import Query, report_on_board, report_on_machine
 from sinkprune.jetson.tables import print_report
-from sinkprune.runtime.backends.known import ON_CPU
+from sinkprune.runtime.backends.known import BACKENDS, ON_CPU
 
 _EXAMPLES = """\
 examples:
@@ -67,6 +67,16 @@ def _size(words: str) -> tuple[int, int]:
     return _SIDE(found[1]), _SIDE(found[2])
 
 
+def _cpu_backend(name: str) -> str:
+    """Return the name; raises `UsageError` for a backend that is no CPU's."""
+    if name in BACKENDS and name not in ON_CPU:
+        raise UsageError(
+            f"--backend is '{name}', expected a library for CPUs: {', '.join(ON_CPU)}. For TensorRT leave it out on "
+            "the board, or give --board NAME on any machine; sinkprune-profile measures any other library."
+        )
+    return name
+
+
 def _parser(boards: str, presets: str) -> CommandParser:
     parser = CommandParser(
         "sinkprune doctor",
@@ -85,6 +95,7 @@ def _parser(boards: str, presets: str) -> CommandParser:
     add("--picture", default="640x480", metavar="WxH", help="size of the image in a request (default: 640x480)")
     add(
         "--backend",
+        type=_cpu_backend,
         choices=ON_CPU,
         help="engine library (default: tensorrt on a board, else the installed one)",
     )

@@ -151,7 +151,7 @@ def _replay(arguments: Sequence[str] | None) -> None:
             report = _answer_all(topic, journal, answering, seen_share)
         except KeyboardInterrupt as interrupt:
             if not journal.count:
-                raise
+                raise KeyboardInterrupt("no frame was answered, so nothing was kept.") from interrupt
             raise KeyboardInterrupt(
                 f"{counted(journal.count, 'frame')} are in '{journal.path}'; the same command goes on."
             ) from interrupt

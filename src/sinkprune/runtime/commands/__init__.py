@@ -20,7 +20,8 @@ from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
 from sinkprune.contract.command_line.progress_lines import status
-from sinkprune.contract.files.output_files import OutputFile, check_outputs, write_whole
+from sinkprune.contract.command_line.written_files import write_output
+from sinkprune.contract.files.output_files import OutputFile, check_outputs
 from sinkprune.contract.files.trust import Trust, add_trust_options
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.known import BACKENDS, COMPUTES, Compute
@@ -262,7 +263,7 @@ def write_report(
 ) -> None:
     """Write a report as the requested plot and JSON; the JSON also has the keys of `more`."""
     if options.plot:
-        write_whole(options.plot, plot(report, options.plot.suffix))
+        write_output(options.plot, plot(report, options.plot.suffix))
     # Last, because the reader of standard output may stop reading.
     write_json(options.json, {**to_json(report), **more})
 

@@ -15,12 +15,13 @@ from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines, status
+from sinkprune.contract.command_line.written_files import write_output
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.files.output_files import check_outputs, write_whole
+from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.runtime.acting.observation import SEED, STEPS
 from sinkprune.runtime.acting.report import ActionReport
 from sinkprune.runtime.commands import BundleOptions, add_method, engine_parser, write_line
-from sinkprune.runtime.commands.interrupts import beside_earlier
+from sinkprune.runtime.commands.interrupts import NO_COSTS, beside_earlier, explain_interrupt
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.commands.policy_options import (
@@ -31,6 +32,7 @@ from sinkprune.runtime.commands.policy_options import (
     given_observations,
     load_policy,
 )
+from sinkprune.runtime.deadline.cost_measuring import MEASURING_COSTS
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, overlay, picture_bytes
@@ -90,7 +92,7 @@ def _act(arguments: Sequence[str] | None) -> None:
     note_pictures(family, manifest, given, pictures)
     policy = load_policy(options, bundle)
     if options.deadline_ms is not None:
-        with status("measuring what budgets cost on this machine") as progress:
+        with explain_interrupt(NO_COSTS), status(MEASURING_COSTS) as progress:
             policy.warm_up(
                 list(first.cameras),
                 options.instruction,
@@ -110,9 +112,9 @@ def _act(arguments: Sequence[str] | None) -> None:
                     # Lines of progress would stand between those of chunks, where both go to one file.
                     lines.end()
                     write_line(_line(chunks[-1], len(chunks), total))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if not chunks:
-            raise
+            raise KeyboardInterrupt("no whole chunk was computed, so nothing was kept.") from interrupt
         interrupted = f"there are {len(chunks)} of {counted(total, 'chunk')}."
         outputs, earlier = beside_earlier(options, "json")
     if not prints_json(options.json) and chunks[-1].deadline is not None:
@@ -274,4 +276,4 @@ def _draw(path: Path, chunk: ActionReport, moment: Moment) -> None:
     if chunk.budget == UNPRUNED:
         sys.stderr.write(f"note: --overlay drew nothing, because budget {UNPRUNED} ran, which drops no tokens.\n")
         return
-    write_whole(path, picture_bytes(overlay(chunk, moment.cameras), path))
+    write_output(path, picture_bytes(overlay(chunk, moment.cameras), path))

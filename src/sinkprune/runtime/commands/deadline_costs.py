@@ -8,7 +8,7 @@ from pathlib import Path
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.costs.file import cache_file, cached_costs, missing_costs, read_costs
-from sinkprune.contract.costs.model import LOADED, Costs, Place
+from sinkprune.contract.costs.model import Costs
 from sinkprune.contract.files.trust import Trust
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.compatibility import open_engines, own_engines, usual_backend
@@ -78,16 +78,17 @@ def not_kept(pipeline: Pipeline) -> str:
     )
 
 
-def doubtful_costs(deadline: DeadlineReport, place: Place) -> str:
-    """Return a line about costs that are old or were measured under load, and nothing about others."""
-    age, load, doubts = deadline.costs_age_s or 0.0, deadline.costs_load or 0.0, []
-    if age > _OLD_S:
-        doubts.append(f"are {age / _DAY_S:.0f} days old")
-    if load > LOADED:
-        doubts.append(f"were measured while other programs took {100 * load:.0f} % of the processors")
+def doubtful_costs(deadline: DeadlineReport, costs: Costs, earlier: Costs | None) -> str:
+    """Return a line about `costs` that are old or were measured under load, and nothing about others.
+
+    `earlier` are the kept costs that these replaced, if any.
+    """
+    age, load_doubt = deadline.costs_age_s or 0.0, costs.load_doubt(earlier)
+    old = f"are {age / _DAY_S:.0f} days old" if age > _OLD_S else ""
+    doubts = [doubt for doubt in (old, load_doubt) if doubt]
     if not doubts:
         return ""
-    hint = place.thread_hint if load > LOADED else ""
+    hint = costs.place.thread_hint if load_doubt else ""
     return (
         f"note: the costs {' and '.join(doubts)}. Measure them again with --warm-up when the machine is idle.{hint}\n"
     )

@@ -14,6 +14,8 @@ from sinkprune.contract.checks.terminal import escaped
 from sinkprune.runtime.stream import Stream
 
 Options = TypeVar("Options")
+NO_COSTS = "no costs were kept: they need all rounds of the measurement."
+NO_QUESTION = "no whole question was measured, so nothing was kept."
 
 
 @contextmanager
@@ -36,6 +38,15 @@ def ended_by_interrupt(stream: Stream) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+@contextmanager
+def explain_interrupt(kept: str) -> Iterator[None]:
+    """Raise Ctrl-C in the block with the sentence `kept` about what was kept, unless it has one."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt(str(interrupt) or kept) from interrupt
 
 
 def beside_earlier(options: Options, *names: str) -> tuple[Options, str]:

@@ -15,12 +15,12 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.media.images import had_16_bits
-from sinkprune.runtime.steps.picture_warnings import divided, seen_part
+from sinkprune.runtime.steps.picture_warnings import divided, is_scaled_down, scaled_down, seen_part
 from sinkprune.runtime.steps.pictures import layout_of
 
 
 def note_pictures(family: Family, manifest: Manifest, files: Sequence[Path], pictures: Sequence[Picture]) -> None:
-    """Print a note for the first 16-bit image, and for the first image of each size that is cropped.
+    """Print a note for the first 16-bit image, and for the first of each size that is cropped or scaled down.
 
     `pictures` are those read from `files`, in the same order. Raises `ImageError` for what the family rejects.
     """
@@ -36,12 +36,14 @@ def note_pictures(family: Family, manifest: Manifest, files: Sequence[Path], pic
         layout = layout_of(file, image, family, manifest)
         if layout.seen_share < 1:
             _note_part(file, layout)
+        if is_scaled_down(layout):
+            _note(file, scaled_down(layout))
 
 
 def note_many_pictures(
     family: Family, manifest: Manifest, sizes: Mapping[str, tuple[int, int]], first: Image.Image
 ) -> None:
-    """Print a note if `first` had 16 bits, and for the first picture that is cropped. Reports count the others.
+    """Print a note if `first` had 16 bits, and for the first picture that is cropped or scaled down.
 
     `sizes` are [width,height] of all pictures, by name. Raises `ImageError` for the first that the family rejects.
     """
@@ -56,6 +58,9 @@ def note_many_pictures(
         layout = layout_of(name, Image.new("L", size), family, manifest)
         if layout.seen_share < 1:
             _note_part(Path(name), layout)
+            return
+        if is_scaled_down(layout):
+            _note(Path(name), scaled_down(layout))
             return
 
 

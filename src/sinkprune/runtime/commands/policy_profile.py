@@ -25,6 +25,7 @@ from sinkprune.runtime.commands.table_console import (
     make_table,
     measuring_progress,
     median_text,
+    noise_note,
     spread_text,
 )
 from sinkprune.runtime.families import load_family
@@ -158,6 +159,10 @@ def _print_tables(report: PolicyReport) -> None:
             )
     console.print(chunks)
     console.print(_LEGEND)
+    spreads = [chunk.ms for budget in report.budgets.values() for chunk in budget.chunks.values()]
+    if len(spreads) > 1:
+        what = "a chunk of one budget and number of steps"
+        console.print(plain_text(noise_note(what, report.repeat, spreads)))
     for name, budget in report.budgets.items():
         console.print(plain_text(f"{name}: {_shares(budget)}"))
     if report.load_ms is not None and report.first_chunk_ms is not None:

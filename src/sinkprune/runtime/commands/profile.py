@@ -63,6 +63,7 @@ from sinkprune.runtime.commands.table_console import (
     make_table,
     measuring_progress,
     median_text,
+    noise_note,
     spread_text,
 )
 from sinkprune.runtime.families import load_family
@@ -247,7 +248,8 @@ def _print_table(report: ProfileReport) -> None:
     console.print(table)
     console.print(_LEGEND)
     if len(report.budgets) > 1:
-        console.print(plain_text(_noise(report)))
+        spreads = [spread for budget in report.budgets.values() if (spread := budget.ms["ttft"])]
+        console.print(plain_text(noise_note("TTFT of one budget", report.repeat, spreads)))
     for name, budget in report.budgets.items():
         console.print(plain_text(f"{name}: medians of TTFT's parts: {_parts(budget)}; {_rates(budget)}"))
     for name, budget in report.budgets.items():
@@ -265,15 +267,6 @@ def _print_table(report: ProfileReport) -> None:
         console.print(plain_text(power_line(report.power)))
     if report.load_ms is not None and report.first_answer_ms is not None:
         console.print(f"loaded in {report.load_ms:.0f} ms, the first answer began at {report.first_answer_ms:.0f} ms")
-
-
-def _noise(report: ProfileReport) -> str:
-    """Return how far apart runs of one budget are: smaller differences between budgets mean nothing."""
-    if report.repeat == 1:
-        return "one round does not show how much runs differ, so speed-ups may be noise; more rounds: --repeat"
-    spreads = [budget.ms["ttft"] for budget in report.budgets.values()]
-    widest = max(spread.p95 / spread.median - 1 for spread in spreads if spread)
-    return f"TTFT of one budget differs by up to {100 * widest:.0f} % from run to run; more runs narrow it: --repeat"
 
 
 def _parts(budget: BudgetReport) -> str:

@@ -16,8 +16,10 @@ from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines, status
+from sinkprune.contract.command_line.written_files import write_output
+from sinkprune.contract.costs.file import cached_costs
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.files.output_files import check_outputs, write_whole
+from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.commands import (
     PictureOptions,
@@ -38,10 +40,11 @@ from sinkprune.runtime.commands.deadline_costs import (
     run_once,
 )
 from sinkprune.runtime.commands.form_options import FormOptions, add_form_options, read_form
-from sinkprune.runtime.commands.interrupts import beside_earlier, ended_by_interrupt
+from sinkprune.runtime.commands.interrupts import NO_COSTS, beside_earlier, ended_by_interrupt, explain_interrupt
 from sinkprune.runtime.commands.memory import MemoryCheck, PlannedRequests, check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.confidence.thresholds import Thresholds, missing_thresholds, read_thresholds
+from sinkprune.runtime.deadline.cost_measuring import MEASURING_COSTS
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, overlay, picture_bytes
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.answer import Answer
@@ -186,12 +189,10 @@ def _run(arguments: Sequence[str] | None) -> None:
     note_pictures(pipeline.family, pipeline.bundle.manifest, options.picture_files, images)
     pipeline.thresholds = thresholds
     pipeline.costs = costs
+    earlier_costs = cached_costs(pipeline.place) if options.warm_up else None
     if options.warm_up:
-        with status("measuring what budgets cost on this machine") as progress:
-            try:
-                pipeline.measure_costs(request, progress=progress)
-            except KeyboardInterrupt as interrupt:
-                raise KeyboardInterrupt("no costs were kept: they need all rounds of the measurement.") from interrupt
+        with explain_interrupt(NO_COSTS), status(MEASURING_COSTS) as progress:
+            pipeline.measure_costs(request, progress=progress)
     if options.deadline_ms is not None:
         with status("loading the budgets' graphs") as progress:
             pipeline.load_plans(options.method, progress)
@@ -227,11 +228,13 @@ def _run(arguments: Sequence[str] | None) -> None:
             "the form. Give a larger --max-new-tokens or --deadline-ms.\n"
         )
     if answer.deadline is not None:
-        sys.stderr.write(late_line(answer.deadline) + doubtful_costs(answer.deadline, pipeline.place))
+        sys.stderr.write(late_line(answer.deadline))
+        if pipeline.costs:
+            sys.stderr.write(doubtful_costs(answer.deadline, pipeline.costs, earlier_costs))
         if not options.costs and pipeline.save_costs() is None and options.warm_up:
             sys.stderr.write(not_kept(pipeline))
     if options.overlay and answer.budget != UNPRUNED:
-        write_whole(options.overlay, picture_bytes(overlay(answer, images), options.overlay))
+        write_output(options.overlay, picture_bytes(overlay(answer, images), options.overlay))
     sys.stderr.write(_unused_options(options, answer.budget))
     if answer.finish == "cancelled":
         raise KeyboardInterrupt(f"the answer has {counted(len(answer.token_ids), 'token')} so far.{earlier}")
@@ -310,6 +313,7 @@ def _summary(pipeline: Pipeline, answer: Answer, memory: MemoryCheck) -> dict[st
         "prompt_tokens": answer.prompt_tokens,
         "visual_tokens": answer.visual_tokens,
         "seen_share": [kept.layout.seen_share for kept in answer.images],
+        "seen_size": [kept.layout.seen_size for kept in answer.images],
         "kept_after_sanitizer": answer.tokens_per_layer[0],
         "tokens_per_layer": answer.tokens_per_layer,
         "kv_bytes": answer.kv_bytes,

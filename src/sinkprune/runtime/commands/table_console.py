@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,6 +56,14 @@ class TableConsole(Console):
 def few_note(repeat: int) -> str:
     """Return a note about the 95th percentile of few measurements, and nothing for many."""
     return f" (of fewer than {FEWEST_OF_P95}, p95 is close to the slowest)" if repeat < FEWEST_OF_P95 else ""
+
+
+def noise_note(what: str, repeat: int, spreads: Iterable[Spread]) -> str:
+    """Return how far apart the measurements of `what` are: smaller differences between budgets mean nothing."""
+    if repeat == 1:
+        return "one round does not show how much runs differ, so speed-ups may be noise; more rounds: --repeat"
+    widest = max(spread.p95 / spread.median - 1 for spread in spreads)
+    return f"{what} differs by up to {100 * widest:.0f} % from run to run; more runs narrow it: --repeat"
 
 
 def make_table(left: Sequence[str], right: Sequence[str] = ()) -> Table:

@@ -24,6 +24,8 @@ from sinkprune.runtime.steps.pictures import decoded, layout_of
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.system.processor import processor_name
 
+MEASURING_COSTS = "measuring what budgets cost on this machine"
+"""The work of a warm-up, as progress names it."""
 SECONDS = 2.0
 """About how long a measurement repeats, unless its fewest rounds take longer."""
 SECONDS_RANGE = RealNumber("seconds", 0, 86_400, "a number of seconds, from 0 to 86400 (a day)")

@@ -122,12 +122,17 @@ class DeadlinePolicy(BudgetPolicy):
         whole = [number for number, each in enumerate(expected) if each.first + (wanted - 1) * each.token <= left]
         chosen = whole[0] if whole else min(range(len(choices)), key=lambda number: expected[number].first)
         can_meet = expected[chosen].first <= left
+        # The length of a closed list's answers is no choice of the user.
+        advice = "" if self._request.choice else "set max_new_tokens (--max-new-tokens) to the tokens that you need"
         if whole:
             reason = f"the largest budget that is expected to bring {_counted(wanted)} in time"
+            if chosen and advice and expected[0].first <= left:
+                fitting = self._tokens_within(left - expected[0].first, expected[0].token)
+                reason += f"; budget {choices[0].budget} would bring {fitting}: {advice}"
         elif can_meet:
             reason = (
                 f"no budget is expected to bring {_counted(wanted)} in time, so that with the earliest first token "
-                "runs; set max_new_tokens (--max-new-tokens) to the tokens that you need"
+                f"runs{advice and f'; {advice}'}"
             )
         else:
             reason = "no budget is expected to bring a token in time, so that with the earliest first token runs"

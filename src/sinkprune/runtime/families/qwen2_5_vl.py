@@ -141,6 +141,7 @@ class Qwen25VL:
             extent=max(merged.h, merged.w),
             tower_flops=self._flops(grid, windows),
             projector_flops=0,
+            seen_size=(grid.w * self._tower.patch_size, grid.h * self._tower.patch_size),
         )
 
     def _times(self, frames: int, fps: float) -> Array:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image
 
 from sinkprune.contract.checks.user_warnings import warn_user
-from sinkprune.contract.errors import DividedPictureWarning, PartlySeenWarning
+from sinkprune.contract.errors import DividedPictureWarning, PartlySeenWarning, ScaledDownWarning
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.media.images import had_16_bits
+
+_CLEARLY_SMALLER = 0.9
+"""The scale of each side below which a picture is worth a warning."""
 
 
 class PictureWarnings:
@@ -21,11 +25,13 @@ class PictureWarnings:
         self._warned: set[tuple[type[Warning], tuple[float, ...]]] = set()
 
     def warn(self, pictures: Sequence[Picture], layouts: Sequence[VisualLayout]) -> None:
-        """Warn the user of decoded pictures, with their layouts: `PartlySeenWarning`, `DividedPictureWarning`."""
+        """Warn the user of decoded pictures, with their layouts: by kinds of `PictureWarning`."""
         for picture, layout in zip(pictures, layouts, strict=True):
             if layout.seen_share < 1:
                 text = f"{seen_part(layout)}. Pipeline.load(..., fit='pad') shows it all (docs/pictures.md)."
                 self._warn(PartlySeenWarning, layout.size, text)
+            if isinstance(picture, Image.Image) and is_scaled_down(layout):
+                self._warn(ScaledDownWarning, layout.size, scaled_down(layout))
             if isinstance(picture, Image.Image) and had_16_bits(picture):
                 self._warn(DividedPictureWarning, layout.size, f"the picture: {divided(picture)}")
 
@@ -43,6 +49,26 @@ def seen_part(layout: VisualLayout) -> str:
     right, bottom = np.clip(layout.boxes[:, 2:].max(axis=0), 0, size)
     middle = f"{right - left:.0f}x{bottom - top:.0f} of {size[0]}x{size[1]}"
     return f"the model sees {percent(layout.seen_share)} of the picture (the middle {middle})"
+
+
+def is_scaled_down(layout: VisualLayout) -> bool:
+    """Return whether the model sees a picture clearly smaller than it is, because of the bundle's limit."""
+    if layout.seen_size is None:
+        return False
+    area = math.prod(layout.seen_size)
+    # Pictures within the limit are rounded to whole tokens.
+    rounded = math.sqrt(area / layout.tokens) / 2
+    smaller = any(side - seen > rounded for side, seen in zip(layout.size, layout.seen_size, strict=True))
+    return smaller and area < _CLEARLY_SMALLER**2 * math.prod(layout.size)
+
+
+def scaled_down(layout: VisualLayout) -> str:
+    """Return sentences about a picture of which `is_scaled_down` is true."""
+    (width, height), (seen_width, seen_height) = layout.size, layout.seen_size or layout.size
+    return (
+        f"the model sees the {width}x{height} picture at {seen_width}x{seen_height} pixels, the bundle's limit. For "
+        "small things export it with a larger --max-pixels (docs/pictures.md)."
+    )
 
 
 def unseen_warnings(seen_shares: Sequence[float], what: str) -> tuple[str, ...]:
