@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, TypedDict, get_args
 
 from sinkprune.contract.checks.fields import Bounds
-from sinkprune.contract.image_settings import Number
-from sinkprune.contract.manifest import PolicyFacts
+from sinkprune.contract.image_settings import LeRobotResize, Number
+from sinkprune.contract.manifest import NumberRanges, PolicyFacts
 from sinkprune.contract.towers import Side, SiglipTower
 from sinkprune.export.checkpoint.folder import Name, read_fields
 from sinkprune.export.checkpoint.text import SpecialTokens
@@ -81,6 +81,8 @@ class _Sides(TypedDict, total=False):
 
 
 class _ProcessorFields(PixelFields, total=False):
+    """Fields of transformers' PI0ImageProcessor, or those that a checkpoint of LeRobot is given."""
+
     size: _Sides | None
     do_pad: bool | None
     pad_size: _Sides | None
@@ -100,6 +102,12 @@ class _PolicyFields(TypedDict, total=False):
     state_std: _Statistics | None
     actions_mean: _Statistics | None
     actions_std: _Statistics | None
+    state_low: _Statistics
+    state_high: _Statistics
+    actions_low: _Statistics
+    actions_high: _Statistics
+    cameras: Annotated[list[Name], Bounds(1, 64)]
+    most_prompt_tokens: Annotated[int, Bounds(1, 1 << 14)]
 
 
 class Pi0(LlamaShaped):
@@ -188,6 +196,9 @@ class Pi0(LlamaShaped):
         settings = settings.get("image_processor", settings)
         side = self.vision.image_size
         within, square = {"max_height": side, "max_width": side}, {"height": side, "width": side}
+        if settings.get("image_processor_type") in get_args(LeRobotResize):
+            self._check_settings([("pad_size", settings.get("pad_size"), (square,))])
+            return dict(settings)
         known: dict[str, Any] = {
             "image_processor_type": "PI0ImageProcessor",
             "do_convert_rgb": True,
@@ -221,20 +232,31 @@ class Pi0(LlamaShaped):
         found = read_fields(_PolicyFields, settings, where)
         expert = self._expert
 
-        def statistics(name: str, most: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-            given: list[Any] = [found.get(f"{name}_{which}") or () for which in ("mean", "std")]
-            mean, std = (tuple(map(float, values)) for values in given)
+        def pair(name: str, most: int, first: str, second: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+            given: list[Any] = [found.get(f"{name}_{which}") or () for which in (first, second)]
+            one, other = (tuple(map(float, values)) for values in given)
+            lengths = len(one), len(other)
             self._check(
                 [
-                    (f"{name}_mean and {name}_std have one length", len(mean) == len(std), (len(mean), len(std))),
-                    (f"{name}_mean has at most {most} numbers", len(mean) <= most, len(mean)),
-                    (f"{name}_std has no number below 0", all(value >= 0 for value in std), list(std)),
+                    (f"{name}_{first} and {name}_{second} have one length", lengths[0] == lengths[1], lengths),
+                    (f"{name}_{first} has at most {most} numbers", lengths[0] <= most, lengths[0]),
                 ]
             )
+            return one, other
+
+        def statistics(name: str, most: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+            mean, std = pair(name, most, "mean", "std")
+            self._check([(f"{name}_std has no number below 0", all(value >= 0 for value in std), list(std))])
             return mean, std
 
-        state, action = statistics("state", expert.state_dim), statistics("actions", expert.action_dim)
-        config = self._config
+        def ranges(name: str, most: int) -> NumberRanges | None:
+            low, high = pair(name, most, "low", "high")
+            return NumberRanges(low, high) if low else None
+
+        dims = {"state": expert.state_dim, "actions": expert.action_dim}
+        state, action = (statistics(name, most) for name, most in dims.items())
+        state_range, action_range = (ranges(name, most) for name, most in dims.items())
+        config, cameras = self._config, found.get("cameras")
         return PolicyFacts(
             expert.llama.facts,
             expert.chunk,
@@ -245,6 +267,10 @@ class Pi0(LlamaShaped):
             float(config.max_period),
             *state,
             *action,
+            state_range=state_range,
+            action_range=action_range,
+            cameras=tuple(cameras) if cameras else None,
+            most_prompt_tokens=found.get("most_prompt_tokens"),
         )
 
     def tokens_of(self, processor: Mapping[str, Any]) -> int:
