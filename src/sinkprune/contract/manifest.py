@@ -87,7 +87,7 @@ class PolicyFacts:
     chunk: Few
     """The number of actions of a chunk."""
     state_dim: Few
-    """The width of the expert's input for the robot's state."""
+    """The width of the expert's input for the robot's state: the most numbers that a state has."""
     action_dim: Few
     """The width of the expert's actions."""
     steps: Few
@@ -110,6 +110,14 @@ class PolicyFacts:
     """The names of the cameras, in their order; None if the checkpoint has no names."""
     most_prompt_tokens: Few | None = field(default=None, metadata=OPTIONAL)
     """The most text tokens of a prompt in the training; None if the checkpoint does not have this number."""
+
+    state_in_prompt: bool | None = field(default=None, metadata=OPTIONAL)
+    """Whether the state is text of the prompt (pi0.5, arXiv 2504.16054) and no input of the expert."""
+
+    @property
+    def expert_rows(self) -> int:
+        """The rows of the expert: the actions of a chunk, and the state where the expert takes it."""
+        return self.chunk + (0 if self.state_in_prompt else 1)
 
     @property
     def usual_state(self) -> tuple[float, ...]:

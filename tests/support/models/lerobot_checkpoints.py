@@ -45,7 +45,7 @@ def use_small_sizes(monkeypatch: pytest.MonkeyPatch, folder: Path, kind: str = "
         for variant, part in (("gemma_2b", config["vlm_config"]["text_config"]), ("gemma_300m", config["dit_config"]))
     }
     monkeypatch.setattr(lerobot, "VARIANTS", sizes)
-    monkeypatch.setitem(PRESETS, kind, {**config, "model_type": kind})
+    monkeypatch.setitem(PRESETS, lerobot.POLICIES[kind], {**config, "model_type": kind})
 
 
 def write_lerobot_checkpoint(

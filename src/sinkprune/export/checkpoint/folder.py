@@ -316,7 +316,7 @@ class RandomWeights:
         """Return the tensor `name` of `shape`, fp32."""
         if name.endswith("bias"):
             return np.zeros(shape, np.float32)
-        if "norm" in name or ".ln_" in name:
+        if len(shape) == 1 and ("norm" in name or ".ln_" in name):
             return np.ones(shape, np.float32)
         generator = np.random.default_rng(zlib.crc32(name.encode()))
         return generator.standard_normal(shape, np.float32) * np.float32(self.std)

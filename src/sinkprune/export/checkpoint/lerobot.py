@@ -22,8 +22,8 @@ from sinkprune.contract.towers import Side
 from sinkprune.export.checkpoint.folder import Name, has_entry, read_fields, read_json, read_tensors
 from sinkprune.export.presets import PRESETS
 
-POLICIES = ("pi0",)
-"""The policies that are read, by LeRobot's `type`."""
+POLICIES = {"pi0": "pi0", "pi05": "pi0.5"}
+"""The presets of the policies that are read, by LeRobot's `type`."""
 TOKENIZER = "google/paligemma-3b-pt-224"
 """The tokenizer that LeRobot loads from the hub."""
 VARIANTS: dict[str, dict[str, int]] = {
@@ -128,7 +128,7 @@ def is_lerobot(config: Mapping[str, Any]) -> bool:
 def translated_config(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of transformers' form for LeRobot's; raises `CheckpointError`."""
     known = _read(source, config)
-    made = copy.deepcopy(PRESETS[known["type"]])
+    made = copy.deepcopy(PRESETS[POLICIES[known["type"]]])
     prefix, expert = known.get("paligemma_variant", "gemma_2b"), known.get("action_expert_variant", "gemma_300m")
     for name, variant in (("paligemma_variant", prefix), ("action_expert_variant", expert)):
         if variant not in VARIANTS:

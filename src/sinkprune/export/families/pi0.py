@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, TypedDict, get_args
 
 from sinkprune.contract.checks.fields import Bounds
 from sinkprune.contract.image_settings import LeRobotResize, Number
-from sinkprune.contract.manifest import NumberRanges, PolicyFacts
+from sinkprune.contract.manifest import PolicyFacts
 from sinkprune.contract.towers import Side, SiglipTower
-from sinkprune.export.checkpoint.folder import Name, read_fields
+from sinkprune.export.checkpoint.folder import Name
 from sinkprune.export.checkpoint.text import SpecialTokens
 from sinkprune.export.families import WriteGraph
 from sinkprune.export.families.llama_shaped import (
@@ -28,13 +28,13 @@ from sinkprune.export.families.llama_shaped import (
     head_dim,
     read_language_model,
 )
+from sinkprune.export.families.policy_statistics import statistics_of
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.models.action_expert import ActionExpert, build_expert
 from sinkprune.export.models.llama import Llama
 from sinkprune.export.models.siglip import build_vision
 
 _MOST_PATCHES = 1 << 14
-_Number = Annotated[Number, Bounds(-1e6, 1e6)]
 _Dimension = Annotated[int, Bounds(1, 1 << 12)]
 
 
@@ -94,20 +94,8 @@ class _NestingFields(_ProcessorFields, total=False):
     image_processor: _ProcessorFields
 
 
-_Statistics = Annotated[list[_Number], Bounds(1, 1 << 12)]
-
-
-class _PolicyFields(TypedDict, total=False):
-    state_mean: _Statistics | None
-    state_std: _Statistics | None
-    actions_mean: _Statistics | None
-    actions_std: _Statistics | None
-    state_low: _Statistics
-    state_high: _Statistics
-    actions_low: _Statistics
-    actions_high: _Statistics
-    cameras: Annotated[list[Name], Bounds(1, 64)]
-    most_prompt_tokens: Annotated[int, Bounds(1, 1 << 14)]
+WriteExpert = Callable[[WeightedGraph, ActionExpert, Sequence[range]], None]
+"""Writes the graph `expert`, over the caches of the decoder's segments."""
 
 
 class Pi0(LlamaShaped):
@@ -118,6 +106,8 @@ class Pi0(LlamaShaped):
     groups_are_frames = False
     adds_bos = False
     gate = "gelu_pytorch_tanh"
+    state_in_prompt = False
+    write_expert: WriteExpert = staticmethod(build_expert)
     config_fields: type = _Pi0Fields
     processor_fields: type = _NestingFields
     # transformers' PI0Processor: every camera, BOS, the instruction, the end of the line.
@@ -189,7 +179,7 @@ class Pi0(LlamaShaped):
             "vision": partial(build_vision, tower=self.vision),
             "projector": self._build_projector,
             **self._decoder(segments),
-            "expert": partial(build_expert, expert=self._expert, segments=segments),
+            "expert": lambda graph: self.write_expert(graph, self._expert, segments),
         }
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,35 +218,8 @@ class Pi0(LlamaShaped):
         return {**known, **sizes}
 
     def policy(self, settings: Mapping[str, Any]) -> PolicyFacts:
-        where = f"checkpoint '{self._source}': processor_config.json"
-        found = read_fields(_PolicyFields, settings, where)
-        expert = self._expert
-
-        def pair(name: str, most: int, first: str, second: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-            given: list[Any] = [found.get(f"{name}_{which}") or () for which in (first, second)]
-            one, other = (tuple(map(float, values)) for values in given)
-            lengths = len(one), len(other)
-            self._check(
-                [
-                    (f"{name}_{first} and {name}_{second} have one length", lengths[0] == lengths[1], lengths),
-                    (f"{name}_{first} has at most {most} numbers", lengths[0] <= most, lengths[0]),
-                ]
-            )
-            return one, other
-
-        def statistics(name: str, most: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-            mean, std = pair(name, most, "mean", "std")
-            self._check([(f"{name}_std has no number below 0", all(value >= 0 for value in std), list(std))])
-            return mean, std
-
-        def ranges(name: str, most: int) -> NumberRanges | None:
-            low, high = pair(name, most, "low", "high")
-            return NumberRanges(low, high) if low else None
-
-        dims = {"state": expert.state_dim, "actions": expert.action_dim}
-        state, action = (statistics(name, most) for name, most in dims.items())
-        state_range, action_range = (ranges(name, most) for name, most in dims.items())
-        config, cameras = self._config, found.get("cameras")
+        config, expert = self._config, self._expert
+        numbers = statistics_of(self._source, settings, {"state": expert.state_dim, "actions": expert.action_dim})
         return PolicyFacts(
             expert.llama.facts,
             expert.chunk,
@@ -265,12 +228,8 @@ class Pi0(LlamaShaped):
             config.num_inference_steps,
             float(config.min_period),
             float(config.max_period),
-            *state,
-            *action,
-            state_range=state_range,
-            action_range=action_range,
-            cameras=tuple(cameras) if cameras else None,
-            most_prompt_tokens=found.get("most_prompt_tokens"),
+            **numbers,
+            state_in_prompt=self.state_in_prompt or None,
         )
 
     def tokens_of(self, processor: Mapping[str, Any]) -> int:

@@ -29,6 +29,8 @@ class Observation:
     cameras: tuple[PictureLike, ...]
     """The frames of the cameras that have one, in the order of the policy's training."""
     instruction: str
+    prompt: str
+    """What the prompt has as text: the instruction, and the state where it is part of the prompt."""
     state: Array
     """[1,1,state_dim] fp32: normalised, and zeros after the robot's own numbers."""
     noise: Array
@@ -58,7 +60,9 @@ def observed(
         raise UsageError("found noise and a seed, expected one of them: the seed draws the noise. Leave one out.")
     drawn = _noise(policy, seed) if noise is None else _given_noise(policy, noise)
     count = policy.steps if steps is None else STEPS.check(steps)
-    return Observation(frames, instruction, normalised_state(policy, state), drawn, count)
+    normalised = normalised_state(policy, state)
+    prompt = state_prompt(policy, instruction, normalised) if policy.state_in_prompt else instruction
+    return Observation(frames, instruction, prompt, normalised, drawn, count)
 
 
 def normalised_state(policy: PolicyFacts, state: Sequence[float] | Array) -> Array:
@@ -78,6 +82,16 @@ def normalised_state(policy: PolicyFacts, state: Sequence[float] | Array) -> Arr
     padded = np.zeros((1, 1, policy.state_dim), np.float32)
     padded[0, 0, :width] = values
     return padded
+
+
+def state_prompt(policy: PolicyFacts, instruction: str, state: Array) -> str:
+    """Return the text of a prompt with the normalised `state` [1,1,state_dim] in 256 bins from -1 to 1.
+
+    As openpi's `PaligemmaTokenizer` and LeRobot write it: numbers below -1 are in bin -1, and those from 1 on in 255.
+    """
+    bins = np.digitize(state[0, 0, : len(policy.usual_state)], np.linspace(-1, 1, 257)[:-1]) - 1
+    words = instruction.strip().replace("_", " ").replace("\n", " ")
+    return f"Task: {words}, State: {' '.join(map(str, bins))};\nAction: "
 
 
 def robot_actions(policy: PolicyFacts, actions: Array) -> Array:
