@@ -72,7 +72,7 @@ NOT_RUN: dict[str, str] = {
     r"sinkprune-profile .*--(power|rate|repeat 9|backend ort-cpu\+openvino)": MINUTES,
     r"sinkprune-export .*--random-weights": MINUTES,
     r"sinkprune-export (demo/)?pocket": MINUTES,
-    r"sinkprune-export my-gptq-or-awq": PARTS,
+    r"sinkprune-export my-(gptq-or-awq|policy)": PARTS,
     r"sinkprune-export .*--sign": PARTS,
     r"sinkprune-run .*(--sha256 3f0c|--signed-by)": PARTS,
     r"sinkprune-(calibrate|evaluate) .*\bpocket": MINUTES,

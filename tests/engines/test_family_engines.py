@@ -27,6 +27,7 @@ from support.models.heads_of_64 import (
     CONFIG,
     NEXT_CONFIG,
     PI0_CONFIG,
+    PI05_CONFIG,
     QWEN2_CONFIG,
     QWEN3_CONFIG,
     QWEN_CONFIG,
@@ -101,6 +102,12 @@ FAMILIES = {
             "decoder_0 prefill hidden": Range((1, 1, 256), (1, 3 * 128 + 64, 256), (1, 3 * 256 + 64, 256)),
         },
     ),
+    "pi0.5": Family(
+        PI05_CONFIG,
+        {"budgets": QWEN, "max_images": 3},
+        # The expert's rows are the actions alone.
+        {"expert prefill cos": Range((1, 10, 128), (1, 10, 128), (1, 10, 128))},
+    ),
 }
 SEVERAL_IMAGES = {
     "llava": Family(CONFIG, {"budgets": ("retain-64", "retain-32+visual-keys+compact")}),
@@ -157,6 +164,8 @@ def test_tensorrt_rtx_builds_every_graph_for_several_images(family: str, dialect
         ("qwen3-vl", "opset24", ["vision", "decoder_0"]),
         ("pi0", "opset24", ["vision", "decoder_0", "decoder_3", "expert"]),
         ("pi0", "opset20", ["decoder_0", "decoder_3", "expert"]),
+        ("pi0.5", "opset24", ["expert"]),
+        ("pi0.5", "opset20", ["expert"]),
     ],
 )
 def test_tensorrt_rtx_builds_what_other_families_lack(

@@ -28,7 +28,7 @@ class FamilyRow:
     model_type: str
     """The `model_type` of a checkpoint's config.json."""
     architecture: str
-    """The class in transformers, as `architectures` of config.json names it."""
+    """The class in transformers, as `architectures` of config.json names it, or in LeRobot."""
     module: str
     """The name of the family's modules in `export/families/` and `runtime/families/`."""
     budgets: Mapping[str, Budget]
@@ -42,6 +42,7 @@ FAMILIES: dict[str, FamilyRow] = {
     "qwen2-vl": FamilyRow("qwen2_vl", "Qwen2VLForConditionalGeneration", "qwen2_vl", QWEN_BUDGETS),
     "qwen3-vl": FamilyRow("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3_vl", QWEN_BUDGETS),
     "pi0": FamilyRow("pi0", "PI0ForConditionalGeneration", "pi0", QWEN_BUDGETS),
+    "pi0.5": FamilyRow("pi05", "PI05Policy", "pi05", QWEN_BUDGETS),
 }
 
 

@@ -39,8 +39,10 @@ def _expert(manifest: Manifest, policy: PolicyFacts) -> tuple[list[TensorSpec], 
     """Return the inputs and outputs of a policy's action expert."""
     lm, dtype = manifest.language_model, DTYPES[manifest.precision].name
     actions = (1, policy.chunk, policy.action_dim)
-    takes = [TensorSpec(f"{table}", dtype, (1, policy.chunk + 1, lm.head_dim // 2)) for table in ("cos", "sin")]  # type: ignore[arg-type]
-    takes += [TensorSpec("actions", "float32", actions), TensorSpec("state", "float32", (1, 1, policy.state_dim))]
+    takes = [TensorSpec(f"{table}", dtype, (1, policy.expert_rows, lm.head_dim // 2)) for table in ("cos", "sin")]  # type: ignore[arg-type]
+    takes.append(TensorSpec("actions", "float32", actions))
+    if not policy.state_in_prompt:
+        takes.append(TensorSpec("state", "float32", (1, 1, policy.state_dim)))
     takes += [TensorSpec("time_embedding", "float32", (1, 1, policy.expert.hidden_size))]
     takes += [TensorSpec("step", "float32", (1,))]
     for segment, layers in enumerate(manifest.segments):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypedDict
+from typing import Annotated, Literal, TypedDict
 
 from sinkprune.contract.checks.fields import Bounds
 from sinkprune.contract.towers import Side
@@ -48,6 +48,17 @@ class PaddedSettings(PixelSettings):
     """Conversion of an image to a part of a square."""
 
     size: dict[str, Side]
+    pad_size: dict[str, Side]
+
+
+LeRobotResize = Literal["resize_with_pad_torch", "resize_with_pad"]
+"""LeRobot's functions that turn an image into a part of a square: in its middle, or at its right and lower edges."""
+
+
+class LeRobotSettings(PixelSettings):
+    """Conversion of an image to a part of a square by LeRobot."""
+
+    image_processor_type: LeRobotResize
     pad_size: dict[str, Side]
 
 

@@ -71,6 +71,14 @@ class LanguageModel:
 
 
 @dataclass(frozen=True)
+class NumberRanges:
+    """What becomes -1 and 1 in normalised states or actions, for each of their numbers."""
+
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class PolicyFacts:
     """Facts of a robot policy, whose action expert reads the decoder's caches (pi0, arXiv 2410.24164)."""
 
@@ -79,7 +87,7 @@ class PolicyFacts:
     chunk: Few
     """The number of actions of a chunk."""
     state_dim: Few
-    """The width of the expert's input for the robot's state."""
+    """The width of the expert's input for the robot's state: the most numbers that a state has."""
     action_dim: Few
     """The width of the expert's actions."""
     steps: Few
@@ -94,6 +102,31 @@ class PolicyFacts:
     action_mean: tuple[float, ...]
     """The mean of each number of an action, likewise."""
     action_std: tuple[float, ...]
+    state_range: NumberRanges | None = field(default=None, metadata=OPTIONAL)
+    """The ranges of states that are normalised by ranges and not by `state_mean`, which is then empty."""
+    action_range: NumberRanges | None = field(default=None, metadata=OPTIONAL)
+    """The ranges of actions, likewise."""
+    cameras: tuple[Annotated[str, Bounds(1, 200)], ...] | None = field(default=None, metadata=OPTIONAL)
+    """The names of the cameras, in their order; None if the checkpoint has no names."""
+    most_prompt_tokens: Few | None = field(default=None, metadata=OPTIONAL)
+    """The most text tokens of a prompt in the training; None if the checkpoint does not have this number."""
+
+    state_in_prompt: bool | None = field(default=None, metadata=OPTIONAL)
+    """Whether the state is text of the prompt (pi0.5, arXiv 2504.16054) and no input of the expert."""
+
+    @property
+    def expert_rows(self) -> int:
+        """The rows of the expert: the actions of a chunk, and the state where the expert takes it."""
+        return self.chunk + (0 if self.state_in_prompt else 1)
+
+    @property
+    def usual_state(self) -> tuple[float, ...]:
+        """A state in the middle of the training data, in the robot's units; its length is that of every state."""
+        if self.state_range:
+            return tuple(
+                (low + high) / 2 for low, high in zip(self.state_range.low, self.state_range.high, strict=True)
+            )
+        return self.state_mean or (0.0,) * self.state_dim
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def resolve_limits(
     """Return the limits: text tokens of a prompt, new tokens, and images of a prompt.
 
     None means one image, or 512 tokens, or fewer if the largest unpruned pictures leave fewer positions. A policy has
-    all its cameras, 64 tokens of prompt if None, and no new tokens.
+    all its cameras, no new tokens, and if None as many tokens of prompt as in its training, or 64.
     Raises `UsageError` for values out of range, beyond the model's positions, or beyond the bundle's images, and for
     limits that a policy does not have.
     """
@@ -43,7 +43,8 @@ def resolve_limits(
                 f"--max-images is {images}, and this policy acts on {counted(manifest.max_images, 'camera')}. Leave "
                 f"the option out, or export the checkpoint again with sinkprune-export --max-images {images}."
             )
-        new_tokens, images, most_prompt = 0, manifest.max_images, _MOST_INSTRUCTION
+        new_tokens, images = 0, manifest.max_images
+        most_prompt = manifest.policy.most_prompt_tokens or _MOST_INSTRUCTION
     images = images or 1
     if images > manifest.max_images:
         raise UsageError(

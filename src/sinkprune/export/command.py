@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _export(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
-    read = [path for path in (Path(options.source), options.sign, options.heads) if path]
+    tokenizer = Path(options.tokenizer) if options.tokenizer else None
+    read = [path for path in (Path(options.source), tokenizer, options.sign, options.heads) if path]
     check_outputs(json_outputs(options.json), read, [Path(options.source), options.output])
     # Before the first import of transformers and its hub client, which read them once.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -208,7 +209,16 @@ def _parser() -> CommandParser:
         action="store_true",
         help="use seeded random weights: CHECKPOINT is a config.json, a folder with a config.json, or a preset",
     )
-    add("--max-images", type=MAX_IMAGES, default=1, help="most images of a prompt (default: 1)")
+    add(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="a local folder or a hub name with the tokenizer, for checkpoints of LeRobot (default: CHECKPOINT)",
+    )
+    add(
+        "--max-images",
+        type=MAX_IMAGES,
+        help="most images of a prompt (default: the cameras of a policy in LeRobot's form, else 1)",
+    )
     add(
         "--max-frames",
         type=MAX_FRAMES,

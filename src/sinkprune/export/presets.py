@@ -186,5 +186,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-vl-4b": _qwen3(2560, 9728, 36, 32, 8, tied=True),
     "qwen3-vl-8b": _qwen3(4096, 12288, 36, 32, 8, tied=False, **_QWEN3_LARGE_VISION),
     "pi0": _pi0(),
+    "pi0.5": {**_pi0(), "architectures": ["PI05Policy"], "model_type": "pi05"},
 }
 """Parsed config.json by preset. `llava-1.1b` is CLIP-L/336 with a TinyLlama-shaped decoder."""

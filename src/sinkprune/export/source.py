@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.errors import CheckpointError, UsageError
 from sinkprune.contract.manifest import Checkpoint, DialectName, PolicyFacts
 from sinkprune.contract.precision import WeightsName
+from sinkprune.export.checkpoint.configuration_files import ConfigurationFiles
 from sinkprune.export.checkpoint.folder import (
+    TOKENIZER_FILES,
     RandomWeights,
     SafetensorsWeights,
     config_sha256,
@@ -19,6 +22,7 @@ from sinkprune.export.checkpoint.folder import (
     read_fields,
     read_json,
 )
+from sinkprune.export.checkpoint.lerobot import is_lerobot, translated_config
 from sinkprune.export.checkpoint.quantisation_config import Quantisation, read_quantisation
 from sinkprune.export.checkpoint.text import Text, read_text, small_text, without_added_tokens
 from sinkprune.export.families import Family, SalienceBlock, read_family
@@ -50,8 +54,8 @@ class ExportRequest:
     """Larger images are scaled down to this many. None means the checkpoint's setting."""
     salience: SalienceBlock | None = None
     """The vision block whose attention is the salience. None means the default of the family."""
-    max_images: int = 1
-    """The most images a prompt may have."""
+    max_images: int | None = None
+    """The most images a prompt may have. None means the cameras that the checkpoint of a policy names, else 1."""
     max_frames: int = 0
     """The most frames of a clip; 0 means no video."""
     weights: WeightsName | None = None
@@ -67,17 +71,25 @@ class ExportRequest:
     """
     block_size: int | None = None
     """The most inputs that share a scale in blocks. None means 128, or the checkpoint's own block size."""
+    tokenizer: str | None = None
+    """A local folder or a hub name with the tokenizer, for checkpoints without one. None means the checkpoint's."""
     heads: ChosenHeads | None = None
     """The attention heads of method `sinkpruner-heads`, which needs them; None for other methods."""
 
     def __post_init__(self) -> None:
-        if "\0" in self.source or any("\ud800" <= character <= "\udfff" for character in self.source):
+        for what, name in (("checkpoint", self.source), ("tokenizer", self.tokenizer or "")):
+            if "\0" in name or any("\ud800" <= character <= "\udfff" for character in name):
+                raise UsageError(
+                    f"the {what}'s name {name!r} is not UTF-8, as a bundle that names it must be. Rename it."
+                )
+        if self.tokenizer and self.random_weights:
             raise UsageError(
-                f"the checkpoint's name {self.source!r} is not UTF-8, as a bundle that names it must be. Rename it."
+                "found --tokenizer, and random weights come with a tokenizer of their own. Leave it out."
             )
         if self.heads is not None and NAME not in self.methods:
             raise UsageError(f"found --heads, which are for method '{NAME}'. Add it to --methods, or leave them out.")
-        MAX_IMAGES.check(self.max_images)
+        if self.max_images is not None:
+            MAX_IMAGES.check(self.max_images)
         MAX_FRAMES.check(self.max_frames)
         for limit, count in ((MIN_PIXELS, self.min_pixels), (MAX_PIXELS, self.max_pixels)):
             if count is not None:
@@ -93,6 +105,8 @@ class OpenCheckpoint:
     text: Text
     processor: dict[str, Any]
     checkpoint: Checkpoint
+    max_images: int
+    """The most images a prompt may have."""
     policy: PolicyFacts | None = None
     """Facts of a robot policy; None for other models."""
     quantisation: Quantisation | None = None
@@ -112,24 +126,30 @@ def open_source(request: ExportRequest) -> OpenCheckpoint:
         text = small_text(family.language_model.vocab_size, family.special_tokens, family.chat_template)
         checkpoint = Checkpoint(request.source, config_sha256(config), random_weights=True)
         text, processor = _formed(text, family), _processor(family, {}, request)
-        return OpenCheckpoint(family, RandomWeights(), text, processor, checkpoint, family.policy({}))
+        images = request.max_images or 1
+        return OpenCheckpoint(family, RandomWeights(), text, processor, checkpoint, images, family.policy({}))
     if request.source in PRESETS:
         raise CheckpointError(
             f"'{request.source}' is a preset: true shapes without weights. Add --random-weights, or give a "
             "checkpoint folder or hub name."
         )
     folder = locate(request.source)
-    config = read_json(folder, "config.json")
+    files = ConfigurationFiles(request.source, folder)
+    config = files.read("config.json")
     family = read_family(request.source, config, request.salience)
-    processor = _processor(family, _processor_settings(request.source, folder, family), request)
-    text = read_text(folder, family.image_token, family.chat_template)
+    processor = _processor(family, _processor_settings(request.source, files, family), request)
+    if request.tokenizer is None:
+        files.check_tokenizer()
+    tokenizer = locate(request.tokenizer, TOKENIZER_FILES) if request.tokenizer else folder
+    text = read_text(folder, family.image_token, family.chat_template, tokenizer)
     # A bundle goes to other machines, so it does not name the folders of this one.
     name = folder.resolve().name if Path(request.source).is_dir() else request.source
     checkpoint = Checkpoint(name, config_sha256(config), random_weights=False)
     quantisation, weights = read_quantisation(request.source, config), SafetensorsWeights(folder)
     held = QuantisedWeights(weights, quantisation) if quantisation else weights
-    policy = family.policy(read_json(folder, _NESTED) if has_entry(folder, _NESTED) else {})
-    return OpenCheckpoint(family, held, _formed(text, family), processor, checkpoint, policy, quantisation)
+    policy = family.policy(files.read(_NESTED) if _NESTED in files else {})
+    images = _images(request, policy)
+    return OpenCheckpoint(family, held, _formed(text, family), processor, checkpoint, images, policy, quantisation)
 
 
 def _formed(text: Text, family: Family) -> Text:
@@ -137,15 +157,26 @@ def _formed(text: Text, family: Family) -> Text:
     return text if family.adds_bos else replace(text, tokenizer_json=without_added_tokens(text.tokenizer_json))
 
 
-def _processor_settings(source: str, folder: Path, family: Family) -> dict[str, Any]:
+def _images(request: ExportRequest, policy: PolicyFacts | None) -> int:
+    """Return the most images of a prompt. A policy with names of cameras takes one of each."""
+    names = policy.cameras if policy else None
+    if names and request.max_images not in (None, len(names)):
+        raise UsageError(
+            f"--max-images is {request.max_images}, and '{request.source}' has {counted(len(names), 'camera')}: "
+            f"{', '.join(names)}. Leave --max-images out; a camera may have no frame later."
+        )
+    return len(names) if names else request.max_images or 1
+
+
+def _processor_settings(source: str, files: ConfigurationFiles, family: Family) -> dict[str, Any]:
     """Return the settings of the checkpoint's image processor, and of its video processor if the family has one."""
-    nested = has_entry(folder, _NESTED) and not has_entry(folder, _SINGLE)
+    nested = _NESTED in files and _SINGLE not in files
 
     def read(name: str, kind: type) -> dict[str, Any]:
-        return dict(read_fields(kind, read_json(folder, name), f"checkpoint '{source}': {name}"))
+        return dict(read_fields(kind, files.read(name), f"checkpoint '{source}': {name}"))
 
     settings = read(_NESTED if nested else _SINGLE, family.processor_fields)
-    if family.video_fields and has_entry(folder, _VIDEO):
+    if family.video_fields and _VIDEO in files:
         settings["video_processor"] = read(_VIDEO, family.video_fields)
     return settings
 
@@ -176,4 +207,5 @@ def _random_config(source: str) -> dict[str, Any]:
         raise CheckpointError(
             f"'{source}' is no config.json, no folder holding one and no preset; presets: {', '.join(PRESETS)}."
         )
-    return read_json(folder, name)
+    config = read_json(folder, name)
+    return translated_config(source, config) if is_lerobot(config) else config

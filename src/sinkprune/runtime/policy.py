@@ -239,7 +239,7 @@ class Policy:
                 pairs = zip(observation.cameras, pictures, strict=True)
                 inputs = [tower_input(frame, picture, family, manifest) for frame, picture in pairs]
                 layouts = [layout for _, layout in inputs]
-                texts = (*[""] * len(inputs), observation.instruction)
+                texts = (*[""] * len(inputs), observation.prompt)
                 prompt = prompts.encode(texts, [one.texts for one in layouts])
             observer.seen(inputs)
             warnings.warn(pictures, layouts)

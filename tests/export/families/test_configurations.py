@@ -100,7 +100,8 @@ def test_qwens_have_the_same_budgets() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in (*PRESETS, "qwen2.5-vl-72b") if name not in ("llava-1.1b", "llava-1.5-13b", "pi0")]
+    "name",
+    [name for name in (*PRESETS, "qwen2.5-vl-72b") if name not in ("llava-1.1b", "llava-1.5-13b", "pi0", "pi0.5")],
 )
 def test_parameters_are_those_of_transformers(name: str) -> None:
     config = PRESETS.get(name) or PUBLISHED[name]
@@ -136,6 +137,18 @@ def test_parameters_of_a_policy_are_those_of_transformers() -> None:
     assert facts is not None
     assert (facts.chunk, facts.state_dim, facts.action_dim, facts.steps) == (50, 32, 32, 10)
     assert (family.tokens_of({}), family.language_model.num_layers) == (256, 18)
+
+
+def test_parameters_of_pi05_are_those_of_its_description() -> None:
+    """pi0 without the state's layer and the norms' weights, and with layers for norms and the time."""
+    layers, d, state = 18, 1024, 32
+    norms = 2 * layers + 1
+    without = (state + 1) * d + norms * d + (2 * d + 1) * d + (d + 1) * d
+    more = norms * (d + 1) * 3 * d + 2 * (d + 1) * d
+    found, pi0 = (parameters_of(read_family(name, PRESETS[name])) for name in ("pi0.5", "pi0"))
+    assert found == pi0 - without + more
+    facts = read_family("pi0.5", PRESETS["pi0.5"]).policy({})
+    assert facts is not None and (facts.state_in_prompt, facts.expert_rows) == (True, 50)
 
 
 def test_the_72b_is_read_and_planned() -> None:

@@ -127,6 +127,7 @@ PI0_CONFIG: dict[str, Any] = {
     "dit_config": {**_GEMMA, "hidden_size": 128, "intermediate_size": 192},
     "chunk_size": 10,
 }
+PI05_CONFIG: dict[str, Any] = {**PI0_CONFIG, "model_type": "pi05"}
 
 
 def export_random(folder: Path, config: dict[str, Any] = CONFIG, **request: Any) -> Bundle:

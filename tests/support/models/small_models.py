@@ -6,6 +6,7 @@ from pathlib import Path
 
 from support.models.checkpoints import NextShape, Shape, make_checkpoint, make_llava_next_checkpoint
 from support.models.pi0_checkpoints import Pi0Shape, make_pi0_checkpoint
+from support.models.pi05_checkpoints import make_pi05_checkpoint
 from support.models.qwen_checkpoints import QwenShape, make_qwen_checkpoint
 
 SHAPES = {
@@ -42,6 +43,12 @@ PI0_SHAPES = {
 }
 
 
+PI05_SHAPES = {
+    "pi0.5": Pi0Shape(),
+    "pi0.5-bare": Pi0Shape(image_size=84, num_layers=18, num_heads=2, chunk=1, statistics=False),
+}
+
+
 def make_small_model(name: str, folder: Path) -> None:
     """Write the checkpoint of that name into the new `folder`."""
     folder.mkdir()
@@ -49,6 +56,8 @@ def make_small_model(name: str, folder: Path) -> None:
         make_qwen_checkpoint(folder, shapes[name])
     elif name in PI0_SHAPES:
         make_pi0_checkpoint(folder, PI0_SHAPES[name])
+    elif name in PI05_SHAPES:
+        make_pi05_checkpoint(folder, PI05_SHAPES[name])
     elif name in NEXT_SHAPES:
         make_llava_next_checkpoint(folder, NEXT_SHAPES[name])
     else:

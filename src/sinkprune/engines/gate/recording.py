@@ -166,12 +166,12 @@ def answer_question(
 
 
 def act_on_question(policy: Policy, question: GateQuestion, method: str, budget: str) -> GateChunk:
-    """Return a policy's chunk, from the same noise each time and the mean state of the training data."""
-    seen, facts = _ChunkObserver(), policy.facts
+    """Return a policy's chunk, from the same noise each time and a state in the middle of the training data."""
+    seen = _ChunkObserver()
     report = policy.act(
         list(question.images),
         question.prompt,
-        facts.state_mean or np.zeros(facts.state_dim, np.float32),
+        policy.facts.usual_state,
         method=method,
         budget=budget,
         seed=_SEED,

@@ -31,13 +31,16 @@ _SINGLE = "model.safetensors"
 _HEADER_BYTES = 32 << 20
 """The limit of a shard's header: a hundred times the largest published."""
 _SHARDS = 1000
+_VECTOR = 4096
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
+TOKENIZER_FILES = ["tokenizer*.json", "special_tokens_map.json", "added_tokens.json"]
 
 # transformers before and after 4.52 nest the same modules differently.
 _RENAMINGS = [
     (re.compile(r"^model\."), ""),
-    # pi0, by transformers and by LeRobot, whose checkpoints may have the embedding table as `lm_head` only.
+    # pi0, by transformers and by LeRobot.
+    (re.compile(r"^paligemma_with_expert\.paligemma\.lm_head\."), "tied_embedding."),
     (re.compile(r"^(vlm|paligemma_with_expert\.paligemma\.model|paligemma_with_expert\.paligemma)\."), ""),
     (re.compile(r"^paligemma_with_expert\.gemma_expert\.(model\.)?"), "dit."),
     (re.compile(r"^embed_action_time\."), ""),
@@ -48,8 +51,12 @@ _RENAMINGS = [
 ]
 
 
-def locate(source: str) -> Path:
-    """Return the local folder of a checkpoint: `source` itself, or its download if it is a hub name."""
+_TIED_EMBEDDING = "tied_embedding.weight"
+"""The embedding table as the head of LeRobot's policies, whose checkpoints may store the table only once."""
+
+
+def locate(source: str, files: Sequence[str] = _FILES) -> Path:
+    """Return the local folder of a checkpoint: `source` itself, or the download of `files` if it is a hub name."""
     folder = Path(source)
     if folder.is_dir():
         return folder
@@ -62,7 +69,7 @@ def locate(source: str) -> Path:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(source, allow_patterns=_FILES))
+        return Path(snapshot_download(source, allow_patterns=list(files)))
     except Exception as error:
         # Errors of the client, of the system and of its HTTP library, which differs from version to version.
         remedy = "Check the name and the network, or give a local folder."
@@ -177,6 +184,8 @@ class SafetensorsWeights:
                         "another version's. Expected one of each; download it again."
                     )
                 self._owners[_canonical(name)] = (handle, name)
+        if _TIED_EMBEDDING in self._owners:
+            self._owners.setdefault("language_model.embed_tokens.weight", self._owners[_TIED_EMBEDDING])
 
     def close(self) -> None:
         """Close the shards."""
@@ -245,6 +254,24 @@ class SafetensorsWeights:
         return CheckpointError(f"checkpoint '{self.folder}': {what}")
 
 
+def read_tensors(folder: Path, name: str, prefix: str) -> dict[str, Array]:
+    """Return the vectors of the safetensors file `name` whose names begin with `prefix`, by their own names.
+
+    For statistics: tensors of another rank, and of more than 4096 numbers, are left out. Raises `CheckpointError`.
+    """
+    path = file_of(folder, name)
+    try:
+        _check_header(path)
+        with safe_open(path, framework="np") as file:
+            shapes = {one: file.get_slice(one).get_shape() for one in file.keys() if one.startswith(prefix)}  # noqa: SIM118
+            vectors = [one for one, shape in shapes.items() if len(shape) == 1 and shape[0] <= _VECTOR]
+            return {one: file.get_tensor(one) for one in vectors}
+    except UnreadableError as error:
+        raise _refused(folder / name, error) from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"'{folder / name}' is damaged ({error}). Download it again.") from error
+
+
 class _Index(TypedDict):
     weight_map: Annotated[dict[str, Name], Bounds(1, 1 << 20)]
 
@@ -289,7 +316,7 @@ class RandomWeights:
         """Return the tensor `name` of `shape`, fp32."""
         if name.endswith("bias"):
             return np.zeros(shape, np.float32)
-        if "norm" in name or ".ln_" in name:
+        if len(shape) == 1 and ("norm" in name or ".ln_" in name):
             return np.ones(shape, np.float32)
         generator = np.random.default_rng(zlib.crc32(name.encode()))
         return generator.standard_normal(shape, np.float32) * np.float32(self.std)

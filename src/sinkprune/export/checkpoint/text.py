@@ -27,16 +27,18 @@ class Text:
     eos: str
 
 
-def read_text(folder: Path, image_token: int, default_template: str) -> Text:
+def read_text(folder: Path, image_token: int, default_template: str, tokenizer_folder: Path | None = None) -> Text:
     """Return tokenizer, chat template and stop tokens of `folder`. The template defaults to `default_template`.
+
+    With `tokenizer_folder`, the tokenizer is the one there.
 
     Raises `CheckpointError` for damaged files, and for a checkpoint without tokenizer.json.
     """
-    tokenizer = read_tokenizer(folder)
+    tokenizer = read_tokenizer(tokenizer_folder or folder)
     if image_token not in tokenizer.backend.get_added_tokens_decoder():
         raise CheckpointError(
-            f"checkpoint '{folder}': its tokenizer has no added token {image_token}, which config.json gives as the "
-            "image token. Add it to the tokenizer, or download both again."
+            f"checkpoint '{tokenizer_folder or folder}': its tokenizer has no added token {image_token}, which "
+            "config.json gives as the image token. Add it to the tokenizer, or download both again."
         )
     template = _chat_template(folder) or default_template
     stop = _stop_tokens(folder, tokenizer.eos_id)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, TypedDict, get_args
 
 from sinkprune.contract.checks.fields import Bounds
-from sinkprune.contract.image_settings import Number
+from sinkprune.contract.image_settings import LeRobotResize, Number
 from sinkprune.contract.manifest import PolicyFacts
 from sinkprune.contract.towers import Side, SiglipTower
-from sinkprune.export.checkpoint.folder import Name, read_fields
+from sinkprune.export.checkpoint.folder import Name
 from sinkprune.export.checkpoint.text import SpecialTokens
 from sinkprune.export.families import WriteGraph
 from sinkprune.export.families.llama_shaped import (
@@ -28,13 +28,13 @@ from sinkprune.export.families.llama_shaped import (
     head_dim,
     read_language_model,
 )
+from sinkprune.export.families.policy_statistics import statistics_of
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.models.action_expert import ActionExpert, build_expert
 from sinkprune.export.models.llama import Llama
 from sinkprune.export.models.siglip import build_vision
 
 _MOST_PATCHES = 1 << 14
-_Number = Annotated[Number, Bounds(-1e6, 1e6)]
 _Dimension = Annotated[int, Bounds(1, 1 << 12)]
 
 
@@ -81,6 +81,8 @@ class _Sides(TypedDict, total=False):
 
 
 class _ProcessorFields(PixelFields, total=False):
+    """Fields of transformers' PI0ImageProcessor, or those that a checkpoint of LeRobot is given."""
+
     size: _Sides | None
     do_pad: bool | None
     pad_size: _Sides | None
@@ -92,14 +94,8 @@ class _NestingFields(_ProcessorFields, total=False):
     image_processor: _ProcessorFields
 
 
-_Statistics = Annotated[list[_Number], Bounds(1, 1 << 12)]
-
-
-class _PolicyFields(TypedDict, total=False):
-    state_mean: _Statistics | None
-    state_std: _Statistics | None
-    actions_mean: _Statistics | None
-    actions_std: _Statistics | None
+WriteExpert = Callable[[WeightedGraph, ActionExpert, Sequence[range]], None]
+"""Writes the graph `expert`, over the caches of the decoder's segments."""
 
 
 class Pi0(LlamaShaped):
@@ -110,6 +106,8 @@ class Pi0(LlamaShaped):
     groups_are_frames = False
     adds_bos = False
     gate = "gelu_pytorch_tanh"
+    state_in_prompt = False
+    write_expert: WriteExpert = staticmethod(build_expert)
     config_fields: type = _Pi0Fields
     processor_fields: type = _NestingFields
     # transformers' PI0Processor: every camera, BOS, the instruction, the end of the line.
@@ -181,13 +179,16 @@ class Pi0(LlamaShaped):
             "vision": partial(build_vision, tower=self.vision),
             "projector": self._build_projector,
             **self._decoder(segments),
-            "expert": partial(build_expert, expert=self._expert, segments=segments),
+            "expert": lambda graph: self.write_expert(graph, self._expert, segments),
         }
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         settings = settings.get("image_processor", settings)
         side = self.vision.image_size
         within, square = {"max_height": side, "max_width": side}, {"height": side, "width": side}
+        if settings.get("image_processor_type") in get_args(LeRobotResize):
+            self._check_settings([("pad_size", settings.get("pad_size"), (square,))])
+            return dict(settings)
         known: dict[str, Any] = {
             "image_processor_type": "PI0ImageProcessor",
             "do_convert_rgb": True,
@@ -217,24 +218,8 @@ class Pi0(LlamaShaped):
         return {**known, **sizes}
 
     def policy(self, settings: Mapping[str, Any]) -> PolicyFacts:
-        where = f"checkpoint '{self._source}': processor_config.json"
-        found = read_fields(_PolicyFields, settings, where)
-        expert = self._expert
-
-        def statistics(name: str, most: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-            given: list[Any] = [found.get(f"{name}_{which}") or () for which in ("mean", "std")]
-            mean, std = (tuple(map(float, values)) for values in given)
-            self._check(
-                [
-                    (f"{name}_mean and {name}_std have one length", len(mean) == len(std), (len(mean), len(std))),
-                    (f"{name}_mean has at most {most} numbers", len(mean) <= most, len(mean)),
-                    (f"{name}_std has no number below 0", all(value >= 0 for value in std), list(std)),
-                ]
-            )
-            return mean, std
-
-        state, action = statistics("state", expert.state_dim), statistics("actions", expert.action_dim)
-        config = self._config
+        config, expert = self._config, self._expert
+        numbers = statistics_of(self._source, settings, {"state": expert.state_dim, "actions": expert.action_dim})
         return PolicyFacts(
             expert.llama.facts,
             expert.chunk,
@@ -243,8 +228,8 @@ class Pi0(LlamaShaped):
             config.num_inference_steps,
             float(config.min_period),
             float(config.max_period),
-            *state,
-            *action,
+            **numbers,
+            state_in_prompt=self.state_in_prompt or None,
         )
 
     def tokens_of(self, processor: Mapping[str, Any]) -> int:

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from sinkprune.contract.manifest import LanguageModel
+from sinkprune.contract.precision import Array
 from sinkprune.export.dialects.cached import HIDDEN, LayerCache, attention_beside
 from sinkprune.export.graph import Dim, WeightedGraph
-from sinkprune.export.models.llama import Llama, build_layer, rms_norm
+from sinkprune.export.models.llama import Llama, Norm, build_layer, rms_norm, ungated_norm
 
 _FLOAT = ir.DataType.FLOAT
 _INT64 = ir.DataType.INT64
@@ -24,7 +26,7 @@ _INT64 = ir.DataType.INT64
 
 @dataclass(frozen=True)
 class ActionExpert:
-    """An action expert, and what its graph needs besides."""
+    """An action expert, and what its graph needs besides. One that takes no state has no use for `state_dim`."""
 
     llama: Llama
     chunk: int
@@ -37,24 +39,50 @@ def build_expert(graph: WeightedGraph, expert: ActionExpert, segments: Sequence[
 
     `segments` are the layers of the decoder's segments. The caches of one segment have the same number of rows.
     """
-    op, llama, facts = graph.op, expert.llama, expert.llama.facts
+    facts = expert.llama.facts
     rows, width = expert.chunk + 1, facts.hidden_size
-    shape = [1, expert.chunk, expert.action_dim]
-    actions = graph.input("actions", shape, _FLOAT)
+    actions = graph.input("actions", [1, expert.chunk, expert.action_dim], _FLOAT)
     state = graph.input("state", [1, 1, expert.state_dim], _FLOAT)
     time, step = graph.input("time_embedding", [1, 1, width], _FLOAT), graph.input("step", [1], _FLOAT)
-    cos, sin = (graph.input(table, [1, rows, facts.head_dim // 2]) for table in ("cos", "sin"))
     hidden = _embed(graph, expert, actions, state, time)
+    # The state is row 0. It sees no action.
+    place = np.arange(rows)
+    hidden = run_layers(graph, expert.llama, segments, hidden, (place[None] <= 0) | (place[:, None] > 0))
+    normed = rms_norm(graph, expert.llama, graph.op.Slice(hidden, [1], [rows], [1]), "dit.norm")
+    give_actions(graph, expert, normed, actions, step)
+
+
+def run_layers(
+    graph: WeightedGraph,
+    llama: Llama,
+    segments: Sequence[range],
+    hidden: ir.Value,
+    sees: Array,
+    norm: Norm = ungated_norm,
+) -> ir.Value:
+    """Return the rows [1,S,d] after all layers of an expert over the caches of `segments`, which become inputs.
+
+    Every row sees the caches. `sees` [S,S] is True for the rows of the chunk that a row sees.
+    """
+    facts, rows = llama.facts, len(sees)
+    cos, sin = (graph.input(table, [1, rows, facts.head_dim // 2]) for table in ("cos", "sin"))
     for number, layers in enumerate(segments):
         length, mask = graph.input(f"length_{number}", [1], _INT64), None
         for layer in layers:
             buffer: list[Dim] = [1, facts.num_kv_heads, f"C{number}", facts.head_dim]
             keys, values = (graph.input(f"past_{kind}_{layer}", buffer) for kind in ("key", "value"))
             past = LayerCache(keys, values, length)
-            mask = _mask(graph, expert, past) if mask is None else mask
-            attend = partial(attention_beside, op, past=past, mask=mask)
-            hidden, *_ = build_layer(graph, llama, f"dit.layers.{layer}", hidden, cos, sin, attend)
-    normed = rms_norm(graph, llama, op.Slice(hidden, [1], [rows], [1]), "dit.norm")
+            mask = _mask(graph, facts, past, sees) if mask is None else mask
+            attend = partial(attention_beside, graph.op, past=past, mask=mask)
+            hidden, *_ = build_layer(graph, llama, f"dit.layers.{layer}", hidden, cos, sin, attend, norm)
+    return hidden
+
+
+def give_actions(
+    graph: WeightedGraph, expert: ActionExpert, normed: ir.Value, actions: ir.Value, step: ir.Value
+) -> None:
+    """Write the outputs of an expert, from the `normed` rows [1,chunk,d] of `actions`."""
+    op, width, shape = graph.op, expert.llama.facts.hidden_size, [1, expert.chunk, expert.action_dim]
     velocity = op.Cast(graph.linear(normed, "action_out_proj", width, expert.action_dim, bias=True), to=_FLOAT)
     graph.output("actions_out", op.Add(actions, op.Mul(velocity, step)), shape, _FLOAT)
     graph.output("velocity", op.Identity(velocity), shape, _FLOAT)
@@ -74,15 +102,11 @@ def _embed(
     return op.Concat(own, moved, axis=1)
 
 
-def _mask(graph: WeightedGraph, expert: ActionExpert, past: LayerCache) -> ir.Value:
-    """Return [H/Hkv*rows,C+rows], added to scores: which rows of the cache and of the chunk each row sees."""
+def _mask(graph: WeightedGraph, facts: LanguageModel, past: LayerCache, sees: Array) -> ir.Value:
+    """Return [H/Hkv*S,C+S], added to scores: which rows of the cache and of the chunk each row sees."""
     op: Any = graph.op
-    facts, rows = expert.llama.facts, expert.chunk + 1
     room = op.Shape(past.key, start=2, end=3)
     filled = op.Unsqueeze(op.Less(op.Range(0, op.Squeeze(room), 1), past.length), [0])
-    # The state is row 0. It sees no action.
-    place = np.arange(rows)
-    own = op.Constant(value=ir.tensor((place[None] <= 0) | (place[:, None] > 0)))
-    filled = op.Expand(filled, op.Concat([rows], room, axis=0))
-    seen = op.Where(op.Concat(filled, own, axis=1), 0.0, HIDDEN)
+    filled = op.Expand(filled, op.Concat([len(sees)], room, axis=0))
+    seen = op.Where(op.Concat(filled, op.Constant(value=ir.tensor(sees)), axis=1), 0.0, HIDDEN)
     return op.CastLike(op.Tile(seen, [facts.num_heads // facts.num_kv_heads, 1]), past.key)

@@ -63,7 +63,8 @@ def build_segment(graph: WeightedGraph, llama: Llama, layers: range) -> None:
         attend = partial(graph.dialect.cached_attention, graph.op, past=past, mask=mask, causal=llama.causal)
         name = f"language_model.layers.{layer}"
         if not gives_rows and layer == layers[-1]:
-            key, value = _projected(graph, llama, name, hidden, cos, sin, "kv")
+            normed = rms_norm(graph, llama, hidden, f"{name}.input_layernorm")
+            key, value = _projected(graph, llama, name, normed, cos, sin, "kv")
             caches.append(graph.dialect.cached(graph.op, key, value, past))
             break
         hidden, query, key, attended = build_layer(graph, llama, name, hidden, cos, sin, attend)
@@ -110,31 +111,51 @@ def rms_norm(graph: WeightedGraph, llama: Llama, x: ir.Value, name: str) -> ir.V
 
 Attend = Callable[[ir.Value, ir.Value, ir.Value], CachedAttention]
 """Returns the attention of a layer's new rows, from their queries [1,H,S,h], keys and values [1,Hkv,S,h]."""
+Norm = Callable[[WeightedGraph, Llama, ir.Value, str], tuple[ir.Value, ir.Value | None]]
+"""Returns the norm, of a name, of rows [1,S,d], and the gate of the part that reads it; None for no gate."""
+
+
+def ungated_norm(graph: WeightedGraph, llama: Llama, x: ir.Value, name: str) -> tuple[ir.Value, None]:
+    """Return `rms_norm`, and no gate."""
+    return rms_norm(graph, llama, x, name), None
 
 
 def build_layer(
-    graph: WeightedGraph, llama: Llama, name: str, hidden: ir.Value, cos: ir.Value, sin: ir.Value, attend: Attend
+    graph: WeightedGraph,
+    llama: Llama,
+    name: str,
+    hidden: ir.Value,
+    cos: ir.Value,
+    sin: ir.Value,
+    attend: Attend,
+    norm: Norm = ungated_norm,
 ) -> tuple[ir.Value, ir.Value, ir.Value, CachedAttention]:
     """Return the hidden states after the layer `name`, its rotated query and key, and its attention."""
     op, facts = graph.op, llama.facts
     d, width = facts.hidden_size, facts.num_heads * facts.head_dim
-    query, key, value = _projected(graph, llama, name, hidden, cos, sin, "qkv")
+
+    def added(part: ir.Value, gate: ir.Value | None) -> ir.Value:
+        return op.Add(hidden, part if gate is None else op.Mul(part, gate))
+
+    x, gate = norm(graph, llama, hidden, f"{name}.input_layernorm")
+    query, key, value = _projected(graph, llama, name, x, cos, sin, "qkv")
     attended = attend(query, key, value)
     mixed = op.Reshape(op.Transpose(attended.mixed, perm=[0, 2, 1, 3]), [0, 0, width])
-    hidden = op.Add(hidden, graph.linear(mixed, f"{name}.self_attn.o_proj", width, d, bias=llama.output_bias))
+    hidden = added(graph.linear(mixed, f"{name}.self_attn.o_proj", width, d, bias=llama.output_bias), gate)
 
-    x = rms_norm(graph, llama, hidden, f"{name}.post_attention_layernorm")
+    x, gate = norm(graph, llama, hidden, f"{name}.post_attention_layernorm")
     y = gated_mlp(graph, x, f"{name}.mlp", d, facts.intermediate_size, bias=llama.mlp_bias, gate=llama.gate)
-    return op.Add(hidden, y), query, key, attended
+    return added(y, gate), query, key, attended
 
 
 def _projected(
-    graph: WeightedGraph, llama: Llama, name: str, hidden: ir.Value, cos: ir.Value, sin: ir.Value, which: str
+    graph: WeightedGraph, llama: Llama, name: str, x: ir.Value, cos: ir.Value, sin: ir.Value, which: str
 ) -> list[ir.Value]:
-    """Return the parts `which` of the layer `name`, [1,H,S,h] or [1,Hkv,S,h]: `q` and `k` are rotated."""
+    """Return the parts `which` of the layer `name` for its normed rows `x`, [1,H,S,h] or [1,Hkv,S,h]: `q` and `k` are
+    rotated.
+    """
     op, facts, own = graph.op, llama.facts, f"{name}.self_attn"
     counts = {"q": facts.num_heads, "k": facts.num_kv_heads, "v": facts.num_kv_heads}
-    x = rms_norm(graph, llama, hidden, f"{name}.input_layernorm")
     widths = {f"{own}.{part}_proj": counts[part] * facts.head_dim for part in which}
     projected = graph.linears(x, f"{own}.{which}_proj", widths, facts.hidden_size, bias=llama.qkv_bias)
     found = []

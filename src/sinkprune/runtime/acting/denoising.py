@@ -22,15 +22,16 @@ def denoise(
     transformers' `PI0ForConditionalGeneration.sample_actions`. The caches do not move between steps. Raises
     `NumericsError` for actions that are not finite.
     """
-    backend, rows = chain.backend, observation.noise.shape[1] + 1
+    backend, rows = chain.backend, policy.expert_rows
     cos, sin = (backend.tensor(table) for table in chain.rotary.tables(np.arange(position, position + rows)))
     step = np.float32(-1.0 / observation.steps)
     fixed = {
         "cos": cos,
         "sin": sin,
-        "state": backend.tensor(observation.state),
         "step": backend.tensor(np.array([step])),
     }
+    if not policy.state_in_prompt:
+        fixed["state"] = backend.tensor(observation.state)
     for segment, (decoder, cache) in enumerate(zip(chain.decoders, prefix.cache.segments, strict=True)):
         fixed[f"length_{segment}"] = backend.tensor(np.array([cache.length], np.int64))
         fixed |= decoder.keys_and_values(cache)
@@ -52,10 +53,11 @@ def denoise(
 def time_embeddings(policy: PolicyFacts, times: Array) -> Array:
     """Return [steps,d] fp32: the sines and cosines of `times` [steps] at the expert's frequencies, in radians.
 
-    As transformers computes them. They are no part of the graph: angles reach 1600 radians, and libraries that
-    compute in bf16 or fp16 round them by several radians.
+    In fp64, of times in fp32, as LeRobot and openpi's PyTorch code compute them; transformers' fp32 differs by up to
+    2e-4. They are no part of the graph: angles reach 1600 radians, and libraries that compute in bf16 or fp16 round
+    them by several radians.
     """
-    share = np.linspace(0.0, 1.0, policy.expert.hidden_size // 2, dtype=np.float32)
-    periods = np.float32(policy.min_period) * np.float32(policy.max_period / policy.min_period) ** share
-    angles = times.astype(np.float32)[:, None] * (np.float32(2 * np.pi) / periods)
+    share = np.linspace(0.0, 1.0, policy.expert.hidden_size // 2)
+    periods = policy.min_period * (policy.max_period / policy.min_period) ** share
+    angles = times.astype(np.float32).astype(np.float64)[:, None] * (2 * np.pi / periods)
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)

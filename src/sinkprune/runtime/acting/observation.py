@@ -11,7 +11,7 @@ import numpy as np
 from sinkprune.contract.checks.format_value import counted, format_value, type_name
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.errors import ImageError, PromptError, UsageError
-from sinkprune.contract.manifest import Manifest, PolicyFacts
+from sinkprune.contract.manifest import Manifest, NumberRanges, PolicyFacts
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.steps.pictures import PictureLike, check_order, with_order
 from sinkprune.runtime.steps.request import check_picture, check_texts
@@ -29,6 +29,8 @@ class Observation:
     cameras: tuple[PictureLike, ...]
     """The frames of the cameras that have one, in the order of the policy's training."""
     instruction: str
+    prompt: str
+    """What the prompt has as text: the instruction, and the state where it is part of the prompt."""
     state: Array
     """[1,1,state_dim] fp32: normalised, and zeros after the robot's own numbers."""
     noise: Array
@@ -58,17 +60,23 @@ def observed(
         raise UsageError("found noise and a seed, expected one of them: the seed draws the noise. Leave one out.")
     drawn = _noise(policy, seed) if noise is None else _given_noise(policy, noise)
     count = policy.steps if steps is None else STEPS.check(steps)
-    return Observation(frames, instruction, normalised_state(policy, state), drawn, count)
+    normalised = normalised_state(policy, state)
+    prompt = state_prompt(policy, instruction, normalised) if policy.state_in_prompt else instruction
+    return Observation(frames, instruction, prompt, normalised, drawn, count)
 
 
 def normalised_state(policy: PolicyFacts, state: Sequence[float] | Array) -> Array:
     """Return [1,1,state_dim] fp32 of a robot's state; raises `UsageError`.
 
-    As in transformers' PI0Processor: less the mean, over the standard deviation, then zeros.
+    As in transformers' PI0Processor: less the mean, over the standard deviation, then zeros. Or as in LeRobot's
+    `NormalizerProcessorStep`: each number's range becomes -1 to 1.
     """
-    width = len(policy.state_mean) or policy.state_dim
+    width = len(policy.usual_state)
     values = _floats("state", state, (width,), f"{counted(width, 'number')} as in the policy's training")
-    if policy.state_mean:
+    if policy.state_range:
+        low, extent = _extents(policy.state_range)
+        values = np.float32(2) * (values - low) / extent - np.float32(1)
+    elif policy.state_mean:
         mean, std = (np.asarray(each, np.float32) for each in (policy.state_mean, policy.state_std))
         values = (values - mean) / (std + np.float32(1e-8))
     padded = np.zeros((1, 1, policy.state_dim), np.float32)
@@ -76,13 +84,33 @@ def normalised_state(policy: PolicyFacts, state: Sequence[float] | Array) -> Arr
     return padded
 
 
+def state_prompt(policy: PolicyFacts, instruction: str, state: Array) -> str:
+    """Return the text of a prompt with the normalised `state` [1,1,state_dim] in 256 bins from -1 to 1.
+
+    As openpi's `PaligemmaTokenizer` and LeRobot write it: numbers below -1 are in bin -1, and those from 1 on in 255.
+    """
+    bins = np.digitize(state[0, 0, : len(policy.usual_state)], np.linspace(-1, 1, 257)[:-1]) - 1
+    words = instruction.strip().replace("_", " ").replace("\n", " ")
+    return f"Task: {words}, State: {' '.join(map(str, bins))};\nAction: "
+
+
 def robot_actions(policy: PolicyFacts, actions: Array) -> Array:
     """Return [chunk,width] fp32 in the robot's units, of the expert's `actions` [1,chunk,action_dim]."""
+    if policy.action_range:
+        low, extent = _extents(policy.action_range)
+        scaled: Array = (actions[0, :, : len(low)] + np.float32(1)) * extent / np.float32(2) + low
+        return scaled
     if not policy.action_mean:
         return actions[0]
     mean, std = (np.asarray(each, np.float32) for each in (policy.action_mean, policy.action_std))
     found: Array = actions[0, :, : len(mean)] * (std + np.float32(1e-8)) + mean
     return found
+
+
+def _extents(ranges: NumberRanges) -> tuple[Array, Array]:
+    """Return the lower ends and the lengths of ranges, fp32. LeRobot divides by 1e-8 where a range has no length."""
+    low, high = (np.asarray(each, np.float32) for each in (ranges.low, ranges.high))
+    return low, np.where(high == low, np.float32(1e-8), high - low)
 
 
 def _frames(manifest: Manifest, cameras: Sequence[PictureLike | None]) -> list[PictureLike]:
@@ -91,10 +119,13 @@ def _frames(manifest: Manifest, cameras: Sequence[PictureLike | None]) -> list[P
         raise ImageError(f"cameras is {type_name(cameras)}, expected a list with the frame of each camera.")
     given = list(cameras)
     if len(given) != manifest.max_images:
+        names = manifest.policy.cameras if manifest.policy else None
+        known = f": {', '.join(names)}" if names else ""
+        again = "" if names else f"; or export the checkpoint again with --max-images {max(1, len(given))}"
         raise ImageError(
             f"found {counted(len(given), 'camera')}, and the policy was exported for "
-            f"{counted(manifest.max_images, 'camera')}. Give a frame for each, and None for a camera without one; or "
-            f"export the checkpoint again with --max-images {max(1, len(given))}."
+            f"{counted(manifest.max_images, 'camera')}{known}. Give a frame for each, and None for a camera without "
+            f"one{again}."
         )
     frames = [frame for frame in given if frame is not None]
     if not frames:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, get_args
+
 import numpy as np
 from PIL import Image
 
 from sinkprune.contract.budgets import Share
 from sinkprune.contract.errors import BundleError, VideoError
 from sinkprune.contract.flops import vit_flops
+from sinkprune.contract.image_settings import LeRobotResize
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import DTYPES, Array
@@ -17,6 +21,7 @@ from sinkprune.runtime.media.fits import Fit
 from sinkprune.runtime.processors.grid_boxes import grid_boxes
 from sinkprune.runtime.processors.padded import PaddedProcessor
 from sinkprune.runtime.processors.pixel_values import check_settings
+from sinkprune.runtime.processors.resize_with_pad import ResizeWithPad
 from sinkprune.runtime.processors.torchvision_resize import PixelSize
 
 
@@ -34,7 +39,7 @@ class Pi0:
                 f"patch of {self._tower.patch_size} pixels in a picture of {self._tower.image_size}. Export it again."
             )
         check_settings(manifest.processor, DTYPES[manifest.precision])
-        self._processor = PaddedProcessor(manifest.processor)
+        self._processor = _processor(manifest.processor)
         self._projector_flops = 2 * self._tower.hidden_size * manifest.language_model.hidden_size
 
     def layout(self, picture: Picture) -> VisualLayout:
@@ -86,6 +91,12 @@ class Pi0:
             tower_flops=vit_flops(self._tower, self._tower.tokens),
             projector_flops=self._projector_flops,
         )
+
+
+def _processor(settings: Mapping[str, Any]) -> PaddedProcessor | ResizeWithPad:
+    """Return what turns pictures into squares: LeRobot's functions by their names, else transformers' processor."""
+    kind = settings.get("image_processor_type")
+    return ResizeWithPad(settings) if kind in get_args(LeRobotResize) else PaddedProcessor(settings)
 
 
 def _image(picture: Picture) -> Image.Image:

@@ -49,6 +49,12 @@ def check_prompt_length(manifest: Manifest, limits: Limits | None, text: int, vi
             f"{text} text tokens in the prompt are more than the {limits.prompt_tokens} the engines were built for. "
             f"Give a shorter instruction, or build the engines again with --max-prompt {text}."
         )
+    trained = manifest.policy.most_prompt_tokens if manifest.policy else None
+    if trained is not None and text > trained:
+        raise PromptError(
+            f"{text} text tokens in the prompt are more than the {trained} of the policy's training. Give a shorter "
+            "instruction."
+        )
     most = manifest.language_model.max_positions
     if text + visual > most:
         raise PromptError(

@@ -1,0 +1,41 @@
+"""pi0.5: pi0 with an action expert whose norms depend on the time, and the state as text of the prompt.
+
+transformers has no class for it. Checkpoints are LeRobot's, or have pi0's configuration with the `model_type` "pi05".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sinkprune.contract.families import FAMILIES
+from sinkprune.export.families.pi0 import Pi0, WriteExpert
+from sinkprune.export.models.adaptive_expert import build_adaptive_expert
+
+
+class Pi05(Pi0):
+    """A configuration of pi0.5."""
+
+    name = "pi0.5"
+    state_in_prompt = True
+    write_expert: WriteExpert = staticmethod(build_adaptive_expert)
+    # openpi's PaligemmaTokenizer. The runtime writes the text around the instruction, because it has the state.
+    chat_template = (
+        "{% for message in messages %}"
+        "{% for content in message['content'] if content['type'] == 'image' %}{{ '<image>' }}{% endfor %}"
+        "{{ bos_token }}"
+        "{% for content in message['content'] if content['type'] == 'text' %}{{ content['text'] }}{% endfor %}"
+        "{% endfor %}"
+    )
+
+    def __init__(self, source: str, config: Mapping[str, Any], salience: str | None = None) -> None:
+        """Read `config`. `salience` is the block whose attention is the salience, by default `penultimate`."""
+        super().__init__(source, {**config, "model_type": FAMILIES["pi0"].model_type}, salience)
+
+    def _config_class(self) -> Any:
+        from transformers import CONFIG_MAPPING
+
+        return CONFIG_MAPPING[FAMILIES["pi0"].model_type]
+
+
+FAMILY = Pi05

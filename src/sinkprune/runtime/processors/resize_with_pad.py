@@ -1,0 +1,77 @@
+"""LeRobot's `resize_with_pad_torch` and `resize_with_pad` of pictures, with numpy only.
+
+LeRobot resizes floats bilinearly without antialiasing, as PyTorch's `interpolate`. Bars are black. LeRobot 0.4 filled
+them with -3, which its later versions and openpi do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from sinkprune.contract.checks.fields import from_json
+from sinkprune.contract.errors import ImageError
+from sinkprune.contract.image_settings import LeRobotSettings
+from sinkprune.contract.precision import Array
+from sinkprune.runtime.processors.pixel_values import pixel_values
+from sinkprune.runtime.processors.torchvision_resize import PixelSize
+
+
+class ResizeWithPad:
+    """Resizes whole images into a square, and fills the rest of it with black."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Check `settings`, those of a bundle's `processor`; raises `SchemaError` if they are malformed."""
+        from_json(LeRobotSettings, settings, "$.processor")
+        self._settings, self._side = settings, settings["pad_size"]["height"]
+        self._centred = settings["image_processor_type"] == "resize_with_pad_torch"
+
+    def __call__(self, image: Image.Image) -> Array:
+        """Return [3,side,side] fp32 of an RGB image; raises `ImageError` if nothing of it would be left."""
+        width, height = self.resized(image.size)
+        if not width or not height:
+            raise ImageError(
+                f"the image has {image.width}x{image.height} pixels, of which nothing is left in a square of "
+                f"{self._side}. Give one whose sides differ less."
+            )
+        pixels = _interpolated(_interpolated(np.asarray(image), height, axis=0), width, axis=1)
+        left, top = self._corner((width, height))
+        square = np.zeros((self._side, self._side, 3), np.float32)
+        square[top : top + height, left : left + width] = pixels
+        return np.ascontiguousarray(pixel_values(square, self._settings).transpose(2, 0, 1))
+
+    def resized(self, size: PixelSize) -> PixelSize:
+        """Return the width and height of an image of `size` within the square."""
+        if 0 in size:
+            return 0, 0
+        width, height = size
+        ratio = max(width / self._side, height / self._side)
+        return int(width / ratio), int(height / ratio)
+
+    def shown_box(self, size: PixelSize) -> tuple[float, float, float, float]:
+        """Return the area of the whole square in pixels of an image of `size`: left, top, right, bottom."""
+        resized = self.resized(size)
+        (left, top), (across, down) = self._corner(resized), np.divide(size, resized).tolist()
+        return -left * across, -top * down, (self._side - left) * across, (self._side - top) * down
+
+    def _corner(self, resized: PixelSize) -> PixelSize:
+        """Return where the upper left corner of an image of the size `resized` is in the square."""
+        share = 2 if self._centred else 1
+        return (self._side - resized[0]) // share, (self._side - resized[1]) // share
+
+
+def _interpolated(pixels: Array, length: int, axis: int) -> Array:
+    """Return `pixels` [height,width,3] with `length` rows or columns, each a mix of the nearest two, fp32."""
+    old = pixels.shape[axis]
+    if old == length:
+        return pixels
+    scale = np.float32(old / length)
+    places = np.maximum((np.arange(length, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5), 0)
+    first = np.minimum(places.astype(np.int64), old - 1)
+    share = (places - first).astype(np.float32).reshape([-1 if one == axis else 1 for one in range(3)])
+    near, far = (np.take(pixels, each, axis).astype(np.float32) for each in (first, np.minimum(first + 1, old - 1)))
+    mixed: Array = near * (np.float32(1) - share) + far * share
+    return mixed

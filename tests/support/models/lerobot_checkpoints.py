@@ -1,0 +1,140 @@
+"""Checkpoints of policies in LeRobot's form, with the weights of small ones in transformers' form."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from sinkprune.export.checkpoint import lerobot
+from sinkprune.export.presets import PRESETS
+
+CAMERAS = ("observation.images.top", "observation.images.wrist")
+EMPTY = "observation.images.empty_camera_0"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+Array = np.ndarray[Any, Any]
+
+_NAMES = [
+    # safetensors keeps one name of tensors that share memory: LeRobot's head, and not the embedding table.
+    (r"model\.language_model\.model\.embed_tokens\.", "lm_head."),
+    (r"model\.language_model\.model\.", "model.language_model."),
+    (r"model\.vision_tower\.", "model.vision_tower.vision_model."),
+    (r"^", "model."),
+]
+
+
+def lerobot_name(name: str) -> str:
+    """Return LeRobot 0.4's name of a tensor that transformers saves under `name`."""
+    for pattern, replacement in _NAMES:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def use_small_sizes(monkeypatch: pytest.MonkeyPatch, folder: Path, kind: str = "pi0") -> None:
+    """Have LeRobot's variants name the sizes of the small checkpoint in `folder`: the true ones are of gigabytes."""
+    config = json.loads((folder / "config.json").read_text())
+    sizes = {
+        variant: {key: part[key] for key in ("hidden_size", "intermediate_size")}
+        for variant, part in (("gemma_2b", config["vlm_config"]["text_config"]), ("gemma_300m", config["dit_config"]))
+    }
+    monkeypatch.setattr(lerobot, "VARIANTS", sizes)
+    monkeypatch.setitem(PRESETS, lerobot.POLICIES[kind], {**config, "model_type": kind})
+
+
+def write_lerobot_checkpoint(
+    source: Path,
+    folder: Path,
+    statistics: Mapping[str, Mapping[str, Array]],
+    *,
+    modes: tuple[str, str] = ("MEAN_STD", "MEAN_STD"),
+    kind: str = "pi0",
+    tokenizer: bool = True,
+    **changes: Any,
+) -> Path:
+    """Write the small checkpoint `source` as LeRobot 0.4 saves a policy of the type `kind`, into the new `folder`.
+
+    `statistics` are those of "observation.state" and "action" by name, and `modes` their normalisation. `changes` are
+    other fields of config.json.
+    """
+    folder.mkdir()
+    config = json.loads((source / "config.json").read_text())
+    tensors = {lerobot_name(name): values for name, values in load_file(source / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors")
+    features = {name: {"type": "VISUAL", "shape": [3, 480, 640]} for name in CAMERAS}
+    widths = {key: len(next(iter(own.values()))) for key, own in statistics.items()}
+    state = {
+        "observation.state": {"type": "STATE", "shape": [widths.get("observation.state", config["max_state_dim"])]}
+    }
+    action = {"action": {"type": "ACTION", "shape": [widths.get("action", config["max_action_dim"])]}}
+    mapping = {"VISUAL": "IDENTITY", "STATE": modes[0], "ACTION": modes[1]}
+    side = config["vlm_config"]["vision_config"]["image_size"]
+    written = {
+        "type": kind,
+        "n_obs_steps": 1,
+        "input_features": {CAMERAS[0]: features[CAMERAS[0]], **state, CAMERAS[1]: features[CAMERAS[1]]},
+        "output_features": action,
+        "device": "cpu",
+        "use_amp": False,
+        "push_to_hub": False,
+        "paligemma_variant": "gemma_2b",
+        "action_expert_variant": "gemma_300m",
+        "dtype": "float32",
+        "chunk_size": config["chunk_size"],
+        "n_action_steps": config["chunk_size"],
+        "max_state_dim": config["max_state_dim"],
+        "max_action_dim": config["max_action_dim"],
+        "num_inference_steps": 10,
+        "min_period": 0.004,
+        "max_period": 4.0,
+        "rtc_config": None,
+        "image_resolution": [side, side],
+        "empty_cameras": 1,
+        "tokenizer_max_length": 200 if kind == "pi05" else 48,
+        "normalization_mapping": mapping,
+        **changes,
+    }
+    (folder / "config.json").write_text(json.dumps({name: value for name, value in written.items() if value != "-"}))
+    _write_pipelines(folder, kind, {**features, **state, **action}, mapping, statistics)
+    for name in TOKENIZER_FILES if tokenizer else ():
+        if (source / name).exists():
+            shutil.copy(source / name, folder)
+    return folder
+
+
+def _write_pipelines(
+    folder: Path,
+    kind: str,
+    features: Mapping[str, Any],
+    mapping: Mapping[str, str],
+    statistics: Mapping[str, Mapping[str, Array]],
+) -> None:
+    """Write policy_preprocessor.json and policy_postprocessor.json with their tensors."""
+    prompt = "pi0_new_line_processor" if kind == "pi0" else "pi05_prepare_state_tokenizer_processor_step"
+    normaliser = {"eps": 1e-8, "features": features, "norm_map": mapping}
+    before: list[dict[str, Any]] = [
+        {"registry_name": "rename_observations_processor", "config": {"rename_map": {}}},
+        {"registry_name": "to_batch_processor", "config": {}},
+        {"registry_name": prompt, "config": {}},
+        {"registry_name": "tokenizer_processor", "config": {"tokenizer_name": lerobot.TOKENIZER, "max_length": 48}},
+        {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}},
+        {"registry_name": "relative_actions_processor", "config": {"enabled": False, "exclude_joints": ["gripper"]}},
+        {"registry_name": "normalizer_processor", "config": normaliser},
+    ]
+    after: list[dict[str, Any]] = [
+        {"registry_name": "unnormalizer_processor", "config": normaliser},
+        {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}},
+    ]
+    flat = {f"{key}.{name}": values for key, own in statistics.items() for name, values in own.items()}
+    for name, steps, place in (("policy_preprocessor", before, 6), ("policy_postprocessor", after, 0)):
+        if flat:
+            file = f"{name}_step_{place}_{steps[place]['registry_name']}.safetensors"
+            save_file(flat, folder / file)
+            steps[place]["state_file"] = file
+        (folder / f"{name}.json").write_text(json.dumps({"name": name, "steps": steps}))
