@@ -17,6 +17,7 @@ from PIL import Image
 
 from sinkprune import Pipeline, TaskError
 from sinkprune.calibration.attention.question_dependence import (
+    _chosen,
     choose_heads,
     question_dependence,
     questions_by_picture,
@@ -134,3 +135,10 @@ def test_heads_are_chosen_by_what_transformers_attends_to(
         np.testing.assert_allclose(own.question_dependence, values, rtol=1e-2, atol=1e-5)
         assert list(own.chosen) == np.flatnonzero(values >= values.max() / 2).tolist()
     assert found.of(pipeline.bundle.manifest.language_model)
+
+
+def test_a_layer_whose_heads_hardly_read_the_question_has_none() -> None:
+    total = {"2": np.array([0.1, 3.0, 1.4, 1.5]), "5": np.array([0.29, 0.2]), "11": np.array([0.2, 0.31])}
+    found = _chosen(total, 10)
+    assert {layer: own.chosen for layer, own in found.items()} == {"2": (1, 3), "5": (), "11": (1,)}
+    np.testing.assert_allclose(found["5"].question_dependence, [0.029, 0.02])

@@ -18,6 +18,7 @@ from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.equal_mean import (
     UnreachableMean,
     constant_ratio,
+    fewer_stages,
     mean_tokens,
     scaled_stages,
     tokens_into_llm,
@@ -185,3 +186,37 @@ def test_a_stage_behind_the_last_layer_is_rejected() -> None:
     with pytest.raises(BudgetError, match=r"6 layers is too shallow.*8, 16, 24 of 32.*2, 3, 5.*at least 7 layers"):
         scaled_layers((8, 16, 24), 6)
     assert scaled_layers((8, 16, 24), 7) == (2, 4, 5)
+
+
+@pytest.mark.parametrize("reading", [(2,), (6,), (2, 6), (2, 15), (6, 15), ()])
+@pytest.mark.parametrize("name", ["retain-192", "retain-64", "retain-32+drop-sink"])
+def test_layers_without_heads_have_no_stage_and_the_mean_stays(name: str, reading: tuple[int, ...]) -> None:
+    model, budget = facts(), parse_budget("llava", name)
+    heads = {layer: (0,) if layer in reading else () for layer in prune_layers(32)}
+    plan = all_methods()["sinkpruner-heads"](replace(model, heads=heads), budget)
+    counts, whole = plan.kept.resolve(576), budget.resolve(576)
+    assert tuple(plan.select_after) == reading and dict(plan.heads) == dict.fromkeys(reading, (0,))
+    assert abs(realised(plan, 32, 576) - mean_tokens(whole, prune_layers(32), 32)) <= Fraction(1, 2)
+    assert [*counts.stages] == sorted(counts.stages, reverse=True) and all(n <= counts.kept for n in counts.stages)
+    if reading:
+        assert replace(counts, stages=()) == replace(whole, stages=())
+    else:
+        without = all_methods()["sinkpruner-no-text-pruner"](model, budget)
+        assert counts == without.kept.resolve(576)
+
+
+@pytest.mark.parametrize("layer", [2, 6])
+def test_the_only_stage_keeps_the_count_that_a_slow_search_finds(layer: int) -> None:
+    budget = parse_budget("llava", "retain-64")
+    whole, layers = budget.resolve(576), prune_layers(32)
+    wanted = mean_tokens(whole, layers, 32)
+    tried = range(1, whole.kept + 1)
+    slow = min(tried, key=lambda n: abs(whole.kept * (layer + 1) + n * (31 - layer) - 32 * wanted))
+    assert fewer_stages(facts(), budget, [layer]).resolve(576).stages == (slow,)
+
+
+def test_what_a_late_stage_cannot_make_up_for_is_reported() -> None:
+    # 129 tokens in 16 of 32 layers are a mean of 64.5 at least.
+    budget = replace(parse_budget("llava", "retain-64"), stages=(Share(1, 576),) * 3)
+    with pytest.raises(UnreachableMean, match=r"layers 0 to 15 run on 129\.0 visual tokens"):
+        fewer_stages(facts(), budget, [15])

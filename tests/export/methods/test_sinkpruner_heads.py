@@ -152,6 +152,14 @@ def test_the_plan_has_the_heads_of_its_layers_and_sinkpruners_counts() -> None:
     assert own.kept == plain.kept and [*own.select_after] == [*plain.select_after] == [2, 6, 15]
 
 
+def test_no_stage_and_no_sanitizer_is_refused() -> None:
+    model = replace(graphs.language_model(), num_layers=32)
+    heads: dict[int, tuple[int, ...]] = dict.fromkeys(prune_layers(32), ())
+    facts = PlanFacts(model, 576, 48, PRECISIONS["fp32"], opset24, heads=heads)
+    with pytest.raises(BudgetError, match="no layer has a chosen head, so method 'sinkpruner-heads' has no stage"):
+        load_method("sinkpruner-heads")(facts, parse_budget("llava", "retain-64+no-sanitizer"))
+
+
 def test_without_chosen_heads_the_error_names_the_command() -> None:
     facts = PlanFacts(replace(graphs.language_model(), num_layers=32), 576, 48, PRECISIONS["fp32"], opset24)
     with pytest.raises(
@@ -231,7 +239,6 @@ def test_exports_without_heads_or_for_another_method_are_refused(
         ({"heads_version": 2}, "have the version 2, this sinkprune reads 1"),
         ({"heads_version": None}, "no file of heads"),
         ({"layers": {"1": {"chosen": []}}}, "malformed at"),
-        ({"layers": {"1": {"chosen": [], "question_dependence": [0.5]}}}, "malformed at"),
         ({"model": 3}, "malformed at"),
         ({"more": 3}, "unknown field 'more'"),
     ],

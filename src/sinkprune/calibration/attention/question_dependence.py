@@ -25,7 +25,9 @@ from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.received_attention import received_by_head
 
 _SHARE_OF_LARGEST = 0.5
-"""A layer's heads are chosen if their dependence is at least this share of the largest."""
+"""A layer's heads are chosen if their dependence is at least this share of the layer's largest."""
+_SHARE_OVER_LAYERS = 0.1
+"""And at least this share of the largest of all layers: a layer in which no head reads the question gets no stage."""
 
 
 def check_prune_layers(manifest: Manifest) -> None:
@@ -113,9 +115,10 @@ def _attention(manifest: Manifest, watch: AttentionObserver) -> Iterator[tuple[s
 
 
 def _chosen(total: Mapping[str, Array], pictures: int) -> dict[str, LayerHeads]:
-    """Return each layer's heads whose dependence is at least half of the largest."""
+    """Return each layer's heads whose dependence is large in the layer and not small beside that of other layers."""
     found = {}
+    least = _SHARE_OVER_LAYERS * max(dependence.max() for dependence in total.values())
     for layer, dependence in total.items():
-        chosen = np.flatnonzero(dependence >= _SHARE_OF_LARGEST * dependence.max())
+        chosen = np.flatnonzero(dependence >= max(least, _SHARE_OF_LARGEST * dependence.max()))
         found[layer] = LayerHeads(tuple(chosen.tolist()), tuple((dependence / pictures).tolist()))
     return found

@@ -202,7 +202,7 @@ def _print(report: AttentionReport) -> None:
 def _print_heads(heads: ChosenHeads) -> None:
     sys.stdout.write("\nheads that look elsewhere for another question, of all: mean divergence in nats\n")
     for layer, own in heads.layers.items():
-        found = ", ".join(f"{head} ({own.question_dependence[head]:.2f})" for head in own.chosen)
+        found = ", ".join(f"{head} ({own.question_dependence[head]:.2f})" for head in own.chosen) or "none"
         others = [value for head, value in enumerate(own.question_dependence) if head not in own.chosen]
         rest = f"; the others up to {max(others):.2f}" if others else ""
         sys.stdout.write(f"layer {layer}: {found}, of {len(own.question_dependence)}{rest}\n")

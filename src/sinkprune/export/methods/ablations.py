@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from sinkprune.contract.budgets import Budget, prune_layers
 from sinkprune.export.methods.sinkpruner import build
-from sinkprune.export.pruning.equal_mean import scaled_stages, shares_of, tokens_into_llm
+from sinkprune.export.pruning.equal_mean import scaled_stages, shares_of, without_stages
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 
 
@@ -21,12 +21,7 @@ def no_sanitizer(facts: PlanFacts, budget: Budget) -> PlanGraphs:
 
 def no_text_pruner(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     """Keep the mean in the sanitizer, salient and diverse tokens in the budget's proportion, without stages."""
-    sanitizing = replace(budget, sanitizer=True)
-    counts = sanitizing.resolve(facts.nominal_tokens)
-    chosen = min(tokens_into_llm(facts, budget) - counts.sink, facts.nominal_tokens - counts.outliers)
-    diverse = chosen * counts.diverse // max(1, counts.reserve + counts.diverse)
-    counts = replace(counts, reserve=chosen - diverse, diverse=diverse, stages=())
-    return build(facts, shares_of(facts, sanitizing, counts))
+    return build(facts, without_stages(facts, budget))
 
 
 def no_diversity(facts: PlanFacts, budget: Budget) -> PlanGraphs:

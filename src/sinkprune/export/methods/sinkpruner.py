@@ -1,8 +1,8 @@
 """SinkPruner: the visual sanitizer before the LLM and the text-guided pruner at three decoder layers.
 
 method.md sections 1 and 2 have the rules. Each step below names its rule. The stages of `sinkpruner-heads` read a few
-chosen heads of their layer, in the place of the mean over all heads. ProViP scores stages with such "visual heads".
-Its text was not read, so the rule is ours (docs/methods.md).
+chosen heads of their layer, in the place of the mean over all heads. A layer without a chosen head has no stage.
+ProViP scores stages with such "visual heads". Its text was not read, so the rule is ours (docs/methods.md).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from sinkprune.contract.budgets import Budget, prune_layers
 from sinkprune.contract.errors import BudgetError
 from sinkprune.export.graph import Graph
 from sinkprune.export.pruning.chosen_heads import HOW_TO_CHOOSE, NAME
+from sinkprune.export.pruning.equal_mean import fewer_stages, without_stages
 from sinkprune.export.pruning.functions import diversity_select, top_rho
 from sinkprune.export.pruning.plan import Method, PlanFacts, PlanGraphs
 from sinkprune.export.pruning.sanitizer import (
@@ -59,11 +60,25 @@ def build_after(
 
 
 def build_with_heads(facts: PlanFacts, budget: Budget) -> PlanGraphs:
-    """Return SinkPruner's plan of `budget` with the chosen heads; raises `BudgetError` if none were chosen."""
+    """Return SinkPruner's plan of `budget` with the chosen heads, and without a stage where no head was chosen.
+
+    Where stages are missing, the others keep fewer tokens, so that the mean is the budget's. Raises `BudgetError`
+    if no heads were given, or no stage is left of a budget without sanitizer; `UnreachableMean`.
+    """
     if not facts.heads:
         raise BudgetError(f"method '{NAME}' needs attention heads that are chosen on your pictures. {HOW_TO_CHOOSE}")
     cuts = prune_layers(facts.language_model.num_layers) if budget.stages else ()
-    return build_after(facts, budget, cuts, heads={layer: facts.heads[layer] for layer in cuts})
+    reading = [layer for layer in cuts if facts.heads[layer]]
+    if cuts and not reading and not budget.sanitizer:
+        raise BudgetError(
+            f"no layer has a chosen head, so method '{NAME}' has no stage, and option 'no-sanitizer' leaves nothing "
+            "else that drops tokens. Leave the option or the method out."
+        )
+    if not reading and cuts:
+        kept = without_stages(facts, budget)
+    else:
+        kept = budget if len(reading) == len(cuts) else fewer_stages(facts, budget, reading)
+    return build_after(facts, kept, reading, heads={layer: facts.heads[layer] for layer in reading})
 
 
 METHODS: dict[str, Method] = {"sinkpruner": build, NAME: build_with_heads}

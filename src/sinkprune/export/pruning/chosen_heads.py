@@ -26,8 +26,8 @@ HOW_TO_CHOOSE = (
 class LayerHeads:
     """The heads of one layer."""
 
-    chosen: Annotated[tuple[Count, ...], Bounds(1, 1 << 14)]
-    """The 0-based numbers of the heads whose attention counts, ascending."""
+    chosen: Annotated[tuple[Count, ...], Bounds(0, 1 << 14)]
+    """The 0-based numbers of the heads whose attention counts, ascending; a layer without one has no stage."""
     question_dependence: tuple[float, ...]
     """In nats, by head: how much the question changes where the head looks (`sinkprune.calibration.attention`)."""
 
@@ -59,7 +59,7 @@ class ChosenHeads:
                     f"the heads are of a decoder with {len(found.question_dependence)} heads, "
                     f"{format_value(self.model)}, and this one has {model.num_heads}. {HOW_TO_CHOOSE}"
                 )
-            if list(found.chosen) != sorted({*found.chosen}) or found.chosen[-1] >= model.num_heads:
+            if list(found.chosen) != sorted({*found.chosen}) or any(head >= model.num_heads for head in found.chosen):
                 raise UsageError(
                     f"the heads of layer {layer} are {', '.join(map(str, found.chosen))}, expected ascending numbers "
                     f"from 0 to {model.num_heads - 1}. {HOW_TO_CHOOSE}"

@@ -77,7 +77,34 @@ def scaled_stages(facts: PlanFacts, budget: Budget, cuts: Sequence[int], stages:
     def scaled(step: int) -> tuple[int, ...]:
         return tuple(round_half_up(Fraction(stage * step, _STEPS)) for stage in stages)
 
-    return _nearest(facts, budget, cuts, scaled)
+    return _from_all(facts, budget, cuts, scaled)
+
+
+def without_stages(facts: PlanFacts, budget: Budget) -> Budget:
+    """Return `budget` without stages: a sanitizer keeps its mean, salient and diverse tokens in its proportion."""
+    sanitizing = replace(budget, sanitizer=True)
+    counts = sanitizing.resolve(facts.nominal_tokens)
+    chosen = min(tokens_into_llm(facts, budget) - counts.sink, facts.nominal_tokens - counts.outliers)
+    diverse = chosen * counts.diverse // max(1, counts.reserve + counts.diverse)
+    return shares_of(facts, sanitizing, replace(counts, reserve=chosen - diverse, diverse=diverse, stages=()))
+
+
+def fewer_stages(facts: PlanFacts, budget: Budget, cuts: Sequence[int]) -> Budget:
+    """Return `budget` with its stages after the layers `cuts` only, scaled alike to meet the mean.
+
+    `cuts` are some of the prune layers, at least one. As many tokens enter the LLM as at `budget`. Raises
+    `UnreachableMean` if they are too many before the first of `cuts`.
+    """
+    counts, layers = budget.resolve(facts.nominal_tokens), prune_layers(facts.language_model.num_layers)
+    own = [stage for layer, stage in zip(layers, counts.stages, strict=True) if layer in cuts]
+
+    def scaled(step: int) -> Counts:
+        # At most, the smallest stage keeps everything.
+        ratio = Fraction(step * counts.kept, _STEPS * max(1, min(own)))
+        stages = (max(1, round_half_up(stage * ratio)) for stage in own)
+        return replace(counts, stages=tuple(min(counts.kept, stage) for stage in stages))
+
+    return shares_of(facts, budget, _nearest(facts, budget, cuts, scaled))
 
 
 def constant_ratio(facts: PlanFacts, budget: Budget, cuts: Sequence[int]) -> Budget:
@@ -87,35 +114,45 @@ def constant_ratio(facts: PlanFacts, budget: Budget, cuts: Sequence[int]) -> Bud
         ratio = Fraction(step, _STEPS)
         return tuple(round_half_up(facts.nominal_tokens * ratio ** (stage + 1)) for stage in range(len(cuts)))
 
-    return _nearest(facts, budget, cuts, shrunk)
+    return _from_all(facts, budget, cuts, shrunk)
 
 
-def _nearest(
+def _from_all(
     facts: PlanFacts, budget: Budget, cuts: Sequence[int], schedule: Callable[[int], tuple[int, ...]]
 ) -> Budget:
-    """Return the shares of the schedule whose mean is nearest to the budget's.
+    """Return the shares of all tokens into the LLM, and of the stages of `schedule` that meet the mean best.
 
     `schedule` grows with its argument, from 0 to `_STEPS`, and counts nominal tokens; a stage keeps at least 1.
-    Raises `UnreachableMean` if even the smallest mean rounds to a larger count than the budget's.
+    Raises `UnreachableMean`.
     """
-    layers, wanted = facts.language_model.num_layers, budget_mean(facts, budget)
 
     def counts(step: int) -> Counts:
         stages = tuple(max(1, stage) for stage in schedule(step))
         return Counts(outliers=0, sink=0, reserve=facts.nominal_tokens, diverse=0, stages=stages)
 
+    return shares_of(facts, replace(budget, sanitizer=False), _nearest(facts, budget, cuts, counts))
+
+
+def _nearest(facts: PlanFacts, budget: Budget, cuts: Sequence[int], counts: Callable[[int], Counts]) -> Counts:
+    """Return the counts whose mean is nearest to the budget's; they grow with their argument, from 0 to `_STEPS`.
+
+    Raises `UnreachableMean` if even the smallest mean rounds to a larger count than the budget's.
+    """
+    layers, wanted = facts.language_model.num_layers, budget_mean(facts, budget)
+
     def mean(step: int) -> Fraction:
         return mean_tokens(counts(step), cuts, layers)
 
     if mean(0) > wanted + Fraction(1, 2):
-        everything = f"all {facts.tokens}" if isinstance(facts.tokens, int) else "all"
+        kept = counts(0).kept
+        whole = f"all {facts.tokens}" if isinstance(facts.tokens, int) else "all"
+        everything = whole if kept == facts.nominal_tokens else _format_mean(facts, Fraction(kept))
         raise UnreachableMean(
             f"layers 0 to {cuts[0]} run on {everything} visual tokens, so that the mean over {layers} layers is "
             f"{_format_mean(facts, mean(0))} at least; the budget's is {_format_mean(facts, wanted)}"
         )
     above = min(_STEPS, bisect_left(range(_STEPS + 1), wanted, key=mean))
-    nearest = counts(min(max(0, above - 1), above, key=lambda step: abs(mean(step) - wanted)))
-    return shares_of(facts, replace(budget, sanitizer=False), nearest)
+    return counts(min(max(0, above - 1), above, key=lambda step: abs(mean(step) - wanted)))
 
 
 def _format_mean(facts: PlanFacts, mean: Fraction) -> str:
