@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from hypothesis.extra.numpy import arrays
 
 from conftest import make_once
 from sinkprune import Policy, demo
-from sinkprune.contract.errors import BudgetError, ImageError, PromptError, UsageError
+from sinkprune.contract.errors import BackendError, BudgetError, ImageError, PromptError, UsageError
 from sinkprune.demo.robot_table import SIDE, RobotTable
 from support.lerobot.episodes import BUDGET, EPISODE, RUN, SEED, episode
 from support.lerobot.stand_in import FeatureType, PolicyFeature, standing_in
@@ -53,7 +53,8 @@ def robot(shared_folder: Path) -> Path:
     source = Path(demo.__file__).parent / "pocket-robot"
 
     def write(folder: Path) -> None:
-        assert export([str(source), "-o", str(folder), "--max-images", "2", "--budgets", BUDGET]) == 0
+        plans = ["--budgets", BUDGET, "--methods", "sinkpruner,downsample"]
+        assert export([str(source), "-o", str(folder), "--max-images", "2", *plans]) == 0
 
     return make_once(shared_folder / "pocket-robot", write)
 
@@ -160,6 +161,11 @@ def test_noise_and_options_reach_the_engines(make: Make, engines: Policy, batche
     np.testing.assert_array_equal(policy.predict_action_chunk(batches[0], torch.from_numpy(noise))[0], expected)
     np.testing.assert_array_equal(policy.select_action(batches[0], torch.from_numpy(noise))[0], expected[0])
     assert not np.array_equal(policy.predict_action_chunk(batches[0])[0], expected)
+    other = make(method="downsample")
+    np.testing.assert_array_equal(
+        other.predict_action_chunk(batches[0])[0], acted(engines, table, method="downsample")
+    )
+    assert not np.array_equal(other.predict_action_chunk(batches[0])[0], acted(engines, table))
     other = make(seed=None)
     chunks = [other.predict_action_chunk(batches[0]) for _ in range(2)]
     assert not torch.equal(*chunks)
@@ -175,6 +181,7 @@ def test_costs_for_a_deadline_are_measured_when_the_policy_is_loaded(
     (report,) = policy.reports
     assert (report.budget, report.steps) == ("none", 4)
     assert report.deadline.deadline_ms == 60_000 and report.deadline.met
+    assert {*policy.engines.costs.budgets} == {"none", BUDGET}
     late = make(budget="none", deadline_ms=1, steps=4, min_steps=2)
     late.select_action(batches[0])
     assert (late.reports[0].budget, late.reports[0].steps) == (BUDGET, 2)
@@ -229,6 +236,9 @@ def test_other_observations_are_refused(
         ({"cameras": {"table": [SIDE, SIDE]}}, UsageError, "found 1 camera, and .* exported for 2 cameras"),
         ({"cameras": {**CAMERAS, "close": [SIDE]}}, UsageError, r"camera 'close' has the size \[96\], expected"),
         ({"cameras": {**CAMERAS, "close": [0, SIDE]}}, UsageError, r"camera 'close' has the size \[0, 96\]"),
+        ({"method": "other"}, BudgetError, "other"),
+        ({"backend": "other"}, BackendError, "other"),
+        ({"threads": 0}, UsageError, "threads is 0"),
         ({"n_action_steps": 0}, UsageError, "n_action_steps is 0"),
         ({"n_action_steps": 9}, UsageError, "n_action_steps is 9, expected .* 8"),
         (
@@ -254,6 +264,18 @@ def test_actions_that_are_not_in_the_robot_s_units_are_refused(make: Make, bundl
     bare = bundle("pi0-bare", budgets=("prune-88.9",))
     with pytest.raises(UsageError, match="no statistics of states and actions"):
         make(bundle=str(bare), cameras={"table": [SIDE, SIDE]}, budget="none")
+
+
+def test_lerobot_loads_a_configuration_that_it_has_read(make: Make, module: ModuleType, batches: list[Any]) -> None:
+    policy = make()
+    again = module.SinkprunePolicy.from_pretrained(
+        "folder", config=policy.config, dataset_stats={}, dataset_meta=None
+    )
+    assert not again.training
+    assert torch.equal(again.select_action(batches[0]), policy.select_action(batches[0]))
+    other = SimpleNamespace(type="act")
+    with pytest.raises(UsageError, match="'folder' has a policy of type 'act', expected 'sinkprune'"):
+        module.SinkprunePolicy.from_pretrained("folder", config=other)
 
 
 def test_a_policy_is_not_trained(make: Make, module: ModuleType, batches: list[dict[str, Any]]) -> None:

@@ -31,7 +31,7 @@ STATE, ACTION, TASK = "observation.state", "action", "task"
 IMAGES = "observation.images."
 """The start of the keys of cameras' frames."""
 _ROUNDING = 1e-3
-"""By how much resizing may leave the range of pixels, 0 to 1."""
+"""By how much resizing may leave the range of pixels, 0 to 1. It changes no pixel of 8 bits."""
 _WARM_UP = "pick up the object"
 """An instruction of a usual length, on which costs depend little."""
 _NO_TRAINING = (
@@ -314,7 +314,7 @@ def _frame(name: str, frames: Tensor, row: int) -> Array:
     pixels = _numbers(frames[row])
     if not (pixels.min() >= -_ROUNDING and pixels.max() <= 1 + _ROUNDING):
         raise ImageError(f"'{name}' has values from {pixels.min():g} to {pixels.max():g}, {expected}.")
-    return (pixels.clip(0, 1) * 255).round().astype(np.uint8).transpose(1, 2, 0)
+    return (pixels * 255).round().astype(np.uint8).transpose(1, 2, 0)
 
 
 def _numbers(tensor: Tensor) -> Array:
