@@ -78,11 +78,14 @@ def server(folder: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    log = folder / "server.log"
+    # Not where the bundle's path in the page's command leads to it.
+    place = folder / "server"
+    place.mkdir()
+    log = place / "log"
     with (
         log.open("w") as output,
         subprocess.Popen(
-            printed(SERVE, f"--port={port}"), cwd=folder, env=environment(folder), stdout=output, stderr=output
+            printed(SERVE, f"--port={port}"), cwd=place, env=environment(folder), stdout=output, stderr=output
         ) as process,
     ):
         try:
@@ -102,8 +105,11 @@ def listens(port: int) -> bool:
 
 
 def test_the_control_loop_runs_the_engines(folder: Path) -> None:
-    found = json.loads(run(program("support.lerobot.control_loop", "robot-policy", EPISODE, "batches.npz"), folder))
-    compare(found, *episode(Policy.load(folder / "robot-bundle", threads=1)))
+    both = json.loads(run(program("support.lerobot.control_loop", "robot-policy", EPISODE, "batches.npz"), folder))
+    expected = episode(Policy.load(folder / "robot-bundle", threads=1))
+    assert len(both) == 2
+    for found in both:
+        compare(found, *expected)
     with np.load(folder / "batches.npz") as now, np.load(Path(__file__).parent / "batches.npz") as recorded:
         assert set(now) == set(recorded)
         for name in now:
@@ -111,7 +117,7 @@ def test_the_control_loop_runs_the_engines(folder: Path) -> None:
 
 
 def test_the_policy_server_runs_the_engines_for_the_robot_client(folder: Path, server: str) -> None:
-    words = ("support.lerobot.table_robot", server, "robot-policy", EPISODE, str(RUN))
+    words = ("support.lerobot.table_robot", server, str(folder / "robot-policy"), EPISODE, str(RUN))
     found = json.loads(run(program(*words), folder))
     # The client drops the first action of every chunk but the first.
     compare(found, *episode(Policy.load(folder / "robot-bundle", threads=1), skip=1))

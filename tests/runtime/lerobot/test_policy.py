@@ -185,6 +185,8 @@ def test_costs_for_a_deadline_are_measured_when_the_policy_is_loaded(
     late = make(budget="none", deadline_ms=1, steps=4, min_steps=2)
     late.select_action(batches[0])
     assert (late.reports[0].budget, late.reports[0].steps) == (BUDGET, 2)
+    pruned = make(method="downsample", deadline_ms=60_000)
+    assert (pruned.engines.costs.method, {*pruned.engines.costs.budgets}) == ("downsample", {BUDGET})
     assert make().engines.costs is None
 
 
@@ -214,6 +216,7 @@ def without(batch: dict[str, Any], key: str) -> dict[str, Any]:
         (lambda b: {**b, TABLE: b[TABLE] * 2 - 1}, ImageError, "values from -"),
         (lambda b: {**b, TABLE: b[TABLE] * np.nan}, ImageError, "values from nan"),
         (lambda b: {**b, TABLE: b[TABLE][0]}, ImageError, r"of shape \[3, 96, 96\], expected fp32 \[batch,3"),
+        (lambda b: {**b, TABLE: b[TABLE][:, :, 0]}, ImageError, r"of shape \[1, 3, 96\]"),
         (lambda b: {**b, TABLE: b[TABLE].permute(0, 2, 3, 1)}, ImageError, r"of shape \[1, 96, 96, 3\]"),
         (lambda b: {**b, TABLE: (b[TABLE] * 255).to(torch.uint8)}, ImageError, "is torch.uint8"),
     ],

@@ -2,8 +2,9 @@
 
     python -m support.lerobot.control_loop FOLDER SEED BATCHES.npz
 
-runs one episode with the policy of FOLDER, and prints JSON: the actions, and whether the robot picked the named
-object. BATCHES.npz are the observations of all chunks, as LeRobot's processors give them to the policy.
+runs an episode with the policy of FOLDER, another with a policy of the same fields without a folder, and prints JSON:
+for both the actions, and whether the robot picked the named object. BATCHES.npz are the observations of the first
+episode's chunks, as LeRobot's processors give them to the policy.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ FEATURES = {
 """What a data set of the table has."""
 
 
-def run_episode(folder: str, seed: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def run_episode(config: Any, folder: str | None, seed: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Run an episode; returns its actions, and the arrays of `recorded`."""
-    config = PreTrainedConfig.from_pretrained(folder)
     config.pretrained_path = folder
     policy = make_policy(config, ds_meta=SimpleNamespace(features=FEATURES, stats={}))
     before, after = make_pre_post_processors(
         config,
         folder,
+        # As `lerobot-record` does.
         preprocessor_overrides={
             "device_processor": {"device": "cpu"},
             "rename_observations_processor": {"rename_map": {}},
@@ -76,6 +77,8 @@ def recorded(batches: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 if __name__ == "__main__":
     folder, seed, file = sys.argv[1:]
-    episode, arrays = run_episode(folder, seed)
+    config = PreTrainedConfig.from_pretrained(folder)
+    of_folder, arrays = run_episode(config, folder, seed)
+    of_fields, _ = run_episode(config, None, seed)
     np.savez_compressed(file, **arrays)
-    json.dump(episode, sys.stdout)
+    json.dump([of_folder, of_fields], sys.stdout)
