@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-robot test lint types pytest figures test-slow test-harness test-ray test-intel-gpu test-aarch64 test-x86-64 fuzz clean
+.PHONY: demo demo-robot test lint types pytest figures test-slow test-harness test-ray test-lerobot test-intel-gpu test-aarch64 test-x86-64 fuzz clean
 
 demo: .venv/.demo
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash demo/demo.sh demo-output
@@ -33,7 +33,7 @@ LONG := -o faulthandler_timeout=3600
 
 # A thread of BLAS to each worker: they share cores, and OpenBLAS spins where its threads do.
 pytest: .venv/.dev
-	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) -m "not slow and not gpu and not harness and not ray and not intel_gpu"
+	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) -m "not slow and not gpu and not harness and not ray and not lerobot and not intel_gpu"
 
 # Measures the tables of the README and the docs again on this machine: make figures FIGURES="savings accuracy"
 figures: .venv/.dev
@@ -59,6 +59,17 @@ test-harness: .venv/.dev
 test-ray: .venv/.dev
 	$(BIN)/pip install --quiet --editable '.[ray]'
 	$(BIN)/pytest $(LONG) -m ray
+
+# LeRobot cannot share an environment with the export. --no-deps, because LeRobot wants a torch of which pip may find CUDA
+# builds only. It runs with a later one.
+LEROBOT := build/lerobot/bin
+
+test-lerobot: .venv/.dev
+	$(BIN)/python -m venv build/lerobot
+	$(LEROBOT)/pip install --quiet $(PIP_INDEX) torch==2.13.0
+	$(LEROBOT)/pip install --quiet $(PIP_INDEX) --no-deps torchvision==0.28.0 lerobot==0.4.4
+	$(LEROBOT)/pip install --quiet --editable '.[cpu]' --requirement tests/support/lerobot/requirements.txt
+	LEROBOT_PYTHON=$(CURDIR)/$(LEROBOT)/python $(BIN)/pytest $(LONG) -m lerobot
 
 # A stand-in for a GPU of Intel on x86-64: OpenVINO's GPU plugin and its kernels, on Intel's OpenCL for processors.
 STAND_IN := build/intel-gpu
@@ -96,7 +107,7 @@ clean:
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 REACHED := import sys, urllib.request; urllib.request.urlopen(sys.argv[1] + "/torch/", timeout=5)
 
-.venv/.dev: PIP_INDEX = $(if $(TORCH_INDEX),$$($(BIN)/python -c '$(REACHED)' $(TORCH_INDEX) 2>/dev/null && \
+test-lerobot .venv/.dev: PIP_INDEX = $(if $(TORCH_INDEX),$$($(BIN)/python -c '$(REACHED)' $(TORCH_INDEX) 2>/dev/null && \
 	echo --extra-index-url $(TORCH_INDEX) || echo "$(TORCH_INDEX) cannot be reached: taking pip's torch" >&2))
 
 .venv/.demo .venv/.dev: .venv/.%: pyproject.toml | $(BIN)/python

@@ -28,11 +28,11 @@ before = {name.split(".")[0] for name in sys.modules}
 for folder in sys.argv[1:]:
     package = importlib.import_module(f"sinkprune.{folder}")
     for module in pkgutil.walk_packages(package.__path__, f"sinkprune.{folder}."):
-        if not module.name.endswith((".kernels", ".lmms_eval_model")):
+        if not module.name.endswith((".kernels", ".lmms_eval_model")) and ".runtime.lerobot." not in module.name:
             importlib.import_module(module.name)
 print(*{name.split(".")[0] for name in sys.modules} - before)
 """
-"""Imports all modules of some folders, except those for Triton and lmms-eval, and prints the loaded packages."""
+"""Imports all modules of some folders, without those for Triton, lmms-eval and LeRobot, and prints the packages."""
 
 
 def test_the_folders_at_the_top_are_links_to_the_package() -> None:

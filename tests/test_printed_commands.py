@@ -62,6 +62,8 @@ NOT_RUN: dict[str, str] = {
     r"python3\.11 -m venv|peers/bin/|converter/bin/|export PATH|CMAKE_ARGS": SYSTEM,
     r"benchmarks/|python benchmarks/|pytest -m gpu": MINUTES,
     r"python -m lmms_eval": PARTS,
+    r"python -m sinkprune\.runtime\.lerobot": "needs LeRobot: see tests/runtime/lerobot/test_lerobot.py",
+    r"python -m lerobot|lerobot-record ": PARTS,
     r"python demo/photo\.py": PARTS,
     r"mkdir others|python -m sinkprune\.demo\.write_scenes": MINUTES,
     r"openssl ": PARTS,

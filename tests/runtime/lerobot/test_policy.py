@@ -1,0 +1,312 @@
+"""LeRobot's policy class on recorded observations, with a stand-in for LeRobot's base classes.
+
+`batches.npz` has the observations of an episode as LeRobot's processors give them to a policy. The tests of
+`make test-lerobot` compare this file with LeRobot.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from conftest import make_once
+from sinkprune import Policy, demo
+from sinkprune.contract.errors import BackendError, BudgetError, ImageError, PromptError, UsageError
+from sinkprune.demo.robot_table import SIDE, RobotTable
+from support.lerobot.episodes import BUDGET, EPISODE, RUN, SEED, episode
+from support.lerobot.stand_in import FeatureType, PolicyFeature, standing_in
+from support.programs.printed_commands import ALL
+
+MODULE = "sinkprune.runtime.lerobot.policy"
+CAMERAS = {"table": [SIDE, SIDE], "close": [SIDE, SIDE]}
+TABLE, CLOSE = (f"observation.images.{name}" for name in CAMERAS)
+Make = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def module() -> Iterator[ModuleType]:
+    """The adapter, on the stand-in."""
+    with standing_in():
+        yield importlib.import_module(MODULE)
+        del sys.modules[MODULE]
+
+
+@pytest.fixture(scope="module")
+def robot(shared_folder: Path) -> Path:
+    """The bundle of the pocket robot."""
+    from sinkprune.export.command import main as export
+
+    source = Path(demo.__file__).parent / "pocket-robot"
+
+    def write(folder: Path) -> None:
+        plans = ["--budgets", BUDGET, "--methods", "sinkpruner,downsample"]
+        assert export([str(source), "-o", str(folder), "--max-images", "2", *plans]) == 0
+
+    return make_once(shared_folder / "pocket-robot", write)
+
+
+@pytest.fixture(scope="module")
+def engines(robot: Path) -> Policy:
+    return Policy.load(robot, threads=1)
+
+
+@pytest.fixture
+def make(module: ModuleType, robot: Path) -> Make:
+    """Return a function that loads a policy of LeRobot, with some fields of its configuration changed."""
+
+    def policy(**changed: Any) -> Any:
+        given = {"bundle": str(robot), "cameras": CAMERAS, "budget": BUDGET, "seed": SEED, "threads": 1, **changed}
+        return module.SinkprunePolicy(module.SinkpruneConfig(**given))
+
+    return policy
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[dict[str, Any]]:
+    """The recorded observations of an episode's chunks."""
+    found = list[dict[str, Any]]()
+    with np.load(Path(__file__).parent / "batches.npz") as recorded:
+        for name, value in recorded.items():
+            number, key = name.split("/", 1)
+            if int(number) == len(found):
+                found.append({})
+            found[int(number)][key] = value.tolist() if key == "task" else torch.from_numpy(value)
+    return found
+
+
+def acted(engines: Policy, table: RobotTable, **options: Any) -> np.ndarray:
+    """The chunk of the engines alone."""
+    frames = options.pop("cameras", table.cameras())
+    options = {"budget": BUDGET, "seed": SEED, **options}
+    return engines.act(frames, table.instruction, table.state(), **options).actions
+
+
+def test_an_episode_s_actions_are_those_of_the_engines(
+    make: Make, engines: Policy, batches: list[dict[str, Any]]
+) -> None:
+    expected, succeeded = episode(engines)
+    assert succeeded and len(batches) == 3 and 2 * RUN < len(expected) <= 3 * RUN
+    policy, found = make(n_action_steps=RUN), []
+    policy.reset()
+    for batch in batches:
+        found += [policy.select_action(batch) for _ in range(RUN)]
+        # Only the first of these actions has run the engines.
+        assert [report.budget for report in policy.reports] == [BUDGET]
+    assert all(action.shape == (1, 3) and action.dtype == torch.float32 for action in found)
+    np.testing.assert_array_equal(torch.cat(found).numpy()[: len(expected)], np.array(expected, np.float32))
+
+
+def test_a_chunk_is_used_up_before_the_next_unless_the_episode_ends(
+    make: Make, engines: Policy, batches: list[dict[str, Any]]
+) -> None:
+    policy = make()
+    first, second = (policy.predict_action_chunk(batch)[0] for batch in batches[:2])
+    assert len(first) == engines.facts.chunk and not torch.equal(first, second)
+    chosen = [policy.select_action(batches[0])[0], *(policy.select_action(batches[1])[0] for _ in first)]
+    assert torch.equal(torch.stack(chosen), torch.cat([first, second[:1]]))
+    policy.reset()
+    assert torch.equal(policy.select_action(batches[0])[0], first[0])
+
+
+def test_cameras_are_in_the_order_of_the_configuration(
+    make: Make, engines: Policy, batches: list[dict[str, Any]]
+) -> None:
+    table = RobotTable(EPISODE)
+    first, second = table.cameras()
+    for names, frames in (
+        (("table", "close"), [first, second]),
+        (("close", "table"), [second, first]),
+        (("table", "-"), [first, None]),
+        (("-", "close"), [None, second]),
+    ):
+        policy = make(cameras={name: CAMERAS.get(name, []) for name in names})
+        assert list(policy.config.input_features) == [
+            *(f"observation.images.{name}" for name in names if name in CAMERAS),
+            "observation.state",
+        ]
+        chunk = policy.predict_action_chunk(batches[0]).numpy()
+        np.testing.assert_array_equal(chunk[0], acted(engines, table, cameras=frames))
+
+
+def test_each_observation_of_a_batch_has_its_own_chunk(make: Make, batches: list[dict[str, Any]]) -> None:
+    policy, (one, two, _) = make(), batches
+    alone = [policy.predict_action_chunk(one), policy.predict_action_chunk({**two, "task": "pick the red star"})]
+    both = {key: torch.cat([one[key], two[key]]) for key in (TABLE, CLOSE, "observation.state")}
+    together = policy.predict_action_chunk({**both, "task": [*one["task"], "pick the red star"]})
+    assert torch.equal(together, torch.cat(alone)) and len(policy.reports) == 2
+    assert not torch.equal(together[1:], policy.predict_action_chunk(two))
+    assert torch.equal(policy.predict_action_chunk({**both, "task": one["task"][0]})[:1], alone[0])
+    assert policy.select_action({**both, "task": one["task"][0]}).shape == (2, 3)
+
+
+def test_noise_and_options_reach_the_engines(make: Make, engines: Policy, batches: list[dict[str, Any]]) -> None:
+    table, facts = RobotTable(EPISODE), engines.facts
+    noise = np.random.default_rng(0).standard_normal((1, facts.chunk, facts.action_dim), np.float32)
+    policy = make(budget="none", steps=3)
+    expected = acted(engines, table, budget="none", steps=3, seed=None, noise=noise[0])
+    np.testing.assert_array_equal(policy.predict_action_chunk(batches[0], torch.from_numpy(noise))[0], expected)
+    np.testing.assert_array_equal(policy.select_action(batches[0], torch.from_numpy(noise))[0], expected[0])
+    assert not np.array_equal(policy.predict_action_chunk(batches[0])[0], expected)
+    other = make(method="downsample")
+    np.testing.assert_array_equal(
+        other.predict_action_chunk(batches[0])[0], acted(engines, table, method="downsample")
+    )
+    assert not np.array_equal(other.predict_action_chunk(batches[0])[0], acted(engines, table))
+    other = make(seed=None)
+    chunks = [other.predict_action_chunk(batches[0]) for _ in range(2)]
+    assert not torch.equal(*chunks)
+
+
+def test_costs_for_a_deadline_are_measured_when_the_policy_is_loaded(
+    make: Make, batches: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Policy, "warm_up", partial_method(Policy.warm_up, seconds=0))
+    policy = make(budget="none", deadline_ms=60_000, steps=4, min_steps=2)
+    assert policy.engines.costs is not None
+    policy.select_action(batches[0])
+    (report,) = policy.reports
+    assert (report.budget, report.steps) == ("none", 4)
+    assert report.deadline.deadline_ms == 60_000 and report.deadline.met
+    assert {*policy.engines.costs.budgets} == {"none", BUDGET}
+    late = make(budget="none", deadline_ms=1, steps=4, min_steps=2)
+    late.select_action(batches[0])
+    assert (late.reports[0].budget, late.reports[0].steps) == (BUDGET, 2)
+    pruned = make(method="downsample", deadline_ms=60_000)
+    assert (pruned.engines.costs.method, {*pruned.engines.costs.budgets}) == ("downsample", {BUDGET})
+    assert make().engines.costs is None
+
+
+def partial_method(method: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Return `method` with some options given."""
+    return lambda self, *arguments, **others: partial(method, self, **options)(*arguments, **others)
+
+
+def without(batch: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in batch.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda b: without(b, CLOSE), UsageError, f"'{CLOSE}' of the observation is .*{TABLE}.*rename_map"),
+        (lambda b: without(b, "observation.state"), UsageError, "'observation.state' of the observation is"),
+        (lambda b: {**b, "observation.state": b["observation.state"][0]}, UsageError, r"shape \[2\], expected \[b"),
+        (lambda b: {**b, "observation.state": torch.zeros(1, 3)}, UsageError, r"the state has the shape \[3\]"),
+        (lambda b: {**b, "observation.state": torch.full((1, 2), np.nan)}, UsageError, "the state has nan"),
+        (lambda b: {**b, "observation.state": torch.zeros(2, 2)}, UsageError, "1 instruction as 'task' for 2 obs"),
+        (lambda b: {**b, "observation.state": torch.zeros(2, 2), "task": "go"}, ImageError, "has 1 frame, and the"),
+        (lambda b: {**b, "task": ["go", "go"]}, UsageError, "2 instructions as 'task' for 1 observation"),
+        (lambda b: without(b, "task"), PromptError, "the instruction is"),
+        (lambda b: {**b, "task": ""}, PromptError, "empty"),
+        (lambda b: {**b, TABLE: b[TABLE] * 255}, ImageError, "values from .* to 2.*from 0 to 1"),
+        (lambda b: {**b, TABLE: b[TABLE] * 2 - 1}, ImageError, "values from -"),
+        (lambda b: {**b, TABLE: b[TABLE] * np.nan}, ImageError, "values from nan"),
+        (lambda b: {**b, TABLE: b[TABLE][0]}, ImageError, r"of shape \[3, 96, 96\], expected fp32 \[batch,3"),
+        (lambda b: {**b, TABLE: b[TABLE][:, :, 0]}, ImageError, r"of shape \[1, 3, 96\]"),
+        (lambda b: {**b, TABLE: b[TABLE].permute(0, 2, 3, 1)}, ImageError, r"of shape \[1, 96, 96, 3\]"),
+        (lambda b: {**b, TABLE: (b[TABLE] * 255).to(torch.uint8)}, ImageError, "is torch.uint8"),
+    ],
+)
+def test_other_observations_are_refused(
+    change: Callable[[dict[str, Any]], dict[str, Any]],
+    error: type[Exception],
+    words: str,
+    make: Make,
+    batches: list[dict[str, Any]],
+) -> None:
+    with pytest.raises(error, match=words):
+        make().select_action(change(batches[0]))
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"budget": "prune-50"}, BudgetError, "prune-50"),
+        ({"cameras": {"table": [SIDE, SIDE]}}, UsageError, "found 1 camera, and .* exported for 2 cameras"),
+        ({"cameras": {**CAMERAS, "close": [SIDE]}}, UsageError, r"camera 'close' has the size \[96\], expected"),
+        ({"cameras": {**CAMERAS, "close": [0, SIDE]}}, UsageError, r"camera 'close' has the size \[0, 96\]"),
+        ({"method": "other"}, BudgetError, "other"),
+        ({"backend": "other"}, BackendError, "other"),
+        ({"threads": 0}, UsageError, "threads is 0"),
+        ({"n_action_steps": 0}, UsageError, "n_action_steps is 0"),
+        ({"n_action_steps": 9}, UsageError, "n_action_steps is 9, expected .* 8"),
+        (
+            {"output_features": {"action": PolicyFeature(FeatureType.ACTION, (6,))}},
+            UsageError,
+            r"'action' of LeRobot has the shape \[6\], and that of the bundle \[3\]",
+        ),
+        (
+            {"input_features": {"observation.state": PolicyFeature(FeatureType.STATE, (6,))}},
+            UsageError,
+            r"'observation.state' of LeRobot has the shape \[6\], and that of the bundle \[2\]",
+        ),
+    ],
+)
+def test_other_configurations_are_refused(
+    changed: dict[str, Any], error: type[Exception], words: str, make: Make
+) -> None:
+    with pytest.raises(error, match=words):
+        make(**changed)
+
+
+def test_actions_that_are_not_in_the_robot_s_units_are_refused(make: Make, bundle: Callable[..., Path]) -> None:
+    bare = bundle("pi0-bare", budgets=("prune-88.9",))
+    with pytest.raises(UsageError, match="no statistics of states and actions"):
+        make(bundle=str(bare), cameras={"table": [SIDE, SIDE]}, budget="none")
+
+
+def test_lerobot_loads_a_configuration_that_it_has_read(make: Make, module: ModuleType, batches: list[Any]) -> None:
+    policy = make()
+    again = module.SinkprunePolicy.from_pretrained(
+        "folder", config=policy.config, dataset_stats={}, dataset_meta=None
+    )
+    assert not again.training
+    assert torch.equal(again.select_action(batches[0]), policy.select_action(batches[0]))
+    other = SimpleNamespace(type="act")
+    with pytest.raises(UsageError, match="'folder' has a policy of type 'act', expected 'sinkprune'"):
+        module.SinkprunePolicy.from_pretrained("folder", config=other)
+
+
+def test_a_policy_is_not_trained(make: Make, module: ModuleType, batches: list[dict[str, Any]]) -> None:
+    policy = make()
+    assert list(policy.parameters()) == []
+    for train in (policy.config.get_optimizer_preset, policy.get_optim_params, partial(policy, batches[0])):
+        with pytest.raises(UsageError, match="no gradients"):
+            train()
+
+
+frames = st.tuples(st.integers(1, 5), st.integers(1, 5)).flatmap(lambda size: arrays(np.uint8, (2, *size, 3)))
+
+
+@given(frames, st.sampled_from([torch.float32, torch.float64, torch.float16]), st.floats(-4e-4, 4e-4))
+def test_a_frame_of_lerobot_is_the_camera_s_picture(
+    module: ModuleType, pictures: np.ndarray, dtype: torch.dtype, error: float
+) -> None:
+    given = (torch.from_numpy(pictures).permute(0, 3, 1, 2).to(torch.float64) / 255 + error).to(dtype)
+    for row in range(2):
+        np.testing.assert_array_equal(module._frame("camera", given, row), pictures[row])
+
+
+def test_the_options_of_the_page_are_fields(module: ModuleType) -> None:
+    known = {field.name for field in fields(module.SinkpruneConfig)} | {"path", "type"}
+    printed = {
+        name
+        for place, text in ALL
+        if place.startswith("lerobot.md")
+        for name in re.findall(r"--policy\.(\w+)=", text)
+    }
+    assert {"bundle", "cameras", "budget"} <= printed <= known
