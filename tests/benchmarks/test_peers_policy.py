@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
+import torch
 
 import peers
 from peer_engines.checkpoint import make_checkpoint
@@ -15,6 +18,14 @@ from support.models.peer_shapes import PI0
 QUESTION = Question(seed=3, side=56, text="What is there on the old chair?", new_tokens=4)
 
 
+@pytest.fixture
+def gradients() -> Iterator[None]:
+    """The engine of PyTorch turns gradients off in its process."""
+    yield
+    torch.set_grad_enabled(True)
+
+
+@pytest.mark.usefixtures("gradients")
 def test_the_peer_and_this_project_change_the_same_action_most(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "checkpoint", PI0)
     found = {}

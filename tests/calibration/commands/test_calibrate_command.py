@@ -14,7 +14,7 @@ from sinkprune import Pipeline
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from support.models.tasks import PHOTOS, write_task
-from support.programs.commands import run, without_notes
+from support.programs.commands import run, without_notes, wrote
 
 Bundles = Callable[..., Path]
 
@@ -30,7 +30,7 @@ def test_each_picture_is_measured_once(
 ) -> None:
     files = tmp_path / "norms.json", tmp_path / "norms.png"
     outcome = run("sinkprune-calibrate", bundle("gqa-112"), "--task", task, "--json", files[0], "--plot", files[1])
-    assert (outcome.code, without_notes(outcome.stderr)) == (0, "")
+    assert (outcome.code, without_notes(outcome.stderr)) == (0, wrote(files[1], files[0]))
     report = json.loads(files[0].read_text())
     assert (report["pictures"], report["tokens"]) == (2, 128)
     assert report["verdict"] in outcome.stdout

@@ -95,6 +95,11 @@ def acted(engines: Policy, table: RobotTable, **options: Any) -> np.ndarray:
     return engines.act(frames, table.instruction, table.state(), **options).actions
 
 
+def assert_close(actions: Any, expected: Any) -> None:
+    """Compare actions of two runs: other places in memory may change the order of a sum."""
+    np.testing.assert_allclose(np.asarray(actions), expected, rtol=0, atol=1e-4)
+
+
 def test_an_episode_s_actions_are_those_of_the_engines(
     make: Make, engines: Policy, batches: list[dict[str, Any]]
 ) -> None:
@@ -107,7 +112,7 @@ def test_an_episode_s_actions_are_those_of_the_engines(
         # Only the first of these actions has run the engines.
         assert [report.budget for report in policy.reports] == [BUDGET]
     assert all(action.shape == (1, 3) and action.dtype == torch.float32 for action in found)
-    np.testing.assert_array_equal(torch.cat(found).numpy()[: len(expected)], np.array(expected, np.float32))
+    assert_close(torch.cat(found)[: len(expected)], np.array(expected))
 
 
 def test_a_chunk_is_used_up_before_the_next_unless_the_episode_ends(
@@ -139,7 +144,7 @@ def test_cameras_are_in_the_order_of_the_configuration(
             "observation.state",
         ]
         chunk = policy.predict_action_chunk(batches[0]).numpy()
-        np.testing.assert_array_equal(chunk[0], acted(engines, table, cameras=frames))
+        assert_close(chunk[0], acted(engines, table, cameras=frames))
 
 
 def test_each_observation_of_a_batch_has_its_own_chunk(make: Make, batches: list[dict[str, Any]]) -> None:
@@ -147,9 +152,9 @@ def test_each_observation_of_a_batch_has_its_own_chunk(make: Make, batches: list
     alone = [policy.predict_action_chunk(one), policy.predict_action_chunk({**two, "task": "pick the red star"})]
     both = {key: torch.cat([one[key], two[key]]) for key in (TABLE, CLOSE, "observation.state")}
     together = policy.predict_action_chunk({**both, "task": [*one["task"], "pick the red star"]})
-    assert torch.equal(together, torch.cat(alone)) and len(policy.reports) == 2
+    assert torch.allclose(together, torch.cat(alone), atol=1e-4) and len(policy.reports) == 2
     assert not torch.equal(together[1:], policy.predict_action_chunk(two))
-    assert torch.equal(policy.predict_action_chunk({**both, "task": one["task"][0]})[:1], alone[0])
+    assert torch.allclose(policy.predict_action_chunk({**both, "task": one["task"][0]})[:1], alone[0], atol=1e-4)
     assert policy.select_action({**both, "task": one["task"][0]}).shape == (2, 3)
 
 
@@ -158,13 +163,11 @@ def test_noise_and_options_reach_the_engines(make: Make, engines: Policy, batche
     noise = np.random.default_rng(0).standard_normal((1, facts.chunk, facts.action_dim), np.float32)
     policy = make(budget="none", steps=3)
     expected = acted(engines, table, budget="none", steps=3, seed=None, noise=noise[0])
-    np.testing.assert_array_equal(policy.predict_action_chunk(batches[0], torch.from_numpy(noise))[0], expected)
-    np.testing.assert_array_equal(policy.select_action(batches[0], torch.from_numpy(noise))[0], expected[0])
+    assert_close(policy.predict_action_chunk(batches[0], torch.from_numpy(noise))[0], expected)
+    assert_close(policy.select_action(batches[0], torch.from_numpy(noise))[0], expected[0])
     assert not np.array_equal(policy.predict_action_chunk(batches[0])[0], expected)
     other = make(method="downsample")
-    np.testing.assert_array_equal(
-        other.predict_action_chunk(batches[0])[0], acted(engines, table, method="downsample")
-    )
+    assert_close(other.predict_action_chunk(batches[0])[0], acted(engines, table, method="downsample"))
     assert not np.array_equal(other.predict_action_chunk(batches[0])[0], acted(engines, table))
     other = make(seed=None)
     chunks = [other.predict_action_chunk(batches[0]) for _ in range(2)]

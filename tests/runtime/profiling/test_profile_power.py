@@ -17,7 +17,7 @@ from sinkprune.contract.reports.report import OF_TTFT, PARTS
 from sinkprune.runtime.commands.power import PowerOptions, wanted_sensor
 from sinkprune.runtime.power.meter import measuring
 from sinkprune.runtime.profiling.profile import ProfileRounds
-from support.programs.commands import assert_refused, run, without_notes
+from support.programs.commands import assert_refused, run, without_notes, wrote
 from support.stand_ins import power_stand_ins as boards
 from support.stand_ins.power_stand_ins import SteadyPower, install_tegrastats
 
@@ -99,7 +99,8 @@ def test_a_sensor_that_dies_is_told_and_the_times_are_kept(
         *("--repeat", 12, "--power", "tegrastats", "--idle", 0.5, "--json", report_file),
     )
     assert outcome.code == 2
-    assert without_notes(outcome.stderr).startswith("error: ") and without_notes(outcome.stderr).count("\n") == 1
+    said = without_notes(outcome.stderr)
+    assert said.startswith(f"{wrote(report_file)}error: ") and said.count("\n") == 2
     assert "ended with exit code 1: i2c error. Times are whole; joules are missing from then on." in outcome.stderr
     report = json.loads(report_file.read_text())
     assert "i2c error" in report["power"]["failure"]
