@@ -103,7 +103,8 @@ def test_a_line_for_people(path: Path, folder: Path, policy: Policy) -> None:
         outcome.stdout,
     )
     assert found is not None, outcome.stdout
-    assert float(found[2]) == pytest.approx(1e3 / float(found[1]), rel=0.05)
+    # Printed milliseconds are whole, and a small policy takes few.
+    assert abs(1e3 / float(found[2]) - float(found[1])) <= 0.51
     assert [float(word) for word in found[3].split(",")] == pytest.approx(own.actions[0].tolist(), rel=1e-3)
 
 
