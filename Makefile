@@ -13,8 +13,8 @@ demo: .venv/.demo
 # A pocket robot picks what its instruction names, pruned: demo-output/robot.gif shows an episode with the kept tokens.
 demo-robot: .venv/.demo
 	$(BIN)/sinkprune-export demo/pocket-robot -o demo-output/robot --force --max-images 2 --methods sinkpruner,random
-	$(BIN)/python benchmarks/robot_film.py demo-output/robot --budget prune-66.7 --film demo-output/robot.gif
-	$(BIN)/python benchmarks/robot_success.py demo-output/robot --episodes 50
+	$(BIN)/python benchmarks/robot/robot_film.py demo-output/robot --budget prune-66.7 --film demo-output/robot.gif
+	$(BIN)/python benchmarks/robot/robot_success.py demo-output/robot --episodes 50
 
 test: lint types pytest
 

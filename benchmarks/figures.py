@@ -195,7 +195,7 @@ PARTS = {
     "robot": Part(
         (
             f"sinkprune-export demo/pocket-robot -o {{work}}/robot --force --max-images 2 --methods {_ROBOT}",
-            "python benchmarks/robot_success.py {work}/robot --episodes 500 --json {json}",
+            "python benchmarks/robot/robot_success.py {work}/robot --episodes 500 --json {json}",
         ),
         {"robot-success": robot_success, "robot-times": robot_times},
         by_default=False,

@@ -1,7 +1,7 @@
 """LeRobot's policy type `sinkprune`: its configuration, its policy class and its processors.
 
-LeRobot finds these three by their names and by this module. Importing it registers the type, and needs LeRobot and
-torch.
+LeRobot finds these three by their names and by this module. Importing it registers the type, and needs LeRobot.
+Tensors are LeRobot's: this module uses their own functions, and imports torch for type checkers only.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-import torch
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.configs.types import FeatureType, PolicyFeature
 from lerobot.policies.pretrained import PreTrainedPolicy
-from torch import Tensor
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.format_value import counted, format_value, type_name
@@ -26,6 +24,9 @@ from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.acting.report import ActionReport
 from sinkprune.runtime.policy import Policy
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 STATE, ACTION, TASK = "observation.state", "action", "task"
 IMAGES = "observation.images."
@@ -169,7 +170,7 @@ class SinkprunePolicy(PreTrainedPolicy):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Drop the remaining actions of the chunk, at the start of an episode."""
-        self._queue = deque[Tensor]()
+        self._queue: deque[Tensor] = deque()
 
     def select_action(self, batch: Mapping[str, Any], noise: Tensor | None = None) -> Tensor:
         """Return the next action [batch,width], in the robot's units; runs a chunk if the last one is used up.
@@ -208,7 +209,7 @@ class SinkprunePolicy(PreTrainedPolicy):  # type: ignore[misc]
             )
             for row in range(len(states))
         ]
-        return torch.from_numpy(np.stack([report.actions for report in self.reports])).to(states.device)
+        return states.float().new_tensor(np.stack([report.actions for report in self.reports]))
 
     def forward(self, batch: Mapping[str, Any]) -> NoReturn:
         """Raise `UsageError`: the policy is not trained."""
@@ -282,14 +283,15 @@ def _with_feature(features: dict[str, Any] | None, name: str, kind: Any, width: 
 
 def _get(batch: Mapping[str, Any], key: str) -> Tensor:
     """Return a tensor of an observation; raises `UsageError`."""
-    found = batch.get(key)
-    if not isinstance(found, Tensor):
+    found: Any = batch.get(key)
+    if not hasattr(found, "new_tensor"):
         there = ", ".join(sorted(batch)) or "nothing"
         raise UsageError(
             f"'{key}' of the observation is {type_name(found)}, expected a tensor. The observation has: {there}. "
             "Name the robot's cameras as the policy's, or give LeRobot a rename_map."
         )
-    return found
+    tensor: Tensor = found
+    return tensor
 
 
 def _tasks(batch: Mapping[str, Any], count: int) -> list[Any]:

@@ -2,8 +2,8 @@
 
     python -m sinkprune.runtime.lerobot.policy_server --host=127.0.0.1 --port=8080
 
-Takes the options of `lerobot.async_inference.policy_server`. The server unpickles what clients send, so whoever
-reaches its port can run code: keep it on a network that you trust.
+Takes the options of `lerobot.async_inference.policy_server`. The server loads what clients send with `pickle`, which
+can run any program. Let only machines that you trust reach its port.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measures answers to a second question whose visual tokens were chosen for the first, against tokens of its own.
 
-    python benchmarks/follow_ups.py demo-output/bundle
-    python benchmarks/follow_ups.py demo-output/bundle --scenes 80 --budgets retain-64 --json follow-ups.json
+    python benchmarks/sessions/follow_ups.py demo-output/bundle
+    python benchmarks/sessions/follow_ups.py demo-output/bundle --scenes 80 --budgets retain-64 --json follow-ups.json
 
 A cache of pruned rows answers a second question from the tokens that the first question chose. A session selects
 anew. Each question about a scene of the test set is asked after the one before it, in both ways. `changed` is the

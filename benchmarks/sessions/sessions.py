@@ -1,7 +1,7 @@
 """Measures a second question about a picture: in a session, and as a whole request.
 
-    python benchmarks/sessions.py demo-output/bundle
-    python benchmarks/sessions.py bundle --backend openvino --budget retain-64 --rounds 9 --json sessions.json
+    python benchmarks/sessions/sessions.py demo-output/bundle
+    python benchmarks/sessions/sessions.py bundle --backend openvino --budget retain-64 --rounds 9 --json times.json
 
 Every round has a new random picture, and asks in turn: a first question in a session, a second one in the session,
 and the second one without a session. The table has medians and ranges of TTFT, and the median of the rounds' ratios.

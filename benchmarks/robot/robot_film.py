@@ -1,7 +1,7 @@
 """Draws an episode of the pocket robot as an animated picture, with the tokens that pruning kept.
 
     sinkprune-export demo/pocket-robot -o robot --max-images 2
-    python benchmarks/robot_film.py robot --budget prune-77.8 --film robot.gif
+    python benchmarks/robot/robot_film.py robot --budget prune-77.8 --film robot.gif
 
 The upper camera shows the whole table, the lower one what is around the gripper. The frame before each chunk of
 actions has the kept tokens; `docs/pictures.md` explains the colours.

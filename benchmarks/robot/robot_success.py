@@ -1,7 +1,7 @@
 """Measures how often the pocket robot picks the named object, by pruning method and budget, in closed-loop episodes.
 
     sinkprune-export demo/pocket-robot -o robot --max-images 2 --methods sinkpruner,random
-    python benchmarks/robot_success.py robot --episodes 500 --json success.json
+    python benchmarks/robot/robot_success.py robot --episodes 500 --json success.json
 
 Every method and budget sees the same tables and the same noise. The robot runs four actions of a chunk, then looks
 again. An episode fails if the gripper closes on another object, or on none within 40 steps.
