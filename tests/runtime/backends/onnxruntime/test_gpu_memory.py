@@ -14,7 +14,8 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.runtime.backends.onnxruntime import backend as ort
-from sinkprune.runtime.backends.onnxruntime.buffers import GpuMemory, scatter_graph
+from sinkprune.runtime.backends.onnxruntime.buffers import GpuMemory
+from sinkprune.runtime.backends.onnxruntime.device_graphs import scatter_graph, zeros_graph
 from support.references.same_answers import assert_equal
 
 
@@ -22,11 +23,22 @@ def memory(_: object = None) -> GpuMemory:
     return GpuMemory(onnxruntime, "CPUExecutionProvider", "cpu")
 
 
-@pytest.mark.parametrize("element_type", [1, 10])
-def test_the_graph_is_valid_onnx(element_type: int) -> None:
-    model = onnx.load(io.BytesIO(scatter_graph(element_type)))
-    onnx.checker.check_model(model)
-    assert [node.op_type for node in model.graph.node] == ["ScatterND"]
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("graph", [scatter_graph, zeros_graph])
+def test_the_graphs_are_valid_onnx(graph: Callable[[str], bytes], dtype: str) -> None:
+    onnx.checker.check_model(onnx.load(io.BytesIO(graph(dtype))), full_check=True)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("rows", [0, 1, 65])
+def test_new_buffers_are_zero_and_apart(dtype: type, rows: int) -> None:
+    own = memory()
+    first, second = own.buffers(2, (1, 3, rows, 4), np.dtype(dtype))
+    if rows:
+        own.copy_rows(own.tensor(np.ones((1, 3, 1, 4), dtype)), first, 0, 1)
+        assert first.numpy()[:, :, :1].all()
+    np.testing.assert_array_equal(first.numpy()[:, :, 1:], np.zeros((1, 3, max(rows - 1, 0), 4), dtype))
+    np.testing.assert_array_equal(second.numpy(), np.zeros((1, 3, rows, 4), dtype), strict=True)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])

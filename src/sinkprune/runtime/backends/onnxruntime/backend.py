@@ -16,9 +16,10 @@ from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import KNOWN, Compute
 from sinkprune.runtime.backends.kv_cache import BufferedDecoder, CacheMemory, cache_names
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.onnxruntime.buffers import CpuMemory, GpuMemory
+from sinkprune.runtime.backends.onnxruntime.buffers import CUDA, CpuMemory, GpuMemory
 from sinkprune.runtime.backends.onnxruntime.library import (
     import_onnxruntime,
+    load_cuda_libraries,
     session_options,
     session_path,
     share_arena,
@@ -37,6 +38,7 @@ _DTYPES: dict[str, Any] = {
 _TOO_NEW = ("Unsupported model IR version", "is under development and support for this is limited")
 """Errors of onnxruntime for a file, and for an opset, of a later ONNX."""
 _PROVIDERS = {"ort-cpu": "CPUExecutionProvider", "ort-cuda": "CUDAExecutionProvider"}
+_WITH_OPTIONS = {"CUDAExecutionProvider": CUDA}
 _DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 
 
@@ -55,6 +57,8 @@ class OrtBackend(Backend):
                 f"backend '{name}' needs {provider}, this onnxruntime has {', '.join(ort.get_available_providers())}."
                 " For CUDA: pip uninstall onnxruntime && pip install 'sinkprune[cuda]'."
             )
+        if provider == "CUDAExecutionProvider":
+            load_cuda_libraries(ort)
         share_arena(ort)
         self._ort = ort
         self._provider = provider
@@ -112,7 +116,8 @@ class OrtBackend(Backend):
     def _session(self, model: Model, path_or_bytes: str | bytes, options: Any) -> Any:
         try:
             # The fallback would try the same again, and print on stdout.
-            return self._ort.InferenceSession(path_or_bytes, options, providers=[self._provider], enable_fallback=0)
+            providers = [_WITH_OPTIONS.get(self._provider, self._provider)]
+            return self._ort.InferenceSession(path_or_bytes, options, providers=providers, enable_fallback=0)
         except Exception as error:
             # onnxruntime has no common base class for its errors.
             raise BackendError(

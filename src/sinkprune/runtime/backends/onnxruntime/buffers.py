@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -11,11 +12,15 @@ import numpy as np
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends.host_buffers import HostBuffers
 from sinkprune.runtime.backends.kv_cache import CacheMemory
+from sinkprune.runtime.backends.onnxruntime.device_graphs import scatter_graph, zeros_graph
 from sinkprune.runtime.backends.onnxruntime.library import session_options
 
-_INT64 = 7
-_ELEMENT_TYPES = {"tensor(float)": 1, "tensor(float16)": 10}
-"""By ONNX Runtime's names, the numbers of onnx.proto3."""
+Provider = str | tuple[str, dict[str, str]]
+"""An execution provider, with its options if it has any."""
+CUDA: Provider = ("CUDAExecutionProvider", {"use_tf32": "0"})
+"""fp32 products round nothing to TF32: selection must choose the same tokens as on a CPU."""
+_DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
+"""By ONNX Runtime's names."""
 
 
 class _OrtMemory(CacheMemory):
@@ -51,72 +56,44 @@ class CpuMemory(_OrtMemory):
 
 
 class GpuMemory(_OrtMemory):
-    """Buffers in GPU memory, which ONNX Runtime's allocator reuses. New buffers are copied from zeros on the host.
+    """Buffers in GPU memory, which ONNX Runtime's allocator reuses. Graphs fill them and copy rows on the device."""
 
-    Rows are copied on the device. ONNX Runtime's Python copies whole tensors only, so a graph of one operator does
-    it: ScatterND, whose output is bound to its first input, writes the given rows and nothing else.
-    """
-
-    def __init__(self, onnxruntime: Any, provider: str = "CUDAExecutionProvider", device: str = "cuda") -> None:
+    def __init__(self, onnxruntime: Any, provider: Provider = CUDA, device: str = "cuda") -> None:
         super().__init__(onnxruntime, device)
         self._provider = provider
         self._session = lru_cache(self._new_session)
+        # All layers of a call write rows to the same places.
+        self._places = lru_cache(maxsize=1)(self._new_places)
 
     def buffers(self, count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Any]:
-        return [self.tensor(np.zeros(shape, dtype)) for _ in range(count)]
+        binding = self._session(zeros_graph, dtype.name).io_binding()
+        binding.bind_cpu_input("shape", np.array(shape, np.int64))
+        return [self._new_output(dtype.name, binding) for _ in range(count)]
 
     def copy_rows(self, source: Any, target: Any, place: int, rows: int) -> None:
-        _, heads, given, _ = source.shape()
-        if rows < given:
-            source = self.tensor(np.ascontiguousarray(source.numpy()[:, :, :rows]))
-        indices = np.zeros((1, heads, rows, 3), np.int64)
-        indices[..., 1] = np.arange(heads)[:, None]
-        indices[..., 2] = np.arange(place, place + rows)
-        session = self._session(_ELEMENT_TYPES[target.data_type()])
+        session = self._session(scatter_graph, _DTYPES[target.data_type()])
         binding = session.io_binding()
-        for name, value in (("target", target), ("indices", self.tensor(indices)), ("source", source)):
+        inputs = {"target": target, "source": source, **self._places(target.shape()[1], place, rows)}
+        for name, value in inputs.items():
             binding.bind_ortvalue_input(name, value)
         binding.bind_ortvalue_output("written", target)
         session.run_with_iobinding(binding)
 
     def zero_rows(self, target: Any, first: int) -> None:
-        """Do nothing: `buffer` returns zeros, and these rows were not written since."""
+        """Do nothing: `buffers` returns zeros, and these rows were not written since."""
 
-    def _new_session(self, element_type: int) -> Any:
+    def _new_output(self, dtype: str, binding: Any) -> Any:
+        binding.bind_output("zeros", self._device)
+        self._session(zeros_graph, dtype).run_with_iobinding(binding)
+        return binding.get_outputs()[0]
+
+    def _new_places(self, heads: int, place: int, rows: int) -> dict[str, Any]:
+        indices = np.zeros((1, heads, rows, 3), np.int64)
+        indices[..., 1] = np.arange(heads)[:, None]
+        indices[..., 2] = np.arange(place, place + rows)
+        return {"indices": self.tensor(indices), "rows": self.tensor(np.arange(rows))}
+
+    def _new_session(self, graph: Callable[[str], bytes], dtype: str) -> Any:
         options = session_options(self._ort)
         options.intra_op_num_threads = 1
-        return self._ort.InferenceSession(
-            scatter_graph(element_type), options, providers=[self._provider], enable_fallback=0
-        )
-
-
-def scatter_graph(element_type: int) -> bytes:
-    """Return an ONNX file: written = ScatterND(target, indices, source), of operator set 13.
-
-    Its few fields are encoded here, because the package onnx is too large for a robot.
-    """
-    inputs = {"target": element_type, "indices": _INT64, "source": element_type}
-    node = b"".join(_field(1, name.encode()) for name in inputs) + _field(2, b"written") + _field(4, b"ScatterND")
-    graph = _field(1, node) + _field(2, b"write_rows")
-    graph += b"".join(_field(11, _value(name, kind)) for name, kind in inputs.items())
-    graph += _field(12, _value("written", element_type))
-    return _number(1, 8) + _field(7, graph) + _field(8, _field(1, b"") + _number(2, 13))
-
-
-def _value(name: str, element_type: int) -> bytes:
-    any_shape = _field(2, _field(1, b"") * 4)
-    return _field(1, name.encode()) + _field(2, _field(1, _number(1, element_type) + any_shape))
-
-
-def _field(number: int, content: bytes) -> bytes:
-    """Return a protobuf field of bytes: its number, the length in groups of 7 bits, and the bytes."""
-    length, groups = len(content), []
-    while length > 127:
-        groups.append(length & 127 | 128)
-        length >>= 7
-    return bytes([number << 3 | 2, *groups, length]) + content
-
-
-def _number(number: int, value: int) -> bytes:
-    """Return a protobuf field with a number below 128."""
-    return bytes([number << 3, value])
+        return self._ort.InferenceSession(graph(dtype), options, providers=[self._provider], enable_fallback=0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from contextlib import redirect_stdout
 from functools import cache
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,16 @@ def import_onnxruntime(name: str) -> Any:
         ) from error
     onnxruntime.disable_telemetry_events()
     return onnxruntime
+
+
+def load_cuda_libraries(onnxruntime: Any) -> None:
+    """Load CUDA and cuDNN from NVIDIA's Python packages, where these are installed.
+
+    Otherwise the system finds them, or the provider does not start. The library prints what it does not find.
+    """
+    if hasattr(onnxruntime, "preload_dlls"):
+        with redirect_stdout(StringIO()):
+            onnxruntime.preload_dlls(directory="")
 
 
 @cache

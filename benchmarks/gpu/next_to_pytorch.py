@@ -1,0 +1,274 @@
+"""Times a bundle of random weights next to the same model in PyTorch, on one GPU.
+
+    sinkprune-export llava-1.5-7b --random-weights --precision fp16 -o llava-7b
+    python benchmarks/gpu/next_to_pytorch.py llava-1.5-7b llava-7b --json results.json
+    sinkprune-export pi0 --random-weights --precision fp16 -o pi0
+    python benchmarks/gpu/next_to_pytorch.py pi0 pi0 --json results.json
+
+PyTorch runs transformers' own model: eager, with scaled dot product attention, in the type of --dtype. All rows take
+turns in every round, each on the same new picture. Weights are random: times are true, answers are noise.
+
+`ttft` of a policy is the time from frames to actions, and a token is a denoising step. `--device cpu --backend ort-cpu`
+tries the script without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+
+from sinkprune import Pipeline, Policy
+from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.files.output_files import check_writable, write_whole
+from sinkprune.export.presets import PRESETS
+
+QUESTION = "What is in the cup, and what lies on the saucer?"
+PARTS = ("ttft", "vision", "prefill", "per_token")
+CAMERAS = 3
+WARM_UP = 3
+
+Times = Mapping[str, float]
+"""Milliseconds by part, those of `PARTS`."""
+Row = Callable[[int], Times]
+"""Answers about the picture of a seed, or acts on it."""
+
+
+def picture(seed: int, side: int = 336) -> Image.Image:
+    """Return a random picture of `side` pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), np.uint8)
+    return Image.fromarray(pixels)
+
+
+def our_answers(pipeline: Pipeline, budget: str, new_tokens: int) -> Row:
+    """Return a row of our chain at `budget`."""
+
+    def answer(seed: int) -> Times:
+        lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
+        ms = pipeline.generate(picture(seed), QUESTION, budget=budget, **lengths).ms
+        return {part: ms[part] for part in PARTS}
+
+    return answer
+
+
+def our_chunks(policy: Policy, budget: str, steps: int) -> Row:
+    """Return a row of our policy at `budget`."""
+    state = [0.0] * len(policy.facts.usual_state)
+
+    def act(seed: int) -> Times:
+        frames = [picture(seed * CAMERAS + camera, 224) for camera in range(CAMERAS)]
+        chunk = policy.act(frames, QUESTION, state, budget=budget, steps=steps, seed=seed)
+        step = statistics.median(chunk.step_ms)
+        return {**chunk.ms, "ttft": chunk.ms["latency"], "per_token": step}
+
+    return act
+
+
+def pytorch_answers(config: Mapping[str, Any], dtype: Any, device: str, prompt: int, new_tokens: int) -> Row:
+    """Return a row of transformers' LLaVA. `prompt` is the number of text tokens."""
+    known = transformers.AutoConfig.for_model(**config)
+    with torch.device(device):
+        model = transformers.LlavaForConditionalGeneration._from_config(
+            known, dtype=dtype, attn_implementation="sdpa"
+        )
+    model.eval()
+    side, patch = known.vision_config.image_size, known.vision_config.patch_size
+    processor = transformers.CLIPImageProcessorPil(
+        size={"shortest_edge": side}, crop_size={"height": side, "width": side}
+    )
+    clock, decoder = _Clock(device), _Clock(device)
+    tower = _Clock(device)
+    model.model.vision_tower.register_forward_pre_hook(tower.begin)
+    model.model.vision_tower.register_forward_hook(tower.end)
+    model.model.language_model.register_forward_pre_hook(decoder.begin_first)
+    image = [known.image_token_id] * (side // patch) ** 2
+    ids = torch.tensor(
+        [[1, *range(5, 5 + prompt // 2), *image, *range(9, 9 + prompt - prompt // 2 - 1)]], device=device
+    )
+
+    def answer(seed: int) -> Times:
+        seen, streamer = picture(seed), _Tokens()
+        clock.begin()
+        decoder.started = None
+        pixels = processor(images=seen, return_tensors="pt")["pixel_values"].to(device, dtype)
+        model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            pixel_values=pixels,
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            streamer=streamer,
+        )
+        _, first, *later = streamer.times
+        return {
+            "ttft": (first - clock.started) * 1e3,
+            "vision": tower.ms,
+            "prefill": (first - decoder.started) * 1e3,
+            "per_token": (later[-1] - first) * 1e3 / len(later),
+        }
+
+    return answer
+
+
+def pytorch_chunks(config: Mapping[str, Any], dtype: Any, device: str, prompt: int, steps: int) -> Row:
+    """Return a row of transformers' pi0. `prompt` is the number of text tokens."""
+    known = transformers.AutoConfig.for_model(**config)
+    with torch.device(device):
+        model = transformers.PI0ForConditionalGeneration._from_config(known, dtype=dtype, attn_implementation="sdpa")
+    model.eval()
+    vision = known.vlm_config.vision_config
+    tokens = (vision.image_size // vision.patch_size) ** 2 * CAMERAS
+    ids = torch.tensor([[known.vlm_config.image_token_id] * tokens + list(range(5, 5 + prompt))], device=device)
+    clock, tower, prefix = _Clock(device), _Clock(device), _Clock(device)
+    model.model.vlm.vision_tower.register_forward_hook(tower.end)
+    model.model.vlm.register_forward_hook(prefix.end)
+
+    def act(seed: int) -> Times:
+        frames = [picture(seed * CAMERAS + camera, 224) for camera in range(CAMERAS)]
+        rng = torch.Generator(device).manual_seed(seed)
+        clock.begin()
+        pixels = (
+            np.stack([np.asarray(frame) for frame in frames]).transpose(0, 3, 1, 2).astype(np.float32) / 127.5 - 1
+        )
+        shape = (1, known.chunk_size, known.max_action_dim)
+        model.sample_actions(
+            state=torch.zeros(1, known.max_state_dim, device=device, dtype=dtype),
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            pixel_values=torch.from_numpy(pixels)[None].to(device, dtype),
+            pixel_attention_mask=torch.ones(1, CAMERAS, dtype=torch.bool, device=device),
+            noise=torch.randn(shape, generator=rng, device=device, dtype=dtype),
+            num_steps=steps,
+        ).cpu()
+        end = time.perf_counter()
+        return {
+            "ttft": (end - clock.started) * 1e3,
+            "vision": (tower.ended - clock.started) * 1e3,
+            "prefill": (prefix.ended - tower.ended) * 1e3,
+            "per_token": (end - prefix.ended) * 1e3 / steps,
+        }
+
+    return act
+
+
+class _Clock:
+    """Reads the time when the device has done all work."""
+
+    def __init__(self, device: str) -> None:
+        self._cuda = device != "cpu"
+        self.started: Any = None
+        self.ended = 0.0
+
+    @property
+    def ms(self) -> float:
+        return float(self.ended - self.started) * 1e3
+
+    def begin(self, *_: Any) -> None:
+        self.started = self._now()
+
+    def begin_first(self, *_: Any) -> None:
+        """Begin, unless it has begun."""
+        if self.started is None:
+            self.begin()
+
+    def end(self, *_: Any) -> None:
+        self.ended = self._now()
+
+    def _now(self) -> float:
+        if self._cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+class _Tokens(transformers.generation.streamers.BaseStreamer):  # type: ignore[misc]
+    """Records the time of the prompt, then of each token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Do nothing."""
+
+
+def measured(rows: Mapping[str, Row], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Return the milliseconds of every row and part. Rows take turns, and another row begins each round."""
+    found: dict[str, dict[str, list[float]]] = {name: {part: [] for part in PARTS} for name in rows}
+    names = list(rows)
+    for turn in range(WARM_UP + rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            times = rows[name](turn)
+            if turn >= WARM_UP:
+                for part in PARTS:
+                    found[name][part].append(times[part])
+    return found
+
+
+def table(found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    """Return medians in ms with the least and the most, as Markdown."""
+    lines = ["| row | " + " | ".join(PARTS) + " |", "|---" * (len(PARTS) + 1) + "|"]
+    for name, times in found.items():
+        cells = (f"{statistics.median(ms):.2f} ({min(ms):.2f} to {max(ms):.2f})" for ms in times.values())
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark with `arguments`, or the process's own if None; returns the exit code."""
+    return run_command(_benchmark, arguments)
+
+
+def _benchmark(arguments: Sequence[str] | None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model", choices=sorted(name for name in PRESETS if name.startswith(("llava-1", "pi0"))))
+    parser.add_argument("bundle", type=Path, help="the bundle of this preset")
+    parser.add_argument("--backend", default="ort-cuda")
+    parser.add_argument("--device", default="cuda", help="PyTorch's")
+    parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16", "float32"], help="PyTorch's")
+    parser.add_argument("--new-tokens", type=int, default=17, help="of a policy: denoising steps")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every time too")
+    options = parser.parse_args(arguments)
+    if options.json:
+        check_writable(options.json, (".json",))
+    torch.set_grad_enabled(False)
+    config, dtype = PRESETS[options.model], getattr(torch, options.dtype)
+    theirs = f"PyTorch {options.dtype}"
+    if config["model_type"] == "llava":
+        pipeline = Pipeline.load(options.bundle, backend=options.backend)
+        prompt = pipeline.generate(picture(0), QUESTION, max_new_tokens=1).prompt_tokens
+        rows = {theirs: pytorch_answers(config, dtype, options.device, prompt, options.new_tokens)}
+        for budget in ("none", *pipeline.bundle.manifest.budgets):
+            rows[f"{options.backend} {budget}"] = our_answers(pipeline, budget, options.new_tokens)
+    else:
+        policy = Policy.load(options.bundle, backend=options.backend)
+        prompt = policy.act(
+            [picture(0, 224)] * CAMERAS, QUESTION, [0.0] * len(policy.facts.usual_state)
+        ).prompt_tokens
+        rows = {theirs: pytorch_chunks(config, dtype, options.device, prompt, options.new_tokens)}
+        for budget in ("none", *policy.bundle.manifest.budgets):
+            rows[f"{options.backend} {budget}"] = our_chunks(policy, budget, options.new_tokens)
+    found = measured(rows, options.rounds)
+    device = torch.cuda.get_device_name() if options.device != "cpu" else "CPU"
+    sys.stdout.write(f"{device}, torch {torch.__version__}, transformers {transformers.__version__}, ")
+    sys.stdout.write(f"{prompt} text tokens, medians of {options.rounds} rounds (least to most)\n{table(found)}")
+    if options.json:
+        write_whole(options.json, json.dumps({"device": device, "ms": found}).encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Backend ort-cuda against ort-cpu, on an NVIDIA GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+from PIL import Image
+
+from sinkprune import Pipeline, Policy, Session
+from support.models.small_models import NEXT_SHAPES, PI0_SHAPES, PI05_SHAPES, QWEN_SHAPES, SHAPES
+from support.references.pi0 import INSTRUCTION
+from support.references.same_answers import assert_alike, assert_equal_at_both_ends, options_of
+from support.references.steps import ask
+
+BACKEND = "ort-cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        "CUDAExecutionProvider" not in onnxruntime.get_available_providers(),
+        reason="this onnxruntime has no CUDA provider",
+    ),
+]
+
+
+@pytest.mark.parametrize("dialect", ["opset24", "opset20"])
+@pytest.mark.parametrize("name", [*SHAPES, *QWEN_SHAPES, *NEXT_SHAPES])
+def test_in_fp32_it_keeps_and_answers_what_the_cpu_does(
+    name: str, dialect: str, bundle: Callable[..., Path], pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    theirs, ours = pipeline(name), Pipeline.load(bundle(name, dialect=dialect), backend=BACKEND)
+    assert_equal_at_both_ends(ours, theirs, photo)
+
+
+@pytest.mark.parametrize("form", ["fp16", "int8", "int4"])
+def test_other_types_of_weights_change_little(
+    form: str, bundle: Callable[..., Path], pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    precision, weights = options_of(form)
+    root = bundle("gqa-112", precision, ("retain-64",), weights=weights)
+    exact = Pipeline.load(bundle("gqa-112", "fp32", ("retain-64",), weights=weights), compute="fp32")
+    assert_alike(Pipeline.load(root, backend=BACKEND), exact, photo)
+
+
+@pytest.mark.parametrize("dialect", ["opset24", "opset20"])
+def test_long_answers_grow_their_caches(
+    dialect: str, bundle: Callable[..., Path], pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    theirs, ours = pipeline("gqa-112"), Pipeline.load(bundle("gqa-112", dialect=dialect), backend=BACKEND)
+    for budget in ("none", "retain-64"):
+        (answer, logits), (expected, others) = (ask(one, photo, budget, 150) for one in (ours, theirs))
+        assert answer.token_ids == expected.token_ids
+        np.testing.assert_allclose(logits, others, rtol=1e-3, atol=1e-3 * float(np.abs(others).max()))
+
+
+@pytest.mark.parametrize("dialect", ["opset24", "opset20"])
+def test_a_session_s_second_question_equals_the_cpu_s(
+    dialect: str, bundle: Callable[..., Path], pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    theirs, ours = pipeline("gqa-112"), Pipeline.load(bundle("gqa-112", dialect=dialect), backend=BACKEND)
+    session, other = Session(ours), Session(theirs)
+    for question in ("What is this?", "What is on the left?"):
+        answer, expected = (
+            one.generate(photo, question, budget="retain-64", max_new_tokens=8, min_new_tokens=8)
+            for one in (session, other)
+        )
+        assert answer.token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("name", [*PI0_SHAPES, *PI05_SHAPES])
+def test_chunks_of_actions_equal_the_cpu_s(name: str, bundle: Callable[..., Path], photo: Image.Image) -> None:
+    root = bundle(name, budgets=("prune-77.8",), max_images=2)
+    ours, theirs = (Policy.load(root, backend=backend) for backend in (BACKEND, "ort-cpu"))
+    state = np.zeros(len(theirs.facts.usual_state))
+    for budget in ("none", "prune-77.8"):
+        chunk, expected = (
+            one.act([photo, None], INSTRUCTION, state, budget=budget, seed=0) for one in (ours, theirs)
+        )
+        for kept, other in zip(chunk.images, expected.images, strict=True):
+            np.testing.assert_array_equal(kept.index, other.index)
+        np.testing.assert_allclose(chunk.actions, expected.actions, atol=1e-3)
