@@ -8,8 +8,8 @@
 PyTorch runs transformers' own model: eager, with scaled dot product attention, in the type of --dtype. All rows take
 turns in every round, each on the same new picture. Weights are random: times are true, answers are noise.
 
-`ttft` of a policy is the time from frames to actions, and a token is a denoising step. `--device cpu --backend ort-cpu`
-tries the script without a GPU.
+`ttft` of a policy is the time from frames to actions, and a token is a denoising step. Without a GPU, try the script
+with `--device cpu --backend ort-cpu`.
 """
 
 from __future__ import annotations

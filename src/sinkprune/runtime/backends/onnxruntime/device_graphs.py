@@ -25,7 +25,7 @@ def zeros_graph(dtype: str) -> bytes:
 def scatter_graph(dtype: str) -> bytes:
     """Return an ONNX file: written = ScatterND(target, indices, Gather(source, rows, axis=2)).
 
-    `target`, `source` and `written` have `dtype` and are [1,H,R,h]. `rows` [N] chooses rows of `source`, and `indices`
+    `target`, `source` and `written` have `dtype` and are [1,H,R,h]. `rows` [N] chooses rows of `source`; `indices`
     [1,H,N,3] are their places in `target`. Both are int64.
     """
     kind = _ELEMENT_TYPES[dtype]
