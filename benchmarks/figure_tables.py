@@ -156,7 +156,7 @@ def ttft_full(figures: Figures) -> str:
     ]
     table = _table([f"method; `none` {unpruned:.1f} ms", *(f"`{name}`" for name in budgets)], rows)
     runs = [
-        f"{names}: on a {run['report']['machine']}, `none` {run['report']['none']['ttft_ms']['median']:.1f} ms."
+        f"{names}: `none` {run['report']['none']['ttft_ms']['median']:.1f} ms, {run['report']['machine']}."
         for names, run in _later(figures)
     ]
     return "\n\n".join([table, *runs])
@@ -164,7 +164,8 @@ def ttft_full(figures: Figures) -> str:
 
 def kinds_full(figures: Figures) -> str:
     """Return the accuracy by kind of question, unpruned and of some methods at the second budget."""
-    report, methods = figures["report"], ("sinkpruner", "sinkpruner-no-text-pruner", "cdpruner", "dart", "downsample")
+    report = figures["report"]
+    methods = ("sinkpruner", "sinkpruner-text-heads", "sinkpruner-no-text-pruner", "cdpruner", "dart", "downsample")
     budget = list(report["methods"]["sinkpruner"])[1]
     shown = [report["none"], *(report["methods"][method][budget] for method in methods)]
     rows = [

@@ -119,7 +119,7 @@ def test_rows_measured_later_stand_among_the_others() -> None:
         "| `dart` | 20.0 (2.50x) |",
         "| `fastv` | 20.0 (3.00x) |",
         "",
-        "`random`, `fastv`: on a Some Processor, `none` 60.0 ms.",
+        "`random`, `fastv`: `none` 60.0 ms, Some Processor.",
     ]
     again = figure_rows.with_rows(merged, measured_rows(0.9, "2026-02-02", 70.0, dart=10.0), ["dart"], ["sinkpruner"])
     assert [*again["later"]] == ["random", "fastv", "dart"]
