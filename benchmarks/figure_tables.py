@@ -113,7 +113,19 @@ def methods_full(figures: Figures) -> str:
         [f"`{method}`", *(_accuracy(found[name]) if name in found else "-" for name in budgets)]
         for method, found in report["methods"].items()
     ]
-    return f"Measured on {_where(figures)}:\n\n{_table(['method', *(f'`{name}`' for name in budgets)], rows)}"
+    where = "; ".join([_where(figures), *(f"{names} on {_where(run)}" for names, run in _later(figures))])
+    return f"Measured on {where}:\n\n{_table(['method', *(f'`{name}`' for name in budgets)], rows)}"
+
+
+def _later(figures: Figures) -> list[tuple[str, Figures]]:
+    """Return the names of the rows of each later run, and that run without its rows."""
+    runs: list[tuple[list[str], Figures]] = []
+    for method, run in figures.get("later", {}).items():
+        names = next((names for names, other in runs if other == run), None)
+        if names is None:
+            runs.append((names := [], run))
+        names.append(f"`{method}`")
+    return [(", ".join(names), run) for names, run in runs]
 
 
 def versus_full(figures: Figures) -> str:
@@ -130,23 +142,30 @@ def versus_full(figures: Figures) -> str:
 
 def ttft_full(figures: Figures) -> str:
     """Return the median TTFT of every method at every budget, and how many times as fast as unpruned it is."""
-    report = figures["report"]
+    report, later = figures["report"], figures.get("later", {})
     unpruned, budgets = report["none"]["ttft_ms"]["median"], list(report["methods"]["sinkpruner"])
 
-    def cell(found: Mapping[str, Any]) -> str:
+    def cell(method: str, found: Mapping[str, Any]) -> str:
+        base = later[method]["report"]["none"]["ttft_ms"]["median"] if method in later else unpruned
         median = found["ttft_ms"]["median"]
-        return f"{median:.1f} ({unpruned / median:.2f}x)"
+        return f"{median:.1f} ({base / median:.2f}x)"
 
     rows = [
-        [f"`{method}`", *(cell(found[name]) if name in found else "-" for name in budgets)]
+        [f"`{method}`", *(cell(method, found[name]) if name in found else "-" for name in budgets)]
         for method, found in report["methods"].items()
     ]
-    return _table([f"method; `none` {unpruned:.1f} ms", *(f"`{name}`" for name in budgets)], rows)
+    table = _table([f"method; `none` {unpruned:.1f} ms", *(f"`{name}`" for name in budgets)], rows)
+    runs = [
+        f"{names}: `none` {run['report']['none']['ttft_ms']['median']:.1f} ms, {run['report']['machine']}."
+        for names, run in _later(figures)
+    ]
+    return "\n\n".join([table, *runs])
 
 
 def kinds_full(figures: Figures) -> str:
     """Return the accuracy by kind of question, unpruned and of some methods at the second budget."""
-    report, methods = figures["report"], ("sinkpruner", "sinkpruner-no-text-pruner", "cdpruner", "dart", "downsample")
+    report = figures["report"]
+    methods = ("sinkpruner", "sinkpruner-text-heads", "sinkpruner-no-text-pruner", "cdpruner", "dart", "downsample")
     budget = list(report["methods"]["sinkpruner"])[1]
     shown = [report["none"], *(report["methods"][method][budget] for method in methods)]
     rows = [

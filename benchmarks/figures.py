@@ -3,10 +3,11 @@
     python benchmarks/figures.py                    # savings and accuracy: about ten minutes on two cores
     python benchmarks/figures.py savings            # one part
     python benchmarks/figures.py --render           # no measuring: writes the tables of the kept measurements again
+    python benchmarks/figures.py varied --rows dart,fastv    # rows of single methods; the others stay
 
 Each part runs commands and keeps their JSON in docs/measurements/figures/PART.json. Its tables replace the text
 between `<!-- figures: TABLE -->` and `<!-- end of figures -->` in every page. Parts `methods`, `varied` and `robot`
-take 30 to 60 minutes of a core each, and `peers` needs the engines of docs/peers.md, so these run only if named.
+take 30 to 90 minutes of a core each, and `peers` needs the engines of docs/peers.md, so these run only if named.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from figure_rows import FIRST, plot_of, with_rows
 from figure_tables import (
     Figures,
     accuracy_short,
@@ -56,6 +58,10 @@ class Part(NamedTuple):
     tables: Mapping[str, Callable[[Figures], str]]
     """The text of each table, by the name in its marker."""
     by_default: bool = True
+    methods: tuple[str, ...] = ()
+    """The methods whose rows can be measured alone, in order. The last command is then `sinkprune-evaluate`."""
+    plot: str = ""
+    """The path of `{plot}`, the picture of such rows."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,13 +73,21 @@ def _figures(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--render", action="store_true", help="write the tables of kept measurements, measure none")
+    parser.add_argument(
+        "--rows",
+        metavar="METHOD,METHOD",
+        type=lambda text: text.split(","),
+        help="measure rows of these methods only",
+    )
     options = parser.parse_args(arguments)
     if wrong := sorted(set(options.parts) - set(PARTS)):
         raise UsageError(f"found part '{wrong[0]}', expected one of {', '.join(PARTS)}.")
     parts = options.parts or [name for name, part in PARTS.items() if part.by_default]
-    if not options.render:
+    if options.rows:
+        _measure_rows(parts, options.rows)
+    elif not options.render:
         for name in parts:
-            _measure(name)
+            _keep(name, _measure(name))
     kept = {
         name: json.loads(path.read_text("utf-8")) for name in PARTS if (path := ROOT / KEPT / f"{name}.json").exists()
     }
@@ -102,12 +116,28 @@ def rendered(text: str, kept: Mapping[str, Figures]) -> str:
     return BLOCK.sub(replaced, text)
 
 
-def _measure(name: str) -> None:
-    """Run a part's commands and keep what the last one wrote."""
-    work, written = ROOT / WORK, ROOT / WORK / f"{name}.json"
+def _measure_rows(parts: Sequence[str], methods: Sequence[str]) -> None:
+    """Measure the rows `methods` of the only part of `parts`, and keep them with the others. Raises `UsageError`."""
+    if len(parts) != 1 or (wrong := [name for name in methods if name not in PARTS[parts[0]].methods]):
+        expected = " or ".join(f"part {name} and its methods" for name, part in PARTS.items() if part.methods)
+        found = f"'{wrong[0]}'" if len(parts) == 1 else "none or several parts"
+        raise UsageError(f"found {found} with --rows, expected {expected}.")
+    part = PARTS[parts[0]]
+    kept = json.loads((ROOT / KEPT / f"{parts[0]}.json").read_text("utf-8"))
+    new = _measure(parts[0], ("--methods", ",".join([FIRST, *methods])), str(WORK / "rows.png"))
+    merged = with_rows(kept, new, methods, part.methods)
+    _keep(parts[0], merged)
+    write_whole(ROOT / part.plot, plot_of(merged["report"], Path(part.plot).suffix))
+
+
+def _measure(name: str, last: Sequence[str] = (), plot: str | None = None) -> dict[str, Any]:
+    """Run a part's commands and return what the last one wrote. `last` are more words of the last command."""
+    part, work, written = PARTS[name], ROOT / WORK, ROOT / WORK / f"{name}.json"
+    plot = part.plot if plot is None else plot
     work.mkdir(parents=True, exist_ok=True)
-    for command in PARTS[name].commands:
-        words = [word.format(work=WORK, json=written.relative_to(ROOT)) for word in shlex.split(command)]
+    for command in part.commands:
+        words = [word.format(work=WORK, json=written.relative_to(ROOT), plot=plot) for word in shlex.split(command)]
+        words += last if command == part.commands[-1] else ()
         sys.stderr.write(f"$ {shlex.join(words)}\n")
         # Commands of this environment, whatever PATH says.
         program = str(Path(sys.executable).parent / words[0])
@@ -119,26 +149,31 @@ def _measure(name: str) -> None:
     for row in report.get("rows", ()):
         # Every single answer of every engine: megabytes that no table shows.
         row.pop("answers", None)
-    figures = {
+    shown = [command.replace("{work}/", "").format(json=f"{name}.json", plot=part.plot) for command in part.commands]
+    return {
         "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
         "instructions": instructions(),
-        "commands": [command.replace("{work}/", "").format(json=f"{name}.json") for command in PARTS[name].commands],
+        "commands": shown,
         "report": report,
     }
+
+
+def _keep(name: str, figures: Figures) -> None:
+    """Write what part `name` measured."""
     (ROOT / KEPT).mkdir(parents=True, exist_ok=True)
     write_whole(ROOT / KEPT / f"{name}.json", (json.dumps(figures, indent=1) + "\n").encode())
 
 
 _METHODS = (
-    "sinkpruner,sinkpruner-text,sinkpruner-heads,downsample,random,uniform,fastervlm,visionzip,visionzip+filter,divprune,"
-    "dart,cdpruner,mmtok,prunesid,vispruner,holov,scope,vscan,occamtoken,fastv,pyramiddrop,sparsevlm,"
+    "sinkpruner,downsample,sinkpruner-text,sinkpruner-heads,sinkpruner-text-heads,random,uniform,fastervlm,visionzip,"
+    "visionzip+filter,divprune,dart,cdpruner,mmtok,prunesid,vispruner,holov,scope,vscan,occamtoken,fastv,pyramiddrop,sparsevlm,"
     "sinkpruner-no-sanitizer,sinkpruner-no-text-pruner,"
     "sinkpruner-no-diversity,sinkpruner-no-outlier-removal,sinkpruner-no-aggregation"
 )
 _VARIED = (
-    "sinkpruner,sinkpruner-text,downsample,random,uniform,fastervlm,visionzip,divprune,dart,cdpruner,mmtok,prunesid,"
-    "vispruner,holov,scope,vscan,fastv,pyramiddrop,sinkpruner-no-text-pruner,sinkpruner-no-outlier-removal,"
-    "sinkpruner-no-diversity"
+    "sinkpruner,downsample,downsample-ttft,sinkpruner-text,sinkpruner-heads,sinkpruner-text-heads,random,uniform,"
+    "fastervlm,visionzip,visionzip+filter,divprune,dart,cdpruner,mmtok,prunesid,vispruner,holov,scope,vscan,occamtoken,"
+    "fastv,pyramiddrop,sparsevlm,sinkpruner-no-text-pruner,sinkpruner-no-outlier-removal,sinkpruner-no-diversity"
 )
 _ROBOT = (
     "sinkpruner,sinkpruner-text,sinkpruner-no-text-pruner,sinkpruner-no-outlier-removal,sinkpruner-no-diversity,"
@@ -170,9 +205,11 @@ PARTS = {
             "--heads {work}/heads.json",
             "sinkprune-export demo/pocket -o {work}/methods --force --heads {work}/heads.json "
             f"--methods {_METHODS}",
-            "sinkprune-calibrate evidence {work}/methods --data {work}/validation/scenes.jsonl",
+            # Equal means on the test pictures, whose photos are others than those of the validation set.
+            "python -m sinkprune.demo.write_scenes {work}/test 80",
+            "sinkprune-calibrate evidence {work}/methods --data {work}/test/scenes.jsonl --threads 1",
             # Two threads take longer than one for so small a model.
-            "sinkprune-evaluate {work}/methods --threads 1 --json {json} --plot docs/accuracy.png",
+            "sinkprune-evaluate {work}/methods --threads 1 --json {json} --plot {plot}",
         ),
         {
             "methods": methods_full,
@@ -181,16 +218,25 @@ PARTS = {
             "methods-ttft": ttft_full,
         },
         by_default=False,
+        methods=tuple(_METHODS.split(",")),
+        plot="docs/accuracy.png",
     ),
     "varied": Part(
         (
-            f"sinkprune-export demo/pocket-qwen3 -o {{work}}/varied --force --methods {_VARIED} "
-            "--budgets prune-66.7,prune-77.8,prune-88.9,prune-88.9+serial",
-            "sinkprune-evaluate {work}/varied --data varied-scenes --threads 1 --json {json} "
-            "--plot docs/measurements/accuracy-qwen3.png",
+            "python -m sinkprune.demo.write_scenes {work}/varied-validation 60 validation varied-scenes",
+            "sinkprune-export demo/pocket-qwen3 -o {work}/pocket-qwen3 --force",
+            "sinkprune-calibrate attention {work}/pocket-qwen3 --data {work}/varied-validation/scenes.jsonl "
+            "--budgets none --heads {work}/qwen3-heads.json",
+            f"sinkprune-export demo/pocket-qwen3 -o {{work}}/varied --force --heads {{work}}/qwen3-heads.json "
+            f"--methods {_VARIED} --budgets prune-66.7,prune-77.8,prune-88.9,prune-88.9+serial",
+            "python -m sinkprune.demo.write_scenes {work}/varied-test 60 test varied-scenes",
+            "sinkprune-calibrate evidence {work}/varied --data {work}/varied-test/scenes.jsonl --threads 1",
+            "sinkprune-evaluate {work}/varied --data varied-scenes --threads 1 --json {json} --plot {plot}",
         ),
         {"varied": methods_full, "varied-versus": versus_full, "varied-ttft": ttft_full, "varied-kinds": kinds_full},
         by_default=False,
+        methods=tuple(_VARIED.split(",")),
+        plot="docs/measurements/accuracy-qwen3.png",
     ),
     "robot": Part(
         (

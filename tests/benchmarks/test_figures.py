@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import figure_rows
 import figure_tables
 import figures
 from sinkprune.contract.errors import UsageError
@@ -87,6 +88,64 @@ def test_differences_and_times_of_methods() -> None:
         "| `sinkpruner` | 25.0 (2.00x) | 20.0 (2.50x) |",
         "| `dart` | 12.3 (4.05x) | - |",
     ]
+
+
+def measured_rows(accuracy: float, date: str, none_ttft: float, **methods: float) -> dict[str, Any]:
+    """A measurement of `sinkpruner`, of an accuracy, and of other methods, each with its TTFT, at one budget."""
+    shared = {name: MEASURED["report"].get(name, name) for name in ("machine", "threads", "versions")}
+    shared |= dict.fromkeys(("task", "questions", "pictures", "precision"), "same")
+    point = {"relative": 0.9, "ci95": [0.8, 0.9], "mean_visual_tokens": 35.0}
+    rows = {
+        name: {"retain-64": point | {"accuracy": accuracy, "ttft_ms": {"median": ttft}}}
+        for name, ttft in {"sinkpruner": none_ttft / 2, **methods}.items()
+    }
+    none = {"accuracy": 0.95, "mean_visual_tokens": 256.0, "ttft_ms": {"median": none_ttft}}
+    return MEASURED | {"date": date, "commands": [date], "report": shared | {"none": none, "methods": rows}}
+
+
+def test_rows_measured_later_stand_among_the_others() -> None:
+    kept = measured_rows(0.9, "2026-01-31", 50.0, dart=20.0, fastv=25.0)
+    new = measured_rows(0.9, "2026-02-01", 60.0, random=20.0, fastv=20.0)
+    merged = figure_rows.with_rows(kept, new, ["random", "fastv"], ["sinkpruner", "random", "dart", "fastv"])
+    assert (merged["date"], merged["commands"]) == ("2026-01-31", ["2026-02-01"])
+    text = figure_tables.methods_full(merged)
+    assert text.startswith(
+        f"Measured on {WHERE}; `random`, `fastv` on {WHERE.replace('2026-01-31', '2026-02-01')}:\n"
+    )
+    assert [line.split("`")[1] for line in text.splitlines()[5:]] == ["sinkpruner", "random", "dart", "fastv"]
+    assert figure_tables.ttft_full(merged).splitlines()[2:] == [
+        "| `sinkpruner` | 25.0 (2.00x) |",
+        "| `random` | 20.0 (3.00x) |",
+        "| `dart` | 20.0 (2.50x) |",
+        "| `fastv` | 20.0 (3.00x) |",
+        "",
+        "`random`, `fastv`: `none` 60.0 ms, Some Processor.",
+    ]
+    again = figure_rows.with_rows(merged, measured_rows(0.9, "2026-02-02", 70.0, dart=10.0), ["dart"], ["sinkpruner"])
+    assert [*again["later"]] == ["random", "fastv", "dart"]
+
+
+def test_rows_of_another_program_or_machine_are_refused() -> None:
+    kept, new = (measured_rows(accuracy, "2026-01-31", 50.0, dart=20.0) for accuracy in (0.9, 0.91))
+    with pytest.raises(UsageError, match=r"differ in sinkpruner at retain-64\. Measure the whole part again"):
+        figure_rows.with_rows(kept, new, ["dart"], ["sinkpruner", "dart"])
+    new = measured_rows(0.9, "2026-01-31", 50.0, dart=20.0)
+    new["report"]["none"]["accuracy"], new["report"]["threads"] = 0.94, 1
+    with pytest.raises(UsageError, match=r"differ in threads, none\. Measure"):
+        figure_rows.with_rows(kept, new, ["dart"], ["sinkpruner", "dart"])
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--rows", "dart"], ["varied", "--rows", "darts"], ["savings", "--rows", "dart"]]
+)
+def test_rows_need_one_part_and_its_methods(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert figures.main(arguments) == 2
+    assert "with --rows, expected part methods and its methods or part varied" in capsys.readouterr().err
+
+
+def test_the_kept_rows_are_drawn() -> None:
+    kept = json.loads((figures.ROOT / figures.KEPT / "varied.json").read_text("utf-8"))
+    assert figure_rows.plot_of(kept["report"], ".svg").startswith(b"<?xml")
 
 
 def test_accuracy() -> None:

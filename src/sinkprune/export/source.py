@@ -28,7 +28,7 @@ from sinkprune.export.checkpoint.text import Text, read_text, small_text, withou
 from sinkprune.export.families import Family, SalienceBlock, read_family
 from sinkprune.export.limits import MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
 from sinkprune.export.presets import PRESETS
-from sinkprune.export.pruning.chosen_heads import NAME, ChosenHeads
+from sinkprune.export.pruning.chosen_heads import NAMES, ChosenHeads
 from sinkprune.export.weights.quantised_weights import QuantisedWeights
 
 _SINGLE = "preprocessor_config.json"
@@ -74,7 +74,7 @@ class ExportRequest:
     tokenizer: str | None = None
     """A local folder or a hub name with the tokenizer, for checkpoints without one. None means the checkpoint's."""
     heads: ChosenHeads | None = None
-    """The attention heads of method `sinkpruner-heads`, which needs them; None for other methods."""
+    """The attention heads of methods `sinkpruner-heads` and `sinkpruner-text-heads`, which need them; else None."""
 
     def __post_init__(self) -> None:
         for what, name in (("checkpoint", self.source), ("tokenizer", self.tokenizer or "")):
@@ -86,8 +86,10 @@ class ExportRequest:
             raise UsageError(
                 "found --tokenizer, and random weights come with a tokenizer of their own. Leave it out."
             )
-        if self.heads is not None and NAME not in self.methods:
-            raise UsageError(f"found --heads, which are for method '{NAME}'. Add it to --methods, or leave them out.")
+        if self.heads is not None and not {*NAMES} & {*self.methods}:
+            raise UsageError(
+                f"found --heads, which are for methods {' and '.join(NAMES)}. Add one to --methods, or leave them out."
+            )
         if self.max_images is not None:
             MAX_IMAGES.check(self.max_images)
         MAX_FRAMES.check(self.max_frames)

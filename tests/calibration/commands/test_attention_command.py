@@ -20,6 +20,7 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.pruning.chosen_heads import read_heads
 from sinkprune.export.source import ExportRequest
+from support.models.chosen_heads import WITH_HEADS
 from support.models.tasks import write_task
 from support.programs.commands import assert_refused, run, without_notes, wrote
 
@@ -152,11 +153,12 @@ def test_chosen_heads_go_from_the_command_to_a_plan(
         (line,) = (line for line in outcome.stdout.splitlines() if line.startswith(f"layer {layer}: "))
         assert [int(head) for head in re.findall(r"(\d+) \(", line)] == list(own.chosen)
         assert f", of {len(own.question_dependence)}" in line
-    source, methods = checkpoint("gqa-112"), ("--methods", "sinkpruner-heads", "--budgets", "retain-64")
-    exported = run("sinkprune-export", source, "-o", tmp_path / "bundle", *methods, "--heads", heads)
-    assert exported.code == 0, exported.stderr
-    plan = read_bundle(tmp_path / "bundle").manifest.plans["sinkpruner-heads"]["retain-64"]
-    assert plan.heads == {layer: own.chosen for layer, own in found.layers.items()}
+    for method in WITH_HEADS:
+        chosen = ("--methods", method, "--budgets", "retain-64", "--heads", heads)
+        exported = run("sinkprune-export", checkpoint("gqa-112"), "-o", tmp_path / method, *chosen)
+        assert exported.code == 0, exported.stderr
+        plan = read_bundle(tmp_path / method).manifest.plans[method]["retain-64"]
+        assert plan.heads == {layer: own.chosen for layer, own in found.layers.items()}
     # With a report, the heads are the same, and stdout is JSON alone.
     again = run(*measure, "--heads", heads, "--json")
     assert json.loads(again.stdout)["questions"] == 3 and read_heads(heads) == found

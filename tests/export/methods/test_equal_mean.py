@@ -25,7 +25,7 @@ from sinkprune.export.pruning.equal_mean import (
 )
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 from support.models import graphs
-from support.models.chosen_heads import heads_by_layer
+from support.models.chosen_heads import WITH_HEADS, heads_by_layer
 from support.programs.repository import ROOT
 from support.programs.slow_cases import every
 from support.references.reference_methods import CANNOT_REACH_ALL
@@ -190,10 +190,13 @@ def test_a_stage_behind_the_last_layer_is_rejected() -> None:
 
 @pytest.mark.parametrize("reading", [(2,), (6,), (2, 6), (2, 15), (6, 15), ()])
 @pytest.mark.parametrize("name", ["retain-192", "retain-64", "retain-32+drop-sink"])
-def test_layers_without_heads_have_no_stage_and_the_mean_stays(name: str, reading: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("method", WITH_HEADS)
+def test_layers_without_heads_have_no_stage_and_the_mean_stays(
+    method: str, name: str, reading: tuple[int, ...]
+) -> None:
     model, budget = facts(), parse_budget("llava", name)
     heads = {layer: (0,) if layer in reading else () for layer in prune_layers(32)}
-    plan = all_methods()["sinkpruner-heads"](replace(model, heads=heads), budget)
+    plan = all_methods()[method](replace(model, heads=heads), budget)
     counts, whole = plan.kept.resolve(576), budget.resolve(576)
     assert tuple(plan.select_after) == reading and dict(plan.heads) == dict.fromkeys(reading, (0,))
     assert abs(realised(plan, 32, 576) - mean_tokens(whole, prune_layers(32), 32)) <= Fraction(1, 2)

@@ -1,4 +1,7 @@
-"""`sinkpruner-heads` is SinkPruner whose stages read the chosen heads: those of its numpy reference."""
+"""`sinkpruner-heads` is SinkPruner whose stages read the chosen heads: those of its numpy reference.
+
+`sinkpruner-text-heads` has the same stages.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from sinkprune.export.pruning.plan import PlanFacts
 from sinkprune.export.pruning.select import every_text_row
 from sinkprune.runtime.pipeline import Pipeline
 from support.models import graphs
-from support.models.chosen_heads import chosen_heads, heads_by_layer
+from support.models.chosen_heads import WITH_HEADS, chosen_heads, heads_by_layer
 from support.programs.commands import assert_refused, run
 from support.references import reference
 
@@ -146,26 +149,29 @@ def test_all_heads_are_sinkpruner() -> None:
     np.testing.assert_array_equal(*kept)
 
 
-def test_the_plan_has_the_heads_of_its_layers_and_sinkpruners_counts() -> None:
-    own, plain = (graphs.method_plan(method, 576, 48, RETAIN_64) for method in ("sinkpruner-heads", "sinkpruner"))
+@pytest.mark.parametrize("method", WITH_HEADS)
+def test_the_plan_has_the_heads_of_its_layers_and_sinkpruners_counts(method: str) -> None:
+    own, plain = (graphs.method_plan(name, 576, 48, RETAIN_64) for name in (method, "sinkpruner"))
     assert dict(own.heads) == heads_by_layer(32, 4) and not plain.heads
     assert own.kept == plain.kept and [*own.select_after] == [*plain.select_after] == [2, 6, 15]
 
 
-def test_no_stage_and_no_sanitizer_is_refused() -> None:
+@pytest.mark.parametrize("method", WITH_HEADS)
+def test_no_stage_and_no_sanitizer_is_refused(method: str) -> None:
     model = replace(graphs.language_model(), num_layers=32)
     heads: dict[int, tuple[int, ...]] = dict.fromkeys(prune_layers(32), ())
     facts = PlanFacts(model, 576, 48, PRECISIONS["fp32"], opset24, heads=heads)
-    with pytest.raises(BudgetError, match="no layer has a chosen head, so method 'sinkpruner-heads' has no stage"):
-        load_method("sinkpruner-heads")(facts, parse_budget("llava", "retain-64+no-sanitizer"))
+    with pytest.raises(BudgetError, match="no layer has a chosen head, so the method has no stage"):
+        load_method(method)(facts, parse_budget("llava", "retain-64+no-sanitizer"))
 
 
-def test_without_chosen_heads_the_error_names_the_command() -> None:
+@pytest.mark.parametrize("method", WITH_HEADS)
+def test_without_chosen_heads_the_error_names_the_command(method: str) -> None:
     facts = PlanFacts(replace(graphs.language_model(), num_layers=32), 576, 48, PRECISIONS["fp32"], opset24)
     with pytest.raises(
-        BudgetError, match=r"'sinkpruner-heads' needs.*sinkprune-calibrate attention BUNDLE .*--heads"
+        BudgetError, match=r"'sinkpruner-heads' and 'sinkpruner-text-heads' need .*sinkprune-calibrate attention BUNDLE .*--heads"
     ):
-        load_method("sinkpruner-heads")(facts, RETAIN_64)
+        load_method(method)(facts, RETAIN_64)
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +186,7 @@ def root(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
 
 
 def export(checkpoint: Callable[[str], Path], output: Path, *options: Any, only_plain: bool = False) -> Any:
-    methods = "sinkpruner" if only_plain else "sinkpruner,sinkpruner-heads"
+    methods = "sinkpruner" if only_plain else "sinkpruner,sinkpruner-heads,sinkpruner-text-heads"
     chosen = ("--methods", methods, "--budgets", "retain-64")
     return run("sinkprune-export", checkpoint("gqa-112"), "-o", output, *chosen, *options)
 
@@ -188,7 +194,8 @@ def export(checkpoint: Callable[[str], Path], output: Path, *options: Any, only_
 def test_the_manifest_has_the_heads(root: Path) -> None:
     model, plans = read_bundle(root).manifest.language_model, read_bundle(root).manifest.plans
     by_layer = heads_by_layer(model.num_layers, model.num_heads)
-    assert plans["sinkpruner-heads"]["retain-64"].heads == {str(layer): own for layer, own in by_layer.items()}
+    for method in WITH_HEADS:
+        assert plans[method]["retain-64"].heads == {str(layer): own for layer, own in by_layer.items()}
     assert plans["sinkpruner"]["retain-64"].heads is None
 
 
@@ -201,7 +208,7 @@ def test_bundles_of_earlier_versions_have_no_heads_and_load(root: Path, tmp_path
             plan.pop("heads", None)
     (older / "bundle.json").write_text(json.dumps(data))
     read = read_bundle(older).manifest.plans
-    assert [plan.heads for plans in read.values() for plan in plans.values()] == [None, None]
+    assert [plan.heads for plans in read.values() for plan in plans.values()] == [None, None, None]
 
 
 def test_a_missing_field_of_any_other_kind_is_still_refused(root: Path, tmp_path: Path) -> None:
@@ -226,9 +233,9 @@ def test_exports_without_heads_or_for_another_method_are_refused(
 ) -> None:
     heads = ("--heads", root.parent / "heads.json")
     said = "sinkprune-calibrate attention BUNDLE --data FILE.jsonl --heads heads.json"
-    assert_refused(export(checkpoint, tmp_path / "out"), "'sinkpruner-heads' needs", said)
+    assert_refused(export(checkpoint, tmp_path / "out"), "'sinkpruner-heads' and 'sinkpruner-text-heads' need", said)
     refused = export(checkpoint, tmp_path / "out", *heads, only_plain=True)
-    assert_refused(refused, "found --heads, which are for method 'sinkpruner-heads'")
+    assert_refused(refused, "found --heads, which are for methods sinkpruner-heads and")
     assert_refused(export(checkpoint, tmp_path / "out", "--heads", tmp_path / "none.json"), "none.json", said)
     assert not (tmp_path / "out").exists()
 

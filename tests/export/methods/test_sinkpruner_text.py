@@ -1,4 +1,7 @@
-"""`sinkpruner-text` is SinkPruner with other scores: those of its numpy reference, group by group."""
+"""`sinkpruner-text` is SinkPruner with other scores: those of its numpy reference, group by group.
+
+`sinkpruner-text-heads` has the same sanitizer.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from sinkprune.contract.budgets import Budget
 from sinkprune.contract.families import parse_budget
 from support.models import graphs
 from support.models.token_features import KINDS, exact_rows, token_features
-from support.references.question_methods import text_scores
+from support.references.question_methods import READING_SANITIZERS, text_scores
 from support.references.reference import largest, sanitize
 
 Array = np.ndarray[Any, Any]
@@ -30,13 +33,15 @@ def words(groups: int, n: int, seed: int = 3) -> dict[str, Array]:
     return {"embeddings": embeddings.astype(np.float32), "question": question.astype(np.float32)}
 
 
-def assert_equals_reference(budget: Budget, inputs: dict[str, Array], precision: str = "fp32") -> list[list[int]]:
+def assert_equals_reference(
+    budget: Budget, inputs: dict[str, Array], precision: str = "fp32", method: str = "sinkpruner-text"
+) -> list[list[int]]:
     """Compare the graph with its reference; returns what each group kept."""
     dtype = {"fp32": np.float32, "fp16": np.float16}[precision]
     for name in ("tokens", "embeddings", "question"):
         inputs = {**inputs, name: inputs[name].astype(dtype)}
     _, n, d = inputs["tokens"].shape
-    out = graphs.method_sanitizer("sinkpruner-text", n, d, budget, precision)(**inputs)
+    out = graphs.method_sanitizer(method, n, d, budget, precision)(**inputs)
     counts = budget.resolve(n)
     for group, index in enumerate(out["kept_index"].tolist()):
         tokens, norms, salience, embeddings = (
@@ -57,6 +62,12 @@ def assert_equals_reference(budget: Budget, inputs: dict[str, Array], precision:
 def test_the_choice_equals_the_reference(kind: str, precision: str) -> None:
     inputs = token_features(kind, groups=2) | words(2, 576)
     assert_equals_reference(RETAIN_64, inputs, precision)
+
+
+@pytest.mark.parametrize("budget", ["retain-64", "retain-32"])
+def test_with_chosen_heads_the_sanitizer_is_the_same(budget: str) -> None:
+    inputs = token_features("random", groups=2) | words(2, 576)
+    assert_equals_reference(parse_budget("llava", budget), inputs, method="sinkpruner-text-heads")
 
 
 @pytest.mark.parametrize("words_count", [1, 2, 8])
@@ -92,8 +103,9 @@ def test_the_tokens_that_are_like_the_question_are_kept() -> None:
     assert {*alike} <= {*kept}
 
 
-def test_without_a_sanitizer_it_is_sinkpruner() -> None:
-    plan = graphs.method_plan("sinkpruner-text", 576, 48, parse_budget("llava", "retain-64+no-sanitizer"))
+@pytest.mark.parametrize("method", READING_SANITIZERS)
+def test_without_a_sanitizer_it_is_sinkpruner(method: str) -> None:
+    plan = graphs.method_plan(method, 576, 48, parse_budget("llava", "retain-64+no-sanitizer"))
     assert plan.sanitizer is None and len(plan.select_after) == 3
 
 

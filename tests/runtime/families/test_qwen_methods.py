@@ -23,12 +23,12 @@ from sinkprune.export.families import read_family
 from sinkprune.export.methods import all_methods
 from sinkprune.export.pruning.plan import VariableTokens
 from sinkprune.export.source import ExportRequest
-from support.models.chosen_heads import every_method, heads_by_layer
+from support.models.chosen_heads import WITH_HEADS, every_method, heads_by_layer
 from support.programs.commands import run
 from support.programs.slow_cases import slow_except
 from support.references.masking import Array, assert_equals_masked, embedded, masked_forward
 from support.references.pruned_prompts import prompt_rows
-from support.references.question_methods import READ_THE_QUESTION, text_scores
+from support.references.question_methods import READ_THE_QUESTION, READING_SANITIZERS, text_scores
 from support.references.reference import largest, sanitize
 from support.references.reference_methods import (
     BEFORE_LLM,
@@ -102,7 +102,7 @@ def kept_of(
         return whole, list(range(len(norms)))
     assert plan.shares is not None
     counts = plan.shares.resolve(len(norms))
-    if method == "sinkpruner-text":
+    if method in READING_SANITIZERS:
         salience = text_scores(salience, tokens, question, largest(norms, counts.outliers))
     if method.startswith("visionzip"):
         options = {"filtered": method != "visionzip", "contextual": counts.diverse, "beside": beside}
@@ -158,7 +158,7 @@ def test_answers_equal_the_masked_full_sequence(
     asking = partial(asking_rows, method)
     later = embedded(torch_model, answer.token_ids[:-1])
     lm = pipe.bundle.manifest.language_model
-    heads = heads_by_layer(lm.num_layers, lm.num_heads) if method == "sinkpruner-heads" else {}
+    heads = heads_by_layer(lm.num_layers, lm.num_heads) if method in WITH_HEADS else {}
     masked = masked_forward(torch_model, sequence, budget, stages, later, asking, heads)
     assert_equals_masked(answer, logits, sequence, masked)
 

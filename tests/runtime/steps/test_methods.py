@@ -21,10 +21,10 @@ from sinkprune.export.methods import all_methods
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.profiling.profile import ProfileRounds
 from sinkprune.runtime.token_map import token_fates
-from support.models.chosen_heads import every_method, heads_by_layer
+from support.models.chosen_heads import WITH_HEADS, every_method, heads_by_layer
 from support.programs.commands import assert_refused, run
 from support.references.masking import Sequence, embedded, masked_forward
-from support.references.question_methods import READ_THE_QUESTION, text_scores
+from support.references.question_methods import READ_THE_QUESTION, READING_SANITIZERS, text_scores
 from support.references.reference import largest, sanitize
 from support.references.reference_methods import (
     CANNOT_REACH_ALL,
@@ -110,7 +110,7 @@ def answer_of(pipe: Pipeline, image: Image.Image, method: str, budget: str = "re
 
 
 @pytest.mark.parametrize("budget", ["retain-192", "retain-192+compact"])
-@pytest.mark.parametrize("method", [*IN_LLM, "sinkpruner-heads"])
+@pytest.mark.parametrize("method", [*IN_LLM, *WITH_HEADS])
 def test_dropping_inside_the_llm_equals_masking(
     method: str, budget: str, pipe: Pipeline, model: Callable[[str], Any], photo: Image.Image
 ) -> None:
@@ -119,8 +119,12 @@ def test_dropping_inside_the_llm_equals_masking(
     with torch.no_grad():
         image = torch_model.get_image_features(pixels).pooler_output[0].numpy()
         if plan.sanitizer is not None:
-            features = (array[0] for array in tower_output(pipe, photo))
-            kept, _ = sanitize(*features, reserve=plan.counts.reserve, diverse=plan.counts.diverse)
+            tokens, norms, scores = (array[0] for array in tower_output(pipe, photo))
+            if method in READING_SANITIZERS:
+                words = pipe.prompts.tokenizer.encode(PROMPT, add_special_tokens=False).ids
+                asked = embedded(torch_model, words)
+                scores = text_scores(scores, image, asked, largest(norms, plan.counts.outliers))
+            kept, _ = sanitize(tokens, norms, scores, reserve=plan.counts.reserve, diverse=plan.counts.diverse)
             image = torch_model.model.multi_modal_projector(torch.from_numpy(kept)[None])[0].numpy()
     question = pipe.prompts.encode(["", PROMPT])
     rows = np.concatenate(
@@ -135,7 +139,7 @@ def test_dropping_inside_the_llm_equals_masking(
     later = embedded(torch_model, answer.token_ids[:-1])
     asking = partial(asking_rows, method)
     lm = pipe.bundle.manifest.language_model
-    heads = heads_by_layer(lm.num_layers, lm.num_heads) if method == "sinkpruner-heads" else {}
+    heads = heads_by_layer(lm.num_layers, lm.num_heads) if method in WITH_HEADS else {}
     masked = masked_forward(torch_model, Sequence(rows, visual, text), budget, stages, later, asking, heads)
     assert {layer: (kept + start).tolist() for layer, kept in answer.kept.after_stage.items()} == {
         layer: [row for row in kept if row in visual] for layer, kept in masked.survivors.items()
@@ -143,7 +147,7 @@ def test_dropping_inside_the_llm_equals_masking(
     assert masked.logits[len(rows) - 1 :].argmax(axis=1).tolist() == answer.token_ids
 
 
-@pytest.mark.parametrize("method", ["sinkpruner-text", *READ_THE_QUESTION])
+@pytest.mark.parametrize("method", [*READING_SANITIZERS, *READ_THE_QUESTION])
 def test_the_sanitizer_reads_the_question_of_the_user(
     method: str, pipe: Pipeline, model: Callable[[str], Any], photo: Image.Image
 ) -> None:
@@ -174,7 +178,7 @@ def test_the_sanitizer_reads_the_question_of_the_user(
     other = session.generate(photo, asked[0] + "?", **options)
     assert (again.reused_towers, other.reused_towers) == (1, 1)
     assert again.reused_rows > counts.kept > other.reused_rows
-    if method == "sinkpruner-text":
+    if method in READING_SANITIZERS:
         watch = pipe.watch([photo], asked[1], **options)
         assert next(watch).tokens.shape[0] == counts.kept
 

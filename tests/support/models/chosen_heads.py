@@ -1,4 +1,4 @@
-"""Heads for `sinkpruner-heads` that nobody measured: one head in the first prune layer, two in the others."""
+"""Heads for the methods `WITH_HEADS` that nobody measured: one head in the first prune layer, two in the others."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import Any
 from sinkprune.contract.budgets import prune_layers
 from sinkprune.export.methods import all_methods
 from sinkprune.export.pruning.chosen_heads import HEADS_VERSION, ChosenHeads, LayerHeads
+
+WITH_HEADS = ("sinkpruner-heads", "sinkpruner-text-heads")
+"""The methods whose stages read chosen heads."""
 
 
 def heads_by_layer(layers: int, heads: int) -> dict[int, tuple[int, ...]]:

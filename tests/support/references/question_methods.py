@@ -9,7 +9,7 @@ from support.references.reference_methods import Array, Kept
 
 
 def text_scores(salience: Array, embeddings: Array, question: Array, outliers: list[int]) -> Array:
-    """The scores [N] by which `sinkpruner-text` takes tokens: scaled salience plus scaled relevance.
+    """The scores [N] by which the methods of `READING_SANITIZERS` take tokens: scaled salience plus scaled relevance.
 
     The relevance is the mean cosine of a token's row in `embeddings` [N,d] with the rows of `question` [T,d].
     """
@@ -89,3 +89,5 @@ def _shares(logits: Array) -> Array:
 
 READ_THE_QUESTION = {"cdpruner": cdpruner, "mmtok": mmtok}
 """Methods that drop tokens before the LLM only. They also take the rows of tokens and words that the LLM receives."""
+READING_SANITIZERS = ("sinkpruner-text", "sinkpruner-text-heads")
+"""SinkPruner's methods whose sanitizer takes tokens by `text_scores`."""

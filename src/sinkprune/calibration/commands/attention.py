@@ -1,5 +1,5 @@
 """`sinkprune-calibrate attention`: the share of sink tokens among the kept ones, the entropy of the text's attention,
-and the heads of method `sinkpruner-heads`."""
+and the heads of methods `sinkpruner-heads` and `sinkpruner-text-heads`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ examples:
   sinkprune-calibrate attention llava-7b --data kitchen.jsonl --limit 100 --budgets retain-64 \\
       --json attention.json --plot attention.png
   sinkprune-calibrate attention llava-7b --data kitchen.jsonl --budgets none --heads heads.json
-  sinkprune-export llava-hf/llava-1.5-7b-hf -o llava-heads --methods sinkpruner,sinkpruner-heads --heads heads.json
+  sinkprune-export llava-hf/llava-1.5-7b-hf -o llava-heads --methods sinkpruner,sinkpruner-text-heads --heads heads.json
 
 `sinkprune evaluate --help` shows a line of FILE.jsonl. The unpruned model always runs, for comparison. Each method
 of the bundle is another row. --heads also asks each picture at least two different questions, and chooses the heads
@@ -81,7 +81,8 @@ def _measure(arguments: Sequence[str] | None) -> None:
         "--heads",
         type=Path,
         metavar="FILE.json",
-        help="choose the attention heads of method sinkpruner-heads, and write them for sinkprune-export --heads",
+        help="choose the attention heads of methods sinkpruner-heads and sinkpruner-text-heads, and write them for "
+        "sinkprune-export --heads",
     )
     options = parser.parse(arguments, _Options)
     if options.heads:

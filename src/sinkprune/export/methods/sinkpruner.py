@@ -15,7 +15,7 @@ import onnx_ir as ir
 from sinkprune.contract.budgets import Budget, prune_layers
 from sinkprune.contract.errors import BudgetError
 from sinkprune.export.graph import Graph
-from sinkprune.export.pruning.chosen_heads import HOW_TO_CHOOSE, NAME
+from sinkprune.export.pruning.chosen_heads import HOW_TO_CHOOSE, NAMES
 from sinkprune.export.pruning.equal_mean import fewer_stages, without_stages
 from sinkprune.export.pruning.functions import diversity_select, top_rho
 from sinkprune.export.pruning.plan import Method, PlanFacts, PlanGraphs
@@ -59,29 +59,30 @@ def build_after(
     return PlanGraphs(budget, sanitizer, build_selects(facts, budget, cuts, every_text_row, heads), heads)
 
 
-def build_with_heads(facts: PlanFacts, budget: Budget) -> PlanGraphs:
+def build_with_heads(facts: PlanFacts, budget: Budget, score: Score = by_salience) -> PlanGraphs:
     """Return SinkPruner's plan of `budget` with the chosen heads, and without a stage where no head was chosen.
 
     Where stages are missing, the others keep fewer tokens, so that the mean is the budget's. Raises `BudgetError`
     if no heads were given, or no stage is left of a budget without sanitizer; `UnreachableMean`.
     """
     if not facts.heads:
-        raise BudgetError(f"method '{NAME}' needs attention heads that are chosen on your pictures. {HOW_TO_CHOOSE}")
+        names = " and ".join(f"'{name}'" for name in NAMES)
+        raise BudgetError(f"methods {names} need attention heads that are chosen on your pictures. {HOW_TO_CHOOSE}")
     cuts = prune_layers(facts.language_model.num_layers) if budget.stages else ()
     reading = [layer for layer in cuts if facts.heads[layer]]
     if cuts and not reading and not budget.sanitizer:
         raise BudgetError(
-            f"no layer has a chosen head, so method '{NAME}' has no stage, and option 'no-sanitizer' leaves nothing "
-            "else that drops tokens. Leave the option or the method out."
+            "no layer has a chosen head, so the method has no stage, and option 'no-sanitizer' leaves nothing else "
+            "that drops tokens. Leave the option or the method out."
         )
     if not reading and cuts:
         kept = without_stages(facts, budget)
     else:
         kept = budget if len(reading) == len(cuts) else fewer_stages(facts, budget, reading)
-    return build_after(facts, kept, reading, heads={layer: facts.heads[layer] for layer in reading})
+    return build_after(facts, kept, reading, score, {layer: facts.heads[layer] for layer in reading})
 
 
-METHODS: dict[str, Method] = {"sinkpruner": build, NAME: build_with_heads}
+METHODS: dict[str, Method] = {"sinkpruner": build, "sinkpruner-heads": build_with_heads}
 
 
 def _sanitizer(facts: PlanFacts, budget: Budget, score: Score) -> Graph:

@@ -2,7 +2,8 @@
 
 RES takes the tokens of largest salience and relevance together. The relevance of a token is the mean of its cosines
 with the words of the question, both as the LLM receives them. Both scores are scaled to 0 to 1 over the tokens that
-are no outliers, and have equal weight. All other steps are SinkPruner's.
+are no outliers, and have equal weight. All other steps are SinkPruner's. The stages of `sinkpruner-text-heads` are those
+of `sinkpruner-heads`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from functools import partial
 import onnx_ir as ir
 
 from sinkprune.export.graph import Graph
-from sinkprune.export.methods.sinkpruner import build
+from sinkprune.export.methods.sinkpruner import build, build_with_heads
 from sinkprune.export.pruning.plan import PlanFacts
 from sinkprune.export.pruning.question import mean_cosines, rows_in_llm
 from sinkprune.export.pruning.sanitizer import TowerValues
@@ -29,7 +30,10 @@ def by_salience_and_relevance(
     return graph.op.Add(_scaled(graph, features.salience, outlier), _scaled(graph, relevance, outlier))
 
 
-METHODS = {"sinkpruner-text": partial(build, score=by_salience_and_relevance)}
+METHODS = {
+    "sinkpruner-text": partial(build, score=by_salience_and_relevance),
+    "sinkpruner-text-heads": partial(build_with_heads, score=by_salience_and_relevance),
+}
 
 
 def _scaled(graph: Graph, values: ir.Value, outlier: ir.Value | None) -> ir.Value:

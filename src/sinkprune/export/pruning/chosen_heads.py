@@ -1,4 +1,4 @@
-"""The attention heads of `sinkpruner-heads`, and their file, which `sinkprune-calibrate attention --heads` writes."""
+"""The attention heads that stages read, and their file, which `sinkprune-calibrate attention --heads` writes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.versioned_json import read_versioned, write_versioned
 from sinkprune.contract.manifest import LanguageModel
 
-NAME = "sinkpruner-heads"
-"""The method that the heads are chosen for."""
+NAMES = ("sinkpruner-heads", "sinkpruner-text-heads")
+"""The methods whose stages read chosen heads."""
 HEADS_VERSION = 1
 HOW_TO_CHOOSE = (
     "Choose heads with a bundle of this checkpoint that has method sinkpruner: sinkprune-calibrate attention BUNDLE "

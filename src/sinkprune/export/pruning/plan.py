@@ -56,7 +56,7 @@ class PlanFacts:
     causal: bool = True
     """Whether a row of the decoder sees the rows up to its own, and not all rows."""
     heads: Mapping[int, tuple[int, ...]] = field(default_factory=dict, hash=False)
-    """The heads by layer (0-based) that were chosen for `sinkpruner-heads`; empty if none were."""
+    """The heads by layer (0-based) that were chosen for stages to read; empty if none were."""
 
     @property
     def deepstack_width(self) -> int:
