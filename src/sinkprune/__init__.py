@@ -15,7 +15,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from sinkprune.contract.costs.file import read_costs, write_costs
+    from sinkprune.contract.costs.actions import ActionCosts, BudgetCosts
+    from sinkprune.contract.costs.file import read_action_costs, read_costs, write_costs
     from sinkprune.contract.costs.model import Costs, Place
     from sinkprune.contract.errors import (
         AccuracyError,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     )
     from sinkprune.contract.layout import VisualLayout
     from sinkprune.contract.schedule import PictureSchedule
-    from sinkprune.runtime.acting.costs import ActionCosts, BudgetCosts
     from sinkprune.runtime.acting.report import ActionDeadline, ActionFlops, ActionReport
     from sinkprune.runtime.camera import Camera
     from sinkprune.runtime.confidence.thresholds import Thresholds, read_thresholds, write_thresholds
@@ -130,6 +130,7 @@ __all__ = [
     "VisualLayout",
     "WatchSettings",
     "overlay",
+    "read_action_costs",
     "read_costs",
     "read_thresholds",
     "write_costs",
@@ -137,12 +138,12 @@ __all__ = [
 ]
 
 _MODULES = {
-    "ActionCosts": "sinkprune.runtime.acting.costs",
+    "ActionCosts": "sinkprune.contract.costs.actions",
     "ActionDeadline": "sinkprune.runtime.acting.report",
     "ActionFlops": "sinkprune.runtime.acting.report",
     "ActionReport": "sinkprune.runtime.acting.report",
     "Answer": "sinkprune.runtime.steps.answer",
-    "BudgetCosts": "sinkprune.runtime.acting.costs",
+    "BudgetCosts": "sinkprune.contract.costs.actions",
     "Camera": "sinkprune.runtime.camera",
     "Clip": "sinkprune.runtime.media.clip",
     "Costs": "sinkprune.contract.costs.model",
@@ -166,6 +167,7 @@ _MODULES = {
     "VisualLayout": "sinkprune.contract.layout",
     "WatchSettings": "sinkprune.runtime.watching.watch",
     "overlay": "sinkprune.runtime.overlay",
+    "read_action_costs": "sinkprune.contract.costs.file",
     "read_costs": "sinkprune.contract.costs.file",
     "read_thresholds": "sinkprune.runtime.confidence.thresholds",
     "write_costs": "sinkprune.contract.costs.file",

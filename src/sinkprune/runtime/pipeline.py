@@ -8,17 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from inspect import signature
-from pathlib import Path
 from typing import Any, NoReturn
 
-from sinkprune.contract.budgets import AUTO, UNPRUNED
+from sinkprune.contract.budgets import AUTO
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.arguments import check_options, check_type
-from sinkprune.contract.checks.user_warnings import warn_user
 from sinkprune.contract.command_line.progress_lines import shown_progress
-from sinkprune.contract.costs.file import cache_costs, cached_costs, missing_costs
-from sinkprune.contract.costs.model import Costs, Place
-from sinkprune.contract.errors import CostsWarning
+from sinkprune.contract.costs.file import ANSWER_COSTS
+from sinkprune.contract.costs.model import Costs
 from sinkprune.contract.plans import Plan
 from sinkprune.contract.reports.progress import OnProgress, reporting, unreported
 from sinkprune.runtime.answering import Answering
@@ -27,10 +24,9 @@ from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.confidence.policy import ConfidencePolicy
 from sinkprune.runtime.confidence.thresholds import Thresholds, usable_thresholds
-from sinkprune.runtime.deadline.cost_measuring import MEASURING_COSTS, SECONDS, SECONDS_RANGE, measure_costs, place_of
-from sinkprune.runtime.deadline.other_load import OtherLoad
+from sinkprune.runtime.deadline.cost_measuring import MEASURING_COSTS, SECONDS, SECONDS_RANGE, measure_costs
+from sinkprune.runtime.deadline.kept_costs import KeepsCosts, warn_of_load
 from sinkprune.runtime.deadline.policy import BudgetPolicy, DeadlinePolicy
-from sinkprune.runtime.deadline.request_history import RequestHistory
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.generate import generate
 from sinkprune.runtime.loading import During, check_kind, load_model, open_with_backend
@@ -46,10 +42,8 @@ from sinkprune.runtime.stream import Stream, StreamState
 from sinkprune.runtime.text.constraint import Grammars, Unconstrained
 from sinkprune.runtime.watching.watch import USUAL_SETTINGS, FrameAnswer, Watch, WatchSettings, check_frames
 
-_LOADING_PLANS = "loading the budgets' graphs"
 
-
-class Pipeline(Answering):
+class Pipeline(Answering, KeepsCosts[Costs]):
     """A loaded bundle. Every budget and the unpruned baseline run on the same engines.
 
     Any number of threads may share a pipeline. Streams may alternate, be closed or be dropped: each answer is the one
@@ -75,13 +69,9 @@ class Pipeline(Answering):
         self.load_ms: float | None = None
         """Milliseconds that `Pipeline.load` took, with the check of sums; None without `Pipeline.load`."""
         self._model = load_model(bundle, backend, built, wrap, fit, progress)
-        self.costs: Costs | None = None
-        """What requests cost on this machine, for requests with a deadline. `warm_up` measures it. Without it, the
-        first such request reads earlier costs from the user's cache folder."""
+        super().__init__(bundle, backend, ANSWER_COSTS)
         self.thresholds: Thresholds | None = None
         """How sure answers at budget `auto` must be; see `read_thresholds`."""
-        self._history: tuple[Costs | None, RequestHistory] = None, RequestHistory()
-        self.bundle, self.backend = bundle, backend
         self.limits, self.family = self._model.limits, self._model.family
         self.prompts, self.embedding, self.chain = self._model.prompts, self._model.embedding, self._model.chain
         self._stop = tuple(bundle.manifest.tokens.stop)
@@ -222,11 +212,10 @@ class Pipeline(Answering):
         Warns with `CostsWarning` if other programs kept the machine busy meanwhile. Raises what `generate` raises.
         """
         check_request_options(options, "seconds", "progress")
-        request, earlier = self.new_request(image, prompt, **options), cached_costs(self.place)
+        request, earlier = self.new_request(image, prompt, **options), ANSWER_COSTS.cached(self.place)
         with shown_progress(MEASURING_COSTS, progress) as report:
             costs = self.measure_costs(request, seconds, report)
-        if doubt := costs.load_doubt(earlier):
-            warn_user(f"the costs {doubt}. Measure them again with warm_up when the machine is idle.", CostsWarning)
+        warn_of_load(costs, earlier)
         return costs
 
     def new_request(
@@ -239,26 +228,9 @@ class Pipeline(Answering):
         """Do what `warm_up` does, for a `Request`; raises what `answer` raises, and `UsageError` for `seconds`."""
         seconds = SECONDS_RANGE.check(seconds)
         self.load_plans(request.method, progress)
-        with self.backend.turn:
-            others = OtherLoad()
-            found = measure_costs(self._model, lambda one: self.answer(one).rest(), request, seconds, progress)
-        self.costs = replace(found, measured_at=time.time(), load=others.share())
-        cache_costs(self.costs)
-        return self.costs
-
-    def save_costs(self) -> Path | None:
-        """Write `costs`, and how recent requests with a deadline compare with them, to the user's cache folder.
-
-        Later processes then expect what this one expects. Return the file, or None without costs or where the folder
-        cannot be written. It takes milliseconds, so call it when no request waits.
-        """
-        costs = self.costs
-        return None if costs is None else cache_costs(replace(costs, recent=self._history_of(costs).recent))
-
-    @property
-    def place(self) -> Place:
-        """The model, backend, threads and processor that costs must match to be valid here; see `read_costs`."""
-        return place_of(self.bundle.manifest, self.backend)
+        return self._keep_measured(
+            lambda: measure_costs(self._model, lambda one: self.answer(one).rest(), request, seconds, progress)
+        )
 
     def load_plans(self, method: str, progress: OnProgress = unreported) -> None:
         """Load the pruning graphs of all budgets of a method, so that no request waits for them.
@@ -266,13 +238,7 @@ class Pipeline(Answering):
         `progress` is called before and after each budget. Raises `BudgetError` for a method that the bundle does not
         have.
         """
-        manifest = self.bundle.manifest
-        manifest.plan(method, UNPRUNED)
-        plans = manifest.plans[method]
-        for done, plan in enumerate(plans.values()):
-            progress(_LOADING_PLANS, done, len(plans), "budgets")
-            self.chain.load_plan(plan)
-        progress(_LOADING_PLANS, len(plans), len(plans), "budgets")
+        self._model.load_plans(method, progress)
 
     def _formed(self, request: Request) -> tuple[Request, Unconstrained | ChoiceTokens]:
         """Return the request with the length of its answer, and the form of its answer."""
@@ -301,16 +267,3 @@ class Pipeline(Answering):
             return BudgetPolicy(request)
         began, history = time.perf_counter(), self._history_of(costs)
         return DeadlinePolicy(request, request.deadline_ms, self.bundle.manifest, costs, history, began=began)
-
-    def _known_costs(self) -> Costs:
-        self.costs = cached_costs(self.place) if self.costs is None else self.costs
-        if self.costs is None:
-            raise missing_costs(self.place)
-        check_type("costs", self.costs, (Costs,), "Costs, as read_costs and warm_up return")
-        return self.costs
-
-    def _history_of(self, costs: Costs) -> RequestHistory:
-        """Return the history of requests compared with these `costs`; it starts anew with other costs."""
-        if self._history[0] is not costs:
-            self._history = costs, RequestHistory(costs.recent)
-        return self._history[1]

@@ -14,6 +14,8 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.arguments import check_options
 from sinkprune.contract.command_line.progress_lines import shown_progress
+from sinkprune.contract.costs.actions import ActionCosts
+from sinkprune.contract.costs.file import ACTION_COSTS
 from sinkprune.contract.flops import expert_flops, prefix_flops
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import PolicyFacts
@@ -21,7 +23,7 @@ from sinkprune.contract.plans import Plan
 from sinkprune.contract.precision import Array
 from sinkprune.contract.reports.progress import OnProgress, reporting, unreported
 from sinkprune.contract.schedule import Schedule, schedule
-from sinkprune.runtime.acting.costs import ActionCosts, measure_costs
+from sinkprune.runtime.acting.costs import measure_costs
 from sinkprune.runtime.acting.deadline import check_costs, choose_chunk, least_steps
 from sinkprune.runtime.acting.denoising import denoise
 from sinkprune.runtime.acting.observation import Observation, observed, robot_actions
@@ -31,7 +33,7 @@ from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.deadline.choices import budgets_up_to
 from sinkprune.runtime.deadline.cost_measuring import MEASURING_COSTS, SECONDS, SECONDS_RANGE
-from sinkprune.runtime.deadline.request_history import RequestHistory
+from sinkprune.runtime.deadline.kept_costs import KeepsCosts, warn_of_load
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.loading import During, check_kind, load_model, open_with_backend
 from sinkprune.runtime.steps.chain import Wrap
@@ -44,7 +46,7 @@ from sinkprune.runtime.steps.prompt_rows import lay_out
 from sinkprune.runtime.steps.request import DEADLINE_MS
 
 
-class Policy:
+class Policy(KeepsCosts[ActionCosts]):
     """A loaded robot policy. Every budget and the unpruned baseline run on the same engines.
 
     Any number of threads may share a policy; they take turns on backends that run one call at once.
@@ -60,13 +62,10 @@ class Policy:
     ) -> None:
         """Load the bundle's graphs on `backend`, or the engines `built` from them; `wrap` may replace each engine."""
         check_kind(bundle.manifest, str(bundle.path), acts=True)
-        self.bundle, self.backend = bundle, backend
+        super().__init__(bundle, backend, ACTION_COSTS)
         self.load_ms: float | None = None
         """Milliseconds that `Policy.load` took, with the check of sums; None without `Policy.load`."""
         self._model = load_model(bundle, backend, built, wrap, None, progress)
-        self.costs: ActionCosts | None = None
-        """What chunks cost on this machine, for chunks with a deadline. `warm_up` measures it."""
-        self._history: tuple[ActionCosts | None, RequestHistory] = None, RequestHistory()
 
     @classmethod
     def load(
@@ -146,7 +145,7 @@ class Policy:
 
         With `deadline_ms`, milliseconds from this call on, `budget` is the largest that may be chosen and `steps` the
         most. The largest budget runs whose chunk is expected in time with `min_steps` or more (default: 5), with as
-        many as fit. `warm_up` must have measured the costs. A chunk is never cut short.
+        many as fit. `warm_up` must have measured the costs, or an earlier process. A chunk is never cut short.
 
         Raises `ImageError`, `PromptError`, `BudgetError`, `UsageError` (`DeadlineError` for unknown costs),
         `PruningError` and `NumericsError`.
@@ -169,10 +168,9 @@ class Policy:
         self._model.check_counted(plan, method, budget)
         if deadline_ms is None:
             return self._act(observation, plan, method, budget, observer)
-        costs = check_costs(self.costs, method, budget, len(observation.cameras))
-        if self._history[0] is not costs:
-            self._history = costs, RequestHistory()
-        history = self._history[1]
+        costs = self._known_costs()
+        check_costs(costs, manifest, method, budget, len(observation.cameras))
+        history = self._history_of(costs)
         chosen = choose_chunk(
             costs,
             history,
@@ -202,9 +200,40 @@ class Policy:
 
         Chunks with a deadline need these costs. Repeats measurements for `seconds`, from 0 to 86400, but every budget
         runs four times or more. Takes what `act` takes: frames, an instruction and a state like those of later
-        chunks, and `progress` as `Pipeline.warm_up` does. Sets and returns `costs`, which stay in memory. Raises what
-        `act` raises, and `UsageError` for a method whose counts vary by picture.
+        chunks, and `progress` as `Pipeline.warm_up` does. Sets and returns `costs`, and writes them to the user's
+        cache folder, if possible, for later processes.
+
+        Warns with `CostsWarning` if other programs kept the machine busy meanwhile. Raises what `act` raises, and
+        `UsageError` for a method whose counts vary by picture.
         """
+        earlier = ACTION_COSTS.cached(self.place)
+        with shown_progress(MEASURING_COSTS, progress) as report:
+            costs = self.measure_costs(
+                cameras,
+                instruction,
+                state,
+                budget=budget,
+                method=method,
+                order=order,
+                seconds=seconds,
+                progress=report,
+            )
+        warn_of_load(costs, earlier)
+        return costs
+
+    def measure_costs(
+        self,
+        cameras: Sequence[PictureLike | None],
+        instruction: str,
+        state: Sequence[float] | Array,
+        *,
+        budget: str = UNPRUNED,
+        method: str = "sinkpruner",
+        order: str = "rgb",
+        seconds: float = SECONDS,
+        progress: OnProgress = unreported,
+    ) -> ActionCosts:
+        """Do what `warm_up` does, without the warning; raises what `warm_up` raises."""
         seconds = SECONDS_RANGE.check(seconds)
         manifest = self.bundle.manifest
         manifest.plan(method, budget)
@@ -220,11 +249,18 @@ class Policy:
             own = replace(observation, steps=steps)
             return self._act(own, manifest.plan(method, name), method, name, NOBODY)
 
-        with shown_progress(MEASURING_COSTS, progress) as report, self.backend.turn:
-            self.costs = measure_costs(
-                act, method, len(layouts), [choice.budget for choice in choices], seconds, report
-            )
-        return self.costs
+        names = [choice.budget for choice in choices]
+        return self._keep_measured(
+            lambda: ActionCosts(method, len(layouts), measure_costs(act, names, seconds, progress), place=self.place)
+        )
+
+    def load_plans(self, method: str, progress: OnProgress = unreported) -> None:
+        """Load the pruning graphs of all budgets of a method, so that no chunk waits for them.
+
+        `progress` is called before and after each budget. Raises `BudgetError` for a method that the bundle does not
+        have.
+        """
+        self._model.load_plans(method, progress)
 
     def _act(
         self, observation: Observation, plan: Plan | None, method: str, budget: str, observer: Observer

@@ -16,8 +16,10 @@ from PIL import Image
 
 from sinkprune import Policy
 from sinkprune.contract.command_line import progress_lines
+from sinkprune.contract.costs.actions import ActionCosts, BudgetCosts
+from sinkprune.contract.costs.model import Place
 from sinkprune.contract.errors import BudgetError, DeadlineError, UsageError
-from sinkprune.runtime.acting.costs import STEPS, ActionCosts, BudgetCosts, measure_costs
+from sinkprune.runtime.acting.costs import STEPS, measure_costs
 from sinkprune.runtime.acting.deadline import FEWEST_STEPS, ChosenChunk, choose_chunk
 from sinkprune.runtime.acting.report import ActionReport
 from sinkprune.runtime.deadline.request_history import MARGIN, RequestHistory
@@ -26,6 +28,12 @@ BUDGETS = ("prune-77.8", "prune-88.9")
 NAMES = ("none", *BUDGETS)
 STATE = [0.5] * 5
 MS = st.floats(0.01, 1e4)
+PLACE = Place("0" * 64, (), "fp32", "fp32", "ort-cpu", "fp32", 2, "a machine")
+
+
+def costs_of(ms: dict[str, tuple[float, float]], method: str = "sinkpruner", frames: int = 1) -> ActionCosts:
+    """Costs that were not measured."""
+    return ActionCosts(method, frames, {name: BudgetCosts(*each) for name, each in ms.items()}, place=PLACE)
 
 
 def choose(costs: ActionCosts, deadline_ms: float, most: int, least: int, budget: str = "none") -> ChosenChunk:
@@ -53,7 +61,7 @@ def test_the_choice_is_the_first_that_fits(
 ) -> None:
     """Largest budget first, and then most steps: every combination is tried in that order."""
     least, most = sorted((one, other))
-    costs = ActionCosts("sinkpruner", 1, {name: BudgetCosts(*each) for name, each in zip(NAMES, ms, strict=True)})
+    costs = costs_of(dict(zip(NAMES, ms, strict=True)))
     found = choose(costs, deadline_ms, most, least, budget)
     slower = RequestHistory().slower
     assert slower.first == slower.token > MARGIN
@@ -79,7 +87,7 @@ def test_the_choice_is_the_first_that_fits(
 
 
 def test_fewer_steps_come_before_a_smaller_budget_and_min_steps_turns_that_round() -> None:
-    costs = ActionCosts("sinkpruner", 1, {"none": BudgetCosts(100, 10), "prune-77.8": BudgetCosts(50, 8)})
+    costs = costs_of({"none": (100, 10), "prune-77.8": (50, 8)})
     slower = RequestHistory().slower.first
     # 10 steps take 200 unpruned, and 130 pruned.
     for deadline, least, budget, steps in (
@@ -106,14 +114,13 @@ def test_costs_are_medians_without_the_warm_up(monkeypatch: pytest.MonkeyPatch) 
         clock[0] += 10 * times + sum(step)
         return ActionReport(None, "", "", steps, 0, 0, [], {}, step, None, ())  # type: ignore[arg-type]
 
-    costs = measure_costs(act, "sinkpruner", 2, ("none", "prune-88.9"), 0.0, lambda *_: None)
+    budgets = measure_costs(act, ("none", "prune-88.9"), 0.0, lambda *_: None)
     assert ran[:4] == [("none", STEPS), ("prune-88.9", STEPS)] * 2
     # Three rounds count, whose chunks take 2, 3 and 4 times as long.
     assert len(ran) == 8
-    assert (costs.method, costs.frames) == ("sinkpruner", 2)
-    assert costs.budgets["none"] == BudgetCosts(pytest.approx(30), pytest.approx(9))  # type: ignore[arg-type]
-    assert costs.budgets["prune-88.9"] == BudgetCosts(pytest.approx(30), pytest.approx(3))  # type: ignore[arg-type]
-    assert costs.budgets["none"].chunk_ms(10) == pytest.approx(120)
+    assert budgets["none"] == BudgetCosts(pytest.approx(30), pytest.approx(9))  # type: ignore[arg-type]
+    assert budgets["prune-88.9"] == BudgetCosts(pytest.approx(30), pytest.approx(3))  # type: ignore[arg-type]
+    assert budgets["none"].chunk_ms(10) == pytest.approx(120)
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +185,7 @@ def test_the_chosen_budget_and_steps_are_what_runs(warm: Policy, photo: Image.Im
     costs = warm.costs
     slow = {"none": (60_000, 1000), "prune-77.8": (10_000, 1000), "prune-88.9": (1000, 1000)}
     own = Policy(warm.bundle, warm.backend)
-    own.costs = ActionCosts("sinkpruner", 1, {name: BudgetCosts(*ms) for name, ms in slow.items()})
+    own.costs = costs_of(slow)
     pruned = act(own, photo, deadline_ms=25_000)
     expected = 1.3 * MARGIN
     assert (pruned.budget, pruned.steps, len(pruned.step_ms)) == ("prune-77.8", 8, 8)
@@ -226,16 +233,19 @@ def test_wrong_deadlines_are_refused_with_a_sentence(
 
 def test_unknown_costs_are_refused_with_a_sentence(warm: Policy, photo: Image.Image) -> None:
     own = Policy(warm.bundle, warm.backend)
-    with pytest.raises(DeadlineError, match=r"costs of chunks on this machine are not known.*policy\.warm_up"):
+    with pytest.raises(DeadlineError, match=r"costs of chunks on this machine, .* are not known.*policy\.warm_up"):
         act(own, photo)
-    own.costs = ActionCosts("sinkpruner", 2, {"prune-88.9": BudgetCosts(1, 1)})
+    own.costs = costs_of({"prune-88.9": (1, 1)}, frames=2)
     with pytest.raises(DeadlineError, match=r"at budget 'none' are not known, but those .* at prune-88.9"):
         act(own, photo)
-    own.costs = ActionCosts("fastv", 2, {"none": BudgetCosts(1, 1)})
+    own.costs = costs_of({"none": (1, 1)}, "fastv", 2)
     with pytest.raises(DeadlineError, match=r"method 'sinkpruner' at budget 'none' are not known, but .* 'fastv'"):
         act(own, photo)
+    own.costs = costs_of({"none": (2, 1), "prune-50": (1, 1)})
+    with pytest.raises(DeadlineError, match=r"of budget 'prune-50', which the bundle does not have.*--warm-up"):
+        act(own, photo)
     own.costs = 3  # type: ignore[assignment]
-    with pytest.raises(TypeError, match="costs is 3, expected what warm_up returns"):
+    with pytest.raises(TypeError, match="costs is 3, expected ActionCosts, as read_action_costs and warm_up return"):
         act(own, photo)
     with pytest.raises(UsageError, match="seconds is -1"):
         own.warm_up([photo, None], "go", STATE, seconds=-1)

@@ -192,7 +192,7 @@ def test_an_interrupted_warm_up_leaves_no_costs(path: Path, folder: Path, monkey
     def interrupted(*given: Any, **options: Any) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Policy, "warm_up", interrupted)
+    monkeypatch.setattr(Policy, "measure_costs", interrupted)
     outcome = act(path, folder, "--deadline-ms", 9000)
     assert outcome.code == 130
     assert outcome.stderr.endswith("interrupted; no costs were kept: they need all rounds of the measurement.\n")

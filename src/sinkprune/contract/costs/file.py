@@ -5,56 +5,82 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from sinkprune.contract.checks.arguments import check_path, check_type
 from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.checks.format_value import counted, format_value
+from sinkprune.contract.costs.actions import ACTION_COSTS_VERSION, ActionCosts
 from sinkprune.contract.costs.model import COSTS_VERSION, Costs, Place, RecentRatios
 from sinkprune.contract.errors import DeadlineError, OutputError, UsageError
 from sinkprune.contract.files.versioned_json import read_versioned, write_versioned
 
-_AGAIN = (
-    "Measure them here with Pipeline.warm_up and write_costs in Python, or with: sinkprune-calibrate schedule BUNDLE "
-    "--costs FILE.json"
-)
+C = TypeVar("C", Costs, ActionCosts)
 
 
-def write_costs(path: str | os.PathLike[str], costs: Costs) -> None:
-    """Write the costs of requests, as `Pipeline.warm_up` returns them, to the JSON file `path`.
+@dataclass(frozen=True)
+class CostsFormat(Generic[C]):
+    """How one kind of costs is written to files, and how users measure it."""
 
-    Raises `OutputError` if the file cannot be written, and `TypeError` if `path` is no path or `costs` no costs.
-    """
-    check_path("path", path)
-    check_type("costs", costs, (Costs,), "Costs, as read_costs and warm_up return")
-    write_versioned(path, costs)
+    kind: type[C]
+    name: str
+    version: int
+    upgraded: Callable[[dict[str, Any]], dict[str, Any]]
+    """Turns an earlier version into this one."""
+    fault: Callable[[C], str]
+    """Returns what is wrong with costs whose fields are all valid, or ""."""
+    of: str
+    """What the costs are of, in words."""
+    warm_up: str
+    """The command and the function that measure and keep them."""
+    reader: str
+    """The function that reads a file of them."""
+    again: str
+    """How to write a file of them."""
 
+    def read(self, path: str | os.PathLike[str], here: Place) -> C:
+        """Return the costs in the JSON file `path`, which must have been measured at the place `here`.
 
-def read_costs(path: str | os.PathLike[str], here: Place) -> Costs:
-    """Return the costs in the JSON file `path`, which must have been measured at the place `here`.
+        Raises `UsageError` for any other file and for costs of another bundle, backend or machine, and `TypeError` if
+        `path` is no path or `here` no place.
+        """
+        check_path("path", path)
+        check_type("here", here, (Place,), "a Place, as pipeline.place and policy.place are")
+        costs = read_versioned(path, self.kind, self.name, self.version, self.again, self.upgraded)
+        theirs, ours = to_json(costs.place), to_json(here)
+        for name, value in ours.items():
+            if theirs[name] != value:
+                raise UsageError(
+                    f"the {self.name} '{path}' are of another place: their {name} is {format_value(theirs[name])}, "
+                    f"here it is {format_value(value)}. {self.again}"
+                )
+        if fault := self.fault(costs):
+            raise UsageError(f"the {self.name} '{path}' {fault}. {self.again}")
+        return costs
 
-        pipeline.costs = read_costs("costs.json", pipeline.place)
+    def cached(self, place: Place) -> C | None:
+        """Return the costs of `place` that `cache_costs` wrote last, or None.
 
-    Raises `UsageError` for any other file and for costs of another bundle, backend or machine, and `TypeError` if
-    `path` is no path or `here` no place.
-    """
-    check_path("path", path)
-    check_type("here", here, (Place,), "a Place, as pipeline.place is")
-    costs = read_versioned(path, Costs, "costs", COSTS_VERSION, _AGAIN, _upgraded)
-    theirs, ours = to_json(costs.place), to_json(here)
-    for name, value in ours.items():
-        if theirs[name] != value:
-            raise UsageError(
-                f"the costs '{path}' are of another place: their {name} is {format_value(theirs[name])}, here it is "
-                f"{format_value(value)}. {_AGAIN}"
-            )
-    if len(costs.decoders) != len(here.cut_after) + 1:
-        raise UsageError(
-            f"the costs '{path}' are of {len(costs.decoders)} decoder segments, the bundle has "
-            f"{len(here.cut_after) + 1}. {_AGAIN}"
+        None also for a file that cannot be read; the next measurement replaces it.
+        """
+        file = cache_file(place)
+        if file is None:
+            return None
+        try:
+            return self.read(file, place)
+        except (UsageError, OSError):
+            return None
+
+    def missing(self, place: Place) -> DeadlineError:
+        """Return the error for a deadline at a `place` whose costs are not known."""
+        return DeadlineError(
+            f"a deadline was given, and the costs of {self.of} on this machine, with {place.backend} in "
+            f"{counted(place.threads, 'thread')}, are not known. Measure them on this machine first, with "
+            f"{self.warm_up}, or read measured ones: --costs FILE.json, {self.reader}."
         )
-    return costs
 
 
 def _upgraded(data: dict[str, Any]) -> dict[str, Any]:
@@ -66,13 +92,66 @@ def _upgraded(data: dict[str, Any]) -> dict[str, Any]:
     return {**data, **added, "costs_version": COSTS_VERSION}
 
 
-def missing_costs(place: Place) -> DeadlineError:
-    """Return the error for a deadline at a `place` whose costs are not known."""
-    return DeadlineError(
-        f"a deadline was given, and the costs of requests on this machine, with {place.backend} in "
-        f"{counted(place.threads, 'thread')}, are not known. Measure them on this machine first, with sinkprune-run "
-        "--warm-up or pipeline.warm_up(picture, prompt), or read measured ones: --costs FILE.json, read_costs."
-    )
+def _segments_fault(costs: Costs) -> str:
+    found, expected = len(costs.decoders), len(costs.place.cut_after) + 1
+    return "" if found == expected else f"are of {found} decoder segments, the bundle has {expected}"
+
+
+ANSWER_COSTS = CostsFormat(
+    Costs,
+    "costs",
+    COSTS_VERSION,
+    _upgraded,
+    _segments_fault,
+    of="requests",
+    warm_up="sinkprune-run --warm-up or pipeline.warm_up(picture, prompt)",
+    reader="read_costs",
+    again="Measure them here with Pipeline.warm_up and write_costs in Python, or with: sinkprune-calibrate schedule "
+    "BUNDLE --costs FILE.json",
+)
+ACTION_COSTS = CostsFormat(
+    ActionCosts,
+    "action costs",
+    ACTION_COSTS_VERSION,
+    lambda data: data,
+    lambda costs: "" if costs.budgets else "are of no budget, expected one at least",
+    of="chunks",
+    warm_up="sinkprune-act --warm-up or policy.warm_up(cameras, instruction, state)",
+    reader="read_action_costs",
+    again="Measure them here with Policy.warm_up and write_costs in Python.",
+)
+
+
+def write_costs(path: str | os.PathLike[str], costs: Costs | ActionCosts) -> None:
+    """Write costs, as `Pipeline.warm_up` or `Policy.warm_up` returns them, to the JSON file `path`.
+
+    Raises `OutputError` if the file cannot be written, and `TypeError` if `path` is no path or `costs` no costs.
+    """
+    check_path("path", path)
+    check_type("costs", costs, (Costs, ActionCosts), "Costs or ActionCosts, as read_costs and warm_up return")
+    write_versioned(path, costs)
+
+
+def read_costs(path: str | os.PathLike[str], here: Place) -> Costs:
+    """Return the costs of a pipeline in the JSON file `path`, which must have been measured at the place `here`.
+
+        pipeline.costs = read_costs("costs.json", pipeline.place)
+
+    Raises `UsageError` for any other file and for costs of another bundle, backend or machine, and `TypeError` if
+    `path` is no path or `here` no place.
+    """
+    return ANSWER_COSTS.read(path, here)
+
+
+def read_action_costs(path: str | os.PathLike[str], here: Place) -> ActionCosts:
+    """Return the costs of a robot policy in the JSON file `path`, which must have been measured at the place `here`.
+
+        policy.costs = read_action_costs("costs.json", policy.place)
+
+    Raises `UsageError` for any other file and for costs of another bundle, backend or machine, and `TypeError` if
+    `path` is no path or `here` no place.
+    """
+    return ACTION_COSTS.read(path, here)
 
 
 def cache_file(place: Place) -> Path | None:
@@ -91,21 +170,7 @@ def cache_file(place: Place) -> Path | None:
     return folder / "sinkprune" / "costs" / f"{key[:32]}.json"
 
 
-def cached_costs(place: Place) -> Costs | None:
-    """Return the costs of `place` that `cache_costs` wrote last, or None.
-
-    None also for a file that cannot be read; the next measurement replaces it.
-    """
-    file = cache_file(place)
-    if file is None:
-        return None
-    try:
-        return read_costs(file, place)
-    except (UsageError, OSError):
-        return None
-
-
-def cache_costs(costs: Costs) -> Path | None:
+def cache_costs(costs: Costs | ActionCosts) -> Path | None:
     """Write `costs` to the user's cache folder. Return the file, or None where it cannot be written."""
     file = cache_file(costs.place)
     if file is None:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
@@ -113,8 +114,38 @@ class RecentRatios:
     """Each later token."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class MeasuredCosts:
+    """When and under which load costs were measured, and how later requests compare with them."""
+
+    measured_at: Annotated[float, Bounds(0, 1e12)] | None = None
+    """The time of the measurement, in seconds of Unix time; None if the file lacks it."""
+    load: Annotated[float, Bounds(0, 1)] | None = None
+    """The share of processor time of other programs meanwhile; None if it is unknown."""
+    recent: RecentRatios = RecentRatios()
+    """Later requests, under the load of their time."""
+
+    @property
+    def age_s(self) -> float | None:
+        """Seconds since the measurement; None if its time is unknown."""
+        return None if self.measured_at is None else max(0.0, time.time() - self.measured_at)
+
+    def load_doubt(self, earlier: MeasuredCosts | None = None) -> str:
+        """Return what to say after "the costs" if they were measured under load, else nothing.
+
+        It also names the load of `earlier` costs, which these replace, if that was clearly lower.
+        """
+        load = self.load or 0.0
+        if load <= LOADED:
+            return ""
+        text = f"were measured while other programs took {100 * load:.0f} % of the processors"
+        if earlier is None or earlier.load is None or load - earlier.load < _CLEARLY:
+            return text
+        return f"{text}, and replace costs measured at {100 * earlier.load:.0f} %"
+
+
 @dataclass(frozen=True)
-class Costs:
+class Costs(MeasuredCosts):
     """Milliseconds of every part of a request on an idle machine."""
 
     costs_version: Count
@@ -135,25 +166,6 @@ class Costs:
     decoder takes longer after other engines than alone."""
     token: Curve
     """A token after the first, by the rows in the caches, as the mean over the layers."""
-    measured_at: Annotated[float, Bounds(0, 1e12)] | None = None
-    """The time of the measurement, in seconds of Unix time; None if the file lacks it."""
-    load: Annotated[float, Bounds(0, 1)] | None = None
-    """The share of processor time of other programs meanwhile; None if it is unknown."""
-    recent: RecentRatios = RecentRatios()
-    """Later requests, under the load of their time."""
-
-    def load_doubt(self, earlier: Costs | None = None) -> str:
-        """Return what to say after "the costs" if they were measured under load, else nothing.
-
-        It also names the load of `earlier` costs, which these replace, if that was clearly lower.
-        """
-        load = self.load or 0.0
-        if load <= LOADED:
-            return ""
-        text = f"were measured while other programs took {100 * load:.0f} % of the processors"
-        if earlier is None or earlier.load is None or load - earlier.load < _CLEARLY:
-            return text
-        return f"{text}, and replace costs measured at {100 * earlier.load:.0f} %"
 
     def slower(self, times: float) -> Costs:
         """Return the costs of a machine that is slower by the factor `times`."""

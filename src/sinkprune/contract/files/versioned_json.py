@@ -30,12 +30,12 @@ def read_versioned(
     remedy: str,
     upgraded: Callable[[dict[str, Any]], dict[str, Any]] = lambda data: data,
 ) -> T:
-    """Return the `kind` in the JSON file `path`, whose field `<what>_version` must be `version`.
+    """Return the `kind` in the JSON file `path`, whose field `<what>_version` must be `version`, with `_` for spaces.
 
     `upgraded` may turn an earlier version into this one. Raises `UsageError` for any other file; its message ends
     with `remedy`.
     """
-    field = f"{what}_version"
+    field = f"{what.replace(' ', '_')}_version"
     try:
         data = read_json(Path(path))
     except UnreadableError as error:

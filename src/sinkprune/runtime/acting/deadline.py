@@ -6,11 +6,12 @@ import math
 import time
 from dataclasses import dataclass
 
-from sinkprune.contract.checks.arguments import check_type
+from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.format_value import counted
+from sinkprune.contract.costs.actions import ActionCosts
 from sinkprune.contract.costs.model import Prediction
 from sinkprune.contract.errors import DeadlineError, UsageError
-from sinkprune.runtime.acting.costs import ActionCosts
+from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.acting.observation import STEPS
 from sinkprune.runtime.acting.report import ActionDeadline
 from sinkprune.runtime.deadline.request_history import RequestHistory
@@ -27,6 +28,7 @@ class ChosenChunk:
     began: float
     """When `act` was called, by `time.perf_counter`."""
     deadline_ms: float
+    costs: ActionCosts
     budget: str
     steps: int
     usual: Prediction
@@ -54,6 +56,8 @@ class ChosenChunk:
             expected_ms=self.expected_ms,
             measured_ms=measured,
             slower=self.slower,
+            costs_age_s=self.costs.age_s,
+            costs_load=self.costs.load,
         )
 
 
@@ -98,6 +102,7 @@ def choose_chunk(
     return ChosenChunk(
         began,
         deadline_ms,
+        costs,
         chosen,
         steps,
         usual[chosen],
@@ -108,15 +113,9 @@ def choose_chunk(
     )
 
 
-def check_costs(costs: ActionCosts | None, method: str, budget: str, frames: int) -> ActionCosts:
-    """Return `costs`, if they have `budget` of `method` with so many `frames`; raises `DeadlineError`."""
-    again = "Measure them first, with policy.warm_up(cameras, instruction, state), for these."
-    if costs is None:
-        raise DeadlineError(
-            "a deadline was given, and the costs of chunks on this machine are not known. Measure them first, with "
-            "policy.warm_up(cameras, instruction, state)."
-        )
-    check_type("costs", costs, (ActionCosts,), "what warm_up returns")
+def check_costs(costs: ActionCosts, manifest: Manifest, method: str, budget: str, frames: int) -> None:
+    """Raise `DeadlineError` unless `costs` are of this bundle's `method` and `budget`, with so many `frames`."""
+    again = "Measure them for these, with policy.warm_up(cameras, instruction, state) or sinkprune-act --warm-up."
     if costs.method != method or budget not in costs.budgets:
         raise DeadlineError(
             f"a deadline was given, and the costs of method '{method}' at budget '{budget}' are not known, but those "
@@ -126,7 +125,9 @@ def check_costs(costs: ActionCosts | None, method: str, budget: str, frames: int
         raise DeadlineError(
             f"{counted(frames, 'camera')} have a frame, and the costs were measured with {costs.frames}. {again}"
         )
-    return costs
+    # The bundle may have been exported again since.
+    if gone := [name for name in costs.budgets if name != UNPRUNED and name not in manifest.plans[method]]:
+        raise DeadlineError(f"the costs are of budget '{gone[0]}', which the bundle does not have. {again}")
 
 
 def least_steps(given: int | None, most: int, deadline_ms: float | None) -> int:

@@ -53,6 +53,10 @@ class ActionDeadline:
     """Its measured time."""
     slower: float
     """The factor by which recent chunks were slower than the machine's costs, with a margin."""
+    costs_age_s: float | None
+    """Seconds since the costs were measured; None if their time is unknown."""
+    costs_load: float | None
+    """The share of processor time that other programs took meanwhile; None if it is unknown."""
 
 
 @dataclass(frozen=True)

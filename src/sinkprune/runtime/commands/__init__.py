@@ -38,6 +38,10 @@ from sinkprune.runtime.steps.request import MAX_NEW_TOKENS, check_texts
 R = TypeVar("R")
 
 _LONG_VIDEO = 300
+_COSTS = (
+    "costs of requests on this machine, from sinkprune-calibrate schedule --costs or write_costs in Python "
+    "(default: those that --warm-up of sinkprune-run kept)"
+)
 IMAGE_PLACE = "{image}"
 """The place of an image in a prompt."""
 
@@ -226,15 +230,9 @@ def add_new_tokens(parser: CommandParser, default: int, note: str = "") -> None:
     )
 
 
-def add_costs(parser: CommandParser) -> None:
-    """Add `--costs`."""
-    parser.add_argument(
-        "--costs",
-        type=Path,
-        metavar="FILE.json",
-        help="costs of requests on this machine, from sinkprune-calibrate schedule --costs or write_costs in Python "
-        "(default: those that --warm-up of sinkprune-run kept)",
-    )
+def add_costs(parser: CommandParser, note: str = _COSTS) -> None:
+    """Add `--costs`; `note` is for the help."""
+    parser.add_argument("--costs", type=Path, metavar="FILE.json", help=note)
 
 
 def add_report_options(parser: CommandParser, drawn: str) -> None:

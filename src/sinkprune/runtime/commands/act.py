@@ -16,11 +16,21 @@ from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines, status
 from sinkprune.contract.command_line.written_files import write_output
-from sinkprune.contract.errors import UsageError
+from sinkprune.contract.costs.actions import ActionCosts
+from sinkprune.contract.costs.file import ACTION_COSTS
+from sinkprune.contract.errors import DeadlineError, UsageError
 from sinkprune.contract.files.output_files import check_outputs
+from sinkprune.runtime.acting.deadline import check_costs
 from sinkprune.runtime.acting.observation import SEED, STEPS
 from sinkprune.runtime.acting.report import ActionReport
-from sinkprune.runtime.commands import BundleOptions, add_method, engine_parser, write_line
+from sinkprune.runtime.commands import BundleOptions, add_costs, add_method, engine_parser, write_line
+from sinkprune.runtime.commands.deadline_costs import (
+    check_cost_options,
+    costs_at,
+    doubtful_costs,
+    not_kept,
+    place_here,
+)
 from sinkprune.runtime.commands.interrupts import NO_COSTS, beside_earlier, explain_interrupt
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
@@ -65,6 +75,8 @@ class _Options(BundleOptions):
     seed: int | None
     deadline_ms: float | None
     min_steps: int | None
+    warm_up: bool
+    costs: Path | None
     overlay: Path | None
     json: Path | None
 
@@ -84,6 +96,7 @@ def _act(arguments: Sequence[str] | None) -> None:
     bundle = _open(options, observations)
     manifest, (first, *_) = bundle.manifest, observations.moments
     given = [path for path in first.cameras if path is not None]
+    costs = _known_costs(options, bundle, len(given)) if options.deadline_ms is not None else None
     family = load_family(manifest, None)
     pictures = [decoded(path, family) for path in given]
     memory = check_memory(
@@ -91,16 +104,9 @@ def _act(arguments: Sequence[str] | None) -> None:
     )
     note_pictures(family, manifest, given, pictures)
     policy = load_policy(options, bundle)
+    earlier_costs = ACTION_COSTS.cached(policy.place)
     if options.deadline_ms is not None:
-        with explain_interrupt(NO_COSTS), status(MEASURING_COSTS) as progress:
-            policy.warm_up(
-                list(first.cameras),
-                options.instruction,
-                first.state,
-                budget=options.budget,
-                method=options.method,
-                progress=progress,
-            )
+        _prepare(policy, costs, first, options)
     chunks, interrupted, earlier, outputs = list[ActionReport](), "", "", options
     total = len(observations.moments)
     try:
@@ -119,6 +125,10 @@ def _act(arguments: Sequence[str] | None) -> None:
         outputs, earlier = beside_earlier(options, "json")
     if not prints_json(options.json) and chunks[-1].deadline is not None:
         write_line(f"deadline {options.deadline_ms:g} ms: {_met(chunks)}")
+    if policy.costs is not None:
+        sys.stderr.write(doubtful_costs(policy.costs, None if costs else earlier_costs))
+        if not options.costs and policy.save_costs() is None and options.warm_up:
+            sys.stderr.write(not_kept(policy.place))
     summary = {
         "method": options.method,
         "backend": policy.backend.name,
@@ -162,8 +172,19 @@ def _parse(arguments: Sequence[str] | None) -> _Options:
         "--deadline-ms",
         type=DEADLINE_MS,
         metavar="MS",
-        help="milliseconds for a chunk, with reading its frames. Measures what budgets cost here first, then chooses "
-        "the largest budget that is expected in time with --min-steps, and as many steps as fit",
+        help="milliseconds for a chunk, with reading its frames. Chooses the largest budget that is expected in time "
+        "with --min-steps, and as many steps as fit. Measures what budgets cost here first, unless that is known",
+    )
+    add(
+        "--warm-up",
+        action="store_true",
+        help="measure the costs of chunks on this machine, also where they are known, and keep them for later runs; "
+        "takes seconds, or minutes for a large policy",
+    )
+    add_costs(
+        parser,
+        "costs of chunks on this machine, from write_costs in Python (default: those that an earlier run kept, or "
+        "else measured ones)",
     )
     add(
         "--min-steps",
@@ -180,6 +201,7 @@ def _check_combinations(options: _Options, observations: Observations) -> None:
     """Raise `UsageError` for options that exclude each other."""
     if options.min_steps is not None and options.deadline_ms is None:
         raise UsageError("--min-steps is for a deadline, and there is none. Add --deadline-ms.")
+    check_cost_options(options.warm_up, options.costs, options.deadline_ms)
     if options.overlay and options.budget == UNPRUNED and options.deadline_ms is None:
         raise UsageError("--overlay draws what pruning kept. Give a --budget other than none, or --deadline-ms.")
     if options.overlay and len(observations.moments) > 1:
@@ -199,6 +221,38 @@ def _open(options: _Options, observations: Observations) -> Bundle:
     manifest.plan(options.method, options.budget)
     observations.check(manifest, facts, options.instruction, steps=options.steps)
     return bundle
+
+
+def _known_costs(options: _Options, bundle: Bundle, frames: int) -> ActionCosts | None:
+    """Return the costs of `--costs`, or kept ones, before anything is loaded; None if they must be measured.
+
+    Raises `UsageError` for a file, and `DeadlineError` for one of other chunks.
+    """
+    place = place_here(options, bundle)
+    costs = None if options.warm_up else costs_at(ACTION_COSTS, options.costs, place)
+    if costs is None:
+        return None
+    try:
+        check_costs(costs, bundle.manifest, options.method, options.budget, frames)
+    except DeadlineError:
+        if options.costs:
+            raise
+        return None
+    return costs
+
+
+def _prepare(policy: Policy, costs: ActionCosts | None, moment: Moment, options: _Options) -> None:
+    """Give the policy its `costs`, or measure them; and run it once, because a process's first chunk is slower."""
+    given = list(moment.cameras), options.instruction, moment.state
+    if costs is None:
+        with explain_interrupt(NO_COSTS), status(MEASURING_COSTS) as progress:
+            policy.measure_costs(*given, budget=options.budget, method=options.method, progress=progress)
+        return
+    policy.costs = costs
+    with status("loading the budgets' graphs") as progress:
+        policy.load_plans(options.method, progress)
+    with status("running a chunk once before it counts"):
+        policy.act(*given, method=options.method, budget=[*costs.budgets][-1], steps=1)
 
 
 def _chunk(policy: Policy, moment: Moment, options: _Options) -> ActionReport:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.costs.file import cache_file, cached_costs, missing_costs, read_costs
-from sinkprune.contract.costs.model import Costs
+from sinkprune.contract.costs.actions import ActionCosts
+from sinkprune.contract.costs.file import ANSWER_COSTS, C, CostsFormat, cache_file
+from sinkprune.contract.costs.model import Costs, Place
+from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.trust import Trust
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.compatibility import open_engines, own_engines, usual_backend
@@ -27,14 +29,36 @@ def known_costs(options: BundleOptions, file: Path | None, bundle: Bundle) -> Co
 
     Raises `DeadlineError`, `UsageError` for other files, and what `Pipeline.load` raises for engines and backends.
     """
+    place = place_here(options, bundle)
+    costs = costs_at(ANSWER_COSTS, file, place)
+    if costs is None:
+        raise ANSWER_COSTS.missing(place)
+    return costs
+
+
+def costs_at(kind: CostsFormat[C], file: Path | None, place: Place) -> C | None:
+    """Return the costs in `file`, or those that were kept for `place`, if any; raises `UsageError` for a file."""
+    return kind.read(file, place) if file else kind.cached(place)
+
+
+def check_cost_options(warm_up: bool, costs: Path | None, deadline_ms: float | None) -> None:
+    """Raise `UsageError` for `--warm-up` and `--costs` without a deadline, and for both."""
+    if (costs or warm_up) and deadline_ms is None:
+        given = "--costs" if costs else "--warm-up"
+        raise UsageError(f"{given} is for a deadline, and there is none. Add --deadline-ms.")
+    if costs and warm_up:
+        raise UsageError("--warm-up measures costs, and --costs reads measured ones. Leave out one of the two.")
+
+
+def place_here(options: BundleOptions, bundle: Bundle) -> Place:
+    """Return the place of costs of `bundle`, with the engines and the backend of `options`, before they are loaded.
+
+    Raises what `Pipeline.load` raises for engines and backends.
+    """
     trust = Trust(options.engines_sha256, options.signed_by)
     built = open_engines(options.engines, bundle, trust) if options.engines else own_engines(bundle)
     name = options.backend or usual_backend(bundle, built)
-    place = place_of(bundle.manifest, load_backend(name, options.threads, built, options.compute))
-    costs = read_costs(file, place) if file else cached_costs(place)
-    if costs is None:
-        raise missing_costs(place)
-    return costs
+    return place_of(bundle.manifest, load_backend(name, options.threads, built, options.compute))
 
 
 def run_once(pipeline: Pipeline, request: Request) -> None:
@@ -68,9 +92,9 @@ def late_line(deadline: DeadlineReport) -> str:
     return f"{late}. No budget was expected to bring a token sooner than in {deadline.predicted_first_ms:.0f} ms.\n"
 
 
-def not_kept(pipeline: Pipeline) -> str:
+def not_kept(place: Place) -> str:
     """Return a warning about costs that later runs will not find."""
-    file = cache_file(pipeline.place)
+    file = cache_file(place)
     where = f"written to '{escaped(str(file))}'" if file else "kept, because this user has no home folder"
     return (
         f"warning: the costs could not be {where}: the next run needs --warm-up again. Make that folder writable, "
@@ -78,12 +102,12 @@ def not_kept(pipeline: Pipeline) -> str:
     )
 
 
-def doubtful_costs(deadline: DeadlineReport, costs: Costs, earlier: Costs | None) -> str:
+def doubtful_costs(costs: Costs | ActionCosts, earlier: Costs | ActionCosts | None) -> str:
     """Return a line about `costs` that are old or were measured under load, and nothing about others.
 
     `earlier` are the kept costs that these replaced, if any.
     """
-    age, load_doubt = deadline.costs_age_s or 0.0, costs.load_doubt(earlier)
+    age, load_doubt = costs.age_s or 0.0, costs.load_doubt(earlier)
     old = f"are {age / _DAY_S:.0f} days old" if age > _OLD_S else ""
     doubts = [doubt for doubt in (old, load_doubt) if doubt]
     if not doubts:

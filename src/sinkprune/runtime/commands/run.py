@@ -17,7 +17,7 @@ from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines, status
 from sinkprune.contract.command_line.written_files import write_output
-from sinkprune.contract.costs.file import cached_costs
+from sinkprune.contract.costs.file import ANSWER_COSTS
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.precision import Array
@@ -32,6 +32,7 @@ from sinkprune.runtime.commands import (
     write_line,
 )
 from sinkprune.runtime.commands.deadline_costs import (
+    check_cost_options,
     doubtful_costs,
     in_time,
     known_costs,
@@ -158,11 +159,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     check_outputs([*json_outputs(options.json), *overlays], read, options.folders)
     if options.overlay and options.budget == UNPRUNED and options.deadline_ms is None:
         raise UsageError("--overlay draws what pruning kept. Give a --budget other than none, or --deadline-ms.")
-    if (options.costs or options.warm_up) and options.deadline_ms is None:
-        given = "--costs" if options.costs else "--warm-up"
-        raise UsageError(f"{given} is for a deadline, and there is none. Add --deadline-ms.")
-    if options.costs and options.warm_up:
-        raise UsageError("--warm-up measures costs, and --costs reads measured ones. Leave out one of the two.")
+    check_cost_options(options.warm_up, options.costs, options.deadline_ms)
     if options.budget == AUTO and options.deadline_ms is not None:
         raise UsageError(f"--budget {AUTO} takes the time that an unsure answer needs. Leave out --deadline-ms.")
     if options.thresholds and options.budget != AUTO:
@@ -189,7 +186,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     note_pictures(pipeline.family, pipeline.bundle.manifest, options.picture_files, images)
     pipeline.thresholds = thresholds
     pipeline.costs = costs
-    earlier_costs = cached_costs(pipeline.place) if options.warm_up else None
+    earlier_costs = ANSWER_COSTS.cached(pipeline.place) if options.warm_up else None
     if options.warm_up:
         with explain_interrupt(NO_COSTS), status(MEASURING_COSTS) as progress:
             pipeline.measure_costs(request, progress=progress)
@@ -230,9 +227,9 @@ def _run(arguments: Sequence[str] | None) -> None:
     if answer.deadline is not None:
         sys.stderr.write(late_line(answer.deadline))
         if pipeline.costs:
-            sys.stderr.write(doubtful_costs(answer.deadline, pipeline.costs, earlier_costs))
+            sys.stderr.write(doubtful_costs(pipeline.costs, earlier_costs))
         if not options.costs and pipeline.save_costs() is None and options.warm_up:
-            sys.stderr.write(not_kept(pipeline))
+            sys.stderr.write(not_kept(pipeline.place))
     if options.overlay and answer.budget != UNPRUNED:
         write_output(options.overlay, picture_bytes(overlay(answer, images), options.overlay))
     sys.stderr.write(_unused_options(options, answer.budget))

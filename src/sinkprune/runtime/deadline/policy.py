@@ -174,7 +174,7 @@ class DeadlinePolicy(BudgetPolicy):
             predicted_ms=first + (chosen.tokens - 1) * chosen.expected.token,
             measured_ms=measured,
             slower=chosen.slower.first,
-            costs_age_s=None if costs.measured_at is None else max(0.0, time.time() - costs.measured_at),
+            costs_age_s=costs.age_s,
             costs_load=costs.load,
         )
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sinkprune.contract.budgets import AUTO
+from sinkprune.contract.budgets import AUTO, UNPRUNED
 from sinkprune.contract.engines_manifest import Limits
 from sinkprune.contract.errors import BudgetError, UsageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.plans import Plan
+from sinkprune.contract.reports.progress import OnProgress
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.embedding import Embedding
 from sinkprune.runtime.steps.picture_warnings import PictureWarnings
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.text.prompt import Prompt, PromptEncoder
+
+_LOADING_PLANS = "loading the budgets' graphs"
 
 
 class LoadedModel(NamedTuple):
@@ -64,6 +67,19 @@ class LoadedModel(NamedTuple):
                 f"method '{method}' keeps another number of tokens of each picture, and deadlines, costs, budget "
                 f"'{AUTO}' and watches need the number before. Give one budget and no deadline, or another method."
             )
+
+    def load_plans(self, method: str, progress: OnProgress) -> None:
+        """Load the pruning graphs of all budgets of a method, so that no request waits for them.
+
+        `progress` is called before and after each budget. Raises `BudgetError` for a method that the bundle does not
+        have.
+        """
+        self.manifest.plan(method, UNPRUNED)
+        plans = self.manifest.plans[method]
+        for done, plan in enumerate(plans.values()):
+            progress(_LOADING_PLANS, done, len(plans), "budgets")
+            self.chain.load_plan(plan)
+        progress(_LOADING_PLANS, len(plans), len(plans), "budgets")
 
     def question_ids(self, plan: Plan | None, request: Request, prompt: Prompt) -> list[int]:
         """Return the token ids of what the sanitizer of `plan` reads: the words of the user's last turn, if any.

@@ -1,0 +1,77 @@
+"""The costs of a loaded bundle's requests, in memory and in the user's cache folder, and its recent requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Generic
+
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.checks.arguments import check_type
+from sinkprune.contract.checks.user_warnings import warn_user
+from sinkprune.contract.costs.file import C, CostsFormat, cache_costs
+from sinkprune.contract.costs.model import MeasuredCosts, Place
+from sinkprune.contract.errors import CostsWarning
+from sinkprune.runtime.backends import Backend
+from sinkprune.runtime.deadline.cost_measuring import place_of
+from sinkprune.runtime.deadline.other_load import OtherLoad
+from sinkprune.runtime.deadline.request_history import RequestHistory
+
+
+class KeepsCosts(Generic[C]):
+    """What pipelines and policies have in common: costs that later processes find."""
+
+    def __init__(self, bundle: Bundle, backend: Backend, kind: CostsFormat[C]) -> None:
+        """Hold no costs yet, of `bundle` on `backend`; `kind` is how they are written."""
+        self.bundle, self.backend = bundle, backend
+        self._kind: CostsFormat[C] = kind
+        self.costs: C | None = None
+        """What requests cost on this machine, for those with a deadline. `warm_up` measures it. Without it, the first
+        such request reads earlier costs from the user's cache folder."""
+        self._history: tuple[C, RequestHistory] | None = None
+
+    @property
+    def place(self) -> Place:
+        """The model, backend, threads and processor that costs must match to be valid here; see `read_costs`."""
+        return place_of(self.bundle.manifest, self.backend)
+
+    def save_costs(self) -> Path | None:
+        """Write `costs`, and how recent requests with a deadline compare with them, to the user's cache folder.
+
+        Later processes then expect what this one expects. Return the file, or None without costs or where the folder
+        cannot be written. It takes milliseconds, so call it when no request waits.
+        """
+        costs = self.costs
+        return None if costs is None else cache_costs(replace(costs, recent=self._history_of(costs).recent))
+
+    def _keep_measured(self, measure: Callable[[], C]) -> C:
+        """Measure `costs` and the load meanwhile, and write them to the user's cache folder, if possible."""
+        with self.backend.turn:
+            others = OtherLoad()
+            found = measure()
+        self.costs = replace(found, measured_at=time.time(), load=others.share())
+        cache_costs(self.costs)
+        return self.costs
+
+    def _known_costs(self) -> C:
+        """Return `costs`, or those of the cache folder; raises `DeadlineError` and `TypeError`."""
+        kind = self._kind
+        self.costs = kind.cached(self.place) if self.costs is None else self.costs
+        if self.costs is None:
+            raise kind.missing(self.place)
+        check_type("costs", self.costs, (kind.kind,), f"{kind.kind.__name__}, as {kind.reader} and warm_up return")
+        return self.costs
+
+    def _history_of(self, costs: C) -> RequestHistory:
+        """Return the history of requests compared with these `costs`; it starts anew with other costs."""
+        if self._history is None or self._history[0] is not costs:
+            self._history = costs, RequestHistory(costs.recent)
+        return self._history[1]
+
+
+def warn_of_load(costs: MeasuredCosts, earlier: MeasuredCosts | None) -> None:
+    """Warn with `CostsWarning` if `costs`, which replace `earlier` ones, were measured on a busy machine."""
+    if doubt := costs.load_doubt(earlier):
+        warn_user(f"the costs {doubt}. Measure them again with warm_up when the machine is idle.", CostsWarning)

@@ -1,0 +1,65 @@
+"""Files of what a policy's chunks cost: read as they were written, and rejected if they are anything else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sinkprune.contract.checks.fields import to_json
+from sinkprune.contract.costs.actions import ActionCosts, BudgetCosts
+from sinkprune.contract.costs.file import read_action_costs, read_costs, write_costs
+from sinkprune.contract.costs.model import Place, RecentRatios
+from sinkprune.contract.errors import UsageError
+
+PLACE = Place("0" * 64, (1, 3), "fp32", "int8", "ort-cpu", "fp32", 2, "a machine")
+BUDGETS = {"none": BudgetCosts(100.0, 10.5), "prune-80": BudgetCosts(50.0, 8.0), "prune-8": BudgetCosts(60.0, 9.0)}
+COSTS = ActionCosts("sinkpruner", 2, BUDGETS, place=PLACE)
+
+
+def test_costs_are_read_as_they_were_written(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    for written in (COSTS, replace(COSTS, measured_at=1.75e9, load=0.25, recent=RecentRatios((0.5, 2.0), (1.25,)))):
+        write_costs(path, written)
+        found = read_action_costs(path, PLACE)
+        # The order of budgets is that of choices.
+        assert found == written and list(found.budgets) == list(BUDGETS)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"action_costs_version": 2}, "have the version 2, this sinkprune reads 1"),
+        ({"measured_at": "yesterday"}, "malformed at $.measured_at"),
+        ({"frames": 0}, "malformed at $.frames"),
+        ({"budgets": {}}, "are of no budget, expected one at least"),
+        ({"budgets": {"none": {"before_ms": 1.0, "step_ms": 0}}}, "malformed at $.budgets.none.step_ms"),
+        ({"budgets": {"none": {"before_ms": -1, "step_ms": 1}}}, "malformed at $.budgets.none.before_ms"),
+        ("{", "costs"),
+        (json.dumps({"costs_version": 2}), "is no file of action costs: found no action_costs_version."),
+    ],
+)
+def test_other_files_are_rejected(change: Any, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(change if isinstance(change, str) else json.dumps({**to_json(COSTS), **change}))
+    with pytest.raises(UsageError) as refusal:
+        read_action_costs(path, PLACE)
+    assert said in str(refusal.value)
+    assert "Measure them here with Policy.warm_up and write_costs in Python." in str(refusal.value)
+
+
+@pytest.mark.parametrize("field", list(Place.__dataclass_fields__))
+def test_costs_of_another_place_are_rejected(field: str, tmp_path: Path) -> None:
+    write_costs(tmp_path / "costs.json", COSTS)
+    other = {"cut_after": (1,), "threads": 3}.get(field, "another")
+    with pytest.raises(UsageError, match=f"of another place: their {field} is"):
+        read_action_costs(tmp_path / "costs.json", replace(PLACE, **{field: other}))
+
+
+def test_a_pipeline_does_not_take_them(tmp_path: Path) -> None:
+    write_costs(tmp_path / "costs.json", COSTS)
+    with pytest.raises(UsageError, match=r"is no file of costs: found no costs_version\."):
+        read_costs(tmp_path / "costs.json", PLACE)

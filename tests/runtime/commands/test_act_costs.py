@@ -1,0 +1,175 @@
+"""`sinkprune-act --deadline-ms`: costs are measured once, kept, read from files, and refused."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from sinkprune import ActionCosts, Policy, write_costs
+from sinkprune.contract.costs.file import ACTION_COSTS, cache_costs
+from sinkprune.runtime.deadline.other_load import OtherLoad
+from support.programs.commands import Outcome, assert_refused, run
+
+BUDGETS = ("prune-77.8", "prune-88.9")
+DAY_S = 86_400
+Act = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="module")
+def policy(bundle: Callable[..., Path]) -> Policy:
+    """A small policy of two cameras."""
+    return Policy.load(bundle("pi0", budgets=BUDGETS, max_images=2))
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The user's cache folder, empty, on a machine that does nothing else."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(OtherLoad, "share", lambda self: 0.0)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def act(policy: Policy, photo_file: Path) -> Act:
+    """Runs the command with a deadline of a minute."""
+
+    def command(
+        *words: object, cameras: int = 1, deadline: tuple[object, ...] = ("--deadline-ms", 60_000)
+    ) -> Outcome:
+        given = ["--camera", photo_file, "--camera", photo_file if cameras == 2 else "none"]
+        state = ("--instruction", "pick up the cup", "--state", "0,0,0,0,0")
+        return run("sinkprune-act", policy.bundle.path, *given, *state, *deadline, *words)
+
+    return command
+
+
+@pytest.fixture
+def measurements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The budgets of every measurement from now on."""
+    found, plain = list[str](), Policy.measure_costs
+
+    def noting(self: Policy, *given: Any, **options: Any) -> ActionCosts:
+        found.append(options["budget"])
+        return plain(self, *given, **options, seconds=0.0)
+
+    monkeypatch.setattr(Policy, "measure_costs", noting)
+    return found
+
+
+def kept(policy: Policy) -> ActionCosts:
+    costs = ACTION_COSTS.cached(policy.place)
+    assert costs is not None
+    return costs
+
+
+def test_costs_are_measured_once_and_again_if_wanted(act: Act, policy: Policy, measurements: list[str]) -> None:
+    assert act().code == 0
+    first = kept(policy)
+    assert list(first.budgets) == ["none", *BUDGETS] and len(first.recent.first) == 1
+    assert act("--json").code == 0
+    assert (measurements, len(kept(policy).recent.first)) == (["none"], 2)
+    deadline = json.loads(act("--warm-up", "--json").stdout)["chunks"][0]["deadline"]
+    assert len(measurements) == 2 and len(kept(policy).recent.first) == 1
+    assert 0 <= deadline["costs_age_s"] < 600 and deadline["costs_load"] == 0.0
+
+
+@pytest.mark.parametrize("changed", [{"cameras": 2}, {"budget": "none"}])
+def test_kept_costs_of_other_chunks_are_measured_anew(
+    changed: dict[str, Any], act: Act, policy: Policy, measurements: list[str]
+) -> None:
+    assert act("--budget", "prune-77.8").code == 0
+    outcome = act("--budget", changed.get("budget", "prune-77.8"), cameras=changed.get("cameras", 1))
+    assert outcome.code == 0 and outcome.stderr == ""
+    assert len(measurements) == 2
+    assert (kept(policy).frames, "none" in kept(policy).budgets) == (changed.get("cameras", 1), "budget" in changed)
+
+
+def test_a_chunk_runs_before_those_that_count(act: Act, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process's first chunk is slower than its costs say."""
+    assert act().code == 0
+    ran, plain = list[Any](), Policy.act
+
+    def noting(self: Policy, *given: Any, **options: Any) -> Any:
+        ran.append((options.get("budget"), options.get("steps"), options.get("deadline_ms")))
+        return plain(self, *given, **options)
+
+    monkeypatch.setattr(Policy, "act", noting)
+    assert act().code == 0
+    assert ran == [("prune-88.9", 1, None), ("none", None, 60_000)]
+
+
+def test_a_file_of_costs_is_read_and_left(act: Act, policy: Policy, measurements: list[str], tmp_path: Path) -> None:
+    assert act().code == 0
+    file, costs = tmp_path / "costs.json", replace(kept(policy), load=0.125)
+    write_costs(file, costs)
+    before = file.read_bytes()
+    deadline = json.loads(act("--costs", file, "--json").stdout)["chunks"][0]["deadline"]
+    assert deadline["costs_load"] == 0.125
+    assert file.read_bytes() == before and kept(policy).load == 0.0 and len(kept(policy).recent.first) == 1
+    assert len(measurements) == 1
+    assert_refused(act("--costs", file, cameras=2), "the costs were measured with 1", "--warm-up")
+    write_costs(file, replace(costs, place=replace(policy.place, threads=99)))
+    assert_refused(act("--costs", file), "of another place: their threads is 99")
+    assert_refused(act("--costs", tmp_path / "none.json"), "none.json")
+
+
+def test_costs_are_checked_before_anything_is_loaded(
+    act: Act, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object, **__: object) -> NoReturn:
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr(Policy, "load", load)
+    assert_refused(act("--costs", tmp_path / "none.json"), "none.json")
+
+
+@pytest.mark.parametrize(
+    ("words", "deadline", "said"),
+    [
+        (("--warm-up",), (), "--warm-up is for a deadline, and there is none. Add --deadline-ms."),
+        (("--costs", "x.json"), (), "--costs is for a deadline, and there is none. Add --deadline-ms."),
+        (("--costs", "x.json", "--warm-up"), ("--deadline-ms", 9), "Leave out one of the two."),
+    ],
+)
+def test_options_without_a_use_are_refused(
+    words: tuple[str, ...], deadline: tuple[object, ...], said: str, act: Act
+) -> None:
+    assert_refused(act(*words, deadline=deadline), said)
+
+
+@pytest.mark.parametrize(
+    ("age", "load", "said"),
+    [
+        (0, 0.1, ""),
+        (40 * DAY_S, 0.0, "note: the costs are 40 days old. Measure them again with --warm-up"),
+        (0, 0.5, "note: the costs were measured while other programs took 50 % of the processors."),
+    ],
+)
+def test_doubtful_costs_are_noted_in_one_line(age: float, load: float, said: str, act: Act, policy: Policy) -> None:
+    assert act().code == 0
+    cache_costs(replace(kept(policy), measured_at=time.time() - age, load=load))
+    outcome = act()
+    assert outcome.code == 0 and said in outcome.stderr and outcome.stderr.count("\n") == bool(said)
+
+
+def test_new_costs_name_the_load_of_better_ones(act: Act, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert act().code == 0
+    monkeypatch.setattr(OtherLoad, "share", lambda self: 0.6)
+    outcome = act("--warm-up")
+    assert outcome.code == 0
+    assert "took 60 % of the processors, and replace costs measured at 0 %. Measure" in outcome.stderr
+
+
+def test_costs_that_cannot_be_kept_lead_to_a_warning(act: Act, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")
+    outcome = act("--warm-up")
+    assert outcome.code == 0 and outcome.stderr.count("\n") == 1
+    assert outcome.stderr.startswith("warning: the costs could not be written to '/dev/null/nowhere/")
+    # Without --warm-up nobody asked to keep them.
+    assert act().stderr == ""
