@@ -5,7 +5,7 @@
 
 CUDA events time `TopRho` and `DiversitySelect` together, from tokens on the device to indices on the device. The ways
 take turns in every round; tokens are as warm in the cache as after a vision tower. GB/s counts the rows of tokens
-that the kernels read, mostly from L2. Never run on a GPU yet.
+that the kernels read, mostly from L2.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """In Triton's interpreter the kernels select the tokens of the numpy reference and of the ONNX function bodies.
 
-With a GPU the same cases run the shipped binaries (`pytest -m gpu`). No GPU has run them yet.
+With a GPU the same cases run the shipped binaries (`pytest -m gpu`).
 
 Indices must be equal, so rounding must not decide any case. Cosines are far apart, or rows are equal, or their
 elements are a few small powers of two, with the same cosines in any arithmetic.

@@ -2,7 +2,7 @@
 
 A plugin is called with a stream handle. cuda-python could launch on it, pycuda cannot (its streams are objects of its
 own), and a board may carry either; the driver's library is on all of them. Six of its functions are enough, called
-by ctypes. Source: CUDA Driver API, "Module Management" and "Execution Control". Never run on a GPU yet.
+by ctypes. Source: CUDA Driver API, "Module Management" and "Execution Control".
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ block's barrier is all the synchronisation it needs, and an ahead-of-time plugin
 Work and traffic, N tokens of width D, R reserved and K chosen in rounds of b: 2*N*D*(R+K-b) FLOP, and N*D elements
 read 2 + R/32 + (K-b)/16 times, mostly from L2. For N=576, D=1024, fp16, 64 + 64, b=16 that is 132 MFLOP and 8.3 MB:
 2 us at the rates of an H200-class GPU, were it one kernel on all of it. It is not: six dependent launches, in each a
-chain of loads, 32 counts to find a threshold, or both. Estimates, never timed: row lengths 3 us, reserved 4, three
-rounds of 5, the last choice 4, a launch 1 each: some 32 us, and `top_rho` 5. As one block a group some 150 us, since
-one SM reads those 8.3 MB at about 100 GB/s. Either way time grows as N * (R + K) once N passes 128 blocks of 32 rows.
+chain of loads, 32 counts to find a threshold, or both. With `top_rho` an H200 takes 100 us in a CUDA graph, and 366
+us as one block a group, since one SM reads those 8.3 MB (docs/measurements/gpu-h200.md). Time grows as N * (R + K)
+once N passes 128 blocks of 32 rows.
 """
 
 from __future__ import annotations

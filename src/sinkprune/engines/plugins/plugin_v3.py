@@ -2,7 +2,7 @@
 
 An engine with these plugins needs this code when it is loaded (`registry.py`). The classes are made for one library,
 `tensorrt` or `tensorrt_rtx`, and derive from its binding classes. The ONNX parser of TensorRT-RTX 1.7 has created
-them. They have never run in full TensorRT or on a GPU.
+them. They have never run in an engine.
 
 Exceptions here do not reach the caller: the bindings print them to stderr and return an error code to TensorRT.
 
