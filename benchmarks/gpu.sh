@@ -5,7 +5,8 @@
 #
 # OUTPUT is a folder for results.json, results.md and a log of each part; PYTHON the interpreter of an environment with
 # the packages (default: python3). Parts: the gpu tests, the kernels, the chain on ort-cuda at llava-1.1b and, with 20 GB
-# of GPU memory, llava-1.5-7b, and at llava-1.1b the TensorRT build, gate and profile. The report lists each as run,
+# of GPU memory, llava-1.5-7b, which with 40 GB runs next to PyTorch too, and at llava-1.1b the TensorRT build, gate and
+# profile. The report lists each as run,
 # failed or not there, and none stops the others. Weights are random: times are true, answers are noise.
 #
 # Exit codes: 0 all parts that could run did; 1 a part failed; 2 wrong arguments; 3 no part could run.
@@ -29,7 +30,8 @@ work=$out/bundles
 mkdir -p "$work" || exit 2
 trap 'rm -rf "$work"' EXIT
 # Remove the outputs of an earlier run.
-for name in gpu-tests kernels ort-cuda-llava-1.1b ort-cuda-llava-1.5-7b tensorrt-build tensorrt-gate tensorrt-profile; do
+for name in gpu-tests kernels ort-cuda-llava-1.1b ort-cuda-llava-1.5-7b pytorch-llava-1.5-7b tensorrt-build tensorrt-gate \
+    tensorrt-profile; do
     rm -f "$out/$name".{state,log,json,xml}
 done
 
@@ -80,6 +82,10 @@ ort_cuda() {
         profile "$out/ort-cuda-$1.json" "$work/$1" --backend ort-cuda
 }
 
+pytorch() {
+    "$python" "$here/gpu/next_to_pytorch.py" "$1" "$work/$1" --json "$out/pytorch-$1.json"
+}
+
 tensorrt_build() {
     local dialect
     dialect=$("$python" "$here/gpu/gpu_parts.py" dialect) &&
@@ -100,6 +106,7 @@ part gpu-tests gpu_tests
 part kernels kernels
 part ort-cuda-llava-1.1b ort_cuda llava-1.1b
 part ort-cuda-llava-1.5-7b ort_cuda llava-1.5-7b
+part pytorch-llava-1.5-7b pytorch llava-1.5-7b
 # 14 GB that nothing below needs.
 rm -rf "$work/llava-1.5-7b"
 part tensorrt-build tensorrt_build

@@ -19,6 +19,7 @@ from pathlib import Path
 from sinkprune.contract.system.child_processes import find_program
 
 LARGE_MODEL_GPU_BYTES = 20e9
+TWO_LARGE_MODELS_GPU_BYTES = 40e9
 LARGE_MODEL_DISK_BYTES = 20e9
 SMALL_MODEL_DISK_BYTES = 8e9
 _FIRST_OPSET24 = (10, 15)
@@ -59,13 +60,7 @@ def gpu_tests(folder: Path) -> Reason:
 
 def kernels(folder: Path) -> Reason:
     """Check that PyTorch and our launcher reach the GPU."""
-    reason = gpu() or _missing("torch", "onnx_ir")
-    if reason is not None:
-        return reason
-    torch = import_module("torch")
-    if not torch.cuda.is_available():
-        return f"PyTorch {torch.__version__} reaches no GPU; it must be built for CUDA"
-    return _missing_launcher()
+    return gpu() or _missing("torch", "onnx_ir") or _torch_without_gpu() or _missing_launcher()
 
 
 def ort_cuda(folder: Path, disk: float = SMALL_MODEL_DISK_BYTES) -> Reason:
@@ -85,11 +80,15 @@ def large_model(folder: Path) -> Reason:
     reason = ort_cuda(folder, LARGE_MODEL_DISK_BYTES)
     if reason is not None:
         return reason
-    memory = gpu_memory()
-    if memory is None or memory < LARGE_MODEL_GPU_BYTES:
-        found = "an unknown size" if memory is None else f"{memory / 1e9:.0f} GB"
-        return f"the GPU's memory has {found}, {LARGE_MODEL_GPU_BYTES / 1e9:.0f} GB are needed"
-    return None
+    return _little_memory(LARGE_MODEL_GPU_BYTES)
+
+
+def next_to_pytorch(folder: Path) -> Reason:
+    """Check for PyTorch on the GPU, for memory of two such models, and for the bundle of the part before."""
+    reason = gpu() or _missing("torch", "transformers") or _torch_without_gpu()
+    if reason is None and not (folder / "llava-1.5-7b" / "bundle.json").is_file():
+        reason = "its bundle was not exported: see the log of ort-cuda-llava-1.5-7b"
+    return reason or _little_memory(TWO_LARGE_MODELS_GPU_BYTES)
 
 
 def gpu_memory() -> float | None:
@@ -152,6 +151,21 @@ def _missing(*modules: str) -> Reason:
     return None
 
 
+def _torch_without_gpu() -> Reason:
+    torch = import_module("torch")
+    if torch.cuda.is_available():
+        return None
+    return f"PyTorch {torch.__version__} reaches no GPU; it must be built for CUDA"
+
+
+def _little_memory(needed: float) -> Reason:
+    memory = gpu_memory()
+    if memory is not None and memory >= needed:
+        return None
+    found = "an unknown size" if memory is None else f"{memory / 1e9:.0f} GB"
+    return f"the GPU's memory has {found}, {needed / 1e9:.0f} GB are needed"
+
+
 def _missing_launcher() -> Reason:
     """Check for one of the two Python packages that launch kernels."""
     return _missing("cuda.bindings") if _missing("pycuda") else None
@@ -167,6 +181,7 @@ PARTS: dict[str, Callable[[Path], Reason]] = {
     "kernels": kernels,
     "ort-cuda-llava-1.1b": ort_cuda,
     "ort-cuda-llava-1.5-7b": large_model,
+    "pytorch-llava-1.5-7b": next_to_pytorch,
     "tensorrt-build": tensorrt,
     "tensorrt-gate": tensorrt_gate,
     "tensorrt-profile": tensorrt_profile,

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from gpu_parts import PARTS, nvidia_smi
+from rows_table import rows_table
 
+NEXT_TO_PYTORCH = "pytorch-llava-1.5-7b"
 PROFILES = ("ort-cuda-llava-1.1b", "ort-cuda-llava-1.5-7b", "tensorrt-profile")
 RUN, FAILED, NOT_THERE = "run", "failed", "not there"
 NOTHING_THERE = 3
@@ -72,6 +74,9 @@ def table(results: Mapping[str, Any]) -> str:
     for name in PROFILES:
         if parts[name]["found"]:
             lines += ["", *_profile_table(name, parts[name]["found"])]
+    rows = parts[NEXT_TO_PYTORCH]["found"]
+    if rows:
+        lines += ["", f"`{NEXT_TO_PYTORCH}`:", "", rows_table(rows).rstrip()]
     return "\n".join(lines) + "\n"
 
 
@@ -96,6 +101,8 @@ def _written(folder: Path, name: str) -> Any:
     if name == "kernels":
         ways: dict[str, list[float]] = json.loads((folder / "kernels.json").read_text(encoding="utf-8"))["us"]
         return {way: [statistics.median(times), _p95(times)] for way, times in ways.items()}
+    if name == NEXT_TO_PYTORCH:
+        return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["ms"]
     if name in PROFILES:
         report = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
         base = report["budgets"]["none"]["ms"]["prefill"]["median"]

@@ -28,13 +28,13 @@ import torch
 import transformers
 from PIL import Image
 
+from rows_table import PARTS, rows_table
 from sinkprune import Pipeline, Policy
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.files.output_files import check_writable, write_whole
 from sinkprune.export.presets import PRESETS
 
 QUESTION = "What is in the cup, and what lies on the saucer?"
-PARTS = ("ttft", "vision", "prefill", "per_token")
 CAMERAS = 3
 WARM_UP = 3
 
@@ -218,15 +218,6 @@ def measured(rows: Mapping[str, Row], rounds: int) -> dict[str, dict[str, list[f
     return found
 
 
-def table(found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    """Return medians in ms with the least and the most, as Markdown."""
-    lines = ["| row | " + " | ".join(PARTS) + " |", "|---" * (len(PARTS) + 1) + "|"]
-    for name, times in found.items():
-        cells = (f"{statistics.median(ms):.2f} ({min(ms):.2f} to {max(ms):.2f})" for ms in times.values())
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark with `arguments`, or the process's own if None; returns the exit code."""
     return run_command(_benchmark, arguments)
@@ -265,7 +256,7 @@ def _benchmark(arguments: Sequence[str] | None) -> None:
     found = measured(rows, options.rounds)
     device = torch.cuda.get_device_name() if options.device != "cpu" else "CPU"
     sys.stdout.write(f"{device}, torch {torch.__version__}, transformers {transformers.__version__}, ")
-    sys.stdout.write(f"{prompt} text tokens, medians of {options.rounds} rounds (least to most)\n{table(found)}")
+    sys.stdout.write(f"{prompt} text tokens, medians of {options.rounds} rounds (least to most)\n{rows_table(found)}")
     if options.json:
         write_whole(options.json, json.dumps({"device": device, "ms": found}).encode())
 

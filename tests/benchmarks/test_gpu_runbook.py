@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import gpu_parts
+from rows_table import PARTS
 from support.programs.commands import run
 
 SCRIPT = Path(gpu_parts.__file__).parent.with_name("gpu.sh")
@@ -23,6 +24,10 @@ H100 = "NVIDIA H100 80GB HBM3, 9.0, 81559, 570.86.15, 700.00"
 KERNELS = {
     "device": "NVIDIA H100",
     "us": {"kernels, one launch a node": [61.0, 60.0, 75.0], "plain PyTorch": [400.0] * 3},
+}
+ROWS = {
+    "PyTorch float16": {part: [46.0, 45.0, 90.5] for part in PARTS},
+    "ort-cuda retain-64": {part: [27.25, 26.0, 42.0] for part in PARTS},
 }
 TESTS = (
     '<?xml version="1.0" encoding="utf-8"?><testsuites name="pytest tests"><testsuite name="pytest" errors="0" '
@@ -36,6 +41,7 @@ case $1 in
     */gpu_results.py) exec "{python}" "$@" ;;
     -m) cp "{folder}/gpu-tests.xml" "${{@: -1}}"; echo "2 skipped"; exit {tests_code} ;;
     */sanitizer_kernels.py) cp "{folder}/kernels.json" "$3" ;;
+    */next_to_pytorch.py) cp "{folder}/rows.json" "$5" ;;
     *) echo "unexpected: $*"; exit 9 ;;
 esac
 """
@@ -64,6 +70,7 @@ class Rig:
         (self.folder / "why").mkdir(parents=True)
         shutil.copy(profile, self.folder / "profile.json")
         (self.folder / "kernels.json").write_text(json.dumps(KERNELS))
+        (self.folder / "rows.json").write_text(json.dumps({"device": "NVIDIA H100", "ms": ROWS}))
         self.tests(failed=0, tests=12)
         for name, body in _COMMANDS.items():
             self.command(name, f'#!/bin/bash\nHERE="{self.folder}"\n{body}\n')
@@ -115,6 +122,7 @@ def test_all_parts_run_and_are_reported(rig: Rig) -> None:
     assert "| `gpu-tests` | run | 10 passed, 0 failed, 2 skipped |" in table
     assert "| kernels, one launch a node | 61.0 | 75.0 |" in table
     assert table.count("| `retain-64` | 64, ") == 3
+    assert "| ort-cuda retain-64 | 27.25 (26.00 to 42.00) | " in table
     found = results["parts"]["ort-cuda-llava-1.5-7b"]["found"]["budgets"]
     ms = {name: {part: spread["median"] for part, spread in one["ms"].items()} for name, one in found.items()}
     share = (ms["retain-64"]["sanitizer"] + ms["retain-64"]["select"]) / ms["none"]["prefill"]

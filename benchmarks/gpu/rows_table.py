@@ -1,0 +1,17 @@
+"""The table of `next_to_pytorch.py`. It needs no PyTorch, so that `gpu_results.py` can write it too."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+PARTS = ("ttft", "vision", "prefill", "per_token")
+
+
+def rows_table(found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    """Return medians in ms with the least and the most, as Markdown. `found` has the times of each row, by part."""
+    lines = ["| row | " + " | ".join(PARTS) + " |", "|---" * (len(PARTS) + 1) + "|"]
+    for name, times in found.items():
+        cells = (f"{statistics.median(ms):.2f} ({min(ms):.2f} to {max(ms):.2f})" for ms in times.values())
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
