@@ -86,7 +86,12 @@ NOT_RUN: dict[str, str] = {
     r"sinkprune-serve ": "it ends when it is interrupted: see tests/runtime/commands/test_serve_command.py",
 }
 """By a pattern at the start of a command: the reason why it does not run here."""
-FP16 = {"-o llava-fp16 ": "for TensorRT", "-o llava-7b-jetson ": "for a Jetson", "-o orin ": "for a Jetson"}
+FP16 = {
+    "-o llava-fp16 ": "for TensorRT",
+    "-o llava-7b-jetson ": "for a Jetson",
+    "-o orin ": "for a Jetson",
+    "-o h200-7b": "for ort-cuda",
+}
 """Exports for GPUs, whose states may be in fp16. On a CPU fp16 takes twice the memory."""
 
 
