@@ -176,7 +176,7 @@ def kinds_full(figures: Figures) -> str:
 
 
 def methods_short(figures: Figures) -> str:
-    """Return what reading the question in the sanitizer and chosen heads wins at the smallest budget, for the README."""
+    """Return what `sinkpruner-text-heads` gains at the smallest budget, for the README."""
     *_, budget = (methods := figures["report"]["methods"])["sinkpruner"]
     reads, blind = (100 * methods[name][budget]["accuracy"] for name in ("sinkpruner-text-heads", "sinkpruner"))
     return f"`--method sinkpruner-text-heads`, has {reads:.1f} % right at `{budget}`, against {blind:.1f} %."

@@ -46,7 +46,8 @@ examples:
   sinkprune-calibrate attention llava-7b --data kitchen.jsonl --limit 100 --budgets retain-64 \\
       --json attention.json --plot attention.png
   sinkprune-calibrate attention llava-7b --data kitchen.jsonl --budgets none --heads heads.json
-  sinkprune-export llava-hf/llava-1.5-7b-hf -o llava-heads --methods sinkpruner,sinkpruner-text-heads --heads heads.json
+  sinkprune-export llava-hf/llava-1.5-7b-hf -o llava-heads --heads heads.json \\
+      --methods sinkpruner,sinkpruner-text-heads
 
 `sinkprune evaluate --help` shows a line of FILE.jsonl. The unpruned model always runs, for comparison. Each method
 of the bundle is another row. --heads also asks each picture at least two different questions, and chooses the heads

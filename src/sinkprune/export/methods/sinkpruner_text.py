@@ -2,7 +2,7 @@
 
 RES takes the tokens of largest salience and relevance together. The relevance of a token is the mean of its cosines
 with the words of the question, both as the LLM receives them. Both scores are scaled to 0 to 1 over the tokens that
-are no outliers, and have equal weight. All other steps are SinkPruner's. The stages of `sinkpruner-text-heads` are those
+are no outliers, and have equal weight. All other steps are SinkPruner's. `sinkpruner-text-heads` also has the stages
 of `sinkpruner-heads`.
 """
 
