@@ -23,6 +23,8 @@ TOKENIZER = "weights/tokenizer.json"
 CHAT_TEMPLATE = "weights/chat_template.jinja"
 BESIDE_GRAPHS = (EMBEDDING, TOKENIZER, CHAT_TEMPLATE)
 """The files that the runtime reads besides graphs and their weights."""
+MODULATION = "modulation"
+"""The graph of what a policy's expert reads of a step's time, where that is much. Earlier bundles lack it."""
 
 Dtype = Literal["float32", "float16", "int64", "bool"]
 DialectName = Literal["opset24", "opset20"]
@@ -185,6 +187,11 @@ class Manifest:
     files: dict[str, FileSpec]
     policy: PolicyFacts | None = field(default=None, metadata=OPTIONAL)
     """Facts of a robot policy; None for a model that answers."""
+
+    @property
+    def modulates(self) -> bool:
+        """Return whether the expert's norms read the graph `modulation`, which runs once for each time."""
+        return self.policy is not None and MODULATION in self.graphs
 
     @property
     def last_graph(self) -> str:
