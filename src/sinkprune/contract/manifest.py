@@ -122,6 +122,16 @@ class PolicyFacts:
         return self.chunk + (0 if self.state_in_prompt else 1)
 
     @property
+    def in_robots_units(self) -> bool:
+        """Whether states and actions are in the robot's units: the bundle has the statistics of both."""
+        return bool((self.state_mean or self.state_range) and (self.action_mean or self.action_range))
+
+    @property
+    def action_width(self) -> int:
+        """The numbers of an action that `Policy.act` returns."""
+        return len(self.action_range.low) if self.action_range else len(self.action_mean) or self.action_dim
+
+    @property
     def usual_state(self) -> tuple[float, ...]:
         """A state in the middle of the training data, in the robot's units; its length is that of every state."""
         if self.state_range:
