@@ -31,7 +31,7 @@ def _write(arguments: Sequence[str] | None) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tables", type=int, default=100)
     options = parser.parse_args(arguments)
-    options.folder.mkdir(parents=True)
+    options.folder.mkdir(parents=True, exist_ok=True)
     lines = [line for number in range(options.tables) for line in moments(options.folder, number)]
     (options.folder / "moments.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     sys.stdout.write(f"{len(lines)} moments of {options.tables} tables in {options.folder}\n")
