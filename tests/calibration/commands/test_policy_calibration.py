@@ -95,7 +95,7 @@ def test_shares_of_sink_tokens_are_those_of_all_cameras(folder: Path) -> None:
         ("sinkpruner", "none", found["none"]),
         ("sinkpruner", "prune-66.7", found["methods"]["sinkpruner"]["prune-66.7"]),
     ):
-        shares, rows = [], []
+        shares, rows, alone = [], [], []
         for report in acted(policy, folder, method, budget):
             marked = []
             for kept in report.images:
@@ -103,8 +103,14 @@ def test_shares_of_sink_tokens_are_those_of_all_cameras(folder: Path) -> None:
                 largest = int(np.argmax(kept.norms[0]))
                 marked += [token == largest for token in kept.index.ravel().tolist()]
             shares.append(float(np.mean(marked)))
+            salient = []
+            for kept in report.images:
+                top = np.argsort(-kept.salience[0], kind="stable")[: kept.index.size]
+                salient += (top == int(np.argmax(kept.norms[0]))).tolist()
+            alone.append(float(np.mean(salient)))
             rows.append(len(marked))
         assert run_means["sink_share"]["mean"] == pytest.approx(np.mean(shares))
+        assert run_means["salience_alone"]["mean"] == pytest.approx(np.mean(alone))
         assert run_means["rows"] == pytest.approx(np.mean(rows))
         assert run_means["last_rows"] == pytest.approx(
             np.mean([report.tokens_per_layer[-1] for report in acted(policy, folder, method, budget)])
