@@ -177,7 +177,8 @@ _VARIED = (
 )
 _ROBOT = (
     "sinkpruner,sinkpruner-text,sinkpruner-no-text-pruner,sinkpruner-no-outlier-removal,sinkpruner-no-diversity,"
-    "downsample,random,uniform,divprune,fastervlm,visionzip,dart,vispruner,cdpruner,vscan,mmtok,prunesid,holov,scope,fastv"
+    "downsample,random,uniform,divprune,fastervlm,visionzip,dart,vispruner,cdpruner,vscan,mmtok,prunesid,holov,scope,fastv,"
+    "sinkpruner-heads,occamtoken"
 )
 PARTS = {
     "savings": Part(
@@ -240,7 +241,13 @@ PARTS = {
     ),
     "robot": Part(
         (
-            f"sinkprune-export demo/pocket-robot -o {{work}}/robot --force --max-images 2 --methods {_ROBOT}",
+            "python benchmarks/robot/write_moments.py {work}/moments --tables 100",
+            "sinkprune-export demo/pocket-robot -o {work}/robot --force --max-images 2",
+            "sinkprune-calibrate attention {work}/robot --data {work}/moments/moments.jsonl --budgets none "
+            "--limit 200 --heads {work}/robot-heads.json",
+            "sinkprune-export demo/pocket-robot -o {work}/robot --force --max-images 2 "
+            f"--heads {{work}}/robot-heads.json --methods {_ROBOT}",
+            "sinkprune-calibrate evidence {work}/robot --data {work}/moments/moments.jsonl",
             "python benchmarks/robot/robot_success.py {work}/robot --episodes 500 --json {json}",
         ),
         {"robot-success": robot_success, "robot-times": robot_times},

@@ -68,6 +68,7 @@ NOT_RUN: dict[str, str] = {
     r"mkdir others|python -m sinkprune\.demo\.write_scenes": MINUTES,
     r"openssl ": PARTS,
     r"sinkprune-[a-z ]+ llava-varying ": "each needs the one before: see test_evidence_command.py",
+    r"sinkprune-calibrate [a-z]+ robot ": "needs the moments of another command: see test_policy_calibration.py",
     r"sinkprune-build .*--target tensorrt": GPU,
     r"sinkprune-profile ENGINES": GPU,
     r"sinkprune-check ": GPU,

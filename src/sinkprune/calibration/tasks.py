@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from PIL import Image
 
@@ -54,6 +54,32 @@ class Item:
     size: tuple[int, int]
     """The picture's [width,height], turned by its EXIF data."""
 
+    @property
+    def prompt(self) -> str:
+        """The question with its options, as the model is asked it."""
+        return self.question.prompt
+
+    @property
+    def files(self) -> list[Path]:
+        """The file of the picture, or its name in a test set."""
+        return [Path(self.picture)]
+
+    def load_images(self) -> list[Image.Image]:
+        """Load the picture, as a list."""
+        return [self.load_image()]
+
+    def asked_as(self, other: Item) -> Item:
+        """Return this item with the question of another."""
+        return replace(self, question=other.question)
+
+
+class _HasPicture(Protocol):
+    @property
+    def picture(self) -> str: ...
+
+
+Asked = TypeVar("Asked", bound=_HasPicture)
+
 
 def load_task(name: str, limit: int | None = None) -> list[Item]:
     """Return the first `limit` items of one of `TEST_SETS`, or of a JSONL file.
@@ -70,7 +96,7 @@ def load_task(name: str, limit: int | None = None) -> list[Item]:
     )
 
 
-def items_by_picture(items: Iterable[Item]) -> Iterator[list[Item]]:
+def items_by_picture(items: Iterable[Asked]) -> Iterator[list[Asked]]:
     """Yield the items of each run of items with the same picture."""
     for _, group in groupby(items, key=lambda item: item.picture):
         yield list(group)

@@ -21,7 +21,7 @@ from sinkprune.contract.files.manifest_file import Folder
 from sinkprune.contract.files.trust import ANY, Trust
 from sinkprune.contract.files.untrusted import MANIFEST_BYTES
 from sinkprune.contract.graph_contract import contract_violations
-from sinkprune.contract.manifest import BESIDE_GRAPHS, BUNDLE, MANIFEST, Manifest
+from sinkprune.contract.manifest import BESIDE_GRAPHS, BUNDLE, MANIFEST, MODULATION, Manifest
 from sinkprune.contract.plans import Evidence, Plan
 from sinkprune.contract.reports.progress import OnProgress, unreported
 
@@ -119,7 +119,8 @@ def _complaints(manifest: Manifest) -> Iterator[str]:
     plans = [(name, plan) for budgets in manifest.plans.values() for name, plan in budgets.items()]
     projector = [] if manifest.projector is None else [manifest.projector]
     selections = [graph for _, plan in plans for graph in plan.graphs]
-    used = dict.fromkeys(["vision", *projector, *decoders, manifest.last_graph, *selections])
+    modulation = [MODULATION] if manifest.modulates else []
+    used = dict.fromkeys(["vision", *projector, *decoders, manifest.last_graph, *modulation, *selections])
     for graph in used:
         if graph not in manifest.graphs:
             yield f"lacks the graph '{graph}'"

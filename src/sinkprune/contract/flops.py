@@ -44,15 +44,15 @@ def qwen_tower_flops(tower: QwenTower, patches: int, pairs: int, *, mlp_matrices
 
 
 def expert_flops(policy: PolicyFacts, prefix_rows: Sequence[int]) -> int:
-    """Return the FLOPs of one denoising step of a policy's expert, over `prefix_rows[i]` cached rows of layer i."""
+    """Return the FLOPs of one denoising step of a policy's expert, over `prefix_rows[i]` cached rows of layer i.
+
+    Without what depends on the time alone (pi0.5's norms), which runs once for each time.
+    """
     expert, rows = policy.expert, policy.expert_rows
     width, q = expert.hidden_size, expert.num_heads * expert.head_dim
     own = sum(layer_flops(expert, rows) + 2 * 2 * rows * cached * q for cached in prefix_rows)
     ends = policy.chunk * 2 * policy.action_dim * width
-    if policy.state_in_prompt:
-        # One row is the time: two layers, and three matrices for each norm.
-        ends += (2 + 3 * (2 * expert.num_layers + 1)) * width**2
-    else:
+    if not policy.state_in_prompt:
         ends += policy.chunk * 3 * width**2 + policy.state_dim * width
     return own + 2 * ends
 

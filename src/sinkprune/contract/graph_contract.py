@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from sinkprune.contract.manifest import Manifest, PolicyFacts, TensorSpec
+from sinkprune.contract.manifest import MODULATION, Manifest, PolicyFacts, TensorSpec
 from sinkprune.contract.precision import DTYPES
 
 
@@ -43,13 +43,23 @@ def _expert(manifest: Manifest, policy: PolicyFacts) -> tuple[list[TensorSpec], 
     takes.append(TensorSpec("actions", "float32", actions))
     if not policy.state_in_prompt:
         takes.append(TensorSpec("state", "float32", (1, 1, policy.state_dim)))
-    takes += [TensorSpec("time_embedding", "float32", (1, 1, policy.expert.hidden_size))]
+    takes += [_time_embedding(policy), *([_modulation(manifest, policy)] if manifest.modulates else [])]
     takes += [TensorSpec("step", "float32", (1,))]
     for segment, layers in enumerate(manifest.segments):
         takes.append(TensorSpec(f"length_{segment}", "int64", (1,)))
         for name in (f"past_{kind}_{layer}" for layer in layers for kind in ("key", "value")):
             takes.append(TensorSpec(name, dtype, (1, lm.num_kv_heads, None, lm.head_dim)))  # type: ignore[arg-type]
     return takes, [TensorSpec(name, "float32", actions) for name in ("actions_out", "velocity")]
+
+
+def _time_embedding(policy: PolicyFacts) -> TensorSpec:
+    return TensorSpec("time_embedding", "float32", (1, 1, policy.expert.hidden_size))
+
+
+def _modulation(manifest: Manifest, policy: PolicyFacts) -> TensorSpec:
+    """Return the scale, the shift and the gate of each of the expert's norms: two a layer, and the last."""
+    shape = (1, 3 * (2 * policy.expert.num_layers + 1), policy.expert.hidden_size)
+    return TensorSpec("modulation", DTYPES[manifest.precision].name, shape)  # type: ignore[arg-type]
 
 
 _Interface = tuple[str, Iterable[TensorSpec], Iterable[TensorSpec]]
@@ -108,6 +118,8 @@ def _interfaces(manifest: Manifest) -> Iterator[_Interface]:
         yield "head", rows()[:1], [floats("logits", 1, lm.vocab_size)]
     else:
         yield "expert", *_expert(manifest, manifest.policy)
+        if manifest.modulates:
+            yield MODULATION, [_time_embedding(manifest.policy)], [_modulation(manifest, manifest.policy)]
     for plan in (plan for budgets in manifest.plans.values() for plan in budgets.values()):
         if plan.sanitizer:
             kept = plan.counts.kept if plan.counts else None

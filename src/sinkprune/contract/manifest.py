@@ -23,6 +23,8 @@ TOKENIZER = "weights/tokenizer.json"
 CHAT_TEMPLATE = "weights/chat_template.jinja"
 BESIDE_GRAPHS = (EMBEDDING, TOKENIZER, CHAT_TEMPLATE)
 """The files that the runtime reads besides graphs and their weights."""
+MODULATION = "modulation"
+"""The graph of what a policy's expert reads of a step's time, where that is much. Earlier bundles lack it."""
 
 Dtype = Literal["float32", "float16", "int64", "bool"]
 DialectName = Literal["opset24", "opset20"]
@@ -120,6 +122,16 @@ class PolicyFacts:
         return self.chunk + (0 if self.state_in_prompt else 1)
 
     @property
+    def in_robots_units(self) -> bool:
+        """Whether states and actions are in the robot's units: the bundle has the statistics of both."""
+        return bool((self.state_mean or self.state_range) and (self.action_mean or self.action_range))
+
+    @property
+    def action_width(self) -> int:
+        """The numbers of an action that `Policy.act` returns."""
+        return len(self.action_range.low) if self.action_range else len(self.action_mean) or self.action_dim
+
+    @property
     def usual_state(self) -> tuple[float, ...]:
         """A state in the middle of the training data, in the robot's units; its length is that of every state."""
         if self.state_range:
@@ -185,6 +197,11 @@ class Manifest:
     files: dict[str, FileSpec]
     policy: PolicyFacts | None = field(default=None, metadata=OPTIONAL)
     """Facts of a robot policy; None for a model that answers."""
+
+    @property
+    def modulates(self) -> bool:
+        """Return whether the expert's norms read the graph `modulation`, which runs once for each time."""
+        return self.policy is not None and MODULATION in self.graphs
 
     @property
     def last_graph(self) -> str:

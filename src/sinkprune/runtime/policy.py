@@ -28,6 +28,7 @@ from sinkprune.runtime.acting.deadline import check_costs, choose_chunk, least_s
 from sinkprune.runtime.acting.denoising import denoise
 from sinkprune.runtime.acting.observation import Observation, observed, robot_actions
 from sinkprune.runtime.acting.report import PARTS, ActionFlops, ActionReport
+from sinkprune.runtime.acting.step_times import StepTimes
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import Compute
@@ -66,6 +67,7 @@ class Policy(KeepsCosts[ActionCosts]):
         self.load_ms: float | None = None
         """Milliseconds that `Policy.load` took, with the check of sums; None without `Policy.load`."""
         self._model = load_model(bundle, backend, built, wrap, None, progress)
+        self._times = StepTimes(self._model.chain, self.facts)
 
     @classmethod
     def load(
@@ -250,17 +252,21 @@ class Policy(KeepsCosts[ActionCosts]):
             return self._act(own, manifest.plan(method, name), method, name, NOBODY)
 
         names = [choice.budget for choice in choices]
+        with self.backend.turn:
+            self._times.load(self.facts.steps)
         return self._keep_measured(
             lambda: ActionCosts(method, len(layouts), measure_costs(act, names, seconds, progress), place=self.place)
         )
 
     def load_plans(self, method: str, progress: OnProgress = unreported) -> None:
-        """Load the pruning graphs of all budgets of a method, so that no chunk waits for them.
+        """Load the graphs of all budgets of a method, and what steps share, so that no chunk waits for them.
 
         `progress` is called before and after each budget. Raises `BudgetError` for a method that the bundle does not
         have.
         """
         self._model.load_plans(method, progress)
+        with self.backend.turn:
+            self._times.load(self.facts.steps)
 
     def _act(
         self, observation: Observation, plan: Plan | None, method: str, budget: str, observer: Observer
@@ -293,7 +299,7 @@ class Policy(KeepsCosts[ActionCosts]):
                 rows = lay_out(backend, embedding, family.between_rows, prompt.texts, shown, pruned=plan is not None)
                 observer.laid_out(rows)
                 prefix = prefill(chain, planned, rows, clock, encoded[0].device_norms)
-                actions = denoise(chain, self.facts, observation, prefix, rows.positions.next, clock)
+                actions = denoise(chain, self.facts, self._times, observation, prefix, rows.positions.next, clock)
         observer.prefilled(prefix)
         observer.acted(actions)
         planned = prefix.schedule or planned

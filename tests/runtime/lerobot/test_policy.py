@@ -193,6 +193,32 @@ def test_costs_for_a_deadline_are_measured_when_the_policy_is_loaded(
     assert make().engines.costs is None
 
 
+def test_a_policy_with_ranges_in_place_of_means_acts(
+    make: Make, bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LeRobot's pi0.5 is normalised by quantiles."""
+    monkeypatch.setattr(Policy, "warm_up", partial_method(Policy.warm_up, seconds=0))
+    path = bundle("pi0.5", budgets=(BUDGET,), max_images=2)
+    engines = Policy.load(path, threads=1)
+    assert not engines.facts.state_mean and engines.facts.state_range is not None
+    cameras = {"table": [40, 60], "close": []}
+    for options in ({}, {"deadline_ms": 60_000, "budget": "none"}):
+        policy = make(bundle=str(path), cameras=cameras, **options)
+        frame = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
+        state = np.array(engines.facts.usual_state, np.float32)
+        batch = {
+            TABLE: torch.from_numpy(frame.transpose(2, 0, 1)[None].astype(np.float32) / 255),
+            "observation.state": torch.from_numpy(state[None]),
+            "task": ["pick up the cup"],
+        }
+        (found,) = policy.predict_action_chunk(batch)
+        budget = options.get("budget", BUDGET)
+        expected = engines.act([frame, None], "pick up the cup", state, budget=budget, seed=SEED).actions
+        assert_close(found, expected)
+        assert policy.config.output_features["action"].shape == (expected.shape[1],)
+        assert policy.config.input_features["observation.state"].shape == (len(state),)
+
+
 def partial_method(method: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Return `method` with some options given."""
     return lambda self, *arguments, **others: partial(method, self, **options)(*arguments, **others)

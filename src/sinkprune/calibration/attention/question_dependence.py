@@ -7,20 +7,17 @@ head that looks at salient tokens, at sink tokens or at fixed places does not.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
+from sinkprune.calibration.asking import Loaded, Sample, ask
 from sinkprune.calibration.attention.watching import AttentionObserver
-from sinkprune.calibration.evaluation.replies import generate_answer
 from sinkprune.calibration.evaluation.report import BASELINE
-from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import prune_layers
 from sinkprune.contract.errors import BundleError, TaskError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.export.pruning.chosen_heads import HEADS_VERSION, ChosenHeads, LayerHeads
-from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.received_attention import received_by_head
 
@@ -40,43 +37,43 @@ def check_prune_layers(manifest: Manifest) -> None:
         )
 
 
-def questions_by_picture(items: Sequence[Item]) -> list[list[Item]]:
+def questions_by_picture(items: Sequence[Sample]) -> list[list[Sample]]:
     """Return the different questions about each picture, at least two.
 
     A picture with one question also has the next other question of the file. Raises `TaskError` if all are the same.
     """
-    if len({item.question.prompt for item in items}) < 2:
+    if len({item.prompt for item in items}) < 2:
         raise TaskError(
             "all questions are the same, expected at least two different ones: --heads compares where heads look for "
             "each. Add questions to --data, or raise --limit."
         )
-    asked: dict[str, dict[str, Item]] = {}
+    asked: dict[str, dict[str, Sample]] = {}
     for item in items:
-        asked.setdefault(item.picture, {}).setdefault(item.question.prompt, item)
+        asked.setdefault(item.picture, {}).setdefault(item.prompt, item)
     for number, item in enumerate(items):
         own = asked[item.picture]
         if len(own) < 2:
             later = [*items[number + 1 :], *items[:number]]
-            other = next(one.question for one in later if one.question.prompt not in own)
-            own[other.prompt] = replace(item, question=other)
+            other = next(one for one in later if one.prompt not in own)
+            own[other.prompt] = item.asked_as(other)  # type: ignore[arg-type]
     return [list(own.values()) for own in asked.values()]
 
 
 def choose_heads(
-    pipeline: Pipeline, watch: AttentionObserver, groups: Sequence[Sequence[Item]], count: Callable[[], None]
+    loaded: Loaded, watch: AttentionObserver, groups: Sequence[Sequence[Sample]], count: Callable[[], None]
 ) -> ChosenHeads:
     """Return the heads of each prune layer, by the groups of `questions_by_picture`.
 
-    Runs each question on the unpruned engines of a pipeline that was loaded with `watch.wrap`. `count` is called for
-    each. Raises what `Pipeline.generate` raises, with the question's id.
+    Runs each question or instruction on the unpruned engines of what was loaded with `watch.wrap`. `count` is called
+    for each. Raises what `ask` raises.
     """
-    manifest = pipeline.bundle.manifest
+    manifest = loaded.bundle.manifest
     wanted = {str(layer) for layer in prune_layers(manifest.language_model.num_layers)}
     total: dict[str, Array] = {}
     for group in groups:
         looks: dict[str, list[Array]] = {}
         for item in group:
-            generate_answer(pipeline, item.load_image(), item.question, BASELINE, max_new_tokens=1, observer=watch)
+            ask(loaded, item, BASELINE, watch)
             for layer, attention in _attention(manifest, watch):
                 if layer in wanted:
                     looks.setdefault(layer, []).append(attention)

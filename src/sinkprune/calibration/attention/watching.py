@@ -6,16 +6,14 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from sinkprune.calibration.asking import Loaded, Sample, ask
 from sinkprune.calibration.attention.report import LayerFigures, Observation
 from sinkprune.calibration.attention.text_attention import text_attention
-from sinkprune.calibration.evaluation.replies import generate_answer
 from sinkprune.calibration.evaluation.report import Combination
 from sinkprune.calibration.sink_tokens import mark_largest, sink_tokens
-from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Engine, Tensor
-from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.answer import Kept
 from sinkprune.runtime.steps.decoding import Prefill
 from sinkprune.runtime.steps.observer import Observer
@@ -54,16 +52,15 @@ class AttentionObserver(Observer):
         self.prefill = result
 
 
-def observe(pipeline: Pipeline, watch: AttentionObserver, item: Item, combination: Combination) -> Observation:
-    """Answer one question with one method and budget, on a pipeline that was loaded with `watch.wrap`.
+def observe(loaded: Loaded, watch: AttentionObserver, item: Sample, combination: Combination) -> Observation:
+    """Answer one question, or act once, with one method and budget, on what was loaded with `watch.wrap`.
 
-    Raises what `Pipeline.generate` raises, with the question's id.
+    Raises what `ask` raises.
     """
-    image = item.load_image()
-    kept = generate_answer(pipeline, image, item.question, combination, max_new_tokens=1, observer=watch).kept
-    is_sink = _sink_rows(kept, unpruned=combination.budget == UNPRUNED)
+    pictures, unpruned = ask(loaded, item, combination, watch), combination.budget == UNPRUNED
+    is_sink = np.concatenate([_sink_rows(kept, unpruned=unpruned) for kept in pictures])
     layers, alive = {}, np.arange(watch.rows.length)
-    for number, segment in enumerate(pipeline.chain.segments):
+    for number, segment in enumerate(loaded.bundle.manifest.segments):
         visual = np.flatnonzero(np.isin(alive, watch.rows.visual))
         sinks = is_sink[np.searchsorted(watch.rows.visual, alive[visual])]
         layer, tensors = segment[-1], watch.queries_and_keys.get(f"decoder_{number}")
@@ -78,11 +75,11 @@ def observe(pipeline: Pipeline, watch: AttentionObserver, item: Item, combinatio
                 sink_attention=float(seen.mean[sinks].sum()),
             )
         if layer in watch.prefill.keep_index:
-            alive = alive[pipeline.backend.numpy(watch.prefill.keep_index[layer])]
+            alive = alive[loaded.backend.numpy(watch.prefill.keep_index[layer])]
     return Observation(
         rows=len(is_sink),
         sink_share=float(is_sink.mean()),
-        salience_alone=_salience_alone(kept),
+        salience_alone=float(np.concatenate([_salience_alone(kept) for kept in pictures]).mean()),
         last_rows=len(sinks),
         last_sink_share=float(sinks.mean()),
         layers=layers,
@@ -98,6 +95,7 @@ def _sink_rows(kept: Kept, *, unpruned: bool) -> Array:
     return marked
 
 
-def _salience_alone(kept: Kept) -> float:
-    """Return the share of sink tokens among the most salient tokens, as many of each group as were kept."""
-    return float(sink_tokens(kept.norms)[mark_largest(kept.salience, kept.index.shape[1])].mean())
+def _salience_alone(kept: Kept) -> Array:
+    """Return which of the most salient tokens, as many of each group as were kept, are sink tokens."""
+    marked: Array = sink_tokens(kept.norms)[mark_largest(kept.salience, kept.index.shape[1])]
+    return marked

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from sinkprune.calibration.asking import Loaded, Sample, load_measured, load_samples, note_samples
 from sinkprune.calibration.attention.question_dependence import check_prune_layers, choose_heads, questions_by_picture
 from sinkprune.calibration.attention.report import (
     AttentionReport,
@@ -22,10 +23,9 @@ from sinkprune.calibration.commands.measuring import TaskOptions, open_task, pro
 from sinkprune.calibration.evaluation.intervals import Mean
 from sinkprune.calibration.evaluation.report import BASELINE, Combination
 from sinkprune.calibration.evaluation.sample_size import mean_warnings, quantity
-from sinkprune.calibration.pictures import note_items, seen_shares
 from sinkprune.calibration.plots import plot_attention
 from sinkprune.calibration.sink_tokens import OUTLIER_PER_MILLE
-from sinkprune.calibration.tasks import Item, check_own_questions
+from sinkprune.calibration.tasks import check_own_questions
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
@@ -33,10 +33,9 @@ from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.command_line.written_files import note_written
 from sinkprune.contract.manifest import Manifest
 from sinkprune.export.pruning.chosen_heads import ChosenHeads, write_heads
-from sinkprune.runtime.commands import load_pipeline, plain_text, write_report
+from sinkprune.runtime.commands import plain_text, write_report
 from sinkprune.runtime.commands.interrupts import explain_interrupt
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
-from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 
@@ -50,8 +49,8 @@ examples:
       --methods sinkpruner,sinkpruner-text-heads
 
 `sinkprune evaluate --help` shows a line of FILE.jsonl. The unpruned model always runs, for comparison. Each method
-of the bundle is another row. --heads also asks each picture at least two different questions, and chooses the heads
-that look elsewhere for each.
+of the bundle is another row. For a robot policy, FILE.jsonl has moments (docs/policies.md). --heads also asks
+each picture at least two different questions, and chooses the heads that look elsewhere for each.
 """
 _PICTURES = 50
 """Pictures without --limit: enough for steady shares, and minutes instead of an hour of a large model."""
@@ -88,22 +87,22 @@ def _measure(arguments: Sequence[str] | None) -> None:
     options = parser.parse(arguments, _Options)
     if options.heads:
         check_own_questions(Path(options.data))
-    task = open_task(options, 1, *([(options.heads, (".json",))] if options.heads else []))
+    task = open_task(options, 1, load_samples, *([(options.heads, (".json",))] if options.heads else []))
     items = task.items if options.limit else _first_pictures(task.items)
     asked = []
     if options.heads:
         check_prune_layers(task.bundle.manifest)
         asked = questions_by_picture(items)
     watch = AttentionObserver()
-    pipeline = load_pipeline(options, task.bundle, watch.wrap)
-    note_items(pipeline.family, task.bundle.manifest, items)
+    loaded = load_measured(options, task.bundle, watch.wrap)
+    shares = note_samples(loaded, items)
     heads = None
     with explain_interrupt("nothing was kept: the report needs all questions."):
-        observed = _observe(pipeline, watch, items, task.combinations)
-        report = _report(pipeline, Path(options.data).name, items, observed)
+        observed = _observe(loaded, watch, items, task.combinations)
+        report = _report(loaded, Path(options.data).name, items, observed, shares)
         if options.heads:
             with progress_bar("comparing questions", sum(map(len, asked)), "questions") as count:
-                heads = choose_heads(pipeline, watch, asked, count)
+                heads = choose_heads(loaded, watch, asked, count)
     if options.heads and heads:
         write_heads(options.heads, heads)
         note_written(options.heads)
@@ -115,7 +114,7 @@ def _measure(arguments: Sequence[str] | None) -> None:
         sys.stdout.write(_advice(task.bundle.manifest))
 
 
-def _first_pictures(items: Sequence[Item]) -> list[Item]:
+def _first_pictures(items: Sequence[Sample]) -> list[Sample]:
     """Return the questions about the first `_PICTURES` pictures, and report on stderr if others are left out."""
     first = set(islice(dict.fromkeys(item.picture for item in items), _PICTURES))
     taken = [item for item in items if item.picture in first]
@@ -128,33 +127,36 @@ def _first_pictures(items: Sequence[Item]) -> list[Item]:
 
 
 def _observe(
-    pipeline: Pipeline, watch: AttentionObserver, items: Sequence[Item], combinations: Sequence[Combination]
+    loaded: Loaded, watch: AttentionObserver, items: Sequence[Sample], combinations: Sequence[Combination]
 ) -> dict[Combination, list[Observation]]:
     """Return the observations of every question by combination, the unpruned engines first."""
     found: dict[Combination, list[Observation]] = {pair: [] for pair in (BASELINE, *combinations)}
     with progress_bar("asking", len(items), "questions") as count:
         for item in items:
             for pair, own in found.items():
-                own.append(observe(pipeline, watch, item, pair))
+                own.append(observe(loaded, watch, item, pair))
             count()
     return found
 
 
 def _report(
-    pipeline: Pipeline, task: str, items: Sequence[Item], observed: dict[Combination, list[Observation]]
+    loaded: Loaded,
+    task: str,
+    items: Sequence[Sample],
+    observed: dict[Combination, list[Observation]],
+    shares: Sequence[float],
 ) -> AttentionReport:
     pictures = [item.picture for item in items]
     runs = {pair: summarise(pictures, own) for pair, own in observed.items()}
     none, methods = runs.pop(BASELINE), dict[str, dict[str, RunMeans]]()
     for pair, run in runs.items():
         methods.setdefault(pair.method, {})[pair.budget] = run
-    manifest, count = pipeline.bundle.manifest, len(set(pictures))
-    shares = seen_shares(pipeline.family, items)
+    manifest, count = loaded.bundle.manifest, len(set(pictures))
     return AttentionReport(
         model=model_name(manifest.checkpoint.source),
-        backend=pipeline.backend.name,
+        backend=loaded.backend.name,
         precision=manifest.precision,
-        compute=pipeline.backend.compute,
+        compute=loaded.backend.compute,
         task=task,
         questions=len(items),
         pictures=count,

@@ -83,7 +83,7 @@ def _calibrate(arguments: Sequence[str] | None) -> None:
     with status("checking the questions"):
         items = with_closed_lists(load_task(str(options.data), options.limit), choice)
     check_apart([path for path, _ in outputs], (Path(item.picture) for item in items))
-    check_unpruned_memory(options, bundle, items[0].load_image(), items[0].question.text, 1)
+    check_unpruned_memory(options, bundle, [items[0].load_image()], items[0].question.text, 1)
     pipeline = load_pipeline(options, bundle)
     note_items(pipeline.family, manifest, items)
     with explain_interrupt(NO_QUESTION), progress_bar("asking", len(items), "questions") as count:

@@ -12,6 +12,7 @@ from rich.table import Table
 from sinkprune.calibration.commands.measuring import (
     TaskOptions,
     add_former_name,
+    load_questions,
     open_task,
     progress_bar,
     task_parser,
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _evaluate(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, _Options)
     answers: list[OutputFile] = [(options.answers, (".jsonl",))] if options.answers else []
-    task = open_task(options, options.max_new_tokens, *answers)
+    task = open_task(options, options.max_new_tokens, load_questions, *answers)
     items = [with_grey_picture(item) for item in task.items] if options.blind else task.items
     pipeline = load_pipeline(options, task.bundle, plant_in_vision if options.plant_outliers else None)
     if not options.blind:

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
+from sinkprune.calibration.asking import load_measured, load_samples, note_samples
 from sinkprune.calibration.changed_bundle import changed_folder, check_changeable
 from sinkprune.calibration.commands.measuring import LIMIT, add_changing_options, check_unpruned_memory, progress_bar
 from sinkprune.calibration.evaluation.report import Combination
 from sinkprune.calibration.evaluation.sample_size import mean_warnings
 from sinkprune.calibration.evidence.measuring import EvidenceRecorder, find_thresholds
 from sinkprune.calibration.evidence.report import EvidenceReport
-from sinkprune.calibration.pictures import note_items, seen_shares
-from sinkprune.calibration.tasks import check_own_questions, load_task
+from sinkprune.calibration.tasks import check_own_questions
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.checks.fields import to_json
@@ -29,7 +29,7 @@ from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.files.output_files import check_apart, check_outputs
 from sinkprune.contract.files.signature import Sign, read_private_key
 from sinkprune.contract.manifest import BUNDLE, Manifest
-from sinkprune.runtime.commands import BundleOptions, load_pipeline, name_list, plain_text
+from sinkprune.runtime.commands import BundleOptions, name_list, plain_text
 from sinkprune.runtime.commands.interrupts import explain_interrupt
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.profiling.profile import model_name
@@ -77,23 +77,22 @@ def _calibrate(arguments: Sequence[str] | None) -> None:
     if not options.dry_run:
         check_changeable(bundle, signed=sign is not None)
     with status("checking the questions"):
-        items = load_task(str(options.data), options.limit)
-    check_apart([path for path, _ in json_outputs(options.json)], (Path(item.picture) for item in items))
-    check_unpruned_memory(options, bundle, items[0].load_image(), items[0].question.text, 1)
+        items = load_samples(bundle.manifest, str(options.data), options.limit)
+    check_apart([path for path, _ in json_outputs(options.json)], (file for item in items for file in item.files))
+    check_unpruned_memory(options, bundle, items[0].load_images(), items[0].prompt, 1)
     recorder = EvidenceRecorder()
-    pipeline = load_pipeline(options, bundle, recorder.wrap)
-    note_items(pipeline.family, bundle.manifest, items)
+    loaded = load_measured(options, bundle, recorder.wrap)
+    shares = note_samples(loaded, items)
     kept = "nothing was kept, and the bundle is unchanged: thresholds need all questions."
     with explain_interrupt(kept), progress_bar("asking", len(items) * len(budgets), "questions") as count:
         found = {
-            budget: find_thresholds(pipeline, recorder, items, Combination(method, budget), count)
-            for budget in budgets
+            budget: find_thresholds(loaded, recorder, items, Combination(method, budget), count) for budget in budgets
         }
-    pictures, shares = len({item.picture for item in items}), seen_shares(pipeline.family, items)
+    pictures = len({item.picture for item in items})
     report = EvidenceReport(
         model=model_name(bundle.manifest.checkpoint.source),
-        backend=pipeline.backend.name,
-        compute=pipeline.backend.compute,
+        backend=loaded.backend.name,
+        compute=loaded.backend.compute,
         task=options.data.name,
         method=method,
         questions=len(items),
@@ -164,7 +163,8 @@ def _parser() -> CommandParser:
         type=Path,
         required=True,
         metavar="FILE.jsonl",
-        help="questions about pictures like yours, as sinkprune evaluate reads them; answers do not matter",
+        help="questions about pictures like yours, as sinkprune evaluate reads them, whose answers do not matter; or "
+        "moments of a robot policy (docs/policies.md)",
     )
     add("--method", help="a method whose counts vary by picture (default: the only one of the bundle)")
     add("--budgets", type=name_list, help="comma-separated (default: all of the method)")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from sinkprune.calibration.asking import Sample
 from sinkprune.calibration.evaluation.replies import choose_combinations
 from sinkprune.calibration.evaluation.report import Combination
 from sinkprune.calibration.tasks import SCENES, TEST_SETS, Item, load_task
@@ -24,6 +25,7 @@ from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.progress_lines import ProgressLines, status
 from sinkprune.contract.files.output_files import OutputFile, check_apart
 from sinkprune.contract.files.trust import add_sign_option, add_trust_options
+from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.known import COMPUTES, KNOWN
 from sinkprune.runtime.commands import (
@@ -35,8 +37,10 @@ from sinkprune.runtime.commands import (
     name_list,
 )
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
+from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.media.fits import add_fit_option
 
+S = TypeVar("S", Item, Sample)
 LIMIT = WholeNumber("--limit", 1, 10**9)
 OWN_TEST_SETS = f"or a test set of this package: {', '.join(TEST_SETS)} (default: {SCENES})"
 
@@ -51,11 +55,11 @@ class TaskOptions(BundleOptions, ReportOptions):
     limit: int | None
 
 
-class OpenTask(NamedTuple):
-    """A bundle and the questions that it is measured on."""
+class OpenTask(NamedTuple, Generic[S]):
+    """A bundle and the questions or moments that it is measured on."""
 
     bundle: Bundle
-    items: list[Item]
+    items: list[S]
     combinations: list[Combination]
     unreachable: list[Combination]
     """Combinations of the chosen methods and budgets that the bundle does not hold."""
@@ -94,28 +98,39 @@ def add_former_name(parser: Any, name: str, option: str, **kind: Any) -> None:
     parser.add_argument(name, dest=option, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind)
 
 
-def open_task(options: TaskOptions, new_tokens: int, *others: OutputFile) -> OpenTask:
+def load_questions(manifest: Manifest, data: str, limit: int | None) -> list[Item]:
+    """Return the questions of a task, which no policy answers; raises `TaskError` and `UsageError`."""
+    check_kind(manifest, "the bundle", acts=False)
+    return load_task(data, limit)
+
+
+def open_task(
+    options: TaskOptions,
+    new_tokens: int,
+    load: Callable[[Manifest, str, int | None], list[S]],
+    *others: OutputFile,
+) -> OpenTask[S]:
     """Read the bundle and the questions, and check all that can be checked before the bundle is loaded.
 
-    `others` are outputs besides the report. Raises `BundleError`, `BudgetError`, `TaskError`, `OutputError` and
-    `TooLittleMemoryError`.
+    `load` reads the data. `others` are outputs besides the report. Raises `BundleError`, `BudgetError`, `TaskError`,
+    `OutputError` and `TooLittleMemoryError`.
     """
     check_report_options(options, options, [Path(options.data)], *others)
     bundle = read_runnable(options.bundle, options.trust)
     combinations, unreachable = choose_combinations(bundle.manifest, options.methods or [], options.budgets or [])
     with status("checking the questions"):
-        items = load_task(options.data, options.limit)
-    check_apart([path for path, _ in (*options.outputs, *others)], (Path(item.picture) for item in items))
-    check_unpruned_memory(options, bundle, items[0].load_image(), items[0].question.text, new_tokens)
+        items = load(bundle.manifest, options.data, options.limit)
+    check_apart([path for path, _ in (*options.outputs, *others)], (file for item in items for file in item.files))
+    check_unpruned_memory(options, bundle, items[0].load_images(), items[0].prompt, new_tokens)
     return OpenTask(bundle, items, combinations, unreachable)
 
 
 def check_unpruned_memory(
-    options: BundleOptions, bundle: Bundle, picture: Image.Image, prompt: str = "", new_tokens: int = 0
+    options: BundleOptions, bundle: Bundle, pictures: Sequence[Image.Image], prompt: str = "", new_tokens: int = 0
 ) -> None:
     """Check the memory that one unpruned request takes; raises `TooLittleMemoryError`."""
     method = next(iter(bundle.manifest.plans))
-    check_memory(options, bundle, PlannedRequests([picture], method, [UNPRUNED], prompt, new_tokens))
+    check_memory(options, bundle, PlannedRequests(pictures, method, [UNPRUNED], prompt, new_tokens))
 
 
 @contextmanager

@@ -174,7 +174,7 @@ def _bundle_tower(options: _Options, pictures: Sequence[NamedPicture]) -> tuple[
             f"folder of a vision tower, with its {CONFIG}."
         )
     bundle = read_runnable(options.bundle, options.trust)
-    check_unpruned_memory(options, bundle, pictures[0].load())
+    check_unpruned_memory(options, bundle, [pictures[0].load()])
     pipeline = load_pipeline(options, bundle)
     sizes = {picture.name: picture.size for picture in pictures}
     note_many_pictures(pipeline.family, bundle.manifest, sizes, pictures[0].load())

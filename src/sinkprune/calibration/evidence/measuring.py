@@ -7,24 +7,22 @@ from dataclasses import replace
 
 import numpy as np
 
-from sinkprune.calibration.evaluation.replies import generate_answer
+from sinkprune.calibration.asking import Loaded, Sample, ask
 from sinkprune.calibration.evaluation.report import Combination
 from sinkprune.calibration.evidence.finder import NONE, counts_at, threshold_for
 from sinkprune.calibration.evidence.report import FoundThresholds
-from sinkprune.calibration.tasks import Item, items_by_picture
+from sinkprune.calibration.tasks import items_by_picture
 from sinkprune.contract.precision import Array
 from sinkprune.contract.reports.report import TokenSpread
 from sinkprune.runtime.backends import Backend, Engine, Tensor
-from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.steps.answer import Answer
 
 
 class EvidenceRecorder:
-    """Keeps the latest evidence that each graph of a pipeline measured."""
+    """Keeps the evidence that each graph measured in the latest request."""
 
     def __init__(self) -> None:
-        self.latest: dict[str, Array] = {}
-        """The output `evidence` by graph, flat."""
+        self.latest: dict[str, list[Array]] = {}
+        """The outputs `evidence` by graph, flat: one of each call. A policy measures each camera before the LLM."""
 
     def wrap(self, graph: str, engine: Engine, backend: Backend) -> Engine:
         """Return an engine that calls `engine` and keeps its evidence; a `sinkprune.runtime.pipeline.Wrap`."""
@@ -32,42 +30,46 @@ class EvidenceRecorder:
         def recorded(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
             outputs = engine(inputs)
             if "evidence" in outputs:
-                self.latest[graph] = backend.numpy(outputs["evidence"]).ravel().copy()
+                self.latest.setdefault(graph, []).append(backend.numpy(outputs["evidence"]).ravel().copy())
             return outputs
 
         return recorded
 
 
 def find_thresholds(
-    pipeline: Pipeline,
+    loaded: Loaded,
     recorder: EvidenceRecorder,
-    items: Sequence[Item],
+    items: Sequence[Sample],
     pair: Combination,
     on_run: Callable[[], None],
 ) -> FoundThresholds:
     """Return the thresholds at which the mean over `items` of the visual tokens a layer is nearest to the aim.
 
     The threshold before the LLM meets its own aim, and that of the stage what is left of the mean of both. The plans
-    of `pipeline` are those of its bundle; the found thresholds are set there. `recorder` wraps its engines. `on_run`
-    is called before each question is asked. Raises what `Pipeline.generate` raises.
+    of `loaded` are those of its bundle; the found thresholds are set there. `recorder` wraps its engines. `on_run`
+    is called before each question is asked. Raises what `ask` raises.
     """
-    manifest = pipeline.bundle.manifest
+    manifest = loaded.bundle.manifest
     plan = manifest.plans[pair.method][pair.budget]
     if plan.evidence is None:
         raise ValueError(f"the counts of method '{pair.method}' do not vary")
     own, layers = plan.evidence, manifest.language_model.num_layers
 
-    def ask(item: Item, *thresholds: float) -> Answer:
+    def tokens_of(item: Sample, *thresholds: float) -> list[int]:
+        """Return the visual tokens of each picture, at these thresholds."""
         found = replace(own, thresholds=thresholds[: len(own.graphs)])
         manifest.plans[pair.method][pair.budget] = replace(plan, evidence=found)
-        return generate_answer(pipeline, item.load_image(), item.question, pair, max_new_tokens=1)
+        recorder.latest.clear()
+        return [kept.layout.all_tokens for kept in ask(loaded, item, pair)]
 
-    # Before the LLM, evidence depends on the picture only.
-    evidence, tokens = [], []
+    # Before the LLM, evidence depends on the picture only. A policy's moment has a picture of each camera.
+    evidence, tokens, starts = list[Array](), list[int](), list[int]()
     for group in items_by_picture(items):
-        answer = ask(group[0], NONE, NONE)
-        evidence += [recorder.latest[own.graphs[0]]] * len(group)
-        tokens += [answer.visual_tokens] * len(group)
+        counts = tokens_of(group[0], NONE, NONE)
+        for _ in group:
+            starts.append(len(tokens))
+            evidence += recorder.latest[own.graphs[0]]
+            tokens += counts
     most = [int(np.isfinite(values).sum()) for values in evidence]
     before = threshold_for(sum(own.aims[0].of(count) - 1 for count in tokens), evidence, most)
     # The register is one more row.
@@ -77,10 +79,12 @@ def find_thresholds(
     aims = [float(own.aimed_mean(count, plan.cuts, layers)) for count in tokens]
 
     evidence = []
-    for item in items:
+    for item, start, end in zip(items, starts, [*starts[1:], len(tokens)], strict=True):
         on_run()
-        ask(item, before, NONE)
-        evidence += [recorder.latest[graph] for graph in own.graphs[1:]]
+        tokens_of(item, before, NONE)
+        # The stage measures the rows of all pictures at once.
+        after_each = np.cumsum(rows[start : end - 1])
+        evidence += [part for graph in own.graphs[1:] for part in np.split(recorder.latest[graph][0], after_each)]
     for cut in plan.cuts:
         full = cut + 1
         wanted = (sum(aims) * layers - sum(rows) * full) / (layers - full)
@@ -88,4 +92,5 @@ def find_thresholds(
         thresholds, left = (before, after), counts_at(after, evidence, rows)
         means = [(row * full + rest * (layers - full)) / layers for row, rest in zip(rows, left, strict=True)]
     manifest.plans[pair.method][pair.budget] = replace(plan, evidence=replace(own, thresholds=thresholds))
-    return FoundThresholds(thresholds, sum(aims) / len(aims), sum(means) / len(means), TokenSpread.of(means))
+    requests = np.add.reduceat(means, starts).tolist()
+    return FoundThresholds(thresholds, sum(aims) / len(items), sum(means) / len(items), TokenSpread.of(requests))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Annotated, Any, TypedDict, get_args
 
 from sinkprune.contract.checks.fields import Bounds
@@ -95,7 +96,7 @@ class _NestingFields(_ProcessorFields, total=False):
 
 
 WriteExpert = Callable[[WeightedGraph, ActionExpert, Sequence[range]], None]
-"""Writes the graph `expert`, over the caches of the decoder's segments."""
+"""Writes a graph of an expert, over the caches of the decoder's segments."""
 
 
 class Pi0(LlamaShaped):
@@ -107,7 +108,7 @@ class Pi0(LlamaShaped):
     adds_bos = False
     gate = "gelu_pytorch_tanh"
     state_in_prompt = False
-    write_expert: WriteExpert = staticmethod(build_expert)
+    expert_graphs: Mapping[str, WriteExpert] = MappingProxyType({"expert": build_expert})
     config_fields: type = _Pi0Fields
     processor_fields: type = _NestingFields
     # transformers' PI0Processor: every camera, BOS, the instruction, the end of the line.
@@ -179,7 +180,7 @@ class Pi0(LlamaShaped):
             "vision": partial(build_vision, tower=self.vision),
             "projector": self._build_projector,
             **self._decoder(segments),
-            "expert": lambda graph: self.write_expert(graph, self._expert, segments),
+            **{name: self._of_expert(write, segments) for name, write in self.expert_graphs.items()},
         }
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,6 +238,9 @@ class Pi0(LlamaShaped):
 
     def groups_of(self, processor: Mapping[str, Any]) -> int:
         return 1
+
+    def _of_expert(self, write: WriteExpert, segments: Sequence[range]) -> WriteGraph:
+        return lambda graph: write(graph, self._expert, segments)
 
     def _build_projector(self, graph: WeightedGraph) -> None:
         """Write `projector` of the graph contract: one linear layer."""

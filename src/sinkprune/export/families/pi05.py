@@ -6,11 +6,12 @@ transformers has no class for it. Checkpoints are LeRobot's, or have pi0's confi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from sinkprune.contract.families import FAMILIES
 from sinkprune.export.families.pi0 import Pi0, WriteExpert
-from sinkprune.export.models.adaptive_expert import build_adaptive_expert
+from sinkprune.export.models.adaptive_expert import build_adaptive_expert, build_modulation
 
 
 class Pi05(Pi0):
@@ -18,7 +19,9 @@ class Pi05(Pi0):
 
     name = "pi0.5"
     state_in_prompt = True
-    write_expert: WriteExpert = staticmethod(build_adaptive_expert)
+    expert_graphs: Mapping[str, WriteExpert] = MappingProxyType(
+        {"modulation": build_modulation, "expert": build_adaptive_expert}
+    )
     # openpi's PaligemmaTokenizer. The runtime writes the text around the instruction, because it has the state.
     chat_template = (
         "{% for message in messages %}"

@@ -8,13 +8,20 @@ from sinkprune.contract.errors import NumericsError
 from sinkprune.contract.manifest import PolicyFacts
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.acting.observation import Observation
+from sinkprune.runtime.acting.step_times import StepTimes
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.decoding import Prefill
 
 
 def denoise(
-    chain: Chain, policy: PolicyFacts, observation: Observation, prefix: Prefill, position: int, clock: Stopwatch
+    chain: Chain,
+    policy: PolicyFacts,
+    times: StepTimes,
+    observation: Observation,
+    prefix: Prefill,
+    position: int,
+    clock: Stopwatch,
 ) -> Array:
     """Return the expert's actions [1,chunk,action_dim] fp32, over the caches of `prefix`.
 
@@ -36,11 +43,9 @@ def denoise(
         fixed[f"length_{segment}"] = backend.tensor(np.array([cache.length], np.int64))
         fixed |= decoder.keys_and_values(cache)
     actions = backend.tensor(observation.noise)
-    times = time_embeddings(policy, 1.0 - np.arange(observation.steps) / observation.steps)
-    for number, embedded in enumerate(times):
-        time = backend.tensor(embedded[None, None])
+    for number, time in enumerate(times.inputs(observation.steps)):
         with clock.measure(f"step_{number}"):
-            actions = chain.last({**fixed, "actions": actions, "time_embedding": time})["actions_out"]
+            actions = chain.last({**fixed, **time, "actions": actions})["actions_out"]
     found = backend.numpy(actions)
     if not np.isfinite(found).all():
         raise NumericsError(
@@ -48,16 +53,3 @@ def denoise(
             "type: export it with --precision fp32. If not, the checkpoint's weights are damaged."
         )
     return found
-
-
-def time_embeddings(policy: PolicyFacts, times: Array) -> Array:
-    """Return [steps,d] fp32: the sines and cosines of `times` [steps] at the expert's frequencies, in radians.
-
-    In fp64, of times in fp32, as LeRobot and openpi's PyTorch code compute them; transformers' fp32 differs by up to
-    2e-4. They are no part of the graph: angles reach 1600 radians, and libraries that compute in bf16 or fp16 round
-    them by several radians.
-    """
-    share = np.linspace(0.0, 1.0, policy.expert.hidden_size // 2)
-    periods = policy.min_period * (policy.max_period / policy.min_period) ** share
-    angles = times.astype(np.float32).astype(np.float64)[:, None] * (2 * np.pi / periods)
-    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)

@@ -19,6 +19,7 @@ from sinkprune.runtime.acting.observation import observed
 from sinkprune.runtime.commands import BundleOptions
 from sinkprune.runtime.commands.rate import frame_files
 from sinkprune.runtime.policy import Policy
+from sinkprune.runtime.steps.chain import Wrap
 
 NO_CAMERA = "none"
 """The word for a camera without a frame."""
@@ -190,7 +191,7 @@ def check_no_observation(options: Any, bundle: Bundle) -> None:
             )
 
 
-def load_policy(options: BundleOptions, bundle: Bundle) -> Policy:
+def load_policy(options: BundleOptions, bundle: Bundle, wrap: Wrap | None = None) -> Policy:
     """Load the policy `bundle` on the chosen backend, with progress on stderr."""
     return Policy.load(
         bundle,
@@ -201,5 +202,6 @@ def load_policy(options: BundleOptions, bundle: Bundle) -> Policy:
         check_sums=not options.skip_sums,
         engines_sha256=options.engines_sha256,
         signed_by=options.signed_by,
+        wrap=wrap,
         during=status,
     )

@@ -129,7 +129,7 @@ class SinkprunePolicy(PreTrainedPolicy):  # type: ignore[misc]
         self.engines = Policy.load(config.bundle, backend=config.backend, threads=config.threads)
         facts, manifest = self.engines.facts, self.engines.bundle.manifest
         manifest.plan(config.method, config.budget)
-        if not (facts.state_mean and facts.action_mean):
+        if not facts.in_robots_units:
             raise UsageError(
                 f"'{config.bundle}' has no statistics of states and actions, so its actions are not in the robot's "
                 "units. Export a checkpoint with statistics (docs/policies.md)."
@@ -139,7 +139,7 @@ class SinkprunePolicy(PreTrainedPolicy):  # type: ignore[misc]
                 f"found {counted(len(config.cameras), 'camera')}, and '{config.bundle}' was exported for "
                 f"{counted(manifest.max_images, 'camera')}. Name all in 'cameras', with [] for one without a frame."
             )
-        state, action = len(facts.state_mean), len(facts.action_mean)
+        state, action = len(facts.usual_state), facts.action_width
         config.input_features = _with_feature(config.input_features, STATE, FeatureType.STATE, state)
         config.output_features = _with_feature(config.output_features, ACTION, FeatureType.ACTION, action)
         chunk = facts.chunk if config.n_action_steps is None else config.n_action_steps
@@ -231,7 +231,7 @@ class SinkprunePolicy(PreTrainedPolicy):  # type: ignore[misc]
 
     def _warm_up(self) -> None:
         frames = [np.zeros((*size, 3), np.uint8) if size else None for size in self.config.cameras.values()]
-        state = self.engines.facts.state_mean
+        state = self.engines.facts.usual_state
         self.engines.warm_up(frames, _WARM_UP, state, budget=self.config.budget, method=self.config.method)
 
 

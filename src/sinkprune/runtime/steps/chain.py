@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.manifest import MODULATION, Manifest
 from sinkprune.contract.plans import Plan
 from sinkprune.contract.precision import DTYPES
 from sinkprune.contract.reports.progress import OnProgress, unreported
@@ -46,7 +46,7 @@ class Chain:
         self.rotary = Rotary(model.rope_theta, model.head_dim, self.dtype, model.rope_sections)
         self._plan_engines: dict[str, Engine] = {}
         self._loading = Lock()
-        loaded, total = count(), 3 + len(self.segments)
+        loaded, total = count(), 3 + len(self.segments) + manifest.modulates
 
         def counted(graph: str) -> str:
             progress("loading the engines", next(loaded), total, "engines")
@@ -57,6 +57,8 @@ class Chain:
         self.decoders = [load_decoder(counted(f"decoder_{segment}")) for segment in range(len(self.segments))]
         self.last = load(counted(manifest.last_graph))
         """The engine after the decoder: `head`, or `expert` in a policy."""
+        self.modulation = load(counted(MODULATION)) if manifest.modulates else None
+        """The engine of what the expert reads of a step's time; None if the expert reads the time itself."""
         self._deepstack = manifest.deepstack_width
         self.deepstack_token = self.deepstack_zeros(1)
 

@@ -1,0 +1,72 @@
+"""Runs a model or a robot policy on one question or moment, to look at what was kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sinkprune.calibration.evaluation.replies import generate_answer
+from sinkprune.calibration.evaluation.report import Combination
+from sinkprune.calibration.moments import Moment, load_moments
+from sinkprune.calibration.pictures import note_items, seen_shares
+from sinkprune.calibration.tasks import Item, load_task
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.errors import SinkpruneError
+from sinkprune.contract.manifest import Manifest
+from sinkprune.runtime.commands import BundleOptions, load_pipeline
+from sinkprune.runtime.commands.policy_options import load_policy
+from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.policy import Policy
+from sinkprune.runtime.steps.answer import Kept
+from sinkprune.runtime.steps.chain import Wrap
+from sinkprune.runtime.steps.observer import NOBODY, Observer
+
+Loaded = Pipeline | Policy
+Sample = Item | Moment
+
+
+def load_samples(manifest: Manifest, data: str, limit: int | None) -> list[Sample]:
+    """Return the questions of a task, or the moments of a file for a policy; raises `TaskError`."""
+    return [*(load_moments(manifest, Path(data), limit) if manifest.policy else load_task(data, limit))]
+
+
+def load_measured(options: BundleOptions, bundle: Bundle, wrap: Wrap) -> Loaded:
+    """Load `bundle` on the chosen backend, with progress on stderr; `wrap` may replace each engine."""
+    if bundle.manifest.policy:
+        return load_policy(options, bundle, wrap)
+    return load_pipeline(options, bundle, wrap)
+
+
+def ask(loaded: Loaded, sample: Sample, pair: Combination, observer: Observer = NOBODY) -> tuple[Kept, ...]:
+    """Return what one method and budget keeps of each picture of a question or moment, whose prefix runs.
+
+    Raises what `Pipeline.generate` and `Policy.act` raise, with the id of the question or moment.
+    """
+    if isinstance(loaded, Policy) and isinstance(sample, Moment):
+        return _act(loaded, sample, pair, observer)
+    if isinstance(loaded, Pipeline) and isinstance(sample, Item):
+        image = sample.load_image()
+        return generate_answer(loaded, image, sample.question, pair, max_new_tokens=1, observer=observer).images
+    raise ValueError("policies act on moments, and other models answer questions")
+
+
+def note_samples(loaded: Loaded, samples: list[Sample]) -> list[float]:
+    """Print notes on pictures that the model sees in part. Return the share that it sees of each.
+
+    Policies see whole pictures. Raises `ImageError`.
+    """
+    items = [sample for sample in samples if isinstance(sample, Item)]
+    if isinstance(loaded, Policy) or not items:
+        return [1.0] * len(samples)
+    note_items(loaded.family, loaded.bundle.manifest, items)
+    return seen_shares(loaded.family, items)
+
+
+def _act(policy: Policy, moment: Moment, pair: Combination, observer: Observer) -> tuple[Kept, ...]:
+    # The unpruned engines are the same for every method.
+    method = next(iter(policy.bundle.manifest.plans)) if pair.budget == UNPRUNED else pair.method
+    options = {"method": method, "budget": pair.budget, "observer": observer}
+    try:
+        return policy.act(moment.cameras, moment.prompt, moment.state, steps=1, seed=0, **options).images  # type: ignore[arg-type]
+    except SinkpruneError as error:
+        raise type(error)(f"moment '{moment.id}': {error}") from error

@@ -1,0 +1,154 @@
+"""`sinkprune-calibrate evidence` and `attention` of a robot policy, on moments of two cameras."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinkprune import ActionReport, BudgetError, Policy
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.pruning.chosen_heads import read_heads
+from sinkprune.export.source import ExportRequest
+from support.programs.commands import assert_refused, run
+
+EVIDENCE, ATTENTION = ("sinkprune-calibrate", "evidence"), ("sinkprune-calibrate", "attention")
+BUDGETS = ("prune-66.7", "prune-88.9")
+STATE = [0.5] * 5
+MOMENTS = (
+    (("a.png", "b.png"), "pick up the cup"),
+    (("a.png", "b.png"), "put the red block into the box"),
+    (("b.png", None), "pick up the cup"),
+    (("c.png", "a.png"), "open the door"),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small policy that is not calibrated, next to a file of moments."""
+    root = tmp_path_factory.mktemp("policy")
+    methods = ("sinkpruner", "occamtoken")
+    export_bundle(ExportRequest(str(checkpoint("pi0")), BUDGETS, methods, max_images=2), root / "bundle")
+    for number, name in enumerate(("a.png", "b.png", "c.png")):
+        photo.crop((60 * number, 20, 60 * number + 240, 220)).save(root / name)
+    lines = [{"cameras": list(names), "instruction": words, "state": STATE} for names, words in MOMENTS]
+    (root / "moments.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return root
+
+
+@pytest.fixture
+def own(folder: Path, tmp_path: Path) -> Path:
+    """A copy of the bundle that may be changed."""
+    return Path(shutil.copytree(folder / "bundle", tmp_path / "bundle"))
+
+
+def acted(policy: Policy, folder: Path, method: str, budget: str) -> list[ActionReport]:
+    """What the policy does at each moment."""
+    found = []
+    for names, words in MOMENTS:
+        cameras = [None if name is None else folder / name for name in names]
+        found.append(policy.act(cameras, words, STATE, method=method, budget=budget, steps=1))
+    return found
+
+
+def test_the_mean_over_the_moments_is_the_budgets(own: Path, folder: Path, tmp_path: Path) -> None:
+    """Tokens of all cameras of a moment count together."""
+    outcome = run(*EVIDENCE, own, "--data", folder / "moments.jsonl", "--json", tmp_path / "found.json")
+    assert outcome.code == 0, outcome.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["questions"], found["pictures"], found["seen_share"]) == (4, 3, 1.0)
+    assert found["sha256"] == read_bundle(own).sha256
+    policy = Policy.load(own)
+    for budget in BUDGETS:
+        report, plan = found["budgets"][budget], policy.bundle.manifest.plans["occamtoken"][budget]
+        assert plan.evidence is not None and list(plan.evidence.thresholds or ()) == report["thresholds"]
+        means = [float(np.mean(each.tokens_per_layer)) for each in acted(policy, folder, "occamtoken", budget)]
+        assert np.mean(means) == pytest.approx(report["mean_visual_tokens"], abs=1e-9)
+        spread = report["visual_tokens"]
+        assert (spread["min"], spread["max"]) == (pytest.approx(min(means)), pytest.approx(max(means)))
+        fixed = [float(np.mean(each.tokens_per_layer)) for each in acted(policy, folder, "sinkpruner", budget)]
+        assert report["aimed_visual_tokens"] == pytest.approx(np.mean(fixed), abs=1.5)
+        assert abs(report["mean_visual_tokens"] - report["aimed_visual_tokens"]) <= 1.5
+        assert len(set(means)) > 1
+
+
+def test_without_thresholds_it_does_not_act(folder: Path) -> None:
+    policy = Policy.load(folder / "bundle")
+    with pytest.raises(BudgetError, match="sinkprune-calibrate evidence BUNDLE --method occamtoken"):
+        acted(policy, folder, "occamtoken", "prune-66.7")
+
+
+def test_shares_of_sink_tokens_are_those_of_all_cameras(folder: Path) -> None:
+    options = ("--methods", "sinkpruner", "--budgets", "prune-66.7", "--json")
+    outcome = run(*ATTENTION, folder / "bundle", "--data", folder / "moments.jsonl", *options)
+    assert outcome.code == 0, outcome.stderr
+    found = json.loads(outcome.stdout)
+    assert (found["questions"], found["pictures"], found["outlier_per_mille"]) == (4, 3, 10)
+    policy = Policy.load(folder / "bundle")
+    for method, budget, run_means in (
+        ("sinkpruner", "none", found["none"]),
+        ("sinkpruner", "prune-66.7", found["methods"]["sinkpruner"]["prune-66.7"]),
+    ):
+        shares, rows, alone = [], [], []
+        for report in acted(policy, folder, method, budget):
+            marked = []
+            for kept in report.images:
+                # One token of 64 is a sink token: that of the largest norm.
+                largest = int(np.argmax(kept.norms[0]))
+                marked += [token == largest for token in kept.index.ravel().tolist()]
+            shares.append(float(np.mean(marked)))
+            salient = []
+            for kept in report.images:
+                top = np.argsort(-kept.salience[0], kind="stable")[: kept.index.size]
+                salient += (top == int(np.argmax(kept.norms[0]))).tolist()
+            alone.append(float(np.mean(salient)))
+            rows.append(len(marked))
+        assert run_means["sink_share"]["mean"] == pytest.approx(np.mean(shares))
+        assert run_means["salience_alone"]["mean"] == pytest.approx(np.mean(alone))
+        assert run_means["rows"] == pytest.approx(np.mean(rows))
+        assert run_means["last_rows"] == pytest.approx(
+            np.mean([report.tokens_per_layer[-1] for report in acted(policy, folder, method, budget)])
+        )
+        assert [*map(int, run_means["layers"])] == list(policy.bundle.manifest.cut_after)
+        for layer, figures in run_means["layers"].items():
+            tokens = np.mean(
+                [report.tokens_per_layer[int(layer)] for report in acted(policy, folder, method, budget)]
+            )
+            assert figures["rows"] == pytest.approx(tokens)
+            assert 0 < figures["entropy"]["mean"] <= figures["entropy_of_mean"]["mean"] <= figures["uniform"] + 1e-9
+
+
+def test_heads_are_chosen_and_exported(folder: Path, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    heads, data = tmp_path / "heads.json", folder / "moments.jsonl"
+    outcome = run(*ATTENTION, folder / "bundle", "--data", data, "--budgets", "none", "--heads", heads)
+    assert outcome.code == 0, outcome.stderr
+    chosen = read_heads(heads)
+    manifest = read_bundle(folder / "bundle").manifest
+    assert {*map(int, chosen.layers)} <= {*manifest.cut_after}
+    assert all(len(each.question_dependence) == manifest.language_model.num_heads for each in chosen.layers.values())
+    assert any(each.chosen for each in chosen.layers.values())
+    request = ExportRequest(
+        str(checkpoint("pi0")), ("prune-66.7",), ("sinkpruner-heads",), max_images=2, heads=chosen
+    )
+    export_bundle(request, tmp_path / "bundle")
+    reports = acted(Policy.load(tmp_path / "bundle"), folder, "sinkpruner-heads", "prune-66.7")
+    assert all(report.tokens_per_layer[-1] < report.visual_tokens for report in reports)
+
+
+def test_what_is_refused(folder: Path, bundle: Callable[..., Path], photo_file: Path, tmp_path: Path) -> None:
+    policy, data = folder / "bundle", tmp_path / "moments.jsonl"
+    shutil.copy(photo_file, tmp_path / "photo.png")
+    line = {"cameras": ["photo.png", None], "instruction": "go", "state": STATE}
+    data.write_text(json.dumps(line))
+    assert_refused(run(*ATTENTION, policy, "--data", data, "--heads", tmp_path / "x.json"), "at least two different")
+    assert_refused(run(*ATTENTION, policy), "expected a file of moments that ends in .jsonl")
+    assert_refused(run("sinkprune-evaluate", policy), "is a robot policy (family 'pi0'), which gives actions")
+    assert_refused(run(*ATTENTION, bundle("gqa-112"), "--data", data), "unknown field 'cameras'")
+    data.write_text(json.dumps({**line, "state": [1]}))
+    assert_refused(run(*EVIDENCE, policy, "--data", data), "line 1: the state has the shape [1], expected 5 numbers")
