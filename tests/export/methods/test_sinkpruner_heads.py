@@ -169,7 +169,8 @@ def test_no_stage_and_no_sanitizer_is_refused(method: str) -> None:
 def test_without_chosen_heads_the_error_names_the_command(method: str) -> None:
     facts = PlanFacts(replace(graphs.language_model(), num_layers=32), 576, 48, PRECISIONS["fp32"], opset24)
     with pytest.raises(
-        BudgetError, match=r"'sinkpruner-heads' and 'sinkpruner-text-heads' need .*sinkprune-calibrate attention BUNDLE .*--heads"
+        BudgetError,
+        match=r"'sinkpruner-heads' and 'sinkpruner-text-heads' need .*sinkprune-calibrate attention BUNDLE .*--heads",
     ):
         load_method(method)(facts, RETAIN_64)
 
