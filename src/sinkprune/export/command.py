@@ -236,8 +236,8 @@ def _parser() -> CommandParser:
         "--heads",
         type=Path,
         metavar="FILE.json",
-        help="the attention heads of methods sinkpruner-heads and sinkpruner-text-heads, chosen by sinkprune-calibrate "
-        "attention --heads",
+        help="the attention heads of methods sinkpruner-heads and sinkpruner-text-heads, chosen by "
+        "sinkprune-calibrate attention --heads",
     )
     add("--force", action="store_true", help="replace an existing bundle")
     add_sign_option(parser, "the bundle")

@@ -88,7 +88,8 @@ class ExportRequest:
             )
         if self.heads is not None and not {*NAMES} & {*self.methods}:
             raise UsageError(
-                f"found --heads, which are for methods {' and '.join(NAMES)}. Add one to --methods, or leave them out."
+                f"found --heads, which are for methods {' and '.join(NAMES)}. Add one to --methods, or leave them "
+                "out."
             )
         if self.max_images is not None:
             MAX_IMAGES.check(self.max_images)

@@ -2,8 +2,8 @@
 
 RES takes the tokens of largest salience and relevance together. The relevance of a token is the mean of its cosines
 with the words of the question, both as the LLM receives them. Both scores are scaled to 0 to 1 over the tokens that
-are no outliers, and have equal weight. All other steps are SinkPruner's. The stages of `sinkpruner-text-heads` are those
-of `sinkpruner-heads`.
+are no outliers, and have equal weight. All other steps are SinkPruner's. The stages of `sinkpruner-text-heads` are
+those of `sinkpruner-heads`.
 """
 
 from __future__ import annotations
