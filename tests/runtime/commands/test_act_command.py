@@ -257,3 +257,13 @@ def test_there_is_no_fit(path: Path, folder: Path) -> None:
     with pytest.raises(SystemExit) as caught:
         act(path, folder, "--fit", "pad")
     assert caught.value.code == 2
+
+
+def test_too_few_cameras_name_the_word_of_the_command(path: Path, folder: Path) -> None:
+    outcome = run("sinkprune-act", path, "--camera", "none", "--instruction", "go", "--state", "0,0,0,0,0")
+    assert_refused(outcome, "found 1 camera", "None (--camera none) for a camera without one")
+
+
+def test_the_help_of_cameras_is_a_sentence() -> None:
+    shown = " ".join(run("sinkprune-profile", "--help").stdout.split())
+    assert "the last frame of a camera of a robot policy; once for each" in shown
