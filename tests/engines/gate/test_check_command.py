@@ -148,7 +148,8 @@ def test_a_refusal_names_graph_output_limit_and_what_to_try(
     assert outcome.code == 2
     assert outcome.stdout.count("REJECTED") == 1
     assert "passed:" not in outcome.stdout
-    assert outcome.stderr.count("\n") == 1
+    note, error = outcome.stderr.splitlines()
+    assert note == f"{photo_file}: {MIDDLE}" and error.startswith("error: ")
     for said in ("error: the engine of graph 'vision', by onnxruntime", "'norms'", "may by 0.0001", "Build again"):
         assert said in outcome.stderr
     report = json.loads(run("sinkprune-check", source, planted, "--image", photo_file, "--json").stdout)

@@ -14,6 +14,7 @@ from PIL import Image, ImageChops
 
 from sinkprune import ActionReport, Policy, overlay
 from sinkprune.contract.errors import UsageError
+from sinkprune.runtime.commands import profile
 from support.programs.commands import Outcome, assert_refused, run
 
 BUDGETS = ("prune-77.8", "prune-88.9")
@@ -265,5 +266,5 @@ def test_too_few_cameras_name_the_word_of_the_command(path: Path, folder: Path) 
 
 
 def test_the_help_of_cameras_is_a_sentence() -> None:
-    shown = " ".join(run("sinkprune-profile", "--help").stdout.split())
+    shown = " ".join(profile._parser().format_help().split())
     assert "the last frame of a camera of a robot policy; once for each" in shown
