@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,8 +15,7 @@ from PIL import Image, ImageChops
 
 from sinkprune import ActionReport, Policy, overlay
 from sinkprune.contract.errors import UsageError
-from sinkprune.runtime.commands import profile
-from support.programs.commands import Outcome, assert_refused, run
+from support.programs.commands import Outcome, assert_refused, own_process, run
 
 BUDGETS = ("prune-77.8", "prune-88.9")
 STATE = (-0.5, 0.1, -0.2, 0.3, 0.4)
@@ -266,5 +266,6 @@ def test_too_few_cameras_name_the_word_of_the_command(path: Path, folder: Path) 
 
 
 def test_the_help_of_cameras_is_a_sentence() -> None:
-    shown = " ".join(profile._parser().format_help().split())
+    words = own_process("sinkprune-profile", "--help")
+    shown = " ".join(subprocess.run(words, capture_output=True, text=True, check=True).stdout.split())
     assert "the last frame of a camera of a robot policy; once for each" in shown
