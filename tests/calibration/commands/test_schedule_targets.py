@@ -119,7 +119,8 @@ def test_a_name_that_would_promise_too_much_is_not_given(
     cheapest = told["cheapest_p95_ms"]
     assert nearest == math.ceil(1.1 * cheapest)
     found = f"{cheapest:.0f} ms" if cheapest >= 100 else f"{cheapest:.1f} ms"
-    assert f"with the cheapest budget, 95 of 100 took up to {found}, and a tenth is added." in outcome.stderr
+    why = f"That is a tenth more than {found}, in which 95 of 100 requests with the cheapest budget ended."
+    assert f"give --target-ms {nearest}. {why}" in outcome.stderr
     assert "in-250ms" not in read_bundle(own).manifest.budgets
     assert from_json(Costs, json.loads(costs.read_text())) == from_json(
         Costs, json.loads(report.read_text())["costs"]

@@ -48,8 +48,8 @@ def missed_text(report: ScheduleReport, target_ms: float) -> str:
     if report.cheapest_p95_ms is None:
         return f"{missed}."
     return (
-        f"{missed}, or give --target-ms {report.nearest_target_ms}: with the cheapest budget, 95 of 100 took up to "
-        f"{_ms(report.cheapest_p95_ms)}, and a tenth is added."
+        f"{missed}, or give --target-ms {report.nearest_target_ms}. That is a tenth more than "
+        f"{_ms(report.cheapest_p95_ms)}, in which 95 of 100 requests with the cheapest budget ended."
     )
 
 
