@@ -78,9 +78,10 @@ REPORTS: dict[str, tuple[type, ...]] = {
     "sinkprune-replay": (ReplayReport,),
 }
 """The dataclasses that commands write, by the heading of the section."""
-ADDED = {
-    name: {"interrupted"} for name in ("sinkprune-profile", "sinkprune-profile of a policy", "sinkprune-evaluate")
-} | {f"sinkprune-calibrate {verb}": {"sha256"} for verb in ("schedule", "quantize", "evidence")}
+INTERRUPTED = ("profile", "profile of a policy", "evaluate", "calibrate norms", "calibrate attention")
+ADDED = {f"sinkprune-{name}": {"interrupted"} for name in INTERRUPTED} | {
+    f"sinkprune-calibrate {verb}": {"sha256"} for verb in ("schedule", "quantize", "evidence")
+}
 """The keys that a command adds to its report."""
 QUESTION = ("--prompt", "What is this?", "--budget", "retain-64", "--max-new-tokens", "2")
 

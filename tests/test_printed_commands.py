@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from sinkprune.demo.example_files import write_example_files
+from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.pruning.chosen_heads import write_heads
+from sinkprune.export.source import ExportRequest
 from support.models.chosen_heads import chosen_heads
 from support.programs.commands import run
 from support.programs.parsed_options import check_options
@@ -125,6 +127,8 @@ def readers_folder(
         small, options = SMALL.get(name, ("gqa-112", {"budgets": ("retain-64", "retain-32")}))
         options = {"max_images": most_images(name), **options}
         (folder / name).symlink_to(bundle(small, **options))
+    # As `make demo-robot` exports it.
+    export_bundle(ExportRequest(str(ROOT / "demo" / "pocket-robot"), max_images=2), folder / "robot")
     return folder
 
 

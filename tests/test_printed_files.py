@@ -93,7 +93,7 @@ PRINTING = [page.name for page in PAGES if any(text.startswith("sinkprune-") for
 @pytest.mark.parametrize("page", PRINTING)
 def test_what_commands_read_is_there(page: str, demo_output: Path) -> None:
     before = [] if page in ("README.md", *ELSEWHERE) else named("README.md")
-    there = {"bundle", *READERS_OWN}.union(*map(made_by, before))
+    there = {"bundle", "robot", *READERS_OWN}.union(*map(made_by, before))
     if page == "doctor.md":
         there.add("llava-7b")
     from_demo = False
@@ -128,6 +128,13 @@ def test_prompts_have_no_more_images_than_the_export_allows() -> None:
     assert several
     for text in several:
         assert text.count("--image ") <= most_images(shlex.split(text)[1]), text
+
+
+def test_the_demo_of_a_robot_makes_its_bundle() -> None:
+    export = re.search(r"sinkprune-export demo/pocket-robot .*", (ROOT / "Makefile").read_text())
+    assert export and " -o demo-output/robot " in export[0] and " --max-images 2 " in export[0]
+    printed = [text for _, text in ALL if text.startswith("sinkprune-act robot ")]
+    assert printed and all(text.count("--camera ") == 2 for text in printed)
 
 
 def test_the_demo_writes_the_files_and_its_bundle_takes_as_many_images() -> None:

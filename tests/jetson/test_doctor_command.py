@@ -278,7 +278,9 @@ def test_the_part_that_is_not_seen_is_noted(model: str, picture: str, share: flo
     assert found["seen_part"] == (part and f"the model sees {part}")
     lines = [line for line in doctor(*words).stdout.splitlines() if "the model sees" in line]
     assert lines == ([f"note: the model sees {part}"] if part else [])
-    assert ("\n      --fit pad shows it all (docs/pictures.md)\n" in doctor(*words).stdout) is (part is not None)
+    assert ("\n      sinkprune-run --fit pad shows it all (docs/pictures.md)\n" in doctor(*words).stdout) is (
+        part is not None
+    )
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])

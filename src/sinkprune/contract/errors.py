@@ -56,7 +56,7 @@ class PromptError(SinkpruneError):
 
 
 class NewTokensError(PromptError):
-    """More new tokens were requested than engines were built for."""
+    """More new tokens were requested than engines were built for, or than the model has positions for."""
 
 
 class ToolsError(PromptError):

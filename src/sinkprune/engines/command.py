@@ -111,7 +111,7 @@ def _build(arguments: Sequence[str] | None) -> None:
         )
     write_json(options.json, _summary(options.output, manifest, seen_shares))
     if not prints_json(options.json):
-        sys.stdout.write(_text(options.output, manifest))
+        sys.stdout.write(_text(options.output, manifest, None if options.move else options.bundle))
 
 
 def _summary(output: Path, manifest: EnginesManifest, seen_shares: Sequence[float]) -> dict[str, object]:
@@ -140,11 +140,17 @@ _REALISED: Mapping[Realisation, str] = {
 }
 
 
-def _text(output: Path, manifest: EnginesManifest) -> str:
-    """Return the printed summary: engines, limits, the result of --check, what runs the sanitizer, the sum."""
+def _text(output: Path, manifest: EnginesManifest, bundle: Path | None) -> str:
+    """Return the printed summary: engines, limits, the result of --check, what runs the sanitizer, the sum.
+
+    `bundle` has the graphs of the engines; None if --move has removed it.
+    """
     from sinkprune.contract.engines_manifest import CHECKED, ENGINES
 
     size = sum(spec.size for spec in manifest.files.values()) / 1e6
+    command = f"sinkprune-check {escaped(str(bundle))} {escaped(str(output))} --image PICTURE"
+    how = f"on the machine that runs them: {command}" if bundle else "in another build: --check PICTURE"
+    not_checked = f"not checked. Compare the engines with their graphs {how}\n"
     gpus = "".join(f", sm_{capability}" for capability in manifest.compute_capabilities)
     library = f"{manifest.target} {manifest.library_version}"
     nodes = Counter(_REALISED[found] for engine in manifest.engines.values() for found in engine.nodes.values())
@@ -152,7 +158,7 @@ def _text(output: Path, manifest: EnginesManifest) -> str:
     return (
         f"{escaped(str(output))}: {counted(len(manifest.engines), 'engine')}, {size:.2f} MB, {library}{gpus}; "
         f"{_limits(manifest)}\n"
-        + (f"check passed: {len(manifest.engines)} engines\n" if CHECKED in manifest.flags else "")
+        + (f"check passed: {len(manifest.engines)} engines\n" if CHECKED in manifest.flags else not_checked)
         + f"operators of the sanitizer: {realised}\n"
         f"sha256 {ENGINES.sha256(manifest)}\n"
     )

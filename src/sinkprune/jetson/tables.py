@@ -50,7 +50,7 @@ def print_report(report: DoctorReport) -> None:
         console.print()
         console.print(plain_text(heading(model)), style="bold", soft_wrap=True)
         if model.seen_part:
-            cropped = Finding(False, model.seen_part, "--fit pad shows it all (docs/pictures.md)")
+            cropped = Finding(False, model.seen_part, "sinkprune-run --fit pad shows it all (docs/pictures.md)")
             console.print(_finding(cropped), soft_wrap=True)
         console.print(budget_table(model))
         if any(form.build for form in model.forms):

@@ -190,5 +190,5 @@ def test_an_interrupt_says_that_nothing_was_kept(
     report = ("--limit", 1, "--json", tmp_path / "x.json")
     outcome = run("sinkprune-calibrate", "attention", bundle("gqa-112"), *report)
     assert outcome.code == 130
-    assert outcome.stderr.endswith("interrupted; nothing was kept: the report needs all questions.\n")
+    assert outcome.stderr.endswith("interrupted; no whole question was measured, so nothing was kept.\n")
     assert list(tmp_path.iterdir()) == []

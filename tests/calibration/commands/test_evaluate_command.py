@@ -196,6 +196,19 @@ def test_what_goes_wrong_on_the_way_leaves_nothing(bundle: Bundles, task: Path, 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("limit", "expected"), [(6, 6), (20, 8)])
+def test_answers_are_as_long_as_engines_allow(
+    limit: int, expected: int, bundle: Bundles, task: Path, tmp_path: Path
+) -> None:
+    build = ("--target", "onnxruntime", "--max-new-tokens", limit)
+    assert run("sinkprune-build", bundle("gqa-112"), "-o", tmp_path / "engines", *build).code == 0
+    command = ("sinkprune-evaluate", tmp_path / "engines", "--data", task, "--budgets", "none", "--limit", 1)
+    outcome = run(*command, "--json")
+    assert outcome.code == 0, outcome.stderr
+    assert json.loads(outcome.stdout)["max_new_tokens"] == expected
+    assert_refused(run(*command, "--max-new-tokens", limit + 1), f"more than the {limit} the engines were built for")
+
+
 @pytest.mark.parametrize("complete", [0, 2])
 def test_an_interrupt_reports_the_questions_answered_so_far(
     complete: int, bundle: Bundles, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -130,4 +130,5 @@ def test_wrong_options_are_refused(options: tuple[str, ...], said: tuple[str, ..
 
 
 def test_a_bundle_without_such_a_method_is_refused(bundle: Callable[..., Path], exported: Path) -> None:
-    assert_refused(run(*COMMAND, bundle("gqa-112"), "--data", exported / "scenes.jsonl"), "it holds none")
+    export = "Export one: sinkprune-export CHECKPOINT -o BUNDLE --methods sinkpruner,occamtoken."
+    assert_refused(run(*COMMAND, bundle("gqa-112"), "--data", exported / "scenes.jsonl"), "it holds none", export)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -37,12 +38,43 @@ def test_heads_need_all_questions(
     words = ("--data", scenes / "scenes.jsonl", "--limit", 4, "--budgets", "none", "--heads", tmp_path / "heads.json")
     outcome = run("sinkprune-calibrate", "attention", bundle("gqa-112"), *words, "--json", tmp_path / "x.json")
     assert outcome.code == 130
-    assert outcome.stderr.endswith("interrupted; nothing was kept: the report needs all questions.\n")
-    assert list(tmp_path.iterdir()) == []
+    counts = "the report counts the first 4 of 4 questions. No heads were chosen: they need all questions."
+    assert outcome.stderr.endswith(f"interrupted; {counts}\n")
+    assert json.loads((tmp_path / "x.json").read_text())["interrupted"] == counts
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_attention_is_reported_of_whole_questions(
+    bundle: Bundles, scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The unpruned model and one budget: two whole questions, and half of the third.
+    left, plain = iter(range(5)), attention.observe
+
+    def observe(*given: object) -> object:
+        return plain(*given) if next(left, None) is not None else interrupted()  # type: ignore[arg-type]
+
+    monkeypatch.setattr(attention, "observe", observe)
+    words = ("--data", scenes / "scenes.jsonl", "--budgets", "retain-64", "--json", tmp_path / "x.json")
+    bundle_of_one = bundle("gqa-112", budgets=("retain-64",))
+    whole = run("sinkprune-calibrate", "attention", bundle_of_one, *words, "--limit", 4)
+    assert whole.code == 130
+    said = "the report counts the first 2 of 4 questions."
+    assert whole.stderr.endswith(f"interrupted; {said}\n")
+    told = json.loads((tmp_path / "x.json").read_text())
+    assert (told["questions"], told["interrupted"], told["warnings"][0]) == (2, said, f"Interrupted: {said}")
+    assert set(told["methods"]) == {"sinkpruner"} and "retain-64" in whole.stdout
+    # What was measured before stays.
+    left = iter(range(3))
+    again = run("sinkprune-calibrate", "attention", bundle_of_one, *words, "--limit", 4)
+    assert again.code == 130 and "Earlier files stay; these results are in '" in again.stderr
+    assert json.loads((tmp_path / "x.interrupted.json").read_text())["questions"] == 1
+    monkeypatch.setattr(attention, "observe", plain)
+    assert run("sinkprune-calibrate", "attention", bundle_of_one, *words, "--limit", 1).code == 0
+    assert json.loads((tmp_path / "x.json").read_text())["interrupted"] is None
 
 
 @pytest.mark.parametrize("drawn", [False, True])
-def test_norms_need_all_pictures(
+def test_norms_are_reported_of_whole_pictures(
     drawn: bool, bundle: Bundles, scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left, plain = iter(range(1)), norms.bundle_features
@@ -52,11 +84,21 @@ def test_norms_need_all_pictures(
 
     monkeypatch.setattr(norms, "bundle_features", features)
     maps = ("--heatmaps", tmp_path / "maps") if drawn else ()
-    words = ("--data", scenes, "--json", tmp_path / "x.json", *maps)
-    outcome = run("sinkprune-calibrate", "norms", bundle("gqa-112"), *words)
-    said = "no norms were kept: the report needs all pictures." + drawn * " Heatmaps that are drawn stay."
-    assert (outcome.code, outcome.stderr) == (130, f"interrupted; {said}\n")
-    assert len([*tmp_path.rglob("*.png")]) == drawn and not (tmp_path / "x.json").exists()
+    command = ("sinkprune-calibrate", "norms", bundle("gqa-112"), "--data", scenes)
+    outcome = run(*command, "--json", tmp_path / "x.json", *maps)
+    said = "the report counts the first 1 of 2 pictures."
+    assert outcome.code == 130 and outcome.stderr.endswith(f"interrupted; {said}\n")
+    told = json.loads((tmp_path / "x.json").read_text())
+    assert (told["pictures"], told["interrupted"], told["warnings"][0]) == (1, said, f"Interrupted: {said}")
+    assert f"Interrupted: {said}" in outcome.stdout and "1 picture" in outcome.stdout
+    assert len([*tmp_path.rglob("*.png")]) == drawn
+    none = run(*command, "--json", tmp_path / "y.json")
+    assert (none.code, none.stderr) == (130, "interrupted; no whole picture was measured, so nothing was kept.\n")
+    assert not (tmp_path / "y.json").exists()
+    monkeypatch.setattr(norms, "bundle_features", plain)
+    whole = json.loads(run(*command, "--limit", 1, "--json").stdout)
+    assert whole.pop("interrupted") is None and told.pop("interrupted") == said
+    assert whole == {**told, "warnings": told["warnings"][1:]}
 
 
 def test_thresholds_need_all_questions(

@@ -15,6 +15,7 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.calibration.commands import schedule as schedule_command
+from sinkprune.calibration.scheduling import report_text
 from sinkprune.calibration.scheduling.propose import Proposer
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.checks.fields import from_json
@@ -113,7 +114,7 @@ def test_answers_choose_where_there_are_any(own: Path, tmp_path: Path) -> None:
 def test_other_cuts_are_printed_if_they_save_enough(
     worth: float, told: bool, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schedule_command, "_WORTH_A_CUT", worth)
+    monkeypatch.setattr(report_text, "_WORTH_A_CUT", worth)
     outcome = schedule(own, "--budget-tokens", 16, "--dry-run", "--json", tmp_path / "report.json")
     (other,) = json.loads((tmp_path / "report.json").read_text())["other_cuts"]
     assert ("sinkprune-export --methods sinkpruner,pyramiddrop" in outcome.stdout) == told

@@ -61,6 +61,10 @@ def test_a_time_is_met_by_95_of_100_requests(
     outcome = schedule(own, "--target-ms", target, "--json", report)
     assert (outcome.code, outcome.stderr) == (0, wrote(report))
     assert f"in-{target}ms" in read_bundle(own).manifest.budgets
+    assert (
+        f"Run the budget: sinkprune-run {own} --budget in-{target}ms, with --image and --prompt\n" in outcome.stdout
+    )
+    assert json.loads(report.read_text())["cheapest_p95_ms"] is None
     predicted = json.loads(report.read_text())["chosen"]["predicted_ms"]
     # Most of the time is used.
     assert 0.8 * target < tail * predicted <= target
@@ -70,8 +74,10 @@ def test_an_unpruned_model_that_is_in_time_most_of_the_time_is_pruned(
     own: Path, simulated: Callable[[float], None], tmp_path: Path
 ) -> None:
     simulated(1.0)
-    refused = schedule(own, "--target-ms", 60_000)
-    assert_refused(refused, "no budget was added, because no pruning is needed", "in 95 of 100 requests")
+    costs = tmp_path / "costs.json"
+    refused = schedule(own, "--target-ms", 60_000, "--costs", costs)
+    assert refused.code == 2 and "no budget was added, because no pruning is needed" in refused.stderr
+    assert "in 95 of 100 requests" in refused.stderr and from_json(Costs, json.loads(costs.read_text())).rest > 0
     (unpruned,) = re.findall(r"takes up to (\d+) ms", refused.stderr)
     report, target = tmp_path / "report.json", 1.1 * float(unpruned)
     simulated(1.25)
@@ -110,6 +116,11 @@ def test_a_name_that_would_promise_too_much_is_not_given(
     p95, nearest = told["measured_ms"]["p95"], told["nearest_target_ms"]
     assert f"'in-250ms' was found and not added: 95 of 100 requests took up to {p95:.0f} ms" in outcome.stderr
     assert f"--target-ms {nearest}" in outcome.stderr and 250 < nearest < 1.1 * p95
+    cheapest = told["cheapest_p95_ms"]
+    assert nearest == math.ceil(1.1 * cheapest)
+    found = f"{cheapest:.0f} ms" if cheapest >= 100 else f"{cheapest:.1f} ms"
+    why = f"That is a tenth more than {found}, in which 95 of 100 requests with the cheapest budget ended."
+    assert f"give --target-ms {nearest}. {why}" in outcome.stderr
     assert "in-250ms" not in read_bundle(own).manifest.budgets
     assert from_json(Costs, json.loads(costs.read_text())) == from_json(
         Costs, json.loads(report.read_text())["costs"]
@@ -200,7 +211,8 @@ def test_a_prediction_that_misses_its_measurement_is_told(
     )
     assert warnings[1].startswith("warning: 95 of 100 requests took up to")
     told = json.loads(report.read_text())
-    assert f"searched {told['searches']} times" in named.stdout and told["searches"] > 1
+    why = "because earlier budgets missed the target or their predicted times"
+    assert f"searched {told['searches']} times, {why}\n" in named.stdout and told["searches"] > 1
     assert "the prediction is 50.0 % too low" in named.stdout
     assert told["nearest_target_ms"] == math.ceil(1.1 * 2 * float(least))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from PIL import Image
@@ -15,6 +15,7 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.contract.engines_manifest import ENGINES, read_engines
 from sinkprune.contract.files.manifest_file import file_specs
+from sinkprune.engines.gate import recording
 from sinkprune.engines.gate.checking import check_engines
 from sinkprune.engines.gate.limits import rounding_of
 from sinkprune.engines.gate.question import GateQuestion
@@ -91,7 +92,7 @@ def test_honest_engines(target: str, source: Path, built: Built, photo_file: Pat
     graphs = len(read_bundle(source).manifest.graphs)
     assert outcome.stdout.count("passed") == graphs + 3
     assert outcome.stdout.endswith(f"\npassed: {graphs} engines, 2 answers\n")
-    assert outcome.stderr.endswith(f"{photo_file}: {MIDDLE}\n")
+    assert f"{photo_file}: {MIDDLE}\n" in outcome.stderr
     report = json.loads(run("sinkprune-check", *command, "--prompt", "What?", "--json").stdout)
     assert report["passed"] is True
     assert report["target"] == target
@@ -100,6 +101,21 @@ def test_honest_engines(target: str, source: Path, built: Built, photo_file: Pat
         *("kind", "typical", "worst", "typical_limit", "worst_limit", "ties", "passed")
     }
     assert [text["same_tokens"] <= text["tokens"] for text in report["texts"]] == [True, True]
+
+
+def test_the_note_about_the_picture_comes_first(
+    source: Path, built: Built, photo_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while the graphs are recorded: nothing is written in any case."""
+
+    def interrupted(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(recording, "record", interrupted)
+    outcome = run("sinkprune-check", source, built("onnxruntime"), "--image", photo_file)
+    assert outcome.code == 130
+    ended = "interrupted; the check is not complete, and nothing was written."
+    assert outcome.stderr == f"{photo_file}: {MIDDLE}\n{ended}\n"
 
 
 def test_questions_respect_the_limits_of_engines(source: Path, photo_file: Path, tmp_path: Path) -> None:
@@ -132,7 +148,8 @@ def test_a_refusal_names_graph_output_limit_and_what_to_try(
     assert outcome.code == 2
     assert outcome.stdout.count("REJECTED") == 1
     assert "passed:" not in outcome.stdout
-    assert outcome.stderr.count("\n") == 1
+    note, error = outcome.stderr.splitlines()
+    assert note == f"{photo_file}: {MIDDLE}" and error.startswith("error: ")
     for said in ("error: the engine of graph 'vision', by onnxruntime", "'norms'", "may by 0.0001", "Build again"):
         assert said in outcome.stderr
     report = json.loads(run("sinkprune-check", source, planted, "--image", photo_file, "--json").stdout)

@@ -173,3 +173,21 @@ def test_costs_that_cannot_be_kept_lead_to_a_warning(act: Act, monkeypatch: pyte
     assert outcome.stderr.startswith("warning: the costs could not be written to '/dev/null/nowhere/")
     # Without --warm-up nobody asked to keep them.
     assert act().stderr == ""
+
+
+def test_late_chunks_are_reported_on_stderr(
+    act: Act, policy: Policy, measurements: list[str], photo_file: Path, tmp_path: Path
+) -> None:
+    late = act(deadline=("--deadline-ms", 1))
+    assert late.code == 0 and "late:" not in late.stdout
+    (line,) = [line for line in late.stderr.splitlines() if line.startswith("late: ")]
+    assert " ms where 1 were given, at budget prune-" in line
+    assert "No budget was expected to bring a chunk sooner than in " in line
+    assert "late:" not in act().stderr
+    folder = tmp_path / "frames"
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"{number}{photo_file.suffix}").write_bytes(photo_file.read_bytes())
+    several = ["--camera", folder, "--camera", "none", "--instruction", "go", "--state", "0,0,0,0,0"]
+    found = run("sinkprune-act", policy.bundle.path, *several, "--deadline-ms", 1, "--json")
+    assert "late: 3 of 3 chunks; the last of them: " in found.stderr

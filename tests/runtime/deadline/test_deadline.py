@@ -234,6 +234,18 @@ def test_where_nothing_can_meet_it_the_fastest_runs_and_is_reported(small: Pipel
         assert "no budget" in report.reason
 
 
+@pytest.mark.parametrize(("first", "token"), [(1.6, 1.0), (1.0, 1.6), (0.5, 3.0)])
+def test_a_slow_request_changes_no_earliest_first_token(small: Pipeline, first: float, token: float) -> None:
+    """All work before the first token has one slowdown, so recent requests cannot reorder budgets."""
+    machine = Machine(small, quiet)
+    report, _ = machine.answer(asked(), 40.0)
+    manifest, layouts = small.bundle.manifest, machine.layouts
+    planned = scheduled_budget(manifest, "sinkpruner", report.budget, layouts).schedule
+    usual = predict(machine.costs, manifest, planned, TEXT, layouts)
+    machine.history.add(usual, first * usual.first, token * usual.token)
+    assert machine.answer(asked(), 40.0)[0].budget == report.budget == "retain-32"
+
+
 def test_tokens_end_in_time(small: Pipeline) -> None:
     deadline = first_ms(small, "retain-32") + 100
     machine = Machine(small, quiet, tokens=1000)

@@ -27,6 +27,7 @@ from sinkprune.runtime.families.llava import Llava
 from sinkprune.runtime.media.fits import FITS, Fit
 from sinkprune.runtime.overlay import draw_overlay
 from sinkprune.runtime.processors.square import SquareProcessor
+from sinkprune.runtime.steps.picture_warnings import seen_part
 from sinkprune.runtime.token_map import token_fates
 from support.programs.slow_cases import each_once
 
@@ -220,6 +221,23 @@ def test_a_picture_that_is_seen_in_part_causes_a_warning(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pipe.generate(photo.resize((90, 90)), "What?", max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("size", "part"),
+    [
+        ((640, 480), "the middle 480x480 of 640x480"),
+        ((480, 640), "the middle 480x480 of 480x640"),
+        ((1279, 717), "the middle 717x717 of 1279x717"),
+        ((101, 100), "the middle 100x100 of 101x100"),
+    ],
+)
+def test_the_seen_part_is_no_larger_than_the_pictures_side(
+    size: tuple[int, int], part: str, pipeline: Callable[..., Pipeline]
+) -> None:
+    """The picture is resized to whole pixels first: 640x480 to 149x112, where 112 columns are 481 of its own."""
+    layout = pipeline("gqa-112").family.layout(Image.new("RGB", size))
+    assert seen_part(layout).endswith(f"({part})")
 
 
 def test_each_size_causes_one_warning(bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path) -> None:

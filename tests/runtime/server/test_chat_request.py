@@ -93,7 +93,7 @@ def test_every_field_arrives(reader: ChatReader) -> None:
         top_p=0.9,
         seed=4,
         max_completion_tokens=9,
-        max_tokens=7,
+        max_tokens=9,
         stop=["a", "b"],
         min_tokens=3,
         stream=True,

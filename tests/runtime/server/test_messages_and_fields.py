@@ -50,6 +50,10 @@ def test_two_names_of_one_option(reader: ChatReader) -> None:
         read(reader, min_tokens=2, min_new_tokens=3)
     assert refused.value.param == "min_new_tokens"
     assert read(reader, min_tokens=3, min_new_tokens=3).request.min_new_tokens == 3
+    with pytest.raises(ApiError, match="max_completion_tokens is 6, and max_tokens is 4") as refused:
+        read(reader, max_tokens=4, max_completion_tokens=6)
+    assert refused.value.param == "max_tokens"
+    assert read(reader, max_tokens=4, max_completion_tokens=4).request.max_new_tokens == 4
 
 
 def test_the_field_of_an_error_while_a_request_runs() -> None:

@@ -261,6 +261,10 @@ def test_errors_are_openais(address: str, client: openai.OpenAI, photo: Image.Im
             with pytest.raises(openai.BadRequestError, match=said) as refused:
                 client.chat.completions.create(model="m", messages=messages, stream=stream)
             assert refused.value.param == "messages"
+        for field in ("max_tokens", "max_completion_tokens"):
+            with pytest.raises(openai.BadRequestError, match="the answer is too long") as refused:
+                client.chat.completions.create(model="m", messages=asked(photo), stream=stream, **{field: 4000})
+            assert refused.value.param == field
     for method, path, status in (("GET", "/nothing", 404), ("GET", "/v1/chat/completions", 405)):
         found = httpx.request(method, address + path)
         assert found.status_code == status and path in found.json()["error"]["message"]

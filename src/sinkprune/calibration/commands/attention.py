@@ -4,8 +4,8 @@ and the heads of methods `sinkpruner-heads` and `sinkpruner-text-heads`."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from sinkprune.calibration.plots import plot_attention
 from sinkprune.calibration.sink_tokens import OUTLIER_PER_MILLE
 from sinkprune.calibration.tasks import check_own_questions
 from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import prints_json
@@ -34,7 +35,7 @@ from sinkprune.contract.command_line.written_files import note_written
 from sinkprune.contract.manifest import Manifest
 from sinkprune.export.pruning.chosen_heads import ChosenHeads, write_heads
 from sinkprune.runtime.commands import plain_text, write_report
-from sinkprune.runtime.commands.interrupts import explain_interrupt
+from sinkprune.runtime.commands.interrupts import NO_QUESTION, beside_earlier, interrupted_warnings
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
@@ -96,22 +97,36 @@ def _measure(arguments: Sequence[str] | None) -> None:
     watch = AttentionObserver()
     loaded = load_measured(options, task.bundle, watch.wrap)
     shares = note_samples(loaded, items)
-    heads = None
-    with explain_interrupt("nothing was kept: the report needs all questions."):
-        observed = _observe(loaded, watch, items, task.combinations)
-        report = _report(loaded, Path(options.data).name, items, observed, shares)
+    heads, interrupted, earlier = None, "", ""
+    observed: list[dict[Combination, Observation]] = []
+    try:
+        with progress_bar("asking", len(items), "questions") as count:
+            for item in items:
+                pairs = (BASELINE, *task.combinations)
+                observed.append({pair: observe(loaded, watch, item, pair) for pair in pairs})
+                count()
         if options.heads:
             with progress_bar("comparing questions", sum(map(len, asked)), "questions") as count:
                 heads = choose_heads(loaded, watch, asked, count)
+    except KeyboardInterrupt as interrupt:
+        if not observed:
+            raise KeyboardInterrupt(NO_QUESTION) from interrupt
+        no_heads = " No heads were chosen: they need all questions." if options.heads else ""
+        interrupted = f"the report counts the first {len(observed)} of {counted(len(items), 'question')}.{no_heads}"
+        options, earlier = beside_earlier(options, "json", "plot")
+    report = _report(loaded, Path(options.data).name, items, observed, shares)
+    report = replace(report, warnings=(*interrupted_warnings(interrupted), *report.warnings))
     if options.heads and heads:
         write_heads(options.heads, heads)
         note_written(options.heads)
-    write_report(options, report, plot_attention)
+    write_report(options, report, plot_attention, {"interrupted": interrupted or None})
     if not prints_json(options.json):
         _print(report)
         if heads:
             _print_heads(heads)
         sys.stdout.write(_advice(task.bundle.manifest))
+    if interrupted:
+        raise KeyboardInterrupt(interrupted + earlier)
 
 
 def _first_pictures(items: Sequence[Sample]) -> list[Sample]:
@@ -126,28 +141,17 @@ def _first_pictures(items: Sequence[Sample]) -> list[Sample]:
     return taken
 
 
-def _observe(
-    loaded: Loaded, watch: AttentionObserver, items: Sequence[Sample], combinations: Sequence[Combination]
-) -> dict[Combination, list[Observation]]:
-    """Return the observations of every question by combination, the unpruned engines first."""
-    found: dict[Combination, list[Observation]] = {pair: [] for pair in (BASELINE, *combinations)}
-    with progress_bar("asking", len(items), "questions") as count:
-        for item in items:
-            for pair, own in found.items():
-                own.append(observe(loaded, watch, item, pair))
-            count()
-    return found
-
-
 def _report(
     loaded: Loaded,
     task: str,
     items: Sequence[Sample],
-    observed: dict[Combination, list[Observation]],
+    observed: Sequence[Mapping[Combination, Observation]],
     shares: Sequence[float],
 ) -> AttentionReport:
+    """Return the report of the first of `items`, of which each in `observed` has the observations by combination."""
+    items, shares = items[: len(observed)], shares[: len(observed)]
     pictures = [item.picture for item in items]
-    runs = {pair: summarise(pictures, own) for pair, own in observed.items()}
+    runs = {pair: summarise(pictures, [own[pair] for own in observed]) for pair in observed[0]}
     none, methods = runs.pop(BASELINE), dict[str, dict[str, RunMeans]]()
     for pair, run in runs.items():
         methods.setdefault(pair.method, {})[pair.budget] = run

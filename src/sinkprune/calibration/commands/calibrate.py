@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = ["norms", *words]
     description = (
         "Measure a model on your pictures and prompts, and fit a bundle to them and to this machine. "
-        "Without a verb: norms."
+        "A bundle in place of the verb runs norms."
     )
     return run_verb("sinkprune calibrate", description, VERBS, words)
 

@@ -28,7 +28,12 @@ from sinkprune.contract.command_line.written_files import note_written
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.files.output_files import OutputFile, check_apart, check_outputs
 from sinkprune.runtime.commands import BundleOptions, bundle_parser, load_pipeline, name_list, plain_text
-from sinkprune.runtime.commands.interrupts import NO_QUESTION, beside_earlier, explain_interrupt
+from sinkprune.runtime.commands.interrupts import (
+    NO_QUESTION,
+    beside_earlier,
+    explain_interrupt,
+    interrupted_warnings,
+)
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.confidence.thresholds import describe_ladders, write_thresholds
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
@@ -103,8 +108,9 @@ def _calibrate(arguments: Sequence[str] | None) -> None:
     earlier = ""
     if interrupted:
         options, earlier = beside_earlier(options, "json")
-    early = (f"Interrupted: {interrupted}",) if interrupted else ()
-    report = replace(report, warnings=(*early, *report.warnings, *unseen), seen_share=min(shares))
+    report = replace(
+        report, warnings=(*interrupted_warnings(interrupted), *report.warnings, *unseen), seen_share=min(shares)
+    )
     if options.thresholds:
         write_thresholds(options.thresholds, new_thresholds(pipeline, options.method, report.chosen.least))
         note_written(options.thresholds)

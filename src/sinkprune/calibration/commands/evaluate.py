@@ -31,7 +31,7 @@ from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.command_line.written_files import write_output
 from sinkprune.contract.files.output_files import OutputFile
 from sinkprune.runtime.commands import load_pipeline, plain_text, write_report
-from sinkprune.runtime.commands.interrupts import NO_QUESTION, beside_earlier
+from sinkprune.runtime.commands.interrupts import NO_QUESTION, beside_earlier, interrupted_warnings
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
 
@@ -48,13 +48,15 @@ a line of FILE.jsonl, `image` relative to the file; `kind` and `id` are optional
   {"image": "1.jpg", "question": "Is there a cup?", "answer": ["yes", "yeah"], "kind": "existence", "id": "k1"}
   {"image": "1.jpg", "question": "What colour is it?", "options": ["red", "blue"], "answer": "B"}
 """
+_NEW_TOKENS = 8
+"""The longest answer without --max-new-tokens, where engines allow it."""
 
 
 @dataclass(kw_only=True)
 class _Options(TaskOptions):
     blind: bool
     plant_outliers: bool
-    max_new_tokens: int
+    max_new_tokens: int | None
     answers: Path | None
     table: bool
 
@@ -67,11 +69,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _evaluate(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, _Options)
     answers: list[OutputFile] = [(options.answers, (".jsonl",))] if options.answers else []
-    task = open_task(options, options.max_new_tokens, load_questions, *answers)
+    task = open_task(options, options.max_new_tokens or _NEW_TOKENS, load_questions, *answers)
     items = [with_grey_picture(item) for item in task.items] if options.blind else task.items
     pipeline = load_pipeline(options, task.bundle, plant_in_vision if options.plant_outliers else None)
     if not options.blind:
         note_items(pipeline.family, task.bundle.manifest, items)
+    most = pipeline.limits.new_tokens if pipeline.limits else _NEW_TOKENS
+    new_tokens = options.max_new_tokens or min(_NEW_TOKENS, most)
     by_question: list[list[Reply]] = []
     interrupted = earlier = ""
     try:
@@ -80,7 +84,7 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
                 pipeline,
                 items,
                 task.combinations,
-                max_new_tokens=options.max_new_tokens,
+                max_new_tokens=new_tokens,
                 on_warm_up=lambda pair: count(),
                 on_run=lambda pair: count(f"asking with {' '.join(dict.fromkeys(pair))}"),
             ):
@@ -97,12 +101,12 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
         task=Path(options.data).name,
         blind=options.blind,
         planted_outliers=options.plant_outliers,
-        max_new_tokens=options.max_new_tokens,
+        max_new_tokens=new_tokens,
         fit=options.fit,
     )
     if interrupted:
         options, earlier = beside_earlier(options, "json", "plot", "answers")
-        result = replace(result, warnings=(f"Interrupted: {interrupted}", *result.warnings))
+        result = replace(result, warnings=(*interrupted_warnings(interrupted), *result.warnings))
     if options.answers:
         write_output(options.answers, "".join(map(_answer_line, replies)).encode())
     write_report(options, result, plot_evaluation, {"interrupted": interrupted or None})
@@ -129,7 +133,11 @@ def _parser() -> CommandParser:
         action="store_true",
         help="turn 1 %% of each picture's background tokens into high-norm, salient outliers after the vision tower",
     )
-    add("--max-new-tokens", type=MAX_NEW_TOKENS, default=8, help="longest answer (default: 8)")
+    add(
+        "--max-new-tokens",
+        type=MAX_NEW_TOKENS,
+        help=f"longest answer (default: {_NEW_TOKENS}, or the engines' limit)",
+    )
     add(
         "--table",
         action="store_true",

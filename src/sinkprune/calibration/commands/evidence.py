@@ -115,7 +115,9 @@ def _method(manifest: Manifest, name: str | None) -> str:
         manifest.plan(name, UNPRUNED)
     if name in varying or (name is None and len(varying) == 1):
         return name or varying[0]
-    held = f"it holds {', '.join(varying)}. Choose one with --method." if varying else "it holds none. Export one."
+    held = f"it holds {', '.join(varying)}. Choose one with --method."
+    if not varying:
+        held = "it holds none. Export one: sinkprune-export CHECKPOINT -o BUNDLE --methods sinkpruner,occamtoken."
     raise BudgetError(f"expected a method of this bundle whose counts vary by picture; {held}")
 
 

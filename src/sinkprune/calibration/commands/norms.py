@@ -26,6 +26,7 @@ from sinkprune.calibration.tasks import SCENES
 from sinkprune.calibration.token_features import TokenFeatures, bundle_features
 from sinkprune.calibration.towers import CONFIG, VisionTower
 from sinkprune.contract.bundle import read_runnable
+from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.command_parser import CommandParser
@@ -44,7 +45,7 @@ from sinkprune.runtime.commands import (
     load_pipeline,
     write_report,
 )
-from sinkprune.runtime.commands.interrupts import explain_interrupt
+from sinkprune.runtime.commands.interrupts import beside_earlier, interrupted_warnings
 from sinkprune.runtime.commands.picture_notes import note_many_pictures
 from sinkprune.runtime.profiling.plot import import_matplotlib
 from sinkprune.runtime.profiling.profile import model_name
@@ -95,26 +96,32 @@ def _measure(arguments: Sequence[str] | None) -> None:
     model, tower, shares = _lone_tower(options) if is_tower else _bundle_tower(options, pictures)
     if options.heatmaps:
         options.heatmaps.mkdir(exist_ok=True)
-    norms, salience = [], []
-    drawn = " Heatmaps that are drawn stay." if options.heatmaps else ""
-    kept = f"no norms were kept: the report needs all pictures.{drawn}"
-    with explain_interrupt(kept), progress_bar("looking", len(pictures), "pictures") as count:
-        for number, picture in enumerate(pictures):
-            features = tower(picture.load())
-            norms += [*features.norms]
-            salience += [*features.salience]
-            if options.heatmaps:
-                title = f"{model}: {Path(picture.name).name}"
-                write_whole(_heatmap_file(options.heatmaps, pictures, number), draw_heatmaps(features, title))
-            count()
+    measured, interrupted, earlier = list[TokenFeatures](), "", ""
+    try:
+        with progress_bar("looking", len(pictures), "pictures") as count:
+            for number, picture in enumerate(pictures):
+                features = tower(picture.load())
+                if options.heatmaps:
+                    title = f"{model}: {Path(picture.name).name}"
+                    write_whole(_heatmap_file(options.heatmaps, pictures, number), draw_heatmaps(features, title))
+                measured.append(features)
+                count()
+    except KeyboardInterrupt as interrupt:
+        if not measured:
+            raise KeyboardInterrupt("no whole picture was measured, so nothing was kept.") from interrupt
+        interrupted = f"the report counts the first {len(measured)} of {counted(len(pictures), 'picture')}."
+        options, earlier = beside_earlier(options, "json", "plot")
     if options.heatmaps:
         note_written(options.heatmaps)
-    report = summarise(model, len(pictures), norms, salience)
-    warnings = (*report.warnings, *unseen_warnings(shares, "cases"))
+    norms, salience = ([group for one in measured for group in getattr(one, name)] for name in ("norms", "salience"))
+    report, shares = summarise(model, len(measured), norms, salience), shares[: len(measured)]
+    warnings = (*interrupted_warnings(interrupted), *report.warnings, *unseen_warnings(shares, "cases"))
     report = replace(report, warnings=warnings, seen_share=min(shares, default=1.0))
-    write_report(options, report, plot_norms)
+    write_report(options, report, plot_norms, {"interrupted": interrupted or None})
     if not prints_json(options.json):
         sys.stdout.write(escaped(_text(report), keep="\n"))
+    if interrupted:
+        raise KeyboardInterrupt(interrupted + earlier)
 
 
 def _parser() -> CommandParser:

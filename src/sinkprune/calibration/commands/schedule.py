@@ -14,6 +14,7 @@ from sinkprune.calibration.commands.measuring import add_changing_options, add_f
 from sinkprune.calibration.evaluation.sample_size import accuracy_warnings, mean_warnings
 from sinkprune.calibration.pictures import note_items
 from sinkprune.calibration.scheduling.report import NEAR
+from sinkprune.calibration.scheduling.report_text import missed_text, report_text
 from sinkprune.calibration.tasks import Item, check_own_questions, items_by_picture, load_task
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_bundle
@@ -31,7 +32,6 @@ from sinkprune.contract.errors import BudgetError, UsageError
 from sinkprune.contract.files.output_files import OutputFile, check_apart, check_outputs
 from sinkprune.contract.files.signature import read_private_key
 from sinkprune.contract.manifest import BUNDLE
-from sinkprune.contract.reports.report import Spread
 from sinkprune.export.packages import report_missing_package
 from sinkprune.runtime.commands import BundleOptions, add_new_tokens, load_pipeline
 from sinkprune.runtime.commands.interrupts import beside_earlier
@@ -44,7 +44,6 @@ from sinkprune.runtime.steps.request import new_request
 
 if TYPE_CHECKING:
     from sinkprune.calibration.scheduling.propose import BudgetTarget
-    from sinkprune.calibration.scheduling.report import Candidate, ScheduleReport
     from sinkprune.calibration.scheduling.request_times import PictureQuestion
 
 _EXAMPLES = """\
@@ -65,8 +64,6 @@ _BUDGET_TOKENS = RealNumber("--budget-tokens", 1, 1 << 20, "a mean number of vis
 _SECONDS = RealNumber("--seconds", 0, 86_400, "seconds, from 0 to 86400")
 _LIMIT = WholeNumber("--limit", 1, 10**6)
 _PROMPT = "What is in the picture?"
-_WORTH_A_CUT = 0.005
-"""The share of attention that other cuts must save to be printed."""
 _MOST_LOST = 0.85
 """The share of attention above which a budget causes a warning."""
 _PICTURES = 8
@@ -198,21 +195,19 @@ def _schedule(arguments: Sequence[str] | None) -> None:
             "else.\n"
         )
     if not prints_json(options.json):
-        _print(report)
+        sys.stdout.write(report_text(report))
         if sha256:
+            folder = escaped(str(options.bundle))
             sys.stdout.write(
-                f"{escaped(str(options.bundle))}: added budget {name}\nsha256 {sha256}\n"
+                f"{folder}: added budget {name}\nsha256 {sha256}\n"
                 "The sha256 is new: replace it where you give --sha256 or sha256=, and build engines of this bundle "
-                "again.\n"
+                f"again.\nRun the budget: sinkprune-run {folder} --budget {name}, with --image and --prompt\n"
             )
         elif kept:
             sys.stdout.write(f"{escaped(str(options.bundle))}: unchanged, because of --dry-run\n")
     if report.meets(target.ms):
         return
-    missed = (
-        f"95 of 100 requests took up to {_ms(report.measured_ms.p95)}, more than the target of {target.ms:g} "
-        f"ms. Measure again when the machine does nothing else, or give --target-ms {report.nearest_target_ms}."
-    )
+    missed = missed_text(report, target.wanted)
     if not kept:
         raise BudgetError(f"budget '{name}' was found and not added: {missed}")
     sys.stderr.write(f"warning: {missed}\n")
@@ -262,59 +257,6 @@ def _prompts(options: _Options, items: Sequence[Item]) -> list[tuple[str, Pictur
         prompts = [("", PictureQuestion(scene, options.prompt or _PROMPT)) for scene in scenes]
     median = sorted(range(len(prompts)), key=lambda number: len(prompts[number][1].question))[len(prompts) // 2]
     return [prompts[median], *prompts[:median], *prompts[median + 1 :]]
-
-
-def _print(report: ScheduleReport) -> None:
-    what = "first token" if report.new_tokens == 1 else f"{report.new_tokens} new tokens"
-    sys.stdout.write(
-        f"{report.visual_tokens} visual tokens and {report.prompt_tokens} of text, to the {what}\n"
-        f"none: predicted {_ms(report.unpruned_ms)}, measured {_spread(report.unpruned_measured_ms)}"
-        f"{_rated(report.unpruned_accuracy, report.questions)}\n"
-        f"{report.name}: predicted {_ms(report.chosen.predicted_ms)}, measured {_spread(report.measured_ms)}; "
-        f"the prediction is {100 * abs(report.off):.1f} % too {'low' if report.off < 0 else 'high'}\n"
-        f"{_described(report.chosen, report.questions)}\n"
-    )
-    if report.searches > 1:
-        sys.stdout.write(
-            f"searched {report.searches} times, because earlier budgets missed the target, or the times predicted "
-            "for them\n"
-        )
-    for other in report.others:
-        sys.stdout.write(
-            f"also looked at: {_described(other, report.questions)}, predicted {_ms(other.predicted_ms)}\n"
-        )
-    for cuts in report.other_cuts:
-        if cuts.lost > report.chosen.lost - _WORTH_A_CUT:
-            continue
-        sys.stdout.write(
-            f"cut after layers {_listed(cuts.cut_after)}, by sinkprune-export --methods {','.join(cuts.methods)}: "
-            f"stages after {_listed(cuts.stages_after)} would drop {100 * cuts.lost:.1f} %\n"
-        )
-
-
-def _described(candidate: Candidate, questions: int) -> str:
-    first, *left = candidate.rows
-    stages = f", {', '.join(map(str, left))} after layers {_listed(candidate.stages_after)}" if left else ""
-    return (
-        f"{first} tokens into the LLM{stages}; mean {candidate.mean_visual_tokens:.1f} a layer; drops "
-        f"{100 * candidate.lost:.1f} % of the text's attention{_rated(candidate.accuracy, questions)}"
-    )
-
-
-def _rated(accuracy: float | None, questions: int) -> str:
-    return "" if accuracy is None else f", {accuracy * questions:.0f} of {questions} answers right"
-
-
-def _spread(spread: Spread) -> str:
-    return f"{_ms(spread.median)} (p95 {_ms(spread.p95)})"
-
-
-def _ms(value: float) -> str:
-    return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms"
-
-
-def _listed(layers: Sequence[int]) -> str:
-    return ", ".join(map(str, layers)) or "none"
 
 
 def _parser() -> CommandParser:

@@ -158,7 +158,7 @@ class Proposer:
                 unpruned,
                 _busy(self.times.costs),
             )
-        return replace(report, searches=searches, nearest_target_ms=nearest_target(least))
+        return replace(report, searches=searches, nearest_target_ms=nearest_target(least), cheapest_p95_ms=least)
 
     def _attention(self, number: int, prompts: Sequence[PictureQuestion]) -> PictureAttention:
         self._progress("measuring attention", number, len(prompts), "pictures")
@@ -279,7 +279,8 @@ def _unreachable(
     nearest = nearest_target(least)
     advice = f"The nearest that one may meet is {target.option} {nearest}. Give that, {smaller}or"
     if unpruned <= nearest:
-        advice = "Pruning gains too little here. Run the model unpruned, {smaller and 'or give smaller pictures, '}or"
+        pictures = "give smaller pictures, " if smaller else ""
+        advice = f"Pruning gains too little here. Run the model unpruned, {pictures}or export it with"
     return BudgetError(
         f"no budget takes as little as {target.wanted:g} {unit} here: the least is {least:.1f}, unpruned it is "
         f"{unpruned:.0f}. {advice} weights in int8 or int4.{note}"

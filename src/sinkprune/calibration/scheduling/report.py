@@ -78,6 +78,8 @@ class ScheduleReport:
     """How many times a budget was searched and measured."""
     nearest_target_ms: int | None = None
     """The nearest target that a budget may meet, if no budget met the target."""
+    cheapest_p95_ms: float | None = None
+    """The measured 95th percentile of the cheapest budget, from which `nearest_target_ms` follows; else None."""
     seen_share: float = 1.0
     """The share of its area that the model sees of the picture that it sees least of."""
 

@@ -44,6 +44,7 @@ def _check(arguments: Sequence[str] | None) -> None:
     from sinkprune.engines.progress import TerminalProgress
     from sinkprune.runtime.backends import load_backend
     from sinkprune.runtime.backends.compatibility import backend_of, open_engines
+    from sinkprune.runtime.commands.interrupts import explain_interrupt
     from sinkprune.runtime.commands.picture_notes import note_pictures
     from sinkprune.runtime.families import load_family
 
@@ -54,9 +55,14 @@ def _check(arguments: Sequence[str] | None) -> None:
     built = open_engines(options.engines, bundle, trust)
     files = picture_files(options.image, bundle.manifest)
     question = read_question(files, options.prompt, bundle, built.engines.manifest.enforced_limits, options.fit)
+    note_pictures(load_family(bundle.manifest, options.fit), bundle.manifest, files, question.images)
     name = options.backend or backend_of(built.engines.manifest.target)
     backend = load_backend(name, options.threads, built, options.compute)
-    with TerminalProgress() as progress, TemporaryDirectory(prefix="sinkprune-check-") as folder:
+    with (
+        explain_interrupt("the check is not complete, and nothing was written."),
+        TerminalProgress() as progress,
+        TemporaryDirectory(prefix="sinkprune-check-") as folder,
+    ):
         bundle.verify(progress.part)
         built.engines.verify(progress.part)
         recording = record(bundle, question, Path(folder) / "recording", progress)
@@ -71,7 +77,6 @@ def _check(arguments: Sequence[str] | None) -> None:
     if not prints_json(options.json):
         together = f"{len(report.chunks)} chunks of actions" if report.chunks else f"{len(report.texts)} answers"
         sys.stdout.write(f"passed: {len(report.graphs)} engines, {together}\n")
-    note_pictures(load_family(bundle.manifest, options.fit), bundle.manifest, files, question.images)
 
 
 def _parser() -> CommandParser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sinkprune.contract.budgets import UNPRUNED
@@ -14,7 +15,7 @@ from sinkprune.contract.errors import DeadlineError, UsageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.acting.observation import STEPS
 from sinkprune.runtime.acting.report import ActionDeadline
-from sinkprune.runtime.deadline.request_history import RequestHistory
+from sinkprune.runtime.deadline.request_history import MARGIN, RequestHistory
 
 FEWEST_STEPS = 5
 """The default of `min_steps`. The steps integrate one field of velocities: more of them make its path finer, and
@@ -75,7 +76,7 @@ def choose_chunk(
 
     A chunk has `least_steps` to `most_steps`. So fewer steps come before a smaller budget: a dropped token is lost,
     and fewer steps only follow the same path less finely. `least_steps` equal to `most_steps` prunes first. If no
-    budget fits, that with the earliest chunk runs at `least_steps`. `costs` have `budget`.
+    budget fits, the fastest by measured costs runs at `least_steps`. `costs` have `budget`.
     """
     slower, names = history.slower, list(costs.budgets)
     usual = {
@@ -94,7 +95,7 @@ def choose_chunk(
         steps = max(least_steps, min(most_steps, math.floor(left / expected[chosen].token)))
         reason = f"the largest budget that is expected in time with {counted(least_steps, 'step')} or more"
     else:
-        steps, chosen = least_steps, min(usual, key=lambda name: chunk_ms(name, least_steps))
+        steps, chosen = least_steps, _fastest({name: costs.budgets[name].chunk_ms(least_steps) for name in usual})
         reason = (
             f"no budget is expected in time with {counted(least_steps, 'step')}, so the fastest runs; allow fewer "
             "with min_steps (--min-steps), or a later deadline"
@@ -111,6 +112,16 @@ def choose_chunk(
         bool(fitting),
         reason,
     )
+
+
+def _fastest(ms: Mapping[str, float]) -> str:
+    """Return the smallest of the budgets whose chunk takes about the least milliseconds; `ms` has it last.
+
+    These are measured costs. Recent slowdowns differ between the parts of a chunk, and would reorder budgets that
+    cost nearly the same, until the slowest chunk leaves the history.
+    """
+    least = min(ms.values())
+    return [name for name, own in ms.items() if own <= MARGIN * least][-1]
 
 
 def check_costs(costs: ActionCosts, manifest: Manifest, method: str, budget: str, frames: int) -> None:

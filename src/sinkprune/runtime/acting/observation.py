@@ -124,8 +124,8 @@ def _frames(manifest: Manifest, cameras: Sequence[PictureLike | None]) -> list[P
         again = "" if names else f"; or export the checkpoint again with --max-images {max(1, len(given))}"
         raise ImageError(
             f"found {counted(len(given), 'camera')}, and the policy was exported for "
-            f"{counted(manifest.max_images, 'camera')}{known}. Give a frame for each, and None for a camera without "
-            f"one{again}."
+            f"{counted(manifest.max_images, 'camera')}{known}. Give a frame for each, and None (--camera none) for a "
+            f"camera without one{again}."
         )
     frames = [frame for frame in given if frame is not None]
     if not frames:

@@ -28,6 +28,7 @@ from sinkprune.runtime.commands.deadline_costs import (
     check_cost_options,
     costs_at,
     doubtful_costs,
+    late_chunks_line,
     not_kept,
     place_here,
 )
@@ -126,6 +127,7 @@ def _act(arguments: Sequence[str] | None) -> None:
     if not prints_json(options.json) and chunks[-1].deadline is not None:
         write_line(f"deadline {options.deadline_ms:g} ms: {_met(chunks)}")
     if policy.costs is not None:
+        sys.stderr.write(late_chunks_line([chunk.deadline for chunk in chunks if chunk.deadline is not None]))
         sys.stderr.write(doubtful_costs(policy.costs, None if costs else earlier_costs))
         if not options.costs and policy.save_costs() is None and options.warm_up:
             sys.stderr.write(not_kept(policy.place))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from sinkprune.contract.costs.file import ANSWER_COSTS, C, CostsFormat, cache_fi
 from sinkprune.contract.costs.model import Costs, Place
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.trust import Trust
+from sinkprune.runtime.acting.report import ActionDeadline
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.compatibility import open_engines, own_engines, usual_backend
 from sinkprune.runtime.commands import BundleOptions
@@ -84,12 +86,25 @@ def late_line(deadline: DeadlineReport) -> str:
     """Return a warning for a late answer, and nothing for one in time."""
     if deadline.met:
         return ""
-    late = (
-        f"late: {deadline.measured_ms:.0f} ms where {deadline.deadline_ms:g} were given, at budget {deadline.budget}"
-    )
-    if deadline.can_meet:
-        return f"{late}.\n"
-    return f"{late}. No budget was expected to bring a token sooner than in {deadline.predicted_first_ms:.0f} ms.\n"
+    soonest = "" if deadline.can_meet else f"a token sooner than in {deadline.predicted_first_ms:.0f} ms"
+    return f"late: {_late(deadline, soonest)}\n"
+
+
+def late_chunks_line(deadlines: Sequence[ActionDeadline]) -> str:
+    """Return a warning for the late ones of some chunks, and nothing where all were in time."""
+    late = [each for each in deadlines if not each.met]
+    if not late:
+        return ""
+    last = late[-1]
+    soonest = "" if last.can_meet else f"a chunk sooner than in {last.expected_ms:.0f} ms"
+    found = f"{len(late)} of {len(deadlines)} chunks; the last of them: " if len(deadlines) > 1 else ""
+    return f"late: {found}{_late(last, soonest)}\n"
+
+
+def _late(deadline: DeadlineReport | ActionDeadline, soonest: str) -> str:
+    """Return how late an answer or a chunk was, and what no budget was expected to bring, if anything."""
+    late = f"{deadline.measured_ms:.0f} ms where {deadline.deadline_ms:g} were given, at budget {deadline.budget}."
+    return f"{late} No budget was expected to bring {soonest}." if soonest else late
 
 
 def not_kept(place: Place) -> str:

@@ -49,6 +49,11 @@ def explain_interrupt(kept: str) -> Iterator[None]:
         raise KeyboardInterrupt(str(interrupt) or kept) from interrupt
 
 
+def interrupted_warnings(counts: str) -> tuple[str, ...]:
+    """Return the warning of a report on a part of a measurement, and none where `counts`, what it counts, is ""."""
+    return (f"Interrupted: {counts}",) if counts else ()
+
+
 def beside_earlier(options: Options, *names: str) -> tuple[Options, str]:
     """Return `options`, a dataclass, whose outputs `names` replace no file that is there, and a sentence about them.
 

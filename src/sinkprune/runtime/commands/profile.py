@@ -219,7 +219,7 @@ def _profile(arguments: Sequence[str] | None) -> None:
 
 def _add_sources(group: Any) -> None:
     add_frames(group)
-    add_cameras(group, "of a robot policy")
+    add_cameras(group, " of a robot policy")
 
 
 def _print_table(report: ProfileReport) -> None:

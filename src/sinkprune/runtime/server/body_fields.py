@@ -29,7 +29,7 @@ from sinkprune.runtime.text.sampling import SEED, TEMPERATURE, TOP_P
 PRIORITY = WholeNumber("priority", -100, 100)
 TOP_LOGPROBS = WholeNumber("top_logprobs", 0, 20)
 MOST_TOKENS = ("max_completion_tokens", "max_tokens")
-"""OpenAI's names of `max_new_tokens`; the first that is given counts."""
+"""OpenAI's names of `max_new_tokens`; both may be given with one value."""
 LEAST_TOKENS = ("min_tokens", "min_new_tokens")
 """vLLM's name of `min_new_tokens`, and ours; both may be given with one value."""
 _EXAMPLE = '{"type": "object", "properties": {"colour": {"type": "string"}}}'
@@ -100,12 +100,14 @@ def rejection(error: SinkpruneError, given: Mapping[str, Any]) -> ApiError:
     return ApiError(400, str(error), param=first if first in given else field_of(error, given))
 
 
-def check_least_tokens(given: Mapping[str, Any]) -> None:
-    """Reject different values of the two names of `min_new_tokens`; raises `ApiError`."""
-    theirs, ours = LEAST_TOKENS
-    if theirs in given and ours in given and given[theirs] != given[ours]:
-        found = f"{theirs} is {format_json(given[theirs])}, and {ours} is {format_json(given[ours])}"
-        raise ApiError(400, f"{found}. Give one of them.", param=ours)
+def read_either(given: Mapping[str, Any], names: tuple[str, str]) -> Any:
+    """Return the field that has two `names`, or None; raises `ApiError` for two different values."""
+    sent = {name: given[name] for name in names if name in given}
+    one, *other = sent.values() or [None]
+    if other and other[0] != one:
+        found = ", and ".join(f"{name} is {format_json(value)}" for name, value in sent.items())
+        raise ApiError(400, f"{found}. Give one of them.", param=names[1])
+    return one
 
 
 def field_of(error: SinkpruneError, given: Container[str]) -> str | None:

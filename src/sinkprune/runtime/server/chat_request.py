@@ -22,7 +22,7 @@ from sinkprune.runtime.server.body_fields import (
     MOST_TOKENS,
     PRIORITY,
     TOP_LOGPROBS,
-    check_least_tokens,
+    read_either,
     read_flag,
     read_guided_json,
     read_object,
@@ -126,10 +126,9 @@ class ChatReader:
         pictures, turns, system = self._messages(given)
         *history, last = turns
         options = {name: given[name] for name in _OPTIONS if name in given}
-        check_least_tokens(given)
         for option, names in (("max_new_tokens", MOST_TOKENS), ("min_new_tokens", LEAST_TOKENS)):
-            if sent := [given[name] for name in names if name in given]:
-                options[option] = sent[0]
+            if (sent := read_either(given, names)) is not None:
+                options[option] = sent
         if "guided_json" in given:
             given["guided_json"] = read_guided_json(given)
         options |= {ours: given[name] for name, ours in _GUIDED.items() if name in given}

@@ -128,8 +128,9 @@ def too_long_error(length: RequestLength, kept: Mapping[str, int], fewer_tokens:
         advice = f"Shorten the prompt{way_out}."
         if fit:
             advice += f" Budget '{fit[max(fit)]}' keeps {max(fit)} visual tokens, which would fit."
-    found = "the answer" if text + visual < limit and new >= text + visual else "the prompt"
-    return PromptError(
+    is_answer = text + visual < limit and new >= text + visual
+    error, found = (NewTokensError, "the answer") if is_answer else (PromptError, "the prompt")
+    return error(
         f"{found} is too long: {text} text tokens, {visual} visual tokens and up to {new} new tokens exceed the "
         f"model's {limit} positions. {advice}"
     )

@@ -16,6 +16,8 @@ from sinkprune.runtime.media.images import had_16_bits
 
 _CLEARLY_SMALLER = 0.9
 """The scale of each side below which a picture is worth a warning."""
+_ROUNDED = 0.02
+"""How far the sides of a seen square may differ in the picture, because resizing rounds to whole pixels."""
 
 
 class PictureWarnings:
@@ -47,7 +49,10 @@ def seen_part(layout: VisualLayout) -> str:
     size = layout.size
     left, top = np.clip(layout.boxes[:, :2].min(axis=0), 0, size)
     right, bottom = np.clip(layout.boxes[:, 2:].max(axis=0), 0, size)
-    middle = f"{right - left:.0f}x{bottom - top:.0f} of {size[0]}x{size[1]}"
+    width, height = right - left, bottom - top
+    if math.isclose(width, height, rel_tol=_ROUNDED):
+        width = height = min(width, height)
+    middle = f"{width:.0f}x{height:.0f} of {size[0]}x{size[1]}"
     return f"the model sees {percent(layout.seen_share)} of the picture (the middle {middle})"
 
 
