@@ -69,11 +69,13 @@ def made_by(text: str) -> set[str]:
     """Return the names of files and folders that a command makes."""
     photo = re.match(r"python demo/photo\.py (\S+)", text)
     scenes = re.match(r"python -m sinkprune\.demo\.write_scenes (\S+)", text)
+    moments = re.match(r"python benchmarks/robot/write_moments\.py (\S+)", text)
     return {
         *values(text, MADE),
         *(values(text, ("--costs",)) if text.startswith("sinkprune-calibrate") else ()),
         *([photo[1]] if photo else []),
         *([f"{scenes[1]}/scenes.jsonl"] if scenes else []),
+        *([f"{moments[1]}/moments.jsonl"] if moments else []),
     }
 
 
