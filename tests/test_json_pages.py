@@ -78,7 +78,14 @@ REPORTS: dict[str, tuple[type, ...]] = {
     "sinkprune-replay": (ReplayReport,),
 }
 """The dataclasses that commands write, by the heading of the section."""
-INTERRUPTED = ("profile", "profile of a policy", "evaluate", "calibrate norms", "calibrate attention")
+INTERRUPTED = (
+    "profile",
+    "profile of a policy",
+    "evaluate",
+    "calibrate norms",
+    "calibrate attention",
+    "calibrate confidence",
+)
 ADDED = {f"sinkprune-{name}": {"interrupted"} for name in INTERRUPTED} | {
     f"sinkprune-calibrate {verb}": {"sha256"} for verb in ("schedule", "quantize", "evidence")
 }

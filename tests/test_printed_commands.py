@@ -83,6 +83,7 @@ NOT_RUN: dict[str, str] = {
     r"sinkprune-(calibrate|evaluate) .*\bpocket": MINUTES,
     r"sinkprune-calibrate (schedule|quantize|confidence ladders) ": MINUTES,
     r"sinkprune-calibrate norms \./clip": PARTS,
+    r"sinkprune-calibrate (attention|evidence) robot-": "needs moments: see tests/calibration",
     r"sinkprune-replay ": PARTS,
     r"sinkprune-run .*--deadline-ms": LOAD,
     r"sinkprune-run .*--thresholds": PARTS,

@@ -118,7 +118,7 @@ def test_the_summary_as_text_and_as_json(bundle: Bundles, tmp_path: Path) -> Non
     assert "engines" in outcome.stdout
     assert "prompts of 100 tokens, answers of 50" in outcome.stdout
     assert "operators of the sanitizer: 8 run by onnxruntime" in outcome.stdout
-    command = f"sinkprune-check {bundle('gqa-112')} {tmp_path / 'a'} --image PICTURE"
+    command = f"sinkprune-check {bundle('gqa-112')} {tmp_path / 'a'} --image PICTURE --prompt QUESTION"
     how = f"not checked. Compare the engines with their graphs on the machine that runs them: {command}\n"
     assert how in outcome.stdout
     summary = json.loads(build(bundle("gqa-112"), tmp_path / "b", *options, "--json").stdout)

@@ -161,7 +161,7 @@ def _remedy(family: str, budget: str) -> str:
         parse_budget(family, budget)
     except BudgetError:
         return (
-            f"It is no budget of family '{family}' either. Choose one of these, or find one for this machine: "
-            "sinkprune-calibrate schedule."
+            f"It is no budget of family '{family}' either. Choose one of these. For a model that answers, "
+            "sinkprune-calibrate schedule finds one for this machine."
         )
     return "Others must be exported first, with sinkprune-export --budgets."

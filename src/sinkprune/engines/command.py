@@ -148,7 +148,7 @@ def _text(output: Path, manifest: EnginesManifest, bundle: Path | None) -> str:
     from sinkprune.contract.engines_manifest import CHECKED, ENGINES
 
     size = sum(spec.size for spec in manifest.files.values()) / 1e6
-    command = f"sinkprune-check {escaped(str(bundle))} {escaped(str(output))} --image PICTURE"
+    command = f"sinkprune-check {escaped(str(bundle))} {escaped(str(output))} --image PICTURE --prompt QUESTION"
     how = f"on the machine that runs them: {command}" if bundle else "in another build: --check PICTURE"
     not_checked = f"not checked. Compare the engines with their graphs {how}\n"
     gpus = "".join(f", sm_{capability}" for capability in manifest.compute_capabilities)

@@ -97,7 +97,8 @@ def test_an_interrupt_reports_the_questions_answered_so_far(
     assert outcome.code == 130 and "report.interrupted.json'.\n" in outcome.stderr
     assert (tmp_path / "thresholds.json").read_text() == "precious"
     assert not (tmp_path / "thresholds.interrupted.json").exists()
-    assert json.loads((tmp_path / "report.interrupted.json").read_text())["questions"] == 2
+    written = json.loads((tmp_path / "report.interrupted.json").read_text())
+    assert written["questions"] == 2 and written["interrupted"].startswith("the report counts the first 2 of ")
 
 
 @pytest.fixture

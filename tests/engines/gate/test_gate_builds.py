@@ -76,9 +76,9 @@ def test_a_checked_build(target: str, source: Path, photo_file: Path, tmp_path: 
     engines.verify()
     assert len(engines.manifest.flags["checked"]) == 64
     assert left(output) == []
-    text = engines_command._text(output, engines.manifest)
+    text = engines_command._text(output, engines.manifest, None)
     assert f"\ncheck passed: {len(engines.manifest.engines)} engines\n" in text
-    assert "check passed" not in engines_command._text(output, replace(engines.manifest, flags={}))
+    assert "check passed" not in engines_command._text(output, replace(engines.manifest, flags={}), None)
 
 
 @pytest.mark.parametrize("move", [slow(False), True])

@@ -55,7 +55,7 @@ def act(policy: Policy, photo: Image.Image, **changed: Any) -> Any:
         ({"noise": np.zeros((CHUNK, ACTIONS)), "seed": 1}, UsageError, "noise and a seed"),
         ({"steps": 0}, UsageError, "steps is 0"),
         ({"seed": -1}, UsageError, "seed is -1"),
-        ({"instruction": " "}, PromptError, "the prompt is empty"),
+        ({"instruction": " "}, PromptError, "the instruction is empty. Name the task"),
         ({"instruction": None}, PromptError, "the instruction is .*None"),
         ({"budget": "retain-64"}, BudgetError, "retain-64"),
         ({"order": "rbg"}, UsageError, "order is 'rbg'"),

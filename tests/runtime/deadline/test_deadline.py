@@ -121,12 +121,16 @@ def test_a_long_answer_that_does_not_fit_is_named_by_its_limit(small: Pipeline) 
     assert whole.budget == "none" and "largest budget" in whole.reason
     report, _ = Machine(small, quiet).answer(asked(128), 400)
     assert (report.budget, report.can_meet) == ("retain-32", True)
-    for words in ("all 128 tokens", "earliest first token", "set max_new_tokens (--max-new-tokens)"):
+    for words in (
+        "all 128 tokens",
+        "earliest first token",
+        "set max_new_tokens (--max-new-tokens, the server's max_tokens)",
+    ):
         assert words in report.reason
 
 
 def test_a_budget_that_is_smaller_only_because_of_the_tokens_says_so(small: Pipeline) -> None:
-    advice = "set max_new_tokens (--max-new-tokens) to the tokens that you need"
+    advice = "set max_new_tokens (--max-new-tokens, the server's max_tokens) to the tokens that you need"
     slower, tokens = 1.05 * 1.3, 12
 
     def deadline(budget: str, count: int) -> float:

@@ -164,6 +164,8 @@ def test_joules_of_a_frame_are_those_of_the_whole_time(pipeline: Callable[..., P
         meter.curve()
         pipe, frames = pipeline("gqa-112"), frame_clock(10, 1.0)
         report = RateRun(pipe, [photo], "What?", ["retain-64"], frames, new_tokens=2, meter=meter).measure()
+    # The model sees a square of the photo.
+    assert report.seen_share == pytest.approx(400 / 600, abs=0.01)
     assert report.power is not None and report.power.sensor == "rapl"
     assert report.power.idle.watts == pytest.approx(11)
     budget = report.rates["retain-64"]
@@ -205,6 +207,7 @@ def test_the_command_writes_and_draws_a_rate(
     assert "joules by tegrastats (VIN of this board), a reading every " in outcome.stdout
     report = json.loads(report_file.read_text())
     assert report["pictures"] == 3 and report["power"]["idle"]["readings"] >= 5
+    assert report["seen_share"] == 1
     for budget in report["rates"].values():
         assert budget["frames"] == 10
         energy = budget["energy"]

@@ -117,7 +117,7 @@ def _calibrate(arguments: Sequence[str] | None) -> None:
     if not prints_json(options.json):
         _print(report)
         sys.stdout.write(describe_ladders(manifest, options.method) + "\n")
-    write_json(options.json, to_json(report))
+    write_json(options.json, {**to_json(report), "interrupted": interrupted or None})
     if interrupted:
         raise KeyboardInterrupt(interrupted + earlier)
 

@@ -82,6 +82,8 @@ class RateReport(ReportHeader):
     pictures: int
     """The number of different prompts that frames alternate between."""
     warmup: int
+    seen_share: float
+    """The share of its area that the model sees of the picture it sees least of."""
     rates: dict[str, BudgetRate]
     """By the budget's name."""
     conditions: ConditionsReport

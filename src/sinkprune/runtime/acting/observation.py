@@ -53,6 +53,8 @@ def observed(
     """Return a checked observation; raises `ImageError`, `PromptError` and `UsageError`."""
     if not isinstance(instruction, str):
         raise PromptError(f"the instruction is {type_name(instruction)}, expected a str, as in 'pick up the cup'.")
+    if not instruction.strip():
+        raise PromptError("the instruction is empty. Name the task, as in 'pick up the cup'.")
     check_texts((instruction,), 0)
     order = check_order(order)
     frames = tuple(with_order(frame, order) for frame in _frames(manifest, cameras))

@@ -21,6 +21,8 @@ from sinkprune.runtime.steps.request import Request
 Now = Callable[[], float]
 """Seconds of a clock that never jumps."""
 
+_ADVICE = "set max_new_tokens (--max-new-tokens, the server's max_tokens) to the tokens that you need"
+
 
 class BudgetPolicy:
     """The policy without a deadline: the requested budget, and up to `max_new_tokens` tokens."""
@@ -123,7 +125,7 @@ class DeadlinePolicy(BudgetPolicy):
         chosen = whole[0] if whole else min(range(len(choices)), key=lambda number: expected[number].first)
         can_meet = expected[chosen].first <= left
         # The length of a closed list's answers is no choice of the user.
-        advice = "" if self._request.choice else "set max_new_tokens (--max-new-tokens) to the tokens that you need"
+        advice = "" if self._request.choice else _ADVICE
         if whole:
             reason = f"the largest budget that is expected to bring {_counted(wanted)} in time"
             if chosen and advice and expected[0].first <= left:

@@ -50,6 +50,7 @@ class RateRun:
         self._method, self._new_tokens, self._warmup = method, new_tokens, 0
         self._meter, self._conditions = meter, logging_conditions(meter, root)
         self._first: dict[str, Answer] = {}
+        self._seen_share = 1.0
         self._served: dict[str, list[ServedFrame]] = {name: [] for name in budgets}
 
     @property
@@ -88,6 +89,7 @@ class RateRun:
             duration_s=source.duration,
             pictures=len(self._pictures),
             warmup=self._warmup,
+            seen_share=self._seen_share,
             rates={
                 name: _budget_rate(self._first[name], source, frames, start, meter, curve)
                 for name, frames in served.items()
@@ -104,6 +106,7 @@ class RateRun:
             max_new_tokens=self._new_tokens,
             min_new_tokens=self._new_tokens,
         )
+        self._seen_share = min([self._seen_share, *(kept.layout.seen_share for kept in answer.images)])
         return self._first.setdefault(budget, answer)
 
 
