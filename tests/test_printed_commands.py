@@ -95,6 +95,7 @@ FP16 = {
     "-o llava-7b-jetson ": "for a Jetson",
     "-o orin ": "for a Jetson",
     "-o h200-7b": "for ort-cuda",
+    "-o h200-pi0": "for ort-cuda",
 }
 """Exports for GPUs, whose states may be in fp16. On a CPU fp16 takes twice the memory."""
 
