@@ -33,7 +33,7 @@ MOMENTS = (
 def folder(checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small policy that is not calibrated, next to a file of moments."""
     root = tmp_path_factory.mktemp("policy")
-    methods = ("sinkpruner", "occamtoken")
+    methods = ("sinkpruner", "occamtoken", "random")
     export_bundle(ExportRequest(str(checkpoint("pi0")), BUDGETS, methods, max_images=2), root / "bundle")
     for number, name in enumerate(("a.png", "b.png", "c.png")):
         photo.crop((60 * number, 20, 60 * number + 240, 220)).save(root / name)
@@ -85,7 +85,8 @@ def test_without_thresholds_it_does_not_act(folder: Path) -> None:
 
 
 def test_shares_of_sink_tokens_are_those_of_all_cameras(folder: Path) -> None:
-    options = ("--methods", "sinkpruner", "--budgets", "prune-66.7", "--json")
+    """`random` keeps the sink token of one camera and not of another, so a camera that is left out shows."""
+    options = ("--methods", "sinkpruner,random", "--budgets", "prune-66.7", "--json")
     outcome = run(*ATTENTION, folder / "bundle", "--data", folder / "moments.jsonl", *options)
     assert outcome.code == 0, outcome.stderr
     found = json.loads(outcome.stdout)
@@ -93,23 +94,29 @@ def test_shares_of_sink_tokens_are_those_of_all_cameras(folder: Path) -> None:
     policy = Policy.load(folder / "bundle")
     for method, budget, run_means in (
         ("sinkpruner", "none", found["none"]),
-        ("sinkpruner", "prune-66.7", found["methods"]["sinkpruner"]["prune-66.7"]),
+        *((method, "prune-66.7", found["methods"][method]["prune-66.7"]) for method in ("sinkpruner", "random")),
     ):
-        shares, rows, alone = [], [], []
+        shares, rows, alone, last, unequal = [], [], [], [], False
         for report in acted(policy, folder, method, budget):
-            marked = []
+            marked, survived = [], []
             for kept in report.images:
                 # One token of 64 is a sink token: that of the largest norm.
-                largest = int(np.argmax(kept.norms[0]))
-                marked += [token == largest for token in kept.index.ravel().tolist()]
+                own = kept.index.ravel() == np.argmax(kept.norms[0])
+                marked += own.tolist()
+                stages = kept.after_stage
+                survived += own[stages[max(stages)]].tolist() if stages else own.tolist()
             shares.append(float(np.mean(marked)))
+            last.append(float(np.mean(survived)))
+            unequal |= len({np.argmax(kept.norms[0]) in kept.index for kept in report.images}) > 1
             salient = []
             for kept in report.images:
                 top = np.argsort(-kept.salience[0], kind="stable")[: kept.index.size]
                 salient += (top == int(np.argmax(kept.norms[0]))).tolist()
             alone.append(float(np.mean(salient)))
             rows.append(len(marked))
+        assert unequal == (method == "random")
         assert run_means["sink_share"]["mean"] == pytest.approx(np.mean(shares))
+        assert run_means["last_sink_share"]["mean"] == pytest.approx(np.mean(last))
         assert run_means["salience_alone"]["mean"] == pytest.approx(np.mean(alone))
         assert run_means["rows"] == pytest.approx(np.mean(rows))
         assert run_means["last_rows"] == pytest.approx(
