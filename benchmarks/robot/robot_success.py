@@ -3,8 +3,9 @@
     sinkprune-export demo/pocket-robot -o robot --max-images 2 --methods sinkpruner,random
     python benchmarks/robot/robot_success.py robot --episodes 500 --json success.json
 
-Every method and budget sees the same tables and the same noise. The robot runs four actions of a chunk, then looks
-again. An episode fails if the gripper closes on another object, or on none within 40 steps.
+Every method and budget sees the same tables and the same noise, so differences from the first method are paired by
+episode. The robot runs four actions of a chunk, then looks again. An episode fails if the gripper closes on another
+object, or on none within 40 steps.
 """
 
 from __future__ import annotations
@@ -12,18 +13,21 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from sinkprune import Policy
-from sinkprune.calibration.evaluation.intervals import wilson
+from sinkprune.calibration.evaluation.intervals import PictureBootstrap, wilson
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import write_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.demo.robot_table import RobotTable
 from sinkprune.runtime.system.processor import processor_name
 
+FIRST = "sinkpruner"
+"""The method that the others are compared with, at the same budget."""
 RUN = 4
 """Actions of each chunk that the robot runs before it looks again."""
 
@@ -41,20 +45,17 @@ def _measure(arguments: Sequence[str] | None) -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     policy = Policy.load(options.bundle, threads=options.threads)
-    plans = [("sinkpruner", "none")]
+    plans = [(FIRST, "none")]
     plans += [(method, budget) for method, own in policy.bundle.manifest.plans.items() for budget in own]
     chunks: dict[tuple[str, str], list[float]] = {plan: [] for plan in plans}
-    picked: dict[tuple[str, str], int] = dict.fromkeys(plans, 0)
+    picked: dict[tuple[str, str], list[bool]] = {plan: [] for plan in plans}
     with ProgressLines("acting", options.episodes * len(plans), "episodes") as lines:
         for number in range(options.episodes):
             # Methods take turns, so that times are of the same minutes.
             for plan in plans:
-                picked[plan] += run_episode(policy, number, *plan, chunks[plan])
+                picked[plan].append(run_episode(policy, number, *plan, chunks[plan]))
                 lines.update(advance=1)
-    rows = [
-        _row(method, budget, picked[method, budget], options.episodes, chunks[method, budget])
-        for method, budget in plans
-    ]
+    rows = [_row(*plan, picked, chunks[plan]) for plan in plans]
     print_table(rows, options.episodes)
     where = {"machine": processor_name(), "versions": dict(policy.backend.versions), "threads": options.threads}
     write_json(options.json, {**where, "episodes": options.episodes, "rows": rows})
@@ -76,14 +77,23 @@ def run_episode(policy: Policy, number: int, method: str, budget: str, ms: list[
     return table.succeeded
 
 
-def _row(method: str, budget: str, picked: int, episodes: int, ms: Sequence[float]) -> dict[str, Any]:
+def _row(
+    method: str, budget: str, picked: Mapping[tuple[str, str], Sequence[bool]], ms: Sequence[float]
+) -> dict[str, Any]:
+    """Return the figures of one row. `picked` has the episodes of all rows."""
+    own, first = picked[method, budget], picked.get((FIRST, budget))
+    versus = None
+    if first is not None and method != FIRST:
+        difference = [int(mine) - int(its) for mine, its in zip(own, first, strict=True)]
+        versus = asdict(PictureBootstrap([str(number) for number in range(len(own))])(difference))
     return {
         "method": method,
         "budget": budget,
-        "success": picked / episodes,
-        "ci95": wilson(picked, episodes),
+        "success": sum(own) / len(own),
+        "ci95": wilson(sum(own), len(own)),
+        "versus_first": versus,
         "chunk_ms": statistics.median(ms),
-        "chunks_an_episode": len(ms) / episodes,
+        "chunks_an_episode": len(ms) / len(own),
     }
 
 

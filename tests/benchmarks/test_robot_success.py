@@ -29,4 +29,9 @@ def test_the_robot_picks_unpruned_and_pruned(tmp_path: Path, capsys: pytest.Capt
     assert success["sinkpruner", "none"] >= 5 / 6
     assert all(0 <= row["ci95"][0] <= row["success"] <= row["ci95"][1] <= 1 for row in report["rows"])
     assert all(row["chunk_ms"] > 0 and row["chunks_an_episode"] >= 1 for row in report["rows"])
+    assert [row["versus_first"] is None for row in report["rows"]] == [True, True, False]
+    versus = report["rows"][2]["versus_first"]
+    paired = success["downsample", "prune-66.7"] - success["sinkpruner", "prune-66.7"]
+    assert versus["mean"] == pytest.approx(paired)
+    assert versus["ci95"][0] <= paired <= versus["ci95"][1]
     assert "| `sinkpruner` | `none` |" in capsys.readouterr().out

@@ -16,7 +16,6 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.prefix_cache import ladders
-from sinkprune.runtime.system.processor import processor_name
 
 SHARES = (1.0, 0.99, 0.98, 0.97, 0.95, 0.9)
 """The shares of the unpruned accuracy on the curve."""
@@ -136,7 +135,7 @@ def new_report(
         backend=backend.name,
         precision=manifest.precision,
         compute=backend.compute,
-        machine=processor_name(),
+        machine=backend.machine,
         threads=backend.threads,
         versions={
             "sinkprune": version("sinkprune"),

@@ -29,7 +29,6 @@ from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
-from sinkprune.runtime.system.processor import processor_name
 
 
 def choose_combinations(
@@ -138,7 +137,7 @@ def evaluation_report(
         precision=manifest.precision,
         weights=manifest.weights,
         compute=pipeline.backend.compute,
-        machine=processor_name(),
+        machine=pipeline.backend.machine,
         threads=pipeline.backend.threads,
         task=task,
         questions=len(base),

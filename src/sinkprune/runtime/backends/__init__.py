@@ -17,6 +17,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import BACKENDS, COMPUTES, KNOWN, Compute
 from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.system.processor import processor_name
 
 Tensor = Any
 """A tensor in the engine library's own buffer, on its device."""
@@ -94,6 +95,12 @@ class Backend(Protocol):
     """Whether a decoder takes several new rows after earlier ones, as sessions need."""
     any_length: bool = True
     """Whether engines take any number of visual rows, as a watch needs; else those of a request's pictures."""
+
+    @property
+    def machine(self) -> str:
+        """What computes, in words for reports: the GPU, where the library names one, and the processor."""
+        gpu = self.versions.get("gpu")
+        return f"{gpu}, {processor_name()}" if gpu else processor_name()
 
     def load(self, model: Model) -> Engine:
         """Load the engine of one graph, from the bundle's ONNX file or a built engine.

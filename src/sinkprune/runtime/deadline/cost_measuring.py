@@ -22,7 +22,6 @@ from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.pictures import decoded, layout_of
 from sinkprune.runtime.steps.request import Request
-from sinkprune.runtime.system.processor import processor_name
 
 MEASURING_COSTS = "measuring what budgets cost on this machine"
 """The work of a warm-up, as progress names it."""
@@ -154,7 +153,7 @@ def place_of(manifest: Manifest, backend: Backend) -> Place:
         backend=backend.name,
         compute=backend.compute,
         threads=backend.threads,
-        machine=processor_name(),
+        machine=backend.machine,
     )
 
 

@@ -34,7 +34,6 @@ from sinkprune.runtime.session import Session
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.context_length import check_picture_count
 from sinkprune.runtime.steps.pictures import PictureLike, decoded, layout_of
-from sinkprune.runtime.system.processor import processor_name
 
 # The upper limits bound the memory of the answers, which are kept until the report.
 REPEAT = WholeNumber("repeat", 1, 100_000)
@@ -215,7 +214,7 @@ def engine_header(
         compute=backend.compute,
         cache=backend.cache,
         method=method,
-        machine=processor_name(),
+        machine=backend.machine,
         threads=backend.threads,
         prompt_tokens=prompt_tokens,
         load_ms=load_ms,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline, Policy, Session
+from sinkprune.runtime.backends import load_backend
+from sinkprune.runtime.system.processor import processor_name
 from support.models.small_models import NEXT_SHAPES, PI0_SHAPES, PI05_SHAPES, QWEN_SHAPES, SHAPES
 from support.references.pi0 import INSTRUCTION
 from support.references.same_answers import assert_alike, assert_equal_at_both_ends, options_of
@@ -24,6 +27,15 @@ pytestmark = [
         reason="this onnxruntime has no CUDA provider",
     ),
 ]
+
+
+def test_reports_name_the_gpu() -> None:
+    machine = load_backend(BACKEND).machine
+    assert machine.endswith(f", {processor_name()}")
+    assert (
+        machine.split(",")[0]
+        in subprocess.run(["nvidia-smi", "-L"], check=True, capture_output=True, text=True).stdout
+    )
 
 
 @pytest.mark.parametrize("dialect", ["opset24", "opset20"])

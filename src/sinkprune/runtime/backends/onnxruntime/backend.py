@@ -18,6 +18,7 @@ from sinkprune.runtime.backends.kv_cache import BufferedDecoder, CacheMemory, ca
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.onnxruntime.buffers import CUDA, CpuMemory, GpuMemory
 from sinkprune.runtime.backends.onnxruntime.library import (
+    gpu_name,
     import_onnxruntime,
     load_cuda_libraries,
     session_options,
@@ -57,8 +58,10 @@ class OrtBackend(Backend):
                 f"backend '{name}' needs {provider}, this onnxruntime has {', '.join(ort.get_available_providers())}."
                 " For CUDA: pip uninstall onnxruntime && pip install 'sinkprune[cuda]'."
             )
+        gpu = {}
         if provider == "CUDAExecutionProvider":
             load_cuda_libraries(ort)
+            gpu = {"gpu": gpu_name()}
         share_arena(ort)
         self._ort = ort
         self._provider = provider
@@ -68,7 +71,7 @@ class OrtBackend(Backend):
         self._rounds_rows = compute == "fastest"
         self.compute = "the graphs' types" + (", int8 where weights are" if self._rounds_rows else "")
         self.cache = "the graphs' type"
-        self.versions = {"onnxruntime": ort.__version__}
+        self.versions = {"onnxruntime": ort.__version__, **gpu}
         self.turn: AbstractContextManager[Any] = nullcontext()
         self._caches: CacheMemory = CpuMemory(ort) if self._device == "cpu" else GpuMemory(ort)
 
@@ -230,5 +233,6 @@ def opened(
         built.check_processor(provider)
     backend = kind(name, provider, threads, compute)
     if built is not None:
-        built.check_library(KNOWN[name].target, "+".join(backend.versions.values()))
+        libraries = (version for library, version in backend.versions.items() if library != "gpu")
+        built.check_library(KNOWN[name].target, "+".join(libraries))
     return backend

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from contextlib import redirect_stdout
 from functools import cache
@@ -42,6 +43,30 @@ def load_cuda_libraries(onnxruntime: Any) -> None:
     if hasattr(onnxruntime, "preload_dlls"):
         with redirect_stdout(StringIO()):
             onnxruntime.preload_dlls(directory="")
+
+
+def gpu_name() -> str:
+    """Return the name of the first CUDA device, as the driver has it; raises `BackendError` where there is none.
+
+    Source: CUDA Driver API. ONNX Runtime's Python does not tell it.
+    """
+    name, device = ctypes.create_string_buffer(256), ctypes.c_int()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise BackendError(f"'ort-cuda' needs an NVIDIA driver, and libcuda does not load ({error}).") from error
+    calls = (
+        (driver.cuInit, 0),
+        (driver.cuDeviceGet, ctypes.byref(device), 0),
+        (driver.cuDeviceGetName, name, len(name), device),
+    )
+    for call, *arguments in calls:
+        if (status := call(*arguments)) != 0:
+            raise BackendError(
+                f"'ort-cuda' needs a GPU, and {call.__name__} of the NVIDIA driver failed with {status}. "
+                "nvidia-smi -L lists the GPUs."
+            )
+    return name.value.decode()
 
 
 @cache
