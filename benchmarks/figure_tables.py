@@ -206,15 +206,6 @@ def robot_success(figures: Figures) -> str:
     )
 
 
-def robot_versus(figures: Figures) -> str:
-    """Return how many points each method has more than `sinkpruner`, with the interval paired by episode."""
-
-    def cell(row: Mapping[str, Any]) -> str:
-        return _difference(row["versus_first"]) if row["versus_first"] else "0"
-
-    return _robot_table(figures["report"], cell, "method")[1]
-
-
 def robot_times(figures: Figures) -> str:
     """Return the median time of a chunk by method and budget, and how many times as fast as unpruned it is."""
     report = figures["report"]

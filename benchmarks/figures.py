@@ -34,7 +34,6 @@ from figure_tables import (
     peers_short,
     robot_success,
     robot_times,
-    robot_versus,
     savings_full,
     savings_short,
     ttft_full,
@@ -251,7 +250,7 @@ PARTS = {
             "sinkprune-calibrate evidence {work}/robot --data {work}/moments/moments.jsonl",
             "python benchmarks/robot/robot_success.py {work}/robot --episodes 500 --json {json}",
         ),
-        {"robot-success": robot_success, "robot-versus": robot_versus, "robot-times": robot_times},
+        {"robot-success": robot_success, "robot-times": robot_times},
         by_default=False,
     ),
     "confidence": Part(

@@ -100,14 +100,23 @@ def _row(
 def print_table(rows: Sequence[dict[str, Any]], episodes: int) -> None:
     """Print the rows as Markdown."""
     sys.stdout.write(
-        f"{episodes} episodes\n\n| method | budget | success %, 95 % interval | a chunk ms | chunks an episode |\n"
+        f"{episodes} episodes\n\n| method | budget | success %, 95 % interval | points more than {FIRST} "
+        "| a chunk ms | chunks an episode |\n| --- | --- | --- | --- | --- | --- |\n"
     )
-    sys.stdout.write("| --- | --- | --- | --- | --- |\n")
     for row in rows:
         low, high = (100 * end for end in row["ci95"])
         success = f"{100 * row['success']:.1f} ({low:.1f} to {high:.1f})"
-        figures = f"{row['chunk_ms']:.1f} | {row['chunks_an_episode']:.1f}"
+        versus = _points(row["versus_first"]) if row["versus_first"] else "-"
+        figures = f"{versus} | {row['chunk_ms']:.1f} | {row['chunks_an_episode']:.1f}"
         sys.stdout.write(f"| `{row['method']}` | `{row['budget']}` | {success} | {figures} |\n")
+
+
+def _points(versus: Mapping[str, Any]) -> str:
+    """Return a difference in points with its interval; one episode has none."""
+    if versus["ci95"] is None:
+        return f"{100 * versus['mean']:.1f}"
+    low, high = (100 * end for end in versus["ci95"])
+    return f"{100 * versus['mean']:.1f} ({low:.1f} to {high:.1f})"
 
 
 if __name__ == "__main__":

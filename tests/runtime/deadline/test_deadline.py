@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -121,12 +122,19 @@ def test_a_long_answer_that_does_not_fit_is_named_by_its_limit(small: Pipeline) 
     assert whole.budget == "none" and "largest budget" in whole.reason
     report, _ = Machine(small, quiet).answer(asked(128), 400)
     assert (report.budget, report.can_meet) == ("retain-32", True)
-    for words in (
-        "all 128 tokens",
-        "earliest first token",
-        "set max_new_tokens (--max-new-tokens, the server's max_tokens)",
-    ):
-        assert words in report.reason
+    earliest = "no budget is expected to bring all 128 tokens in time, so the one with the earliest first token runs"
+    advice = "set max_new_tokens (--max-new-tokens, the server's max_tokens) to the tokens that you need"
+    fitting = re.fullmatch(
+        f"{earliest}; budget none would bring (\\d+): {re.escape(advice)}",
+        report.reason,
+    )
+    assert fitting
+    # As many as the largest budget does bring.
+    again, _ = Machine(small, quiet).answer(asked(int(fitting[1])), 400)
+    assert again.budget == "none" and again.met
+    # The largest budget that is allowed is the smallest.
+    alone, _ = Machine(small, quiet).answer(asked(128, budget="retain-32"), 400)
+    assert alone.reason == f"{earliest}; {advice}"
 
 
 def test_a_budget_that_is_smaller_only_because_of_the_tokens_says_so(small: Pipeline) -> None:

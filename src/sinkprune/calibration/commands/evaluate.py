@@ -30,6 +30,7 @@ from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.command_line.written_files import write_output
 from sinkprune.contract.files.output_files import OutputFile
+from sinkprune.contract.reports.report import FEWEST_OF_P95
 from sinkprune.runtime.commands import load_pipeline, plain_text, write_report
 from sinkprune.runtime.commands.interrupts import NO_QUESTION, beside_earlier, interrupted_warnings
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
@@ -174,8 +175,9 @@ def _print_tables(result: EvaluationReport, *, papers: bool) -> None:
     elif result.methods:
         console.print()
         console.print(_grid(result, _accuracy_and_share))
-        few = "; of fewer than 20 questions, p95 is close to the slowest" if result.questions < 20 else ""
-        console.print(f"\nTTFT in ms: median (p95), and visual tokens a layer{few}")
+        few = result.questions < FEWEST_OF_P95
+        rough = f"; of fewer than {FEWEST_OF_P95} questions, p95 is close to the slowest" if few else ""
+        console.print(f"\nTTFT in ms: median (p95), and visual tokens a layer{rough}")
         console.print(_grid(result, _ttft_and_tokens))
     for line in _varying(result):
         console.print(line, markup=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sinkprune.calibration.scheduling.report import Candidate, ScheduleReport
-from sinkprune.contract.reports.report import Spread
+from sinkprune.contract.reports.report import FEWEST_OF_P95, Spread
 
 _WORTH_A_CUT = 0.005
 """The share of attention that other cuts must save to be printed."""
@@ -22,9 +22,14 @@ def report_text(report: ScheduleReport) -> str:
         f"the prediction is {100 * abs(report.off):.1f} % too {'low' if report.off < 0 else 'high'}",
         _described(report.chosen, report.questions),
     ]
+    if report.requests < FEWEST_OF_P95:
+        lines.append(
+            f"{report.requests} requests of each: of fewer than {FEWEST_OF_P95}, p95 is close to the slowest. A "
+            "larger --seconds measures more"
+        )
     if report.searches > 1:
         lines.append(
-            f"searched {report.searches} times, because earlier budgets missed the target or their predicted times"
+            f"searched {report.searches} times, because earlier budgets missed the target or left much of the time"
         )
     lines += [
         f"also looked at: {_described(other, report.questions)}, predicted {_ms(other.predicted_ms)}"

@@ -43,6 +43,9 @@ class RequestTimes:
         """Medians, at the machine's speed of the last measurement."""
         self.p95_ratio = 1.0
         """The 95th percentile of the last measured times, as a multiple of their median; 1 before the first."""
+        self.requests = 0
+        """The requests of each combination of the last measured times."""
+        self._measured = 0
         self.layout = layout_of(prompt.image, prompt.image, pipeline.family, pipeline.bundle.manifest)
         self.text_tokens = pipeline.prompts.encode(request.texts).text_tokens
 
@@ -64,7 +67,10 @@ class RequestTimes:
     def measure(self, combinations: Sequence[Combination], new_tokens: int) -> list[Spread]:
         """Return the measured times of each combination; the combinations take turns in each round."""
         latencies = [list[float]() for _ in combinations]
-        rounds = MeasurementRounds("measuring budgets", self._seconds, len(combinations), self._progress)
+        # A name of its own: what follows counts its rounds anew.
+        self._measured += 1
+        what = f"measuring budgets, try {self._measured}" if self._measured > 1 else "measuring budgets"
+        rounds = MeasurementRounds(what, self._seconds, len(combinations), self._progress)
         for counted in rounds:
             for (method, budget), own in zip(combinations, latencies, strict=True):
                 answer = self._pipeline.generate(
@@ -77,6 +83,7 @@ class RequestTimes:
                 rounds.complete_part()
                 if counted:
                     own.append(answer.ms["latency"] or 0.0)
+        self.requests = len(latencies[0])
         return [Spread.of(own) for own in latencies]
 
     def measure_unpruned(self, new_tokens: int) -> Spread:

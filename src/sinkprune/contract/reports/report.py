@@ -29,6 +29,10 @@ OF_TTFT = ("preprocess", "vision", "sanitizer", "projector", "prefill", "rest")
 sampling the first token."""
 
 
+FEWEST_OF_P95 = 20
+"""With fewer measurements, the 95th percentile is close to the slowest."""
+
+
 def percentile(ordered: Sequence[float], share: int) -> float:
     """Return the smallest of the ascending values that is not exceeded by `share` % of them."""
     return ordered[math.ceil(share * len(ordered) / 100) - 1]

@@ -13,13 +13,11 @@ from rich.table import Table
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.progress_lines import ProgressLines
-from sinkprune.contract.reports.report import EngineHeader, ReportHeader, Spread
+from sinkprune.contract.reports.report import FEWEST_OF_P95, EngineHeader, ReportHeader, Spread
 from sinkprune.runtime.commands import plain_text
 
 USUAL_REPEAT = 5
 """The default for `--repeat`."""
-FEWEST_OF_P95 = 20
-"""With fewer measurements, the 95th percentile is close to the slowest."""
 
 
 class TableConsole(Console):

@@ -126,18 +126,18 @@ class DeadlinePolicy(BudgetPolicy):
         can_meet = expected[chosen].first <= left
         # The length of a closed list's answers is no choice of the user.
         advice = "" if self._request.choice else _ADVICE
+        earliest = "in time, so the one with the earliest first token runs"
         if whole:
             reason = f"the largest budget that is expected to bring {_counted(wanted)} in time"
-            if chosen and advice and expected[0].first <= left:
-                fitting = self._tokens_within(left - expected[0].first, expected[0].token)
-                reason += f"; budget {choices[0].budget} would bring {fitting}: {advice}"
         elif can_meet:
-            reason = (
-                f"no budget is expected to bring {_counted(wanted)} in time, so that with the earliest first token "
-                f"runs{advice and f'; {advice}'}"
-            )
+            reason = f"no budget is expected to bring {_counted(wanted)} {earliest}"
         else:
-            reason = "no budget is expected to bring a token in time, so that with the earliest first token runs"
+            reason = f"no budget is expected to bring a token {earliest}"
+        if chosen and advice and expected[0].first <= left:
+            fitting = self._tokens_within(left - expected[0].first, expected[0].token)
+            reason += f"; budget {choices[0].budget} would bring {fitting}: {advice}"
+        elif not whole and can_meet and advice:
+            reason += f"; {advice}"
         self._decision = _Decision(
             choices[chosen].budget,
             tower_ms,
