@@ -25,7 +25,10 @@ NO_CAMERA = "none"
 """The word for a camera without a frame."""
 _STATES_BYTES = 64 << 20
 """Seven hours of states of 32 numbers, ten times a second."""
+_NO_LIST = "it is no JSON list of finite numbers"
 _NEGATIVE = re.compile(r"-\.?\d")
+_LIKE_NUMBERS = re.compile(r"[^/]*,[^/]*|[-+]?(nan|inf|infinity)", re.IGNORECASE)
+"""Matches words that look like numbers, and not like the path of a file."""
 
 
 class Moment(NamedTuple):
@@ -130,16 +133,18 @@ def _frames(paths: Sequence[Path | None]) -> list[tuple[Path | None, ...]]:
 
 def _states(word: str) -> tuple[list[tuple[float, ...]], Path | None]:
     """Return the states in the value of `--state`, and their file; None for numbers of the command line."""
-    numbers = _numbers(word)
-    if numbers is not None:
-        return [numbers], None
+    try:
+        return [_numbers(word)], None
+    except ValueError as error:
+        wrong = str(error)
     path = Path(word)
     try:
         lines = read_text(path, _STATES_BYTES).splitlines()
     except UnreadableError as error:
+        reason = wrong if _LIKE_NUMBERS.fullmatch(word) else f"it {error}"
         raise UsageError(
-            f"--state is {format_value(word)}, expected numbers with commas between them, or a file of states: it "
-            f"{error}."
+            f"--state is {format_value(word)}: {reason}. Expected numbers with commas between them, or a file of "
+            "states."
         ) from error
     states = [_line(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not states:
@@ -149,36 +154,37 @@ def _states(word: str) -> tuple[list[tuple[float, ...]], Path | None]:
 
 def _line(path: Path, number: int, line: str) -> tuple[float, ...]:
     """Return the state in a line of a file."""
-    found = _listed(line) if line.lstrip().startswith("[") else _numbers(line)
-    if found is None:
-        raise UsageError(
-            f"'{path}', line {number}: found {format_value(line)}, expected numbers with commas between them, or a "
-            "JSON list of numbers."
-        )
-    return found
-
-
-def _numbers(text: str) -> tuple[float, ...] | None:
-    """Return the finite numbers in a comma-separated text; None for anything else."""
     try:
-        values = tuple(map(float, text.split(",")))
-    except ValueError:
-        return None
-    return values if all(map(math.isfinite, values)) else None
+        return _listed(line) if line.lstrip().startswith("[") else _numbers(line)
+    except ValueError as error:
+        raise UsageError(
+            f"'{path}', line {number}: found {format_value(line)}: {error}. Expected numbers with commas between "
+            "them, or a JSON list of numbers."
+        ) from error
 
 
-def _listed(line: str) -> tuple[float, ...] | None:
-    """Return the numbers in a JSON list; None for anything else."""
+def _numbers(text: str) -> tuple[float, ...]:
+    """Return the numbers in a comma-separated text; raises `ValueError` with the first that is not finite."""
+    values = []
+    for place, word in enumerate(text.split(","), 1):
+        try:
+            values.append(float(word))
+        except ValueError as error:
+            raise ValueError(f"{format_value(word)} at place {place} is no number") from error
+        if not math.isfinite(values[-1]):
+            raise ValueError(f"{format_value(word)} at place {place} is not finite")
+    return tuple(values)
+
+
+def _listed(line: str) -> tuple[float, ...]:
+    """Return the numbers in a JSON list; raises `ValueError` for anything else."""
     try:
         values = parsed_json(line.encode())
-    except UnreadableError:
-        return None
-    if any(type(value) not in (int, float) for value in values):
-        return None
-    try:
-        return tuple(map(float, values))
-    except OverflowError:
-        return None
+        if all(type(value) in (int, float) for value in values):
+            return tuple(map(float, values))
+    except (UnreadableError, OverflowError) as error:
+        raise ValueError(_NO_LIST) from error
+    raise ValueError(_NO_LIST)
 
 
 def check_no_observation(options: Any, bundle: Bundle) -> None:
