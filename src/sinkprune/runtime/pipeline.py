@@ -65,7 +65,7 @@ class Pipeline(Answering, KeepsCosts[Costs]):
         progress: OnProgress = unreported,
     ) -> None:
         """Load the bundle's graphs on `backend`, or the engines `built` from them; `wrap` may replace each engine."""
-        check_kind(bundle.manifest, str(bundle.path), acts=False)
+        check_kind(bundle, acts=False)
         self.load_ms: float | None = None
         """Milliseconds that `Pipeline.load` took, with the check of sums; None without `Pipeline.load`."""
         self._model = load_model(bundle, backend, built, wrap, fit, progress)

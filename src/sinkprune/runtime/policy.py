@@ -61,7 +61,7 @@ class Policy(KeepsCosts[ActionCosts]):
         progress: OnProgress = unreported,
     ) -> None:
         """Load the bundle's graphs on `backend`, or the engines `built` from them; `wrap` may replace each engine."""
-        check_kind(bundle.manifest, str(bundle.path), acts=True)
+        check_kind(bundle, acts=True)
         super().__init__(bundle, backend, ACTION_COSTS)
         self.load_ms: float | None = None
         """Milliseconds that `Policy.load` took, with the check of sums; None without `Policy.load`."""

@@ -220,7 +220,7 @@ def _open(options: _Options, observations: Observations) -> Bundle:
     """Open the policy's bundle, and check the budget and all observations before anything is loaded."""
     bundle = read_runnable(options.bundle, options.trust)
     manifest, facts = bundle.manifest, bundle.manifest.policy
-    check_kind(manifest, str(bundle.path), acts=True)
+    check_kind(bundle, acts=True)
     if facts is None:
         raise ValueError("check_kind accepts policies only")
     manifest.plan(options.method, options.budget)

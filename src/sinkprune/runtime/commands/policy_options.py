@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -187,14 +187,28 @@ def _listed(line: str) -> tuple[float, ...]:
     raise ValueError(_NO_LIST)
 
 
-def check_no_observation(options: Any, bundle: Bundle) -> None:
-    """Raise `UsageError` for options of a policy, given for a model that answers."""
-    for name in ("camera", "state", "steps"):
-        if getattr(options, name) is not None:
-            raise UsageError(
-                f"--{name} is for robot policies, and '{bundle.path}' is a model that answers questions (family "
-                f"'{bundle.manifest.family}'). Leave it out, and give --image and --prompt."
-            )
+def check_kind_options(options: Any, bundle: Bundle, foreign: Iterable[str], needed: Iterable[str]) -> None:
+    """Raise `UsageError` for given options of `foreign`, which are for the other kind of bundles.
+
+    The message asks for the options of `needed` that are not given.
+    """
+    given = [f"--{name.replace('_', '-')}" for name in foreign if getattr(options, name) not in (None, False)]
+    if not given:
+        return
+    missing = [f"--{name}" for name in needed if getattr(options, name) is None]
+    kinds = "robot policies", f"a model that answers questions (family '{bundle.manifest.family}')"
+    if bundle.manifest.policy is not None:
+        kinds = "models that answer questions", f"a robot policy (family '{bundle.manifest.family}')"
+    are, them = ("is", "it") if len(given) == 1 else ("are", "them")
+    raise UsageError(
+        f"{_listing(given)} {are} for {kinds[0]}, and '{bundle.path}' is {kinds[1]}. Leave {them} out"
+        f"{(missing and f', and give {_listing(missing)}') or ''}."
+    )
+
+
+def _listing(names: Sequence[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def load_policy(options: BundleOptions, bundle: Bundle, wrap: Wrap | None = None) -> Policy:
