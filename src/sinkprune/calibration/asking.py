@@ -12,7 +12,6 @@ from sinkprune.calibration.tasks import Item, load_task
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import SinkpruneError
-from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.commands import BundleOptions, load_pipeline
 from sinkprune.runtime.commands.policy_options import load_policy
 from sinkprune.runtime.pipeline import Pipeline
@@ -25,8 +24,9 @@ Loaded = Pipeline | Policy
 Sample = Item | Moment
 
 
-def load_samples(manifest: Manifest, data: str, limit: int | None) -> list[Sample]:
+def load_samples(bundle: Bundle, data: str, limit: int | None) -> list[Sample]:
     """Return the questions of a task, or the moments of a file for a policy; raises `TaskError`."""
+    manifest = bundle.manifest
     return [*(load_moments(manifest, Path(data), limit) if manifest.policy else load_task(data, limit))]
 
 

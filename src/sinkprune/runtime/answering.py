@@ -10,7 +10,7 @@ from sinkprune.contract.checks.arguments import check_callable, check_type
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.observer import NOBODY, Observer
 from sinkprune.runtime.steps.pictures import PictureLike
-from sinkprune.runtime.steps.request import Request
+from sinkprune.runtime.steps.request import Request, check_request_options
 from sinkprune.runtime.stream import Stream
 
 
@@ -40,6 +40,7 @@ class Answering(ABC):
         **options: Any,
     ) -> Answer:
         """Return the whole answer. Takes what `stream` takes; `on_text` receives each piece of text as it comes."""
+        check_request_options(options, "on_text", "observer")
         if on_text is not None:
             check_callable("on_text", on_text)
         return self.stream(image, prompt, observer=observer, **options).rest(on_text)
@@ -64,5 +65,6 @@ class Answering(ABC):
         and `ImageError` for an object that is no picture. Reading the first piece raises `ImageError`, `PromptError`,
         `PruningError` and `NumericsError`, and later pieces `UsageError` where the tokenizer cannot write the form.
         """
+        check_request_options(options, "observer")
         check_type("observer", observer, (Observer,), "an Observer")
         return self.answer(self.new_request(image, prompt, **options), observer)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from sinkprune.contract.checks.arguments import check_callable
+from sinkprune.contract.checks.arguments import check_callable, checks_options
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.precision import Array
@@ -31,6 +31,7 @@ class Camera:
     values than frames and for a source without any frame. Creation raises `TypeError` and `UsageError`.
     """
 
+    @checks_options
     def __init__(self, read: Read, *, order: str = "rgb") -> None:
         """Start to read at once, until `close` or the end of the `with` block."""
         check_callable("read", read)

@@ -15,7 +15,7 @@ from sinkprune.contract.checks.arguments import check_callable, check_path, chec
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.trust import ANY, Trust
 from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
-from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER, Manifest
+from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
 from sinkprune.contract.reports.progress import OnProgress, reporting
 from sinkprune.runtime.backends import Backend, Decoder, Engine, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines, own_engines, usual_backend
@@ -81,7 +81,7 @@ def open_with_backend(
             f"the bundle '{opened.path}' was read already, and not compared with this sum or key. Give them to "
             "read_runnable, as in read_runnable(path, Trust(sha256, key))."
         )
-    check_kind(opened.manifest, str(opened.path), acts=acts)
+    check_kind(opened, acts=acts)
     if not check_sums and (trusted != ANY or engines_pinned != ANY):
         raise UsageError(
             f"the bundle '{opened.path}' or its engines are pinned by a sum or a key, and their files were not "
@@ -100,8 +100,9 @@ def open_with_backend(
     return Opened(opened, library, built)
 
 
-def check_kind(manifest: Manifest, path: str, *, acts: bool) -> None:
+def check_kind(bundle: Bundle, *, acts: bool) -> None:
     """Raise `UsageError` unless the bundle is a robot policy, with `acts`, or a model that answers, without."""
+    manifest, path = bundle.manifest, bundle.path
     if acts and manifest.policy is None:
         raise UsageError(
             f"'{path}' is a model that answers questions (family '{manifest.family}'), expected a robot policy. Use "

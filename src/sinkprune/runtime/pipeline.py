@@ -7,12 +7,11 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from inspect import signature
-from typing import Any, NoReturn
+from typing import Any
 
 from sinkprune.contract.budgets import AUTO
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.checks.arguments import check_options, check_type
+from sinkprune.contract.checks.arguments import check_type, checks_options
 from sinkprune.contract.command_line.progress_lines import shown_progress
 from sinkprune.contract.costs.file import ANSWER_COSTS
 from sinkprune.contract.costs.model import Costs
@@ -55,6 +54,7 @@ class Pipeline(Answering, KeepsCosts[Costs]):
     `backend.turn`.
     """
 
+    @checks_options
     def __init__(
         self,
         bundle: Bundle,
@@ -65,7 +65,7 @@ class Pipeline(Answering, KeepsCosts[Costs]):
         progress: OnProgress = unreported,
     ) -> None:
         """Load the bundle's graphs on `backend`, or the engines `built` from them; `wrap` may replace each engine."""
-        check_kind(bundle.manifest, str(bundle.path), acts=False)
+        check_kind(bundle, acts=False)
         self.load_ms: float | None = None
         """Milliseconds that `Pipeline.load` took, with the check of sums; None without `Pipeline.load`."""
         self._model = load_model(bundle, backend, built, wrap, fit, progress)
@@ -78,6 +78,7 @@ class Pipeline(Answering, KeepsCosts[Costs]):
         self._grammars = Grammars(self.prompts, self._stop)
 
     @classmethod
+    @checks_options
     def load(
         cls,
         bundle: str | os.PathLike[str] | Bundle,
@@ -93,7 +94,6 @@ class Pipeline(Answering, KeepsCosts[Costs]):
         wrap: Wrap | None = None,
         fit: Fit | None = None,
         during: During = nullcontext,
-        **unknown: NoReturn,
     ) -> Pipeline:
         """Load a bundle or a folder of engines, by its path or already read; or `engines` built from the bundle.
 
@@ -111,8 +111,6 @@ class Pipeline(Answering, KeepsCosts[Costs]):
         Raises `BundleError`, `EnginesError`, `BackendError` and `UsageError` (`OptionError` for an unknown argument),
         and `TypeError` for an argument of a wrong type.
         """
-        known = signature(cls.load).parameters.values()
-        check_options(unknown, [one.name for one in known if one.kind == one.KEYWORD_ONLY])
         check_fit(fit)
         began = time.perf_counter()
         opened = open_with_backend(
@@ -172,7 +170,7 @@ class Pipeline(Answering, KeepsCosts[Costs]):
         Raises at once what `stream` raises. Reading an answer raises what reading a stream raises, and `ImageError`
         for a frame of another size.
         """
-        check_request_options(options.keys() - {"deadline_ms"}, without="deadline_ms")
+        check_request_options(options.keys() - {"deadline_ms"}, "settings", "observer", without="deadline_ms")
         check_frames(frames)
         check_type("settings", settings, (WatchSettings,), "WatchSettings")
         check_type("observer", observer, (Observer,), "an Observer")

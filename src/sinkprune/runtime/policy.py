@@ -7,12 +7,10 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from inspect import signature
-from typing import NoReturn
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.checks.arguments import check_options
+from sinkprune.contract.checks.arguments import checks_options
 from sinkprune.contract.command_line.progress_lines import shown_progress
 from sinkprune.contract.costs.actions import ActionCosts
 from sinkprune.contract.costs.file import ACTION_COSTS
@@ -53,6 +51,7 @@ class Policy(KeepsCosts[ActionCosts]):
     Any number of threads may share a policy; they take turns on backends that run one call at once.
     """
 
+    @checks_options
     def __init__(
         self,
         bundle: Bundle,
@@ -62,7 +61,7 @@ class Policy(KeepsCosts[ActionCosts]):
         progress: OnProgress = unreported,
     ) -> None:
         """Load the bundle's graphs on `backend`, or the engines `built` from them; `wrap` may replace each engine."""
-        check_kind(bundle.manifest, str(bundle.path), acts=True)
+        check_kind(bundle, acts=True)
         super().__init__(bundle, backend, ACTION_COSTS)
         self.load_ms: float | None = None
         """Milliseconds that `Policy.load` took, with the check of sums; None without `Policy.load`."""
@@ -70,6 +69,7 @@ class Policy(KeepsCosts[ActionCosts]):
         self._times = StepTimes(self._model.chain, self.facts)
 
     @classmethod
+    @checks_options
     def load(
         cls,
         bundle: str | os.PathLike[str] | Bundle,
@@ -84,15 +84,12 @@ class Policy(KeepsCosts[ActionCosts]):
         signed_by: str | os.PathLike[str] | None = None,
         wrap: Wrap | None = None,
         during: During = nullcontext,
-        **unknown: NoReturn,
     ) -> Policy:
         """Load a policy's bundle or folder of engines; takes what `Pipeline.load` takes, without `fit`.
 
         Raises `BundleError`, `EnginesError`, `BackendError` and `UsageError` (also for a bundle that is no policy;
         `OptionError` for an unknown argument), and `TypeError` for an argument of a wrong type.
         """
-        known = signature(cls.load).parameters.values()
-        check_options(unknown, [one.name for one in known if one.kind == one.KEYWORD_ONLY])
         began = time.perf_counter()
         opened = open_with_backend(
             bundle,
@@ -121,6 +118,7 @@ class Policy(KeepsCosts[ActionCosts]):
             raise ValueError("a policy's bundle has facts of a policy")
         return facts
 
+    @checks_options
     def act(
         self,
         cameras: Sequence[PictureLike | None],
@@ -186,6 +184,7 @@ class Policy(KeepsCosts[ActionCosts]):
         report = self._act(observation, manifest.plan(method, chosen.budget), method, chosen.budget, observer)
         return replace(report, deadline=chosen.report(history, sum(report.step_ms)))
 
+    @checks_options
     def warm_up(
         self,
         cameras: Sequence[PictureLike | None],
@@ -223,6 +222,7 @@ class Policy(KeepsCosts[ActionCosts]):
         warn_of_load(costs, earlier)
         return costs
 
+    @checks_options
     def measure_costs(
         self,
         cameras: Sequence[PictureLike | None],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sinkprune.contract.checks.arguments import check_type
+from sinkprune.contract.checks.arguments import check_type, checks_options
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.errors import UsageError
 from sinkprune.runtime.answering import Answering
@@ -38,6 +38,7 @@ class Session(Answering):
     session (docs/sessions.md).
     """
 
+    @checks_options
     def __init__(self, pipeline: Pipeline, max_bytes: int = MAX_BYTES) -> None:
         """Start with an empty memory of at most `max_bytes`. What was used least recently is dropped first.
 

@@ -148,6 +148,23 @@ def test_heads_are_chosen_and_exported(folder: Path, checkpoint: Callable[[str],
     assert all(report.tokens_per_layer[-1] < report.visual_tokens for report in reports)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("sinkprune-evaluate",),
+        ("sinkprune-calibrate", "confidence"),
+        ("sinkprune-calibrate", "norms"),
+        ("sinkprune-calibrate", "quantize", "-o", "quantised", "--weights", "int8"),
+        ("sinkprune-calibrate", "schedule", "--target-ms", 50),
+    ],
+)
+def test_commands_for_models_that_answer_name_the_policy(command: tuple[object, ...], folder: Path) -> None:
+    """They do so before they read the data, which are moments."""
+    policy, (name, *words) = folder / "bundle", command
+    outcome = run(str(name), *words, policy, "--data", folder / "moments.jsonl")
+    assert_refused(outcome, f"error: '{policy}' is a robot policy (family 'pi0'), which gives actions and no text.")
+
+
 def test_what_is_refused(folder: Path, bundle: Callable[..., Path], photo_file: Path, tmp_path: Path) -> None:
     policy, data = folder / "bundle", tmp_path / "moments.jsonl"
     shutil.copy(photo_file, tmp_path / "photo.png")
@@ -155,7 +172,6 @@ def test_what_is_refused(folder: Path, bundle: Callable[..., Path], photo_file: 
     data.write_text(json.dumps(line))
     assert_refused(run(*ATTENTION, policy, "--data", data, "--heads", tmp_path / "x.json"), "at least two different")
     assert_refused(run(*ATTENTION, policy), "expected a file of moments that ends in .jsonl")
-    assert_refused(run("sinkprune-evaluate", policy), "is a robot policy (family 'pi0'), which gives actions")
     assert_refused(run(*ATTENTION, bundle("gqa-112"), "--data", data), "unknown field 'cameras'")
     data.write_text(json.dumps({**line, "state": [1]}))
     assert_refused(run(*EVIDENCE, policy, "--data", data), "line 1: the state has the shape [1], expected 5 numbers")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -189,6 +190,28 @@ def test_an_interrupt_leaves_the_chunks_so_far(
         assert outcome.stderr.endswith("interrupted; no whole chunk was computed, so nothing was kept.\n")
 
 
+@pytest.mark.parametrize("damaged", [0, 2])
+def test_a_damaged_frame_leaves_the_chunks_so_far(damaged: int, path: Path, folder: Path, tmp_path: Path) -> None:
+    report = tmp_path / "x.json"
+    for camera in ("base", "wrist"):
+        shutil.copytree(folder / camera, tmp_path / camera)
+    frame = tmp_path / "wrist" / f"{damaged}.png"
+    frame.write_bytes(frame.read_bytes()[:5000])
+    report.write_text("precious")
+    outcome = act(path, tmp_path, "--steps", 1, "--json", report, cameras=("base", "wrist"))
+    assert (outcome.code, report.read_text()) == (2, "precious")
+    assert len(outcome.stdout.splitlines()) == damaged
+    *_, error = outcome.stderr.splitlines()
+    assert error.startswith("error: ") and f"wrist/{damaged}.png" in error
+    kept = tmp_path / "x.interrupted.json"
+    assert kept.exists() == bool(damaged)
+    if damaged:
+        found = json.loads(kept.read_text())
+        assert len(found["chunks"]) == 2 and found["interrupted"] == "there are 2 of 3 chunks."
+        assert error.startswith("error: moment 3 of 3: ")
+        assert f" There are 2 of 3 chunks. Earlier files stay; these results are in '{kept}'." in error
+
+
 def test_an_interrupted_warm_up_leaves_no_costs(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*given: Any, **options: Any) -> NoReturn:
         raise KeyboardInterrupt
@@ -209,12 +232,23 @@ def test_an_interrupted_warm_up_leaves_no_costs(path: Path, folder: Path, monkey
         ((), ("empty", "none"), "holds no files"),
         ((), ("nothing.png", "none"), "nothing.png"),
         (("--state", "1,2,3,4"), ("base.png", "none"), "the state has the shape [4], expected 5 numbers"),
-        (("--state", "1,2,3,4,nan"), ("base.png", "none"), "--state is '1,2,3,4,nan', expected numbers"),
-        (("--state", "1,2,3,4,"), ("base.png", "none"), "--state is '1,2,3,4,', expected numbers"),
+        (("--state", "1,2,3,4,nan"), ("base.png", "none"), "'nan' at place 5 is not finite. Expected numbers"),
+        (("--state", "1,2,3,4,"), ("base.png", "none"), "--state is '1,2,3,4,': '' at place 5 is no number."),
+        (("--state", "0.1,x,y"), ("base.png", "none"), "--state is '0.1,x,y': 'x' at place 2 is no number."),
+        (("--state", "nan"), ("base.png", "none"), "--state is 'nan': 'nan' at place 1 is not finite."),
+        (("--state", "no/states.csv"), ("base.png", "none"), "--state is 'no/states.csv': it is missing. Expected"),
         (("--state", "FOLDER/short.csv"), ("base", "none"), "has 2 states, and the cameras have 3 moments"),
         (("--state", "FOLDER/states.csv"), ("base.png", "none"), "has 3 states, and the cameras have 1 moment"),
-        (("--state", "FOLDER/header.csv"), ("base.png", "none"), "header.csv', line 1: found 'x,y', expected"),
-        (("--state", "FOLDER/nan.json"), ("base.png", "none"), "nan.json', line 1: found '[1, NaN]'"),
+        (
+            ("--state", "FOLDER/header.csv"),
+            ("base.png", "none"),
+            "header.csv', line 1: found '1,y': 'y' at place 2 is no number.",
+        ),
+        (
+            ("--state", "FOLDER/nan.json"),
+            ("base.png", "none"),
+            "nan.json', line 1: found '[1, NaN]': it is no JSON list of finite numbers.",
+        ),
         (("--state", "FOLDER/words.json"), ("base.png", "none"), "words.json', line 2"),
         (("--state", "FOLDER/large.json"), ("base.png", "none"), "large.json', line 1"),
         (("--state", "FOLDER/wide.csv"), ("base", "none"), "moment 2 of 3: the state has the shape [6]"),
@@ -223,6 +257,11 @@ def test_an_interrupted_warm_up_leaves_no_costs(path: Path, folder: Path, monkey
         (("--budget", "retain-64"), ("base.png", "none"), "retain-64"),
         (("--method", "fastv"), ("base.png", "none"), "fastv"),
         (("--min-steps", "3"), ("base.png", "none"), "--min-steps is for a deadline"),
+        (
+            ("--min-steps", "20", "--deadline-ms", "9"),
+            ("base.png", "none"),
+            "--min-steps is 20 and --steps 10, expected a minimum that is no larger. Lower --min-steps, or raise --",
+        ),
         (("--overlay", "x.png"), ("base.png", "none"), "Give a --budget other than none"),
         (("--overlay", "x.png", "--budget", "prune-88.9"), ("base", "none"), "there are 3 moments"),
         (("--json", "FOLDER/base/x.json"), ("base", "none"), "which is read. Choose a place outside it."),
@@ -237,7 +276,7 @@ def test_wrong_options_are_refused(
     (folder / "few" / "0.png").write_bytes((folder / "base.png").read_bytes())
     wide = f"{STATE_WORD}\n{STATE_WORD},1\n{STATE_WORD}\n"
     files = {
-        "header.csv": "x,y\n1,2\n",
+        "header.csv": "1,y\n1,2\n",
         "nan.json": "[1, NaN]\n",
         "words.json": '[1, 2]\n["a"]\n',
         "large.json": f"[1{'0' * 400}]\n",

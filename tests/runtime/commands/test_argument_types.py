@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,20 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinkprune import Clip, Pipeline, VideoFile
+from sinkprune import (
+    Camera,
+    Clip,
+    Pipeline,
+    Policy,
+    Request,
+    Session,
+    ToolCall,
+    Tools,
+    Turn,
+    VideoFile,
+    WatchSettings,
+)
 from sinkprune.contract.errors import BudgetError, OptionError, SinkpruneError
-from sinkprune.runtime.steps.request import Request
 from support.programs.slow_cases import slow_except
 
 
@@ -161,12 +173,47 @@ def test_unknown_arguments_are_refused_with_a_guess(
     bundle: Callable[..., Path], pipeline: Callable[..., Pipeline]
 ) -> None:
     load: Any = Pipeline.load
-    with pytest.raises(OptionError, match=r"no option 'thread'; did you mean 'threads'\? Options are: backend, "):
+    with pytest.raises(OptionError, match=r"no option 'thread'; did you mean 'threads'\? Options are: bundle, b"):
         load(bundle("gqa-112"), thread=1)
     assert issubclass(OptionError, TypeError)
     pipe, picture = pipeline("gqa-112"), Image.new("RGB", (8, 8))
     with pytest.raises(OptionError, match=r"no option 'second'; did you mean 'seconds'\? "):
         pipe.warm_up(picture, "What?", second=1)
+    generate: Any = pipe.generate
+    with pytest.raises(OptionError, match=r"no option 'ontext'; did you mean 'on_text'\? "):
+        generate(picture, "What?", ontext=print)
+    with pytest.raises(OptionError, match=r"no option 'observe'; did you mean 'observer'\? "):
+        pipe.stream(picture, "What?", observe=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "meant"),
+    [
+        (Camera, "ordr", "order"),
+        (Clip, "fsp", "fps"),
+        (Pipeline, "fits", "fit"),
+        (Pipeline.load, "thread", "threads"),
+        (Policy, "wraps", "wrap"),
+        (Policy.load, "thread", "threads"),
+        (Policy.act, "step", "steps"),
+        (Policy.act, "deadline", "deadline_ms"),
+        (Policy.warm_up, "progres", "progress"),
+        (Policy.measure_costs, "second", "seconds"),
+        (Request, "budgt", "budget"),
+        (Session, "maxbytes", "max_bytes"),
+        (ToolCall, "argument", "arguments"),
+        (Tools, "paralel", "parallel"),
+        (Turn, "tool_call", "tool_calls"),
+        (VideoFile, "pth", "path"),
+        (WatchSettings, "capacit", "capacity"),
+    ],
+)
+def test_each_public_call_names_its_options(call: Any, given: str, meant: str) -> None:
+    said = rf"^there is no option '{given}'; did you mean '{meant}'\? Options are: .*\b{meant}\b"
+    with pytest.raises(OptionError, match=said):
+        call(**{given: 1})
+    shown = signature(call).parameters
+    assert meant in shown and all(one.kind is not one.VAR_KEYWORD for one in shown.values())
 
 
 def test_plans_of_an_unknown_method_are_not_loaded(pipeline: Callable[..., Pipeline]) -> None:

@@ -195,7 +195,8 @@ def test_an_interrupted_command_reports_the_complete_rounds(
     ("words", "said"),
     [
         (("--new-tokens", "3"), "--new-tokens is for models that answer questions"),
-        (("--warm",), "--warm is for models that answer questions"),
+        (("--warm", "--power"), "--warm and --power are for models that answer questions"),
+        (("--power",), "is a robot policy (family 'pi0'). Leave it out.\n"),
         (("--fit", "pad"), "--fit is for models that answer questions"),
         (("--rate", "5"), "--rate is for models that answer questions"),
         (("--budgets", "retain-64"), "retain-64"),
@@ -213,11 +214,16 @@ def test_pictures_are_for_models_that_answer_and_cameras_for_policies(
 ) -> None:
     own, other = bundle("pi0", budgets=BUDGETS, max_images=2), bundle("gqa-112")
     asked = ("--image", photo_file, "--prompt", "go")
-    assert_refused(run("sinkprune-profile", own, *asked), "robot policy (family 'pi0')", "--camera, --instruction")
+    said = "robot policy (family 'pi0')", "Leave it out, and give --camera and --state."
+    assert_refused(run("sinkprune-profile", own, *asked), *said)
     cameras = ("--camera", photo_file)
-    assert_refused(run("sinkprune-profile", other, *cameras, *GO), "--camera is for robot policies", "--image")
+    assert_refused(run("sinkprune-profile", other, *cameras, *GO), "--camera and --state are for robot policies")
+    said = "--camera is for robot policies", "Leave it out, and give --image."
+    assert_refused(run("sinkprune-profile", other, *cameras, "--prompt", "go"), *said)
     assert_refused(run("sinkprune-profile", own, *cameras, "--instruction", "go"), "Add --state")
-    assert_refused(run("sinkprune-profile", other, *asked, "--steps", "3"), "--steps is for robot policies")
+    assert_refused(
+        run("sinkprune-profile", other, *asked, "--steps", "3"), "--steps is for robot policies", "Leave it out.\n"
+    )
     for number in range(2):
         photo = tmp_path / f"{number}.jpg"
         photo.write_bytes(photo_file.read_bytes())

@@ -174,6 +174,7 @@ def test_two_watches_and_a_question_do_not_mix(pipe: Pipeline, photo: Image.Imag
         ({"budget": "none"}, UsageError, "prunes inside the decoder"),
         ({"budget": "retain-64", "deadline_ms": 100}, UsageError, "no deadline"),
         ({"budget": "retain-64", "surprise": 1}, OptionError, r"surprise(?!.*deadline_ms)"),
+        ({"budget": "retain-64", "setting": None}, OptionError, "'setting'; did you mean 'settings'.* observer"),
         ({"budget": "retain-64", "settings": {"capacity": 3}}, TypeError, "WatchSettings"),
         ({"budget": "retain-64", "max_new_tokens": 0}, UsageError, "max_new_tokens"),
     ],

@@ -36,6 +36,7 @@ from sinkprune.runtime.commands.interrupts import (
 )
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.confidence.thresholds import describe_ladders, write_thresholds
+from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 from sinkprune.runtime.text.answer_form import checked_choices
 
@@ -72,12 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _calibrate(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, _Options)
-    check_own_questions(options.data)
     outputs: list[OutputFile] = [*json_outputs(options.json)]
     outputs += [(options.thresholds, (".json",))] if options.thresholds else []
     check_outputs(outputs, [options.data, *options.key_files], options.folders)
     choice = checked_choices(options.choice)
     bundle = read_runnable(options.bundle, options.trust)
+    check_kind(bundle, acts=False)
+    check_own_questions(options.data)
     manifest = bundle.manifest
     manifest.plan(options.method, UNPRUNED)
     budgets = options.budgets or [*manifest.plans[options.method]]

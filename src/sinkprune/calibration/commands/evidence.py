@@ -77,7 +77,7 @@ def _calibrate(arguments: Sequence[str] | None) -> None:
     if not options.dry_run:
         check_changeable(bundle, signed=sign is not None)
     with status("checking the questions"):
-        items = load_samples(bundle.manifest, str(options.data), options.limit)
+        items = load_samples(bundle, str(options.data), options.limit)
     check_apart([path for path, _ in json_outputs(options.json)], (file for item in items for file in item.files))
     check_unpruned_memory(options, bundle, items[0].load_images(), items[0].prompt, 1)
     recorder = EvidenceRecorder()

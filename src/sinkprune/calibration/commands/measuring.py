@@ -25,7 +25,6 @@ from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.progress_lines import ProgressLines, status
 from sinkprune.contract.files.output_files import OutputFile, check_apart
 from sinkprune.contract.files.trust import add_sign_option, add_trust_options
-from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.known import COMPUTES, KNOWN
 from sinkprune.runtime.commands import (
@@ -98,16 +97,16 @@ def add_former_name(parser: Any, name: str, option: str, **kind: Any) -> None:
     parser.add_argument(name, dest=option, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind)
 
 
-def load_questions(manifest: Manifest, data: str, limit: int | None) -> list[Item]:
+def load_questions(bundle: Bundle, data: str, limit: int | None) -> list[Item]:
     """Return the questions of a task, which no policy answers; raises `TaskError` and `UsageError`."""
-    check_kind(manifest, "the bundle", acts=False)
+    check_kind(bundle, acts=False)
     return load_task(data, limit)
 
 
 def open_task(
     options: TaskOptions,
     new_tokens: int,
-    load: Callable[[Manifest, str, int | None], list[S]],
+    load: Callable[[Bundle, str, int | None], list[S]],
     *others: OutputFile,
 ) -> OpenTask[S]:
     """Read the bundle and the questions, and check all that can be checked before the bundle is loaded.
@@ -119,7 +118,7 @@ def open_task(
     bundle = read_runnable(options.bundle, options.trust)
     combinations, unreachable = choose_combinations(bundle.manifest, options.methods or [], options.budgets or [])
     with status("checking the questions"):
-        items = load(bundle.manifest, options.data, options.limit)
+        items = load(bundle, options.data, options.limit)
     check_apart([path for path, _ in (*options.outputs, *others)], (file for item in items for file in item.files))
     check_unpruned_memory(options, bundle, items[0].load_images(), items[0].prompt, new_tokens)
     return OpenTask(bundle, items, combinations, unreachable)

@@ -25,7 +25,7 @@ from sinkprune.calibration.plots import plot_norms
 from sinkprune.calibration.tasks import SCENES
 from sinkprune.calibration.token_features import TokenFeatures, bundle_features
 from sinkprune.calibration.towers import CONFIG, VisionTower
-from sinkprune.contract.bundle import read_runnable
+from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
@@ -47,6 +47,7 @@ from sinkprune.runtime.commands import (
 )
 from sinkprune.runtime.commands.interrupts import beside_earlier, interrupted_warnings
 from sinkprune.runtime.commands.picture_notes import note_many_pictures
+from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.profiling.plot import import_matplotlib
 from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
@@ -89,11 +90,12 @@ def _measure(arguments: Sequence[str] | None) -> None:
     _check_fit(parser, options, is_tower=is_tower)
     files = options.images or ([Path(options.data)] if Path(options.data).is_dir() else [])
     check_report_options(options, options, [] if files else [Path(options.data)])
+    bundle = None if is_tower else _open(options)
     with status("checking the pictures"):
         pictures = (file_pictures(files) if files else task_pictures(options.data))[: options.limit]
     read = [Path(picture.name) for picture in pictures]
     check_outputs([*options.outputs, *_heatmap_outputs(options, pictures)], read, options.folders)
-    model, tower, shares = _lone_tower(options) if is_tower else _bundle_tower(options, pictures)
+    model, tower, shares = _bundle_tower(options, bundle, pictures) if bundle else _lone_tower(options)
     if options.heatmaps:
         options.heatmaps.mkdir(exist_ok=True)
     measured, interrupted, earlier = list[TokenFeatures](), "", ""
@@ -173,14 +175,22 @@ def _lone_tower(options: _Options) -> tuple[str, MeasureFeatures, list[float]]:
     return options.bundle.resolve().name, VisionTower(options.bundle, layer, options.threads).features, []
 
 
-def _bundle_tower(options: _Options, pictures: Sequence[NamedPicture]) -> tuple[str, MeasureFeatures, list[float]]:
-    """Return the model's name, the features of a bundle's tower, and the share that it sees of each picture."""
+def _open(options: _Options) -> Bundle:
+    """Open the bundle of a model that answers; raises `BundleError` and `UsageError`."""
     if not options.bundle.exists():
         raise UsageError(
             f"there is no folder '{options.bundle}'. Give a bundle, which sinkprune-export makes, or the checkpoint "
             f"folder of a vision tower, with its {CONFIG}."
         )
     bundle = read_runnable(options.bundle, options.trust)
+    check_kind(bundle, acts=False)
+    return bundle
+
+
+def _bundle_tower(
+    options: _Options, bundle: Bundle, pictures: Sequence[NamedPicture]
+) -> tuple[str, MeasureFeatures, list[float]]:
+    """Return the model's name, the features of a bundle's tower, and the share that it sees of each picture."""
     check_unpruned_memory(options, bundle, [pictures[0].load()])
     pipeline = load_pipeline(options, bundle)
     sizes = {picture.name: picture.size for picture in pictures}

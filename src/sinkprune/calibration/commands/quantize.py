@@ -40,6 +40,7 @@ from sinkprune.runtime.commands import (
 from sinkprune.runtime.commands.interrupts import explain_interrupt
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.families import load_family
+from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.media.fits import add_fit_option
 from sinkprune.runtime.profiling.plot import import_matplotlib
 
@@ -94,6 +95,7 @@ def _quantize(arguments: Sequence[str] | None) -> None:
     check_replaceable(options.output, BUNDLE, force=options.force)
     check_outside(options.output, options.bundle, BUNDLE)
     bundle = read_bundle(options.bundle, options.trust)
+    check_kind(bundle, acts=False)
     forms = quantised_forms(bundle.manifest, options.weights, options.vision_weights, options.block_size)
     sign = read_private_key(options.sign) if options.sign else None
     with status("checking the pictures"):

@@ -1,14 +1,19 @@
-"""Check the types of function arguments. Messages name the argument."""
+"""Check the names and types of function arguments. Messages name the argument."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
-from typing import Any
+from functools import wraps
+from inspect import signature
+from typing import Any, TypeVar, cast
 
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import OptionError
+
+C = TypeVar("C", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 def check_path(name: str, value: object) -> None:
@@ -35,3 +40,21 @@ def check_options(given: Iterable[str], known: Sequence[str]) -> None:
             near = get_close_matches(name, known, 1)
             guess = f"; did you mean '{near[0]}'?" if near else "."
             raise OptionError(f"there is no option {format_value(name)}{guess} Options are: {', '.join(known)}.")
+
+
+def checks_options(function: C) -> C:
+    """Make calls of `function` raise `OptionError`, with its options, for keywords that it does not have."""
+    known = [name for name in signature(function).parameters if name not in ("self", "cls")]
+
+    @wraps(function)
+    def checked(*given: Any, **options: Any) -> Any:
+        check_options(options, known)
+        return function(*given, **options)
+
+    return cast(C, checked)
+
+
+def creation_checks_options(made: type[T]) -> type[T]:
+    """Make the creation of a dataclass raise `OptionError`, with its fields, for keywords that it does not have."""
+    made.__init__ = checks_options(made.__init__)  # type: ignore[method-assign]
+    return made

@@ -148,9 +148,14 @@ def least_steps(given: int | None, most: int, deadline_ms: float | None) -> int:
     if deadline_ms is None:
         raise UsageError("min_steps is for a deadline, and there is none. Give deadline_ms, or leave min_steps out.")
     least = STEPS.named("min_steps").check(given)
+    check_least_steps(least, most, "min_steps", "steps")
+    return least
+
+
+def check_least_steps(least: int, most: int, least_name: str, most_name: str) -> None:
+    """Raise `UsageError`, with the names of both, if the fewest steps are more than the most."""
     if least > most:
         raise UsageError(
-            f"min_steps is {least} and steps {most}, expected a minimum that is no larger. Lower min_steps, or raise "
-            "steps."
+            f"{least_name} is {least} and {most_name} {most}, expected a minimum that is no larger. Lower "
+            f"{least_name}, or raise {most_name}."
         )
-    return least

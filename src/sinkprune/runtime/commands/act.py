@@ -18,9 +18,9 @@ from sinkprune.contract.command_line.progress_lines import ProgressLines, status
 from sinkprune.contract.command_line.written_files import write_output
 from sinkprune.contract.costs.actions import ActionCosts
 from sinkprune.contract.costs.file import ACTION_COSTS
-from sinkprune.contract.errors import DeadlineError, UsageError
+from sinkprune.contract.errors import DeadlineError, SinkpruneError, UsageError
 from sinkprune.contract.files.output_files import check_outputs
-from sinkprune.runtime.acting.deadline import check_costs
+from sinkprune.runtime.acting.deadline import check_costs, check_least_steps
 from sinkprune.runtime.acting.observation import SEED, STEPS
 from sinkprune.runtime.acting.report import ActionReport
 from sinkprune.runtime.commands import BundleOptions, add_costs, add_method, engine_parser, write_line
@@ -61,6 +61,7 @@ examples:
   sinkprune-act policy --camera base/ --camera wrist/ --instruction "pick up the cup" --state states.csv \\
       --deadline-ms 300 --min-steps 4
 """
+_NO_CHUNK = "no whole chunk was computed, so nothing was kept."
 _SHOWN = 8
 """How many numbers of an action a line has; --json has all."""
 
@@ -109,9 +110,9 @@ def _act(arguments: Sequence[str] | None) -> None:
     if options.deadline_ms is not None:
         _prepare(policy, costs, first, options)
     chunks, interrupted, earlier, outputs = list[ActionReport](), "", "", options
-    total = len(observations.moments)
+    total, ended = len(observations.moments), None
     try:
-        with ProgressLines("acting", total, "chunks") as lines:
+        with explain_interrupt(_NO_CHUNK), ProgressLines("acting", total, "chunks") as lines:
             for moment in observations.moments:
                 chunks.append(_chunk(policy, moment, options))
                 lines.update(advance=1)
@@ -119,10 +120,10 @@ def _act(arguments: Sequence[str] | None) -> None:
                     # Lines of progress would stand between those of chunks, where both go to one file.
                     lines.end()
                     write_line(_line(chunks[-1], len(chunks), total))
-    except KeyboardInterrupt as interrupt:
+    except (KeyboardInterrupt, SinkpruneError) as end:
         if not chunks:
-            raise KeyboardInterrupt("no whole chunk was computed, so nothing was kept.") from interrupt
-        interrupted = f"there are {len(chunks)} of {counted(total, 'chunk')}."
+            raise
+        ended, interrupted = end, f"there are {len(chunks)} of {counted(total, 'chunk')}."
         outputs, earlier = beside_earlier(options, "json")
     if not prints_json(options.json) and chunks[-1].deadline is not None:
         write_line(f"deadline {options.deadline_ms:g} ms: {_met(chunks)}")
@@ -141,8 +142,10 @@ def _act(arguments: Sequence[str] | None) -> None:
         "chunks": [_chunk_json(chunk, moment) for chunk, moment in zip(chunks, observations.moments, strict=False)],
     }
     write_json(outputs.json, summary)
-    if interrupted:
-        raise KeyboardInterrupt(interrupted + earlier)
+    if isinstance(ended, SinkpruneError):
+        raise type(ended)(f"moment {len(chunks) + 1} of {total}: {ended} T{interrupted[1:]}{earlier}") from ended
+    if ended:
+        raise KeyboardInterrupt(interrupted + earlier) from ended
     if options.overlay:
         _draw(options.overlay, chunks[-1], first)
 
@@ -217,11 +220,13 @@ def _open(options: _Options, observations: Observations) -> Bundle:
     """Open the policy's bundle, and check the budget and all observations before anything is loaded."""
     bundle = read_runnable(options.bundle, options.trust)
     manifest, facts = bundle.manifest, bundle.manifest.policy
-    check_kind(manifest, str(bundle.path), acts=True)
+    check_kind(bundle, acts=True)
     if facts is None:
         raise ValueError("check_kind accepts policies only")
     manifest.plan(options.method, options.budget)
     observations.check(manifest, facts, options.instruction, steps=options.steps)
+    if options.min_steps is not None:
+        check_least_steps(options.min_steps, options.steps or facts.steps, "--min-steps", "--steps")
     return bundle
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,10 @@ NO_CAMERA = "none"
 """The word for a camera without a frame."""
 _STATES_BYTES = 64 << 20
 """Seven hours of states of 32 numbers, ten times a second."""
+_NO_LIST = "it is no JSON list of finite numbers"
 _NEGATIVE = re.compile(r"-\.?\d")
+_LIKE_NUMBERS = re.compile(r"[^/]*,[^/]*|[-+]?(nan|inf|infinity)", re.IGNORECASE)
+"""Matches words that look like numbers, and not like the path of a file."""
 
 
 class Moment(NamedTuple):
@@ -130,16 +133,18 @@ def _frames(paths: Sequence[Path | None]) -> list[tuple[Path | None, ...]]:
 
 def _states(word: str) -> tuple[list[tuple[float, ...]], Path | None]:
     """Return the states in the value of `--state`, and their file; None for numbers of the command line."""
-    numbers = _numbers(word)
-    if numbers is not None:
-        return [numbers], None
+    try:
+        return [_numbers(word)], None
+    except ValueError as error:
+        wrong = str(error)
     path = Path(word)
     try:
         lines = read_text(path, _STATES_BYTES).splitlines()
     except UnreadableError as error:
+        reason = wrong if _LIKE_NUMBERS.fullmatch(word) else f"it {error}"
         raise UsageError(
-            f"--state is {format_value(word)}, expected numbers with commas between them, or a file of states: it "
-            f"{error}."
+            f"--state is {format_value(word)}: {reason}. Expected numbers with commas between them, or a file of "
+            "states."
         ) from error
     states = [_line(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not states:
@@ -149,46 +154,61 @@ def _states(word: str) -> tuple[list[tuple[float, ...]], Path | None]:
 
 def _line(path: Path, number: int, line: str) -> tuple[float, ...]:
     """Return the state in a line of a file."""
-    found = _listed(line) if line.lstrip().startswith("[") else _numbers(line)
-    if found is None:
-        raise UsageError(
-            f"'{path}', line {number}: found {format_value(line)}, expected numbers with commas between them, or a "
-            "JSON list of numbers."
-        )
-    return found
-
-
-def _numbers(text: str) -> tuple[float, ...] | None:
-    """Return the finite numbers in a comma-separated text; None for anything else."""
     try:
-        values = tuple(map(float, text.split(",")))
-    except ValueError:
-        return None
-    return values if all(map(math.isfinite, values)) else None
+        return _listed(line) if line.lstrip().startswith("[") else _numbers(line)
+    except ValueError as error:
+        raise UsageError(
+            f"'{path}', line {number}: found {format_value(line)}: {error}. Expected numbers with commas between "
+            "them, or a JSON list of numbers."
+        ) from error
 
 
-def _listed(line: str) -> tuple[float, ...] | None:
-    """Return the numbers in a JSON list; None for anything else."""
+def _numbers(text: str) -> tuple[float, ...]:
+    """Return the numbers in a comma-separated text; raises `ValueError` with the first that is not finite."""
+    values = []
+    for place, word in enumerate(text.split(","), 1):
+        try:
+            values.append(float(word))
+        except ValueError as error:
+            raise ValueError(f"{format_value(word)} at place {place} is no number") from error
+        if not math.isfinite(values[-1]):
+            raise ValueError(f"{format_value(word)} at place {place} is not finite")
+    return tuple(values)
+
+
+def _listed(line: str) -> tuple[float, ...]:
+    """Return the numbers in a JSON list; raises `ValueError` for anything else."""
     try:
         values = parsed_json(line.encode())
-    except UnreadableError:
-        return None
-    if any(type(value) not in (int, float) for value in values):
-        return None
-    try:
-        return tuple(map(float, values))
-    except OverflowError:
-        return None
+        if all(type(value) in (int, float) for value in values):
+            return tuple(map(float, values))
+    except (UnreadableError, OverflowError) as error:
+        raise ValueError(_NO_LIST) from error
+    raise ValueError(_NO_LIST)
 
 
-def check_no_observation(options: Any, bundle: Bundle) -> None:
-    """Raise `UsageError` for options of a policy, given for a model that answers."""
-    for name in ("camera", "state", "steps"):
-        if getattr(options, name) is not None:
-            raise UsageError(
-                f"--{name} is for robot policies, and '{bundle.path}' is a model that answers questions (family "
-                f"'{bundle.manifest.family}'). Leave it out, and give --image and --prompt."
-            )
+def check_kind_options(options: Any, bundle: Bundle, foreign: Iterable[str], needed: Iterable[str]) -> None:
+    """Raise `UsageError` for given options of `foreign`, which are for the other kind of bundles.
+
+    The message asks for the options of `needed` that are not given.
+    """
+    given = [f"--{name.replace('_', '-')}" for name in foreign if getattr(options, name) not in (None, False)]
+    if not given:
+        return
+    missing = [f"--{name}" for name in needed if getattr(options, name) is None]
+    kinds = "robot policies", f"a model that answers questions (family '{bundle.manifest.family}')"
+    if bundle.manifest.policy is not None:
+        kinds = "models that answer questions", f"a robot policy (family '{bundle.manifest.family}')"
+    are, them = ("is", "it") if len(given) == 1 else ("are", "them")
+    raise UsageError(
+        f"{_listing(given)} {are} for {kinds[0]}, and '{bundle.path}' is {kinds[1]}. Leave {them} out"
+        f"{(missing and f', and give {_listing(missing)}') or ''}."
+    )
+
+
+def _listing(names: Sequence[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def load_policy(options: BundleOptions, bundle: Bundle, wrap: Wrap | None = None) -> Policy:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sinkprune.contract.budgets import UNPRUNED
@@ -60,17 +59,6 @@ def step_list(words: str) -> list[int]:
         return [STEPS.named("--steps").check(int(word)) for word in name_list(words)]
     except ValueError as error:
         raise ArgumentTypeError(f"found {format_value(words)}, expected whole numbers with commas between") from error
-
-
-def check_policy_options(options: PolicyProfileOptions, bundle: Bundle, of_answers: Iterable[str]) -> None:
-    """Raise `UsageError` without cameras, and for the options `of_answers`, which a policy does not take."""
-    for name in of_answers:
-        if getattr(options, name):
-            raise UsageError(
-                f"--{name.replace('_', '-')} is for models that answer questions, and '{bundle.path}' is a robot "
-                f"policy (family '{bundle.manifest.family}'). Leave it out, and give --camera, --instruction and "
-                "--state."
-            )
 
 
 def profile_policy(options: PolicyProfileOptions, bundle: Bundle, observations: Observations) -> None:

@@ -11,6 +11,7 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import prints_json
+from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.reports.energy import BudgetEnergy
 from sinkprune.contract.reports.report import OF_TTFT, BudgetReport, ProfileReport
 from sinkprune.runtime.backends.compatibility import usual_backend
@@ -31,10 +32,9 @@ from sinkprune.runtime.commands import (
 from sinkprune.runtime.commands.interrupts import beside_earlier
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
-from sinkprune.runtime.commands.policy_options import add_cameras, add_state, check_no_observation, given_observations
+from sinkprune.runtime.commands.policy_options import add_cameras, add_state, check_kind_options, given_observations
 from sinkprune.runtime.commands.policy_profile import (
     PolicyProfileOptions,
-    check_policy_options,
     profile_policy,
     step_list,
 )
@@ -97,6 +97,8 @@ class _Options(PictureOptions, PolicyProfileOptions, RateOptions, PowerOptions):
 
 _OF_ANSWERS = ("image", "video", "frames", "rate", "duration", "new_tokens", "warm", "power", "idle", "fit")
 """The options that a robot policy does not take."""
+_OF_POLICIES = ("camera", "state", "steps")
+"""The options that a model that answers does not take."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -145,16 +147,17 @@ def _profile(arguments: Sequence[str] | None) -> None:
     options = parser.parse(arguments, _Options)
 
     camera = wanted_camera(options)
-    observations = given_observations(options.camera, options.state)
     files = frame_files(options.frames) if options.frames else options.picture_files
-    check_report_options(options, options, [*files, *observations.files])
+    check_report_options(options, options, files)
     prompt = prompt_pieces(options.prompt)
     bundle = open_bundle(options, options.budgets or [])
     if bundle.manifest.policy is not None:
-        check_policy_options(options, bundle, _OF_ANSWERS)
+        check_kind_options(options, bundle, _OF_ANSWERS, ("camera", "state"))
+        observations = given_observations(options.camera, options.state)
+        check_outputs(options.outputs, observations.files)
         profile_policy(options, bundle, observations)
         return
-    check_no_observation(options, bundle)
+    check_kind_options(options, bundle, _OF_POLICIES, ("image",) if options.camera else ())
     budgets = options.budgets or [UNPRUNED, *bundle.manifest.plans[options.method]]
     sensor = wanted_sensor(options, options.backend or usual_backend(bundle))
     if options.frames:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from PIL import Image
 
+from sinkprune.contract.checks.arguments import creation_checks_options
 from sinkprune.contract.checks.format_value import format_value, type_name
 from sinkprune.contract.errors import VideoError
 from sinkprune.contract.precision import Array
@@ -47,6 +48,7 @@ class Video(Protocol):
         """Return the frames at the ascending `indices` as RGB images; raises `VideoError`."""
 
 
+@creation_checks_options
 @dataclass(frozen=True)
 class Clip:
     """Frames in memory, `fps` of them a second. An iterator is read at once. Raises `VideoError` for other types."""

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from PIL import Image
 
-from sinkprune.contract.checks.arguments import check_path
+from sinkprune.contract.checks.arguments import check_path, checks_options
 from sinkprune.contract.errors import VideoError
 from sinkprune.contract.files.untrusted import ForbiddenError, MissingError, UnreadableError, open_regular
 from sinkprune.runtime.media.clip import collected
@@ -68,6 +68,7 @@ class VideoFile:
     Frames are turned and mirrored by the file's display matrix.
     """
 
+    @checks_options
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Open the file and read all its packets.
 

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.contract.budgets import AUTO, UNPRUNED
-from sinkprune.contract.checks.arguments import check_options, check_type
+from sinkprune.contract.checks.arguments import check_options, check_type, creation_checks_options
 from sinkprune.contract.checks.format_value import counted, format_value, type_name
 from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
 from sinkprune.contract.checks.user_warnings import warn_user
@@ -39,6 +39,7 @@ MIN_NEW_TOKENS = WholeNumber("min_new_tokens", 0, 10**7)
 DEADLINE_MS = RealNumber("deadline_ms", 1, 86_400_000, "milliseconds, from 1 to 86400000 (a day)")
 
 
+@creation_checks_options
 @dataclass(frozen=True, eq=False)
 class Request:
     """A question about pictures, and the options of its answer.
@@ -90,11 +91,6 @@ class Request:
     deadline_ms: float | None = None
     """Milliseconds until the whole answer must be complete. The largest budget whose predicted time for
     `max_new_tokens` meets it is chosen, so set both. The answer ends in time; None for no deadline."""
-
-    def __new__(cls, *_: object, **options: object) -> Request:
-        """Raise `OptionError` for an unknown option."""
-        check_options(options, [each.name for each in fields(cls)])
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name in ("pictures", "texts"):

@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from sinkprune.contract.checks.arguments import creation_checks_options
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import BundleError, PromptError, ToolsError, UsageError
 from sinkprune.contract.files.untrusted import UnreadableError
@@ -24,6 +25,7 @@ _Message = dict[str, Any]
 """A turn of a conversation, as chat templates take it."""
 
 
+@creation_checks_options
 @dataclass(frozen=True)
 class Turn:
     """An earlier turn of a conversation."""

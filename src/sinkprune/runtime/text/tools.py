@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sinkprune.contract.checks.arguments import creation_checks_options
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
@@ -37,6 +38,7 @@ _JSON_AFTER = json.dumps(CALL_AFTER.removesuffix(END))
 _TEXT = rf"TEXT: /(.|\n)*/ & ~/(.|\n)*{BEGIN}(.|\n)*/"
 
 
+@creation_checks_options
 @dataclass(frozen=True)
 class ToolCall:
     """A call in an earlier answer."""
@@ -51,6 +53,7 @@ class ToolCall:
         check_name(self.name)
 
 
+@creation_checks_options
 @dataclass(frozen=True)
 class Tools:
     """The functions that an answer may call, and whether it must call one."""

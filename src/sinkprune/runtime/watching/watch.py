@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from sinkprune.contract.checks.arguments import creation_checks_options
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
 from sinkprune.contract.errors import ImageError, UsageError
@@ -41,6 +42,7 @@ _DECAY = RealNumber("decay", 0, 1, "a factor from 0 to 1")
 _RECENT = WholeNumber("recent", 1, 10**6)
 
 
+@creation_checks_options
 @dataclass(frozen=True, kw_only=True)
 class WatchSettings:
     """What a watch remembers. Raises `UsageError` for values out of range."""
