@@ -163,8 +163,8 @@ def read_action_costs(path: str | os.PathLike[str], here: Place) -> ActionCosts:
 def cache_file(place: Place) -> Path | None:
     """Return the file for the costs of `place`, whether it exists or not; None for a user without a home folder.
 
-    One file for each bundle, backend and machine: `$XDG_CACHE_HOME/sinkprune/costs/*.json`, or below `~/.cache`
-    where that variable is unset (XDG Base Directory Specification).
+    One file for each place, which bundles of equal graphs share: `$XDG_CACHE_HOME/sinkprune/costs/*.json`, or
+    below `~/.cache` where that variable is unset (XDG Base Directory Specification).
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not folder.is_absolute():
