@@ -133,11 +133,13 @@ class DeadlinePolicy(BudgetPolicy):
                 reason += f"; budget {choices[0].budget} would bring {fitting}: {advice}"
         elif can_meet:
             reason = (
-                f"no budget is expected to bring {_counted(wanted)} in time, so that with the earliest first token "
-                f"runs{advice and f'; {advice}'}"
+                f"no budget is expected to bring {_counted(wanted)} in time, so the budget with the earliest first "
+                f"token runs{advice and f'; {advice}'}"
             )
         else:
-            reason = "no budget is expected to bring a token in time, so that with the earliest first token runs"
+            reason = (
+                "no budget is expected to bring a token in time, so the budget with the earliest first token runs"
+            )
         self._decision = _Decision(
             choices[chosen].budget,
             tower_ms,
@@ -191,4 +193,4 @@ class DeadlinePolicy(BudgetPolicy):
 
 
 def _counted(tokens: int) -> str:
-    return "one token" if tokens == 1 else f"all {tokens} tokens"
+    return {1: "one token", 2: "both tokens"}.get(tokens, f"all {tokens} tokens")

@@ -13,7 +13,6 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from sinkprune.contract.checks.format_value import type_name
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.files.untrusted import ForbiddenError, MissingError, UnreadableError, open_regular
 from sinkprune.contract.precision import Array
@@ -101,8 +100,8 @@ def to_rgb(image: Image.Image | Array) -> Image.Image:
         return Image.fromarray(image)
     if not isinstance(image, Image.Image):
         raise ImageError(
-            f"the image is {type_name(image)}, expected a Pillow image, a uint8 [height,width,3] array or the "
-            "name of a file."
+            f"found {type(image).__name__} as the image, expected a Pillow image, a uint8 [height,width,3] array or "
+            "the name of a file."
         )
     _check_size(*image.size)
     with _damage_as_error():
@@ -116,8 +115,7 @@ def to_rgb(image: Image.Image | Array) -> Image.Image:
         turned = ImageOps.exif_transpose(image)
         plain = turned.mode == "RGB" and not _has_alpha(turned)
         found = turned if plain else _opaque(_with_8_bits(turned, image.format))
-        found.info[_FRAMES] = frames
-        return found
+        return _with_frames(found, frames)
 
 
 def had_16_bits(image: Image.Image) -> bool:
@@ -143,8 +141,14 @@ def _decoded(file: BinaryIO) -> Image.Image:
         # The file object of a WebP holds its pixels once more.
         image.fp = None
         found = _opaque(_with_8_bits(image, image.format))
-        found.info[_FRAMES] = _counted_frames(image)
-        return found
+        return _with_frames(found, _counted_frames(image))
+
+
+def _with_frames(image: Image.Image, frames: int) -> Image.Image:
+    """Return `image`, of which `frame_count` is `frames` from now on. Those with one frame stay equal to arrays."""
+    if frames > 1:
+        image.info[_FRAMES] = frames
+    return image
 
 
 def _counted_frames(image: Image.Image) -> int:
