@@ -12,17 +12,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from sinkprune import Answer, Pipeline
+from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
+from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.files.output_files import check_outputs
+from sinkprune.contract.text.questions import Question
 from sinkprune.demo.scene_questions import questions_about
 from sinkprune.runtime.backends import Backend, Engine
 
@@ -66,10 +70,22 @@ class _FrozenSelect:
         return {name: tensor(np.ascontiguousarray(rows)) for name, rows in {**gathered, **places}.items()}
 
 
-def measure(pipeline: Pipeline, selects: FrozenSelects, budget: str, scenes: int) -> dict[str, float]:
-    """Return how many questions were asked, the shares of right answers in both ways, and that of changed tokens."""
-    anew, frozen, changed = list[bool](), list[bool](), list[float]()
-    for _, group in groupby(questions_about("test", scenes), key=lambda pair: id(pair[0])):
+class Pair(NamedTuple):
+    """The answers to one question in both ways."""
+
+    anew: bool
+    """Right from tokens that were selected for it."""
+    frozen: bool
+    """Right from the tokens of the question before."""
+    changed: float
+    """The share of the last layer's tokens that the two ways do not have in common."""
+
+
+def answer_pairs(
+    pipeline: Pipeline, selects: FrozenSelects, budget: str, questions: Sequence[tuple[Image.Image, Question]]
+) -> Iterator[Pair]:
+    """Yield the answers to each question, which is asked after the one before it about its picture."""
+    for _, group in groupby(questions, key=lambda pair: id(pair[0])):
         asked = [*group]
         for (picture, question), (_, before) in zip(asked, [asked[-1], *asked], strict=False):
             selects.frozen = False
@@ -77,21 +93,20 @@ def measure(pipeline: Pipeline, selects: FrozenSelects, budget: str, scenes: int
             pipeline.generate(picture, before.prompt, budget=budget, max_new_tokens=1)
             selects.frozen = True
             found = pipeline.generate(picture, question.prompt, budget=budget, max_new_tokens=8)
-            anew.append(question.is_right(own.text))
-            frozen.append(question.is_right(found.text))
-            changed.append(1 - len(_last(own) & _last(found)) / len(_last(own)))
-    return {
-        "questions": len(anew),
-        "anew": float(np.mean(anew)),
-        "frozen": float(np.mean(frozen)),
-        "changed": float(np.mean(changed)),
-    }
+            changed = 1 - len(_last(own) & _last(found)) / len(_last(own))
+            yield Pair(question.is_right(own.text), question.is_right(found.text), changed)
 
 
 def _last(answer: Answer) -> set[int]:
     """Return the tokens that survived the last select."""
     after = answer.images[0].after_stage
     return set(after[max(after)].tolist())
+
+
+def _figures(pairs: Sequence[Pair]) -> dict[str, float]:
+    """Return how many questions were asked, the shares of right answers in both ways, and that of changed tokens."""
+    means = {name: float(np.mean([getattr(pair, name) for pair in pairs])) for name in Pair._fields}
+    return {"questions": len(pairs), **means}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,15 +125,30 @@ def _run(arguments: Sequence[str] | None) -> None:
     check_outputs(json_outputs(options.json), [])
     selects = FrozenSelects()
     pipeline = Pipeline.load(options.bundle, backend=options.backend, wrap=selects.wrap)
-    found = {}
+    questions = [*questions_about("test", options.scenes)]
+    found, interrupted = dict[str, dict[str, float]](), ""
     for budget in options.budgets.split(","):
-        found[budget] = figures = measure(pipeline, selects, budget, options.scenes)
-        sys.stdout.write(
-            f"{budget:12} {figures['questions']} questions: selected anew {figures['anew']:.1%} right, "
-            f"frozen {figures['frozen']:.1%}; {figures['changed']:.0%} of the last layer's tokens changed\n"
-        )
-        sys.stdout.flush()
-    write_json(options.json, found)
+        asking, pairs = f"asking with {budget}", list[Pair]()
+        try:
+            with status(asking) as progress:
+                for pair in answer_pairs(pipeline, selects, budget, questions):
+                    pairs.append(pair)
+                    progress(asking, len(pairs), len(questions), "questions")
+        except KeyboardInterrupt:
+            interrupted = f"{budget} was asked {len(pairs)} of {counted(len(questions), 'question')}."
+        if pairs:
+            found[budget] = figures = _figures(pairs)
+            sys.stdout.write(
+                f"{budget:12} {figures['questions']} questions: selected anew {figures['anew']:.1%} right, "
+                f"frozen {figures['frozen']:.1%}; {figures['changed']:.0%} of the last layer's tokens changed\n"
+            )
+            sys.stdout.flush()
+        if interrupted:
+            break
+    if found:
+        write_json(options.json, found)
+    if interrupted:
+        raise KeyboardInterrupt(interrupted)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
+import follow_ups
 import kept_heights
 import watching
 from sinkprune.contract.command_line import progress_lines
+from sinkprune.contract.command_line.command import INTERRUPTED
 
 
 class SlowPipeline:
@@ -32,12 +35,46 @@ def test_long_benchmarks_have_lines(capsys: pytest.CaptureFixture[str], monkeypa
     question = SimpleNamespace(prompt="Is it red?", is_right=lambda text: text == "yes")
     picture = Image.new("RGB", (8, 8))
     item = SimpleNamespace(load_image=lambda: picture, question=question)
-    for module in (kept_heights, watching):
+    for module in (kept_heights, watching, follow_ups):
         monkeypatch.setattr(module, "Pipeline", SimpleNamespace(load=lambda *_, **__: SlowPipeline()))
     monkeypatch.setattr(kept_heights, "load_task", lambda *_: [item] * 4)
     monkeypatch.setattr(kept_heights, "heights", lambda _: [0.5])
-    monkeypatch.setattr(watching, "questions_about", lambda *_: [(picture, question)] * 4)
-    for main, said in ((kept_heights.main, "asking with retain-64"), (watching.main, "asking")):
+    for module in (watching, follow_ups):
+        monkeypatch.setattr(module, "questions_about", lambda *_: [(picture, question)] * 4)
+    monkeypatch.setattr(follow_ups, "_last", lambda _: {1})
+    asking = "asking with retain-64"
+    for main, said in ((kept_heights.main, asking), (watching.main, "asking"), (follow_ups.main, asking)):
         code, (_, lines) = main([str(Path("bundle"))]), capsys.readouterr()
         assert code == 0, lines
         assert re.search(rf"^{said}: [1-4] of 4 questions in ", lines, re.MULTILINE), lines
+
+
+def test_interrupted_follow_ups_keep_the_answers_so_far(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Interrupted(SlowPipeline):
+        asked = 0
+
+        def generate(self, *_: object, **__: object) -> SimpleNamespace:
+            self.asked += 1
+            if self.asked > 3 * 4 + 7:
+                raise KeyboardInterrupt
+            return super().generate()
+
+    question = SimpleNamespace(prompt="Is it red?", is_right=lambda text: text == "yes")
+    monkeypatch.setattr(follow_ups, "Pipeline", SimpleNamespace(load=lambda *_, **__: Interrupted()))
+    monkeypatch.setattr(follow_ups, "questions_about", lambda *_: [(Image.new("RGB", (8, 8)), question)] * 4)
+    monkeypatch.setattr(follow_ups, "_last", lambda _: {1})
+    report = tmp_path / "follow-ups.json"
+    code = follow_ups.main(["bundle", "--budgets", "retain-64,retain-32", "--json", str(report)])
+    printed, lines = capsys.readouterr()
+    assert code == INTERRUPTED
+    assert [line.split(":")[0] for line in printed.splitlines()] == [
+        "retain-64    4 questions",
+        "retain-32    2 questions",
+    ]
+    assert {name: figures["questions"] for name, figures in json.loads(report.read_text()).items()} == {
+        "retain-64": 4,
+        "retain-32": 2,
+    }
+    assert lines.splitlines()[-1].endswith("retain-32 was asked 2 of 4 questions.")

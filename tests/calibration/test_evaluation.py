@@ -47,7 +47,9 @@ class FakePipeline:
         self.asked: list[tuple[str, str, str]] = []
         checkpoint = SimpleNamespace(source="/models/pocket")
         self.bundle = SimpleNamespace(manifest=FakeManifest(precision="fp32", weights=FP32, checkpoint=checkpoint))
-        self.backend = SimpleNamespace(name="fake", threads=1, compute="fp32", versions={"fake": "1"})
+        self.backend = SimpleNamespace(
+            name="fake", machine="a processor", threads=1, compute="fp32", versions={"fake": "1"}
+        )
 
     def generate(self, image: Image.Image, prompt: str, *, method: str, budget: str, max_new_tokens: int) -> Any:
         if prompt == "too long":

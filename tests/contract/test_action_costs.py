@@ -39,7 +39,7 @@ def test_costs_are_read_as_they_were_written(tmp_path: Path) -> None:
         ({"budgets": {"none": {"before_ms": 1.0, "step_ms": 0}}}, "malformed at $.budgets.none.step_ms"),
         ({"budgets": {"none": {"before_ms": -1, "step_ms": 1}}}, "malformed at $.budgets.none.before_ms"),
         ("{", "costs"),
-        (json.dumps({"costs_version": 2}), "is no file of action costs: found no action_costs_version."),
+        ({"action_costs_version": None}, "is no file of action costs: found no action_costs_version."),
     ],
 )
 def test_other_files_are_rejected(change: Any, said: str, tmp_path: Path) -> None:
@@ -59,7 +59,14 @@ def test_costs_of_another_place_are_rejected(field: str, tmp_path: Path) -> None
         read_action_costs(tmp_path / "costs.json", replace(PLACE, **{field: other}))
 
 
-def test_a_pipeline_does_not_take_them(tmp_path: Path) -> None:
-    write_costs(tmp_path / "costs.json", COSTS)
-    with pytest.raises(UsageError, match=r"is no file of costs: found no costs_version\."):
-        read_costs(tmp_path / "costs.json", PLACE)
+def test_costs_of_answers_and_of_policies_are_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    write_costs(path, COSTS)
+    with pytest.raises(UsageError) as refusal:
+        read_costs(path, PLACE)
+    gives = "Give it to sinkprune-act or read_action_costs."
+    assert str(refusal.value) == f"'{path}' has the costs of a robot policy. {gives}"
+    path.write_text(json.dumps({"costs_version": 2}))
+    with pytest.raises(UsageError) as refusal:
+        read_action_costs(path, PLACE)
+    assert str(refusal.value) == f"'{path}' has the costs of answers. Give it to sinkprune-run or read_costs."

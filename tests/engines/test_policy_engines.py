@@ -111,7 +111,7 @@ def test_engines_act_and_refuse_a_longer_instruction(
     for budget in (UNPRUNED, *BUDGETS):
         chunks = [each.act([photo] * 3, INSTRUCTION, state, seed=1, budget=budget) for each in (engines, graphs)]
         assert abs(chunks[0].actions - chunks[1].actions).max() < 1e-4
-    with pytest.raises(PromptError, match=r"more than the 24 the engines were built for.* --max-prompt 31\."):
+    with pytest.raises(PromptError, match=r"more than the 24 the engines were built for.* --max-prompt 31 added to"):
         engines.act([photo] * 3, "put the cup next to the dish.", state)
 
 

@@ -53,12 +53,21 @@ def test_a_board_from_a_workstation() -> None:
     builds = [line.split() for line in done.stdout.splitlines() if line.endswith((" no", " yes"))]
     assert [(row[0], row[-1]) for row in builds] == [("fp16", "no"), ("int8", "no"), ("int4", "yes")]
     assert re.search(r"^weights .* disk GB with --move +build fits$", done.stdout, re.MULTILINE)
-    assert re.search(r"^MAXN +no limit +of this mode", done.stdout, re.MULTILINE)
-    assert re.search(r"^15W +15 W +slower; clocks .* not known", done.stdout, re.MULTILINE)
+    assert re.search(r"^MAXN +no limit +as in the tables below$", done.stdout, re.MULTILINE)
+    assert re.search(
+        r"^15W +15 W +longer than in the tables below; its clocks .* not known", done.stdout, re.MULTILINE
+    )
     assert "llava-1.5-7b: int4 at retain-192 on tensorrt. Only int4 fits. One picture" in done.stdout
     assert "take 1.6 to 3.1 s." in done.stdout
     assert "libraries" not in done.stdout
     assert not re.search(r" $", done.stdout, re.MULTILINE)
+
+
+def test_what_to_do_first_names_the_model() -> None:
+    done = doctor("--board", "orin-nano-8gb", "llava-1.5-13b", "qwen2.5-vl-3b")
+    assert done.code == 0, done.stderr
+    first = done.stdout.partition("\nFirst:\n")[2].splitlines()[0]
+    assert first.startswith("  for 'llava-1.5-13b': use a smaller model or a board with more memory;")
 
 
 def test_times_below_a_second_are_in_milliseconds(bundle: Callable[..., Path]) -> None:
@@ -73,7 +82,7 @@ def test_times_below_a_second_are_in_milliseconds(bundle: Callable[..., Path]) -
 def test_tables_fit_into_100_columns(board: str) -> None:
     for models in ([], ["llava-1.5-13b", "qwen2.5-vl-7b"]):
         done = doctor("--board", board, *models, "--picture", "1280x720")
-        tables = done.stdout.partition("power mode")[2].partition("Recommended:")[0].partition("Next:")[0]
+        tables = re.split("\n(Recommended|First|Next):", done.stdout.partition("power mode")[2])[0]
         assert max(map(len, tables.splitlines())) <= 100
         assert "\N{HORIZONTAL ELLIPSIS}" not in tables
 

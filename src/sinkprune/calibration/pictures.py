@@ -14,7 +14,7 @@ from sinkprune.contract.errors import ImageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.commands.picture_notes import note_many_pictures
 from sinkprune.runtime.families import Family
-from sinkprune.runtime.media.images import read_image
+from sinkprune.runtime.media.images import frame_count, read_image
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 """The suffixes of a folder's picture files."""
@@ -29,11 +29,14 @@ class NamedPicture(NamedTuple):
     """Loads it, RGB."""
     size: tuple[int, int]
     """Its [width,height], turned by its EXIF data."""
+    frames: int
+    """The number of frames in its file; it is the first."""
 
 
 def task_pictures(task: str) -> list[NamedPicture]:
     """Return the pictures of a task, each once; raises `TaskError`."""
-    return [NamedPicture(item.picture, item.load_image, item.size) for item, *_ in items_by_picture(load_task(task))]
+    groups = items_by_picture(load_task(task))
+    return [NamedPicture(item.picture, item.load_image, item.size, item.frames) for item, *_ in groups]
 
 
 def seen_shares(family: Family, items: Sequence[Item]) -> list[float]:
@@ -44,7 +47,9 @@ def seen_shares(family: Family, items: Sequence[Item]) -> list[float]:
 
 def note_items(family: Family, manifest: Manifest, items: Sequence[Item]) -> None:
     """Print the notes of `note_many_pictures` on the items' pictures; raises what it raises."""
-    note_many_pictures(family, manifest, {item.picture: item.size for item in items}, items[0].load_image())
+    sizes = {item.picture: item.size for item in items}
+    frames = {item.picture: item.frames for item in items}
+    note_many_pictures(family, manifest, sizes, frames, items[0].load_image())
 
 
 def file_pictures(paths: Sequence[Path]) -> list[NamedPicture]:
@@ -53,7 +58,11 @@ def file_pictures(paths: Sequence[Path]) -> list[NamedPicture]:
     All are decoded once. Raises `ImageError` for a file that is no picture, and for a folder without pictures.
     """
     files = [file for path in paths for file in ([path] if not path.is_dir() else _in_folder(path))]
-    return [NamedPicture(str(file), partial(read_image, file), read_image(file).size) for file in files]
+    return [
+        NamedPicture(str(file), partial(read_image, file), image.size, frame_count(image))
+        for file in files
+        for image in [read_image(file)]
+    ]
 
 
 def _in_folder(folder: Path) -> Iterable[Path]:

@@ -21,7 +21,7 @@ from PIL import Image
 from sinkprune.contract.errors import ImageError, TaskError, UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_bytes
 from sinkprune.contract.text.questions import Question
-from sinkprune.runtime.media.images import read_image
+from sinkprune.runtime.media.images import frame_count, read_image
 from sinkprune.runtime.text.answer_form import checked_choices
 
 SCENES = "scenes"
@@ -53,6 +53,8 @@ class Item:
     """Loads the picture, RGB. Tasks have thousands, so they are loaded one at a time."""
     size: tuple[int, int]
     """The picture's [width,height], turned by its EXIF data."""
+    frames: int = 1
+    """The number of frames in the picture's file; the picture is the first."""
 
     @property
     def prompt(self) -> str:
@@ -137,7 +139,7 @@ def _read_jsonl(path: Path) -> Iterator[Item]:
     except UnreadableError as error:
         raise TaskError(f"'{path}' {error}. Give a file of questions.") from error
     lines_of_ids: dict[str, int] = {}
-    sizes: dict[Path, tuple[int, int]] = {}
+    sizes: dict[Path, tuple[tuple[int, int], int]] = {}
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not line.strip():
             continue
@@ -149,11 +151,11 @@ def _read_jsonl(path: Path) -> Iterator[Item]:
                     "(a line without one has its number)."
                 )
             if image not in sizes:
-                sizes[image] = read_image(image).size
+                sizes[image] = (found := read_image(image)).size, frame_count(found)
         except (TaskError, ImageError) as error:
             raise TaskError(f"'{path}', line {number}: {error}") from error
         lines_of_ids[question.id] = number
-        yield Item(question, str(image), partial(read_image, image), sizes[image])
+        yield Item(question, str(image), partial(read_image, image), *sizes[image])
     if not lines_of_ids:
         raise TaskError(f"'{path}' is empty, expected one JSON object a line: {_FIELDS}.")
 

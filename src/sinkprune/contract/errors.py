@@ -95,6 +95,10 @@ class PartlySeenWarning(PictureWarning):
     """The model does not see the sides of a picture."""
 
 
+class FirstFrameWarning(PictureWarning):
+    """The file of a picture has several frames or pages, and the model sees the first."""
+
+
 class DividedPictureWarning(PictureWarning):
     """The values of a greyscale picture of 16 bits were divided by 257, so that of a depth camera is nearly black."""
 

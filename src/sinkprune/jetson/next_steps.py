@@ -24,12 +24,13 @@ def recommendations(models: Sequence[ModelFit], findings: Sequence[Finding]) -> 
 
 
 def first_steps(findings: Sequence[Finding], recommended: Sequence[Recommendation]) -> list[str]:
-    """Return what to do before any command can run, in the order of the findings.
+    """Return what to do before any command can run, for which model, in the order of the findings.
 
     A finding about a model is left out if `next_steps` has the command that fixes it.
     """
     fixed = {found.model for found in recommended}
-    return [finding.do for finding in findings if finding.stops and finding.model not in fixed]
+    stops = (finding for finding in findings if finding.stops and finding.model not in fixed)
+    return [f"for '{one.model}': {one.do}" if one.model is not None else one.do for one in stops]
 
 
 def next_steps(

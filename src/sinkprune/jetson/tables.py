@@ -78,11 +78,12 @@ def _print_advice(console: TableConsole, report: DoctorReport) -> None:
 
 
 def _power_modes(modes: Sequence[ModeFacts]) -> Table:
-    table = make_table(["power mode", "budget", "times below"])
+    table = make_table(["power mode", "budget", "times"])
     for mode in modes:
         name = f"{mode.name}{' (now)' if mode.current else ''}"
-        holds = "of this mode" if mode.bounds_hold else "slower; clocks of this mode are not known here"
-        table.add_row(plain_text(name), f"{mode.watts} W" if mode.watts else "no limit", holds)
+        longer = "longer than in the tables below; its clocks are not known here"
+        times = "as in the tables below" if mode.bounds_hold else longer
+        table.add_row(plain_text(name), f"{mode.watts} W" if mode.watts else "no limit", times)
     return table
 
 

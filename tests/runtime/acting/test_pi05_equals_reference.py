@@ -164,7 +164,7 @@ def test_states_and_instructions_are_checked(policy: Callable[..., Policy], phot
     for wrong, message in (([0.0], "expected 5 numbers"), ([*state[:4], np.nan], "finite"), ("x", "expected 5")):
         with pytest.raises(UsageError, match=message):
             own.act(seen, INSTRUCTION, wrong)
-    with pytest.raises(PromptError, match="instruction is an int"):
+    with pytest.raises(PromptError, match="found int as the instruction"):
         own.act(seen, 3, state)  # type: ignore[arg-type]
     inputs = {one.name for one in own.bundle.manifest.graphs["expert"].inputs}
     assert "state" not in inputs and own.facts.expert_rows == own.facts.chunk

@@ -108,6 +108,21 @@ def test_a_quiet_machine_runs_the_largest_budget_that_fits(small: Pipeline) -> N
     assert "earliest first token" in report.reason
 
 
+@pytest.mark.parametrize(("tokens", "counted"), [(1, "one token"), (2, "both tokens"), (3, "all 3 tokens")])
+def test_the_reason_is_a_sentence(tokens: int, counted: str, small: Pipeline) -> None:
+    report, _ = Machine(small, quiet).answer(asked(tokens), 10_000)
+    assert report.reason == f"the largest budget that is expected to bring {counted} in time"
+    earliest = "in time, so the budget with the earliest first token runs"
+    report, _ = Machine(small, quiet).answer(asked(tokens), TOWER_MS)
+    assert (report.can_meet, report.reason) == (False, f"no budget is expected to bring a token {earliest}")
+    if tokens > 1:
+        # Time for one token at the smallest budget only.
+        first = TOWER_MS + 1.05 * 1.3 * (first_ms(small, "retain-32") - TOWER_MS)
+        report, _ = Machine(small, quiet).answer(asked(tokens), first + 1)
+        assert report.can_meet
+        assert report.reason.startswith(f"no budget is expected to bring {counted} {earliest}; ")
+
+
 def test_a_budget_that_is_given_is_the_largest(small: Pipeline) -> None:
     machine = Machine(small, quiet)
     report, _ = machine.answer(asked(budget="retain-64"), 10_000)
@@ -122,7 +137,9 @@ def test_a_long_answer_that_does_not_fit_is_named_by_its_limit(small: Pipeline) 
     assert whole.budget == "none" and "largest budget" in whole.reason
     report, _ = Machine(small, quiet).answer(asked(128), 400)
     assert (report.budget, report.can_meet) == ("retain-32", True)
-    earliest = "no budget is expected to bring all 128 tokens in time, so the one with the earliest first token runs"
+    earliest = (
+        "no budget is expected to bring all 128 tokens in time, so the budget with the earliest first token runs"
+    )
     advice = "set max_new_tokens (--max-new-tokens, the server's max_tokens) to the tokens that you need"
     fitting = re.fullmatch(
         f"{earliest}; budget none would bring (\\d+): {re.escape(advice)}",
@@ -152,10 +169,10 @@ def test_a_budget_that_is_smaller_only_because_of_the_tokens_says_so(small: Pipe
         # As few more as a smaller budget has time for.
         wanted = max(n for n in range(1, 99) if deadline("retain-32", n) <= given)
         report, _ = Machine(small, quiet).answer(asked(wanted), given)
-        assert report.budget != "none"
+        assert report.budget != "none" and wanted > 2
         assert report.reason == (
-            f"the largest budget that is expected to bring all {wanted} tokens in time; budget none would bring "
-            f"{count}: {advice}"
+            f"the largest budget that is expected to bring all {wanted} tokens in time; "
+            f"budget none would bring {count}: {advice}"
         )
     # Not even the first token of a larger budget comes in time: fewer tokens would change nothing.
     report, _ = Machine(small, quiet).answer(asked(2), deadline("retain-192", 2) + 1)

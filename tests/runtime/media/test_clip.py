@@ -153,8 +153,8 @@ def test_clips_that_cannot_be_shown(clip: Clip, message: str) -> None:
     [
         (([], None), "None frames a second, expected a number"),
         (([], "2"), "'2' frames a second, expected a number"),
-        ((3, 2), "frames are an int, expected images"),
-        (("clip.mp4", 2), "frames are a str, expected images"),
+        ((3, 2), "found int as a clip's frames, expected images"),
+        (("clip.mp4", 2), "found str as a clip's frames, expected images"),
     ],
 )
 def test_what_is_no_clip(arguments: tuple[Any, Any], message: str) -> None:

@@ -133,6 +133,8 @@ def test_an_interrupted_command_reports_the_answers_so_far(
     assert (none["frames"], none["answered"], none["missed"]) == (10, 10, 0)
     assert (pruned["frames"], pruned["answered"], pruned["missed"]) == (1, 1, 0)
     assert none["seconds"] >= 2 and 0 < pruned["seconds"] < 1
+    ran = f"5 frames a second for {round(pruned['seconds'], 1):g} to 2 s; milliseconds"
+    assert ran in outcome.stdout
 
 
 def test_each_frame_shows_the_next_picture(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:

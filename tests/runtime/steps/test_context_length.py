@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
 from sinkprune import Clip, Pipeline
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.engines_manifest import Limits
 from sinkprune.contract.errors import PromptError
-from sinkprune.runtime.steps.context_length import RequestLength, too_long_error
+from sinkprune.contract.manifest import Manifest
+from sinkprune.runtime.steps.context_length import RequestLength, check_length, check_picture_count, too_long_error
+from sinkprune.runtime.steps.request import new_request
 from support.models.clips import VIDEO_BUDGETS, frames
 from support.references.picture_prompts import BUDGETS
 from support.references.steps import QUESTION
@@ -67,3 +72,26 @@ def test_where_no_budget_fits_the_way_out_is_that_of_what_was_given(
     new = pipe.bundle.manifest.language_model.max_positions - text - 5
     with pytest.raises(PromptError, match=f"No budget .* keeps fewest, [0-9]+ visual tokens, .* room for 5. {said}"):
         pipe.generate(given, QUESTION, max_new_tokens=new)
+
+
+def test_errors_about_engines_keep_the_other_limits(bundle: Callable[..., Path]) -> None:
+    limits, flags = Limits(30, 8, 1), "--max-prompt 30 --max-new-tokens 8 --max-images"
+    one, two = (
+        read_bundle(bundle("gqa-112", "fp32", ("retain-64",), **more)).manifest for more in ({}, {"max_images": 2})
+    )
+
+    def said(manifest: Manifest, limits: Limits | None, pictures: int) -> str:
+        with pytest.raises(PromptError) as refusal:
+            check_picture_count(manifest, limits, pictures)
+        found, _, advice = str(refusal.value).partition(" For more, ")
+        assert found == f"the prompt has {pictures} images, expected at most {pictures - 1}."
+        return advice
+
+    added = "added to your sinkprune-build command."
+    assert said(two, limits, 2) == f"build the engines again with {flags} 2 {added}"
+    again = "export the checkpoint again with --max-images 2"
+    assert said(one, limits, 2) == f"{again}, and build the engines again with {flags} 2 {added}"
+    assert said(one, None, 2) == f"{again}."
+    request = new_request(Image.new("RGB", (8, 6)), QUESTION, max_new_tokens=9)
+    with pytest.raises(PromptError, match=rf"than the 8 .* with {flags.replace(' 8 ', ' 9 ')} 1 added"):
+        check_length(two, limits, request, 30, 8, [])

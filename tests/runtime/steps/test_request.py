@@ -99,10 +99,10 @@ def test_sampling_options_of_a_greedy_answer_are_warned_of() -> None:
     new_request("a.jpg", "Why?", top_p=0.5, seed=0, temperature=0.5)
 
 
-def test_types_have_their_article() -> None:
-    with pytest.raises(ImageError, match="the image is an int, expected"):
+def test_objects_of_other_types_are_refused() -> None:
+    with pytest.raises(ImageError, match="found int as the image, expected"):
         new_request(3, "Why?")  # type: ignore[arg-type]
-    with pytest.raises(PromptError, match="the prompt is an int, expected"):
+    with pytest.raises(PromptError, match="found int as the prompt, expected"):
         new_request("a.jpg", 3)  # type: ignore[arg-type]
 
 

@@ -86,6 +86,6 @@ def test_the_model_is_given_it(pipeline: Callable[..., Pipeline], photo: Image.I
     arguments = (pipe.bundle.path, "--image", photo_file, "--prompt", QUESTION, "--max-new-tokens", 1)
     outcome = run("sinkprune-run", *arguments, "--system", SYSTEM, "--json")
     assert json.loads(outcome.stdout)["prompt_tokens"] == answer.prompt_tokens, outcome.stderr
-    with pytest.raises(PromptError, match="the system message is an int"):
+    with pytest.raises(PromptError, match="found int as the system message"):
         pipe.generate(photo, QUESTION, system=3)
     assert_refused(run("sinkprune-run", *arguments, "--system", "\ud800"), "the system message is not valid UTF-8")

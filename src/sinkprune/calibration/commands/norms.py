@@ -194,7 +194,8 @@ def _bundle_tower(
     check_unpruned_memory(options, bundle, [pictures[0].load()])
     pipeline = load_pipeline(options, bundle)
     sizes = {picture.name: picture.size for picture in pictures}
-    note_many_pictures(pipeline.family, bundle.manifest, sizes, pictures[0].load())
+    frames = {picture.name: picture.frames for picture in pictures}
+    note_many_pictures(pipeline.family, bundle.manifest, sizes, frames, pictures[0].load())
     shares = [pipeline.family.layout(picture.load()).seen_share for picture in pictures]
     return model_name(bundle.manifest.checkpoint.source), lambda image: bundle_features(pipeline, image), shares
 

@@ -12,12 +12,6 @@ def counted(count: int, one: str) -> str:
     return f"{count} {one}" if count == 1 else f"{count} {one}s"
 
 
-def type_name(value: object) -> str:
-    """Return the type of a value with its article, as in "a str" and "an int"."""
-    name = type(value).__name__
-    return f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"
-
-
 def duration(seconds: float) -> str:
     """Return seconds in words: as minutes above two minutes, and as hours above two hours."""
     if seconds <= 120:

@@ -20,6 +20,12 @@ from sinkprune.contract.files.versioned_json import read_versioned, write_versio
 
 C = TypeVar("C", Costs, ActionCosts)
 
+# By the field of the version: what a file has, and what reads it.
+_KINDS = {
+    "costs_version": "has the costs of answers. Give it to sinkprune-run or read_costs.",
+    "action_costs_version": "has the costs of a robot policy. Give it to sinkprune-act or read_action_costs.",
+}
+
 
 @dataclass(frozen=True)
 class CostsFormat(Generic[C]):
@@ -49,7 +55,7 @@ class CostsFormat(Generic[C]):
         """
         check_path("path", path)
         check_type("here", here, (Place,), "a Place, as pipeline.place and policy.place are")
-        costs = read_versioned(path, self.kind, self.name, self.version, self.again, self.upgraded)
+        costs = read_versioned(path, self.kind, self.name, self.version, self.again, self.upgraded, _KINDS)
         theirs, ours = to_json(costs.place), to_json(here)
         for name, value in ours.items():
             if theirs[name] != value:
@@ -146,7 +152,7 @@ def read_costs(path: str | os.PathLike[str], here: Place) -> Costs:
 def read_action_costs(path: str | os.PathLike[str], here: Place) -> ActionCosts:
     """Return the costs of a robot policy in the JSON file `path`, which must have been measured at the place `here`.
 
-        policy.costs = read_action_costs("costs.json", policy.place)
+        policy.costs = read_action_costs("chunk-costs.json", policy.place)
 
     Raises `UsageError` for any other file and for costs of another bundle, backend or machine, and `TypeError` if
     `path` is no path or `here` no place.
@@ -157,8 +163,8 @@ def read_action_costs(path: str | os.PathLike[str], here: Place) -> ActionCosts:
 def cache_file(place: Place) -> Path | None:
     """Return the file for the costs of `place`, whether it exists or not; None for a user without a home folder.
 
-    One file for each bundle, backend and machine: `$XDG_CACHE_HOME/sinkprune/costs/*.json`, or below `~/.cache`
-    where that variable is unset (XDG Base Directory Specification).
+    One file for each place, which bundles of equal graphs share: `$XDG_CACHE_HOME/sinkprune/costs/*.json`, or
+    below `~/.cache` where that variable is unset (XDG Base Directory Specification).
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not folder.is_absolute():

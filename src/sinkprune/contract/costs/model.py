@@ -78,7 +78,7 @@ def fit_measured(points: Iterable[tuple[float, float]]) -> Curve:
 
 @dataclass(frozen=True)
 class Place:
-    """The bundle, backend and machine that costs are valid for."""
+    """The kind of model, the backend and the machine that costs are valid for. Bundles of equal graphs share it."""
 
     config_sha256: str
     """The sha256 of the checkpoint's configuration, which determines the size of graphs."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from sinkprune.contract.checks.fields import SchemaError, from_json, to_json
@@ -29,11 +30,12 @@ def read_versioned(
     version: int,
     remedy: str,
     upgraded: Callable[[dict[str, Any]], dict[str, Any]] = lambda data: data,
+    others: Mapping[str, str] = MappingProxyType({}),
 ) -> T:
     """Return the `kind` in the JSON file `path`, whose field `<what>_version` must be `version`, with `_` for spaces.
 
     `upgraded` may turn an earlier version into this one. Raises `UsageError` for any other file; its message ends
-    with `remedy`.
+    with `remedy`. `others` has the end of the message for other kinds of files, by the field of their version.
     """
     field = f"{what.replace(' ', '_')}_version"
     try:
@@ -41,6 +43,9 @@ def read_versioned(
     except UnreadableError as error:
         raise UsageError(f"the {what} '{path}' {error}. {remedy}") from error
     if not isinstance(data, dict) or data.get(field) is None:
+        for other, said in others.items():
+            if isinstance(data, dict) and data.get(other) is not None:
+                raise UsageError(f"'{path}' {said}")
         raise UsageError(f"'{path}' is no file of {what}: found no {field}. {remedy}")
     data = upgraded(data)
     found = data[field]

@@ -14,13 +14,14 @@ from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.clip import Picture
-from sinkprune.runtime.media.images import had_16_bits
-from sinkprune.runtime.steps.picture_warnings import divided, is_scaled_down, scaled_down, seen_part
+from sinkprune.runtime.media.images import frame_count, had_16_bits
+from sinkprune.runtime.steps.picture_warnings import divided, first_of, is_scaled_down, scaled_down, seen_part
 from sinkprune.runtime.steps.pictures import layout_of
 
 
 def note_pictures(family: Family, manifest: Manifest, files: Sequence[Path], pictures: Sequence[Picture]) -> None:
-    """Print a note for the first 16-bit image, and for the first of each size that is cropped or scaled down.
+    """Print notes on images: the first of 16 bits, the first of each size that is cropped or scaled down, and each
+    file with several frames.
 
     `pictures` are those read from `files`, in the same order. Raises `ImageError` for what the family rejects.
     """
@@ -29,6 +30,9 @@ def note_pictures(family: Family, manifest: Manifest, files: Sequence[Path], pic
         if had_16_bits(image):
             _note(file, divided(image))
             break
+    for file, frames in {file: frame_count(image) for file, image in images}.items():
+        if frames > 1:
+            _note(file, first_of(frames))
     first: dict[tuple[int, int], tuple[Path, Image.Image]] = {}
     for file, image in images:
         first.setdefault(image.size, (file, image))
@@ -41,15 +45,23 @@ def note_pictures(family: Family, manifest: Manifest, files: Sequence[Path], pic
 
 
 def note_many_pictures(
-    family: Family, manifest: Manifest, sizes: Mapping[str, tuple[int, int]], first: Image.Image
+    family: Family,
+    manifest: Manifest,
+    sizes: Mapping[str, tuple[int, int]],
+    frames: Mapping[str, int],
+    first: Image.Image,
 ) -> None:
-    """Print a note if `first` had 16 bits, and for the first picture that is cropped or scaled down.
+    """Print notes: if `first` had 16 bits, on the first picture with several frames, and on the first that is cropped
+    or scaled down.
 
-    `sizes` are [width,height] of all pictures, by name. Raises `ImageError` for the first that the family rejects.
+    `sizes` are [width,height] of all pictures, by name, and `frames` their numbers of frames. Raises `ImageError` for
+    the first that the family rejects.
     """
     name = next(iter(sizes))
     if had_16_bits(first):
         _note(Path(name), divided(first))
+    if several := next((name for name, count in frames.items() if count > 1), None):
+        _note(Path(several), first_of(frames[several]))
     known: dict[tuple[int, int], str] = {}
     for name, size in sizes.items():
         known.setdefault(size, name)

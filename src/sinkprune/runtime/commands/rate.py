@@ -92,10 +92,14 @@ def read_frames(files: list[Path], family: Family) -> list[Picture]:
 def print_rates(report: RateReport) -> None:
     """Print a table with a row for each budget, and the power and conditions of the machine."""
     console = TableConsole()
+    # An interrupt ends a budget early.
+    whole = report.duration_s
+    ran = [whole if budget.seconds >= whole else round(budget.seconds, 1) for budget in report.rates.values()]
+    seconds = " to ".join(dict.fromkeys(f"{each:g}" for each in (min(ran), max(ran))))
     console.print_head(
         report,
-        f"{report.rate_hz:g} frames a second for {report.duration_s:g} s; milliseconds from a frame's arrival to its "
-        "whole answer",
+        f"{report.rate_hz:g} frames a second for {seconds} s; milliseconds from a frame's arrival to its whole "
+        "answer",
     )
     headings = ["visual", "frames", "missed", "p50", "p95", "p99", "max", "jitter", "busy p50"]
     table = make_table(["budget"], [*headings, *(["J a frame", "W"] if report.power else [])])

@@ -126,7 +126,7 @@ class DeadlinePolicy(BudgetPolicy):
         can_meet = expected[chosen].first <= left
         # The length of a closed list's answers is no choice of the user.
         advice = "" if self._request.choice else _ADVICE
-        earliest = "in time, so the one with the earliest first token runs"
+        earliest = "in time, so the budget with the earliest first token runs"
         if whole:
             reason = f"the largest budget that is expected to bring {_counted(wanted)} in time"
         elif can_meet:
@@ -191,4 +191,4 @@ class DeadlinePolicy(BudgetPolicy):
 
 
 def _counted(tokens: int) -> str:
-    return "one token" if tokens == 1 else f"all {tokens} tokens"
+    return {1: "one token", 2: "both tokens"}.get(tokens, f"all {tokens} tokens")

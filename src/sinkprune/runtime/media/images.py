@@ -13,7 +13,6 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from sinkprune.contract.checks.format_value import type_name
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.files.untrusted import ForbiddenError, MissingError, UnreadableError, open_regular
 from sinkprune.contract.precision import Array
@@ -37,6 +36,9 @@ _GIVE = f"Give a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file."
 _MODES_OF_16_BITS = ("I;16", "I;16B", "I;16L", "I;16N")
 _FORMATS_OF_16_BITS = ("PPM", "PNG")
 _HAD_16_BITS = "sinkprune_had_16_bits"
+# Not a JPEG's further pictures (MPO), which are previews, depths and brightnesses of the first.
+_FORMATS_OF_FRAMES = ("GIF", "PNG", "TIFF", "WEBP")
+_FRAMES = "sinkprune_frames"
 # TIFF tags (TIFF 6.0): RowsPerStrip, TileWidth, TileLength.
 _ROWS_PER_STRIP, _TILE_WIDTH, _TILE_LENGTH = 278, 322, 323
 # The most pixels of a strip
@@ -45,6 +47,8 @@ _STRIP = 1 << 20
 
 def read_image(path: str | os.PathLike[str]) -> Image.Image:
     """Return the RGB image in a file, turned by its EXIF data. Greyscale of 16 bits is divided by 257, to 8 bits.
+
+    Of several frames or pages it is the first; `frame_count` has their number.
 
     Raises `ImageError` if the file is missing, not regular, none of `FORMATS`, damaged, of 32 bits a channel, larger
     than `MOST_PIXELS`, or exceeds the limits of `MeteredFile`.
@@ -96,20 +100,32 @@ def to_rgb(image: Image.Image | Array) -> Image.Image:
         return Image.fromarray(image)
     if not isinstance(image, Image.Image):
         raise ImageError(
-            f"the image is {type_name(image)}, expected a Pillow image, a uint8 [height,width,3] array or the "
-            "name of a file."
+            f"found {type(image).__name__} as the image, expected a Pillow image, a uint8 [height,width,3] array or "
+            "the name of a file."
         )
     _check_size(*image.size)
     with _damage_as_error():
+        # Counting would drop the pixels of a loaded GIF or TIFF. A later frame is one that the caller chose.
+        loaded = image.format in ("GIF", "TIFF") and not getattr(image, "tile", None)
+        if loaded or image.tell():
+            frames = frame_count(image)
+        else:
+            frames = _counted_frames(image)
+            image.seek(0)
         turned = ImageOps.exif_transpose(image)
-        return (
-            turned if turned.mode == "RGB" and not _has_alpha(turned) else _opaque(_with_8_bits(turned, image.format))
-        )
+        plain = turned.mode == "RGB" and not _has_alpha(turned)
+        found = turned if plain else _opaque(_with_8_bits(turned, image.format))
+        return _with_frames(found, frames)
 
 
 def had_16_bits(image: Image.Image) -> bool:
     """Return whether `read_image` or `to_rgb` divided the values of this image by 257, to 8 bits."""
     return _HAD_16_BITS in image.info
+
+
+def frame_count(image: Image.Image) -> int:
+    """Return the number of frames or pages in the file of an image, as `read_image` and `to_rgb` return it."""
+    return int(image.info.get(_FRAMES, 1))
 
 
 def _decoded(file: BinaryIO) -> Image.Image:
@@ -124,7 +140,26 @@ def _decoded(file: BinaryIO) -> Image.Image:
         ImageOps.exif_transpose(image, in_place=True)
         # The file object of a WebP holds its pixels once more.
         image.fp = None
-        return _opaque(_with_8_bits(image, image.format))
+        found = _opaque(_with_8_bits(image, image.format))
+        return _with_frames(found, _counted_frames(image))
+
+
+def _with_frames(image: Image.Image, frames: int) -> Image.Image:
+    """Return `image`, of which `frame_count` is `frames` from now on. Those with one frame stay equal to arrays."""
+    if frames > 1:
+        image.info[_FRAMES] = frames
+    return image
+
+
+def _counted_frames(image: Image.Image) -> int:
+    """Return the number of frames or pages of an opened file; of a damaged file, those before the damage."""
+    if image.format not in _FORMATS_OF_FRAMES:
+        return frame_count(image)
+    try:
+        return int(getattr(image, "n_frames", 1))
+    except Exception:
+        # The first frame is whole, and the model sees no other.
+        return image.tell() + 1
 
 
 def _check_size(width: int, height: int, most: int = MOST_PIXELS) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from sinkprune.contract.checks.format_value import counted
-from sinkprune.contract.engines_manifest import MOST_TOKENS, Limits
+from sinkprune.contract.engines_manifest import LIMIT_OPTIONS, MOST_TOKENS, Limits
 from sinkprune.contract.errors import NewTokensError, PromptError
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
@@ -31,12 +31,13 @@ def check_picture_count(manifest: Manifest, limits: Limits | None, pictures: int
     """Reject more pictures than the bundle or its engines take; raises `PromptError`."""
     most = limits.images if limits else manifest.max_images
     if pictures > most:
-        again = "build the engines again"
+        again = []
         if pictures > manifest.max_images:
-            again = "export the checkpoint again" + (", and build the engines again, both" if limits else "")
+            again.append(f"export the checkpoint again with --max-images {pictures}")
+        if limits:
+            again.append(_build_again(manifest, limits, images=pictures))
         raise PromptError(
-            f"the prompt has {counted(pictures, 'image')}, expected at most {most}. For more, {again} with "
-            f"--max-images {pictures}."
+            f"the prompt has {counted(pictures, 'image')}, expected at most {most}. For more, {', and '.join(again)}."
         )
 
 
@@ -47,7 +48,7 @@ def check_prompt_length(manifest: Manifest, limits: Limits | None, text: int, vi
     if limits is not None and text > limits.prompt_tokens:
         raise PromptError(
             f"{text} text tokens in the prompt are more than the {limits.prompt_tokens} the engines were built for. "
-            f"Give a shorter instruction, or build the engines again with --max-prompt {text}."
+            f"Give a shorter instruction, or {_build_again(manifest, limits, prompt_tokens=text)}."
         )
     trained = manifest.policy.most_prompt_tokens if manifest.policy else None
     if trained is not None and text > trained:
@@ -77,22 +78,34 @@ def check_length(
     """
     if limits is not None:
         lengths = (
-            ("text tokens in the prompt", text, limits.prompt_tokens, "--max-prompt"),
-            ("new tokens", request.max_new_tokens, limits.new_tokens, "--max-new-tokens"),
+            ("text tokens in the prompt", text, limits.prompt_tokens, PromptError),
+            ("new tokens", request.max_new_tokens, limits.new_tokens, NewTokensError),
         )
-        for what, wanted, most, flag in lengths:
+        for what, wanted, most, error in lengths:
             if wanted > most:
-                flags = [f"{each} {max(own, built)}" for _, own, built, each in lengths if built < MOST_TOKENS]
-                error = NewTokensError if flag == "--max-new-tokens" else PromptError
+                again = _build_again(manifest, limits, prompt_tokens=text, new_tokens=request.max_new_tokens)
                 raise error(
-                    f"{wanted} {what} are more than the {most} the engines were built for. Ask for less, or build "
-                    f"the engines again with {' '.join(flags)} added to your sinkprune-build command."
+                    f"{wanted} {what} are more than the {most} the engines were built for. Ask for less, or {again}."
                 )
     length = RequestLength(text, visual, request.max_new_tokens, manifest.language_model.max_positions)
     if sum(length[:3]) > length.limit:
         budgets = manifest.plans[request.method]
         kept = {name: schedule(manifest, request.method, name, layouts).rows for name in budgets}
         raise too_long_error(length, kept, _fewer_tokens(manifest, request.pictures))
+
+
+def _build_again(manifest: Manifest, limits: Limits, **wanted: int) -> str:
+    """Return advice to build engines for at least the `wanted` limits, by their fields. The other limits stay.
+
+    Limits that hold no request back are left out: those of no engine, and of the bundle itself.
+    """
+    none = {"prompt_tokens": MOST_TOKENS, "new_tokens": MOST_TOKENS, "images": manifest.max_images}
+    flags = [
+        f"{option} {max(getattr(limits, name), wanted.get(name, 0))}"
+        for name, option in LIMIT_OPTIONS.items()
+        if 0 < getattr(limits, name) < none[name] or wanted.get(name, 0) > getattr(limits, name)
+    ]
+    return f"build the engines again with {' '.join(flags)} added to your sinkprune-build command"
 
 
 def _fewer_tokens(manifest: Manifest, pictures: Sequence[PictureLike]) -> str:

@@ -1,4 +1,4 @@
-"""Warnings about pictures that the model does not see as they are: cropped ones, and those made of 16 bits."""
+"""Warnings about pictures that the model does not see as they are: cropped, of several frames, or of 16 bits."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.contract.checks.user_warnings import warn_user
-from sinkprune.contract.errors import DividedPictureWarning, PartlySeenWarning, ScaledDownWarning
+from sinkprune.contract.errors import DividedPictureWarning, FirstFrameWarning, PartlySeenWarning, ScaledDownWarning
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.runtime.media.clip import Picture
-from sinkprune.runtime.media.images import had_16_bits
+from sinkprune.runtime.media.images import frame_count, had_16_bits
 
 _CLEARLY_SMALLER = 0.9
 """The scale of each side below which a picture is worth a warning."""
@@ -36,6 +36,8 @@ class PictureWarnings:
                 self._warn(ScaledDownWarning, layout.size, scaled_down(layout))
             if isinstance(picture, Image.Image) and had_16_bits(picture):
                 self._warn(DividedPictureWarning, layout.size, f"the picture: {divided(picture)}")
+            if isinstance(picture, Image.Image) and (frames := frame_count(picture)) > 1:
+                self._warn(FirstFrameWarning, (*layout.size, frames), f"the picture: {first_of(frames)}")
 
     def _warn(self, category: type[Warning], size: tuple[float, ...], text: str) -> None:
         if (category, size) not in self._warned:
@@ -88,8 +90,15 @@ def unseen_warnings(seen_shares: Sequence[float], what: str) -> tuple[str, ...]:
 
 
 def notes_on(pictures: Sequence[object]) -> list[str]:
-    """Return sentences about those of the decoded pictures that had 16 bits."""
-    return [divided(picture) for picture in pictures if isinstance(picture, Image.Image) and had_16_bits(picture)]
+    """Return sentences about those of the decoded pictures that had 16 bits, or more than one frame."""
+    images = [picture for picture in pictures if isinstance(picture, Image.Image)]
+    notes = [divided(image) for image in images if had_16_bits(image)]
+    return notes + [first_of(frames) for image in images if (frames := frame_count(image)) > 1]
+
+
+def first_of(frames: int) -> str:
+    """Return sentences about a picture whose file has several frames or pages."""
+    return f"the model sees the first of {frames} frames. Give frames as files of their own."
 
 
 def divided(picture: Image.Image) -> str:

@@ -1,0 +1,118 @@
+"""The line about pictures whose file has several frames or pages: the model sees the first."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageDraw
+
+from sinkprune import FirstFrameWarning, Pipeline
+from sinkprune.runtime.media.images import frame_count, read_image, read_image_bytes, to_rgb
+from sinkprune.runtime.steps.picture_warnings import notes_on
+from support.programs.commands import run
+
+MESSAGE = "the model sees the first of 3 frames. Give frames as files of their own."
+COLOURS = ("red", "lime", "blue")
+
+
+def animated(path: Path) -> Path:
+    """Write a file of three frames."""
+    first, *others = (Image.new("RGB", (90, 90), colour) for colour in COLOURS)
+    first.save(path, save_all=True, append_images=others)
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["gif", "png", "tiff", "webp"])
+def test_frames_are_counted_in_each_format(suffix: str, tmp_path: Path) -> None:
+    path = animated(tmp_path / f"anim.{suffix}")
+    with Image.open(path) as opened:
+        images = read_image(path), read_image_bytes(path.read_bytes()), to_rgb(opened)
+    for image in images:
+        assert frame_count(image) == 3
+        red, green, blue = image.getpixel((4, 4))  # type: ignore[misc]
+        assert red > 240 > 10 > max(green, blue)
+
+
+def test_a_picture_of_one_frame_has_one(tmp_path: Path) -> None:
+    for suffix in ("gif", "png", "tiff", "webp", "jpg"):
+        Image.new("RGB", (9, 9)).save(tmp_path / f"one.{suffix}")
+        assert frame_count(read_image(tmp_path / f"one.{suffix}")) == 1
+    assert frame_count(Image.new("RGB", (9, 9))) == 1
+
+
+def test_further_pictures_of_a_jpeg_are_no_frames(tmp_path: Path) -> None:
+    """Cameras write previews and depths after the picture, as MPO."""
+    path, picture = tmp_path / "phone.jpg", Image.new("RGB", (9, 9))
+    picture.save(path, "MPO", save_all=True, append_images=[picture.resize((3, 3))])
+    with Image.open(path) as opened:
+        assert frame_count(read_image(path)) == frame_count(to_rgb(opened)) == 1 < opened.n_frames  # type: ignore[attr-defined]
+
+
+def test_an_opened_image_keeps_its_frame_and_its_drawing(tmp_path: Path) -> None:
+    with Image.open(animated(tmp_path / "anim.gif")) as opened:
+        opened.seek(1)
+        chosen = to_rgb(opened)
+        assert (frame_count(chosen), chosen.getpixel((4, 4))) == (1, (0, 255, 0))
+    with Image.open(tmp_path / "anim.gif") as opened:
+        opened.load()
+        ImageDraw.Draw(opened).rectangle((0, 0, 89, 89), fill=opened.getpixel((0, 0)) + 1)  # type: ignore[operator]
+        before = opened.convert("RGB").getpixel((4, 4))
+        assert before == to_rgb(opened).getpixel((4, 4)) == opened.convert("RGB").getpixel((4, 4)) != (255, 0, 0)
+
+
+@pytest.mark.parametrize("suffix", ["gif", "tiff"])
+def test_damage_after_the_first_frame_rejects_nothing(suffix: str, tmp_path: Path) -> None:
+    first, *others = (Image.effect_noise((40, 40), 80).convert("RGB") for _ in range(3))
+    first.save(tmp_path / f"anim.{suffix}", save_all=True, append_images=others)
+    whole, counts = (tmp_path / f"anim.{suffix}").read_bytes(), set[int]()
+    for end in range(len(whole) * 17 // 50, len(whole), 37):
+        counts.add(frame_count(read_image_bytes(whole[:end])))
+        with Image.open(io.BytesIO(whole[:end])) as opened:
+            assert to_rgb(opened).size == (40, 40)
+    assert {2, 3} <= counts <= {1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("sinkprune-run", ("--max-new-tokens", 1)),
+        ("sinkprune-profile", ("--budgets", "none", "--repeat", 1, "--warmup", 0, "--new-tokens", 1)),
+    ],
+)
+def test_one_line_for_each_file(
+    command: str, options: tuple[object, ...], bundle: Callable[..., Path], tmp_path: Path
+) -> None:
+    root, gif = bundle("gqa-112", "fp32", ("retain-64",), max_images=3), animated(tmp_path / "anim.gif")
+    outcome = run(command, root, *("--image", gif) * 2, "--prompt", "What is this?", *options)
+    assert (outcome.code, outcome.stderr) == (0, f"{gif}: {MESSAGE}\n")
+
+
+def test_evaluate_names_the_first_file_with_frames(bundle: Callable[..., Path], tmp_path: Path) -> None:
+    Image.new("RGB", (90, 90)).save(tmp_path / "one.png")
+    names = ("one.png", animated(tmp_path / "anim.gif").name, animated(tmp_path / "pages.tiff").name)
+    lines = (json.dumps({"image": name, "question": "What?", "answer": "red"}) for name in names)
+    (tmp_path / "asked.jsonl").write_text("\n".join(lines))
+    root = bundle("gqa-112", "fp32", ("retain-64",))
+    outcome = run("sinkprune-evaluate", root, "--data", tmp_path / "asked.jsonl", "--max-new-tokens", 1)
+    assert outcome.code == 0, outcome.stderr
+    lines_on_frames = [line for line in outcome.stderr.splitlines() if "frames" in line]
+    assert lines_on_frames == [f"{tmp_path / 'anim.gif'}: {MESSAGE}"]
+
+
+def test_the_servers_notes_have_the_line(tmp_path: Path) -> None:
+    """The server gives `notes_on` the pictures that it read from bytes: `test_server.py`."""
+    file = animated(tmp_path / "anim.gif").read_bytes()
+    assert notes_on([read_image_bytes(file), Image.new("RGB", (9, 9))]) == [MESSAGE]
+
+
+def test_python_warns_once(bundle: Callable[..., Path], tmp_path: Path) -> None:
+    gif, pipe = animated(tmp_path / "anim.gif"), Pipeline.load(bundle("gqa-112", "fp32", ("retain-64",)))
+    with pytest.warns(FirstFrameWarning) as caught, Image.open(gif) as opened:
+        for picture in (gif, read_image(gif), opened):
+            answer = pipe.generate(picture, "What?", max_new_tokens=1)
+    assert [str(warning.message) for warning in caught] == [f"the picture: {MESSAGE}"]
+    assert answer.images[0].layout.seen_share == 1
