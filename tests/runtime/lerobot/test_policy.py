@@ -231,15 +231,19 @@ def without(batch: dict[str, Any], key: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        (lambda b: without(b, CLOSE), UsageError, f"'{CLOSE}' of the observation is .*{TABLE}.*rename_map"),
-        (lambda b: without(b, "observation.state"), UsageError, "'observation.state' of the observation is"),
+        (
+            lambda b: without(b, CLOSE),
+            UsageError,
+            f"found NoneType as '{CLOSE}' of the observation.*{TABLE}.*rename_map",
+        ),
+        (lambda b: without(b, "observation.state"), UsageError, "found NoneType as 'observation.state' of the"),
         (lambda b: {**b, "observation.state": b["observation.state"][0]}, UsageError, r"shape \[2\], expected \[b"),
         (lambda b: {**b, "observation.state": torch.zeros(1, 3)}, UsageError, r"the state has the shape \[3\]"),
         (lambda b: {**b, "observation.state": torch.full((1, 2), np.nan)}, UsageError, "the state has nan"),
         (lambda b: {**b, "observation.state": torch.zeros(2, 2)}, UsageError, "1 instruction as 'task' for 2 obs"),
         (lambda b: {**b, "observation.state": torch.zeros(2, 2), "task": "go"}, ImageError, "has 1 frame, and the"),
         (lambda b: {**b, "task": ["go", "go"]}, UsageError, "2 instructions as 'task' for 1 observation"),
-        (lambda b: without(b, "task"), PromptError, "the instruction is"),
+        (lambda b: without(b, "task"), PromptError, "found NoneType as the instruction"),
         (lambda b: {**b, "task": ""}, PromptError, "empty"),
         (lambda b: {**b, TABLE: b[TABLE] * 255}, ImageError, "values from .* to 2.*from 0 to 1"),
         (lambda b: {**b, TABLE: b[TABLE] * 2 - 1}, ImageError, "values from -"),
