@@ -22,6 +22,7 @@ from PIL import Image
 
 from sinkprune import Answer, Pipeline
 from sinkprune.contract.checks.format_value import counted
+from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
 from sinkprune.contract.command_line.progress_lines import status
@@ -119,7 +120,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--backend")
     parser.add_argument("--budgets", default=BUDGETS)
-    parser.add_argument("--scenes", type=int, default=80)
+    parser.add_argument("--scenes", type=WholeNumber("--scenes", 1, 10**6), default=80)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     check_outputs(json_outputs(options.json), [])
@@ -145,10 +146,10 @@ def _run(arguments: Sequence[str] | None) -> None:
             sys.stdout.flush()
         if interrupted:
             break
-    if found:
-        write_json(options.json, found)
     if interrupted:
+        # Part of the questions must not replace a whole report.
         raise KeyboardInterrupt(interrupted)
+    write_json(options.json, found)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from pathlib import Path
@@ -73,8 +72,6 @@ def test_interrupted_follow_ups_keep_the_answers_so_far(
         "retain-64    4 questions",
         "retain-32    2 questions",
     ]
-    assert {name: figures["questions"] for name, figures in json.loads(report.read_text()).items()} == {
-        "retain-64": 4,
-        "retain-32": 2,
-    }
+    # A whole report of an earlier run would stay.
+    assert not report.exists()
     assert lines.splitlines()[-1].endswith("retain-32 was asked 2 of 4 questions.")

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.checks.arguments import checks_options
+from sinkprune.contract.checks.arguments import check_plan_names, check_type, checks_options
 from sinkprune.contract.command_line.progress_lines import shown_progress
 from sinkprune.contract.costs.actions import ActionCosts
 from sinkprune.contract.costs.file import ACTION_COSTS
@@ -151,6 +151,8 @@ class Policy(KeepsCosts[ActionCosts]):
         `PruningError` and `NumericsError`.
         """
         began, manifest = time.perf_counter(), self.bundle.manifest
+        check_plan_names(budget, method)
+        check_type("observer", observer, (Observer,), "an Observer")
         plan = manifest.plan(method, budget)
         observation = observed(
             manifest,
@@ -238,6 +240,7 @@ class Policy(KeepsCosts[ActionCosts]):
         """Do what `warm_up` does, without the warning; raises what `warm_up` raises."""
         seconds = SECONDS_RANGE.check(seconds)
         manifest = self.bundle.manifest
+        check_plan_names(budget, method)
         manifest.plan(method, budget)
         self._model.check_counts_known(method)
         observation = observed(

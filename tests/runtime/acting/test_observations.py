@@ -58,6 +58,10 @@ def act(policy: Policy, photo: Image.Image, **changed: Any) -> Any:
         ({"instruction": " "}, PromptError, "the instruction is empty. Name the task"),
         ({"instruction": None}, PromptError, "found NoneType as the instruction"),
         ({"budget": "retain-64"}, BudgetError, "retain-64"),
+        ({"budget": 3}, UsageError, "budget is 3, expected a name, as in 'retain-64'"),
+        ({"budget": []}, UsageError, r"budget is \[\], expected a name"),
+        ({"method": None}, UsageError, "method is None, expected a name, as in 'sinkpruner'"),
+        ({"observer": 3}, TypeError, "observer is 3, expected an Observer"),
         ({"order": "rbg"}, UsageError, "order is 'rbg'"),
     ],
 )
@@ -83,6 +87,17 @@ def test_arrays_of_opencv_give_the_chunk_of_the_picture(policy: Policy, photo: I
     bgr = np.asarray(photo)[..., ::-1]
     expected = act(policy, photo, seed=1).actions
     np.testing.assert_array_equal(act(policy, photo, cameras=[bgr, bgr], order="bgr", seed=1).actions, expected)
+
+
+def test_an_order_without_arrays_is_told(policy: Policy, photo: Image.Image) -> None:
+    with pytest.warns(UserWarning, match="order changed nothing, because no picture is an array"):
+        act(policy, photo, order="bgr", steps=1)
+
+
+@pytest.mark.parametrize("wrong", [3, None])
+def test_a_warm_up_names_a_wrong_budget(wrong: Any, policy: Policy, photo: Image.Image) -> None:
+    with pytest.raises(UsageError, match=f"budget is {wrong}, expected a name"):
+        policy.warm_up([photo, photo], "go", [0.5] * WIDTH, budget=wrong)
 
 
 def test_times_add_up(policy: Policy, photo: Image.Image) -> None:

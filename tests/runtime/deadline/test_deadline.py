@@ -149,6 +149,11 @@ def test_a_long_answer_that_does_not_fit_is_named_by_its_limit(small: Pipeline) 
     # As many as the largest budget does bring.
     again, _ = Machine(small, quiet).answer(asked(int(fitting[1])), 400)
     assert again.budget == "none" and again.met
+    # Where the largest brings no token, the next one does.
+    alone, _ = Machine(small, quiet).answer(
+        asked(128), TOWER_MS + 1.05 * 1.3 * (first_ms(small, "none") - TOWER_MS) - 1
+    )
+    assert alone.reason.startswith(f"{earliest}; budget retain-192 would bring ")
     # The largest budget that is allowed is the smallest.
     alone, _ = Machine(small, quiet).answer(asked(128, budget="retain-32"), 400)
     assert alone.reason == f"{earliest}; {advice}"

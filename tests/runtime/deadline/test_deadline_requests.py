@@ -258,7 +258,7 @@ def test_the_command_takes_costs_from_a_file(bundle: Bundles, photo_file: Path, 
     outcome = run("sinkprune-run", *ask, "--deadline-ms", 60_000, "--costs", path, "--json")
     assert json.loads(outcome.stdout)["budget"] == "none", outcome.stderr
     outcome = run("sinkprune-run", *ask, "--deadline-ms", 60_000, "--costs", path, "--threads", 3)
-    assert_refused(outcome, "of another place: their threads is")
+    assert_refused(outcome, "of another place: their threads is", "For these, give --threads ")
     assert_refused(run("sinkprune-run", *ask, "--costs", path), "--costs", "--deadline-ms")
     assert_refused(run("sinkprune-run", *ask, "--warm-up"), "--warm-up", "--deadline-ms")
     assert_refused(run("sinkprune-run", *ask, "--deadline-ms", 300), "--warm-up", "--costs FILE.json")

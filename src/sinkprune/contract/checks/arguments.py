@@ -10,7 +10,7 @@ from inspect import signature
 from typing import Any, TypeVar, cast
 
 from sinkprune.contract.checks.format_value import format_value
-from sinkprune.contract.errors import OptionError
+from sinkprune.contract.errors import OptionError, UsageError
 
 C = TypeVar("C", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -31,6 +31,13 @@ def check_type(name: str, value: object, kinds: tuple[type[Any], ...], expected:
     """Raise `TypeError` for a value of none of `kinds`, which the message calls `expected`."""
     if not isinstance(value, kinds):
         raise TypeError(f"{name} is {format_value(value)}, expected {expected}.")
+
+
+def check_plan_names(budget: object, method: object) -> None:
+    """Raise `UsageError` for a budget or a method that is no text."""
+    for name, value, example in (("budget", budget, "retain-64"), ("method", method, "sinkpruner")):
+        if not isinstance(value, str):
+            raise UsageError(f"{name} is {format_value(value)}, expected a name, as in '{example}'.")
 
 
 def check_options(given: Iterable[str], known: Sequence[str]) -> None:

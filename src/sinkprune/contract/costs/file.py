@@ -59,9 +59,12 @@ class CostsFormat(Generic[C]):
         theirs, ours = to_json(costs.place), to_json(here)
         for name, value in ours.items():
             if theirs[name] != value:
+                these = (
+                    f"For these, give --threads {theirs[name]} (threads= in Python). " if name == "threads" else ""
+                )
                 raise UsageError(
                     f"the {self.name} '{path}' are of another place: their {name} is {format_value(theirs[name])}, "
-                    f"here it is {format_value(value)}. {self.again}"
+                    f"here it is {format_value(value)}. {these}{self.again}"
                 )
         if fault := self.fault(costs):
             raise UsageError(f"the {self.name} '{path}' {fault}. {self.again}")

@@ -13,7 +13,7 @@ from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.errors import ImageError, PromptError, UsageError
 from sinkprune.contract.manifest import Manifest, NumberRanges, PolicyFacts
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.steps.pictures import PictureLike, check_order, with_order
+from sinkprune.runtime.steps.pictures import PictureLike, check_order, warn_of_order, with_order
 from sinkprune.runtime.steps.request import check_picture, check_texts
 
 STEPS = WholeNumber("steps", 1, 1000)
@@ -59,7 +59,9 @@ def observed(
         raise PromptError("the instruction is empty. Name the task, as in 'pick up the cup'.")
     check_texts((instruction,), 0)
     order = check_order(order)
-    frames = tuple(with_order(frame, order) for frame in _frames(manifest, cameras))
+    given = _frames(manifest, cameras)
+    warn_of_order(order, given)
+    frames = tuple(with_order(frame, order) for frame in given)
     if noise is not None and seed is not None:
         raise UsageError("found noise and a seed, expected one of them: the seed draws the noise. Leave one out.")
     drawn = _noise(policy, seed) if noise is None else _given_noise(policy, noise)

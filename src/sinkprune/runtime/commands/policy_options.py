@@ -137,6 +137,8 @@ def _states(word: str) -> tuple[list[tuple[float, ...]], Path | None]:
         return [_numbers(word)], None
     except ValueError as error:
         wrong = str(error)
+    if not word.strip():
+        raise UsageError("--state is empty, expected numbers with commas between them, or a file of states.")
     path = Path(word)
     try:
         lines = read_text(path, _STATES_BYTES).splitlines()

@@ -133,10 +133,12 @@ class DeadlinePolicy(BudgetPolicy):
             reason = f"no budget is expected to bring {_counted(wanted)} {earliest}"
         else:
             reason = f"no budget is expected to bring a token {earliest}"
-        if chosen and advice and expected[0].first <= left:
-            fitting = self._tokens_within(left - expected[0].first, expected[0].token)
-            reason += f"; budget {choices[0].budget} would bring {fitting}: {advice}"
-        elif not whole and can_meet and advice:
+        # The largest budget that brings any token.
+        larger = next((number for number in range(chosen) if expected[number].first <= left), None)
+        if advice and larger is not None:
+            fitting = self._tokens_within(left - expected[larger].first, expected[larger].token)
+            reason += f"; budget {choices[larger].budget} would bring {fitting}: {advice}"
+        elif advice and can_meet and not whole:
             reason += f"; {advice}"
         self._decision = _Decision(
             choices[chosen].budget,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 
 from sinkprune.contract.checks.format_value import format_value
+from sinkprune.contract.checks.user_warnings import warn_user
 from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
@@ -49,6 +50,15 @@ def has_array(source: object) -> bool:
     """Return whether `source` is an array or a clip with one, so that the order of channels matters."""
     frames = source.frames if isinstance(source, Clip) else [source]
     return any(isinstance(frame, np.ndarray) for frame in frames)
+
+
+def warn_of_order(order: str, given: Iterable[object]) -> None:
+    """Warn where the `order` of channels says nothing about the `given` pictures."""
+    if order == "bgr" and not any(map(has_array, given)):
+        warn_user(
+            "order changed nothing, because no picture is an array. Files and Pillow images have an order of their "
+            "own: leave it out."
+        )
 
 
 def in_rgb(array: Array, order: str) -> Array:

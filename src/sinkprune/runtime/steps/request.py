@@ -11,14 +11,14 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.contract.budgets import AUTO, UNPRUNED
-from sinkprune.contract.checks.arguments import check_options, check_type, creation_checks_options
+from sinkprune.contract.checks.arguments import check_options, check_plan_names, check_type, creation_checks_options
 from sinkprune.contract.checks.format_value import counted, format_value
 from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
 from sinkprune.contract.checks.user_warnings import warn_user
 from sinkprune.contract.errors import ImageError, PromptError, UsageError
 from sinkprune.runtime.media.clip import Clip, SampledFrames
 from sinkprune.runtime.media.video_file import VideoFile
-from sinkprune.runtime.steps.pictures import PictureLike, check_order, has_array, with_order
+from sinkprune.runtime.steps.pictures import PictureLike, check_order, warn_of_order, with_order
 from sinkprune.runtime.text.answer_form import (
     check_one_form,
     checked_choices,
@@ -96,11 +96,7 @@ class Request:
         for name in ("pictures", "texts"):
             check_type(name, getattr(self, name), (tuple, list), "a tuple, or what new_request takes")
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name, example in (("budget", "retain-64"), ("method", "sinkpruner")):
-            if not isinstance(getattr(self, name), str):
-                raise UsageError(
-                    f"{name} is {format_value(getattr(self, name))}, expected a name, as in '{example}'."
-                )
+        check_plan_names(self.budget, self.method)
         for name, count in (("max_new_tokens", MAX_NEW_TOKENS), ("min_new_tokens", MIN_NEW_TOKENS)):
             # As int, because numpy's small integers overflow in sums.
             object.__setattr__(self, name, count.check(getattr(self, name)))
@@ -194,11 +190,7 @@ def new_request(
         warn_user(
             f"{' and '.join(unused)} changed nothing, because this answer is greedy. Add a temperature above 0."
         )
-    if order == "bgr" and not any(map(has_array, given)):
-        warn_user(
-            "order changed nothing, because no picture is an array. Files and Pillow images have an order of their "
-            "own: leave it out."
-        )
+    warn_of_order(order, given)
     return request
 
 
