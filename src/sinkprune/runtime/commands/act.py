@@ -110,7 +110,7 @@ def _act(arguments: Sequence[str] | None) -> None:
     if options.deadline_ms is not None:
         _prepare(policy, costs, first, options)
     chunks, interrupted, earlier, outputs = list[ActionReport](), "", "", options
-    total, ended = len(observations.moments), None
+    total, ended, kept = len(observations.moments), None, ""
     try:
         with explain_interrupt(_NO_CHUNK), ProgressLines("acting", total, "chunks") as lines:
             for moment in observations.moments:
@@ -123,7 +123,8 @@ def _act(arguments: Sequence[str] | None) -> None:
     except (KeyboardInterrupt, SinkpruneError) as end:
         if not chunks:
             raise
-        ended, interrupted = end, f"there are {len(chunks)} of {counted(total, 'chunk')}."
+        ended, kept = end, f"{len(chunks)} of {counted(total, 'chunk')}."
+        interrupted = f"there are {kept}"
         outputs, earlier = beside_earlier(options, "json")
     if not prints_json(options.json) and chunks[-1].deadline is not None:
         write_line(f"deadline {options.deadline_ms:g} ms: {_met(chunks)}")
@@ -143,7 +144,7 @@ def _act(arguments: Sequence[str] | None) -> None:
     }
     write_json(outputs.json, summary)
     if isinstance(ended, SinkpruneError):
-        raise type(ended)(f"moment {len(chunks) + 1} of {total}: {ended} T{interrupted[1:]}{earlier}") from ended
+        raise type(ended)(f"moment {len(chunks) + 1} of {total}: {ended} There are {kept}{earlier}") from ended
     if ended:
         raise KeyboardInterrupt(interrupted + earlier) from ended
     if options.overlay:
