@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from sinkprune.contract.manifest import MODULATION, Manifest, PolicyFacts, TensorSpec
+from sinkprune.contract.manifest import EXPERT, MODULATION, Manifest, PolicyFacts, TensorSpec
 from sinkprune.contract.precision import DTYPES
 
 
@@ -117,7 +117,7 @@ def _interfaces(manifest: Manifest) -> Iterator[_Interface]:
     if manifest.policy is None:
         yield "head", rows()[:1], [floats("logits", 1, lm.vocab_size)]
     else:
-        yield "expert", *_expert(manifest, manifest.policy)
+        yield EXPERT, *_expert(manifest, manifest.policy)
         if manifest.modulates:
             yield MODULATION, [_time_embedding(manifest.policy)], [_modulation(manifest, manifest.policy)]
     for plan in (plan for budgets in manifest.plans.values() for plan in budgets.values()):

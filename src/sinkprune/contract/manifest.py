@@ -23,6 +23,8 @@ TOKENIZER = "weights/tokenizer.json"
 CHAT_TEMPLATE = "weights/chat_template.jinja"
 BESIDE_GRAPHS = (EMBEDDING, TOKENIZER, CHAT_TEMPLATE)
 """The files that the runtime reads besides graphs and their weights."""
+EXPERT = "expert"
+"""The graph of one denoising step of a policy."""
 MODULATION = "modulation"
 """The graph of what a policy's expert reads of a step's time, where that is much. Earlier bundles lack it."""
 
@@ -206,7 +208,7 @@ class Manifest:
     @property
     def last_graph(self) -> str:
         """Return the graph after the decoder: `head`, or `expert` in a policy."""
-        return "expert" if self.policy else "head"
+        return EXPERT if self.policy else "head"
 
     @property
     def segments(self) -> tuple[range, ...]:

@@ -15,7 +15,7 @@ from sinkprune.contract.checks.arguments import check_callable, check_path, chec
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.trust import ANY, Trust
 from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
-from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
+from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, EXPERT, TOKENIZER
 from sinkprune.contract.reports.progress import OnProgress, reporting
 from sinkprune.runtime.backends import Backend, Decoder, Engine, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines, own_engines, usual_backend
@@ -133,7 +133,7 @@ def load_model(
         return built.model(graph) if built else Model.of_bundle(bundle, graph)
 
     def load(graph: str) -> Engine:
-        engine = backend.load(model(graph))
+        engine = (backend.load_repeated if graph == EXPERT else backend.load)(model(graph))
         return engine if wrap is None else wrap(graph, engine, backend)
 
     def load_decoder(graph: str) -> Decoder:

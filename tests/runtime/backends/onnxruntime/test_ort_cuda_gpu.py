@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -82,15 +84,50 @@ def test_a_session_s_second_question_equals_the_cpu_s(
         assert answer.token_ids == expected.token_ids
 
 
+@pytest.mark.parametrize("dialect", ["opset24", "opset20"])
 @pytest.mark.parametrize("name", [*PI0_SHAPES, *PI05_SHAPES])
-def test_chunks_of_actions_equal_the_cpu_s(name: str, bundle: Callable[..., Path], photo: Image.Image) -> None:
-    root = bundle(name, budgets=("prune-77.8",), max_images=2)
+def test_chunks_of_actions_equal_the_cpu_s(
+    name: str, dialect: str, bundle: Callable[..., Path], photo: Image.Image
+) -> None:
+    root = bundle(name, budgets=("prune-77.8",), max_images=2, dialect=dialect)
     ours, theirs = (Policy.load(root, backend=backend) for backend in (BACKEND, "ort-cpu"))
     state = np.zeros(len(theirs.facts.usual_state))
-    for budget in ("none", "prune-77.8"):
+    # The first chunk of each budget captures the steps, the later ones replay them.
+    for seed, budget in enumerate(("none", "prune-77.8") * 3):
         chunk, expected = (
-            one.act([photo, None], INSTRUCTION, state, budget=budget, seed=0) for one in (ours, theirs)
+            one.act([photo, photo if seed > 3 else None], INSTRUCTION, state + seed / 10, budget=budget, seed=seed)
+            for one in (ours, theirs)
         )
         for kept, other in zip(chunk.images, expected.images, strict=True):
             np.testing.assert_array_equal(kept.index, other.index)
         np.testing.assert_allclose(chunk.actions, expected.actions, atol=1e-3)
+
+
+@pytest.mark.parametrize("form", ["fp16", "int8", "int4"])
+def test_chunks_in_other_types_of_weights_are_captured_too(
+    form: str, bundle: Callable[..., Path], photo: Image.Image
+) -> None:
+    precision, weights = options_of(form)
+    policy = Policy.load(
+        bundle("pi0-bare", precision, ("prune-77.8",), max_images=2, weights=weights), backend=BACKEND
+    )
+    state = np.zeros(len(policy.facts.usual_state))
+    chunks = [policy.act([photo, photo], INSTRUCTION, state, seed=0).actions for _ in range(3)]
+    # Kernel by kernel at first, then replayed.
+    for chunk in chunks[1:]:
+        np.testing.assert_array_equal(chunk, chunks[0])
+
+
+def test_threads_share_captured_steps(bundle: Callable[..., Path], photo: Image.Image) -> None:
+    policy = Policy.load(bundle("pi0", budgets=("prune-77.8",), max_images=2), backend=BACKEND)
+    state = np.zeros(len(policy.facts.usual_state))
+
+    def act(seed: int) -> np.ndarray[Any, Any]:
+        budget = ("none", "prune-77.8")[seed % 2]
+        return policy.act([photo, photo], INSTRUCTION, state, budget=budget, seed=seed).actions
+
+    expected = [act(seed) for seed in range(8)]
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(3):
+            for found, other in zip(threads.map(act, range(8)), expected, strict=True):
+                np.testing.assert_allclose(found, other, atol=1e-5)

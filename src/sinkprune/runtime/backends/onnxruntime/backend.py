@@ -16,8 +16,10 @@ from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import KNOWN, Compute
 from sinkprune.runtime.backends.kv_cache import BufferedDecoder, CacheMemory, cache_names
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.onnxruntime.buffers import CUDA, CpuMemory, GpuMemory
+from sinkprune.runtime.backends.onnxruntime.buffers import CUDA, CpuMemory, GpuMemory, Provider
+from sinkprune.runtime.backends.onnxruntime.captured import CapturedEngine
 from sinkprune.runtime.backends.onnxruntime.library import (
+    failing_in,
     gpu_name,
     import_onnxruntime,
     load_cuda_libraries,
@@ -40,6 +42,8 @@ _TOO_NEW = ("Unsupported model IR version", "is under development and support fo
 """Errors of onnxruntime for a file, and for an opset, of a later ONNX."""
 _PROVIDERS = {"ort-cpu": "CPUExecutionProvider", "ort-cuda": "CUDAExecutionProvider"}
 _WITH_OPTIONS = {"CUDAExecutionProvider": CUDA}
+_CAPTURING: Provider = (CUDA[0], {**CUDA[1], "enable_cuda_graph": "1"})
+"""The provider of sessions whose calls are captured."""
 _DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 
 
@@ -78,6 +82,12 @@ class OrtBackend(Backend):
     def load(self, model: Model) -> Engine:
         return self._load(model, {})
 
+    def load_repeated(self, model: Model) -> Engine:
+        if self._device == "cpu":
+            return self.load(model)
+        session, _ = self._open(model, _CAPTURING)
+        return CapturedEngine(self._ort, model, session, CUDA, self._device)
+
     def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> Decoder:
         # The output is bound to the input's buffer; otherwise onnxruntime copies all of it.
         in_place = cache_names(model.spec) if form == "in-place" else {}
@@ -85,6 +95,11 @@ class OrtBackend(Backend):
 
     def _load(self, model: Model, in_place: Mapping[str, str]) -> _OrtEngine:
         """Load the engine of one graph. `in_place` maps outputs to the inputs in whose memory they are written."""
+        session, held = self._open(model, _WITH_OPTIONS.get(self._provider, self._provider))
+        return _OrtEngine(model.graph, session, self._device, held, in_place)
+
+    def _open(self, model: Model, provider: Provider) -> tuple[Any, list[Any]]:
+        """Return a session of one graph, and weights that must live as long as it does."""
         options = session_options(self._ort)
         options.intra_op_num_threads = self.threads
         # Every engine has its own threads. They must not spin while those of another engine work.
@@ -98,13 +113,13 @@ class OrtBackend(Backend):
         held = self._hold_small_weights(model, options)
         if model.weights:
             with model.by_path() as path:
-                session = self._session(model, session_path(path), options)
+                session = self._session(model, session_path(path), options, provider)
         else:
             # From memory: it may be loaded late, when its file's name may lead to another file.
-            session = self._session(model, model.onnx, options)
+            session = self._session(model, model.onnx, options, provider)
         if self._device == "cpu" and model.weights and not model.built and model.is_mapped():
             # On some processors onnxruntime does not pack a matrix, and reads it from the mapped file at each call.
-            session = self._session_in_memory(model, options)
+            session = self._session_in_memory(model, options, provider)
         if self._provider not in session.get_providers():
             raise BackendError(
                 f"backend '{self.name}': {self._provider} did not start and onnxruntime fell back to "
@@ -114,20 +129,19 @@ class OrtBackend(Backend):
             # Frees the weights as they were before they were packed.
             trim_heap()
         model.check_interface(_specs(session.get_inputs()), _specs(session.get_outputs()))
-        return _OrtEngine(model.graph, session, self._device, held, in_place)
+        return session, held
 
-    def _session(self, model: Model, path_or_bytes: str | bytes, options: Any) -> Any:
+    def _session(self, model: Model, path_or_bytes: str | bytes, options: Any, provider: Provider) -> Any:
         try:
             # The fallback would try the same again, and print on stdout.
-            providers = [_WITH_OPTIONS.get(self._provider, self._provider)]
-            return self._ort.InferenceSession(path_or_bytes, options, providers=providers, enable_fallback=0)
+            return self._ort.InferenceSession(path_or_bytes, options, providers=[provider], enable_fallback=0)
         except Exception as error:
             # onnxruntime has no common base class for its errors.
             raise BackendError(
                 f"backend '{self.name}' cannot load '{model.file.path}': {words(error)}{self._remedy(error)}"
             ) from error
 
-    def _session_in_memory(self, model: Model, options: Any) -> Any:
+    def _session_in_memory(self, model: Model, options: Any, provider: Provider) -> Any:
         """Return a session with a copy of all weights. It loads more slowly, and takes more memory meanwhile."""
         if not hasattr(options, "add_external_initializers_from_files_in_memory"):
             raise BackendError(
@@ -139,7 +153,7 @@ class OrtBackend(Backend):
             options.add_external_initializers_from_files_in_memory(
                 list(files), list(files.values()), [len(data) for data in files.values()]
             )
-            return self._session(model, model.onnx, options)
+            return self._session(model, model.onnx, options, provider)
 
     def _remedy(self, error: Exception) -> str:
         """Return what to do about a graph that is too new. Python 3.10 has no onnxruntime that reads opset24."""
@@ -196,15 +210,8 @@ class _OrtEngine:
                 binding.bind_ortvalue_output(name, inputs[self._in_place[name]])
             else:
                 binding.bind_output(name, self._device)
-        try:
+        with failing_in(self._graph, inputs):
             self._session.run_with_iobinding(binding)
-        except Exception as error:
-            # onnxruntime has no common base class for its errors.
-            shapes = ", ".join(f"{name} {inputs[name].shape()}" for name in self._inputs)
-            raise BackendError(
-                f"graph '{self._graph}' failed in onnxruntime on {shapes}: {words(error)}. If memory ran out, end "
-                "other programs; if not, export the bundle again."
-            ) from error
         return dict(zip(self._outputs, binding.get_outputs(), strict=True))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -17,10 +16,17 @@ from sinkprune.runtime.backends.onnxruntime.library import session_options
 
 Provider = str | tuple[str, dict[str, str]]
 """An execution provider, with its options if it has any."""
-CUDA: Provider = ("CUDAExecutionProvider", {"use_tf32": "0"})
+CUDA = ("CUDAExecutionProvider", {"use_tf32": "0"})
 """fp32 products round nothing to TF32: selection must choose the same tokens as on a CPU."""
 _DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
 """By ONNX Runtime's names."""
+
+
+def small_session(onnxruntime: Any, graph: bytes, provider: Provider) -> Any:
+    """Return a session of an ONNX file from `device_graphs`."""
+    options = session_options(onnxruntime)
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(graph, options, providers=[provider], enable_fallback=0)
 
 
 class _OrtMemory(CacheMemory):
@@ -60,8 +66,7 @@ class GpuMemory(_OrtMemory):
 
     def __init__(self, onnxruntime: Any, provider: Provider = CUDA, device: str = "cuda") -> None:
         super().__init__(onnxruntime, device)
-        self._provider = provider
-        self._session = lru_cache(self._new_session)
+        self._session = lru_cache(lambda graph, dtype: small_session(onnxruntime, graph(dtype), provider))
         # All layers of a call write rows to the same places.
         self._places = lru_cache(maxsize=1)(self._new_places)
 
@@ -92,8 +97,3 @@ class GpuMemory(_OrtMemory):
         indices[..., 1] = np.arange(heads)[:, None]
         indices[..., 2] = np.arange(place, place + rows)
         return {"indices": self.tensor(indices), "rows": self.tensor(np.arange(rows))}
-
-    def _new_session(self, graph: Callable[[str], bytes], dtype: str) -> Any:
-        options = session_options(self._ort)
-        options.intra_op_num_threads = 1
-        return self._ort.InferenceSession(graph(dtype), options, providers=[self._provider], enable_fallback=0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from functools import cache
 from io import StringIO
 from pathlib import Path
@@ -109,3 +110,17 @@ def session_path(path: Path) -> str:
 def words(error: Exception) -> str:
     """Return onnxruntime's message in one line, without its final full stop."""
     return " ".join(str(error).split()).removesuffix(".")
+
+
+@contextmanager
+def failing_in(graph: str, inputs: Mapping[str, Any]) -> Iterator[None]:
+    """Raise onnxruntime's errors in this block, where it runs `graph` on `inputs`, as a `BackendError`."""
+    try:
+        yield
+    except Exception as error:
+        # onnxruntime has no common base class for its errors.
+        shapes = ", ".join(f"{name} {value.shape()}" for name, value in inputs.items())
+        raise BackendError(
+            f"graph '{graph}' failed in onnxruntime on {shapes}: {words(error)}. If memory ran out, end other "
+            "programs; if not, export the bundle again."
+        ) from error

@@ -1,0 +1,131 @@
+"""Captured calls of the action expert: here on the CPU, which runs the same copies and captures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from PIL import Image
+
+from sinkprune import Policy
+from sinkprune.contract.errors import BackendError
+from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.backends.onnxruntime import captured
+from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend
+from sinkprune.runtime.backends.onnxruntime.captured import CapturedEngine
+from sinkprune.runtime.backends.onnxruntime.device_graphs import copies_graph
+from support.models.small_models import PI0_SHAPES, PI05_SHAPES
+from support.references.pi0 import INSTRUCTION
+
+CPU = "CPUExecutionProvider"
+BUDGETS = ("none", "prune-77.8")
+
+
+class Backend(OrtBackend):
+    """`ort-cpu`, whose repeated calls run as on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__("ort-cpu", CPU, 1, "fp32")
+
+    def load_repeated(self, model: Model) -> CapturedEngine:
+        session, self.held = self._open(model, CPU)
+        return CapturedEngine(self._ort, model, session, CPU, "cpu")
+
+
+@pytest.fixture
+def policies(bundle: Callable[..., Path]) -> Callable[[str], tuple[Policy, Policy]]:
+    """A policy with such a backend, and the same with `ort-cpu`."""
+
+    def load(name: str) -> tuple[Policy, Policy]:
+        theirs = Policy.load(bundle(name, budgets=BUDGETS[1:], max_images=2), threads=1)
+        return Policy(theirs.bundle, Backend()), theirs
+
+    return load
+
+
+def act(policy: Policy, photo: Image.Image, seed: int, budget: str, words: str = "") -> np.ndarray[Any, Any]:
+    """A chunk for another state and noise for each seed, and another length of text with more words."""
+    state = np.random.default_rng(seed).uniform(-1, 1, len(policy.facts.usual_state))
+    frames = [photo.rotate(seed), None if seed % 2 else photo]
+    return policy.act(frames, INSTRUCTION + words, state, budget=budget, seed=seed, steps=3).actions
+
+
+def test_the_graph_that_copies_is_valid_onnx() -> None:
+    onnx.checker.check_model(onnx.load_from_string(copies_graph([(1, 4), (10, 0), (7, 1)])), full_check=True)
+
+
+@pytest.mark.parametrize("most", [captured.MOST, 1, 0])
+@pytest.mark.parametrize("name", [min(PI0_SHAPES), min(PI05_SHAPES)])
+def test_chunks_are_the_same_whatever_came_before(
+    name: str,
+    most: int,
+    policies: Callable[[str], tuple[Policy, Policy]],
+    photo: Image.Image,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(captured, "MOST", most)
+    ours, theirs = policies(name)
+    for seed in range(3):
+        for budget in BUDGETS:
+            for words in ("", " and then put it back where it was before, next to all the others" * 5):
+                found, expected = (act(policy, photo, seed, budget, words) for policy in (ours, theirs))
+                np.testing.assert_array_equal(found, expected)
+
+
+def test_steps_copy_what_changed_only(
+    policies: Callable[[str], tuple[Policy, Policy]], photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    own = CapturedEngine._copy
+
+    def copy(self: CapturedEngine, sources: Sequence[Any], targets: Sequence[Any] | None = None) -> list[Any]:
+        counts.append(len(sources))
+        return own(self, sources, targets)
+
+    monkeypatch.setattr(CapturedEngine, "_copy", copy)
+    ours, _ = policies("pi0")
+    expert = ours.bundle.manifest.graphs["expert"]
+    inputs, outputs = len(expert.inputs), len(expert.outputs)
+    for _ in range(2):
+        act(ours, photo, 0, "none")
+    # All inputs of a chunk's first step; then the actions and their time.
+    assert counts == [inputs, outputs, 2, outputs, 2, outputs] * 2
+
+
+def test_threads_share_an_engine(policies: Callable[[str], tuple[Policy, Policy]], photo: Image.Image) -> None:
+    ours, theirs = policies("pi0")
+    expected = [act(theirs, photo, seed, BUDGETS[seed % 2]) for seed in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(3):
+            found = list(threads.map(lambda seed: act(ours, photo, seed, BUDGETS[seed % 2]), range(4)))
+            for own, other in zip(found, expected, strict=True):
+                np.testing.assert_array_equal(own, other)
+
+
+def test_after_an_error_everything_is_copied_again(
+    policies: Callable[[str], tuple[Policy, Policy]], photo: Image.Image
+) -> None:
+    ours, theirs = policies("pi0")
+    act(ours, photo, 0, "none")
+    engine = ours._model.chain.last
+    session = engine._session  # type: ignore[attr-defined]
+
+    class Failing:
+        io_binding = session.io_binding
+
+        def run_with_iobinding(self, *_: Any) -> None:
+            raise RuntimeError("no memory")
+
+    engine._session = Failing()  # type: ignore[attr-defined]
+    with pytest.raises(
+        BackendError, match=r"graph 'expert' failed in onnxruntime on .*actions \[1, .*: no memory\. If"
+    ):
+        act(ours, photo, 1, "none")
+    engine._session = session  # type: ignore[attr-defined]
+    for seed in (1, 0):
+        np.testing.assert_array_equal(act(ours, photo, seed, "none"), act(theirs, photo, seed, "none"))
