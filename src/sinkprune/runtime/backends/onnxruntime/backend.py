@@ -31,6 +31,7 @@ from sinkprune.runtime.backends.onnxruntime.library import (
 from sinkprune.runtime.backends.row_runs import joined
 from sinkprune.runtime.system.cores import usable_cores
 from sinkprune.runtime.system.heap import trim_heap
+from sinkprune.runtime.system.turns import Turns
 
 _DTYPES: dict[str, Any] = {
     "tensor(float)": "float32",
@@ -45,6 +46,8 @@ _WITH_OPTIONS = {"CUDAExecutionProvider": CUDA}
 _CAPTURING: Provider = (CUDA[0], {**CUDA[1], "enable_cuda_graph": "1"})
 """The provider of sessions whose calls are captured."""
 _DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
+_GPU_TURNS = Turns()
+"""While a thread of this process captures, CUDA refuses most calls of the others, and the capture fails."""
 
 
 def open_backend(name: str, threads: int | None, compute: Compute, built: BuiltEngines | None) -> OrtBackend:
@@ -76,7 +79,7 @@ class OrtBackend(Backend):
         self.compute = "the graphs' types" + (", int8 where weights are" if self._rounds_rows else "")
         self.cache = "the graphs' type"
         self.versions = {"onnxruntime": ort.__version__, **gpu}
-        self.turn: AbstractContextManager[Any] = nullcontext()
+        self.turn: AbstractContextManager[Any] = nullcontext() if self._device == "cpu" else _GPU_TURNS
         self._caches: CacheMemory = CpuMemory(ort) if self._device == "cpu" else GpuMemory(ort)
 
     def load(self, model: Model) -> Engine:
@@ -85,7 +88,8 @@ class OrtBackend(Backend):
     def load_repeated(self, model: Model) -> Engine:
         if self._device == "cpu":
             return self.load(model)
-        session, _ = self._open(model, _CAPTURING)
+        with self.turn:
+            session, _ = self._open(model, _CAPTURING)
         return CapturedEngine(self._ort, model, session, CUDA, self._device)
 
     def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> Decoder:
@@ -95,7 +99,8 @@ class OrtBackend(Backend):
 
     def _load(self, model: Model, in_place: Mapping[str, str]) -> _OrtEngine:
         """Load the engine of one graph. `in_place` maps outputs to the inputs in whose memory they are written."""
-        session, held = self._open(model, _WITH_OPTIONS.get(self._provider, self._provider))
+        with self.turn:
+            session, held = self._open(model, _WITH_OPTIONS.get(self._provider, self._provider))
         return _OrtEngine(model.graph, session, self._device, held, in_place)
 
     def _open(self, model: Model, provider: Provider) -> tuple[Any, list[Any]]:
