@@ -58,7 +58,10 @@ def test_a_time_is_met_by_95_of_100_requests(
     refused = schedule(own, "--target-ms", 1, "--json", tmp_path / "r.json")
     assert refused.code == 2
     told = json.loads((tmp_path / "r.json").read_text())
-    assert refused.stderr == f"wrote {tmp_path}/r.json\nerror: {told['error']}\n" and set(told) == {"costs", "error"}
+    assert refused.stderr == f"wrote {tmp_path}/r.json\nerror: {told['error']}\n"
+    assert set(told) == {"costs", "error", "nearest_target_ms", "nearest_budget_tokens"}
+    assert f"may meet is --target-ms {told['nearest_target_ms']}. " in told["error"]
+    assert told["nearest_budget_tokens"] is None
     target, report = 250, tmp_path / "report.json"
     outcome = schedule(own, "--target-ms", target, "--json", report)
     assert (outcome.code, outcome.stderr) == (0, wrote(report))
@@ -77,9 +80,10 @@ def test_an_unpruned_model_that_is_in_time_most_of_the_time_is_pruned(
 ) -> None:
     simulated(1.0)
     costs = tmp_path / "costs.json"
-    refused = schedule(own, "--target-ms", 60_000, "--costs", costs)
+    refused = schedule(own, "--target-ms", 60_000, "--costs", costs, "--json", tmp_path / "refused.json")
     assert refused.code == 2 and "no budget was added, because no pruning is needed" in refused.stderr
     assert "in 95 of 100 requests" in refused.stderr and from_json(Costs, json.loads(costs.read_text())).rest > 0
+    assert json.loads((tmp_path / "refused.json").read_text())["nearest_target_ms"] is None
     (unpruned,) = re.findall(r"takes up to (\d+) ms", refused.stderr)
     report, target = tmp_path / "report.json", 1.1 * float(unpruned)
     simulated(1.25)

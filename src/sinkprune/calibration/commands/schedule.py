@@ -109,7 +109,12 @@ def _schedule(arguments: Sequence[str] | None) -> None:
     _check_options(options)
     with report_missing_package("adding budgets"), status("loading packages"):
         from sinkprune.calibration.scheduling.named_budget import METHOD, add_budget, check_addable, check_name
-        from sinkprune.calibration.scheduling.propose import TOKENS_A_LAYER, BudgetTarget, Proposer
+        from sinkprune.calibration.scheduling.propose import (
+            TOKENS_A_LAYER,
+            BudgetTarget,
+            Proposer,
+            UnreachableTargetError,
+        )
         from sinkprune.calibration.scheduling.trials import Trials
     target = BudgetTarget(options.target_ms, options.budget_tokens, options.new_tokens)
     bundle = read_bundle(options.bundle, options.trust)
@@ -151,7 +156,14 @@ def _schedule(arguments: Sequence[str] | None) -> None:
                     pipeline.measure_costs(new_request(*first), options.seconds, progress)
             except BudgetError as error:
                 if proposer:
-                    write_json(options.json, {"costs": to_json(proposer.times.costs), "error": str(error)})
+                    nearest = error.nearest if isinstance(error, UnreachableTargetError) else None
+                    refusal = {
+                        "costs": to_json(proposer.times.costs),
+                        "error": str(error),
+                        "nearest_target_ms": None if target.ms is None else nearest,
+                        "nearest_budget_tokens": nearest if target.ms is None else None,
+                    }
+                    write_json(options.json, refusal)
                 raise
             except KeyboardInterrupt as interrupt:
                 costs = proposer.times.costs if proposer else pipeline.costs

@@ -52,6 +52,15 @@ _CHEAPEST_TRIES = 2
 """How many times the cheapest budget must miss the target before the target is rejected."""
 
 
+class UnreachableTargetError(BudgetError):
+    """No budget meets the target."""
+
+    def __init__(self, text: str, nearest: int | None) -> None:
+        """Hold the `nearest` target that a budget may meet, in its unit; None if pruning gains too little."""
+        super().__init__(text)
+        self.nearest = nearest
+
+
 def nearest_target(least: float) -> int:
     """Return the target to suggest after the cheapest budget took `least`, with a tenth to spare."""
     return math.ceil(1.1 * least)
@@ -299,18 +308,20 @@ def _accuracies(
 
 def _unreachable(
     target: BudgetTarget, manifest: Manifest, unit: str, least: float, unpruned: float, note: str = ""
-) -> BudgetError:
+) -> UnreachableTargetError:
     """Return the error for a target that no budget meets: the `least` of any, the nearest target, and a `note`."""
     # Other models have as many tokens of every picture.
     smaller = "smaller pictures, " if manifest.any_resolution else ""
-    nearest = nearest_target(least)
+    nearest: int | None = nearest_target(least)
     advice = f"The nearest that one may meet is {target.option} {nearest}. Give that, {smaller}or"
-    if unpruned <= nearest:
+    if unpruned <= nearest_target(least):
+        nearest = None
         pictures = "give smaller pictures, " if smaller else ""
         advice = f"Pruning gains too little here. Run the model unpruned, {pictures}or export it with"
-    return BudgetError(
+    return UnreachableTargetError(
         f"no budget takes as little as {target.wanted:g} {unit} here: the least is {least:.1f}, unpruned it is "
-        f"{unpruned:.0f}. {advice} weights in int8 or int4.{note}"
+        f"{unpruned:.0f}. {advice} weights in int8 or int4.{note}",
+        nearest,
     )
 
 
