@@ -106,7 +106,7 @@ def _act(arguments: Sequence[str] | None) -> None:
     )
     note_pictures(family, manifest, given, pictures)
     policy = load_policy(options, bundle)
-    earlier_costs = ACTION_COSTS.cached(policy.place)
+    earlier_costs = ACTION_COSTS.cached(policy.place, options.method)
     if options.deadline_ms is not None:
         _prepare(policy, costs, first, options)
     chunks, interrupted, earlier, outputs = list[ActionReport](), "", "", options
@@ -237,7 +237,7 @@ def _known_costs(options: _Options, bundle: Bundle, frames: int) -> ActionCosts 
     Raises `UsageError` for a file, and `DeadlineError` for one of other chunks.
     """
     place = place_here(options, bundle)
-    costs = None if options.warm_up else costs_at(ACTION_COSTS, options.costs, place)
+    costs = None if options.warm_up else costs_at(ACTION_COSTS, options.costs, place, options.method)
     if costs is None:
         return None
     try:
