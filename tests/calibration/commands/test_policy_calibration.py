@@ -57,6 +57,16 @@ def acted(policy: Policy, folder: Path, method: str, budget: str) -> list[Action
     return found
 
 
+def test_frames_of_several_are_noted(own: Path, photo: Image.Image, tmp_path: Path) -> None:
+    for name in ("a.gif", "b.gif"):
+        photo.resize((90, 90)).save(tmp_path / name, save_all=True, append_images=[Image.new("RGB", (90, 90))])
+    line = {"cameras": ["a.gif", "b.gif"], "instruction": "pick up the cup", "state": STATE}
+    (tmp_path / "moments.jsonl").write_text(json.dumps(line))
+    outcome = run(*EVIDENCE, own, "--data", tmp_path / "moments.jsonl")
+    said = "the model sees the first of 2 frames. Give frames as files of their own. 1 more file has several frames."
+    assert f"{tmp_path}/a.gif: {said}\n" in outcome.stderr
+
+
 def test_the_mean_over_the_moments_is_the_budgets(own: Path, folder: Path, tmp_path: Path) -> None:
     """Tokens of all cameras of a moment count together."""
     outcome = run(*EVIDENCE, own, "--data", folder / "moments.jsonl", "--json", tmp_path / "found.json")

@@ -34,7 +34,7 @@ from sinkprune.runtime.commands.deadline_costs import (
 )
 from sinkprune.runtime.commands.interrupts import NO_COSTS, beside_earlier, explain_interrupt
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
-from sinkprune.runtime.commands.picture_notes import note_pictures
+from sinkprune.runtime.commands.picture_notes import note_frames, note_pictures
 from sinkprune.runtime.commands.policy_options import (
     Moment,
     Observations,
@@ -105,6 +105,7 @@ def _act(arguments: Sequence[str] | None) -> None:
         options, bundle, PlannedRequests(pictures, options.method, [options.budget], options.instruction, 0)
     )
     note_pictures(family, manifest, given, pictures)
+    note_frames({file: frames for file, frames in observations.frames if file not in given})
     policy = load_policy(options, bundle)
     earlier_costs = ACTION_COSTS.cached(policy.place, options.method)
     if options.deadline_ms is not None:
