@@ -59,7 +59,7 @@ def test_a_time_is_met_by_95_of_100_requests(
     assert refused.code == 2
     told = json.loads((tmp_path / "r.json").read_text())
     assert refused.stderr == f"wrote {tmp_path}/r.json\nerror: {told['error']}\n"
-    assert set(told) == {"costs", "error", "nearest_target_ms", "nearest_budget_tokens"}
+    assert set(told) == {"costs", "error", "requests", "nearest_target_ms", "nearest_budget_tokens"}
     assert f"may meet is --target-ms {told['nearest_target_ms']}. " in told["error"]
     assert told["nearest_budget_tokens"] is None
     target, report = 250, tmp_path / "report.json"
@@ -163,11 +163,19 @@ def test_costs_are_written_where_no_budget_is_found(
     simulated(1.0)
     costs = tmp_path / "costs.json"
     outcome = schedule(own, "--target-ms", 1, "--costs", costs)
-    assert outcome.code == 2
+    assert outcome.code == 2 and "--seconds" not in outcome.stderr
     least = re.search(r"the least is ([0-9.]+), .* may meet is --target-ms (\d+)\.", outcome.stderr)
     assert least is not None and float(least[1]) < float(least[2]) < 1.2 * float(least[1]) + 1
     assert from_json(Costs, json.loads(costs.read_text())).rest == 1.0
     assert schedule(own, "--target-ms", least[2]).code == 0
+
+
+def test_a_target_rejected_after_few_requests_names_their_number(own: Path, tmp_path: Path) -> None:
+    """Short measurements do not end the search: they are of few requests, so that one slow request decides."""
+    refused = schedule(own, "--target-ms", 0.1, "--json", tmp_path / "r.json")
+    assert refused.code == 2
+    assert " 3 requests of each: of fewer than 20, p95 is close to the slowest. A larger --seconds " in refused.stderr
+    assert json.loads((tmp_path / "r.json").read_text())["requests"] == 3
 
 
 Measure = Callable[[RequestTimes, Sequence[Combination], int], list[Spread]]

@@ -160,6 +160,7 @@ def _schedule(arguments: Sequence[str] | None) -> None:
                     refusal = {
                         "costs": to_json(proposer.times.costs),
                         "error": str(error),
+                        "requests": proposer.times.requests,
                         "nearest_target_ms": None if target.ms is None else nearest,
                         "nearest_budget_tokens": nearest if target.ms is None else None,
                     }

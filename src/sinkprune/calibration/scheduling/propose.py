@@ -20,6 +20,7 @@ from sinkprune.calibration.scheduling.attention import (
 from sinkprune.calibration.scheduling.named_budget import METHOD
 from sinkprune.calibration.scheduling.other_cuts import other_cuts
 from sinkprune.calibration.scheduling.report import Candidate, ScheduleReport
+from sinkprune.calibration.scheduling.report_text import few_requests
 from sinkprune.calibration.scheduling.request_times import UNPRUNED_MODEL, PictureQuestion, RequestTimes
 from sinkprune.calibration.scheduling.search import (
     FoundPlan,
@@ -168,13 +169,14 @@ class Proposer:
         slowest = max(misses, key=lambda miss: miss.measured_ms.p95)
         least, unpruned = slowest.measured_ms.p95, slowest.unpruned_measured_ms.p95
         if missed is None:
+            few = few_requests(self.times.requests)
             raise _unreachable(
                 target,
                 self._trials.bundle.manifest,
                 "ms in 95 of 100 requests",
                 least,
                 unpruned,
-                _busy(self.times.costs),
+                (f" {few}." if few else "") + _busy(self.times.costs),
             )
         return replace(missed, searches=searches, nearest_target_ms=nearest_target(least), cheapest_p95_ms=least)
 
