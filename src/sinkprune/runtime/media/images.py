@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from sinkprune.contract.checks.format_value import type_name
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.files.untrusted import ForbiddenError, MissingError, UnreadableError, open_regular
 from sinkprune.contract.precision import Array
@@ -114,7 +115,7 @@ def to_rgb(image: Image.Image | Array) -> Image.Image:
         return Image.fromarray(image)
     if not isinstance(image, Image.Image):
         raise ImageError(
-            f"found {type(image).__name__} as the image, expected a Pillow image, a uint8 [height,width,3] array or "
+            f"found {type_name(image)} as the image, expected a Pillow image, a uint8 [height,width,3] array or "
             "the name of a file."
         )
     _check_size(*image.size)
