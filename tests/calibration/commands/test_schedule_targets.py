@@ -75,6 +75,16 @@ def test_a_time_is_met_by_95_of_100_requests(
     assert 0.8 * target < tail * predicted <= target
 
 
+def test_tokens_that_no_budget_takes_have_a_nearest_number(
+    own: Path, simulated: Callable[[float], None], tmp_path: Path
+) -> None:
+    simulated(1.0)
+    refused = schedule(own, "--budget-tokens", 1, "--json", tmp_path / "r.json")
+    told = json.loads((tmp_path / "r.json").read_text())
+    assert refused.code == 2 and told["nearest_target_ms"] is None
+    assert f"may meet is --budget-tokens {told['nearest_budget_tokens']}. " in told["error"]
+
+
 def test_an_unpruned_model_that_is_in_time_most_of_the_time_is_pruned(
     own: Path, simulated: Callable[[float], None], tmp_path: Path
 ) -> None:

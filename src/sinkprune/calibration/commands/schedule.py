@@ -108,12 +108,7 @@ def _schedule(arguments: Sequence[str] | None) -> None:
     _check_options(options)
     with report_missing_package("adding budgets"), status("loading packages"):
         from sinkprune.calibration.scheduling.named_budget import METHOD, add_budget, check_addable, check_name
-        from sinkprune.calibration.scheduling.propose import (
-            TOKENS_A_LAYER,
-            BudgetTarget,
-            Proposer,
-            UnreachableTargetError,
-        )
+        from sinkprune.calibration.scheduling.propose import TOKENS_A_LAYER, BudgetTarget, Proposer
         from sinkprune.calibration.scheduling.trials import Trials
     target = BudgetTarget(options.target_ms, options.budget_tokens, options.new_tokens)
     bundle = read_bundle(options.bundle, options.trust)
@@ -155,13 +150,12 @@ def _schedule(arguments: Sequence[str] | None) -> None:
                     pipeline.measure_costs(new_request(*first), options.seconds, progress)
             except BudgetError as error:
                 if proposer:
-                    nearest = error.nearest if isinstance(error, UnreachableTargetError) else None
                     refusal = {
                         "costs": to_json(proposer.times.costs),
                         "error": str(error),
                         "requests": proposer.times.requests,
-                        "nearest_target_ms": None if target.ms is None else nearest,
-                        "nearest_budget_tokens": nearest if target.ms is None else None,
+                        "nearest_target_ms": None if target.ms is None else proposer.nearest,
+                        "nearest_budget_tokens": proposer.nearest if target.ms is None else None,
                     }
                     write_json(options.json, refusal)
                 raise

@@ -34,7 +34,6 @@ from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.costs.model import LOADED, Costs
 from sinkprune.contract.errors import BudgetError
-from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.reports.progress import OnProgress, unreported
 from sinkprune.runtime.pipeline import Pipeline
 
@@ -51,15 +50,6 @@ _WORTH = 0.02
 """The share of attention that a larger budget must save to be tried."""
 _CHEAPEST_TRIES = 2
 """How many times the cheapest budget must miss the target before the target is rejected."""
-
-
-class UnreachableTargetError(BudgetError):
-    """No budget meets the target."""
-
-    def __init__(self, text: str, nearest: int | None) -> None:
-        """Hold the `nearest` target that a budget may meet, in its unit; None if pruning gains too little."""
-        super().__init__(text)
-        self.nearest = nearest
 
 
 def nearest_target(least: float) -> int:
@@ -130,6 +120,8 @@ class Proposer:
         self._space = plan_space(self._measurements, manifest.cut_after, manifest.language_model.num_layers)
         # Predicted times as shares of the unpruned model's, which corrections of the costs leave as they are.
         self._largest_met, self._least_missed = 0.0, math.inf
+        self.nearest: int | None = None
+        """The nearest target that a budget may meet, once `propose` has rejected one and pruning gains enough."""
 
     def propose(self, name: str, target: BudgetTarget, items: Sequence[Item]) -> ScheduleReport:
         """Return the budget that meets the target and drops the least attention, or answers most of `items` if any.
@@ -170,9 +162,8 @@ class Proposer:
         least, unpruned = slowest.measured_ms.p95, slowest.unpruned_measured_ms.p95
         if missed is None:
             few = few_requests(self.times.requests)
-            raise _unreachable(
+            raise self._unreachable(
                 target,
-                self._trials.bundle.manifest,
                 "ms in 95 of 100 requests",
                 least,
                 unpruned,
@@ -200,9 +191,8 @@ class Proposer:
         price, limit = self._price_and_limit(target)
         plans = best_of_each_sanitizer(self._space, price, limit)[:most]
         if not plans and target.ms is None:
-            raise _unreachable(
+            raise self._unreachable(
                 target,
-                self._trials.bundle.manifest,
                 TOKENS_A_LAYER,
                 self._cheapest(target).price,
                 self.times.layout.all_tokens,
@@ -253,6 +243,24 @@ class Proposer:
             unpruned_measured_ms=unpruned,
             requests=self.times.requests,
             other_cuts=tuple(other_cuts(manifest, facts, self._measurements, *self._price_and_limit(target))),
+        )
+
+    def _unreachable(
+        self, target: BudgetTarget, unit: str, least: float, unpruned: float, note: str = ""
+    ) -> BudgetError:
+        """Return the error for a target that no budget meets, the `least` of any and a `note`; sets `nearest`."""
+        # Other models have as many tokens of every picture.
+        smaller = "smaller pictures, " if self._trials.bundle.manifest.any_resolution else ""
+        nearest = nearest_target(least)
+        if unpruned > nearest:
+            self.nearest = nearest
+            advice = f"The nearest that one may meet is {target.option} {nearest}. Give that, {smaller}or"
+        else:
+            pictures = "give smaller pictures, " if smaller else ""
+            advice = f"Pruning gains too little here. Run the model unpruned, {pictures}or export it with"
+        return BudgetError(
+            f"no budget takes as little as {target.wanted:g} {unit} here: the least is {least:.1f}, unpruned it is "
+            f"{unpruned:.0f}. {advice} weights in int8 or int4.{note}"
         )
 
     def _build(self, plan: FoundPlan) -> Combination:
@@ -306,25 +314,6 @@ def _accuracies(
         name = UNPRUNED if reply.combination == BASELINE else reply.combination.budget
         right.setdefault(name, []).append(reply.right)
     return {name: sum(each) / len(each) for name, each in right.items()}
-
-
-def _unreachable(
-    target: BudgetTarget, manifest: Manifest, unit: str, least: float, unpruned: float, note: str = ""
-) -> UnreachableTargetError:
-    """Return the error for a target that no budget meets: the `least` of any, the nearest target, and a `note`."""
-    # Other models have as many tokens of every picture.
-    smaller = "smaller pictures, " if manifest.any_resolution else ""
-    nearest: int | None = nearest_target(least)
-    advice = f"The nearest that one may meet is {target.option} {nearest}. Give that, {smaller}or"
-    if unpruned <= nearest_target(least):
-        nearest = None
-        pictures = "give smaller pictures, " if smaller else ""
-        advice = f"Pruning gains too little here. Run the model unpruned, {pictures}or export it with"
-    return UnreachableTargetError(
-        f"no budget takes as little as {target.wanted:g} {unit} here: the least is {least:.1f}, unpruned it is "
-        f"{unpruned:.0f}. {advice} weights in int8 or int4.{note}",
-        nearest,
-    )
 
 
 def _busy(costs: Costs) -> str:
