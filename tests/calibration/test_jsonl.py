@@ -66,7 +66,7 @@ def test_a_choice_is_named_by_letter_text_or_number(folder: Path, answer: Any, l
         (b'{"image": "red.png",', "bad JSON"),
         (b'{"image": "\xff"}', "bad JSON"),
         (b"[" * 100_000, "bad JSON"),
-        (b"[1]", "found list"),
+        (b"[1]", "found [1], expected an object"),
         ({**GOOD, "colour": 1}, "unknown field 'colour'"),
         ({"image": "red.png", "answer": "yes"}, "'question' is missing"),
         ({"image": "red.png", "question": "?", "options": ["a", "b"]}, "'answer' is missing"),

@@ -58,7 +58,7 @@ def test_moments_are_read(manifest: Manifest, write: Callable[..., Path]) -> Non
     ("line", "said"),
     [
         ("{", "line 2: bad JSON"),
-        ([1], "line 2: found list, expected an object with the fields cameras, instruction, state, id (optional)"),
+        ([1], "line 2: found [1], expected an object with the fields cameras, instruction, state, id (optional)"),
         ({**GOOD, "answer": "yes"}, "line 2: found cameras, instruction, state, answer, expected"),
         ({"cameras": [], "state": STATE}, "line 2: found cameras, state, expected"),
         ({**GOOD, "cameras": "a.png"}, "line 2: 'cameras' is 'a.png', expected a list of paths"),

@@ -163,8 +163,8 @@ def test_engines_are_replaced_only_with_force(bundle: Bundles, tmp_path: Path) -
         f"'{output}' is a folder of engines already. Add --force",
     )
     assert (output / "engines.json").read_bytes() == before
-    assert build(bundle("gqa-112"), output, "--target", "onnxruntime", "--max-prompt", 7, "--force").code == 0
-    assert read_engines(output).manifest.limits.prompt_tokens == 7
+    assert build(bundle("gqa-112"), output, "--target", "onnxruntime", "--max-prompt", 70, "--force").code == 0
+    assert read_engines(output).manifest.limits.prompt_tokens == 70
 
 
 def test_a_folder_without_engines_is_never_replaced(bundle: Bundles, tmp_path: Path) -> None:

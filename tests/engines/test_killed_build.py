@@ -89,11 +89,11 @@ def again(source: Path, output: Path, limits: Limits = LIMITS, **options: Any) -
 def test_a_kill_leaves_whole_engines(moment: str, bundle: Bundles, tmp_path: Path) -> None:
     output = tmp_path / "out"
     command = (bundle("gqa-112"), "-o", output, "--target", "onnxruntime", "--force")
-    assert run("sinkprune-build", *command, "--max-prompt", 10).code == 0
-    kill_when(moment, tmp_path, "sinkprune-build", *command, "--max-prompt", 11)
+    assert run("sinkprune-build", *command, "--max-prompt", 70).code == 0
+    kill_when(moment, tmp_path, "sinkprune-build", *command, "--max-prompt", 71)
     found = read_engines(output)
     found.verify()
-    assert found.manifest.limits.prompt_tokens in (10, 11)
+    assert found.manifest.limits.prompt_tokens in (70, 71)
     assert run("sinkprune-build", *command).code == 0
     read_engines(output).verify()
     assert left(output) == []

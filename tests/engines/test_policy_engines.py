@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -119,6 +120,17 @@ def test_a_refused_option_is_one_sentence(source: Callable[..., Path], tmp_path:
     command = ("sinkprune-build", source(), "-o", tmp_path / "engines", "--target", "openvino", "--max-new-tokens", 9)
     assert_refused(run(*command), "a robot policy generates no tokens")
     assert not (tmp_path / "engines").exists()
+
+
+def test_a_limit_below_the_shortest_prompt_is_refused(source: Callable[..., Path], tmp_path: Path) -> None:
+    command = ("sinkprune-build", source(), "-o", tmp_path / "engines", "--target", "onnxruntime", "--max-prompt")
+    refused = run(*command, 2)
+    assert_refused(refused, "--max-prompt is 2, and the shortest prompt has ")
+    (least,) = re.findall(r"Give (\d+) or more\.", refused.stderr)
+    assert run(*command, least).code == 0
+    policy = Policy.load(tmp_path / "engines")
+    chunk = policy.act([Image.new("RGB", (90, 90)), None, None], "a", list(policy.facts.state_mean), steps=1)
+    assert chunk.prompt_tokens == int(least)
 
 
 def test_the_memory_of_a_policy_has_all_cameras_in_the_tower(source: Callable[..., Path]) -> None:

@@ -13,7 +13,9 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import SinkpruneError
 from sinkprune.runtime.commands import BundleOptions, load_pipeline
+from sinkprune.runtime.commands.picture_notes import note_frames
 from sinkprune.runtime.commands.policy_options import load_policy
+from sinkprune.runtime.media.images import count_frames
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.policy import Policy
 from sinkprune.runtime.steps.answer import Kept
@@ -51,13 +53,15 @@ def ask(loaded: Loaded, sample: Sample, pair: Combination, observer: Observer = 
 
 
 def note_samples(loaded: Loaded, samples: list[Sample]) -> list[float]:
-    """Print notes on pictures that the model sees in part. Return the share that it sees of each.
+    """Print notes on pictures that the model sees in part, and on files with several frames.
 
-    Policies see whole pictures. Raises `ImageError`.
+    Returns the share that the model sees of each picture. Policies see whole pictures. Raises `ImageError`.
     """
-    items = [sample for sample in samples if isinstance(sample, Item)]
-    if isinstance(loaded, Policy) or not items:
+    if isinstance(loaded, Policy):
+        files = [file for sample in samples if isinstance(sample, Moment) for file in sample.files]
+        note_frames({file: count_frames(file) for file in files})
         return [1.0] * len(samples)
+    items = [sample for sample in samples if isinstance(sample, Item)]
     note_items(loaded.family, loaded.bundle.manifest, items)
     return seen_shares(loaded.family, items)
 

@@ -15,6 +15,7 @@ from typing import Any
 from PIL import Image
 
 from sinkprune.calibration.tasks import TASK_BYTES
+from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import ImageError, SinkpruneError, TaskError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_bytes
 from sinkprune.contract.manifest import Manifest
@@ -99,7 +100,7 @@ def _moment(line: bytes, folder: Path, number: int) -> Moment:
     if not isinstance(found, dict) or not {"cameras", "instruction", "state"} <= found.keys() <= {
         *_FIELDS.removesuffix(" (optional)").split(", ")
     }:
-        fields = ", ".join(found) if isinstance(found, dict) else type(found).__name__
+        fields = ", ".join(found) if isinstance(found, dict) else format_value(found)
         raise TaskError(f"found {fields or 'no field'}, expected an object with the fields {_FIELDS}.")
     cameras, instruction, state = (found[name] for name in ("cameras", "instruction", "state"))
     if not isinstance(cameras, list) or not all(path is None or isinstance(path, str) for path in cameras):

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from PIL import Image
 
+from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import ImageError, TaskError, UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_bytes
 from sinkprune.contract.text.questions import Question
@@ -166,7 +167,7 @@ def _read_line(line: bytes, folder: Path, number: int) -> tuple[Path, Question]:
     except UnreadableError as error:
         raise TaskError(f"bad JSON: the line {error}. Expected one object a line: {_FIELDS}.") from error
     if not isinstance(data, dict):
-        raise TaskError(f"found {type(data).__name__}, expected an object: {_FIELDS}.")
+        raise TaskError(f"found {format_value(data)}, expected an object: {_FIELDS}.")
     for name in data:
         if name not in (*_REQUIRED, *_OPTIONAL):
             raise TaskError(f"unknown field '{name}', expected {_FIELDS}.")

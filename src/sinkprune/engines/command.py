@@ -57,7 +57,7 @@ def _build(arguments: Sequence[str] | None) -> None:
     from sinkprune.engines.build import build_engines
     from sinkprune.engines.gate import PROMPT
     from sinkprune.engines.gate.checking import Gate
-    from sinkprune.engines.gate.question import picture_files, read_question
+    from sinkprune.engines.gate.question import check_prompt_limit, picture_files, read_question
     from sinkprune.engines.limits import resolve_limits
     from sinkprune.engines.progress import TerminalProgress
     from sinkprune.engines.targets import new_builder
@@ -78,6 +78,8 @@ def _build(arguments: Sequence[str] | None) -> None:
         "images": options.max_images,
     }
     limits = resolve_limits(bundle.manifest, **asked)
+    if options.max_prompt is not None:
+        check_prompt_limit(bundle, limits.prompt_tokens)
     if options.check is None and options.check_prompt is not None:
         raise UsageError("--check-prompt is the question of --check about its picture. Add --check, or leave it out.")
     if options.check is None and options.fit is not None:

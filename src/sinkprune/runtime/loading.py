@@ -100,8 +100,11 @@ def open_with_backend(
     return Opened(opened, library, built)
 
 
-def check_kind(bundle: Bundle, *, acts: bool) -> None:
-    """Raise `UsageError` unless the bundle is a robot policy, with `acts`, or a model that answers, without."""
+def check_kind(bundle: Bundle, *, acts: bool, instead: str = "sinkprune-act or Policy.load") -> None:
+    """Raise `UsageError` unless the bundle is a robot policy, with `acts`, or a model that answers, without.
+
+    The message advises a robot policy's user to take something else `instead`.
+    """
     manifest, path = bundle.manifest, bundle.path
     if acts and manifest.policy is None:
         raise UsageError(
@@ -111,7 +114,7 @@ def check_kind(bundle: Bundle, *, acts: bool) -> None:
     if not acts and manifest.policy is not None:
         raise UsageError(
             f"'{path}' is a robot policy (family '{manifest.family}'), which gives actions and no text. Use "
-            "sinkprune-act or Policy.load."
+            f"{instead}."
         )
 
 

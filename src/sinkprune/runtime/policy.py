@@ -170,7 +170,7 @@ class Policy(KeepsCosts[ActionCosts]):
         self._model.check_counted(plan, method, budget)
         if deadline_ms is None:
             return self._act(observation, plan, method, budget, observer)
-        costs = self._known_costs()
+        costs = self._known_costs(method)
         check_costs(costs, manifest, method, budget, len(observation.cameras))
         history = self._history_of(costs)
         chosen = choose_chunk(
@@ -209,7 +209,7 @@ class Policy(KeepsCosts[ActionCosts]):
         Warns with `CostsWarning` if other programs kept the machine busy meanwhile. Raises what `act` raises, and
         `UsageError` for a method whose counts vary by picture.
         """
-        earlier = ACTION_COSTS.cached(self.place)
+        earlier = ACTION_COSTS.cached(self.place, method)
         with shown_progress(MEASURING_COSTS, progress) as report:
             costs = self.measure_costs(
                 cameras,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,6 +56,16 @@ def acted(policy: Policy, folder: Path, method: str, budget: str) -> list[Action
         cameras = [None if name is None else folder / name for name in names]
         found.append(policy.act(cameras, words, STATE, method=method, budget=budget, steps=1))
     return found
+
+
+def test_frames_of_several_are_noted(own: Path, photo: Image.Image, tmp_path: Path) -> None:
+    for name in ("a.gif", "b.gif"):
+        photo.resize((90, 90)).save(tmp_path / name, save_all=True, append_images=[Image.new("RGB", (90, 90))])
+    line = {"cameras": ["a.gif", "b.gif"], "instruction": "pick up the cup", "state": STATE}
+    (tmp_path / "moments.jsonl").write_text(json.dumps(line))
+    outcome = run(*EVIDENCE, own, "--data", tmp_path / "moments.jsonl")
+    said = "the model sees the first of 2 frames. Give frames as files of their own. 1 more file has several frames."
+    assert f"{tmp_path}/a.gif: {said}\n" in outcome.stderr
 
 
 def test_the_mean_over_the_moments_is_the_budgets(own: Path, folder: Path, tmp_path: Path) -> None:
@@ -151,7 +162,7 @@ def test_heads_are_chosen_and_exported(folder: Path, checkpoint: Callable[[str],
 @pytest.mark.parametrize(
     "command",
     [
-        ("sinkprune-evaluate",),
+        ("sinkprune-evaluate", "--budgets", "nope"),
         ("sinkprune-calibrate", "confidence"),
         ("sinkprune-calibrate", "norms"),
         ("sinkprune-calibrate", "quantize", "-o", "quantised", "--weights", "int8"),
@@ -162,7 +173,18 @@ def test_commands_for_models_that_answer_name_the_policy(command: tuple[object, 
     """They do so before they read the data, which are moments."""
     policy, (name, *words) = folder / "bundle", command
     outcome = run(str(name), *words, policy, "--data", folder / "moments.jsonl")
-    assert_refused(outcome, f"error: '{policy}' is a robot policy (family 'pi0'), which gives actions and no text.")
+    found = f"error: '{policy}' is a robot policy (family 'pi0'), which gives actions and no text. "
+    assert_refused(outcome, f"{found}Use sinkprune-calibrate attention or evidence, or sinkprune-act.\n")
+
+
+def test_the_kind_is_named_before_unknown_budgets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = folder / "bundle"
+    found = f"error: '{policy}' is a robot policy (family 'pi0'), which gives actions and no text. Use sinkprune-act"
+    asked = ("--image", folder / "a.png", "--prompt", "What?", "--budget", "nope")
+    assert_refused(run("sinkprune-run", policy, *asked), found)
+    # Also without the packages of the server.
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert_refused(run("sinkprune-serve", policy, "--budget", "nope"), found)
 
 
 def test_what_is_refused(folder: Path, bundle: Callable[..., Path], photo_file: Path, tmp_path: Path) -> None:

@@ -58,7 +58,10 @@ def test_a_time_is_met_by_95_of_100_requests(
     refused = schedule(own, "--target-ms", 1, "--json", tmp_path / "r.json")
     assert refused.code == 2
     told = json.loads((tmp_path / "r.json").read_text())
-    assert refused.stderr == f"wrote {tmp_path}/r.json\nerror: {told['error']}\n" and set(told) == {"costs", "error"}
+    assert refused.stderr == f"wrote {tmp_path}/r.json\nerror: {told['error']}\n"
+    assert set(told) == {"costs", "error", "requests", "nearest_target_ms", "nearest_budget_tokens"}
+    assert f"may meet is --target-ms {told['nearest_target_ms']}. " in told["error"]
+    assert told["nearest_budget_tokens"] is None
     target, report = 250, tmp_path / "report.json"
     outcome = schedule(own, "--target-ms", target, "--json", report)
     assert (outcome.code, outcome.stderr) == (0, wrote(report))
@@ -72,14 +75,25 @@ def test_a_time_is_met_by_95_of_100_requests(
     assert 0.8 * target < tail * predicted <= target
 
 
+def test_tokens_that_no_budget_takes_have_a_nearest_number(
+    own: Path, simulated: Callable[[float], None], tmp_path: Path
+) -> None:
+    simulated(1.0)
+    refused = schedule(own, "--budget-tokens", 1, "--json", tmp_path / "r.json")
+    told = json.loads((tmp_path / "r.json").read_text())
+    assert refused.code == 2 and told["nearest_target_ms"] is None
+    assert f"may meet is --budget-tokens {told['nearest_budget_tokens']}. " in told["error"]
+
+
 def test_an_unpruned_model_that_is_in_time_most_of_the_time_is_pruned(
     own: Path, simulated: Callable[[float], None], tmp_path: Path
 ) -> None:
     simulated(1.0)
     costs = tmp_path / "costs.json"
-    refused = schedule(own, "--target-ms", 60_000, "--costs", costs)
+    refused = schedule(own, "--target-ms", 60_000, "--costs", costs, "--json", tmp_path / "refused.json")
     assert refused.code == 2 and "no budget was added, because no pruning is needed" in refused.stderr
     assert "in 95 of 100 requests" in refused.stderr and from_json(Costs, json.loads(costs.read_text())).rest > 0
+    assert json.loads((tmp_path / "refused.json").read_text())["nearest_target_ms"] is None
     (unpruned,) = re.findall(r"takes up to (\d+) ms", refused.stderr)
     report, target = tmp_path / "report.json", 1.1 * float(unpruned)
     simulated(1.25)
@@ -159,11 +173,19 @@ def test_costs_are_written_where_no_budget_is_found(
     simulated(1.0)
     costs = tmp_path / "costs.json"
     outcome = schedule(own, "--target-ms", 1, "--costs", costs)
-    assert outcome.code == 2
+    assert outcome.code == 2 and "--seconds" not in outcome.stderr
     least = re.search(r"the least is ([0-9.]+), .* may meet is --target-ms (\d+)\.", outcome.stderr)
     assert least is not None and float(least[1]) < float(least[2]) < 1.2 * float(least[1]) + 1
     assert from_json(Costs, json.loads(costs.read_text())).rest == 1.0
     assert schedule(own, "--target-ms", least[2]).code == 0
+
+
+def test_a_target_rejected_after_few_requests_names_their_number(own: Path, tmp_path: Path) -> None:
+    """Short measurements do not end the search: they are of few requests, so that one slow request decides."""
+    refused = schedule(own, "--target-ms", 0.1, "--json", tmp_path / "r.json")
+    assert refused.code == 2
+    assert " 3 requests of each: of fewer than 20, p95 is close to the slowest. A larger --seconds " in refused.stderr
+    assert json.loads((tmp_path / "r.json").read_text())["requests"] == 3
 
 
 Measure = Callable[[RequestTimes, Sequence[Combination], int], list[Spread]]

@@ -78,7 +78,7 @@ ODD_JSON: dict[str, tuple[Callable[[Path], None], str]] = {
     "NaN": (written(b'{"rescale_factor": NaN}'), "NaN is no number in JSON"),
     "1e999": (written(b'{"rescale_factor": 1e999}'), "too large for a number"),
     "deep": (written(b'{"a":' + b"[" * 100_000), "is not JSON"),
-    "list": (written(b"[]"), "holds list, expected a JSON object"),
+    "list": (written(b"[]"), "holds [], expected a JSON object"),
     "empty": (written(b""), "is not JSON"),
 }
 JSONS = ["config.json", "preprocessor_config.json", "video_preprocessor_config.json", "generation_config.json", INDEX]

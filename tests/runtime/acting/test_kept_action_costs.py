@@ -42,7 +42,7 @@ def measured(bundle: Callable[..., Path], photo: Image.Image) -> Policy:
 @pytest.fixture
 def warm(measured: Policy) -> Policy:
     """The same, whose costs are in the cache folder."""
-    assert cache_costs(costs_of(measured)) == cache_file(measured.place)
+    assert cache_costs(costs_of(measured)) == cache_file(measured.place, "sinkpruner")
     return measured
 
 
@@ -61,7 +61,7 @@ def in_time(policy: Policy, photo: Image.Image) -> ActionDeadline:
 def test_a_warm_up_keeps_its_costs(warm: Policy, photo: Image.Image) -> None:
     policy, began = Policy(warm.bundle, warm.backend), time.time()
     costs = policy.warm_up([photo, photo], "go", STATE, budget="prune-88.9", seconds=0)
-    assert ACTION_COSTS.cached(policy.place) == costs == policy.costs
+    assert ACTION_COSTS.cached(policy.place, "sinkpruner") == costs == policy.costs
     assert (list(costs.budgets), costs.frames, costs.place, costs.load) == (["prune-88.9"], 2, policy.place, 0.0)
     assert costs.measured_at is not None and began <= costs.measured_at <= time.time()
 
@@ -86,8 +86,8 @@ def test_a_process_goes_on_where_the_last_one_saved_its_costs(warm: Policy, phot
     first, second = Policy.load(warm.bundle.path), Policy.load(warm.bundle.path)
     assert first.save_costs() is None
     assert in_time(first, photo).slower == pytest.approx(UNKNOWN)
-    assert first.save_costs() == cache_file(warm.place)
-    cached = ACTION_COSTS.cached(warm.place)
+    assert first.save_costs() == cache_file(warm.place, "sinkpruner")
+    cached = ACTION_COSTS.cached(warm.place, "sinkpruner")
     assert cached is not None and len(cached.recent.first) == len(cached.recent.token) == 1
     assert in_time(second, photo).slower == pytest.approx(UNKNOWN * cached.recent.first[0])
     # Chunks are compared with the costs of their own time.
@@ -115,7 +115,7 @@ def test_costs_that_are_measured_under_load_are_a_warning(
         policy.warm_up([photo, None], "go", STATE)
     assert [each.category for each in caught] == [CostsWarning] * bool(said)
     assert all(said in str(each.message) and each.filename == __file__ for each in caught)
-    assert ACTION_COSTS.cached(warm.place) == policy.costs == replace(kept, measured_at=ANY, load=load)
+    assert ACTION_COSTS.cached(warm.place, "sinkpruner") == policy.costs == replace(kept, measured_at=ANY, load=load)
 
 
 def test_plans_are_loaded_before_a_chunk_needs_them(warm: Policy) -> None:

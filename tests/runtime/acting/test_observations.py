@@ -56,7 +56,7 @@ def act(policy: Policy, photo: Image.Image, **changed: Any) -> Any:
         ({"steps": 0}, UsageError, "steps is 0"),
         ({"seed": -1}, UsageError, "seed is -1"),
         ({"instruction": " "}, PromptError, "the instruction is empty. Name the task"),
-        ({"instruction": None}, PromptError, "found NoneType as the instruction"),
+        ({"instruction": None}, PromptError, "found None as the instruction"),
         ({"budget": "retain-64"}, BudgetError, "retain-64"),
         ({"budget": 3}, UsageError, "budget is 3, expected a name, as in 'retain-64'"),
         ({"budget": []}, UsageError, r"budget is \[\], expected a name"),

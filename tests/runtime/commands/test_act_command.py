@@ -212,6 +212,34 @@ def test_a_damaged_frame_leaves_the_chunks_so_far(damaged: int, path: Path, fold
         assert f" There are 2 of 3 chunks. Earlier files stay; these results are in '{kept}'." in error
 
 
+def test_a_file_that_is_no_picture_is_refused_first(path: Path, folder: Path, tmp_path: Path) -> None:
+    for camera in ("base", "wrist"):
+        shutil.copytree(folder / camera, tmp_path / camera)
+    (tmp_path / "wrist" / "notes.txt").write_text("a note")
+    said = f"'{tmp_path}/wrist/notes.txt' is not an image Pillow can read (6 bytes). Give a JPEG"
+    for _ in range(2):
+        outcome = act(path, tmp_path, "--steps", 1, cameras=("base", "wrist"))
+        assert_refused(outcome, said)
+        assert outcome.stdout == ""
+        # Now both folders have as many files.
+        shutil.copyfile(folder / "base.png", tmp_path / "base" / "9.png")
+
+
+def test_later_frames_of_several_are_noted_with_their_number(path: Path, folder: Path, tmp_path: Path) -> None:
+    for camera in ("base", "wrist"):
+        (tmp_path / camera).mkdir()
+        for number in range(3):
+            first, *others = (Image.new("RGB", (90, 90), colour) for colour in ("red", "lime"))
+            name = tmp_path / camera / f"{number}.gif"
+            first.save(name, save_all=True, append_images=others if number else [])
+    outcome = act(path, tmp_path, "--steps", 1, cameras=("base", "wrist"))
+    assert outcome.code == 0
+    assert outcome.stderr == (
+        f"{tmp_path}/base/1.gif: the model sees the first of 2 frames. Give frames as files of their own. 3 more "
+        "files have several frames.\n"
+    )
+
+
 def test_an_interrupted_warm_up_leaves_no_costs(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*given: Any, **options: Any) -> NoReturn:
         raise KeyboardInterrupt

@@ -12,7 +12,9 @@ from typing import Any, NoReturn
 import pytest
 
 from sinkprune import ActionCosts, Policy, write_costs
-from sinkprune.contract.costs.file import ACTION_COSTS, cache_costs
+from sinkprune.contract.costs.file import ACTION_COSTS, cache_costs, cache_file
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.deadline.other_load import OtherLoad
 from support.programs.commands import Outcome, assert_refused, run
 
@@ -22,9 +24,12 @@ Act = Callable[..., Outcome]
 
 
 @pytest.fixture(scope="module")
-def policy(bundle: Callable[..., Path]) -> Policy:
-    """A small policy of two cameras."""
-    return Policy.load(bundle("pi0", budgets=BUDGETS, max_images=2))
+def policy(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    """A small policy of two cameras and two methods."""
+    folder = tmp_path_factory.mktemp("policy") / "bundle"
+    request = ExportRequest(str(checkpoint("pi0")), BUDGETS, ("sinkpruner", "random"), max_images=2)
+    export_bundle(request, folder)
+    return Policy.load(folder)
 
 
 @pytest.fixture(autouse=True)
@@ -63,9 +68,15 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def kept(policy: Policy) -> ActionCosts:
-    costs = ACTION_COSTS.cached(policy.place)
+    costs = ACTION_COSTS.cached(policy.place, "sinkpruner")
     assert costs is not None
     return costs
+
+
+def kept_file(policy: Policy, method: str) -> Path:
+    file = cache_file(policy.place, method)
+    assert file is not None
+    return file
 
 
 def test_costs_are_measured_once_and_again_if_wanted(act: Act, policy: Policy, measurements: list[str]) -> None:
@@ -88,6 +99,18 @@ def test_kept_costs_of_other_chunks_are_measured_anew(
     assert outcome.code == 0 and outcome.stderr == ""
     assert len(measurements) == 2
     assert (kept(policy).frames, "none" in kept(policy).budgets) == (changed.get("cameras", 1), "budget" in changed)
+
+
+def test_each_method_keeps_its_costs(act: Act, policy: Policy, measurements: list[str]) -> None:
+    for method in ("sinkpruner", "random", "sinkpruner", "random"):
+        outcome = act("--method", method)
+        assert (outcome.code, outcome.stderr) == (0, "")
+    assert len(measurements) == 2
+    # Earlier versions kept the costs of one method alone, in another file.
+    kept_file(policy, "random").rename(kept_file(policy, ""))
+    assert act("--method", "random").code == 0 and len(measurements) == 2
+    kept_file(policy, "sinkpruner").unlink()
+    assert act().code == 0 and len(measurements) == 3
 
 
 def test_a_chunk_runs_before_those_that_count(act: Act, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +204,7 @@ def test_late_chunks_are_reported_on_stderr(
     late = act(deadline=("--deadline-ms", 1))
     assert late.code == 0 and "late:" not in late.stdout
     (line,) = [line for line in late.stderr.splitlines() if line.startswith("late: ")]
-    assert " ms where 1 were given, at budget prune-" in line
+    assert " ms where 1 were given, at budget " in line
     assert "No budget was expected to bring a chunk sooner than in " in line
     assert "late:" not in act().stderr
     folder = tmp_path / "frames"

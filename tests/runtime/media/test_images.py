@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
+from sinkprune.contract.checks.format_value import type_name
 from sinkprune.contract.errors import ImageError
 from sinkprune.runtime.media import images
 from sinkprune.runtime.media.images import MOST_PIXELS, read_image, to_rgb
@@ -165,7 +166,7 @@ def test_an_array_of_another_kind_is_refused_with_what_was_found(shape: tuple[in
 
 @pytest.mark.parametrize("image", [None, b"\xff\xd8\xff", 3, [[0]]], ids=lambda image: type(image).__name__)
 def test_what_is_no_image_is_refused_with_its_type(image: Any, pipeline: Callable[..., Pipeline]) -> None:
-    with pytest.raises(ImageError, match=rf"^found {type(image).__name__} as the image, expected a Pillow image"):
+    with pytest.raises(ImageError, match=rf"^found {type_name(image)} as the image, expected a Pillow image"):
         pipeline("gqa-112").generate(image, "What is this?")
 
 

@@ -88,7 +88,9 @@ def _measure(arguments: Sequence[str] | None) -> None:
     options = parser.parse(arguments, _Options)
     if options.heads:
         check_own_questions(Path(options.data))
-    task = open_task(options, 1, load_samples, *([(options.heads, (".json",))] if options.heads else []))
+    task = open_task(
+        options, 1, load_samples, *([(options.heads, (".json",))] if options.heads else []), may_act=True
+    )
     items = task.items if options.limit else _first_pictures(task.items)
     asked = []
     if options.heads:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sinkprune.calibration.commands.measuring import LIMIT, check_unpruned_memory, progress_bar
+from sinkprune.calibration.commands.measuring import LIMIT, check_answers, check_unpruned_memory, progress_bar
 from sinkprune.calibration.confidence.asking import ask_questions, new_thresholds, with_closed_lists
 from sinkprune.calibration.confidence.finder import MOST_STEPS
 from sinkprune.calibration.confidence.report import ConfidenceReport, CurvePoint, FixedBudget, new_report
@@ -36,7 +36,6 @@ from sinkprune.runtime.commands.interrupts import (
 )
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.confidence.thresholds import describe_ladders, write_thresholds
-from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 from sinkprune.runtime.text.answer_form import checked_choices
 
@@ -78,7 +77,7 @@ def _calibrate(arguments: Sequence[str] | None) -> None:
     check_outputs(outputs, [options.data, *options.key_files], options.folders)
     choice = checked_choices(options.choice)
     bundle = read_runnable(options.bundle, options.trust)
-    check_kind(bundle, acts=False)
+    check_answers(bundle)
     check_own_questions(options.data)
     manifest = bundle.manifest
     manifest.plan(options.method, UNPRUNED)

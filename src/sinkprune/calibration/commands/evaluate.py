@@ -12,7 +12,6 @@ from rich.table import Table
 from sinkprune.calibration.commands.measuring import (
     TaskOptions,
     add_former_name,
-    load_questions,
     open_task,
     progress_bar,
     task_parser,
@@ -22,7 +21,7 @@ from sinkprune.calibration.evaluation.replies import evaluation_report, replies_
 from sinkprune.calibration.evaluation.report import Combination, CombinationReport, EvaluationReport, Reply
 from sinkprune.calibration.pictures import note_items
 from sinkprune.calibration.plots import plot_evaluation
-from sinkprune.calibration.tasks import with_grey_picture
+from sinkprune.calibration.tasks import load_task, with_grey_picture
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
@@ -70,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _evaluate(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, _Options)
     answers: list[OutputFile] = [(options.answers, (".jsonl",))] if options.answers else []
-    task = open_task(options, options.max_new_tokens or _NEW_TOKENS, load_questions, *answers)
+    new_tokens = options.max_new_tokens or _NEW_TOKENS
+    task = open_task(options, new_tokens, lambda bundle, data, limit: load_task(data, limit), *answers)
     items = [with_grey_picture(item) for item in task.items] if options.blind else task.items
     pipeline = load_pipeline(options, task.bundle, plant_in_vision if options.plant_outliers else None)
     if not options.blind:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from sinkprune.calibration.asking import Sample
 from sinkprune.calibration.evaluation.replies import choose_combinations
 from sinkprune.calibration.evaluation.report import Combination
-from sinkprune.calibration.tasks import SCENES, TEST_SETS, Item, load_task
+from sinkprune.calibration.tasks import SCENES, TEST_SETS, Item
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.checks.ranges import WholeNumber
@@ -97,10 +97,9 @@ def add_former_name(parser: Any, name: str, option: str, **kind: Any) -> None:
     parser.add_argument(name, dest=option, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind)
 
 
-def load_questions(bundle: Bundle, data: str, limit: int | None) -> list[Item]:
-    """Return the questions of a task, which no policy answers; raises `TaskError` and `UsageError`."""
-    check_kind(bundle, acts=False)
-    return load_task(data, limit)
+def check_answers(bundle: Bundle) -> None:
+    """Raise `UsageError` for a robot policy, with the commands that measure one."""
+    check_kind(bundle, acts=False, instead="sinkprune-calibrate attention or evidence, or sinkprune-act")
 
 
 def open_task(
@@ -108,14 +107,17 @@ def open_task(
     new_tokens: int,
     load: Callable[[Bundle, str, int | None], list[S]],
     *others: OutputFile,
+    may_act: bool = False,
 ) -> OpenTask[S]:
     """Read the bundle and the questions, and check all that can be checked before the bundle is loaded.
 
     `load` reads the data. `others` are outputs besides the report. Raises `BundleError`, `BudgetError`, `TaskError`,
-    `OutputError` and `TooLittleMemoryError`.
+    `OutputError` and `TooLittleMemoryError`, and `UsageError` for a robot policy, unless it `may_act`.
     """
     check_report_options(options, options, [Path(options.data)], *others)
     bundle = read_runnable(options.bundle, options.trust)
+    if not may_act:
+        check_answers(bundle)
     combinations, unreachable = choose_combinations(bundle.manifest, options.methods or [], options.budgets or [])
     with status("checking the questions"):
         items = load(bundle, options.data, options.limit)

@@ -14,6 +14,7 @@ from sinkprune.calibration.commands.measuring import (
     LIMIT,
     OWN_TEST_SETS,
     add_former_name,
+    check_answers,
     check_unpruned_memory,
     progress_bar,
 )
@@ -47,7 +48,6 @@ from sinkprune.runtime.commands import (
 )
 from sinkprune.runtime.commands.interrupts import beside_earlier, interrupted_warnings
 from sinkprune.runtime.commands.picture_notes import note_many_pictures
-from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.profiling.plot import import_matplotlib
 from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
@@ -183,7 +183,7 @@ def _open(options: _Options) -> Bundle:
             f"folder of a vision tower, with its {CONFIG}."
         )
     bundle = read_runnable(options.bundle, options.trust)
-    check_kind(bundle, acts=False)
+    check_answers(bundle)
     return bundle
 
 

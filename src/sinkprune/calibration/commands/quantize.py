@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sinkprune.calibration.commands.measuring import add_former_name
+from sinkprune.calibration.commands.measuring import add_former_name, check_answers
 from sinkprune.calibration.pictures import note_items
 from sinkprune.calibration.plots import plot_quantisation
 from sinkprune.calibration.tasks import Item, check_own_questions, items_by_picture, load_task
@@ -40,7 +40,6 @@ from sinkprune.runtime.commands import (
 from sinkprune.runtime.commands.interrupts import explain_interrupt
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.families import load_family
-from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.media.fits import add_fit_option
 from sinkprune.runtime.profiling.plot import import_matplotlib
 
@@ -95,7 +94,7 @@ def _quantize(arguments: Sequence[str] | None) -> None:
     check_replaceable(options.output, BUNDLE, force=options.force)
     check_outside(options.output, options.bundle, BUNDLE)
     bundle = read_bundle(options.bundle, options.trust)
-    check_kind(bundle, acts=False)
+    check_answers(bundle)
     forms = quantised_forms(bundle.manifest, options.weights, options.vision_weights, options.block_size)
     sign = read_private_key(options.sign) if options.sign else None
     with status("checking the pictures"):

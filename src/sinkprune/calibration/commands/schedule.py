@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from sinkprune.calibration.commands.measuring import add_changing_options, add_former_name
+from sinkprune.calibration.commands.measuring import add_changing_options, add_former_name, check_answers
 from sinkprune.calibration.evaluation.sample_size import accuracy_warnings, mean_warnings
 from sinkprune.calibration.pictures import note_items
 from sinkprune.calibration.scheduling.report import NEAR
@@ -37,7 +37,6 @@ from sinkprune.runtime.commands import BundleOptions, add_new_tokens, load_pipel
 from sinkprune.runtime.commands.interrupts import beside_earlier
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
-from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.media.images import read_image
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 from sinkprune.runtime.steps.pictures import layout_of
@@ -113,7 +112,7 @@ def _schedule(arguments: Sequence[str] | None) -> None:
         from sinkprune.calibration.scheduling.trials import Trials
     target = BudgetTarget(options.target_ms, options.budget_tokens, options.new_tokens)
     bundle = read_bundle(options.bundle, options.trust)
-    check_kind(bundle, acts=False)
+    check_answers(bundle)
     name, sign = options.name or _name(target), read_private_key(options.sign) if options.sign else None
     check_name(bundle.manifest, name)
     if options.wants_budget and not options.dry_run:
@@ -151,7 +150,14 @@ def _schedule(arguments: Sequence[str] | None) -> None:
                     pipeline.measure_costs(new_request(*first), options.seconds, progress)
             except BudgetError as error:
                 if proposer:
-                    write_json(options.json, {"costs": to_json(proposer.times.costs), "error": str(error)})
+                    refusal = {
+                        "costs": to_json(proposer.times.costs),
+                        "error": str(error),
+                        "requests": proposer.times.requests,
+                        "nearest_target_ms": None if target.ms is None else proposer.nearest,
+                        "nearest_budget_tokens": proposer.nearest if target.ms is None else None,
+                    }
+                    write_json(options.json, refusal)
                 raise
             except KeyboardInterrupt as interrupt:
                 costs = proposer.times.costs if proposer else pipeline.costs

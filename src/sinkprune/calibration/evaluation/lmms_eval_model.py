@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import track
 
 from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.checks.format_value import type_name
 from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.runtime.media.video_file import VideoFile
 from sinkprune.runtime.pipeline import Pipeline
@@ -124,7 +125,7 @@ def _picture(visual: Any) -> PictureLike:
         return visual
     if isinstance(visual, (str, os.PathLike)):
         return VideoFile(visual)
-    raise ImageError(f"found a picture of type {type(visual).__name__}, expected images and names of video files.")
+    raise ImageError(f"found a picture of type {type_name(visual)}, expected images and names of video files.")
 
 
 def _prompt(context: str, pictures: int) -> str | Sequence[str]:

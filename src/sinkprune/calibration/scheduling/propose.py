@@ -20,6 +20,7 @@ from sinkprune.calibration.scheduling.attention import (
 from sinkprune.calibration.scheduling.named_budget import METHOD
 from sinkprune.calibration.scheduling.other_cuts import other_cuts
 from sinkprune.calibration.scheduling.report import Candidate, ScheduleReport
+from sinkprune.calibration.scheduling.report_text import few_requests
 from sinkprune.calibration.scheduling.request_times import UNPRUNED_MODEL, PictureQuestion, RequestTimes
 from sinkprune.calibration.scheduling.search import (
     FoundPlan,
@@ -33,7 +34,6 @@ from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.costs.model import LOADED, Costs
 from sinkprune.contract.errors import BudgetError
-from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.reports.progress import OnProgress, unreported
 from sinkprune.runtime.pipeline import Pipeline
 
@@ -120,6 +120,8 @@ class Proposer:
         self._space = plan_space(self._measurements, manifest.cut_after, manifest.language_model.num_layers)
         # Predicted times as shares of the unpruned model's, which corrections of the costs leave as they are.
         self._largest_met, self._least_missed = 0.0, math.inf
+        self.nearest: int | None = None
+        """The nearest target that a budget may meet, once `propose` has rejected one and pruning gains enough."""
 
     def propose(self, name: str, target: BudgetTarget, items: Sequence[Item]) -> ScheduleReport:
         """Return the budget that meets the target and drops the least attention, or answers most of `items` if any.
@@ -159,13 +161,13 @@ class Proposer:
         slowest = max(misses, key=lambda miss: miss.measured_ms.p95)
         least, unpruned = slowest.measured_ms.p95, slowest.unpruned_measured_ms.p95
         if missed is None:
-            raise _unreachable(
+            few = few_requests(self.times.requests)
+            raise self._unreachable(
                 target,
-                self._trials.bundle.manifest,
                 "ms in 95 of 100 requests",
                 least,
                 unpruned,
-                _busy(self.times.costs),
+                (f" {few}." if few else "") + _busy(self.times.costs),
             )
         return replace(missed, searches=searches, nearest_target_ms=nearest_target(least), cheapest_p95_ms=least)
 
@@ -189,9 +191,8 @@ class Proposer:
         price, limit = self._price_and_limit(target)
         plans = best_of_each_sanitizer(self._space, price, limit)[:most]
         if not plans and target.ms is None:
-            raise _unreachable(
+            raise self._unreachable(
                 target,
-                self._trials.bundle.manifest,
                 TOKENS_A_LAYER,
                 self._cheapest(target).price,
                 self.times.layout.all_tokens,
@@ -242,6 +243,24 @@ class Proposer:
             unpruned_measured_ms=unpruned,
             requests=self.times.requests,
             other_cuts=tuple(other_cuts(manifest, facts, self._measurements, *self._price_and_limit(target))),
+        )
+
+    def _unreachable(
+        self, target: BudgetTarget, unit: str, least: float, unpruned: float, note: str = ""
+    ) -> BudgetError:
+        """Return the error for a target that no budget meets, the `least` of any and a `note`; sets `nearest`."""
+        # Other models have as many tokens of every picture.
+        smaller = "smaller pictures, " if self._trials.bundle.manifest.any_resolution else ""
+        nearest = nearest_target(least)
+        if unpruned > nearest:
+            self.nearest = nearest
+            advice = f"The nearest that one may meet is {target.option} {nearest}. Give that, {smaller}or"
+        else:
+            pictures = "give smaller pictures, " if smaller else ""
+            advice = f"Pruning gains too little here. Run the model unpruned, {pictures}or export it with"
+        return BudgetError(
+            f"no budget takes as little as {target.wanted:g} {unit} here: the least is {least:.1f}, unpruned it is "
+            f"{unpruned:.0f}. {advice} weights in int8 or int4.{note}"
         )
 
     def _build(self, plan: FoundPlan) -> Combination:
@@ -295,23 +314,6 @@ def _accuracies(
         name = UNPRUNED if reply.combination == BASELINE else reply.combination.budget
         right.setdefault(name, []).append(reply.right)
     return {name: sum(each) / len(each) for name, each in right.items()}
-
-
-def _unreachable(
-    target: BudgetTarget, manifest: Manifest, unit: str, least: float, unpruned: float, note: str = ""
-) -> BudgetError:
-    """Return the error for a target that no budget meets: the `least` of any, the nearest target, and a `note`."""
-    # Other models have as many tokens of every picture.
-    smaller = "smaller pictures, " if manifest.any_resolution else ""
-    nearest = nearest_target(least)
-    advice = f"The nearest that one may meet is {target.option} {nearest}. Give that, {smaller}or"
-    if unpruned <= nearest:
-        pictures = "give smaller pictures, " if smaller else ""
-        advice = f"Pruning gains too little here. Run the model unpruned, {pictures}or export it with"
-    return BudgetError(
-        f"no budget takes as little as {target.wanted:g} {unit} here: the least is {least:.1f}, unpruned it is "
-        f"{unpruned:.0f}. {advice} weights in int8 or int4.{note}"
-    )
 
 
 def _busy(costs: Costs) -> str:

@@ -22,11 +22,8 @@ def report_text(report: ScheduleReport) -> str:
         f"the prediction is {100 * abs(report.off):.1f} % too {'low' if report.off < 0 else 'high'}",
         _described(report.chosen, report.questions),
     ]
-    if report.requests < FEWEST_OF_P95:
-        lines.append(
-            f"{report.requests} requests of each: of fewer than {FEWEST_OF_P95}, p95 is close to the slowest. A "
-            "larger --seconds measures more"
-        )
+    if few := few_requests(report.requests):
+        lines.append(few)
     if report.searches > 1:
         lines.append(
             f"searched {report.searches} times, because earlier budgets missed the target or left much of the time"
@@ -42,6 +39,16 @@ def report_text(report: ScheduleReport) -> str:
         if cuts.lost <= report.chosen.lost - _WORTH_A_CUT
     ]
     return "".join(f"{line}\n" for line in lines)
+
+
+def few_requests(requests: int) -> str:
+    """Return a sentence, without its full stop, about percentiles of so many requests; "" if they are enough."""
+    if requests >= FEWEST_OF_P95:
+        return ""
+    return (
+        f"{requests} requests of each: of fewer than {FEWEST_OF_P95}, p95 is close to the slowest. A larger "
+        "--seconds measures more"
+    )
 
 
 def missed_text(report: ScheduleReport, target_ms: float) -> str:

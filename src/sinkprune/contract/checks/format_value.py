@@ -19,6 +19,11 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds <= 7200 else f"{seconds / 3600:.1f} h"
 
 
+def type_name(value: object) -> str:
+    """Return the name of a value's type, for values whose text would say little, such as tensors; "None" for None."""
+    return "None" if value is None else type(value).__name__
+
+
 def format_value(value: object) -> str:
     """Return a value on one line: texts in quotes, long values cut off."""
     if isinstance(value, Integral) and abs(int(value)) > 10**_SHOWN:

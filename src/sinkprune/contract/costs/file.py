@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -70,18 +71,16 @@ class CostsFormat(Generic[C]):
             raise UsageError(f"the {self.name} '{path}' {fault}. {self.again}")
         return costs
 
-    def cached(self, place: Place) -> C | None:
-        """Return the costs of `place` that `cache_costs` wrote last, or None.
+    def cached(self, place: Place, method: str = "") -> C | None:
+        """Return the costs of `place` that `cache_costs` wrote last, or None; those of actions are of a `method`.
 
-        None also for a file that cannot be read; the next measurement replaces it.
+        None also for a file that cannot be read; the next measurement replaces it. Earlier versions wrote costs of
+        actions to the file without a method: without others, those are returned, whatever their method.
         """
-        file = cache_file(place)
-        if file is None:
-            return None
-        try:
-            return self.read(file, place)
-        except (UsageError, OSError):
-            return None
+        for file in filter(None, (cache_file(place, method), cache_file(place))):
+            with suppress(UsageError, OSError):
+                return self.read(file, place)
+        return None
 
     def missing(self, place: Place) -> DeadlineError:
         """Return the error for a deadline at a `place` whose costs are not known."""
@@ -163,11 +162,12 @@ def read_action_costs(path: str | os.PathLike[str], here: Place) -> ActionCosts:
     return ACTION_COSTS.read(path, here)
 
 
-def cache_file(place: Place) -> Path | None:
+def cache_file(place: Place, method: str = "") -> Path | None:
     """Return the file for the costs of `place`, whether it exists or not; None for a user without a home folder.
 
-    One file for each place, which bundles of equal graphs share: `$XDG_CACHE_HOME/sinkprune/costs/*.json`, or
-    below `~/.cache` where that variable is unset (XDG Base Directory Specification).
+    One file for each place (and `method`, of actions), which bundles of equal graphs share:
+    `$XDG_CACHE_HOME/sinkprune/costs/*.json`, or below `~/.cache` where that variable is unset (XDG Base Directory
+    Specification).
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not folder.is_absolute():
@@ -175,13 +175,13 @@ def cache_file(place: Place) -> Path | None:
             folder = Path.home() / ".cache"
         except RuntimeError:
             return None
-    key = hashlib.sha256(json.dumps(to_json(place), sort_keys=True).encode()).hexdigest()
+    key = hashlib.sha256((json.dumps(to_json(place), sort_keys=True) + method).encode()).hexdigest()
     return folder / "sinkprune" / "costs" / f"{key[:32]}.json"
 
 
 def cache_costs(costs: Costs | ActionCosts) -> Path | None:
     """Write `costs` to the user's cache folder. Return the file, or None where it cannot be written."""
-    file = cache_file(costs.place)
+    file = cache_file(costs.place, costs.method if isinstance(costs, ActionCosts) else "")
     if file is None:
         return None
     try:

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.format_value import counted
-from sinkprune.contract.errors import ImageError, PromptError
+from sinkprune.contract.errors import ImageError, PromptError, UsageError
 from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
+from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import CHAT_TEMPLATE, TOKENIZER, Manifest
+from sinkprune.runtime.acting.observation import state_prompt
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.media.fits import Fit
@@ -87,9 +90,7 @@ def read_question(
     layouts = [layout_of(file, image, family, bundle.manifest) for file, image in zip(files, images, strict=True)]
     most = limits.get("prompt_tokens")
     if most is not None:
-        template = bundle.files[CHAT_TEMPLATE].read(TEMPLATE_BYTES)
-        encoder = PromptEncoder(bundle.files[TOKENIZER].read(TOKENIZER_BYTES), template, bundle.manifest.tokens)
-        tokens = encoder.encode(texts, [layout.texts for layout in layouts]).text_tokens
+        tokens = _text_tokens(bundle, texts, layouts)
         if tokens > most:
             raise PromptError(
                 f"the question '{prompt}' has {tokens} text tokens with its chat template, and the engines take "
@@ -97,3 +98,25 @@ def read_question(
                 f"with --max-prompt {tokens}."
             )
     return GateQuestion(images, prompt, min(NEW_TOKENS, limits.get("new_tokens", NEW_TOKENS)), fit)
+
+
+def check_prompt_limit(bundle: Bundle, most: int) -> None:
+    """Raise `UsageError` if a limit of `most` text tokens has no room for a question of one letter."""
+    policy, layout = bundle.manifest.policy, load_family(bundle.manifest).layout(Image.new("RGB", (224, 224)))
+    question = "a"
+    if policy is not None and policy.state_in_prompt:
+        # The lowest numbers have the fewest digits.
+        question = state_prompt(policy, question, np.full((1, 1, policy.state_dim), -1.0))
+    least = _text_tokens(bundle, ["", question], [layout])
+    if most < least:
+        raise UsageError(
+            f"--max-prompt is {most}, and the shortest prompt has {least} text tokens with its chat template. Give "
+            f"{least} or more."
+        )
+
+
+def _text_tokens(bundle: Bundle, texts: Sequence[str], layouts: Sequence[VisualLayout]) -> int:
+    """Return the text tokens of a prompt about pictures of these layouts, with its chat template."""
+    template = bundle.files[CHAT_TEMPLATE].read(TEMPLATE_BYTES)
+    encoder = PromptEncoder(bundle.files[TOKENIZER].read(TOKENIZER_BYTES), template, bundle.manifest.tokens)
+    return encoder.encode(texts, [layout.texts for layout in layouts]).text_tokens

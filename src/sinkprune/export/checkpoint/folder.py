@@ -18,6 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from sinkprune.contract.checks.fields import Bounds, SchemaError, from_json
+from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.files import untrusted
 from sinkprune.contract.files.untrusted import MissingError, UnreadableError
@@ -128,7 +129,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     except UnreadableError as error:
         raise _refused(folder / name, error) from error
     if not isinstance(data, dict):
-        raise CheckpointError(f"'{folder / name}' holds {type(data).__name__}, expected a JSON object.")
+        raise CheckpointError(f"'{folder / name}' holds {format_value(data)}, expected a JSON object.")
     return data
 
 

@@ -31,6 +31,7 @@ from sinkprune.runtime.commands import BundleOptions, bundle_parser, load_pipeli
 from sinkprune.runtime.commands.form_options import FormOptions, add_form_options, read_form
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
+from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.overlay import overlay, picture_bytes
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.profile import model_name
@@ -136,6 +137,7 @@ def _replay(arguments: Sequence[str] | None) -> None:
     topic = TopicReplay(bag, options.topic, options.sampling)
     first = topic.first_frame()
     bundle = read_runnable(options.bundle, options.trust)
+    check_kind(bundle, acts=False)
     bundle.manifest.plan(options.method, options.budget)
     texts = [options.system or "", *([prompt] if isinstance(prompt, str) else prompt)]
     new_tokens = options.max_new_tokens or DEFAULT_NEW_TOKENS

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sinkprune.contract.checks.format_value import counted, format_value
+from sinkprune.contract.checks.format_value import counted, format_value, type_name
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.errors import ImageError, PromptError, UsageError
 from sinkprune.contract.manifest import Manifest, NumberRanges, PolicyFacts
@@ -53,7 +53,7 @@ def observed(
     """Return a checked observation; raises `ImageError`, `PromptError` and `UsageError`."""
     if not isinstance(instruction, str):
         raise PromptError(
-            f"found {type(instruction).__name__} as the instruction, expected a str, as in 'pick up the cup'."
+            f"found {type_name(instruction)} as the instruction, expected a str, as in 'pick up the cup'."
         )
     if not instruction.strip():
         raise PromptError("the instruction is empty. Name the task, as in 'pick up the cup'.")
@@ -122,7 +122,7 @@ def _extents(ranges: NumberRanges) -> tuple[Array, Array]:
 def _frames(manifest: Manifest, cameras: Sequence[PictureLike | None]) -> list[PictureLike]:
     """Return the frames that are there."""
     if not isinstance(cameras, (list, tuple)):
-        raise ImageError(f"found {type(cameras).__name__} as cameras, expected a list with the frame of each camera.")
+        raise ImageError(f"found {type_name(cameras)} as cameras, expected a list with the frame of each camera.")
     given = list(cameras)
     if len(given) != manifest.max_images:
         names = manifest.policy.cameras if manifest.policy else None

@@ -26,6 +26,7 @@ from sinkprune.contract.files.trust import Trust, add_trust_options
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.known import BACKENDS, COMPUTES, Compute
 from sinkprune.runtime.families import load_family
+from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.media.fits import Fit, add_fit_option
 from sinkprune.runtime.media.video_file import VideoFile
@@ -163,12 +164,14 @@ def engine_parser(name: str, description: str, examples: str) -> CommandParser:
     return parser
 
 
-def open_bundle(options: PictureOptions, budgets: list[str]) -> Bundle:
+def open_bundle(options: PictureOptions, budgets: list[str], *, may_act: bool = False) -> Bundle:
     """Open the bundle, and check early that it takes videos, if given, and has the method and the budgets.
 
-    Raises `VideoError` and `BudgetError`.
+    Raises `VideoError` and `BudgetError`, and `UsageError` for a robot policy, unless it `may_act`.
     """
     bundle = read_runnable(options.bundle, options.trust)
+    if not may_act:
+        check_kind(bundle, acts=False)
     if options.video:
         load_family(bundle.manifest, options.fit).check_video()
     for budget in [UNPRUNED, *budgets]:

@@ -34,7 +34,7 @@ from sinkprune.runtime.commands.deadline_costs import (
 )
 from sinkprune.runtime.commands.interrupts import NO_COSTS, beside_earlier, explain_interrupt
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
-from sinkprune.runtime.commands.picture_notes import note_pictures
+from sinkprune.runtime.commands.picture_notes import note_frames, note_pictures
 from sinkprune.runtime.commands.policy_options import (
     Moment,
     Observations,
@@ -105,8 +105,9 @@ def _act(arguments: Sequence[str] | None) -> None:
         options, bundle, PlannedRequests(pictures, options.method, [options.budget], options.instruction, 0)
     )
     note_pictures(family, manifest, given, pictures)
+    note_frames({file: frames for file, frames in observations.frames if file not in given})
     policy = load_policy(options, bundle)
-    earlier_costs = ACTION_COSTS.cached(policy.place)
+    earlier_costs = ACTION_COSTS.cached(policy.place, options.method)
     if options.deadline_ms is not None:
         _prepare(policy, costs, first, options)
     chunks, interrupted, earlier, outputs = list[ActionReport](), "", "", options
@@ -237,7 +238,7 @@ def _known_costs(options: _Options, bundle: Bundle, frames: int) -> ActionCosts 
     Raises `UsageError` for a file, and `DeadlineError` for one of other chunks.
     """
     place = place_here(options, bundle)
-    costs = None if options.warm_up else costs_at(ACTION_COSTS, options.costs, place)
+    costs = None if options.warm_up else costs_at(ACTION_COSTS, options.costs, place, options.method)
     if costs is None:
         return None
     try:

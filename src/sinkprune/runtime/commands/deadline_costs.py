@@ -38,9 +38,9 @@ def known_costs(options: BundleOptions, file: Path | None, bundle: Bundle) -> Co
     return costs
 
 
-def costs_at(kind: CostsFormat[C], file: Path | None, place: Place) -> C | None:
-    """Return the costs in `file`, or those that were kept for `place`, if any; raises `UsageError` for a file."""
-    return kind.read(file, place) if file else kind.cached(place)
+def costs_at(kind: CostsFormat[C], file: Path | None, place: Place, method: str = "") -> C | None:
+    """Return the costs in `file`, or those kept for `place` and `method`, if any; raises `UsageError` for a file."""
+    return kind.read(file, place) if file else kind.cached(place, method)
 
 
 def check_cost_options(warm_up: bool, costs: Path | None, deadline_ms: float | None) -> None:

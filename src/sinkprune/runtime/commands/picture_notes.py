@@ -9,6 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
@@ -44,6 +45,18 @@ def note_pictures(family: Family, manifest: Manifest, files: Sequence[Path], pic
             _note(file, scaled_down(layout))
 
 
+def note_frames(frames: Mapping[Path, int]) -> None:
+    """Print a note on the first file with several frames, and how many others have them.
+
+    `frames` are numbers of frames by file.
+    """
+    several = [(file, count) for file, count in frames.items() if count > 1]
+    if several:
+        others = len(several) - 1
+        more = f" {counted(others, 'more file')} {'have' if others > 1 else 'has'} several frames." if others else ""
+        _note(several[0][0], first_of(several[0][1]) + more)
+
+
 def note_many_pictures(
     family: Family,
     manifest: Manifest,
@@ -51,8 +64,8 @@ def note_many_pictures(
     frames: Mapping[str, int],
     first: Image.Image,
 ) -> None:
-    """Print notes: if `first` had 16 bits, on the first picture with several frames, and on the first that is cropped
-    or scaled down.
+    """Print notes: if `first` had 16 bits, on pictures with several frames, and on the first that is cropped or
+    scaled down.
 
     `sizes` are [width,height] of all pictures, by name, and `frames` their numbers of frames. Raises `ImageError` for
     the first that the family rejects.
@@ -60,8 +73,7 @@ def note_many_pictures(
     name = next(iter(sizes))
     if had_16_bits(first):
         _note(Path(name), divided(first))
-    if several := next((name for name, count in frames.items() if count > 1), None):
-        _note(Path(several), first_of(frames[several]))
+    note_frames({Path(name): count for name, count in frames.items()})
     known: dict[tuple[int, int], str] = {}
     for name, size in sizes.items():
         known.setdefault(size, name)

@@ -18,6 +18,7 @@ from sinkprune.contract.manifest import Manifest, PolicyFacts
 from sinkprune.runtime.acting.observation import observed
 from sinkprune.runtime.commands import BundleOptions
 from sinkprune.runtime.commands.rate import frame_files
+from sinkprune.runtime.media.images import count_frames
 from sinkprune.runtime.policy import Policy
 from sinkprune.runtime.steps.chain import Wrap
 
@@ -44,6 +45,8 @@ class Observations(NamedTuple):
     moments: tuple[Moment, ...] = ()
     files: tuple[Path, ...] = ()
     folders: tuple[Path, ...] = ()
+    frames: tuple[tuple[Path, int], ...] = ()
+    """The files of the folders, each with its number of frames."""
 
     def check(self, manifest: Manifest, facts: PolicyFacts, instruction: str, **options: Any) -> None:
         """Check all moments before anything is loaded, with the `options` of `observed`.
@@ -88,14 +91,19 @@ def add_state(parser: CommandParser, note: str = "", *, required: bool) -> None:
 def given_observations(cameras: Sequence[str] | None, state: str | None) -> Observations:
     """Return the moments of the options `--camera` and `--state`; none without cameras.
 
-    Raises `ImageError` for folders of different numbers of frames, and `UsageError` for states.
+    Raises `ImageError` for folders of different numbers of frames and for files in them that are no pictures, and
+    `UsageError` for states.
     """
     if not cameras:
         return Observations()
     if state is None:
         raise UsageError("--camera is for a robot policy, which also reads the robot's state. Add --state.")
     paths = [None if word == NO_CAMERA else Path(word) for word in cameras]
-    sets = _frames(paths)
+    folders = tuple(path for path in paths if path is not None and path.is_dir())
+    with status("checking the frames"):
+        # The order of files gives the moments, so that another file among them would move all later ones.
+        counts = {folder: {file: count_frames(file) for file in frame_files(folder)} for folder in folders}
+    sets = _frames(paths, {folder: [*files] for folder, files in counts.items()})
     states, source = _states(state)
     if len(states) not in (1, len(sets)):
         raise UsageError(
@@ -105,13 +113,13 @@ def given_observations(cameras: Sequence[str] | None, state: str | None) -> Obse
     states *= len(sets) // len(states)
     moments = tuple(Moment(frames, own) for frames, own in zip(sets, states, strict=True))
     files = [path for frames in sets for path in frames if path is not None]
-    folders = tuple(path for path in paths if path is not None and path.is_dir())
-    return Observations(moments, (*files, *([source] if source else [])), folders)
+    in_folders = tuple(pair for own in counts.values() for pair in own.items())
+    return Observations(moments, (*files, *([source] if source else [])), folders, in_folders)
 
 
-def _frames(paths: Sequence[Path | None]) -> list[tuple[Path | None, ...]]:
-    """Return the frames of each moment, by camera."""
-    folders = [path for path in paths if path is not None and path.is_dir()]
+def _frames(paths: Sequence[Path | None], frames: dict[Path, list[Path]]) -> list[tuple[Path | None, ...]]:
+    """Return the frames of each moment, by camera; `frames` are those in folders."""
+    folders = [*frames]
     if not folders:
         return [tuple(paths)]
     alone = [path for path in paths if path is not None and path not in folders]
@@ -120,7 +128,6 @@ def _frames(paths: Sequence[Path | None]) -> list[tuple[Path | None, ...]]:
             f"'{folders[0]}' is a folder of frames, and '{alone[0]}' is none. Give a folder for each camera, a file "
             f"for each, or {NO_CAMERA}."
         )
-    frames = {folder: frame_files(folder) for folder in folders}
     first = len(frames[folders[0]])
     for folder in folders:
         if len(frames[folder]) != first:

@@ -150,7 +150,7 @@ def _profile(arguments: Sequence[str] | None) -> None:
     files = frame_files(options.frames) if options.frames else options.picture_files
     check_report_options(options, options, files)
     prompt = prompt_pieces(options.prompt)
-    bundle = open_bundle(options, options.budgets or [])
+    bundle = open_bundle(options, options.budgets or [], may_act=True)
     if bundle.manifest.policy is not None:
         check_kind_options(options, bundle, _OF_ANSWERS, ("camera", "state"))
         observations = given_observations(options.camera, options.state)

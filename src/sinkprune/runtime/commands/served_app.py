@@ -20,6 +20,7 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.runtime.commands import BundleOptions, add_costs, load_pipeline
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
 from sinkprune.runtime.confidence.thresholds import Thresholds, missing_thresholds, read_thresholds
+from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.session import MAX_BYTES
 from sinkprune.runtime.steps.picture_warnings import seen_part
 from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS
@@ -100,10 +101,12 @@ def add_app_options(parser: CommandParser) -> None:
 def read_app_bundle(options: AppOptions) -> AppBundle:
     """Read the bundle's manifest, and check that it has what the options name.
 
-    Raises `BundleError`, `BudgetError`, and `UsageError` for a wrong name or key and without the extra `server`.
+    Raises `BundleError`, `BudgetError`, and `UsageError` for a robot policy, for a wrong name or key, and without the
+    extra `server`.
     """
-    server = import_server()
     bundle = read_runnable(options.bundle, options.trust)
+    check_kind(bundle, acts=False)
+    server = import_server()
     thresholds = read_thresholds(options.thresholds) if options.thresholds else None
     if thresholds is not None:
         thresholds.check(bundle, "sinkpruner")

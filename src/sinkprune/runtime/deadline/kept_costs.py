@@ -55,10 +55,11 @@ class KeepsCosts(Generic[C]):
         cache_costs(self.costs)
         return self.costs
 
-    def _known_costs(self) -> C:
-        """Return `costs`, or those of the cache folder; raises `DeadlineError` and `TypeError`."""
+    def _known_costs(self, method: str = "") -> C:
+        """Return `costs`, or those of the cache folder (of actions, of a `method`); raises `DeadlineError` and
+        `TypeError`."""
         kind = self._kind
-        self.costs = kind.cached(self.place) if self.costs is None else self.costs
+        self.costs = kind.cached(self.place, method) if self.costs is None else self.costs
         if self.costs is None:
             raise kind.missing(self.place)
         check_type("costs", self.costs, (kind.kind,), f"{kind.kind.__name__}, as {kind.reader} and warm_up return")

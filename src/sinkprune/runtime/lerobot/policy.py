@@ -18,7 +18,7 @@ from lerobot.configs.types import FeatureType, PolicyFeature
 from lerobot.policies.pretrained import PreTrainedPolicy
 
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.checks.format_value import counted, format_value
+from sinkprune.contract.checks.format_value import counted, format_value, type_name
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.precision import Array
@@ -287,7 +287,7 @@ def _get(batch: Mapping[str, Any], key: str) -> Tensor:
     if not hasattr(found, "new_tensor"):
         there = ", ".join(sorted(batch)) or "nothing"
         raise UsageError(
-            f"found {type(found).__name__} as '{key}' of the observation, expected a tensor. The observation has: "
+            f"found {type_name(found)} as '{key}' of the observation, expected a tensor. The observation has: "
             f"{there}. Name the robot's cameras as the policy's, or give LeRobot a rename_map."
         )
     tensor: Tensor = found

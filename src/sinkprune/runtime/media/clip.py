@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.contract.checks.arguments import creation_checks_options
-from sinkprune.contract.checks.format_value import format_value
+from sinkprune.contract.checks.format_value import format_value, type_name
 from sinkprune.contract.errors import VideoError
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.media.images import to_rgb
@@ -59,7 +59,7 @@ class Clip:
     def __post_init__(self) -> None:
         if not isinstance(self.frames, Iterable) or isinstance(self.frames, (str, bytes)):
             raise VideoError(
-                f"found {type(self.frames).__name__} as a clip's frames, expected images. Give a list of them."
+                f"found {type_name(self.frames)} as a clip's frames, expected images. Give a list of them."
             )
         # A whole number of Python may be larger than any float.
         too_large = isinstance(self.fps, int) and self.fps > sys.float_info.max

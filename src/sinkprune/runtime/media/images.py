@@ -5,14 +5,15 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from sinkprune.contract.checks.format_value import type_name
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.files.untrusted import ForbiddenError, MissingError, UnreadableError, open_regular
 from sinkprune.contract.precision import Array
@@ -43,6 +44,7 @@ _FRAMES = "sinkprune_frames"
 _ROWS_PER_STRIP, _TILE_WIDTH, _TILE_LENGTH = 278, 322, 323
 # The most pixels of a strip
 _STRIP = 1 << 20
+_Found = TypeVar("_Found")
 
 
 def read_image(path: str | os.PathLike[str]) -> Image.Image:
@@ -53,6 +55,19 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
     Raises `ImageError` if the file is missing, not regular, none of `FORMATS`, damaged, of 32 bits a channel, larger
     than `MOST_PIXELS`, or exceeds the limits of `MeteredFile`.
     """
+    return _read(path, _decoded)
+
+
+def count_frames(path: str | os.PathLike[str]) -> int:
+    """Return the number of frames or pages in an image file, whose pixels are not decoded.
+
+    Raises `ImageError` as `read_image` does, but not for what only decoding finds.
+    """
+    return _read(path, _counted)
+
+
+def _read(path: str | os.PathLike[str], read: Callable[[BinaryIO], _Found]) -> _Found:
+    """Return what `read` returns of an image file; raises `ImageError` with its name."""
     try:
         file = open_regular(path)
     except MissingError as error:
@@ -70,7 +85,7 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
                 f"image '{path}' is too large: it has {size} bytes, expected at most {MOST_BYTES}. Scale it down."
             )
         try:
-            return _decoded(cast(BinaryIO, MeteredFile(file, size)))
+            return read(cast(BinaryIO, MeteredFile(file, size)))
         except UnidentifiedImageError as error:
             raise ImageError(f"'{path}' is not an image Pillow can read ({size} bytes). {_GIVE}") from error
         except ImageError as error:
@@ -100,7 +115,7 @@ def to_rgb(image: Image.Image | Array) -> Image.Image:
         return Image.fromarray(image)
     if not isinstance(image, Image.Image):
         raise ImageError(
-            f"found {type(image).__name__} as the image, expected a Pillow image, a uint8 [height,width,3] array or "
+            f"found {type_name(image)} as the image, expected a Pillow image, a uint8 [height,width,3] array or "
             "the name of a file."
         )
     _check_size(*image.size)
@@ -142,6 +157,12 @@ def _decoded(file: BinaryIO) -> Image.Image:
         image.fp = None
         found = _opaque(_with_8_bits(image, image.format))
         return _with_frames(found, _counted_frames(image))
+
+
+def _counted(file: BinaryIO) -> int:
+    """Return the number of frames in an open file; raises as `_decoded` does."""
+    with _damage_as_error(), Image.open(file, formats=FORMATS) as image:
+        return _counted_frames(image)
 
 
 def _with_frames(image: Image.Image, frames: int) -> Image.Image:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from sinkprune.contract.budgets import AUTO, UNPRUNED
 from sinkprune.contract.checks.arguments import check_options, check_plan_names, check_type, creation_checks_options
-from sinkprune.contract.checks.format_value import counted, format_value
+from sinkprune.contract.checks.format_value import counted, format_value, type_name
 from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
 from sinkprune.contract.checks.user_warnings import warn_user
 from sinkprune.contract.errors import ImageError, PromptError, UsageError
@@ -204,7 +204,7 @@ def check_picture(picture: object) -> None:
     """Raise `ImageError` for an object that is no picture."""
     if not isinstance(picture, (str, os.PathLike, Image.Image, np.ndarray, Clip, VideoFile, SampledFrames)):
         raise ImageError(
-            f"found {type(picture).__name__} as the image, expected a Pillow image, a uint8 [height,width,3] array, "
+            f"found {type_name(picture)} as the image, expected a Pillow image, a uint8 [height,width,3] array, "
             "the name of a file, a Clip or a VideoFile, or a list of these."
         )
 
@@ -240,7 +240,7 @@ def _pair(given: object) -> tuple[Turn, object]:
 
 def _check_text(name: str, text: object) -> None:
     if not isinstance(text, str):
-        raise PromptError(f"found {type(text).__name__} as the {name}, expected a str, as in 'What is this?'.")
+        raise PromptError(f"found {type_name(text)} as the {name}, expected a str, as in 'What is this?'.")
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise PromptError(f"the {name} is not valid UTF-8. Check the terminal's encoding.")
 
