@@ -19,6 +19,7 @@ from sinkprune.runtime.backends.onnxruntime import captured
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend
 from sinkprune.runtime.backends.onnxruntime.captured import CapturedEngine
 from sinkprune.runtime.backends.onnxruntime.device_graphs import copies_graph
+from sinkprune.runtime.system.turns import Turns
 from support.models.small_models import PI0_SHAPES, PI05_SHAPES
 from support.references.pi0 import INSTRUCTION
 
@@ -31,6 +32,7 @@ class Backend(OrtBackend):
 
     def __init__(self) -> None:
         super().__init__("ort-cpu", CPU, 1, "fp32")
+        self.turn = Turns()
 
     def load_repeated(self, model: Model) -> CapturedEngine:
         session, self.held = self._open(model, CPU)
@@ -75,6 +77,9 @@ def test_chunks_are_the_same_whatever_came_before(
             for words in ("", " and then put it back where it was before, next to all the others" * 5):
                 found, expected = (act(policy, photo, seed, budget, words) for policy in (ours, theirs))
                 np.testing.assert_array_equal(found, expected)
+    engine = ours._model.chain.last
+    assert isinstance(engine, CapturedEngine)
+    assert len(engine._calls) <= most + 1
 
 
 def test_steps_copy_what_changed_only(
@@ -108,24 +113,28 @@ def test_threads_share_an_engine(policies: Callable[[str], tuple[Policy, Policy]
 
 
 def test_after_an_error_everything_is_copied_again(
-    policies: Callable[[str], tuple[Policy, Policy]], photo: Image.Image
+    policies: Callable[[str], tuple[Policy, Policy]], photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours, theirs = policies("pi0")
-    act(ours, photo, 0, "none")
+    # The inputs of pi0.5 for a time live as long as the policy.
+    ours, theirs = policies("pi0.5")
     engine = ours._model.chain.last
-    session = engine._session  # type: ignore[attr-defined]
+    assert isinstance(engine, CapturedEngine)
 
-    class Failing:
-        io_binding = session.io_binding
+    class FailsInTheSecondStep:
+        io_binding, run = engine._session.io_binding, iter([engine._session.run_with_iobinding])
 
-        def run_with_iobinding(self, *_: Any) -> None:
-            raise RuntimeError("no memory")
+        def run_with_iobinding(self, *given: Any) -> None:
+            next(self.run, no_memory)(*given)
 
-    engine._session = Failing()  # type: ignore[attr-defined]
-    with pytest.raises(
-        BackendError, match=r"graph 'expert' failed in onnxruntime on .*actions \[1, .*: no memory\. If"
-    ):
-        act(ours, photo, 1, "none")
-    engine._session = session  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_session", FailsInTheSecondStep())
+        with pytest.raises(
+            BackendError, match=r"graph 'expert' failed in onnxruntime on .*actions \[1, .*: no memory\. If"
+        ):
+            act(ours, photo, 1, "none")
     for seed in (1, 0):
         np.testing.assert_array_equal(act(ours, photo, seed, "none"), act(theirs, photo, seed, "none"))
+
+
+def no_memory(*_: Any) -> None:
+    raise RuntimeError("no memory")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from threading import Lock
 from typing import Any
 from weakref import ref
 
@@ -19,7 +18,7 @@ from sinkprune.runtime.backends.onnxruntime.library import failing_in
 MOST = 16
 """Sets of input shapes whose calls are captured: ONNX Runtime frees a captured graph with its session only.
 
-At pi0's true shapes each has 15 MB of inputs.
+At pi0's true shapes each has 15 MB of inputs. Calls with further shapes run kernel by kernel.
 """
 _NOT_CAPTURED = -1
 """ONNX Runtime's number of a call that launches kernel by kernel."""
@@ -42,11 +41,10 @@ class CapturedEngine:
         self._inputs = [value.name for value in session.get_inputs()]
         self._copies = lru_cache(lambda *kinds: small_session(onnxruntime, copies_graph(kinds), provider))
         self._calls: dict[Shapes, _Call] = {}
-        self._turn = Lock()
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all outputs by name, from all inputs by name. Threads take turns."""
-        with self._turn, failing_in(self._model.graph, inputs):
+        """Return all outputs by name, from all inputs by name; called in a `turn`."""
+        with failing_in(self._model.graph, inputs):
             call = self._call_of(inputs)
             changed = [name for name in self._inputs if inputs[name] is not call.copied_from(name)]
             # After an error in between, nothing counts as copied.
@@ -61,6 +59,9 @@ class CapturedEngine:
         shapes = tuple(tuple(inputs[name].shape()) for name in self._inputs)
         if shapes in self._calls:
             return self._calls[shapes]
+        if len(self._calls) > MOST:
+            # The last one, which is not captured.
+            self._calls.popitem()
         captured = len(self._calls) < MOST
         options = self._ort.RunOptions()
         options.add_run_config_entry("gpu_graph_id", str(len(self._calls) + 1 if captured else _NOT_CAPTURED))
@@ -72,10 +73,8 @@ class CapturedEngine:
             binding.bind_ortvalue_input(name, value)
         for name, value in outputs.items():
             binding.bind_ortvalue_output(name, value)
-        call = _Call(binding, options, own, outputs)
-        if captured:
-            self._calls[shapes] = call
-        return call
+        self._calls[shapes] = _Call(binding, options, own, outputs)
+        return self._calls[shapes]
 
     def _empty(self, shape: Sequence[Any], element_type: Any) -> Any:
         return self._ort.OrtValue.ortvalue_from_shape_and_type(list(shape), element_type, self._device, 0)
