@@ -29,7 +29,7 @@ from sinkprune.calibration.tasks import check_own_questions
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.command_line.written_files import note_written
 from sinkprune.contract.manifest import Manifest
@@ -64,12 +64,8 @@ class _Options(TaskOptions):
     heads: Path | None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `sinkprune-calibrate attention` with `arguments`, or the process's own if None; returns the exit code."""
-    return run_command(_measure, arguments)
-
-
-def _measure(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     parser = task_parser(
         "sinkprune calibrate attention",
         "Measure how many kept tokens are sink tokens (tokens of largest norm), and the entropy of the text's "

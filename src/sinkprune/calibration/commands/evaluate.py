@@ -25,7 +25,7 @@ from sinkprune.calibration.plots import plot_evaluation
 from sinkprune.calibration.tasks import with_grey_picture
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.command_line.written_files import write_output
@@ -62,12 +62,8 @@ class _Options(TaskOptions):
     table: bool
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `sinkprune-evaluate` with `arguments`, or the process's own if None; returns the exit code."""
-    return run_command(_evaluate, arguments)
-
-
-def _evaluate(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, _Options)
     answers: list[OutputFile] = [(options.answers, (".jsonl",))] if options.answers else []
     task = open_task(options, options.max_new_tokens or _NEW_TOKENS, load_questions, *answers)

@@ -21,7 +21,7 @@ from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.command_line.progress_lines import status
@@ -56,12 +56,8 @@ class _Options(BundleOptions):
     sign: Path | None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `sinkprune-calibrate evidence` with `arguments`, or the process's own if None; returns the exit code."""
-    return run_command(_calibrate, arguments)
-
-
-def _calibrate(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, _Options)
     check_own_questions(options.data)
     check_outputs(json_outputs(options.json), [options.data, *options.key_files], options.folders)

@@ -28,7 +28,7 @@ from sinkprune.calibration.towers import CONFIG, VisionTower
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.command_line.progress_lines import status
@@ -78,12 +78,8 @@ class _Options(BundleOptions, ReportOptions):
     layer: int | None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `sinkprune-calibrate norms` with `arguments`, or the process's own if None; returns the exit code."""
-    return run_command(_measure, arguments)
-
-
-def _measure(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     parser = _parser()
     options = parser.parse(arguments, _Options)
     is_tower = (options.bundle / CONFIG).exists() and not (options.bundle / MANIFEST).exists()
