@@ -22,7 +22,7 @@ from sinkprune.calibration.attention.watching import AttentionObserver, observe
 from sinkprune.calibration.commands.measuring import TaskOptions, open_task, progress_bar, task_parser
 from sinkprune.calibration.evaluation.intervals import Mean
 from sinkprune.calibration.evaluation.report import BASELINE, Combination
-from sinkprune.calibration.evaluation.sample_size import mean_warnings, quantity
+from sinkprune.calibration.evaluation.sample_size import mean_warnings
 from sinkprune.calibration.plots import plot_attention
 from sinkprune.calibration.sink_tokens import OUTLIER_PER_MILLE
 from sinkprune.calibration.tasks import check_own_questions
@@ -172,7 +172,7 @@ def _print(report: AttentionReport) -> None:
     console = TableConsole()
     console.print(
         f"{escaped(report.model)}, {report.precision}, {report.backend}: {escaped(report.task)}, "
-        f"{quantity(report.questions, 'question')} about {quantity(report.pictures, 'picture')}; "
+        f"{counted(report.questions, 'question')} about {counted(report.pictures, 'picture')}; "
         "± half the 95 % interval\n"
         f"sink tokens: the {report.outlier_per_mille / 10:g} % of each group with the largest norms",
         *report.warnings,

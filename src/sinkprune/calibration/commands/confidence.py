@@ -11,7 +11,6 @@ from sinkprune.calibration.commands.measuring import LIMIT, check_unpruned_memor
 from sinkprune.calibration.confidence.asking import ask_questions, new_thresholds, with_closed_lists
 from sinkprune.calibration.confidence.finder import MOST_STEPS
 from sinkprune.calibration.confidence.report import ConfidenceReport, CurvePoint, FixedBudget, new_report
-from sinkprune.calibration.evaluation.sample_size import quantity
 from sinkprune.calibration.pictures import note_items, seen_shares
 from sinkprune.calibration.tasks import check_own_questions, load_task
 from sinkprune.contract.budgets import AUTO, UNPRUNED
@@ -124,7 +123,7 @@ def _print(report: ConfidenceReport) -> None:
     console = TableConsole()
     console.print(
         f"{escaped(report.model)}, {report.precision}, {report.backend}: {escaped(report.task)}, "
-        f"{quantity(report.questions, 'question')} about {quantity(report.pictures, 'picture')}",
+        f"{counted(report.questions, 'question')} about {counted(report.pictures, 'picture')}",
         *report.warnings,
         f"\n{AUTO}: cross-validated over {report.folds} parts of the "
         f"{'pictures' if report.pictures > 1 else 'questions'}; up to {MOST_STEPS} steps, each with the confidence "

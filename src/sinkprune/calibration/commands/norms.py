@@ -17,7 +17,6 @@ from sinkprune.calibration.commands.measuring import (
     check_unpruned_memory,
     progress_bar,
 )
-from sinkprune.calibration.evaluation.sample_size import quantity
 from sinkprune.calibration.heatmaps import draw_heatmaps
 from sinkprune.calibration.norms import NormReport, summarise
 from sinkprune.calibration.pictures import NamedPicture, file_pictures, task_pictures
@@ -220,7 +219,7 @@ def _heatmap_file(folder: Path, pictures: Sequence[NamedPicture], number: int) -
 def _text(report: NormReport) -> str:
     overlap, chance = 100 * report.top_overlap, 100 * report.chance_overlap
     return (
-        f"{report.model}: {quantity(report.pictures, 'picture')}, {report.tokens} visual tokens\n"
+        f"{report.model}: {counted(report.pictures, 'picture')}, {report.tokens} visual tokens\n"
         f"{report.verdict}\n"
         f"Of the 1 % of largest norms, {overlap:.1f} % are among the most salient 1 % (by chance: {chance:.1f} %)\n"
         f"and take {100 * report.top_salience_share:.1f} % of the salience. Rank correlation of norm and salience: "
