@@ -12,8 +12,7 @@ import numpy as np
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.errors import ImageError, PromptError
-from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
-from sinkprune.contract.manifest import CHAT_TEMPLATE, TOKENIZER, Manifest
+from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.media.fits import Fit
@@ -87,8 +86,7 @@ def read_question(
     layouts = [layout_of(file, image, family, bundle.manifest) for file, image in zip(files, images, strict=True)]
     most = limits.get("prompt_tokens")
     if most is not None:
-        template = bundle.files[CHAT_TEMPLATE].read(TEMPLATE_BYTES)
-        encoder = PromptEncoder(bundle.files[TOKENIZER].read(TOKENIZER_BYTES), template, bundle.manifest.tokens)
+        encoder = PromptEncoder.of_bundle(bundle)
         tokens = encoder.encode(texts, [layout.texts for layout in layouts]).text_tokens
         if tokens > most:
             raise PromptError(
