@@ -19,7 +19,7 @@ from sinkprune.calibration.attention.report import (
     summarise,
 )
 from sinkprune.calibration.attention.watching import AttentionObserver, observe
-from sinkprune.calibration.commands.measuring import TaskOptions, open_task, progress_bar, task_parser
+from sinkprune.calibration.commands.measuring import TaskOptions, open_task, task_parser
 from sinkprune.calibration.evaluation.intervals import Mean
 from sinkprune.calibration.evaluation.report import BASELINE, Combination
 from sinkprune.calibration.evaluation.sample_size import mean_warnings
@@ -36,7 +36,7 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.export.pruning.chosen_heads import ChosenHeads, write_heads
 from sinkprune.runtime.commands import plain_text, write_report
 from sinkprune.runtime.commands.interrupts import NO_QUESTION, beside_earlier, interrupted_warnings
-from sinkprune.runtime.commands.table_console import TableConsole, make_table
+from sinkprune.runtime.commands.table_console import TableConsole, make_table, progress_bar
 from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sinkprune.calibration.commands.measuring import LIMIT, check_unpruned_memory, progress_bar
+from sinkprune.calibration.commands.measuring import LIMIT, check_unpruned_memory
 from sinkprune.calibration.confidence.asking import ask_questions, new_thresholds, with_closed_lists
 from sinkprune.calibration.confidence.finder import MOST_STEPS
 from sinkprune.calibration.confidence.report import ConfidenceReport, CurvePoint, FixedBudget, new_report
@@ -33,7 +33,7 @@ from sinkprune.runtime.commands.interrupts import (
     explain_interrupt,
     interrupted_warnings,
 )
-from sinkprune.runtime.commands.table_console import TableConsole, make_table
+from sinkprune.runtime.commands.table_console import TableConsole, make_table, progress_bar
 from sinkprune.runtime.confidence.thresholds import describe_ladders, write_thresholds
 from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings

@@ -14,7 +14,6 @@ from sinkprune.calibration.commands.measuring import (
     add_former_name,
     load_questions,
     open_task,
-    progress_bar,
     task_parser,
 )
 from sinkprune.calibration.evaluation.outliers import plant_in_vision
@@ -33,7 +32,7 @@ from sinkprune.contract.files.output_files import OutputFile
 from sinkprune.contract.reports.report import FEWEST_OF_P95
 from sinkprune.runtime.commands import load_pipeline, plain_text, write_report
 from sinkprune.runtime.commands.interrupts import NO_QUESTION, beside_earlier, interrupted_warnings
-from sinkprune.runtime.commands.table_console import TableConsole, make_table
+from sinkprune.runtime.commands.table_console import TableConsole, make_table, progress_bar
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
 
 _EXAMPLES = """\

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sinkprune.calibration.asking import load_measured, load_samples, note_samples
 from sinkprune.calibration.changed_bundle import changed_folder, check_changeable
-from sinkprune.calibration.commands.measuring import LIMIT, add_changing_options, check_unpruned_memory, progress_bar
+from sinkprune.calibration.commands.measuring import LIMIT, add_changing_options, check_unpruned_memory
 from sinkprune.calibration.evaluation.report import Combination
 from sinkprune.calibration.evaluation.sample_size import mean_warnings
 from sinkprune.calibration.evidence.measuring import EvidenceRecorder, find_thresholds
@@ -31,7 +31,7 @@ from sinkprune.contract.files.signature import Sign, read_private_key
 from sinkprune.contract.manifest import BUNDLE, Manifest
 from sinkprune.runtime.commands import BundleOptions, name_list, plain_text
 from sinkprune.runtime.commands.interrupts import explain_interrupt
-from sinkprune.runtime.commands.table_console import TableConsole, make_table
+from sinkprune.runtime.commands.table_console import TableConsole, make_table, progress_bar
 from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 

@@ -15,7 +15,6 @@ from sinkprune.calibration.commands.measuring import (
     OWN_TEST_SETS,
     add_former_name,
     check_unpruned_memory,
-    progress_bar,
 )
 from sinkprune.calibration.heatmaps import draw_heatmaps
 from sinkprune.calibration.norms import NormReport, summarise
@@ -46,6 +45,7 @@ from sinkprune.runtime.commands import (
 )
 from sinkprune.runtime.commands.interrupts import beside_earlier, interrupted_warnings
 from sinkprune.runtime.commands.picture_notes import note_many_pictures
+from sinkprune.runtime.commands.table_console import progress_bar
 from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.profiling.plot import import_matplotlib
 from sinkprune.runtime.profiling.profile import model_name

@@ -61,9 +61,9 @@ from sinkprune.runtime.commands.table_console import (
     TableConsole,
     few_note,
     make_table,
-    measuring_progress,
     median_text,
     noise_note,
+    progress_bar,
     spread_text,
 )
 from sinkprune.runtime.families import load_family
@@ -185,8 +185,12 @@ def main(arguments: Sequence[str] | None) -> None:
             run = RateRun(pipeline, prompts, prompt, planned, camera, meter=meter, **common)
             measure, steps = partial(run.measure, options.warmup), camera.frames
         try:
-            with measuring_progress(len(planned) * steps) as step:
-                measure(step)
+            with progress_bar("measuring", len(planned) * steps, "answers") as count:
+
+                def on_run(name: str, steps: int = 1) -> None:
+                    count(f"measuring {name}", steps)
+
+                measure(on_run)
         except KeyboardInterrupt as interrupt:
             if not run.count:
                 unit = "round" if camera is None else "answer"
