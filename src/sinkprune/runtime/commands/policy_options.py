@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.format_value import counted, format_value
 from sinkprune.contract.command_line.command_parser import CommandParser
-from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_text
 from sinkprune.contract.manifest import Manifest, PolicyFacts
@@ -215,15 +214,4 @@ def _listing(names: Sequence[str]) -> str:
 
 def load_policy(options: BundleOptions, bundle: Bundle, wrap: Wrap | None = None) -> Policy:
     """Load the policy `bundle` on the chosen backend, with progress on stderr."""
-    return Policy.load(
-        bundle,
-        backend=options.backend,
-        threads=options.threads,
-        engines=options.engines,
-        compute=options.compute,
-        check_sums=not options.skip_sums,
-        engines_sha256=options.engines_sha256,
-        signed_by=options.signed_by,
-        wrap=wrap,
-        during=status,
-    )
+    return Policy.load(bundle, wrap=wrap, **options.loading)
