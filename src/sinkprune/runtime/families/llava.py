@@ -26,8 +26,7 @@ class Llava(SquarePictures):
     no_video = "this bundle takes no video: its model is made for images. Give images, or another bundle."
 
     def __init__(self, manifest: Manifest) -> None:
-        self._tower = manifest.tower(ViTTower)
-        super().__init__(manifest, self._tower)
+        super().__init__(manifest, manifest.tower(ViTTower))
         self._processor = SquareProcessor(manifest.processor)
         d, width = self._tower.hidden_size, manifest.language_model.hidden_size
         self._projector_flops = 2 * (d * width + width**2)

@@ -28,8 +28,7 @@ class Pi0(SquarePictures):
     no_video = "a policy takes no video: it acts on the last frame of each camera. Give images."
 
     def __init__(self, manifest: Manifest) -> None:
-        self._tower = manifest.tower(SiglipTower)
-        super().__init__(manifest, self._tower)
+        super().__init__(manifest, manifest.tower(SiglipTower))
         self._processor = _processor(manifest.processor)
         self._projector_flops = 2 * self._tower.hidden_size * manifest.language_model.hidden_size
 

@@ -11,7 +11,7 @@ from sinkprune.contract.errors import BundleError, VideoError
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import DTYPES, Array
-from sinkprune.contract.towers import SiglipTower, ViTTower
+from sinkprune.contract.towers import SquareTower
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.clip import Picture, SampledFrames, Video
 from sinkprune.runtime.processors.pixel_values import check_settings
@@ -25,9 +25,9 @@ class SquarePictures(Family):
     no_video: str
     """Why the family takes no video."""
 
-    def __init__(self, manifest: Manifest, tower: ViTTower | SiglipTower) -> None:
+    def __init__(self, manifest: Manifest, tower: SquareTower) -> None:
         """Take the bundle's `tower`; raises `BundleError` if it has other than one token for each patch."""
-        self._square = tower.image_size, tower.image_size
+        self._tower: SquareTower = tower
         self._side = tower.image_size // tower.patch_size
         if self._side**2 != tower.tokens:
             raise BundleError(
@@ -60,7 +60,7 @@ class SquarePictures(Family):
 
     def largest(self) -> dict[str, VisualLayout]:
         """Return the layout of any image, because all have the same number of tokens."""
-        return {"image": self._layout(self._square)}
+        return {"image": self._layout((self._tower.image_size, self._tower.image_size))}
 
     def vision_sizes(self, tokens: int, groups: int) -> dict[str, tuple[int, int, int]]:
         """Return no dimensions, because every image has the same size."""
