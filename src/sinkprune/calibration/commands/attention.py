@@ -21,7 +21,7 @@ from sinkprune.calibration.attention.report import (
 from sinkprune.calibration.attention.watching import AttentionObserver, observe
 from sinkprune.calibration.commands.measuring import TaskOptions, open_task, task_parser
 from sinkprune.calibration.evaluation.intervals import Mean
-from sinkprune.calibration.evaluation.report import BASELINE, Combination
+from sinkprune.calibration.evaluation.report import BASELINE, Combination, task_head
 from sinkprune.calibration.evaluation.sample_size import mean_warnings
 from sinkprune.calibration.plots import plot_attention
 from sinkprune.calibration.sink_tokens import OUTLIER_PER_MILLE
@@ -37,7 +37,6 @@ from sinkprune.export.pruning.chosen_heads import ChosenHeads, write_heads
 from sinkprune.runtime.commands import plain_text, write_report
 from sinkprune.runtime.commands.interrupts import NO_QUESTION, beside_earlier, interrupted_warnings
 from sinkprune.runtime.commands.table_console import TableConsole, make_table, progress_bar
-from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 
 _EXAMPLES = """\
@@ -153,13 +152,8 @@ def _report(
         methods.setdefault(pair.method, {})[pair.budget] = run
     manifest, count = loaded.bundle.manifest, len(set(pictures))
     return AttentionReport(
-        model=model_name(manifest.checkpoint.source),
-        backend=loaded.backend.name,
+        **task_head(manifest, loaded.backend, task, pictures),
         precision=manifest.precision,
-        compute=loaded.backend.compute,
-        task=task,
-        questions=len(items),
-        pictures=count,
         outlier_per_mille=OUTLIER_PER_MILLE,
         none=none,
         methods=methods,

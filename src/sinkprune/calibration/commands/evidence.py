@@ -11,7 +11,7 @@ from pathlib import Path
 from sinkprune.calibration.asking import load_measured, load_samples, note_samples
 from sinkprune.calibration.changed_bundle import changed_folder, check_changeable
 from sinkprune.calibration.commands.measuring import LIMIT, add_changing_options, check_unpruned_memory
-from sinkprune.calibration.evaluation.report import Combination
+from sinkprune.calibration.evaluation.report import Combination, task_head
 from sinkprune.calibration.evaluation.sample_size import mean_warnings
 from sinkprune.calibration.evidence.measuring import EvidenceRecorder, find_thresholds
 from sinkprune.calibration.evidence.report import EvidenceReport
@@ -32,7 +32,6 @@ from sinkprune.contract.manifest import BUNDLE, Manifest
 from sinkprune.runtime.commands import BundleOptions, name_list, plain_text
 from sinkprune.runtime.commands.interrupts import explain_interrupt
 from sinkprune.runtime.commands.table_console import TableConsole, make_table, progress_bar
-from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 
 _EXAMPLES = """\
@@ -84,17 +83,12 @@ def main(arguments: Sequence[str] | None) -> None:
         found = {
             budget: find_thresholds(loaded, recorder, items, Combination(method, budget), count) for budget in budgets
         }
-    pictures = len({item.picture for item in items})
+    head = task_head(bundle.manifest, loaded.backend, options.data.name, [item.picture for item in items])
     report = EvidenceReport(
-        model=model_name(bundle.manifest.checkpoint.source),
-        backend=loaded.backend.name,
-        compute=loaded.backend.compute,
-        task=options.data.name,
+        **head,
         method=method,
-        questions=len(items),
-        pictures=pictures,
         budgets=found,
-        warnings=(*mean_warnings(pictures), *unseen_warnings(shares, "questions")),
+        warnings=(*mean_warnings(head["pictures"]), *unseen_warnings(shares, "questions")),
         seen_share=min(shares),
     )
     # Last but for the output: a bundle is changed only after all budgets are measured.
