@@ -49,10 +49,9 @@ class Observations(NamedTuple):
 
         Raises `ImageError`, `PromptError` and `UsageError`.
         """
-        given: dict[str, Any] = {"order": "rgb", "steps": None, "seed": None, "noise": None, **options}
         for number, moment in enumerate(self.moments, 1):
             try:
-                observed(manifest, facts, list(moment.cameras), instruction, moment.state, **given)
+                observed(manifest, facts, list(moment.cameras), instruction, moment.state, **options)
             except UsageError as error:
                 if len(self.moments) == 1:
                     raise
