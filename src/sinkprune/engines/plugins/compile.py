@@ -26,6 +26,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from sinkprune.contract.checks.needed_package import needs_package
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.files.output_files import check_writable, write_whole
@@ -192,13 +193,9 @@ def _all() -> Iterator[tuple[str, str, int, Compiled]]:
 
 
 def _triton() -> Any:
-    try:
+    install = "pip install triton (Linux, x86-64). Running the shipped kernels does not need it."
+    with needs_package("compiling the kernels", install, BackendError):
         import triton
-    except ImportError as error:
-        raise BackendError(
-            "compiling the kernels needs the package 'triton', which is not installed. Install it with: pip install "
-            "triton (Linux, x86-64). Running the shipped kernels does not need it."
-        ) from error
     return triton
 
 
