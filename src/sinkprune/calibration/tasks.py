@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
@@ -109,6 +110,15 @@ def items_by_picture(items: Iterable[Asked]) -> Iterator[list[Asked]]:
     """Yield the items of each run of items with the same picture."""
     for _, group in groupby(items, key=lambda item: item.picture):
         yield list(group)
+
+
+@contextmanager
+def naming(kind: str, sample_id: str) -> Iterator[None]:
+    """Add the id of a question or moment to an error of the block."""
+    try:
+        yield
+    except SinkpruneError as error:
+        raise type(error)(f"{kind} '{sample_id}': {error}") from error
 
 
 def check_own_questions(data: Path | None) -> None:

@@ -18,9 +18,9 @@ from sinkprune.calibration.evaluation.report import (
     timed_head,
 )
 from sinkprune.calibration.evaluation.sample_size import accuracy_warnings, mean_warnings
-from sinkprune.calibration.tasks import Item
+from sinkprune.calibration.tasks import Item, naming
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.errors import BudgetError, SinkpruneError
+from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.text.questions import Question
 from sinkprune.runtime.pipeline import Pipeline
@@ -158,10 +158,8 @@ def generate_answer(
     # The unpruned engines are the same for every method.
     unpruned = combination.budget == UNPRUNED
     method = next(iter(pipeline.bundle.manifest.plans)) if unpruned else combination.method
-    try:
+    with naming("question", question.id):
         return pipeline.generate(image, question.prompt, method=method, budget=combination.budget, **options)
-    except SinkpruneError as error:
-        raise type(error)(f"question '{question.id}': {error}") from error
 
 
 def _reply(
