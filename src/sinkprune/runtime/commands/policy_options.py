@@ -70,7 +70,7 @@ def add_cameras(group: Any, note: str = "", *, required: bool = False) -> None:
     )
 
 
-def add_state(parser: CommandParser, note: str = "", *, required: bool) -> None:
+def add_state(parser: CommandParser, *, required: bool) -> None:
     """Add `--state`."""
     # The first number may be negative. argparse takes "-0.1,0.2" for an option, before Python 3.14.
     parser._negative_number_matcher = _NEGATIVE
@@ -78,7 +78,7 @@ def add_state(parser: CommandParser, note: str = "", *, required: bool) -> None:
         "--state",
         required=required,
         metavar="N,N,...",
-        help=f"the robot's state{note}, in its own units, or a file of states: a line for each moment, as CSV or as "
+        help="the robot's state, in its own units, or a file of states: a line for each moment, as CSV or as "
         "JSON lists; one line is for all",
     )
 
