@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinkprune.calibration.evidence.finder import EVERY, NONE, counts_at, threshold_for
+from sinkprune.calibration.evidence.measuring import EVERY, NONE, counts_at, threshold_for
 
 Array = np.ndarray[Any, Any]
 VALUES = st.one_of(

@@ -73,7 +73,7 @@ def test_moments_are_read(manifest: Manifest, write: Callable[..., Path]) -> Non
         ({**GOOD, "state": [10**400] * 5}, "expected a list of numbers."),
         ({**GOOD, "state": STATE[1:]}, "line 2: the state has the shape [4], expected 5 numbers"),
         ({**GOOD, "instruction": 3}, "line 2: 'instruction' is 3, expected words."),
-        ({**GOOD, "id": 1}, "line 2: id '1' is that of an earlier line."),
+        ({**GOOD, "id": 1}, "line 2: id '1' is that of line 1 too."),
     ],
 )
 def test_a_wrong_line_is_refused_with_its_number(

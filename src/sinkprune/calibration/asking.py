@@ -8,10 +8,9 @@ from sinkprune.calibration.evaluation.replies import generate_answer
 from sinkprune.calibration.evaluation.report import Combination
 from sinkprune.calibration.moments import Moment, load_moments
 from sinkprune.calibration.pictures import note_items, seen_shares
-from sinkprune.calibration.tasks import Item, load_task
+from sinkprune.calibration.tasks import Item, load_task, naming
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.errors import SinkpruneError
 from sinkprune.runtime.commands import BundleOptions, load_pipeline
 from sinkprune.runtime.commands.picture_notes import note_frames
 from sinkprune.runtime.commands.policy_options import load_policy
@@ -70,7 +69,5 @@ def _act(policy: Policy, moment: Moment, pair: Combination, observer: Observer) 
     # The unpruned engines are the same for every method.
     method = next(iter(policy.bundle.manifest.plans)) if pair.budget == UNPRUNED else pair.method
     options = {"method": method, "budget": pair.budget, "observer": observer}
-    try:
+    with naming("moment", moment.id):
         return policy.act(moment.cameras, moment.prompt, moment.state, steps=1, seed=0, **options).images  # type: ignore[arg-type]
-    except SinkpruneError as error:
-        raise type(error)(f"moment '{moment.id}': {error}") from error

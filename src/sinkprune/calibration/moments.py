@@ -14,10 +14,8 @@ from typing import Any
 
 from PIL import Image
 
-from sinkprune.calibration.tasks import TASK_BYTES
-from sinkprune.contract.checks.format_value import format_value
-from sinkprune.contract.errors import ImageError, SinkpruneError, TaskError
-from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_bytes
+from sinkprune.calibration.tasks import read_jsonl
+from sinkprune.contract.errors import ImageError, TaskError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.acting.observation import observed
 from sinkprune.runtime.media.images import read_image
@@ -68,40 +66,22 @@ def load_moments(manifest: Manifest, data: Path, limit: int | None = None) -> li
 
 
 def _read(manifest: Manifest, data: Path) -> Iterator[Moment]:
-    try:
-        lines = read_bytes(data, TASK_BYTES).removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    except UnreadableError as error:
-        raise TaskError(f"'{data}' {error}. Give a file of moments.") from error
-    known, ids = set[Path](), set[str]()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            moment = _moment(line, data.parent, number)
-            if moment.id in ids:
-                raise TaskError(f"id '{moment.id}' is that of an earlier line. Give each line its own.")
-            _check(manifest, moment)
-            for path in set(moment.files) - known:
-                read_image(path)
-        except SinkpruneError as error:
-            raise TaskError(f"'{data}', line {number}: {error}") from error
-        known |= set(moment.files)
-        ids.add(moment.id)
-        yield moment
-    if not ids:
-        raise TaskError(f"'{data}' is empty, expected one JSON object a line: {_FIELDS}.")
+    known = set[Path]()
+
+    def read(found: dict[str, Any], number: int) -> Moment:
+        moment = _moment(found, data.parent, number)
+        _check(manifest, moment)
+        for path in set(moment.files) - known:
+            read_image(path)
+        known.update(moment.files)
+        return moment
+
+    return read_jsonl(data, "moments", _FIELDS, read)
 
 
-def _moment(line: bytes, folder: Path, number: int) -> Moment:
-    try:
-        found = parsed_json(line)
-    except UnreadableError as error:
-        raise TaskError(f"bad JSON: the line {error}. Expected one object a line: {_FIELDS}.") from error
-    if not isinstance(found, dict) or not {"cameras", "instruction", "state"} <= found.keys() <= {
-        *_FIELDS.removesuffix(" (optional)").split(", ")
-    }:
-        fields = ", ".join(found) if isinstance(found, dict) else format_value(found)
-        raise TaskError(f"found {fields or 'no field'}, expected an object with the fields {_FIELDS}.")
+def _moment(found: dict[str, Any], folder: Path, number: int) -> Moment:
+    if not {"cameras", "instruction", "state"} <= found.keys() <= {*_FIELDS.removesuffix(" (optional)").split(", ")}:
+        raise TaskError(f"found {', '.join(found) or 'no field'}, expected an object with the fields {_FIELDS}.")
     cameras, instruction, state = (found[name] for name in ("cameras", "instruction", "state"))
     if not isinstance(cameras, list) or not all(path is None or isinstance(path, str) for path in cameras):
         raise TaskError(f"'cameras' is {cameras!r}, expected a list of paths, and null for a camera without a frame.")
@@ -126,5 +106,4 @@ def _check(manifest: Manifest, moment: Moment) -> None:
     missing = [path for path in moment.files if not path.is_file()]
     if missing:
         raise ImageError(f"'{missing[0]}' is no file, expected a frame. Paths are relative to the file of moments.")
-    options: dict[str, Any] = {"order": "rgb", "steps": None, "seed": None, "noise": None}
-    observed(manifest, manifest.policy, cameras, moment.prompt, moment.state, **options)
+    observed(manifest, manifest.policy, cameras, moment.prompt, moment.state)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
@@ -19,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from PIL import Image
 
 from sinkprune.contract.checks.format_value import format_value
-from sinkprune.contract.errors import ImageError, TaskError, UsageError
+from sinkprune.contract.errors import SinkpruneError, TaskError, UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_bytes
 from sinkprune.contract.text.questions import Question
 from sinkprune.runtime.media.images import frame_count, read_image
@@ -58,6 +59,11 @@ class Item:
     """The number of frames in the picture's file; the picture is the first."""
 
     @property
+    def id(self) -> str:
+        """The question's."""
+        return self.question.id
+
+    @property
     def prompt(self) -> str:
         """The question with its options, as the model is asked it."""
         return self.question.prompt
@@ -76,12 +82,14 @@ class Item:
         return replace(self, question=other.question)
 
 
-class _HasPicture(Protocol):
+class _Sample(Protocol):
+    @property
+    def id(self) -> str: ...
     @property
     def picture(self) -> str: ...
 
 
-Asked = TypeVar("Asked", bound=_HasPicture)
+Asked = TypeVar("Asked", bound=_Sample)
 
 
 def load_task(name: str, limit: int | None = None) -> list[Item]:
@@ -92,7 +100,7 @@ def load_task(name: str, limit: int | None = None) -> list[Item]:
     if name in TEST_SETS:
         return list(islice(_read_scenes(name), limit))
     if Path(name).suffix.lower() == ".jsonl":
-        return list(islice(_read_jsonl(Path(name)), limit))
+        return list(islice(_read_questions(Path(name)), limit))
     found = "a folder" if Path(name).is_dir() else "no test set"
     raise TaskError(
         f"'{name}' is {found}. Give {', '.join(map(repr, TEST_SETS))}, or a file of questions that ends in .jsonl."
@@ -103,6 +111,15 @@ def items_by_picture(items: Iterable[Asked]) -> Iterator[list[Asked]]:
     """Yield the items of each run of items with the same picture."""
     for _, group in groupby(items, key=lambda item: item.picture):
         yield list(group)
+
+
+@contextmanager
+def naming(kind: str, sample_id: str) -> Iterator[None]:
+    """Add the id of a question or moment to an error of the block."""
+    try:
+        yield
+    except SinkpruneError as error:
+        raise type(error)(f"{kind} '{sample_id}': {error}") from error
 
 
 def check_own_questions(data: Path | None) -> None:
@@ -133,41 +150,53 @@ def _read_scenes(name: str) -> Iterator[Item]:
             yield Item(question, f"{name} {number}", picture.copy, picture.size)
 
 
-def _read_jsonl(path: Path) -> Iterator[Item]:
-    """Yield the items of a JSONL file; raises `TaskError` with the number of the first bad line."""
+def read_jsonl(path: Path, what: str, fields: str, read: Callable[[dict[str, Any], int], Asked]) -> Iterator[Asked]:
+    """Yield what `read` returns for the object and the number of each line; all have an `id` of their own.
+
+    The file is one of `what`, objects with these `fields`. Raises `TaskError` with the number of the first bad line.
+    """
     try:
         data = read_bytes(path, TASK_BYTES)
     except UnreadableError as error:
-        raise TaskError(f"'{path}' {error}. Give a file of questions.") from error
+        raise TaskError(f"'{path}' {error}. Give a file of {what}.") from error
     lines_of_ids: dict[str, int] = {}
-    sizes: dict[Path, tuple[tuple[int, int], int]] = {}
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
-            image, question = _read_line(line, path.parent, number)
-            if question.id in lines_of_ids:
+            try:
+                given = parsed_json(line)
+            except UnreadableError as error:
+                raise TaskError(f"bad JSON: the line {error}. Expected one object a line: {fields}.") from error
+            if not isinstance(given, dict):
+                raise TaskError(f"found {format_value(given)}, expected an object with the fields {fields}.")
+            found = read(given, number)
+            if found.id in lines_of_ids:
                 raise TaskError(
-                    f"id '{question.id}' is that of line {lines_of_ids[question.id]} too. Give each line its own "
+                    f"id '{found.id}' is that of line {lines_of_ids[found.id]} too. Give each line its own "
                     "(a line without one has its number)."
                 )
-            if image not in sizes:
-                sizes[image] = (found := read_image(image)).size, frame_count(found)
-        except (TaskError, ImageError) as error:
+        except SinkpruneError as error:
             raise TaskError(f"'{path}', line {number}: {error}") from error
-        lines_of_ids[question.id] = number
-        yield Item(question, str(image), partial(read_image, image), *sizes[image])
+        lines_of_ids[found.id] = number
+        yield found
     if not lines_of_ids:
-        raise TaskError(f"'{path}' is empty, expected one JSON object a line: {_FIELDS}.")
+        raise TaskError(f"'{path}' is empty, expected one JSON object a line: {fields}.")
 
 
-def _read_line(line: bytes, folder: Path, number: int) -> tuple[Path, Question]:
-    try:
-        data = parsed_json(line)
-    except UnreadableError as error:
-        raise TaskError(f"bad JSON: the line {error}. Expected one object a line: {_FIELDS}.") from error
-    if not isinstance(data, dict):
-        raise TaskError(f"found {format_value(data)}, expected an object: {_FIELDS}.")
+def _read_questions(path: Path) -> Iterator[Item]:
+    sizes: dict[Path, tuple[tuple[int, int], int]] = {}
+
+    def read(data: dict[str, Any], number: int) -> Item:
+        image, question = _read_line(data, path.parent, number)
+        if image not in sizes:
+            sizes[image] = (found := read_image(image)).size, frame_count(found)
+        return Item(question, str(image), partial(read_image, image), *sizes[image])
+
+    return read_jsonl(path, "questions", _FIELDS, read)
+
+
+def _read_line(data: dict[str, Any], folder: Path, number: int) -> tuple[Path, Question]:
     for name in data:
         if name not in (*_REQUIRED, *_OPTIONAL):
             raise TaskError(f"unknown field '{name}', expected {_FIELDS}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sinkprune.contract.manifest import LanguageModel, Manifest, PolicyFacts
-from sinkprune.contract.towers import QwenTower, SiglipTower, ViTTower
+from sinkprune.contract.towers import QwenTower, SquareTower
 
 
 def layer_flops(model: LanguageModel, tokens: int) -> int:
@@ -57,7 +57,7 @@ def expert_flops(policy: PolicyFacts, prefix_rows: Sequence[int]) -> int:
     return own + 2 * ends
 
 
-def vit_flops(tower: ViTTower | SiglipTower, rows: int) -> int:
+def vit_flops(tower: SquareTower, rows: int) -> int:
     """Return the matmul FLOPs of patches and computed blocks of a transformer on one picture, in `rows` rows."""
     d, m = tower.hidden_size, tower.intermediate_size
     patches = 2 * tower.tokens * 3 * tower.patch_size**2 * d

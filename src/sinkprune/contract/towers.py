@@ -12,8 +12,8 @@ Side = Annotated[int, Bounds(1, 1 << 14)]
 
 
 @dataclass(frozen=True)
-class ViTTower:
-    """CLIP's vision transformer up to its feature layer, on square crops of one size: LLaVA-1.5 and LLaVA-NeXT."""
+class SquareTower:
+    """A vision transformer on pictures of one size."""
 
     hidden_size: Width
     intermediate_size: Width
@@ -21,18 +21,31 @@ class ViTTower:
     num_blocks: Few
     """The blocks up to the one whose output is the visual feature."""
     image_size: Side
-    """Pixels along a side of the crop."""
+    """Pixels along a side of the picture."""
     patch_size: Side
     """Pixels along a side of a patch; a patch is a visual token."""
     layer_norm_eps: float
     activation: str
     tokens: Annotated[int, Bounds(1, 1 << 14)]
-    """N, the visual tokens of a crop."""
+    """N, the visual tokens of a picture."""
 
     @property
     def patches_per_token(self) -> int:
         """Return the number of patches of one visual token."""
         return 1
+
+
+@dataclass(frozen=True)
+class ViTTower(SquareTower):
+    """CLIP's vision transformer up to its feature layer, on square crops: LLaVA-1.5 and LLaVA-NeXT."""
+
+
+@dataclass(frozen=True)
+class SiglipTower(SquareTower):
+    """SigLIP's vision transformer without its pooling head: pi0. It has no CLS token."""
+
+    salience_block: Count
+    """The 0-based block whose attention is the salience."""
 
 
 @dataclass(frozen=True)
@@ -76,31 +89,6 @@ class Qwen3Tower(QwenTower):
     deepstack_blocks: tuple[Count, ...]
     """0-based, ascending: the blocks whose merged output is added to the visual rows after the decoder's first layers
     (DeepStack), the first block's after layer 0."""
-
-
-@dataclass(frozen=True)
-class SiglipTower:
-    """SigLIP's vision transformer without its pooling head, on pictures of one size: pi0. It has no CLS token."""
-
-    hidden_size: Width
-    intermediate_size: Width
-    num_heads: Few
-    num_blocks: Few
-    image_size: Side
-    """Pixels along a side of the picture."""
-    patch_size: Side
-    """Pixels along a side of a patch; a patch is a visual token."""
-    layer_norm_eps: float
-    activation: str
-    tokens: Annotated[int, Bounds(1, 1 << 14)]
-    """N, the visual tokens of a picture."""
-    salience_block: Count
-    """The 0-based block whose attention is the salience."""
-
-    @property
-    def patches_per_token(self) -> int:
-        """Return the number of patches of one visual token."""
-        return 1
 
 
 Tower = ViTTower | QwenTower | Qwen3Tower | SiglipTower

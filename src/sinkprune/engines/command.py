@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.errors import UsageError
@@ -42,12 +42,8 @@ engines of TensorRT only; the other targets accept what the model accepts.
 _SM = WholeNumber("--sm", 10, 999)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `sinkprune-build` with `arguments`, or the process's own if None, and return the exit code."""
-    return run_command(_build, arguments)
-
-
-def _build(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
     # Libraries are slow to import. Before `run_command` starts, an interrupt would end in a traceback.
     from sinkprune.contract.bundle import read_bundle
@@ -184,7 +180,7 @@ def _compute_capabilities(text: str) -> tuple[int, ...]:
 
 
 def _parser() -> CommandParser:
-    # Imports numpy, as the imports of `_build` do.
+    # Imports numpy, as the imports of `main` do.
     from sinkprune.engines.gate import PROMPT
     from sinkprune.engines.limits import MAX_IMAGES, MAX_NEW_TOKENS, MAX_PROMPT
     from sinkprune.engines.targets import TARGETS

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from sinkprune.contract.budgets import OPTIONS
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.command_line.progress_lines import status
@@ -40,12 +40,8 @@ Every bundle also runs unpruned.
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command, and return the exit code."""
-    return run_command(_export, arguments)
-
-
-def _export(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
     tokenizer = Path(options.tokenizer) if options.tokenizer else None
     read = [path for path in (Path(options.source), tokenizer, options.sign, options.heads) if path]

@@ -11,7 +11,6 @@ from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.errors import CheckpointError, UsageError
 from sinkprune.contract.manifest import Checkpoint, DialectName, PolicyFacts
 from sinkprune.contract.precision import WeightsName
-from sinkprune.export.checkpoint.configuration_files import ConfigurationFiles
 from sinkprune.export.checkpoint.folder import (
     TOKENIZER_FILES,
     RandomWeights,
@@ -22,7 +21,7 @@ from sinkprune.export.checkpoint.folder import (
     read_fields,
     read_json,
 )
-from sinkprune.export.checkpoint.lerobot import is_lerobot, translated_config
+from sinkprune.export.checkpoint.lerobot import check_tokenizer, is_lerobot, translated_config, translated_files
 from sinkprune.export.checkpoint.quantisation_config import Quantisation, read_quantisation
 from sinkprune.export.checkpoint.text import Text, read_text, small_text, without_added_tokens
 from sinkprune.export.families import Family, SalienceBlock, read_family
@@ -137,7 +136,7 @@ def open_source(request: ExportRequest) -> OpenCheckpoint:
             "checkpoint folder or hub name."
         )
     folder = locate(request.source)
-    files = ConfigurationFiles(request.source, folder)
+    files = _ConfigurationFiles(request.source, folder)
     config = files.read("config.json")
     family = read_family(request.source, config, request.salience)
     processor = _processor(family, _processor_settings(request.source, files, family), request)
@@ -171,7 +170,29 @@ def _images(request: ExportRequest, policy: PolicyFacts | None) -> int:
     return len(names) if names else request.max_images or 1
 
 
-def _processor_settings(source: str, files: ConfigurationFiles, family: Family) -> dict[str, Any]:
+class _ConfigurationFiles:
+    """The JSON files of a checkpoint folder by name. Those of LeRobot's form are translated to transformers'."""
+
+    def __init__(self, source: str, folder: Path) -> None:
+        """Read config.json; raises `CheckpointError`. `source` names the checkpoint in messages."""
+        config = read_json(folder, "config.json")
+        self._source, self._folder, self._lerobot = source, folder, is_lerobot(config)
+        self._read = translated_files(source, folder, config) if self._lerobot else {"config.json": config}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._read or (isinstance(name, str) and has_entry(self._folder, name))
+
+    def read(self, name: str) -> dict[str, Any]:
+        """Return the JSON object in the file `name`; raises `CheckpointError`."""
+        return self._read[name] if name in self._read else read_json(self._folder, name)
+
+    def check_tokenizer(self) -> None:
+        """Raise `CheckpointError` for a checkpoint whose tokenizer is somewhere else."""
+        if self._lerobot:
+            check_tokenizer(self._source, self._folder)
+
+
+def _processor_settings(source: str, files: _ConfigurationFiles, family: Family) -> dict[str, Any]:
     """Return the settings of the checkpoint's image processor, and of its video processor if the family has one."""
     nested = _NESTED in files and _SINGLE not in files
 

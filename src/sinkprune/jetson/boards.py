@@ -84,11 +84,6 @@ class JetPack:
     """The GPUs of its boards."""
     source: str
 
-    @property
-    def tensorrt_version(self) -> tuple[int, ...]:
-        """Major and minor number of its TensorRT."""
-        return _numbers(self.tensorrt)[:2]
-
 
 @dataclass(frozen=True)
 class Boards:

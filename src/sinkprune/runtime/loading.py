@@ -14,8 +14,7 @@ from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.checks.arguments import check_callable, check_path, check_type
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.trust import ANY, Trust
-from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
-from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, EXPERT, TOKENIZER
+from sinkprune.contract.manifest import EMBEDDING, EXPERT
 from sinkprune.contract.reports.progress import OnProgress, reporting
 from sinkprune.runtime.backends import Backend, Decoder, Engine, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines, own_engines, usual_backend
@@ -144,12 +143,11 @@ def load_model(
         return backend.load_decoder(model(graph), manifest.cache, own)
 
     family = load_family(manifest, fit)
-    tokenizer = bundle.files[TOKENIZER].read(TOKENIZER_BYTES)
     return LoadedModel(
         manifest,
         built.limits if built else None,
         family,
-        PromptEncoder(tokenizer, bundle.files[CHAT_TEMPLATE].read(TEMPLATE_BYTES), manifest.tokens),
+        PromptEncoder.of_bundle(bundle),
         Embedding(bundle.files[EMBEDDING], manifest),
         Chain(manifest, backend, load, load_decoder, progress),
         PictureWarnings(),

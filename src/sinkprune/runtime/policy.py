@@ -243,9 +243,7 @@ class Policy(KeepsCosts[ActionCosts]):
         check_plan_names(budget, method)
         manifest.plan(method, budget)
         self._model.check_counts_known(method)
-        observation = observed(
-            manifest, self.facts, cameras, instruction, state, order=order, steps=None, seed=None, noise=None
-        )
+        observation = observed(manifest, self.facts, cameras, instruction, state, order=order)
         family = self._model.family
         layouts = [layout_of(each, decoded(each, family), family, manifest) for each in observation.cameras]
         choices = sorted(budgets_up_to(manifest, method, budget, layouts), key=lambda choice: -choice.rows)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from sinkprune.contract.checks.needed_package import needs_package
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.errors import PictureWarning, UsageError
 from sinkprune.runtime.commands import bundle_parser
@@ -58,14 +59,9 @@ def build(arguments: Mapping[str, Any]) -> Any:
     options = _parse(arguments)
     # A wrong option should end the command, not each replica.
     read_app_bundle(options)
-    try:
+    with needs_package("Ray Serve", "pip install 'sinkprune[ray]'"):
         from ray import serve
         from ray.serve.config import RequestRouterConfig
-    except ImportError as error:
-        raise UsageError(
-            f"Ray Serve needs the package '{error.name}', which is not installed. Install it with: pip install "
-            "'sinkprune[ray]'"
-        ) from error
     deployment = serve.deployment(
         serve.ingress()(Replica),
         name="sinkprune",

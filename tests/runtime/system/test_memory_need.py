@@ -21,9 +21,9 @@ from sinkprune.contract.precision import WeightForms, WeightsName
 from sinkprune.contract.schedule import schedule
 from sinkprune.contract.system.memory_need import MemoryNeed, memory_line, running_need
 from sinkprune.contract.system.system_memory import available_bytes
-from sinkprune.runtime.backends import free_memory
-from sinkprune.runtime.backends.free_memory import free_bytes
 from sinkprune.runtime.backends.known import BACKENDS, KNOWN, ON_CPU
+from sinkprune.runtime.commands import memory as memory_command
+from sinkprune.runtime.commands.memory import free_bytes
 from sinkprune.runtime.families import load_family
 from support.programs.commands import BIN, assert_refused, run, without_progress
 from support.programs.slow_cases import every
@@ -146,7 +146,7 @@ def test_free_memory_is_that_of_the_device_that_computes(monkeypatch: pytest.Mon
         raise BackendError("no GPU")
 
     for opened, free in ((DeviceStandIn, 5), (no_gpu, 0)):
-        monkeypatch.setattr(free_memory, "open_device", opened)
+        monkeypatch.setattr(memory_command, "open_device", opened)
         assert {free_bytes(name) for name in ("ort-cuda", "tensorrt", "tensorrt-rtx")} == {free}
         for name in ("ort-cpu", "openvino"):
             assert free_bytes(name) == pytest.approx(available_bytes(), rel=0.2)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
 from sinkprune.calibration.evaluation.intervals import Mean, PictureBootstrap
+from sinkprune.calibration.evaluation.report import TaskReport
 
 Figure = TypeVar("Figure")
 """`float` in the figures of one question, `Mean` in those over questions."""
@@ -57,30 +58,17 @@ LayerMeans = LayerFigures[Mean]
 _WITHOUT_INTERVAL = ("rows", "last_rows", "uniform")
 
 
-@dataclass(frozen=True)
-class AttentionReport:
+@dataclass(frozen=True, kw_only=True)
+class AttentionReport(TaskReport):
     """What `sinkprune-calibrate attention --json` writes."""
 
-    model: str
-    """The checkpoint's name."""
-    backend: str
     precision: str
-    compute: str
-    """What engines compute in, in words."""
-    task: str
-    """The task's name, or its file's."""
-    questions: int
-    pictures: int
     outlier_per_mille: int
     """rho: sink tokens are so many per mille of each group's tokens, rounded up, those of largest norm."""
     none: RunMeans
     """The unpruned engines: all visual tokens, nothing sanitised."""
     methods: dict[str, dict[str, RunMeans]]
     """By method, then budget."""
-    warnings: tuple[str, ...]
-    """Sentences: why the figures say little, for example too few pictures."""
-    seen_share: float = 1.0
-    """The share of its area that the model sees of the picture that it sees least of."""
 
 
 def summarise(pictures: Sequence[str], observations: Sequence[Observation]) -> RunMeans:

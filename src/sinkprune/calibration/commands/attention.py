@@ -19,25 +19,24 @@ from sinkprune.calibration.attention.report import (
     summarise,
 )
 from sinkprune.calibration.attention.watching import AttentionObserver, observe
-from sinkprune.calibration.commands.measuring import TaskOptions, open_task, progress_bar, task_parser
+from sinkprune.calibration.commands.measuring import TaskOptions, open_task, task_parser
 from sinkprune.calibration.evaluation.intervals import Mean
-from sinkprune.calibration.evaluation.report import BASELINE, Combination
-from sinkprune.calibration.evaluation.sample_size import mean_warnings, quantity
+from sinkprune.calibration.evaluation.report import BASELINE, Combination, task_head
+from sinkprune.calibration.evaluation.sample_size import mean_warnings
 from sinkprune.calibration.plots import plot_attention
 from sinkprune.calibration.sink_tokens import OUTLIER_PER_MILLE
 from sinkprune.calibration.tasks import check_own_questions
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.command_line.written_files import note_written
 from sinkprune.contract.manifest import Manifest
 from sinkprune.export.pruning.chosen_heads import ChosenHeads, write_heads
 from sinkprune.runtime.commands import plain_text, write_report
 from sinkprune.runtime.commands.interrupts import NO_QUESTION, beside_earlier, interrupted_warnings
-from sinkprune.runtime.commands.table_console import TableConsole, make_table
-from sinkprune.runtime.profiling.profile import model_name
+from sinkprune.runtime.commands.table_console import TableConsole, make_table, progress_bar
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 
 _EXAMPLES = """\
@@ -64,12 +63,8 @@ class _Options(TaskOptions):
     heads: Path | None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `sinkprune-calibrate attention` with `arguments`, or the process's own if None; returns the exit code."""
-    return run_command(_measure, arguments)
-
-
-def _measure(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     parser = task_parser(
         "sinkprune calibrate attention",
         "Measure how many kept tokens are sink tokens (tokens of largest norm), and the entropy of the text's "
@@ -159,13 +154,8 @@ def _report(
         methods.setdefault(pair.method, {})[pair.budget] = run
     manifest, count = loaded.bundle.manifest, len(set(pictures))
     return AttentionReport(
-        model=model_name(manifest.checkpoint.source),
-        backend=loaded.backend.name,
+        **task_head(manifest, loaded.backend, task, pictures),
         precision=manifest.precision,
-        compute=loaded.backend.compute,
-        task=task,
-        questions=len(items),
-        pictures=count,
         outlier_per_mille=OUTLIER_PER_MILLE,
         none=none,
         methods=methods,
@@ -178,7 +168,7 @@ def _print(report: AttentionReport) -> None:
     console = TableConsole()
     console.print(
         f"{escaped(report.model)}, {report.precision}, {report.backend}: {escaped(report.task)}, "
-        f"{quantity(report.questions, 'question')} about {quantity(report.pictures, 'picture')}; "
+        f"{counted(report.questions, 'question')} about {counted(report.pictures, 'picture')}; "
         "± half the 95 % interval\n"
         f"sink tokens: the {report.outlier_per_mille / 10:g} % of each group with the largest norms",
         *report.warnings,

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sinkprune.calibration.commands.measuring import LIMIT, check_answers, check_unpruned_memory, progress_bar
+from sinkprune.calibration.commands.measuring import LIMIT, check_answers, check_unpruned_memory
 from sinkprune.calibration.confidence.asking import ask_questions, new_thresholds, with_closed_lists
 from sinkprune.calibration.confidence.finder import MOST_STEPS
 from sinkprune.calibration.confidence.report import ConfidenceReport, CurvePoint, FixedBudget, new_report
-from sinkprune.calibration.evaluation.sample_size import quantity
 from sinkprune.calibration.pictures import note_items, seen_shares
 from sinkprune.calibration.tasks import check_own_questions, load_task
 from sinkprune.contract.budgets import AUTO, UNPRUNED
@@ -20,7 +19,7 @@ from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.ranges import RealNumber
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.command_line.progress_lines import status
@@ -34,7 +33,7 @@ from sinkprune.runtime.commands.interrupts import (
     explain_interrupt,
     interrupted_warnings,
 )
-from sinkprune.runtime.commands.table_console import TableConsole, make_table
+from sinkprune.runtime.commands.table_console import TableConsole, make_table, progress_bar
 from sinkprune.runtime.confidence.thresholds import describe_ladders, write_thresholds
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 from sinkprune.runtime.text.answer_form import checked_choices
@@ -65,12 +64,8 @@ class _Options(BundleOptions):
     json: Path | None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `sinkprune-calibrate confidence` with `arguments`, or the process's own if None; returns the exit code."""
-    return run_command(_calibrate, arguments)
-
-
-def _calibrate(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, _Options)
     outputs: list[OutputFile] = [*json_outputs(options.json)]
     outputs += [(options.thresholds, (".json",))] if options.thresholds else []
@@ -127,7 +122,7 @@ def _print(report: ConfidenceReport) -> None:
     console = TableConsole()
     console.print(
         f"{escaped(report.model)}, {report.precision}, {report.backend}: {escaped(report.task)}, "
-        f"{quantity(report.questions, 'question')} about {quantity(report.pictures, 'picture')}",
+        f"{counted(report.questions, 'question')} about {counted(report.pictures, 'picture')}",
         *report.warnings,
         f"\n{AUTO}: cross-validated over {report.folds} parts of the "
         f"{'pictures' if report.pictures > 1 else 'questions'}; up to {MOST_STEPS} steps, each with the confidence "

@@ -13,7 +13,6 @@ from sinkprune.calibration.commands.measuring import (
     TaskOptions,
     add_former_name,
     open_task,
-    progress_bar,
     task_parser,
 )
 from sinkprune.calibration.evaluation.outliers import plant_in_vision
@@ -24,7 +23,7 @@ from sinkprune.calibration.plots import plot_evaluation
 from sinkprune.calibration.tasks import load_task, with_grey_picture
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.command_line.written_files import write_output
@@ -32,7 +31,7 @@ from sinkprune.contract.files.output_files import OutputFile
 from sinkprune.contract.reports.report import FEWEST_OF_P95
 from sinkprune.runtime.commands import load_pipeline, plain_text, write_report
 from sinkprune.runtime.commands.interrupts import NO_QUESTION, beside_earlier, interrupted_warnings
-from sinkprune.runtime.commands.table_console import TableConsole, make_table
+from sinkprune.runtime.commands.table_console import TableConsole, make_table, median_text, progress_bar, spread_text
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
 
 _EXAMPLES = """\
@@ -61,12 +60,8 @@ class _Options(TaskOptions):
     table: bool
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `sinkprune-evaluate` with `arguments`, or the process's own if None; returns the exit code."""
-    return run_command(_evaluate, arguments)
-
-
-def _evaluate(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, _Options)
     answers: list[OutputFile] = [(options.answers, (".jsonl",))] if options.answers else []
     new_tokens = options.max_new_tokens or _NEW_TOKENS
@@ -205,17 +200,14 @@ def _papers_table(result: EvaluationReport) -> Table:
 
 def _papers_cells(point: CombinationReport, none: CombinationReport) -> list[str]:
     times = (
-        (own.median, base.median / own.median)
-        for own, base in (
-            (point.prefill_ms, none.prefill_ms),
-            (point.ttft_ms, none.ttft_ms),
-            (point.latency_ms, none.latency_ms),
-        )
+        (point.prefill_ms, none.prefill_ms),
+        (point.ttft_ms, none.ttft_ms),
+        (point.latency_ms, none.latency_ms),
     )
     low, high = (100 * end for end in point.relative_ci95 or (0.0, 0.0))
     interval = f" ({low:.1f} to {high:.1f})" if point.relative_ci95 else ""
     share = "-" if point.relative is None else f"{100 * point.relative:.1f} %{interval}"
-    shown = [f"{median:.{0 if median >= 100 else 1}f} ({faster:.2f}x)" for median, faster in times]
+    shown = [f"{median_text(own)} ({base.median / own.median:.2f}x)" for own, base in times]
     versus = point.versus_first
     more = "" if versus is None else f"{100 * versus.mean:+.1f}"
     if versus is not None and versus.ci95 is not None:
@@ -266,6 +258,4 @@ def _accuracy_and_share(point: CombinationReport) -> str:
 
 
 def _ttft_and_tokens(point: CombinationReport) -> str:
-    ttft = point.ttft_ms
-    digits = 0 if ttft.median >= 100 else 1
-    return f"{ttft.median:.{digits}f} ({ttft.p95:.{digits}f}), {point.mean_visual_tokens:.0f}"
+    return f"{spread_text(point.ttft_ms)}, {point.mean_visual_tokens:.0f}"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from sinkprune.calibration.asking import load_measured, load_samples, note_samples
 from sinkprune.calibration.changed_bundle import changed_folder, check_changeable
-from sinkprune.calibration.commands.measuring import LIMIT, add_changing_options, check_unpruned_memory, progress_bar
-from sinkprune.calibration.evaluation.report import Combination
+from sinkprune.calibration.commands.measuring import LIMIT, add_changing_options, check_unpruned_memory
+from sinkprune.calibration.evaluation.report import Combination, task_head
 from sinkprune.calibration.evaluation.sample_size import mean_warnings
 from sinkprune.calibration.evidence.measuring import EvidenceRecorder, find_thresholds
 from sinkprune.calibration.evidence.report import EvidenceReport
@@ -21,7 +21,7 @@ from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.command_line.progress_lines import status
@@ -31,8 +31,7 @@ from sinkprune.contract.files.signature import Sign, read_private_key
 from sinkprune.contract.manifest import BUNDLE, Manifest
 from sinkprune.runtime.commands import BundleOptions, name_list, plain_text
 from sinkprune.runtime.commands.interrupts import explain_interrupt
-from sinkprune.runtime.commands.table_console import TableConsole, make_table
-from sinkprune.runtime.profiling.profile import model_name
+from sinkprune.runtime.commands.table_console import TableConsole, make_table, progress_bar
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 
 _EXAMPLES = """\
@@ -56,12 +55,8 @@ class _Options(BundleOptions):
     sign: Path | None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `sinkprune-calibrate evidence` with `arguments`, or the process's own if None; returns the exit code."""
-    return run_command(_calibrate, arguments)
-
-
-def _calibrate(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, _Options)
     check_own_questions(options.data)
     check_outputs(json_outputs(options.json), [options.data, *options.key_files], options.folders)
@@ -88,17 +83,12 @@ def _calibrate(arguments: Sequence[str] | None) -> None:
         found = {
             budget: find_thresholds(loaded, recorder, items, Combination(method, budget), count) for budget in budgets
         }
-    pictures = len({item.picture for item in items})
+    head = task_head(bundle.manifest, loaded.backend, options.data.name, [item.picture for item in items])
     report = EvidenceReport(
-        model=model_name(bundle.manifest.checkpoint.source),
-        backend=loaded.backend.name,
-        compute=loaded.backend.compute,
-        task=options.data.name,
+        **head,
         method=method,
-        questions=len(items),
-        pictures=pictures,
         budgets=found,
-        warnings=(*mean_warnings(pictures), *unseen_warnings(shares, "questions")),
+        warnings=(*mean_warnings(head["pictures"]), *unseen_warnings(shares, "questions")),
         seen_share=min(shares),
     )
     # Last but for the output: a bundle is changed only after all budgets are measured.

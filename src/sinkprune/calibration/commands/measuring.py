@@ -1,17 +1,14 @@
-"""Shared parts of the commands that measure a bundle on pictures: options, checks, progress and tables."""
+"""Shared parts of the commands that measure a bundle on pictures: options and checks."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from PIL import Image
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from sinkprune.calibration.asking import Sample
 from sinkprune.calibration.evaluation.replies import choose_combinations
@@ -20,9 +17,8 @@ from sinkprune.calibration.tasks import SCENES, TEST_SETS, Item
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.checks.ranges import WholeNumber
-from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command_parser import CommandParser
-from sinkprune.contract.command_line.progress_lines import ProgressLines, status
+from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.files.output_files import OutputFile, check_apart
 from sinkprune.contract.files.trust import add_sign_option, add_trust_options
 from sinkprune.runtime.backends import THREADS
@@ -132,25 +128,3 @@ def check_unpruned_memory(
     """Check the memory that one unpruned request takes; raises `TooLittleMemoryError`."""
     method = next(iter(bundle.manifest.plans))
     check_memory(options, bundle, PlannedRequests(pictures, method, [UNPRUNED], prompt, new_tokens))
-
-
-@contextmanager
-def progress_bar(what: str, total: int, unit: str) -> Iterator[Callable[..., None]]:
-    """Show the progress on stderr, as a bar on a terminal and as lines elsewhere.
-
-    Yields a function that counts a step; its optional argument names the work from then on.
-    """
-    console = Console(stderr=True)
-    columns = [TextColumn("{task.description:<28}", markup=False), BarColumn(), MofNCompleteColumn()]
-    times = [TimeElapsedColumn(), TimeRemainingColumn()]
-    with (
-        ProgressLines(what, total, unit) as lines,
-        Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal) as bar,
-    ):
-        task = bar.add_task(what, total=total)
-
-        def count(name: str = what) -> None:
-            bar.update(task, advance=1, description=escaped(name))
-            lines.update(name, advance=1)
-
-        yield count

@@ -16,9 +16,7 @@ from sinkprune.calibration.commands.measuring import (
     add_former_name,
     check_answers,
     check_unpruned_memory,
-    progress_bar,
 )
-from sinkprune.calibration.evaluation.sample_size import quantity
 from sinkprune.calibration.heatmaps import draw_heatmaps
 from sinkprune.calibration.norms import NormReport, summarise
 from sinkprune.calibration.pictures import NamedPicture, file_pictures, task_pictures
@@ -29,7 +27,7 @@ from sinkprune.calibration.towers import CONFIG, VisionTower
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.command_line.progress_lines import status
@@ -48,6 +46,7 @@ from sinkprune.runtime.commands import (
 )
 from sinkprune.runtime.commands.interrupts import beside_earlier, interrupted_warnings
 from sinkprune.runtime.commands.picture_notes import note_many_pictures
+from sinkprune.runtime.commands.table_console import progress_bar
 from sinkprune.runtime.profiling.plot import import_matplotlib
 from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
@@ -78,12 +77,8 @@ class _Options(BundleOptions, ReportOptions):
     layer: int | None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `sinkprune-calibrate norms` with `arguments`, or the process's own if None; returns the exit code."""
-    return run_command(_measure, arguments)
-
-
-def _measure(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     parser = _parser()
     options = parser.parse(arguments, _Options)
     is_tower = (options.bundle / CONFIG).exists() and not (options.bundle / MANIFEST).exists()
@@ -224,7 +219,7 @@ def _heatmap_file(folder: Path, pictures: Sequence[NamedPicture], number: int) -
 def _text(report: NormReport) -> str:
     overlap, chance = 100 * report.top_overlap, 100 * report.chance_overlap
     return (
-        f"{report.model}: {quantity(report.pictures, 'picture')}, {report.tokens} visual tokens\n"
+        f"{report.model}: {counted(report.pictures, 'picture')}, {report.tokens} visual tokens\n"
         f"{report.verdict}\n"
         f"Of the 1 % of largest norms, {overlap:.1f} % are among the most salient 1 % (by chance: {chance:.1f} %)\n"
         f"and take {100 * report.top_salience_share:.1f} % of the salience. Rank correlation of norm and salience: "

@@ -17,7 +17,7 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.command_line.progress_lines import status
@@ -78,12 +78,8 @@ class _Options(BundleOptions, ReportOptions):
     sign: Path | None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `sinkprune-calibrate quantize` with `arguments`, or the process's own if None; returns the exit code."""
-    return run_command(_quantize, arguments)
-
-
-def _quantize(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, _Options)
     with report_missing_package("quantising"), status("loading packages"):
         from sinkprune.calibration.quantising.chain_run import encode_prompts

@@ -21,7 +21,7 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.command_line.progress_lines import status
@@ -98,12 +98,8 @@ class _Options(BundleOptions):
         return [*json_outputs(self.json), *([(self.costs, (".json",))] if self.costs else [])]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `sinkprune-calibrate schedule` with `arguments`, or the process's own if None; returns the exit code."""
-    return run_command(_schedule, arguments)
-
-
-def _schedule(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, _Options)
     _check_options(options)
     with report_missing_package("adding budgets"), status("loading packages"):

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 
 import numpy as np
 
 from sinkprune.calibration.confidence.finder import AskedQuestions, StepTimes
-from sinkprune.calibration.tasks import Item, check_closed_list
+from sinkprune.calibration.tasks import Item, check_closed_list, naming
 from sinkprune.contract.budgets import AUTO, UNPRUNED
-from sinkprune.contract.errors import SinkpruneError, TaskError
-from sinkprune.contract.text.questions import Question
+from sinkprune.contract.errors import TaskError
 from sinkprune.runtime.confidence.thresholds import THRESHOLDS_VERSION, Thresholds
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.profile import check_budgets
@@ -121,22 +119,13 @@ def _times(alone: Sequence[Answer], steps: Sequence[TriedBudget], ladder: int | 
 def _check(pipeline: Pipeline, item: Item, method: str, budgets: Sequence[str]) -> None:
     question = item.question
     longest = max(len(pipeline.prompts.answer_ids(text)) for text in question.closed_list)
-    with _naming(question):
+    with naming("question", question.id):
         check_budgets(pipeline, item.load_image(), question.prompt, budgets, method=method, new_tokens=longest)
 
 
 def _answer(pipeline: Pipeline, item: Item, method: str, budget: str) -> Answer:
     question = item.question
-    with _naming(question):
+    with naming("question", question.id):
         return pipeline.generate(
             item.load_image(), question.prompt, method=method, budget=budget, choice=question.closed_list
         )
-
-
-@contextmanager
-def _naming(question: Question) -> Iterator[None]:
-    """Add the question's id to an error of the block."""
-    try:
-        yield
-    except SinkpruneError as error:
-        raise type(error)(f"question '{question.id}': {error}") from error

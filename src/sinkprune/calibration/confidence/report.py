@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 
 import numpy as np
 
 from sinkprune.calibration.confidence.finder import AskedQuestions, cross_validated, fastest, least_right, outcome
 from sinkprune.calibration.evaluation.intervals import Interval, relative_accuracy, wilson
+from sinkprune.calibration.evaluation.report import TimedTaskReport, timed_head
 from sinkprune.calibration.evaluation.sample_size import accuracy_warnings, mean_warnings
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.prefix_cache import ladders
 
 SHARES = (1.0, 0.99, 0.98, 0.97, 0.95, 0.9)
@@ -60,21 +58,11 @@ class CurvePoint:
     """The accuracy on the questions that the thresholds were chosen with, which is too good."""
 
 
-@dataclass(frozen=True)
-class ConfidenceReport:
+@dataclass(frozen=True, kw_only=True)
+class ConfidenceReport(TimedTaskReport):
     """What `sinkprune-calibrate confidence --json` writes."""
 
-    model: str
-    backend: str
-    precision: str
-    compute: str
-    machine: str
-    threads: int
-    versions: dict[str, str]
-    task: str
     method: str
-    questions: int
-    pictures: int
     folds: int
     """Parts of the pictures in the cross-validation, or of the questions if all are about one picture."""
     ladders: list[list[str]]
@@ -85,10 +73,6 @@ class ConfidenceReport:
     """Budget `auto`, the largest share first."""
     chosen: CurvePoint
     """The point of the requested share."""
-    warnings: tuple[str, ...]
-    """Why the figures say little."""
-    seen_share: float = 1.0
-    """The share of its area that the model sees of the picture that it sees least of."""
 
 
 def new_report(
@@ -129,23 +113,10 @@ def new_report(
             )
         )
     chosen = next(point for point in curve if point.share == share)
-    manifest, backend = pipeline.bundle.manifest, pipeline.backend
+    manifest = pipeline.bundle.manifest
     return ConfidenceReport(
-        model=model_name(manifest.checkpoint.source),
-        backend=backend.name,
-        precision=manifest.precision,
-        compute=backend.compute,
-        machine=backend.machine,
-        threads=backend.threads,
-        versions={
-            "sinkprune": version("sinkprune"),
-            "python": platform.python_version(),
-            **backend.versions,
-        },
-        task=task,
+        **timed_head(manifest, pipeline.backend, task, asked.pictures.tolist()),
         method=method,
-        questions=len(unpruned),
-        pictures=pictures,
         folds=folds,
         ladders=ladders(manifest, method),
         budgets=fixed,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib.metadata import version
 from typing import Any
 
 from PIL import Image
@@ -17,15 +15,15 @@ from sinkprune.calibration.evaluation.report import (
     EvaluationReport,
     Reply,
     summarise,
+    timed_head,
 )
 from sinkprune.calibration.evaluation.sample_size import accuracy_warnings, mean_warnings
-from sinkprune.calibration.tasks import Item
+from sinkprune.calibration.tasks import Item, naming
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.errors import BudgetError, SinkpruneError
+from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.text.questions import Question
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
@@ -132,25 +130,12 @@ def evaluation_report(
         found[combination.budget] = summarise(own, base, bootstrap, other)
     manifest = pipeline.bundle.manifest
     return EvaluationReport(
-        model=model_name(manifest.checkpoint.source),
-        backend=pipeline.backend.name,
-        precision=manifest.precision,
+        **timed_head(manifest, pipeline.backend, task, pictures),
         weights=manifest.weights,
-        compute=pipeline.backend.compute,
-        machine=pipeline.backend.machine,
-        threads=pipeline.backend.threads,
-        task=task,
-        questions=len(base),
-        pictures=len(set(pictures)),
         blind=blind,
         planted_outliers=planted_outliers,
         fit=fit,
         max_new_tokens=max_new_tokens,
-        versions={
-            "sinkprune": version("sinkprune"),
-            "python": platform.python_version(),
-            **pipeline.backend.versions,
-        },
         none=summarise(base, base, bootstrap),
         methods=methods,
         unreachable=tuple(unreachable),
@@ -173,10 +158,8 @@ def generate_answer(
     # The unpruned engines are the same for every method.
     unpruned = combination.budget == UNPRUNED
     method = next(iter(pipeline.bundle.manifest.plans)) if unpruned else combination.method
-    try:
+    with naming("question", question.id):
         return pipeline.generate(image, question.prompt, method=method, budget=combination.budget, **options)
-    except SinkpruneError as error:
-        raise type(error)(f"question '{question.id}': {error}") from error
 
 
 def _reply(

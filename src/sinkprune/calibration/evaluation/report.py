@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sinkprune.calibration.evaluation.intervals import Interval, Mean, PictureBootstrap, relative_accuracy, wilson
 from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import WeightForms
 from sinkprune.contract.reports.report import Spread, TokenSpread
+from sinkprune.runtime.backends import Backend
+from sinkprune.runtime.profiling.profile import model_name, used_versions
 
 
 class Combination(NamedTuple):
@@ -97,27 +100,66 @@ class CombinationReport:
     """Milliseconds from a request to its last token."""
 
 
-@dataclass(frozen=True)
-class EvaluationReport:
-    """What `sinkprune-evaluate --json` writes: every combination against the unpruned engines, on one task."""
+@dataclass(frozen=True, kw_only=True)
+class TaskReport:
+    """The head of every report about the questions of a task."""
 
     model: str
     """The checkpoint's name."""
     backend: str
-    precision: str
-    weights: WeightForms
     compute: str
     """What engines compute in, in words."""
+    task: str
+    """The task's name, or its file's."""
+    questions: int
+    pictures: int
+    warnings: tuple[str, ...]
+    """Sentences: why the figures say little, for example too few questions."""
+    seen_share: float = 1.0
+    """The share of its area that the model sees of the picture that it sees least of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedTaskReport(TaskReport):
+    """The head of every such report with times."""
+
+    precision: str
     machine: str
     """The processor, in words."""
     threads: int
     """CPU threads of the backend."""
-    task: str
-    """The task's name, or its file's."""
-    questions: int
-    """The number of questions."""
-    pictures: int
-    """The number of pictures."""
+    versions: dict[str, str]
+    """Of sinkprune, Python and the engine library, by name."""
+
+
+def task_head(manifest: Manifest, backend: Backend, task: str, pictures: Sequence[object]) -> dict[str, Any]:
+    """Return the fields of a `TaskReport`, without warnings and share, of a question about each of `pictures`."""
+    return {
+        "model": model_name(manifest.checkpoint.source),
+        "backend": backend.name,
+        "compute": backend.compute,
+        "task": task,
+        "questions": len(pictures),
+        "pictures": len(set(pictures)),
+    }
+
+
+def timed_head(manifest: Manifest, backend: Backend, task: str, pictures: Sequence[object]) -> dict[str, Any]:
+    """Return the same fields of a `TimedTaskReport`."""
+    return {
+        **task_head(manifest, backend, task, pictures),
+        "precision": manifest.precision,
+        "machine": backend.machine,
+        "threads": backend.threads,
+        "versions": used_versions(backend),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationReport(TimedTaskReport):
+    """What `sinkprune-evaluate --json` writes: every combination against the unpruned engines, on one task."""
+
+    weights: WeightForms
     blind: bool
     """Whether every picture was replaced by a grey one."""
     planted_outliers: bool
@@ -126,18 +168,12 @@ class EvaluationReport:
     """The fit of pictures to the model's square (`sinkprune.runtime.media.fits`); None for the checkpoint's own."""
     max_new_tokens: int
     """The longest answer, in tokens."""
-    versions: dict[str, str]
-    """Of sinkprune, Python and the engine library, by name."""
     none: CombinationReport
     """The unpruned engines, which all others are compared with."""
     methods: dict[str, dict[str, CombinationReport]]
     """Each combination, by method, then budget."""
     unreachable: tuple[Combination, ...]
     """Requested combinations that the bundle does not hold: methods that cannot reach a budget's mean."""
-    warnings: tuple[str, ...]
-    """Sentences: why the figures say little, for example too few questions."""
-    seen_share: float = 1.0
-    """The share of its area that the model sees of the picture that it sees least of."""
 
 
 def summarise(

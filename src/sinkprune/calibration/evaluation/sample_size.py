@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sinkprune.calibration.evaluation.intervals import wilson
+from sinkprune.contract.checks.format_value import counted
 
 FEW_QUESTIONS = 100
 """With as many questions, the 95 % interval of an accuracy reaches at most 10 points to either side."""
@@ -16,7 +17,7 @@ def accuracy_warnings(questions: int) -> tuple[str, ...]:
         return ()
     reach, enough = _reach(questions), _reach(FEW_QUESTIONS)
     return (
-        f"Small sample: {quantity(questions, 'question')}. The 95 % interval of an accuracy can reach {reach:.0f} "
+        f"Small sample: {counted(questions, 'question')}. The 95 % interval of an accuracy can reach {reach:.0f} "
         f"points to one side. From {FEW_QUESTIONS} questions on it reaches at most {enough:.0f}.",
     )
 
@@ -26,7 +27,7 @@ def mean_warnings(pictures: int) -> tuple[str, ...]:
     if pictures >= FEW_PICTURES:
         return ()
     return (
-        f"Small sample: {quantity(pictures, 'picture')}. Other pictures may give other figures. "
+        f"Small sample: {counted(pictures, 'picture')}. Other pictures may give other figures. "
         f"Measure {FEW_PICTURES} or more.",
     )
 
@@ -36,14 +37,9 @@ def calibration_warnings(prompts: int) -> tuple[str, ...]:
     if prompts >= FEW_PICTURES:
         return ()
     return (
-        f"Small sample: {quantity(prompts, 'prompt')}. The weights fit the pictures and prompts that they were "
+        f"Small sample: {counted(prompts, 'prompt')}. The weights fit the pictures and prompts that they were "
         f"rounded for, and others less. Give {FEW_PICTURES} pictures or more.",
     )
-
-
-def quantity(number: int, noun: str) -> str:
-    """Return a number and a noun, as in "1 picture" and "2 pictures"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _reach(questions: int) -> float:

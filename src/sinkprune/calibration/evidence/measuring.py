@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -9,12 +10,15 @@ import numpy as np
 
 from sinkprune.calibration.asking import Loaded, Sample, ask
 from sinkprune.calibration.evaluation.report import Combination
-from sinkprune.calibration.evidence.finder import NONE, counts_at, threshold_for
 from sinkprune.calibration.evidence.report import FoundThresholds
 from sinkprune.calibration.tasks import items_by_picture
+from sinkprune.contract.plans import exceeding
 from sinkprune.contract.precision import Array
 from sinkprune.contract.reports.report import TokenSpread
 from sinkprune.runtime.backends import Backend, Engine, Tensor
+
+EVERY, NONE = -1.0, 3.4e38
+"""Thresholds that every token passes, and none."""
 
 
 class EvidenceRecorder:
@@ -94,3 +98,26 @@ def find_thresholds(
     manifest.plans[pair.method][pair.budget] = replace(plan, evidence=replace(own, thresholds=thresholds))
     requests = np.add.reduceat(means, starts).tolist()
     return FoundThresholds(thresholds, sum(aims) / len(items), sum(means) / len(items), TokenSpread.of(requests))
+
+
+def counts_at(threshold: float, evidence: Sequence[Array], most: Sequence[int]) -> list[int]:
+    """Return how many tokens of each request pass `threshold`, by their `evidence`, at most as many as `most`."""
+    return [exceeding(own, threshold, limit) for own, limit in zip(evidence, most, strict=True)]
+
+
+def threshold_for(wanted: float, evidence: Sequence[Array], most: Sequence[int]) -> float:
+    """Return the threshold at which the requests keep a number of tokens in all that is nearest to `wanted`.
+
+    `evidence` are the values of each request, fp32. Thresholds are among these values, or `EVERY`. Of two that are
+    equally near, the lower one keeps more.
+    """
+    values = np.concatenate([*evidence, np.array([EVERY], np.float32)])
+    # From the threshold that the fewest tokens pass.
+    candidates = np.unique(values[values >= EVERY])[::-1].tolist()
+
+    def total(threshold: float) -> int:
+        return sum(counts_at(threshold, evidence, most))
+
+    at = min(bisect_left(candidates, wanted, key=total), len(candidates) - 1)
+    near = candidates[max(0, at - 1) : at + 1][::-1]
+    return float(min(near, key=lambda threshold: abs(total(threshold) - wanted)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sinkprune.calibration.evaluation.report import TaskReport
 from sinkprune.contract.reports.report import TokenSpread
 
 
@@ -21,22 +22,10 @@ class FoundThresholds:
     """The same of single requests."""
 
 
-@dataclass(frozen=True)
-class EvidenceReport:
+@dataclass(frozen=True, kw_only=True)
+class EvidenceReport(TaskReport):
     """What `sinkprune-calibrate evidence --json` writes."""
 
-    model: str
-    """The checkpoint's name."""
-    backend: str
-    compute: str
-    task: str
-    """The name of the file of questions."""
     method: str
-    questions: int
-    pictures: int
     budgets: dict[str, FoundThresholds]
     """By the budget's name."""
-    warnings: tuple[str, ...]
-    """Why the figures say little."""
-    seen_share: float = 1.0
-    """The share of its area that the model sees of the picture that it sees least of."""

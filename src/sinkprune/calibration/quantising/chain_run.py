@@ -13,8 +13,7 @@ import numpy as np
 from sinkprune.calibration.quantising.subgraphs import Tensors
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
-from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER, Manifest
+from sinkprune.contract.manifest import EMBEDDING, Manifest
 from sinkprune.contract.precision import DTYPES, Array
 from sinkprune.runtime.backends import Backend, load_backend
 from sinkprune.runtime.families import TowerInput, load_family
@@ -40,13 +39,11 @@ def encode_prompts(bundle: Bundle, items: Iterable[Item], fit: Fit | None = None
 
     `fit` is how a picture becomes a square; None is the checkpoint's own way.
     """
-    family, manifest = load_family(bundle.manifest, fit), bundle.manifest
-    tokenizer = bundle.files[TOKENIZER].read(TOKENIZER_BYTES)
-    encoder = PromptEncoder(tokenizer, bundle.files[CHAT_TEMPLATE].read(TEMPLATE_BYTES), manifest.tokens)
+    family, encoder = load_family(bundle.manifest, fit), PromptEncoder.of_bundle(bundle)
     prompts = []
     for item in items:
         picture = item.load_image()
-        tower = tower_input(picture, decoded(picture, family), family, manifest)
+        tower = tower_input(picture, decoded(picture, family), family, bundle.manifest)
         prompts.append(EncodedPrompt(tower, encoder.encode(["", item.question.prompt], [tower.layout.texts]).texts))
     return prompts
 

@@ -22,7 +22,6 @@ from sinkprune.calibration.quantising.subgraphs import Tensors
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import AccuracyError, NumericsError, UsageError
 from sinkprune.contract.files.folders import check_outside, check_replaceable, replacing
-from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.contract.files.signature import Sign
 from sinkprune.contract.manifest import BUNDLE, FORMAT_VERSION, Manifest
@@ -41,7 +40,6 @@ from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 _QUANTISED: tuple[WeightsName, ...] = ("int8", "int4")
 _NEAREST = "nearest"
 """The temporary folder of the graphs that are rounded to the nearest."""
-_BLOCK = 1 << 24
 _SMALL_FILES_BYTES = 64 << 20
 _STATES = 6
 """Hidden states of a row that are kept: before a graph and between its subgraphs, in each chain run."""
@@ -112,7 +110,8 @@ def quantise_bundle(
         for number, (name, file) in enumerate(bundle.files.items()):
             progress("copying", number, len(bundle.files), "files")
             if not (root / name).exists():
-                _copy(file, root / name)
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                file.copy(root / name)
         manifest = replace(
             bundle.manifest,
             format_version=FORMAT_VERSION,
@@ -253,10 +252,3 @@ def _check_limits(report: QuantisationReport, limits: ErrorLimits) -> None:
         f"{report.weights.name} changes {what} by {error:.3f} of its length, expected at most {limit:g} ({option}). "
         f"Furthest off: {named}. Nothing was written. Try {smaller}{wider}, or more --pictures."
     )
-
-
-def _copy(file: HeldFile, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as copy:
-        for start in range(0, file.size, _BLOCK):
-            copy.write(file.read_at(start, min(_BLOCK, file.size - start)))

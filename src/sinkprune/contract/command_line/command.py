@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import wraps
 from importlib import import_module
 from importlib.machinery import ExtensionFileLoader
 from traceback import walk_stack
@@ -66,6 +67,16 @@ def start(module: str, *words: str) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         _drop_unwritten_output()
+
+
+def entry_point(body: Callable[[Sequence[str] | None], None]) -> Callable[..., int]:
+    """Return the entry point `main` of a command's body: it takes the arguments, and returns the exit code."""
+
+    @wraps(body)
+    def main(arguments: Sequence[str] | None = None) -> int:
+        return run_command(body, arguments)
+
+    return main
 
 
 def run_command(body: Callable[[Sequence[str] | None], None], arguments: Sequence[str] | None) -> int:

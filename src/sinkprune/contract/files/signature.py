@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sinkprune.contract.checks.needed_package import needs_package
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, read_bytes
 
@@ -83,10 +84,5 @@ def _passphrase(path: Path) -> bytes:
 
 
 def _check_cryptography() -> None:
-    try:
+    with needs_package("a signature", "pip install 'sinkprune[sign]'"):
         import cryptography  # noqa: F401
-    except ImportError as error:
-        raise UsageError(
-            "signatures need the package cryptography, which is not installed. Install it with: pip install "
-            "'sinkprune[sign]'"
-        ) from error

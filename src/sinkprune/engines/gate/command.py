@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.files.output_files import check_outputs
@@ -24,12 +24,8 @@ A robot policy acts: --image is the frame of a camera, or of all, and --prompt t
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `sinkprune-check` with `arguments`, or the process's own if None, and return the exit code."""
-    return run_command(_check, arguments)
-
-
-def _check(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
     # Libraries are slow to import. Before `run_command` starts, an interrupt would end in a traceback.
     from tempfile import TemporaryDirectory
@@ -80,7 +76,7 @@ def _check(arguments: Sequence[str] | None) -> None:
 
 
 def _parser() -> CommandParser:
-    # Imports numpy, as the imports of `_check` do.
+    # Imports numpy, as the imports of `main` do.
     from sinkprune.engines.gate import PROMPT
     from sinkprune.runtime.backends import THREADS
     from sinkprune.runtime.backends.known import BACKENDS, COMPUTES

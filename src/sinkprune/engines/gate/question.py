@@ -13,9 +13,8 @@ from PIL import Image
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.errors import ImageError, PromptError, UsageError
-from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.contract.layout import VisualLayout
-from sinkprune.contract.manifest import CHAT_TEMPLATE, TOKENIZER, Manifest
+from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.acting.observation import state_prompt
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.clip import Picture
@@ -117,6 +116,4 @@ def check_prompt_limit(bundle: Bundle, most: int) -> None:
 
 def _text_tokens(bundle: Bundle, texts: Sequence[str], layouts: Sequence[VisualLayout]) -> int:
     """Return the text tokens of a prompt about pictures of these layouts, with its chat template."""
-    template = bundle.files[CHAT_TEMPLATE].read(TEMPLATE_BYTES)
-    encoder = PromptEncoder(bundle.files[TOKENIZER].read(TOKENIZER_BYTES), template, bundle.manifest.tokens)
-    return encoder.encode(texts, [layout.texts for layout in layouts]).text_tokens
+    return PromptEncoder.of_bundle(bundle).encode(texts, [layout.texts for layout in layouts]).text_tokens

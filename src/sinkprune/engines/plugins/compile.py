@@ -26,7 +26,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.checks.needed_package import needs_package
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.files.output_files import check_writable, write_whole
 from sinkprune.engines.plugins import launches
@@ -168,12 +169,8 @@ def archive(compiled: Iterator[tuple[str, str, int, Compiled]], triton_version: 
     return buffer.getvalue()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile all kernels, with `arguments` or the process's own if None, and return the exit code."""
-    return run_command(_compile, arguments)
-
-
-def _compile(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m sinkprune.engines.plugins.compile",
         description="Compile the plugin kernels for every GPU they are shipped for. Needs triton, but no GPU.",
@@ -196,13 +193,9 @@ def _all() -> Iterator[tuple[str, str, int, Compiled]]:
 
 
 def _triton() -> Any:
-    try:
+    install = "pip install triton (Linux, x86-64). Running the shipped kernels does not need it."
+    with needs_package("compiling the kernels", install, BackendError):
         import triton
-    except ImportError as error:
-        raise BackendError(
-            "compiling the kernels needs the package 'triton', which is not installed. Install it with: pip install "
-            "triton (Linux, x86-64). Running the shipped kernels does not need it."
-        ) from error
     return triton
 
 

@@ -13,9 +13,13 @@ from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.image_settings import Colours, Filter, Number, Scale, Scales
 from sinkprune.contract.manifest import LanguageModel, PolicyFacts
+from sinkprune.contract.towers import Side
 from sinkprune.export.checkpoint.folder import Name, read_fields
 from sinkprune.export.families import Family, WriteGraph
 from sinkprune.export.models.llama import Llama, build_head, build_segment
+
+# 128 x 128. Published towers have 576.
+_MOST_PATCHES = 16384
 
 Setting = tuple[str, Any, Sequence[Any]]
 """A setting's name, the value found, and the supported values."""
@@ -84,6 +88,20 @@ class ConfigFields(TypedDict, total=False):
 
     model_type: Name
     tie_word_embeddings: bool
+
+
+class SquareTowerFields(TypedDict, total=False):
+    """Fields of the tower of a family whose pictures are squares of one size."""
+
+    model_type: Name
+    hidden_size: Hidden
+    intermediate_size: Inner
+    num_hidden_layers: Heads
+    num_attention_heads: Heads
+    image_size: Side
+    patch_size: Side
+    layer_norm_eps: Epsilon
+    hidden_act: Name
 
 
 class PixelFields(TypedDict, total=False):
@@ -211,6 +229,28 @@ class LlamaShaped(Family):
         for expectation, holds, found in expectations:
             if not holds:
                 raise self._error(f"expected that {expectation}; found {found}. Correct config.json.")
+
+    def _square_tower(self, vision: Any, blocks: int) -> dict[str, Any]:
+        """Return the fields of a `SquareTower` of so many blocks; raises `CheckpointError`."""
+        size, patch = vision.image_size, vision.patch_size
+        patches = (size // patch) ** 2
+        self._check(
+            [
+                ("image_size is a multiple of patch_size", size % patch == 0, f"{size} and {patch}"),
+                (f"image_size has at most {_MOST_PATCHES} patches", patches <= _MOST_PATCHES, patches),
+            ]
+        )
+        return {
+            "hidden_size": vision.hidden_size,
+            "intermediate_size": vision.intermediate_size,
+            "num_heads": vision.num_attention_heads,
+            "num_blocks": blocks,
+            "image_size": size,
+            "patch_size": patch,
+            "layer_norm_eps": vision.layer_norm_eps,
+            "activation": vision.hidden_act,
+            "tokens": patches,
+        }
 
     def _special_tokens(self, texts: dict[int, str], count: int) -> dict[int, str]:
         """Return `texts` by id. Raises `CheckpointError` unless they have `count` different ids of the vocabulary."""

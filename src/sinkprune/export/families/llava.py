@@ -16,13 +16,10 @@ from sinkprune.export.families import WriteGraph
 from sinkprune.export.families.llama_shaped import (
     CLIP_PIXELS,
     ConfigFields,
-    Epsilon,
-    Heads,
-    Hidden,
-    Inner,
     LlamaShaped,
     PixelFields,
     Setting,
+    SquareTowerFields,
     TextFields,
     Token,
     read_language_model,
@@ -31,21 +28,9 @@ from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.models.llama import Llama
 from sinkprune.export.models.vit import ACTIVATIONS, build_vision, two_layers
 
-# 128 x 128. Published towers have 576.
-_MOST_PATCHES = 16384
 
-
-class _ClipFields(TypedDict, total=False):
-    model_type: Name
-    hidden_size: Hidden
-    intermediate_size: Inner
-    num_hidden_layers: Heads
-    num_attention_heads: Heads
+class _ClipFields(SquareTowerFields, total=False):
     num_channels: Annotated[int, Bounds(3, 3)]
-    image_size: Side
-    patch_size: Side
-    layer_norm_eps: Epsilon
-    hidden_act: Name
 
 
 class _LlavaFields(ConfigFields, total=False):
@@ -110,25 +95,7 @@ class Llava(LlamaShaped):
         if not 1 <= blocks <= vision.num_hidden_layers:
             count = vision.num_hidden_layers
             raise self._error(f"vision_feature_layer {layer} is none of the tower's {count} blocks.")
-        size, patch = vision.image_size, vision.patch_size
-        patches = (size // patch) ** 2
-        self._check(
-            [
-                ("image_size is a multiple of patch_size", size % patch == 0, f"{size} and {patch}"),
-                (f"image_size has at most {_MOST_PATCHES} patches", patches <= _MOST_PATCHES, patches),
-            ]
-        )
-        self.vision = ViTTower(
-            hidden_size=vision.hidden_size,
-            intermediate_size=vision.intermediate_size,
-            num_heads=vision.num_attention_heads,
-            num_blocks=blocks,
-            image_size=size,
-            patch_size=patch,
-            layer_norm_eps=vision.layer_norm_eps,
-            activation=vision.hidden_act,
-            tokens=patches,
-        )
+        self.vision = ViTTower(**self._square_tower(vision, blocks))
         self.visual_width = self.vision.hidden_size
 
     @property

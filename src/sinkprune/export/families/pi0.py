@@ -17,13 +17,11 @@ from sinkprune.export.checkpoint.text import SpecialTokens
 from sinkprune.export.families import WriteGraph
 from sinkprune.export.families.llama_shaped import (
     ConfigFields,
-    Epsilon,
-    Heads,
     Hidden,
-    Inner,
     LlamaShaped,
     PixelFields,
     Setting,
+    SquareTowerFields,
     TextFields,
     Token,
     head_dim,
@@ -35,22 +33,12 @@ from sinkprune.export.models.action_expert import ActionExpert, build_expert
 from sinkprune.export.models.llama import Llama
 from sinkprune.export.models.siglip import build_vision
 
-_MOST_PATCHES = 1 << 14
 _Dimension = Annotated[int, Bounds(1, 1 << 12)]
 
 
-class _VisionFields(TypedDict, total=False):
-    model_type: Name
-    hidden_size: Hidden
-    intermediate_size: Inner
-    num_hidden_layers: Heads
-    num_attention_heads: Heads
+class _VisionFields(SquareTowerFields, total=False):
     num_channels: Annotated[int, Bounds(1, 64)]
-    image_size: Side
-    patch_size: Side
     projection_dim: Hidden
-    hidden_act: Name
-    layer_norm_eps: Epsilon
     vision_use_head: bool
 
 
@@ -124,8 +112,8 @@ class Pi0(LlamaShaped):
         """Read `config`. `salience` is the block whose attention is the salience, by default `penultimate`."""
         super().__init__(source, config)
         vision, expert = self._config.vlm_config.vision_config, self._config.dit_config
-        size, patch, blocks = vision.image_size, vision.patch_size, vision.num_hidden_layers
-        patches, lm = (size // patch) ** 2, self.language_model
+        blocks, lm = vision.num_hidden_layers, self.language_model
+        tower = self._square_tower(vision, blocks)
         shared = [
             (expert.num_hidden_layers, lm.num_layers),
             (expert.num_key_value_heads, lm.num_kv_heads),
@@ -134,8 +122,6 @@ class Pi0(LlamaShaped):
         ]
         self._check(
             [
-                ("image_size is a multiple of patch_size", size % patch == 0, f"{size} and {patch}"),
-                (f"image_size has at most {_MOST_PATCHES} patches", patches <= _MOST_PATCHES, patches),
                 ("the vision tower has two blocks at least", blocks >= 2, blocks),
                 (
                     "dit_config has the layers, key-value heads, head_dim and rope_theta of vlm_config.text_config",
@@ -146,18 +132,7 @@ class Pi0(LlamaShaped):
             ]
         )
         self.embedding_scale = lm.hidden_size**0.5
-        self.vision = SiglipTower(
-            hidden_size=vision.hidden_size,
-            intermediate_size=vision.intermediate_size,
-            num_heads=vision.num_attention_heads,
-            num_blocks=blocks,
-            image_size=size,
-            patch_size=patch,
-            layer_norm_eps=vision.layer_norm_eps,
-            activation=vision.hidden_act,
-            tokens=patches,
-            salience_block=blocks - (1 if salience == "last" else 2),
-        )
+        self.vision = SiglipTower(**tower, salience_block=blocks - (1 if salience == "last" else 2))
         self.visual_width = self.vision.hidden_size
         self._expert = ActionExpert(
             llama=self._read_gemma(expert),

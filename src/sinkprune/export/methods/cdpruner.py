@@ -16,8 +16,8 @@ from sinkprune.export.graph import Graph
 from sinkprune.export.methods.before_llm import Count, build_before
 from sinkprune.export.pruning.plan import PlanFacts
 from sinkprune.export.pruning.question import mean_cosines, rows_in_llm
-from sinkprune.export.pruning.sanitizer import TowerValues, places
-from sinkprune.export.pruning.serial import best_token, first_of, round_function, row_of
+from sinkprune.export.pruning.sanitizer import TowerValues
+from sinkprune.export.pruning.serial import best_token, chosen_in_rounds, round_function, row_of
 
 EQUAL = 2.0**-18
 """Relevances, and gains of at most 1, that differ by no more are equal."""
@@ -39,11 +39,7 @@ def cdpruner(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues
     # A row of zeros stands for the factor before the first round.
     factor = op.Unsqueeze(op.Mul(gain, 0.0), [1])
     function = round_function("DeterminantRound", _round, ["place", "kernel", "factor", "gain"], facts.dialect.OPSET)
-    place, chosen = places(graph, gain), []
-    for _ in range(most):
-        index, factor, gain = op.call(function, place, kernel, factor, gain)
-        chosen.append(index)
-    return first_of(graph, chosen, k())
+    return chosen_in_rounds(graph, function, most, [kernel], [factor, gain], k)
 
 
 METHODS = {"cdpruner": partial(build_before, cdpruner, "diverse")}

@@ -17,8 +17,8 @@ from sinkprune.export.methods.before_llm import Count, build_before
 from sinkprune.export.pruning.functions import unit_rows
 from sinkprune.export.pruning.plan import PlanFacts, VariableTokens
 from sinkprune.export.pruning.question import rows_in_llm
-from sinkprune.export.pruning.sanitizer import TowerValues, places
-from sinkprune.export.pruning.serial import best_token, first_of, round_function, row_of
+from sinkprune.export.pruning.sanitizer import TowerValues
+from sinkprune.export.pruning.serial import best_token, chosen_in_rounds, round_function, row_of
 
 TEXT_TEMPERATURE, TEXT_TEMPERATURE_OF_QWEN, VISUAL_TEMPERATURE = 0.02, 0.01, 0.2
 """The temperatures of the published code, for LLaVA, for Qwen, and of visual tokens."""
@@ -50,11 +50,7 @@ def mmtok(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k
     free = op.Mul(first, 0.0)
     inputs = ["place", "cover", "tolerance", "covered", "free"]
     function = round_function("CoverageRound", _round, inputs, facts.dialect.OPSET)
-    place, chosen = places(graph, first), []
-    for _ in range(most):
-        index, covered, free = op.call(function, place, cover, tolerance, covered, free)
-        chosen.append(index)
-    return first_of(graph, chosen, k())
+    return chosen_in_rounds(graph, function, most, [cover, tolerance], [covered, free], k)
 
 
 METHODS = {"mmtok": partial(build_before, mmtok, "diverse")}

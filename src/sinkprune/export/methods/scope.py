@@ -16,8 +16,8 @@ from sinkprune.export.graph import Graph
 from sinkprune.export.methods.before_llm import Count, build_before
 from sinkprune.export.pruning.functions import unit_rows
 from sinkprune.export.pruning.plan import PlanFacts
-from sinkprune.export.pruning.sanitizer import TowerValues, places
-from sinkprune.export.pruning.serial import best_token, first_of, round_function, row_of
+from sinkprune.export.pruning.sanitizer import TowerValues
+from sinkprune.export.pruning.serial import best_token, chosen_in_rounds, round_function, row_of
 
 EQUAL = 2.0**-16
 """Gains that differ by no more are equal, as a share of the largest gain of the first round."""
@@ -43,11 +43,7 @@ def scope(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k
     covered = op.Unsqueeze(free, [1])
     inputs = ["place", "similar", "salience", "tolerance", "covered", "free"]
     function = round_function("SaliencyCoverageRound", _round, inputs, facts.dialect.OPSET)
-    place, chosen = places(graph, salience), []
-    for _ in range(most):
-        index, covered, free = op.call(function, place, similar, salience, tolerance, covered, free)
-        chosen.append(index)
-    return first_of(graph, chosen, k())
+    return chosen_in_rounds(graph, function, most, [similar, salience, tolerance], [covered, free], k)
 
 
 METHODS = {"scope": partial(build_before, scope, "diverse")}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from sinkprune.contract.towers import SiglipTower, ViTTower
+from sinkprune.contract.towers import SquareTower, ViTTower
 from sinkprune.export.graph import WeightedGraph
 
 _FLOAT = ir.DataType.FLOAT
@@ -45,7 +45,7 @@ def _embed(graph: WeightedGraph, vit: ViTTower, pixels: ir.Value) -> ir.Value:
 
 
 def build_block(
-    graph: WeightedGraph, vit: ViTTower | SiglipTower, name: str, x: ir.Value
+    graph: WeightedGraph, vit: SquareTower, name: str, x: ir.Value
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Return the output [G,T,D] of an encoder block on `x`, and the queries and keys [G,H,T,h] of its attention."""
     op, d, count = graph.op, vit.hidden_size, vit.num_heads

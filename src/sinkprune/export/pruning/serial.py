@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnxscript import build_function
 
 from sinkprune.export.graph import Graph
-from sinkprune.export.pruning.sanitizer import ascending
+from sinkprune.export.pruning.sanitizer import ascending, places
 from sinkprune.export.pruning.shares import TokenCount, as_vector
 
 DOMAIN = "sinkprune.rounds"
@@ -42,8 +42,22 @@ def row_of(op: Any, matrix: ir.Value, index: ir.Value) -> ir.Value:
     return op.GatherND(matrix, op.Unsqueeze(index, [-1]), batch_dims=1)
 
 
-def first_of(graph: Graph, chosen: Sequence[ir.Value], count: TokenCount) -> ir.Value:
-    """Return [G,count]: the first `count` of the tokens `chosen` [G,1], in ascending order."""
-    op = graph.op
-    index = op.Concat(*chosen, axis=1)
-    return ascending(graph, op.Slice(index, [0], as_vector(count), [1]), count)
+def chosen_in_rounds(
+    graph: Graph,
+    function: ir.Function,
+    most: int,
+    fixed: Sequence[ir.Value],
+    state: Sequence[ir.Value],
+    count: Callable[[], TokenCount],
+) -> ir.Value:
+    """Return [G,count]: the first `count` of the tokens that `most` rounds choose, in ascending order.
+
+    A round takes the numbers of the tokens [N], the values `fixed` and the `state`, the last of which is [G,N]. It
+    returns the token [G,1] and the new state.
+    """
+    op, place, chosen = graph.op, places(graph, state[-1]), []
+    for _ in range(most):
+        index, *state = op.call(function, place, *fixed, *state)
+        chosen.append(index)
+    first = count()
+    return ascending(graph, op.Slice(op.Concat(*chosen, axis=1), [0], as_vector(first), [1]), first)

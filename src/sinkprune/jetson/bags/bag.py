@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sinkprune.contract.checks.format_value import format_value
-from sinkprune.contract.errors import BagError, UsageError
+from sinkprune.contract.checks.needed_package import needs_package
+from sinkprune.contract.errors import BagError
 from sinkprune.contract.files.untrusted import UnreadableError, open_regular, read_text
 from sinkprune.jetson.bags import mcap_file, sqlite_file
 from sinkprune.jetson.bags.bag_file import BagFile, DamagedError, Message, Topic
@@ -83,7 +84,9 @@ class Bag:
 
 def open_bag(path: Path) -> Bag:
     """Open the bag at `path`. Raises `BagError` for what is none, and `UsageError` without the extra `robots`."""
-    _check_packages()
+    with needs_package("reading bags", "pip install 'sinkprune[robots]'"):
+        for name in ("mcap", "lz4", "zstandard", "yaml"):
+            import_module(name)
     if not path.is_dir():
         return Bag(path, [_open_file(path)])
     if not (path / METADATA).is_file():
@@ -136,14 +139,3 @@ def _metadata(path: Path) -> dict[str, Any]:
 def _by_number(name: str) -> list[tuple[int, str]]:
     """Return a key by which `bag_10` comes after `bag_9`."""
     return [(int(digits or 0), letters) for letters, digits in re.findall(r"(\D+)(\d*)", name)]
-
-
-def _check_packages() -> None:
-    try:
-        for name in ("mcap", "lz4", "zstandard", "yaml"):
-            import_module(name)
-    except ImportError as error:
-        raise UsageError(
-            f"reading bags needs the package '{error.name}', which is not installed. Install it with: pip install "
-            "'sinkprune[robots]'"
-        ) from error

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.checks.ranges import WholeNumber
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.command_line.progress_lines import status
@@ -37,12 +37,8 @@ Bounds come from datasheets, not from measurements; memory on boards is an estim
 _SIDE = WholeNumber("a side of --picture", 1, 16384)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `sinkprune-doctor` with `arguments` (default: those of the process) and return the exit code."""
-    return run_command(_examine, arguments)
-
-
-def _examine(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     boards = read_boards()
     options = _parser(", ".join(boards.boards), ", ".join(read_presets())).parse_args(arguments)
     check_outputs(json_outputs(options.json), folders=map(Path, options.models))

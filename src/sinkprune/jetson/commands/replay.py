@@ -16,7 +16,7 @@ from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.contract.errors import OutputError, UsageError
@@ -109,12 +109,8 @@ class ReplayReport(Summary):
     """The time that this replay took, without loading."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `sinkprune-replay` with `arguments` (default: those of the process) and return the exit code."""
-    return run_command(_replay, arguments)
-
-
-def _replay(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, _Options)
     bag_folders = [options.bag] if options.bag.is_dir() else []
     check_outputs(

@@ -45,10 +45,10 @@ def observed(
     instruction: str,
     state: Sequence[float] | Array,
     *,
-    order: str,
-    steps: int | None,
-    seed: int | None,
-    noise: Array | None,
+    order: str = "rgb",
+    steps: int | None = None,
+    seed: int | None = None,
+    noise: Array | None = None,
 ) -> Observation:
     """Return a checked observation; raises `ImageError`, `PromptError` and `UsageError`."""
     if not isinstance(instruction, str):

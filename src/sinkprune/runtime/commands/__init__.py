@@ -80,6 +80,12 @@ class BundleOptions:
         """The folders that `load_pipeline` reads: the bundle's, and that of `--engines`."""
         return [folder for folder in (self.bundle, self.engines) if folder]
 
+    @property
+    def loading(self) -> dict[str, Any]:
+        """The options of `Pipeline.load` and `Policy.load`, with progress on stderr."""
+        names = ("backend", "threads", "engines", "compute", "engines_sha256", "signed_by")
+        return {name: getattr(self, name) for name in names} | {"check_sums": not self.skip_sums, "during": status}
+
 
 @dataclass(kw_only=True)
 class PictureOptions(BundleOptions):
@@ -181,19 +187,7 @@ def open_bundle(options: PictureOptions, budgets: list[str], *, may_act: bool = 
 
 def load_pipeline(options: BundleOptions, bundle: Bundle, wrap: Wrap | None = None) -> Pipeline:
     """Load `bundle` on the chosen backend, with progress on stderr."""
-    return Pipeline.load(
-        bundle,
-        backend=options.backend,
-        threads=options.threads,
-        engines=options.engines,
-        compute=options.compute,
-        check_sums=not options.skip_sums,
-        engines_sha256=options.engines_sha256,
-        signed_by=options.signed_by,
-        wrap=wrap,
-        fit=options.fit,
-        during=status,
-    )
+    return Pipeline.load(bundle, wrap=wrap, fit=options.fit, **options.loading)
 
 
 def read_pictures(options: PictureOptions, bundle: Bundle) -> list[Picture]:

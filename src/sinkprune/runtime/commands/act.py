@@ -12,7 +12,7 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.checks.format_value import counted
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines, status
 from sinkprune.contract.command_line.written_files import write_output
@@ -83,12 +83,8 @@ class _Options(BundleOptions):
     json: Path | None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    return run_command(_act, arguments)
-
-
-def _act(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     options = _parse(arguments)
     observations = given_observations(options.camera, options.state)
     overlays = [(options.overlay, PICTURE_SUFFIXES)] if options.overlay else []

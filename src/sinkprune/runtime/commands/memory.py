@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.errors import BackendError
 from sinkprune.contract.schedule import schedule
 from sinkprune.contract.system.memory_need import LEAST_REPORTED_BYTES, memory_line, running_need
+from sinkprune.contract.system.system_memory import available_bytes
 from sinkprune.runtime.backends.compatibility import usual_backend
-from sinkprune.runtime.backends.free_memory import free_bytes
 from sinkprune.runtime.backends.known import KNOWN
+from sinkprune.runtime.backends.openvino.devices import Gpu
+from sinkprune.runtime.backends.openvino.library import import_openvino
 from sinkprune.runtime.commands import BundleOptions
+from sinkprune.runtime.device import open_device
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.steps.pictures import layout_of
@@ -66,3 +70,18 @@ def check_memory(options: BundleOptions, bundle: Bundle, planned: PlannedRequest
     if need.bytes - need.fixed >= LEAST_REPORTED_BYTES:
         sys.stderr.write(f"{memory_line(need, free)}\n")
     return MemoryCheck(need.bytes, free or None)
+
+
+def free_bytes(backend: str) -> int:
+    """Return the free bytes of the memory that a backend computes in, by the backend's name; 0 where unknown.
+
+    For a GPU this opens its library, and ignores errors: opening the backend raises them later.
+    """
+    if not KNOWN[backend].on_gpu:
+        return available_bytes()
+    try:
+        if KNOWN[backend].target == "openvino":
+            return Gpu(import_openvino(backend).Core(), backend, None, "fastest").free_bytes()
+        return open_device().memory()[0]
+    except BackendError:
+        return 0

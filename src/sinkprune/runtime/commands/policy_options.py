@@ -53,10 +53,9 @@ class Observations(NamedTuple):
 
         Raises `ImageError`, `PromptError` and `UsageError`.
         """
-        given: dict[str, Any] = {"order": "rgb", "steps": None, "seed": None, "noise": None, **options}
         for number, moment in enumerate(self.moments, 1):
             try:
-                observed(manifest, facts, list(moment.cameras), instruction, moment.state, **given)
+                observed(manifest, facts, list(moment.cameras), instruction, moment.state, **options)
             except UsageError as error:
                 if len(self.moments) == 1:
                     raise
@@ -75,7 +74,7 @@ def add_cameras(group: Any, note: str = "", *, required: bool = False) -> None:
     )
 
 
-def add_state(parser: CommandParser, note: str = "", *, required: bool) -> None:
+def add_state(parser: CommandParser, *, required: bool) -> None:
     """Add `--state`."""
     # The first number may be negative. argparse takes "-0.1,0.2" for an option, before Python 3.14.
     parser._negative_number_matcher = _NEGATIVE
@@ -83,7 +82,7 @@ def add_state(parser: CommandParser, note: str = "", *, required: bool) -> None:
         "--state",
         required=required,
         metavar="N,N,...",
-        help=f"the robot's state{note}, in its own units, or a file of states: a line for each moment, as CSV or as "
+        help="the robot's state, in its own units, or a file of states: a line for each moment, as CSV or as "
         "JSON lists; one line is for all",
     )
 
@@ -222,15 +221,4 @@ def _listing(names: Sequence[str]) -> str:
 
 def load_policy(options: BundleOptions, bundle: Bundle, wrap: Wrap | None = None) -> Policy:
     """Load the policy `bundle` on the chosen backend, with progress on stderr."""
-    return Policy.load(
-        bundle,
-        backend=options.backend,
-        threads=options.threads,
-        engines=options.engines,
-        compute=options.compute,
-        check_sums=not options.skip_sums,
-        engines_sha256=options.engines_sha256,
-        signed_by=options.signed_by,
-        wrap=wrap,
-        during=status,
-    )
+    return Policy.load(bundle, wrap=wrap, **options.loading)

@@ -22,9 +22,9 @@ from sinkprune.runtime.commands.table_console import (
     TableConsole,
     few_note,
     make_table,
-    measuring_progress,
     median_text,
     noise_note,
+    progress_bar,
     spread_text,
 )
 from sinkprune.runtime.families import load_family
@@ -87,8 +87,8 @@ def profile_policy(options: PolicyProfileOptions, bundle: Bundle, observations: 
     rounds = PolicyRounds(policy, frames, options.prompt, moment.state, budgets, steps, method=options.method)
     repeat, interrupted, earlier, outputs = options.repeat or USUAL_REPEAT, "", "", options
     try:
-        with measuring_progress(rounds.kinds * (options.warmup + repeat), "chunks") as step:
-            rounds.measure(repeat, options.warmup, step)
+        with progress_bar("measuring", rounds.kinds * (options.warmup + repeat), "chunks") as count:
+            rounds.measure(repeat, options.warmup, lambda name: count(f"measuring {name}"))
     except KeyboardInterrupt as interrupt:
         if not rounds.count:
             raise KeyboardInterrupt("no whole round was measured, so nothing was kept.") from interrupt

@@ -9,7 +9,7 @@ from typing import Any
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.format_value import counted
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.reports.energy import BudgetEnergy
@@ -61,9 +61,9 @@ from sinkprune.runtime.commands.table_console import (
     TableConsole,
     few_note,
     make_table,
-    measuring_progress,
     median_text,
     noise_note,
+    progress_bar,
     spread_text,
 )
 from sinkprune.runtime.families import load_family
@@ -101,12 +101,8 @@ _OF_POLICIES = ("camera", "state", "steps")
 """The options that a model that answers does not take."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    return run_command(_profile, arguments)
-
-
-def _profile(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     parser = new_parser(
         "sinkprune profile",
         "Measure every budget against the unpruned engines, in turn, on one image and prompt.",
@@ -189,8 +185,12 @@ def _profile(arguments: Sequence[str] | None) -> None:
             run = RateRun(pipeline, prompts, prompt, planned, camera, meter=meter, **common)
             measure, steps = partial(run.measure, options.warmup), camera.frames
         try:
-            with measuring_progress(len(planned) * steps) as step:
-                measure(step)
+            with progress_bar("measuring", len(planned) * steps, "answers") as count:
+
+                def on_run(name: str, steps: int = 1) -> None:
+                    count(f"measuring {name}", steps)
+
+                measure(on_run)
         except KeyboardInterrupt as interrupt:
             if not run.count:
                 unit = "round" if camera is None else "answer"

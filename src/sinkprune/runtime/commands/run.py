@@ -13,7 +13,7 @@ from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines, status
 from sinkprune.contract.command_line.written_files import write_output
@@ -92,12 +92,8 @@ class _Options(PictureOptions, FormOptions):
     json: Path | None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    return run_command(_run, arguments)
-
-
-def _run(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     parser = new_parser("sinkprune run", "Answer a question about images or a video.", _EXAMPLES)
     add = parser.add_argument
     add(

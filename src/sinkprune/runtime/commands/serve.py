@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs
@@ -47,12 +47,8 @@ class _Options(AppOptions):
     json: Path | None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    return run_command(_run, arguments)
-
-
-def _run(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     parser = bundle_parser("sinkprune serve", "Answer questions about pictures over HTTP, as OpenAI does.", _EXAMPLES)
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="the address to listen at; 0.0.0.0 for all (default: 127.0.0.1)")

@@ -12,6 +12,7 @@ from PIL import Image
 
 from sinkprune.contract.budgets import AUTO, UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
+from sinkprune.contract.checks.needed_package import needs_package
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.progress_lines import status
@@ -176,13 +177,8 @@ def _api_key(options: AppOptions) -> str | None:
 
 def import_server() -> Any:
     """Return the module `server.app`; raises `UsageError` without the extra `server`."""
-    try:
+    with needs_package("the server", "pip install 'sinkprune[server]'"):
         import uvicorn  # noqa: F401
 
         from sinkprune.runtime.server import app
-    except ImportError as error:
-        raise UsageError(
-            f"the server needs the package '{error.name}', which is not installed. Install it with: pip install "
-            "'sinkprune[server]'"
-        ) from error
     return app

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from sinkprune.contract.checks.format_value import counted
@@ -75,26 +75,25 @@ def make_table(left: Sequence[str], right: Sequence[str] = ()) -> Table:
 
 
 @contextmanager
-def measuring_progress(total: int, unit: str = "answers") -> Iterator[Callable[..., None]]:
-    """Show progress on stderr while the block runs. Yields a function of a budget's name and its finished steps."""
+def progress_bar(what: str, total: int, unit: str) -> Iterator[Callable[..., None]]:
+    """Show the progress on stderr, as a bar on a terminal and as lines elsewhere.
+
+    Yields a function that counts steps, by default one; its first argument, if any, names the work from then on.
+    """
     console = Console(stderr=True)
-    columns = [
-        TextColumn("{task.description:<12}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    ]
+    columns = [TextColumn("{task.description:<28}", markup=False), BarColumn(), MofNCompleteColumn()]
+    times = [TimeElapsedColumn(), TimeRemainingColumn()]
     with (
-        ProgressLines("measuring", total, unit) as lines,
-        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
+        ProgressLines(what, total, unit) as lines,
+        Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal) as bar,
     ):
-        task = progress.add_task("measuring", total=total)
+        task = bar.add_task(what, total=total)
 
-        def show(name: str, steps: int = 1) -> None:
-            progress.update(task, advance=steps, description=escaped(name))
-            lines.update(f"measuring {name}", advance=steps)
+        def count(name: str = what, steps: int = 1) -> None:
+            bar.update(task, advance=steps, description=escaped(name))
+            lines.update(name, advance=steps)
 
-        yield show
+        yield count
 
 
 def median_text(spread: Spread | None) -> str:

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 from PIL import Image
 
 from sinkprune.contract.checks.arguments import check_path, checks_options
+from sinkprune.contract.checks.needed_package import needs_package
 from sinkprune.contract.errors import VideoError
 from sinkprune.contract.files.untrusted import ForbiddenError, MissingError, UnreadableError, open_regular
 from sinkprune.runtime.media.clip import collected
@@ -166,14 +167,12 @@ class VideoFile:
     @contextmanager
     def _stream(self) -> Iterator[tuple[Any, Any, BinaryIO]]:
         """Yield the container, its first video stream and their file; raises `VideoError`."""
-        try:
+        install = (
+            "pip install 'sinkprune[video]', or give the frames as a list. Only bundles of families with clips "
+            "(Qwen2-VL, Qwen2.5-VL, Qwen3-VL) take either."
+        )
+        with needs_package("reading video files", install, VideoError):
             import av
-        except ImportError as error:
-            raise VideoError(
-                "reading video files needs the package 'av', which is not installed. Install it with: "
-                "pip install 'sinkprune[video]', or give the frames as a list. Only bundles of families with clips "
-                "(Qwen2-VL, Qwen2.5-VL, Qwen3-VL) take either."
-            ) from error
         try:
             file = open_regular(self._path)
         except MissingError as error:

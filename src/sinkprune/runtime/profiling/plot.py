@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sinkprune.contract.checks.format_value import counted
-from sinkprune.contract.errors import UsageError
+from sinkprune.contract.checks.needed_package import needs_package
 from sinkprune.contract.reports.report import BudgetReport, EngineHeader, ProfileReport
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -42,14 +42,10 @@ def import_matplotlib() -> Any:
     if "matplotlib" not in sys.modules and "MPLCONFIGDIR" not in os.environ:
         folder = os.environ["MPLCONFIGDIR"] = tempfile.mkdtemp(prefix="matplotlib-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    try:
-        # It warns if its list of fonts takes more than five seconds.
-        logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
+    # It warns if its list of fonts takes more than five seconds.
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
+    with needs_package("--plot", "pip install 'sinkprune[plot]'"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError(
-            "--plot needs matplotlib, which is not installed. Install it with: pip install 'sinkprune[plot]'"
-        ) from error
     return Figure
 
 

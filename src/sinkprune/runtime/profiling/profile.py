@@ -218,8 +218,13 @@ def engine_header(
         threads=backend.threads,
         prompt_tokens=prompt_tokens,
         load_ms=load_ms,
-        versions={"sinkprune": version("sinkprune"), "python": platform.python_version(), **backend.versions},
+        versions=used_versions(backend),
     )
+
+
+def used_versions(backend: Backend) -> dict[str, str]:
+    """Return the versions of sinkprune, Python and the engine library, by name."""
+    return {"sinkprune": version("sinkprune"), "python": platform.python_version(), **backend.versions}
 
 
 def model_name(source: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sinkprune.contract.checks.format_value import counted, format_value
+from sinkprune.contract.checks.needed_package import needs_package
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_json
 from sinkprune.runtime.text.schema_keywords import Place, at, check_keywords, subschemas
@@ -147,13 +148,9 @@ def regex_grammar(regex: str, lead: str = "") -> str:
 
 def load_llguidance() -> Any:
     """Return the package llguidance; raises `UsageError` where it is not installed."""
-    try:
+    install = "pip install 'sinkprune[structured]', or give a closed list of answers as choice."
+    with needs_package("an answer by schema, regex or tools", install):
         import llguidance
-    except ImportError as error:
-        raise UsageError(
-            "schema, regex and tools need the package llguidance, which is not installed. Install it with: pip "
-            "install 'sinkprune[structured]', or give a closed list of answers as choice."
-        ) from error
     return llguidance
 
 

@@ -12,11 +12,12 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.arguments import creation_checks_options
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import BundleError, PromptError, ToolsError, UsageError
-from sinkprune.contract.files.untrusted import UnreadableError
-from sinkprune.contract.manifest import Tokens
+from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES, UnreadableError
+from sinkprune.contract.manifest import CHAT_TEMPLATE, TOKENIZER, Tokens
 from sinkprune.contract.text.tokenizer_json import check_tokenizer_json
 from sinkprune.runtime.text.chat_template import ChatTemplate
 from sinkprune.runtime.text.tools import CALL_MARKS, ToolCall, Tools, call_text
@@ -99,6 +100,12 @@ class PromptEncoder:
         self._identities = {
             self._encoder.token_to_id(special.stand_in): special.identity for special in self._specials
         }
+
+    @classmethod
+    def of_bundle(cls, bundle: Bundle) -> PromptEncoder:
+        """Return the encoder of a bundle's prompts; raises `BundleError`."""
+        tokenizer, template = bundle.files[TOKENIZER], bundle.files[CHAT_TEMPLATE]
+        return cls(tokenizer.read(TOKENIZER_BYTES), template.read(TEMPLATE_BYTES), bundle.manifest.tokens)
 
     def encode(
         self,
