@@ -107,6 +107,10 @@ class ScaledDownWarning(PictureWarning):
     """A picture was larger than the bundle's limit, and the model sees it scaled down."""
 
 
+class FewerFramesWarning(PictureWarning):
+    """A clip was longer than the bundle's limit, and the model sees fewer frames of it a second."""
+
+
 class CostsWarning(UserWarning):
     """A warning that costs were measured while other programs kept the machine busy."""
 

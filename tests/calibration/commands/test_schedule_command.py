@@ -192,7 +192,8 @@ def test_what_cannot_be_is_refused(own: Path, tmp_path: Path) -> None:
         (("--budget-tokens", 10, "--name", "../x", "--dry-run"), ("'../x' cannot be a budget's",)),
         (("--budget-tokens", 64), ("no pruning is needed", "--budget none")),
         (("--budget-tokens", 1), ("no budget takes as little as 1", "the least is", "may meet is --budget-tokens ")),
-        (("--target-ms", 0.001), ("no budget takes as little", "the least is")),
+        (("--target-ms", 0.5), ("--target-ms is 0.5, expected milliseconds, from 1 to 86400000",)),
+        (("--target-ms", 1), ("no budget takes as little", "the least is")),
         (("--target-ms", 60_000), ("no pruning is needed",)),
     ]:
         assert_refused(schedule(own, *arguments), *said)

@@ -182,7 +182,7 @@ def test_costs_are_written_where_no_budget_is_found(
 
 def test_a_target_rejected_after_few_requests_names_their_number(own: Path, tmp_path: Path) -> None:
     """Short measurements do not end the search: they are of few requests, so that one slow request decides."""
-    refused = schedule(own, "--target-ms", 0.1, "--json", tmp_path / "r.json")
+    refused = schedule(own, "--target-ms", 1, "--json", tmp_path / "r.json")
     assert refused.code == 2
     assert " 3 requests of each: of fewer than 20, p95 is close to the slowest. A larger --seconds " in refused.stderr
     assert json.loads((tmp_path / "r.json").read_text())["requests"] == 3

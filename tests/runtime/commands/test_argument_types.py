@@ -176,6 +176,8 @@ def test_unknown_arguments_are_refused_with_a_guess(
     with pytest.raises(OptionError, match=r"no option 'thread'; did you mean 'threads'\? Options are: bundle, b"):
         load(bundle("gqa-112"), thread=1)
     assert issubclass(OptionError, TypeError)
+    with pytest.raises(OptionError, match=r"no option 'num_threads'; did you mean 'threads'\? "):
+        load(bundle("gqa-112"), num_threads=1)
     pipe, picture = pipeline("gqa-112"), Image.new("RGB", (8, 8))
     with pytest.raises(OptionError, match=r"no option 'second'; did you mean 'seconds'\? "):
         pipe.warm_up(picture, "What?", second=1)

@@ -60,7 +60,7 @@ def test_the_answer_is_one_of_the_choices(bundle: Bundles, photo_file: Path, tmp
         (("--choice", "yes"), "choice has 1 text, 1 of them different; expected 2 to 256"),
         (("--choice", "yes", "--choice", "no", "--regex", "a"), "regex and choice were given"),
         (("--choice", "yes", "--choice", "no", "--stop", "n"), "choice and stop were given"),
-        (("--regex", "("), "regex is not supported: unclosed group"),
+        (("--regex", "("), "regex cannot be used: unclosed group"),
         (("--schema", "missing.json"), "the schema 'missing.json' is missing. Give a JSON file"),
         (("--schema", "broken.json"), "the schema 'broken.json' is not JSON: "),
         (("--schema", "list.json"), "schema is [1], expected a JSON schema as a dict"),

@@ -137,10 +137,9 @@ def test_a_still_clip_is_the_image_in_every_frame(photo: Image.Image) -> None:
     ("clip", "message"),
     [
         (Clip([], fps=2), "no frames"),
-        (Clip([Image.new("RGB", (20, 20))], fps=0), "0 frames a second"),
-        (Clip([Image.new("RGB", (20, 20))], fps=float("nan")), "nan frames a second"),
         (Clip([Image.new("RGB", (20, 20)), Image.new("RGB", (20, 30))], fps=2), "different sizes"),
         (Clip([np.zeros((3, 20, 20), np.uint8)], fps=2), r"expected uint8 \[height,width,3\]"),
+        (Clip([np.zeros((0, 20, 3), np.uint8)], fps=2), r"found an array uint8\[0, 20, 3\], which has no pixels\."),
     ],
 )
 def test_clips_that_cannot_be_shown(clip: Clip, message: str) -> None:
@@ -151,8 +150,9 @@ def test_clips_that_cannot_be_shown(clip: Clip, message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([], None), "None frames a second, expected a number"),
-        (([], "2"), "'2' frames a second, expected a number"),
+        (([], None), "None frames a second, expected a positive number"),
+        (([], "2"), "'2' frames a second, expected a positive number"),
+        *((([], fps), f"a clip has {fps} frames a second") for fps in (0, -1.0, float("nan"), float("inf"))),
         ((3, 2), "found int as a clip's frames, expected images"),
         (("clip.mp4", 2), "found str as a clip's frames, expected images"),
     ],

@@ -1,4 +1,4 @@
-"""Pictures with more pixels than a Qwen bundle takes: users learn the size at which the model sees them."""
+"""Pictures with more pixels than a Qwen bundle takes, and clips with more frames: users learn what the model sees."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
-from sinkprune import Pipeline, ScaledDownWarning
+from sinkprune import Clip, FewerFramesWarning, PictureWarning, Pipeline, ScaledDownWarning
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.runtime.families import Family, load_family
-from sinkprune.runtime.steps.picture_warnings import is_scaled_down
+from sinkprune.runtime.steps.picture_warnings import fewer_frames, limit_notes, scaled_down
+from support.models.video_files import write_video
 from support.programs.commands import run
 
 Bundles = Callable[..., Path]
@@ -32,6 +33,7 @@ def family(root: Path) -> Family:
 
 
 @given(width=st.integers(1, 2000), height=st.integers(1, 2000))
+@example(width=14, height=415)
 def test_a_picture_is_reported_if_the_limit_shrinks_it(width: int, height: int, family: Family) -> None:
     if max(width, height) > 200 * min(width, height):
         return
@@ -42,9 +44,9 @@ def test_a_picture_is_reported_if_the_limit_shrinks_it(width: int, height: int, 
     side = tower.patch_size * tower.merge_size
     assert layout.tokens == seen_width * seen_height // side**2
     most = family._processor._settings["max_pixels"]  # type: ignore[attr-defined]
-    limited = max(round(width / side), 0) * round(height / side) * side**2 > most
+    limited = max(round(width / side), 1) * max(round(height / side), 1) * side**2 > most
     shrunk = seen_width * seen_height < 0.81 * width * height
-    if is_scaled_down(layout):
+    if scaled_down(layout):
         assert limited and shrunk
     elif limited and shrunk:
         # As small a change as that of rounding
@@ -53,7 +55,7 @@ def test_a_picture_is_reported_if_the_limit_shrinks_it(width: int, height: int, 
 
 def test_other_families_have_no_size_of_their_own(bundle: Bundles) -> None:
     layout = load_family(read_bundle(bundle("gqa-112")).manifest, None).layout(Image.new("L", (900, 900)))
-    assert layout.seen_size is None and not is_scaled_down(layout)
+    assert layout.seen_size is None and not limit_notes(layout)
 
 
 def test_commands_name_the_size_once_and_report_it(root: Path, photo: Image.Image, tmp_path: Path) -> None:
@@ -82,3 +84,43 @@ def test_python_warns_once_for_each_size(root: Path, photo: Image.Image) -> None
             pipeline.generate(photo.resize(size), "What?", max_new_tokens=1)
     sizes = [str(warning.message).split(" picture")[0] for warning in caught]
     assert sizes == ["the model sees the 1600x1200", "the model sees the 1200x1600"]
+
+
+def test_long_and_large_clips_are_reported(bundle: Bundles, photo: Image.Image, tmp_path: Path) -> None:
+    pictures = [photo.resize((1600, 1200)).rotate(turn) for turn in range(24)]
+    root, video = bundle("qwen-tied", max_frames=4), write_video(tmp_path / "clip.mp4", pictures, fps=2)
+    outcome = run("sinkprune-run", root, "--video", video, "--prompt", "What?", "--max-new-tokens", 1, "--json")
+    assert outcome.code == 0, outcome.stderr
+    report = json.loads(outcome.stdout)
+    ((width, height),) = report["seen_size"]
+    assert report["seen_frames"] == [4]
+    size = (
+        f"the model sees the 1600x1200 frames at {width}x{height} pixels, the bundle's limit. For small things "
+        "export it with a larger --max-pixels or fewer --max-frames (docs/pictures.md)."
+    )
+    frames = (
+        "the model sees 4 frames of the clip in place of 24, the bundle's limit. For short events export it with a "
+        "larger --max-frames (docs/pictures.md)."
+    )
+    assert outcome.stderr == f"{video}: {size}\n{video}: {frames}\n"
+    pipeline = Pipeline.load(root)
+    with pytest.warns(PictureWarning) as caught:
+        for count in (24, 24, 4):
+            answer = pipeline.generate(Clip(pictures[:count], fps=2), "What?", max_new_tokens=1)
+            assert answer.images[0].layout.frames == 4
+    assert [(warning.category, str(warning.message)) for warning in caught] == [
+        (ScaledDownWarning, size),
+        (FewerFramesWarning, frames),
+    ]
+
+
+@given(count=st.integers(1, 400), fps=st.floats(0.5, 60))
+def test_a_clip_is_reported_if_the_limit_drops_a_tenth_of_its_frames(count: int, fps: float, clips: Family) -> None:
+    taken = clips.shown(Clip([Image.new("RGB", (56, 56))] * count, fps=fps))
+    wanted = min(count, int(count / fps * 2))
+    assert bool(fewer_frames(clips.layout(taken))) == (len(taken.frames) < 0.9 * wanted)
+
+
+@pytest.fixture(scope="module")
+def clips(bundle: Bundles) -> Family:
+    return load_family(read_bundle(bundle("qwen-tied", max_frames=4)).manifest, None)

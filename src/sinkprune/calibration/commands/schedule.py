@@ -59,7 +59,7 @@ The command adds the budget to the bundle in place. It writes kilobytes, and no 
 changes: build engines again, and sign a signed bundle again with --sign. Run the command on the machine that will
 answer, when no other program runs.
 """
-_TARGET_MS = RealNumber("--target-ms", 1e-3, 86_400_000, "milliseconds, more than 0 and at most 86400000 (a day)")
+_TARGET_MS = RealNumber("--target-ms", 1, 86_400_000, "milliseconds, from 1 to 86400000 (a day)")
 _BUDGET_TOKENS = RealNumber("--budget-tokens", 1, 1 << 20, "a mean number of visual tokens a layer, 1 or more")
 _SECONDS = RealNumber("--seconds", 0, 86_400, "seconds, from 0 to 86400")
 _LIMIT = WholeNumber("--limit", 1, 10**6)

@@ -16,13 +16,13 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.media.images import frame_count, had_16_bits
-from sinkprune.runtime.steps.picture_warnings import divided, first_of, is_scaled_down, scaled_down, seen_part
+from sinkprune.runtime.steps.picture_warnings import divided, first_of, limit_notes, seen_part
 from sinkprune.runtime.steps.pictures import layout_of
 
 
 def note_pictures(family: Family, manifest: Manifest, files: Sequence[Path], pictures: Sequence[Picture]) -> None:
-    """Print notes on images: the first of 16 bits, the first of each size that is cropped or scaled down, and each
-    file with several frames.
+    """Print notes: on the first image of 16 bits, on each image file with several frames, and on the first picture
+    of each size that is cropped, scaled down, or a clip shown with fewer frames.
 
     `pictures` are those read from `files`, in the same order. Raises `ImageError` for what the family rejects.
     """
@@ -34,15 +34,15 @@ def note_pictures(family: Family, manifest: Manifest, files: Sequence[Path], pic
     for file, frames in {file: frame_count(image) for file, image in images}.items():
         if frames > 1:
             _note(file, first_of(frames))
-    first: dict[tuple[int, int], tuple[Path, Image.Image]] = {}
-    for file, image in images:
-        first.setdefault(image.size, (file, image))
-    for file, image in first.values():
-        layout = layout_of(file, image, family, manifest)
+    first: dict[tuple[float, ...], tuple[Path, Picture]] = {}
+    for file, picture in zip(files, pictures, strict=True):
+        first.setdefault(picture.size, (file, picture))
+    for file, picture in first.values():
+        layout = layout_of(file, picture, family, manifest)
         if layout.seen_share < 1:
             _note_part(file, layout)
-        if is_scaled_down(layout):
-            _note(file, scaled_down(layout))
+        for text in limit_notes(layout):
+            _note(file, text)
 
 
 def note_frames(frames: Mapping[Path, int]) -> None:
@@ -83,8 +83,8 @@ def note_many_pictures(
         if layout.seen_share < 1:
             _note_part(Path(name), layout)
             return
-        if is_scaled_down(layout):
-            _note(Path(name), scaled_down(layout))
+        if notes := limit_notes(layout):
+            _note(Path(name), notes[0])
             return
 
 

@@ -307,6 +307,7 @@ def _summary(pipeline: Pipeline, answer: Answer, memory: MemoryCheck) -> dict[st
         "visual_tokens": answer.visual_tokens,
         "seen_share": [kept.layout.seen_share for kept in answer.images],
         "seen_size": [kept.layout.seen_size for kept in answer.images],
+        "seen_frames": [kept.layout.frames for kept in answer.images],
         "kept_after_sanitizer": answer.tokens_per_layer[0],
         "tokens_per_layer": answer.tokens_per_layer,
         "kv_bytes": answer.kv_bytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -54,8 +55,10 @@ class Qwen25VL:
     def layout(self, picture: Picture) -> VisualLayout:
         """Return a group for each temporal patch; raises `ImageError` for a shape that the model cannot take."""
         grid = self._processor.grid(picture.size)
-        times = self._times(grid.t, picture.size.fps) if isinstance(picture, SampledFrames) else np.arange(grid.t)
-        return self._layout(grid, self._windows(grid), (picture.size[0], picture.size[1]), times)
+        clip = picture if isinstance(picture, SampledFrames) else None
+        times = self._times(grid.t, clip.size.fps) if clip else np.arange(grid.t)
+        layout = self._layout(grid, self._windows(grid), (picture.size[0], picture.size[1]), times)
+        return replace(layout, frames=clip.size.frames, frames_at_rate=clip.at_rate) if clip else layout
 
     def inputs(self, picture: Picture) -> dict[str, Array]:
         """Return pixel patches, and index and rotary tables of their grid; raises `ImageError`."""

@@ -63,9 +63,11 @@ class Clip:
             )
         # A whole number of Python may be larger than any float.
         too_large = isinstance(self.fps, int) and self.fps > sys.float_info.max
-        if not isinstance(self.fps, Real) or isinstance(self.fps, bool) or too_large:
+        is_number = isinstance(self.fps, Real) and not isinstance(self.fps, bool) and not too_large
+        if not (is_number and math.isfinite(self.fps) and self.fps > 0):
             raise VideoError(
-                f"a clip has {format_value(self.fps)} frames a second, expected a number, as in Clip(frames, fps=10)."
+                f"a clip has {format_value(self.fps)} frames a second, expected a positive number, as in "
+                "Clip(frames, fps=10)."
             )
         object.__setattr__(self, "frames", [*self.frames])
 
@@ -87,6 +89,8 @@ class SampledFrames:
     size: ClipSize
     seconds: tuple[float, ...] = ()
     """The time of each of them after the video's first frame."""
+    at_rate: int = 1
+    """How many frames the model's rate takes of the video, without the bundle's limit."""
 
 
 Picture = Image.Image | SampledFrames
@@ -155,4 +159,5 @@ def sample_frames(
         raise VideoError(f"the frames have different sizes, {sorted(sizes)}; expected one. Scale them to one size.")
     (width, height), fps = frames[0].size, len(indices) / video.count * video.fps
     seconds = tuple(index / video.fps for index in indices)
-    return SampledFrames(frames, ClipSize(width, height, len(indices), fps), seconds)
+    at_rate = min(video.count, int(video.count / video.fps * settings["fps"]))
+    return SampledFrames(frames, ClipSize(width, height, len(indices), fps), seconds, at_rate)

@@ -105,7 +105,9 @@ def read_image_bytes(data: bytes) -> Image.Image:
 def to_rgb(image: Image.Image | Array) -> Image.Image:
     """Return a Pillow image or a [height,width,3] uint8 array as an RGB image; raises `ImageError`."""
     if isinstance(image, np.ndarray):
-        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
+        if image.dtype == np.uint8 and image.ndim == 3 and 0 in image.shape[:2]:
+            raise ImageError(f"found an array {image.dtype}{list(image.shape)}, which has no pixels. Give a picture.")
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
             raise ImageError(
                 f"found an array {image.dtype}{list(image.shape)}, expected uint8 [height,width,3]. Transpose one "
                 "of [3,height,width], scale floats to 0 to 255, and give grey or RGBA as a Pillow image, with "

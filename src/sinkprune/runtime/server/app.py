@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.errors import SinkpruneError
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.server.api_error import ApiError
@@ -177,7 +178,8 @@ class _Server:
     async def _read(self, http: Request) -> ChatRequest:
         """Return the request in the body. Few bodies are in memory, and fewer pictures are decoded, at once."""
         if self._bodies >= self._settings.max_queue:
-            raise ApiError(429, f"{self._bodies} requests are being read. Try again later.", retry_after=RETRY_S)
+            bodies = counted(self._bodies, "other request")
+            raise ApiError(429, f"the server is reading {bodies}. Try again later.", retry_after=RETRY_S)
         self._bodies += 1
         try:
             body = await asyncio.wait_for(self._body(http), self._settings.max_body_seconds)

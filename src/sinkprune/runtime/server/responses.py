@@ -16,6 +16,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.server.tools import message_fields, part_delta
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.observer import Observer
+from sinkprune.runtime.steps.picture_warnings import limit_notes
 from sinkprune.runtime.text.tool_answer import ToolAnswerReader
 from sinkprune.runtime.token_map import token_map
 
@@ -53,7 +54,7 @@ class Completion:
     kept_tokens: bool = False
     """Whether `sinkprune` has what became of each visual token."""
     notes: Sequence[str] = ()
-    """Sentences about the pictures of the request."""
+    """Sentences about the pictures of the request, without those about the bundle's limits."""
     reader: ToolAnswerReader | None = None
     """Takes the answer apart if it may call tools."""
     read_ms: float = 0.0
@@ -109,7 +110,9 @@ class Completion:
             "finish": answer.finish,
             "visual_tokens": answer.visual_tokens,
             "seen_share": [kept.layout.seen_share for kept in answer.images],
-            "notes": [*self.notes],
+            "seen_size": [kept.layout.seen_size for kept in answer.images],
+            "seen_frames": [kept.layout.frames for kept in answer.images],
+            "notes": [*self.notes, *(note for kept in answer.images for note in limit_notes(kept.layout))],
             "tokens_per_layer": answer.tokens_per_layer,
             "ms": answer.ms,
             "read_ms": self.read_ms,

@@ -1,4 +1,4 @@
-"""Warnings about pictures that the model does not see as they are: cropped, of several frames, or of 16 bits."""
+"""Warnings about pictures that the model does not see as they are: cropped, smaller, of fewer frames or bits."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.contract.checks.user_warnings import warn_user
-from sinkprune.contract.errors import DividedPictureWarning, FirstFrameWarning, PartlySeenWarning, ScaledDownWarning
+from sinkprune.contract.errors import (
+    DividedPictureWarning,
+    FewerFramesWarning,
+    FirstFrameWarning,
+    PartlySeenWarning,
+    ScaledDownWarning,
+)
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.media.images import frame_count, had_16_bits
 
 _CLEARLY_SMALLER = 0.9
-"""The scale of each side below which a picture is worth a warning."""
+"""The scale of each side, and the share of a clip's frames, below which it is worth a warning."""
 _ROUNDED = 0.02
 """How far the sides of a seen square may differ in the picture, because resizing rounds to whole pixels."""
 
@@ -32,8 +38,10 @@ class PictureWarnings:
             if layout.seen_share < 1:
                 text = f"{seen_part(layout)}. Pipeline.load(..., fit='pad') shows it all (docs/pictures.md)."
                 self._warn(PartlySeenWarning, layout.size, text)
-            if isinstance(picture, Image.Image) and is_scaled_down(layout):
-                self._warn(ScaledDownWarning, layout.size, scaled_down(layout))
+            if text := scaled_down(layout):
+                self._warn(ScaledDownWarning, layout.size, text)
+            if text := fewer_frames(layout):
+                self._warn(FewerFramesWarning, (*layout.size, layout.frames_at_rate), text)
             if isinstance(picture, Image.Image) and had_16_bits(picture):
                 self._warn(DividedPictureWarning, layout.size, f"the picture: {divided(picture)}")
             if isinstance(picture, Image.Image) and (frames := frame_count(picture)) > 1:
@@ -58,23 +66,38 @@ def seen_part(layout: VisualLayout) -> str:
     return f"the model sees {percent(layout.seen_share)} of the picture (the middle {middle})"
 
 
-def is_scaled_down(layout: VisualLayout) -> bool:
-    """Return whether the model sees a picture clearly smaller than it is, because of the bundle's limit."""
+def limit_notes(layout: VisualLayout) -> list[str]:
+    """Return sentences about what the bundle's limits take of a picture or a clip."""
+    return [text for text in (scaled_down(layout), fewer_frames(layout)) if text]
+
+
+def scaled_down(layout: VisualLayout) -> str:
+    """Return sentences about a picture that the model sees clearly smaller than it is; else ""."""
     if layout.seen_size is None:
-        return False
+        return ""
+    (width, height), (seen_width, seen_height) = layout.size, layout.seen_size
     area = math.prod(layout.seen_size)
     # Pictures within the limit are rounded to whole tokens.
     rounded = math.sqrt(area / layout.tokens) / 2
     smaller = any(side - seen > rounded for side, seen in zip(layout.size, layout.seen_size, strict=True))
-    return smaller and area < _CLEARLY_SMALLER**2 * math.prod(layout.size)
-
-
-def scaled_down(layout: VisualLayout) -> str:
-    """Return sentences about a picture of which `is_scaled_down` is true."""
-    (width, height), (seen_width, seen_height) = layout.size, layout.seen_size or layout.size
+    if not smaller or area >= _CLEARLY_SMALLER**2 * math.prod(layout.size):
+        return ""
+    what, options = "picture", "a larger --max-pixels"
+    if layout.frames > 1:
+        what, options = "frames", "a larger --max-pixels or fewer --max-frames"
     return (
-        f"the model sees the {width}x{height} picture at {seen_width}x{seen_height} pixels, the bundle's limit. For "
-        "small things export it with a larger --max-pixels (docs/pictures.md)."
+        f"the model sees the {width}x{height} {what} at {seen_width}x{seen_height} pixels, the bundle's limit. For "
+        f"small things export it with {options} (docs/pictures.md)."
+    )
+
+
+def fewer_frames(layout: VisualLayout) -> str:
+    """Return sentences about a clip of which the model sees clearly fewer frames than by its own rate; else ""."""
+    if layout.frames >= _CLEARLY_SMALLER * layout.frames_at_rate:
+        return ""
+    return (
+        f"the model sees {layout.frames} frames of the clip in place of {layout.frames_at_rate}, the bundle's limit. "
+        "For short events export it with a larger --max-frames (docs/pictures.md)."
     )
 
 

@@ -90,7 +90,7 @@ def checked_regex(given: object, name: str = "regex") -> str | None:
         raise UsageError(f"{name} has {size} bytes, expected at most {REGEX_BYTES}. Shorten it.")
     if problem := _problem(regex_grammar(given)):
         raise UsageError(
-            f"{name} is not supported: {problem}. Write it without look-around, back-references and \\b."
+            f"{name} cannot be used: {problem}. Correct it; look-around, back-references and \\b are not supported."
         )
     return given
 
