@@ -44,7 +44,10 @@ def test_a_picture_is_reported_if_the_limit_shrinks_it(width: int, height: int, 
     side = tower.patch_size * tower.merge_size
     assert layout.tokens == seen_width * seen_height // side**2
     most = family._processor._settings["max_pixels"]  # type: ignore[attr-defined]
-    limited = max(round(width / side), 1) * max(round(height / side), 1) * side**2 > most
+    if not round(width / side) or not round(height / side):
+        # Narrower than half a token: transformers resizes such a picture by the least number of pixels.
+        return
+    limited = round(width / side) * round(height / side) * side**2 > most
     shrunk = seen_width * seen_height < 0.81 * width * height
     if scaled_down(layout):
         assert limited and shrunk
