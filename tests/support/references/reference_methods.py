@@ -201,8 +201,8 @@ def scope(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
     tolerance = 0.0
     while len(index) < k:
         covered = similarity[index].max(axis=0, initial=0.0)
-        products = [scaled[i] * sum(np.maximum(similarity[i] - covered, 0)) for i in range(len(tokens))]
-        tolerance = tolerance or 2.0**-16 * max(map(abs, products))
+        products = scaled * np.maximum(similarity - covered, 0).sum(axis=1)
+        tolerance = tolerance or 2.0**-16 * np.abs(products).max()
         free = [i for i in range(len(tokens)) if i not in index]
         best = max(products[i] for i in free)
         index.append(next(i for i in free if products[i] >= best - tolerance))
@@ -218,7 +218,7 @@ def vispruner(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
     kept, rest, wanted = order[: k // 2], order[k // 2 :], k - k // 2
     while len(rest) > wanted:
         first, second = rest[::2], rest[1::2]
-        nearest = {i: max((similarity[i, j] for j in second), default=-np.inf) for i in first}
+        nearest = {i: similarity[i, second].max(initial=-np.inf) for i in first}
         dropped = sorted(first, key=lambda i: -nearest[i])[: min(8, len(rest) - wanted)]
         rest = [i for i in rest if i not in dropped]
     index = sorted(kept + rest)
