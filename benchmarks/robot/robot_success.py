@@ -5,7 +5,7 @@
 
 Every method and budget sees the same tables and the same noise, so differences from the first method are paired by
 episode. The robot runs four actions of a chunk, then looks again. An episode fails if the gripper closes on another
-object, or on none within 40 steps.
+object, or on none within 40 steps. Ctrl-C keeps the episodes that every method and budget has run.
 """
 
 from __future__ import annotations
@@ -14,22 +14,43 @@ import argparse
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sinkprune import Policy
 from sinkprune.calibration.evaluation.intervals import PictureBootstrap, wilson
+from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import write_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.demo.robot_table import RobotTable
+from sinkprune.runtime.commands.interrupts import beside_earlier
 from sinkprune.runtime.system.processor import processor_name
 
 FIRST = "sinkpruner"
 """The method that the others are compared with, at the same budget."""
 RUN = 4
 """Actions of each chunk that the robot runs before it looks again."""
+Plan = tuple[str, str]
+"""A method and a budget."""
+
+
+class Episode(NamedTuple):
+    """What the robot did in one episode."""
+
+    picked: bool
+    """Whether it picked the named object."""
+    chunk_ms: list[float]
+    """The time of each chunk."""
+
+
+@dataclass(frozen=True)
+class _Options:
+    bundle: Path
+    episodes: int
+    threads: int
+    json: Path | None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,54 +64,62 @@ def _measure(arguments: Sequence[str] | None) -> None:
     parser.add_argument("--episodes", type=int, default=500)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args(arguments)
+    options = _Options(**vars(parser.parse_args(arguments)))
     policy = Policy.load(options.bundle, threads=options.threads)
     plans = [(FIRST, "none")]
     plans += [(method, budget) for method, own in policy.bundle.manifest.plans.items() for budget in own]
-    chunks: dict[tuple[str, str], list[float]] = {plan: [] for plan in plans}
-    picked: dict[tuple[str, str], list[bool]] = {plan: [] for plan in plans}
-    with ProgressLines("acting", options.episodes * len(plans), "episodes") as lines:
-        for number in range(options.episodes):
-            # Methods take turns, so that times are of the same minutes.
-            for plan in plans:
-                picked[plan].append(run_episode(policy, number, *plan, chunks[plan]))
-                lines.update(advance=1)
-    rows = [_row(*plan, picked, chunks[plan]) for plan in plans]
-    print_table(rows, options.episodes)
+    episodes, interrupted, earlier = list[dict[Plan, Episode]](), "", ""
+    try:
+        with ProgressLines("acting", options.episodes * len(plans), "episodes") as lines:
+            for number in range(options.episodes):
+                own = dict[Plan, Episode]()
+                # Methods take turns, so that times are of the same minutes.
+                for plan in plans:
+                    own[plan] = run_episode(policy, number, *plan)
+                    lines.update(advance=1)
+                episodes.append(own)
+    except KeyboardInterrupt as interrupt:
+        if not episodes:
+            raise KeyboardInterrupt("no whole episode was measured, so nothing was kept.") from interrupt
+        interrupted = f"the table counts the first {len(episodes)} of {counted(options.episodes, 'episode')}."
+        options, earlier = beside_earlier(options, "json")
+    rows = [_row(*plan, episodes) for plan in plans]
+    print_table(rows, len(episodes))
     where = {"machine": processor_name(), "versions": dict(policy.backend.versions), "threads": options.threads}
-    write_json(options.json, {**where, "episodes": options.episodes, "rows": rows})
+    counts = {"episodes": len(episodes), "interrupted": interrupted or None}
+    write_json(options.json, {**where, **counts, "rows": rows})
+    if interrupted:
+        raise KeyboardInterrupt(interrupted + earlier)
 
 
-def run_episode(policy: Policy, number: int, method: str, budget: str, ms: list[float]) -> bool:
-    """Return whether the robot picks the named object in episode `number`; adds the time of each chunk to `ms`."""
-    table, chunk = RobotTable(f"test {number}"), 0
+def run_episode(policy: Policy, number: int, method: str, budget: str) -> Episode:
+    """Return what the robot does in episode `number`, pruned by `method` at `budget`."""
+    table, chunk_ms = RobotTable(f"test {number}"), list[float]()
     while not table.done:
-        seed = 1000 * number + chunk
+        seed = 1000 * number + len(chunk_ms)
         report = policy.act(
             table.cameras(), table.instruction, table.state(), method=method, budget=budget, seed=seed
         )
-        ms.append(report.ms["latency"])
+        chunk_ms.append(report.ms["latency"])
         for action in report.actions[:RUN]:
             if not table.done:
                 table.step(action)
-        chunk += 1
-    return table.succeeded
+    return Episode(table.succeeded, chunk_ms)
 
 
-def _row(
-    method: str, budget: str, picked: Mapping[tuple[str, str], Sequence[bool]], ms: Sequence[float]
-) -> dict[str, Any]:
-    """Return the figures of one row. `picked` has the episodes of all rows."""
-    own, first = picked[method, budget], picked.get((FIRST, budget))
+def _row(method: str, budget: str, episodes: Sequence[Mapping[Plan, Episode]]) -> dict[str, Any]:
+    """Return the figures of one row. Each of `episodes` has the results of all rows."""
+    own, first = [each[method, budget] for each in episodes], (FIRST, budget)
     versus = None
-    if first is not None and method != FIRST:
-        difference = [int(mine) - int(its) for mine, its in zip(own, first, strict=True)]
+    if first in episodes[0] and method != FIRST:
+        difference = [int(its.picked) - int(each[first].picked) for its, each in zip(own, episodes, strict=True)]
         versus = asdict(PictureBootstrap([str(number) for number in range(len(own))])(difference))
+    right, ms = sum(its.picked for its in own), [time for its in own for time in its.chunk_ms]
     return {
         "method": method,
         "budget": budget,
-        "success": sum(own) / len(own),
-        "ci95": wilson(sum(own), len(own)),
+        "success": right / len(own),
+        "ci95": wilson(right, len(own)),
         "versus_first": versus,
         "chunk_ms": statistics.median(ms),
         "chunks_an_episode": len(ms) / len(own),
@@ -100,7 +129,7 @@ def _row(
 def print_table(rows: Sequence[dict[str, Any]], episodes: int) -> None:
     """Print the rows as Markdown."""
     sys.stdout.write(
-        f"{episodes} episodes\n\n| method | budget | success %, 95 % interval | points more than {FIRST} "
+        f"{counted(episodes, 'episode')}\n\n| method | budget | success %, 95 % interval | points more than {FIRST} "
         "| a chunk ms | chunks an episode |\n| --- | --- | --- | --- | --- | --- |\n"
     )
     for row in rows:
