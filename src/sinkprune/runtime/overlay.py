@@ -166,7 +166,7 @@ def _with_legend(picture: Image.Image, classes: Sequence[TokenClass]) -> Image.I
         for column in (classes[:half], classes[half:])
     )
     lines = half if left + right <= picture.width else len(classes)
-    width = max(picture.width, 420)
+    width = max(picture.width, left, right)
     sheet = Image.new("RGB", (width, picture.height + lines * line + 2 * margin), (250, 250, 250))
     sheet.paste(picture, (0, 0))
     draw = ImageDraw.Draw(sheet)
