@@ -20,6 +20,8 @@ import numpy as np
 from PIL import Image
 
 from sinkprune import Pipeline, WatchSettings
+from sinkprune.calibration.evaluation.sample_size import accuracy_warnings, mean_warnings
+from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
 from sinkprune.contract.command_line.progress_lines import status
@@ -80,7 +82,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     parser.add_argument("--backend")
     parser.add_argument("--budget", default="retain-64")
     parser.add_argument("--capacity", type=int, default=256)
-    parser.add_argument("--scenes", type=int, default=40)
+    parser.add_argument("--scenes", type=WholeNumber("--scenes", 1, 10**6), default=40)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     check_outputs(json_outputs(options.json), [])
@@ -93,6 +95,8 @@ def _run(arguments: Sequence[str] | None) -> None:
             f"{name:24} {figures['right']:7.1%} of {figures['questions']} right, "
             f"TTFT {figures['ttft_ms']:6.1f} ms, {figures['rows']} rows in the last\n"
         )
+    questions = int(found["alone"]["questions"])
+    sys.stdout.writelines(f"{line}\n" for line in (*accuracy_warnings(questions), *mean_warnings(options.scenes)))
     write_json(options.json, found)
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from PIL import Image
 
 from sinkprune import Answer, Pipeline
+from sinkprune.calibration.evaluation.sample_size import accuracy_warnings, mean_warnings
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.command_line.command import run_command
@@ -146,6 +147,10 @@ def _run(arguments: Sequence[str] | None) -> None:
             sys.stdout.flush()
         if interrupted:
             break
+    asked = questions[: min((int(figures["questions"]) for figures in found.values()), default=0)]
+    if asked:
+        pictures = {id(picture) for picture, _ in asked}
+        sys.stdout.writelines(f"{line}\n" for line in (*accuracy_warnings(len(asked)), *mean_warnings(len(pictures))))
     if interrupted:
         # Part of the questions must not replace a whole report.
         raise KeyboardInterrupt(interrupted)

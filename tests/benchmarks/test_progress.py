@@ -43,8 +43,10 @@ def test_long_benchmarks_have_lines(capsys: pytest.CaptureFixture[str], monkeypa
     monkeypatch.setattr(follow_ups, "_last", lambda _: {1})
     asking = "asking with retain-64"
     for main, said in ((kept_heights.main, asking), (watching.main, "asking"), (follow_ups.main, asking)):
-        code, (_, lines) = main([str(Path("bundle"))]), capsys.readouterr()
+        code, (printed, lines) = main([str(Path("bundle"))]), capsys.readouterr()
         assert code == 0, lines
+        if main != kept_heights.main:
+            assert "Small sample: 4 questions. " in printed
         assert re.search(rf"^{said}: [1-4] of 4 questions in ", lines, re.MULTILINE), lines
 
 
@@ -71,7 +73,10 @@ def test_interrupted_follow_ups_keep_the_answers_so_far(
     assert [line.split(":")[0] for line in printed.splitlines()] == [
         "retain-64    4 questions",
         "retain-32    2 questions",
+        "Small sample",
+        "Small sample",
     ]
+    assert "Small sample: 2 questions. " in printed and "Small sample: 1 picture. " in printed
     # A whole report of an earlier run would stay.
     assert not report.exists()
     assert lines.splitlines()[-1].endswith("retain-32 was asked 2 of 4 questions.")
