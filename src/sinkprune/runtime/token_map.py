@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.steps.answer import Kept
@@ -147,7 +148,7 @@ def _pruned(fates: TokenFates, method: str) -> list[TokenClass]:
     sink, salience, diversity = map(np.flatnonzero, (fates.sink, fates.salience, fates.diversity))
     classes = []
     if len(sink):
-        text = f"sink members: {len(sink)} high-norm tokens dropped{of_sink}"
+        text = f"sink members: {counted(len(sink), 'high-norm token')} dropped{of_sink}"
         classes.append(TokenClass("sink", text, _SINK, sink, fill=_TINT, outlined=True))
     if len(salience):
         why = "given to the LLM, no sanitizer" if fates.kept.all() else "kept for salience"
