@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sinkprune.calibration.scheduling.propose import BudgetTarget, _unreachable
+from sinkprune.calibration.scheduling.propose import BudgetTarget, unreachable
 from sinkprune.calibration.scheduling.report import Candidate
 from sinkprune.calibration.scheduling.report_text import _described
 from sinkprune.contract.bundle import read_bundle
@@ -31,6 +31,7 @@ def test_one_layer_is_no_layers(rows: tuple[int, ...], layers: tuple[int, ...], 
 def test_where_pruning_gains_little_the_error_is_a_whole_sentence(
     name: str, pictures: str, bundle: Callable[..., Path]
 ) -> None:
-    error = _unreachable(BudgetTarget(10.0, None), read_bundle(bundle(name)).manifest, "ms", 100.0, 105.0)
+    manifest = read_bundle(bundle(name)).manifest
+    error = unreachable(BudgetTarget(10.0, None), manifest, "ms", 100.0, 105.0, None, "")
     said = f"Run the model unpruned, {pictures}or export it with weights in int8 or int4."
     assert str(error).endswith(f"Pruning gains too little here. {said}")

@@ -252,7 +252,7 @@ def test_what_is_wrong_is_one_sentence(changes: dict[str, Any], status: int, sai
         ("guided_choice", ["yes"], "guided_choice has 1 text"),
         ("guided_choice", [], "guided_choice is [], expected"),
         ("guided_choice", "yes", 'guided_choice is "yes", expected'),
-        ("guided_regex", "(", "guided_regex is not supported"),
+        ("guided_regex", "(", "guided_regex cannot be used: unclosed group"),
         ("guided_regex", 3, "guided_regex is 3, expected"),
         ("guided_json", {"type": "nothing"}, "guided_json is not supported"),
         ("guided_json", "x", 'guided_json is "x", expected a JSON schema'),

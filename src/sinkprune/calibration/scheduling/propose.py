@@ -34,6 +34,7 @@ from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.costs.model import LOADED, Costs
 from sinkprune.contract.errors import BudgetError
+from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.reports.progress import OnProgress, unreported
 from sinkprune.runtime.pipeline import Pipeline
 
@@ -249,19 +250,8 @@ class Proposer:
         self, target: BudgetTarget, unit: str, least: float, unpruned: float, note: str = ""
     ) -> BudgetError:
         """Return the error for a target that no budget meets, the `least` of any and a `note`; sets `nearest`."""
-        # Other models have as many tokens of every picture.
-        smaller = "smaller pictures, " if self._trials.bundle.manifest.any_resolution else ""
-        nearest = nearest_target(least)
-        if unpruned > nearest:
-            self.nearest = nearest
-            advice = f"The nearest that one may meet is {target.option} {nearest}. Give that, {smaller}or"
-        else:
-            pictures = "give smaller pictures, " if smaller else ""
-            advice = f"Pruning gains too little here. Run the model unpruned, {pictures}or export it with"
-        return BudgetError(
-            f"no budget takes as little as {target.wanted:g} {unit} here: the least is {least:.1f}, unpruned it is "
-            f"{unpruned:.0f}. {advice} weights in int8 or int4.{note}"
-        )
+        self.nearest = nearest_target(least) if unpruned > nearest_target(least) else None
+        return unreachable(target, self._trials.bundle.manifest, unit, least, unpruned, self.nearest, note)
 
     def _build(self, plan: FoundPlan) -> Combination:
         """Add a plan to the trials, and return its name there."""
@@ -314,6 +304,23 @@ def _accuracies(
         name = UNPRUNED if reply.combination == BASELINE else reply.combination.budget
         right.setdefault(name, []).append(reply.right)
     return {name: sum(each) / len(each) for name, each in right.items()}
+
+
+def unreachable(
+    target: BudgetTarget, manifest: Manifest, unit: str, least: float, unpruned: float, nearest: int | None, note: str
+) -> BudgetError:
+    """Return the error for a target that no budget meets: the `least` of any, and the `nearest` target, if any."""
+    # Other models have as many tokens of every picture.
+    smaller = "smaller pictures, " if manifest.any_resolution else ""
+    if nearest is not None:
+        advice = f"The nearest that one may meet is {target.option} {nearest}. Give that, {smaller}or"
+    else:
+        pictures = "give smaller pictures, " if smaller else ""
+        advice = f"Pruning gains too little here. Run the model unpruned, {pictures}or export it with"
+    return BudgetError(
+        f"no budget takes as little as {target.wanted:g} {unit} here: the least is {least:.1f}, unpruned it is "
+        f"{unpruned:.0f}. {advice} weights in int8 or int4.{note}"
+    )
 
 
 def _busy(costs: Costs) -> str:
