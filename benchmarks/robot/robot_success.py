@@ -141,8 +141,8 @@ def print_table(rows: Sequence[dict[str, Any]], episodes: int) -> None:
 
 
 def _points(versus: Mapping[str, Any]) -> str:
-    """Return a difference in points with its interval; one episode has none."""
-    if versus["ci95"] is None:
+    """Return a difference in points with its interval, which no single episode and no episodes all alike have."""
+    if versus["ci95"] is None or versus["ci95"][0] == versus["ci95"][1]:
         return f"{100 * versus['mean']:.1f}"
     low, high = (100 * end for end in versus["ci95"])
     return f"{100 * versus['mean']:.1f} ({low:.1f} to {high:.1f})"

@@ -153,7 +153,7 @@ def _run(arguments: Sequence[str] | None) -> None:
         sys.stdout.writelines(f"{line}\n" for line in (*accuracy_warnings(len(asked)), *mean_warnings(len(pictures))))
     if interrupted:
         # Part of the questions must not replace a whole report.
-        raise KeyboardInterrupt(interrupted)
+        raise KeyboardInterrupt(interrupted + (" No JSON was written." if options.json else ""))
     write_json(options.json, found)
 
 

@@ -125,7 +125,7 @@ def test_a_refused_option_is_one_sentence(source: Callable[..., Path], tmp_path:
 def test_a_limit_below_the_shortest_prompt_is_refused(source: Callable[..., Path], tmp_path: Path) -> None:
     command = ("sinkprune-build", source(), "-o", tmp_path / "engines", "--target", "onnxruntime", "--max-prompt")
     refused = run(*command, 2)
-    assert_refused(refused, "--max-prompt is 2, and the shortest prompt has ")
+    assert_refused(refused, "--max-prompt is 2, and the shortest instruction has ")
     (least,) = re.findall(r"Give (\d+) or more\.", refused.stderr)
     assert run(*command, least).code == 0
     policy = Policy.load(tmp_path / "engines")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
+from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.system.memory_need import gigabytes
 from sinkprune.jetson.fit import BudgetFit, FormFit, ModelFit
 from sinkprune.jetson.recommendation import Recommendation
@@ -76,8 +77,13 @@ def overview(models: Sequence[ModelFit], recommended: Sequence[Recommendation]) 
 
 def legend(report: DoctorReport) -> Iterator[str]:
     """Yield what the columns of the tables mean, and how the ranges were derived."""
-    model = report.models[0]
-    yield f"GB: memory for one picture, a prompt of {model.prompt_tokens} tokens and {model.new_tokens} new tokens."
+    model, requests = report.models[0], dict[tuple[int, int], list[str]]()
+    for each in report.models:
+        requests.setdefault((each.prompt_tokens, each.new_tokens), []).append(each.name)
+    for (prompt, new), names in requests.items():
+        of = f" of {', '.join(names)}" if len(requests) > 1 else ""
+        words = f"a prompt of {counted(prompt, 'token')} and {counted(new, 'new token')}"
+        yield f"GB{of}: memory for one picture, {words}."
     if report.usable_bytes:
         yield f"!: more than the {gigabytes(report.usable_bytes)} of memory that programs can take."
     built = any(form.build for form in model.forms)

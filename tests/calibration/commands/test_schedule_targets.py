@@ -82,7 +82,9 @@ def test_tokens_that_no_budget_takes_have_a_nearest_number(
     refused = schedule(own, "--budget-tokens", 1, "--json", tmp_path / "r.json")
     told = json.loads((tmp_path / "r.json").read_text())
     assert refused.code == 2 and told["nearest_target_ms"] is None
-    assert f"may meet is --budget-tokens {told['nearest_budget_tokens']}. " in told["error"]
+    nearest = told["nearest_budget_tokens"]
+    assert told["error"].endswith(f"may meet is --budget-tokens {nearest:g}. Give that.")
+    assert schedule(own, "--budget-tokens", nearest, "--dry-run").code == 0
 
 
 def test_an_unpruned_model_that_is_in_time_most_of_the_time_is_pruned(

@@ -24,7 +24,7 @@ from sinkprune import (
     VideoFile,
     WatchSettings,
 )
-from sinkprune.contract.errors import BudgetError, OptionError, SinkpruneError
+from sinkprune.contract.errors import BudgetError, OptionError, PromptError, SinkpruneError
 from support.programs.slow_cases import slow_except
 
 
@@ -182,6 +182,11 @@ def test_unknown_arguments_are_refused_with_a_guess(
     with pytest.raises(OptionError, match=r"no option 'second'; did you mean 'seconds'\? "):
         pipe.warm_up(picture, "What?", second=1)
     generate: Any = pipe.generate
+    with pytest.raises(OptionError, match=r"no option 'temp'; did you mean 'temperature'\? "):
+        generate(picture, "What?", temp=1)
+    for nothing in ([], ()):
+        with pytest.raises(PromptError, match=r"^the prompt is empty"):
+            generate(picture, nothing)
     with pytest.raises(OptionError, match=r"no option 'ontext'; did you mean 'on_text'\? "):
         generate(picture, "What?", ontext=print)
     with pytest.raises(OptionError, match=r"no option 'observe'; did you mean 'observer'\? "):

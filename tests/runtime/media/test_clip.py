@@ -139,6 +139,7 @@ def test_a_still_clip_is_the_image_in_every_frame(photo: Image.Image) -> None:
         (Clip([], fps=2), "no frames"),
         (Clip([Image.new("RGB", (20, 20)), Image.new("RGB", (20, 30))], fps=2), "different sizes"),
         (Clip([np.zeros((3, 20, 20), np.uint8)], fps=2), r"expected uint8 \[height,width,3\]"),
+        (Clip(["a.jpg"], fps=2), "found 'a.jpg' as a frame of a clip, expected a Pillow image or .* Open it with"),
         (Clip([np.zeros((0, 20, 3), np.uint8)], fps=2), r"found an array uint8\[0, 20, 3\], which has no pixels\."),
     ],
 )

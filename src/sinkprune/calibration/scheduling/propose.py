@@ -121,7 +121,7 @@ class Proposer:
         self._space = plan_space(self._measurements, manifest.cut_after, manifest.language_model.num_layers)
         # Predicted times as shares of the unpruned model's, which corrections of the costs leave as they are.
         self._largest_met, self._least_missed = 0.0, math.inf
-        self.nearest: int | None = None
+        self.nearest: float | None = None
         """The nearest target that a budget may meet, once `propose` has rejected one and pruning gains enough."""
 
     def propose(self, name: str, target: BudgetTarget, items: Sequence[Item]) -> ScheduleReport:
@@ -250,7 +250,9 @@ class Proposer:
         self, target: BudgetTarget, unit: str, least: float, unpruned: float, note: str = ""
     ) -> BudgetError:
         """Return the error for a target that no budget meets, the `least` of any and a `note`; sets `nearest`."""
-        self.nearest = nearest_target(least) if unpruned > nearest_target(least) else None
+        # Numbers of tokens are exact, times are not.
+        nearest = math.ceil(10 * least) / 10 if target.ms is None else nearest_target(least)
+        self.nearest = nearest if unpruned > nearest else None
         return unreachable(target, self._trials.bundle.manifest, unit, least, unpruned, self.nearest, note)
 
     def _build(self, plan: FoundPlan) -> Combination:
@@ -307,19 +309,29 @@ def _accuracies(
 
 
 def unreachable(
-    target: BudgetTarget, manifest: Manifest, unit: str, least: float, unpruned: float, nearest: int | None, note: str
+    target: BudgetTarget,
+    manifest: Manifest,
+    unit: str,
+    least: float,
+    unpruned: float,
+    nearest: float | None,
+    note: str,
 ) -> BudgetError:
     """Return the error for a target that no budget meets: the `least` of any, and the `nearest` target, if any."""
-    # Other models have as many tokens of every picture.
-    smaller = "smaller pictures, " if manifest.any_resolution else ""
+    # Other models have as many tokens of every picture, and weights change times only.
+    others = ["smaller pictures"] if manifest.any_resolution else []
+    others += ["weights in int8 or int4"] if target.ms is not None else []
     if nearest is not None:
-        advice = f"The nearest that one may meet is {target.option} {nearest}. Give that, {smaller}or"
+        *first, last = ["that", *others]
+        advice = f"The nearest that one may meet is {target.option} {nearest:g}. Give "
+        advice += f"{', '.join(first)}, or {last}." if first else f"{last}."
     else:
-        pictures = "give smaller pictures, " if smaller else ""
-        advice = f"Pruning gains too little here. Run the model unpruned, {pictures}or export it with"
+        pictures = "give smaller pictures, " if manifest.any_resolution else ""
+        weights = "weights in int8 or int4"
+        advice = f"Pruning gains too little here. Run the model unpruned, {pictures}or export it with {weights}."
     return BudgetError(
         f"no budget takes as little as {target.wanted:g} {unit} here: the least is {least:.1f}, unpruned it is "
-        f"{unpruned:.0f}. {advice} weights in int8 or int4.{note}"
+        f"{unpruned:.0f}. {advice}{note}"
     )
 
 

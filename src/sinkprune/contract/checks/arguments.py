@@ -44,8 +44,9 @@ def check_options(given: Iterable[str], known: Sequence[str]) -> None:
     """Raise `OptionError`, with the `known` names, for names of options that are not known."""
     for name in given:
         if name not in known:
-            # 'num_steps' means 'steps', although 'min_steps' is closer.
-            near = [option for option in known if option in name.split("_")] or get_close_matches(name, known, 1)
+            # 'num_steps' means 'steps', and 'temp' 'temperature', although 'min_steps' and 'system' are closer.
+            near = [option for option in known if option in name.split("_") or option.startswith(name)]
+            near += get_close_matches(name, known, 1)
             guess = f"; did you mean '{near[0]}'?" if near else "."
             raise OptionError(f"there is no option {format_value(name)}{guess} Options are: {', '.join(known)}.")
 

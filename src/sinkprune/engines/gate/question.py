@@ -92,7 +92,7 @@ def read_question(
         tokens = _text_tokens(bundle, texts, layouts)
         if tokens > most:
             raise PromptError(
-                f"the question '{prompt}' has {tokens} text tokens with its chat template, and the engines take "
+                f"the {_asked(bundle)} '{prompt}' has {tokens} text tokens with its template, and the engines take "
                 f"{most}. Give a shorter one (sinkprune check --prompt, sinkprune build --check-prompt), or build "
                 f"with --max-prompt {tokens}."
             )
@@ -109,9 +109,13 @@ def check_prompt_limit(bundle: Bundle, most: int) -> None:
     least = _text_tokens(bundle, ["", question], [layout])
     if most < least:
         raise UsageError(
-            f"--max-prompt is {most}, and the shortest prompt has {least} text tokens with its chat template. Give "
-            f"{least} or more."
+            f"--max-prompt is {most}, and the shortest {_asked(bundle)} has {least} text tokens with its template. "
+            f"Give {least} or more."
         )
+
+
+def _asked(bundle: Bundle) -> str:
+    return "question" if bundle.manifest.policy is None else "instruction"
 
 
 def _text_tokens(bundle: Bundle, texts: Sequence[str], layouts: Sequence[VisualLayout]) -> int:

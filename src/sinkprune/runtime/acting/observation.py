@@ -154,12 +154,14 @@ def _given_noise(policy: PolicyFacts, noise: Array) -> Array:
 def _floats(name: str, given: Any, shape: tuple[int, ...], expected: str) -> Array:
     """Return `given` as fp32 of this shape; raises `UsageError`."""
     try:
-        values = np.asarray(given, np.float32)
+        with np.errstate(over="ignore"):
+            values = np.asarray(given, np.float32)
     except (TypeError, ValueError) as error:
         raise UsageError(f"the {name} is {format_value(given)}, expected {expected}.") from error
     if values.shape != shape:
         raise UsageError(f"the {name} has the shape {list(values.shape)}, expected {expected}.")
     if not np.isfinite(values).all():
         place = np.flatnonzero(~np.isfinite(values))[0]
-        raise UsageError(f"the {name} has {values.ravel()[place]} at place {place}, expected finite numbers.")
+        found = np.asarray(given, np.float64).ravel()[place]
+        raise UsageError(f"the {name} has {found:g} at place {place + 1}, expected finite numbers of fp32.")
     return values

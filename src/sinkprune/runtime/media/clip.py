@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from PIL import Image
 
 from sinkprune.contract.checks.arguments import creation_checks_options
 from sinkprune.contract.checks.format_value import format_value, type_name
-from sinkprune.contract.errors import VideoError
+from sinkprune.contract.errors import ImageError, VideoError
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.media.images import to_rgb
 
@@ -78,6 +79,12 @@ class Clip:
 
     def read(self, indices: Sequence[int]) -> list[Image.Image]:
         """Return the frames at `indices` as RGB images; raises `ImageError`."""
+        for number in indices:
+            if isinstance(self.frames[number], (str, os.PathLike)):
+                raise ImageError(
+                    f"found {format_value(str(self.frames[number]))} as a frame of a clip, expected a Pillow image "
+                    "or a uint8 [height,width,3] array. Open it with Image.open, or give a VideoFile."
+                )
         return collected(to_rgb(self.frames[index]) for index in indices)
 
 

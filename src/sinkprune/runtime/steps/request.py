@@ -36,6 +36,7 @@ DEFAULT_NEW_TOKENS = 128
 ROLES = ("user", "assistant")
 MAX_NEW_TOKENS = WholeNumber("max_new_tokens", 1, 10**7)
 MIN_NEW_TOKENS = WholeNumber("min_new_tokens", 0, 10**7)
+_EMPTY = "the prompt is empty. Ask something about the image, as in 'What is this?'."
 DEADLINE_MS = RealNumber("deadline_ms", 1, 86_400_000, "milliseconds, from 1 to 86400000 (a day)")
 
 
@@ -249,6 +250,8 @@ def check_texts(texts: Sequence[object], pictures: int, *, may_be_empty: bool = 
     """Reject texts whose number does not fit the pictures, or that are all empty; raises `PromptError`."""
     for text in texts:
         _check_text("prompt", text)
+    if not texts:
+        raise PromptError(_EMPTY)
     if len(texts) != pictures + 1:
         raise PromptError(
             f"the prompt has {counted(len(texts) - 1, 'place')} for images, and there "
@@ -256,4 +259,4 @@ def check_texts(texts: Sequence[object], pictures: int, *, may_be_empty: bool = 
             "none of the places: then the images stand before the text."
         )
     if not may_be_empty and not any(str(text).strip() for text in texts):
-        raise PromptError("the prompt is empty. Ask something about the image, as in 'What is this?'.")
+        raise PromptError(_EMPTY)
