@@ -79,4 +79,4 @@ def test_interrupted_follow_ups_keep_the_answers_so_far(
     assert "Small sample: 2 questions. " in printed and "Small sample: 1 picture. " in printed
     # A whole report of an earlier run would stay.
     assert not report.exists()
-    assert lines.splitlines()[-1].endswith("retain-32 was asked 2 of 4 questions.")
+    assert lines.splitlines()[-1].endswith("retain-32 was asked 2 of 4 questions. No JSON was written.")
