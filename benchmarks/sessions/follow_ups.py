@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.text.questions import Question
 from sinkprune.demo.scene_questions import questions_about
 from sinkprune.runtime.backends import Backend, Engine
+from sinkprune.runtime.commands.interrupts import beside_earlier
 
 BUDGETS = "retain-192,retain-128,retain-64,retain-32"
 
@@ -111,6 +113,15 @@ def _figures(pairs: Sequence[Pair]) -> dict[str, float]:
     return {"questions": len(pairs), **means}
 
 
+@dataclass(frozen=True)
+class _Options:
+    bundle: Path
+    backend: str | None
+    budgets: str
+    scenes: int
+    json: Path | None
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     return run_command(_run, arguments)
@@ -123,7 +134,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     parser.add_argument("--budgets", default=BUDGETS)
     parser.add_argument("--scenes", type=WholeNumber("--scenes", 1, 10**6), default=80)
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args(arguments)
+    options = _Options(**vars(parser.parse_args(arguments)))
     check_outputs(json_outputs(options.json), [])
     selects = FrozenSelects()
     pipeline = Pipeline.load(options.bundle, backend=options.backend, wrap=selects.wrap)
@@ -151,10 +162,14 @@ def _run(arguments: Sequence[str] | None) -> None:
     if asked:
         pictures = {id(picture) for picture, _ in asked}
         sys.stdout.writelines(f"{line}\n" for line in (*accuracy_warnings(len(asked)), *mean_warnings(len(pictures))))
-    if interrupted:
-        # Part of the questions must not replace a whole report.
-        raise KeyboardInterrupt(interrupted + (" No JSON was written." if options.json else ""))
-    write_json(options.json, found)
+    if not interrupted:
+        write_json(options.json, found)
+        return
+    earlier = ""
+    if found:
+        options, earlier = beside_earlier(options, "json")
+        write_json(options.json, found)
+    raise KeyboardInterrupt(interrupted + earlier)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from pathlib import Path
@@ -66,7 +67,8 @@ def test_interrupted_follow_ups_keep_the_answers_so_far(
     monkeypatch.setattr(follow_ups, "Pipeline", SimpleNamespace(load=lambda *_, **__: Interrupted()))
     monkeypatch.setattr(follow_ups, "questions_about", lambda *_: [(Image.new("RGB", (8, 8)), question)] * 4)
     monkeypatch.setattr(follow_ups, "_last", lambda _: {1})
-    report = tmp_path / "follow-ups.json"
+    report, part = tmp_path / "follow-ups.json", tmp_path / "follow-ups.interrupted.json"
+    report.write_text("earlier", encoding="utf-8")
     code = follow_ups.main(["bundle", "--budgets", "retain-64,retain-32", "--json", str(report)])
     printed, lines = capsys.readouterr()
     assert code == INTERRUPTED
@@ -77,6 +79,8 @@ def test_interrupted_follow_ups_keep_the_answers_so_far(
         "Small sample",
     ]
     assert "Small sample: 2 questions. " in printed and "Small sample: 1 picture. " in printed
-    # A whole report of an earlier run would stay.
-    assert not report.exists()
-    assert lines.splitlines()[-1].endswith("retain-32 was asked 2 of 4 questions. No JSON was written.")
+    assert report.read_text(encoding="utf-8") == "earlier"
+    kept = json.loads(part.read_text(encoding="utf-8"))
+    assert {budget: figures["questions"] for budget, figures in kept.items()} == {"retain-64": 4, "retain-32": 2}
+    earlier = f"Earlier files stay; these results are in '{part}'."
+    assert lines.splitlines()[-1] == f"interrupted; retain-32 was asked 2 of 4 questions. {earlier}"

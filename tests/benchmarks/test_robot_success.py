@@ -79,3 +79,10 @@ def test_interrupted_it_keeps_whole_episodes(
     kept = json.loads(part.read_text(encoding="utf-8"))
     assert (kept["episodes"], kept["interrupted"]) == (2, sentence)
     assert [row["chunks_an_episode"] for row in kept["rows"]] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("ci95", "said"), [(None, "-10.0"), ((-0.1, -0.1), "-10.0"), ((-0.2, 0.05), "-10.0 (-20.0 to 5.0)")]
+)
+def test_episodes_that_are_all_alike_give_no_interval(ci95: tuple[float, float] | None, said: str) -> None:
+    assert robot_success._points({"mean": -0.1, "ci95": ci95}) == said

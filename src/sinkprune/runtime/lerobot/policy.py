@@ -1,7 +1,7 @@
 """LeRobot's policy type `sinkprune`: its configuration, its policy class and its processors.
 
 LeRobot finds these three by their names and by this module. Importing it registers the type, and needs LeRobot.
-Tensors are LeRobot's: this module uses their own functions, and imports torch for type checkers only.
+Tensors are LeRobot's: this module uses their own functions, and does not import torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 from lerobot.configs.policies import PreTrainedConfig
@@ -25,9 +25,8 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.acting.report import ActionReport
 from sinkprune.runtime.policy import Policy
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
+Tensor = Any
+"""A tensor of torch, which LeRobot brings along."""
 STATE, ACTION, TASK = "observation.state", "action", "task"
 IMAGES = "observation.images."
 """The start of the keys of cameras' frames."""
@@ -283,15 +282,14 @@ def _with_feature(features: dict[str, Any] | None, name: str, kind: Any, width: 
 
 def _get(batch: Mapping[str, Any], key: str) -> Tensor:
     """Return a tensor of an observation; raises `UsageError`."""
-    found: Any = batch.get(key)
+    found: Tensor = batch.get(key)
     if not hasattr(found, "new_tensor"):
         there = ", ".join(sorted(batch)) or "nothing"
         raise UsageError(
             f"found {type_name(found)} as '{key}' of the observation, expected a tensor. The observation has: "
             f"{there}. Name the robot's cameras as the policy's, or give LeRobot a rename_map."
         )
-    tensor: Tensor = found
-    return tensor
+    return found
 
 
 def _tasks(batch: Mapping[str, Any], count: int) -> list[Any]:
@@ -320,4 +318,5 @@ def _frame(name: str, frames: Tensor, row: int) -> Array:
 
 
 def _numbers(tensor: Tensor) -> Array:
-    return tensor.detach().float().cpu().numpy()
+    numbers: Array = tensor.detach().float().cpu().numpy()
+    return numbers

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from PIL import Image
 
 from sinkprune import Policy
+from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BackendError
 from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.backends.onnxruntime import backend as ort
 from sinkprune.runtime.backends.onnxruntime import captured
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend
+from sinkprune.runtime.backends.onnxruntime.buffers import CUDA
 from sinkprune.runtime.backends.onnxruntime.captured import CapturedEngine
 from sinkprune.runtime.backends.onnxruntime.device_graphs import copies_graph
 from sinkprune.runtime.system.turns import Turns
@@ -134,6 +139,39 @@ def test_after_an_error_everything_is_copied_again(
             act(ours, photo, 1, "none")
     for seed in (1, 0):
         np.testing.assert_array_equal(act(ours, photo, seed, "none"), act(theirs, photo, seed, "none"))
+
+
+def test_on_a_gpu_only_the_expert_is_captured_and_all_backends_take_turns(
+    bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU is a stand-in: sessions run on the CPU. test_ort_cuda_gpu.py captures on a real one."""
+    asked: list[tuple[str, dict[str, str]]] = []
+    real = onnxruntime.InferenceSession
+
+    def session(path: str, options: Any, providers: list[tuple[str, dict[str, str]]], **_: Any) -> Any:
+        asked.extend(providers)
+        # Another thread may capture meanwhile.
+        assert backend.turn._holder == get_ident()  # type: ignore[attr-defined]
+        own = real(path, options, providers=[CPU])
+        own.get_providers = lambda: [CUDA[0]]
+        return own
+
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [CUDA[0]])
+    monkeypatch.setattr(onnxruntime, "InferenceSession", session)
+    monkeypatch.setattr(ort, "load_cuda_libraries", lambda _: None)
+    monkeypatch.setattr(ort, "gpu_name", lambda: "a stand-in")
+    backend, other = (OrtBackend("ort-cuda", CUDA[0], 1, "fastest") for _ in range(2))
+    assert isinstance(backend.turn, Turns) and backend.turn is other.turn
+    opened = read_bundle(bundle("pi0", budgets=BUDGETS[1:], max_images=2))
+    backend.load(Model.of_bundle(opened, "vision"))
+    assert isinstance(backend.load_repeated(Model.of_bundle(opened, "expert")), CapturedEngine)
+    assert asked == [CUDA, (CUDA[0], {**CUDA[1], "enable_cuda_graph": "1"})]
+
+
+def test_policies_load_the_expert_as_a_repeated_graph(policies: Callable[[str], tuple[Policy, Policy]]) -> None:
+    ours, _ = policies("pi0")
+    chain = ours._model.chain
+    assert isinstance(chain.last, CapturedEngine) and not isinstance(chain.vision, CapturedEngine)
 
 
 def no_memory(*_: Any) -> None:
