@@ -87,8 +87,8 @@ def test_a_time_is_met(own: Path, tmp_path: Path) -> None:
     assert read_bundle(own).sha256 == sum_before
     if outcome.code == 0:
         told = json.loads(report.read_text())
-        # A later search uses later costs of the machine.
-        assert told["searches"] > 1 or told["chosen"]["predicted_ms"] <= 0.85 * none
+        # By the measurement, whatever the machine's costs were when the budget was predicted.
+        assert (told["measured_ms"]["p95"] <= 0.85 * none) == (told["nearest_target_ms"] is None)
         assert told["measured_ms"]["median"] > 0
         assert told["name"] == "quick" and told["chosen"]["accuracy"] is None
     else:
