@@ -63,6 +63,14 @@ def test_a_board_from_a_workstation() -> None:
     assert not re.search(r" $", done.stdout, re.MULTILINE)
 
 
+def test_without_times_no_table_speaks_of_times() -> None:
+    done = doctor("--board", "orin-nano-8gb", "--backend", "ort-cpu")
+    assert done.code == 0, done.stderr
+    assert re.search(r"^power mode +budget$", done.stdout, re.MULTILINE)
+    assert re.search(r"^15W +15 W$", done.stdout, re.MULTILINE)
+    assert "weights and cache. Times are known only for TensorRT on a board." in done.stdout
+
+
 def test_what_to_do_first_names_the_model() -> None:
     done = doctor("--board", "orin-nano-8gb", "llava-1.5-13b", "qwen2.5-vl-3b")
     assert done.code == 0, done.stderr

@@ -160,6 +160,11 @@ class ModelFit:
     rows: dict[str, BudgetRows]
     forms: tuple[FormFit, ...]
 
+    @property
+    def has_times(self) -> bool:
+        """Whether bounds and times are known, which they are for TensorRT on a board."""
+        return any(fit.times for form in self.forms for fit in form.budgets.values())
+
     def fitting(self) -> Iterator[tuple[FormFit, str]]:
         """Yield the forms that fit, each with its first budget that fits. An unknown fit counts as a fit."""
         for form in self.forms:

@@ -27,7 +27,7 @@ def heading(model: ModelFit) -> str:
 
 def budget_table(model: ModelFit) -> Table:
     """Return a row for each form of weights and budget: memory, times and the longest context."""
-    timed = _timed(model)
+    timed = model.has_times
     table = make_table(["weights", "budget"], ["visual", "GB", *_time_headings(timed), "text"])
     for form in model.forms:
         name = _form_name(model, form)
@@ -60,7 +60,7 @@ def _form_name(model: ModelFit, form: FormFit) -> str:
 
 def overview(models: Sequence[ModelFit], recommended: Sequence[Recommendation]) -> Table:
     """Return a row for each preset: its recommendation, with memory, times and the longest context."""
-    timed = any(map(_timed, models))
+    timed = any(model.has_times for model in models)
     table = make_table(["preset", "weights", "budget"], ["GB", "build", *_time_headings(timed)[timed:], "text"])
     found = {one.model: one for one in recommended}
     for model in models:
@@ -99,8 +99,8 @@ def legend(report: DoctorReport) -> Iterator[str]:
     yield "text: the most tokens of prompt and answer together that fit after the picture."
     if any(form.exported for one in report.models for form in one.forms):
         yield "*: the folder as it is. The other forms are computed, to one per cent of the weights."
-    if not any(map(_timed, report.models)):
-        yield "token GB: bytes that a token reads, weights and cache. The speed of this machine is not known."
+    if not any(model.has_times for model in report.models):
+        yield "token GB: bytes that a token reads, weights and cache. Times are known only for TensorRT on a board."
         return
     timed = "TTFT, token" if report.overview else "prefill, TTFT, token"
     yield f"{timed}: the least milliseconds that the datasheet allows, for each."
@@ -137,10 +137,6 @@ def _seconds(times: TimeRange) -> str:
 
 def _share(share: PeakUtilisation) -> str:
     return f"{share.least:.2f}-{share.most:.2f}"
-
-
-def _timed(model: ModelFit) -> bool:
-    return any(fit.times for form in model.forms for fit in form.budgets.values())
 
 
 def _time_headings(timed: bool) -> list[str]:

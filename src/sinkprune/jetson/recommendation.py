@@ -115,8 +115,8 @@ def _why(model: ModelFit, form: FormFit, budget: str, compared: list[FormFit], a
     fit = form.budgets[budget]
     if fit.times is None:
         return (
-            f"Of {names}, {form.decoder_form} reads the fewest bytes for a token, {gigabytes(fit.decode_bytes)}; the "
-            "speed of this machine is not known."
+            f"Of {names}, {form.decoder_form} reads the fewest bytes for a token, {gigabytes(fit.decode_bytes)}. "
+            "Times are known only for TensorRT on a board."
         )
     return f"{form.decoder_form} answers soonest (compared: {names})."
 

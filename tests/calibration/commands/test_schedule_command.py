@@ -186,6 +186,7 @@ def test_what_cannot_be_is_refused(own: Path, tmp_path: Path) -> None:
         (("--budget-tokens", 10, "--data", "scenes"), ("the test set",)),
         (("--budget-tokens", 10, "--data", data, "--prompt", "What?"), ("--data", "--prompt")),
         (("--budget-tokens", 10, "--data", data), ("is empty",)),
+        (("--budget-tokens", 10, "--limit", 2), ("--limit counts the questions of --data. Add --data, or leave it",)),
         (("--budget-tokens", 10, "--image", tmp_path / "no.png"), ("no such file",)),
         (("--budget-tokens", 10, "--costs", own / "costs.json"), ("which is read",)),
         (("--budget-tokens", 10, "--name", "retain-64"), ("Choose another --name",)),

@@ -63,6 +63,8 @@ _TARGET_MS = RealNumber("--target-ms", 1, 86_400_000, "milliseconds, from 1 to 8
 _BUDGET_TOKENS = RealNumber("--budget-tokens", 1, 1 << 20, "a mean number of visual tokens a layer, 1 or more")
 _SECONDS = RealNumber("--seconds", 0, 86_400, "seconds, from 0 to 86400")
 _LIMIT = WholeNumber("--limit", 1, 10**6)
+_QUESTIONS = 64
+"""Questions of --data that are measured, unless --limit says otherwise."""
 _PROMPT = "What is in the picture?"
 _MOST_LOST = 0.85
 """The share of attention above which a budget causes a warning."""
@@ -77,7 +79,7 @@ class _Options(BundleOptions):
     new_tokens: int
     name: str | None
     data: Path | None
-    limit: int
+    limit: int | None
     image: list[Path] | None
     prompt: str | None
     costs: Path | None
@@ -114,7 +116,7 @@ def main(arguments: Sequence[str] | None) -> None:
     if options.wants_budget and not options.dry_run:
         check_addable(bundle, name, force=options.force, signed=sign is not None)
     with status("checking the pictures"):
-        items = load_task(str(options.data), options.limit) if options.data else []
+        items = load_task(str(options.data), options.limit or _QUESTIONS) if options.data else []
         check_apart([path for path, _ in options.outputs], (Path(item.picture) for item in items))
         named = _prompts(options, items)
     prompts = [prompt for _, prompt in named]
@@ -230,6 +232,8 @@ def _check_options(options: _Options) -> None:
         )
     if options.data and (options.image or options.prompt):
         raise UsageError("--data holds pictures and questions. Leave out --image and --prompt, or --data.")
+    if options.limit is not None and options.data is None:
+        raise UsageError("--limit counts the questions of --data. Add --data, or leave it out.")
     check_own_questions(options.data)
     read = [*(options.image or []), *([options.data] if options.data else []), *options.key_files]
     check_outputs(options.outputs, read, [options.bundle])
@@ -282,7 +286,7 @@ def _parser() -> CommandParser:
     add_new_tokens(parser, default=1)
     add("--name", help="the budget's name in the bundle (default: for example in-250ms, mean-64)")
     add("--data", type=Path, metavar="FILE.jsonl", help="questions about pictures, as sinkprune evaluate reads them")
-    add("--limit", type=_LIMIT, default=64, metavar="N", help="the first N questions of --data only (default: 64)")
+    add("--limit", type=_LIMIT, metavar="N", help=f"the first N questions of --data only (default: {_QUESTIONS})")
     add_former_name(parser, "--questions", "limit", type=_LIMIT)
     add("--image", type=Path, action="append", help="an image file to measure; may be repeated (default: scenes)")
     add("--prompt", help=f"the question about it (default: {_PROMPT})")

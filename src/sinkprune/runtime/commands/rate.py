@@ -63,12 +63,15 @@ def wanted_camera(options: RateOptions) -> FrameClock | None:
 
 
 def frame_files(folder: Path) -> list[Path]:
-    """Return the files of a folder in the order of their names, without hidden ones; raises `ImageError`."""
+    """Return what a folder of frames holds, in the order of names, without hidden files.
+
+    A folder among them is rejected when it is read, as a file that is no picture. Raises `ImageError`.
+    """
     if not folder.is_dir():
         raise ImageError(
             f"'{folder}' is no folder. --frames takes a folder of pictures; give single ones by --image."
         )
-    files = [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.startswith(".")]
+    files = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
     if not files:
         raise ImageError(f"'{folder}' holds no files, expected pictures.")
     return files
