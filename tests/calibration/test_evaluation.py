@@ -18,6 +18,7 @@ from sinkprune.contract.errors import BudgetError, PromptError, UsageError
 from sinkprune.contract.precision import WeightForms
 from sinkprune.contract.reports.report import Spread
 from sinkprune.contract.text.questions import Question
+from sinkprune.runtime.steps.picture_warnings import PictureFacts
 
 PLANS = {
     "sinkpruner": {"retain-64": None, "retain-32": None},
@@ -73,7 +74,7 @@ def items(count: int) -> list[Item]:
             Question(f"q{number}", "reading" if number % 3 == 0 else "counting", str(number), ("yes",)),
             f"grey {number}",
             lambda: Image.new("RGB", (8, 6)),
-            (8, 6),
+            PictureFacts((8, 6)),
         )
         for number in range(count)
     ]
@@ -155,7 +156,9 @@ def test_answers_are_paired_with_the_baselines_to_the_same_question() -> None:
 
 
 def test_a_question_that_fails_is_named() -> None:
-    question = Item(Question("q9", "all", "too long", ("yes",)), "grey", lambda: Image.new("RGB", (8, 6)), (8, 6))
+    question = Item(
+        Question("q9", "all", "too long", ("yes",)), "grey", lambda: Image.new("RGB", (8, 6)), PictureFacts((8, 6))
+    )
     with pytest.raises(PromptError, match="question 'q9': the prompt is too long"):
         collect_replies(FakePipeline(lambda prompt, budget: True), [*items(1), question], [SINK])
 

@@ -26,6 +26,7 @@ from sinkprune.calibration.attention.watching import AttentionObserver
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import prune_layers
 from sinkprune.contract.text.questions import Question
+from sinkprune.runtime.steps.picture_warnings import PictureFacts, picture_facts
 from support.references.picture_prompts import reference_inputs
 from support.references.transformers_attentions import attentions
 
@@ -49,7 +50,9 @@ def slow(attention: Array) -> list[float]:
 
 
 def item(picture: str, question: str) -> Item:
-    return Item(Question(f"{picture} {question}", "all", question, ("a cup",)), picture, lambda: None, (8, 8))  # type: ignore[arg-type, return-value]
+    return Item(
+        Question(f"{picture} {question}", "all", question, ("a cup",)), picture, lambda: None, PictureFacts((8, 8))
+    )  # type: ignore[arg-type, return-value]
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
@@ -123,7 +126,7 @@ def test_heads_are_chosen_by_what_transformers_attends_to(
                 looks[cut].append(weights[cut][:, visual[-1] + 1 :, visual].mean(axis=1))
         for cut, own in looks.items():
             expected[cut] += slow(np.stack(own)) / np.array(len(pictures))
-        groups.append([Item(Question(q, "all", q, ("a",)), title, image.copy, image.size) for q in ASKED])
+        groups.append([Item(Question(q, "all", q, ("a",)), title, image.copy, picture_facts(image)) for q in ASKED])
 
     watch, counted = AttentionObserver(), []
     pipeline = Pipeline.load(bundle(name), wrap=watch.wrap, check_sums=False)

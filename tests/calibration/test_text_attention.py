@@ -23,6 +23,7 @@ from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import prune_layers
 from sinkprune.contract.text.questions import Question
 from sinkprune.runtime.backends import Backend, Engine
+from sinkprune.runtime.steps.picture_warnings import picture_facts
 from support.references.masking import Sequence, masked_forward
 from support.references.picture_prompts import reference_inputs
 from support.references.reference import largest
@@ -62,7 +63,7 @@ def sinks_of(steps: Watched, source: list[int]) -> list[bool]:
 
 def observed(bundle: Path, image: Image.Image, combination: Combination) -> Any:
     watch = AttentionObserver()
-    item = Item(Question("1", "all", QUESTION, ("a cup",)), "a picture", image.copy, image.size)
+    item = Item(Question("1", "all", QUESTION, ("a cup",)), "a picture", image.copy, picture_facts(image))
     return observe(Pipeline.load(bundle, wrap=watch.wrap, check_sums=False), watch, item, combination)
 
 
@@ -163,7 +164,10 @@ def test_a_row_at_the_end_of_a_line_is_no_sink_token(bundle: Callable[..., Path]
     pipe = Pipeline.load(bundle("next"), wrap=last_is_largest, check_sums=False)
     image = photo.resize((224, 224))
     found = observe(
-        pipe, watch, Item(Question("1", "all", QUESTION, ("a cup",)), "a picture", image.copy, image.size), BASELINE
+        pipe,
+        watch,
+        Item(Question("1", "all", QUESTION, ("a cup",)), "a picture", image.copy, picture_facts(image)),
+        BASELINE,
     )
     rows = pipe.family.layout(image).unpruned_rows
     assert (rows < 0).sum() == 16 and found.rows == 5 * 64 + 16

@@ -14,7 +14,8 @@ from sinkprune.contract.errors import ImageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.commands.picture_notes import note_many_pictures
 from sinkprune.runtime.families import Family
-from sinkprune.runtime.media.images import frame_count, read_image
+from sinkprune.runtime.media.images import read_image
+from sinkprune.runtime.steps.picture_warnings import PictureFacts, picture_facts
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 """The suffixes of a folder's picture files."""
@@ -27,16 +28,13 @@ class NamedPicture(NamedTuple):
     """A file's path, or the picture's name in its task."""
     load: Callable[[], Image.Image]
     """Loads it, RGB."""
-    size: tuple[int, int]
-    """Its [width,height], turned by its EXIF data."""
-    frames: int
-    """The number of frames in its file; it is the first."""
+    facts: PictureFacts
 
 
 def task_pictures(task: str) -> list[NamedPicture]:
     """Return the pictures of a task, each once; raises `TaskError`."""
     groups = items_by_picture(load_task(task))
-    return [NamedPicture(item.picture, item.load_image, item.size, item.frames) for item, *_ in groups]
+    return [NamedPicture(item.picture, item.load_image, item.facts) for item, *_ in groups]
 
 
 def seen_shares(family: Family, items: Sequence[Item]) -> list[float]:
@@ -47,9 +45,7 @@ def seen_shares(family: Family, items: Sequence[Item]) -> list[float]:
 
 def note_items(family: Family, manifest: Manifest, items: Sequence[Item]) -> None:
     """Print the notes of `note_many_pictures` on the items' pictures; raises what it raises."""
-    sizes = {item.picture: item.size for item in items}
-    frames = {item.picture: item.frames for item in items}
-    note_many_pictures(family, manifest, sizes, frames, items[0].load_image())
+    note_many_pictures(family, manifest, {item.picture: item.facts for item in items})
 
 
 def file_pictures(paths: Sequence[Path]) -> list[NamedPicture]:
@@ -59,7 +55,7 @@ def file_pictures(paths: Sequence[Path]) -> list[NamedPicture]:
     """
     files = [file for path in paths for file in ([path] if not path.is_dir() else _in_folder(path))]
     return [
-        NamedPicture(str(file), partial(read_image, file), image.size, frame_count(image))
+        NamedPicture(str(file), partial(read_image, file), picture_facts(image))
         for file in files
         for image in [read_image(file)]
     ]

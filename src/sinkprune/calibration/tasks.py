@@ -23,7 +23,8 @@ from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import SinkpruneError, TaskError, UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_bytes
 from sinkprune.contract.text.questions import Question
-from sinkprune.runtime.media.images import frame_count, read_image
+from sinkprune.runtime.media.images import read_image
+from sinkprune.runtime.steps.picture_warnings import PictureFacts, picture_facts
 from sinkprune.runtime.text.answer_form import checked_choices
 
 SCENES = "scenes"
@@ -53,10 +54,7 @@ class Item:
     """The picture's name; items with the same name have the same picture."""
     load_image: Callable[[], Image.Image]
     """Loads the picture, RGB. Tasks have thousands, so they are loaded one at a time."""
-    size: tuple[int, int]
-    """The picture's [width,height], turned by its EXIF data."""
-    frames: int = 1
-    """The number of frames in the picture's file; the picture is the first."""
+    facts: PictureFacts
 
     @property
     def id(self) -> str:
@@ -135,7 +133,7 @@ def check_own_questions(data: Path | None) -> None:
 
 def with_grey_picture(item: Item) -> Item:
     """Return the question with a uniformly grey picture of the same size: right replies to it are guesses."""
-    return replace(item, load_image=lambda: Image.new("RGB", item.size, _GREY))
+    return replace(item, load_image=lambda: Image.new("RGB", item.facts.size, _GREY))
 
 
 def _read_scenes(name: str) -> Iterator[Item]:
@@ -147,7 +145,7 @@ def _read_scenes(name: str) -> Iterator[Item]:
     pairs = varied_test_set() if name == VARIED_SCENES else test_set(WIDE if name == WIDE_SCENES else SIDE)
     for number, (_, group) in enumerate(groupby(pairs, key=lambda pair: id(pair[0])), start=1):
         for picture, question in group:
-            yield Item(question, f"{name} {number}", picture.copy, picture.size)
+            yield Item(question, f"{name} {number}", picture.copy, picture_facts(picture))
 
 
 def read_jsonl(path: Path, what: str, fields: str, read: Callable[[dict[str, Any], int], Asked]) -> Iterator[Asked]:
@@ -185,13 +183,13 @@ def read_jsonl(path: Path, what: str, fields: str, read: Callable[[dict[str, Any
 
 
 def _read_questions(path: Path) -> Iterator[Item]:
-    sizes: dict[Path, tuple[tuple[int, int], int]] = {}
+    facts: dict[Path, PictureFacts] = {}
 
     def read(data: dict[str, Any], number: int) -> Item:
         image, question = _read_line(data, path.parent, number)
-        if image not in sizes:
-            sizes[image] = (found := read_image(image)).size, frame_count(found)
-        return Item(question, str(image), partial(read_image, image), *sizes[image])
+        if image not in facts:
+            facts[image] = picture_facts(read_image(image))
+        return Item(question, str(image), partial(read_image, image), facts[image])
 
     return read_jsonl(path, "questions", _FIELDS, read)
 

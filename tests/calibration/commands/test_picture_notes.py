@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -53,6 +54,18 @@ def test_norms_note_a_later_picture(bundle: Callable[..., Path], mixed: Path) ->
     outcome = run("sinkprune-calibrate", "norms", bundle("gqa-112"), "--images", *files)
     assert outcome.code == 0, outcome.stderr
     assert outcome.stderr.startswith(f"{mixed.parent}/{NOTE}")
+
+
+@pytest.mark.parametrize("command", ["evaluate", "norms"])
+def test_a_later_picture_of_16_bits_is_noted(command: str, bundle: Callable[..., Path], mixed: Path) -> None:
+    Image.fromarray(np.full((90, 90), 2570, np.uint16)).save(mixed.parent / "wider.png")
+    files = [mixed.parent / name for name in SIZES]
+    words = ASKING.get(command, ("sinkprune-calibrate", "norms"))
+    given = ("--data", mixed, "--budgets", "none") if command == "evaluate" else ("--images", *files)
+    outcome = run(*words, bundle("gqa-112"), *given)
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.stderr.count("16-bit greyscale was divided by 257. Its largest value is now 10 of 255.") == 1
+    assert outcome.stderr.startswith(f"{files[-1]}: 16-bit greyscale")
 
 
 def test_a_size_is_that_of_the_turned_picture(bundle: Callable[..., Path], mixed: Path) -> None:

@@ -20,6 +20,7 @@ from sinkprune.calibration.quantising.products import Products, linear_layers
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.text.questions import Question
+from sinkprune.runtime.steps.picture_warnings import picture_facts
 from support.references.steps import watched
 
 Bundles = Callable[..., Path]
@@ -30,7 +31,7 @@ def items() -> list[Item]:
     photo = Image.fromarray(data.coffee())
     asked = [(photo.resize((200, 150)), "What is this?"), (photo.resize((90, 210)), "Is there a cup on it?")]
     return [
-        Item(Question(str(number), "all", text, ("a cup",)), str(number), picture.copy, picture.size)
+        Item(Question(str(number), "all", text, ("a cup",)), str(number), picture.copy, picture_facts(picture))
         for number, (picture, text) in enumerate(asked)
     ]
 

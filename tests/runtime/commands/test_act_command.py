@@ -46,6 +46,7 @@ def folder(photo: Image.Image, tmp_path_factory: pytest.TempPathFactory) -> Path
             photo.crop((left + 40 * number, 0, left + 300, 250)).save(root / camera / f"{number}.png")
         (root / f"{camera}.png").write_bytes((root / camera / "0.png").read_bytes())
     (root / "base" / ".hidden").touch()
+    photo.resize((1, 500)).save(root / "thin.png")
     shutil.copytree(root / "base", root / "sorted" / "later")
     shutil.copyfile(root / "base.png", root / "sorted" / "first.png")
     lines = [STATE_WORD, "[0.1, 0.2, 0.3, 0.4, 1e-1]", "", "  1 ,2,3,4,5"]
@@ -262,6 +263,7 @@ def test_an_interrupted_warm_up_leaves_no_costs(path: Path, folder: Path, monkey
         ((), ("empty", "none"), "holds no files"),
         ((), ("sorted", "none"), "sorted/later' is a folder, expected a regular file"),
         ((), ("nothing.png", "none"), "nothing.png"),
+        ((), ("thin.png", "none"), "thin.png': the image has 1x500 pixels, of which nothing is left in a square"),
         (("--state", "1,2,3,4"), ("base.png", "none"), "the state has the shape [4], expected 5 numbers"),
         (("--state", "1,2,3,4,nan"), ("base.png", "none"), "'nan' at place 5 is not finite. Expected numbers"),
         (("--state", "1,2,3,4,"), ("base.png", "none"), "--state is '1,2,3,4,': '' at place 5 is no number."),

@@ -11,6 +11,7 @@ from PIL import Image
 
 from sinkprune.contract.checks.fields import SchemaError
 from sinkprune.contract.errors import ImageError
+from sinkprune.runtime.processors.padded import PaddedProcessor
 from sinkprune.runtime.processors.resize_with_pad import ResizeWithPad
 
 SIDE = 56
@@ -23,6 +24,11 @@ SETTINGS: dict[str, Any] = {
     "image_std": [0.5] * 3,
     "resample": 2,
     "pad_size": {"height": SIDE, "width": SIDE},
+}
+PADDED: dict[str, Any] = {
+    **SETTINGS,
+    **{"image_processor_type": "PI0ImageProcessor", "do_convert_rgb": True, "do_resize": True, "do_pad": True},
+    "size": {"max_height": SIDE, "max_width": SIDE},
 }
 SIZES = [(640, 480), (100, 301), (56, 56), (20, 10), (33, 57), (1, 1), (57, 56), (1000, 30)]
 
@@ -68,8 +74,12 @@ def test_the_box_is_where_the_square_lies_on_the_picture(size: tuple[int, int]) 
 
 @pytest.mark.parametrize("size", [(1, 57), (500, 1), (0, 3)])
 def test_pictures_of_which_nothing_is_left_are_rejected(size: tuple[int, int]) -> None:
-    with pytest.raises(ImageError, match="nothing is left in a square of 56"):
-        ResizeWithPad(SETTINGS)(Image.new("RGB", size))
+    """By every call: a policy asks for the box before it resizes."""
+    padded = PaddedProcessor(PADDED)
+    for processor in (ResizeWithPad(SETTINGS), padded):
+        for call in (processor.shown_box, lambda size, own=processor: own(Image.new("RGB", size))):
+            with pytest.raises(ImageError, match=f"has {size[0]}x{size[1]} pixels, .* is left in a square of 56"):
+                call(size)
 
 
 def test_settings_are_checked() -> None:

@@ -249,6 +249,17 @@ def test_a_picture_of_16_bits_is_noted(address: str) -> None:
         assert all(part in note for part, note in zip(notes, details["notes"], strict=True))
 
 
+def test_fields_that_change_nothing_are_noted(address: str, photo: Image.Image) -> None:
+    def notes(**fields: Any) -> list[str]:
+        found: list[str] = post(address, messages=asked(photo), max_tokens=1, **fields).json()["sinkprune"]["notes"]
+        return found
+
+    assert notes(top_p=0.5, seed=3) == [
+        "top_p and seed changed nothing, because this answer is greedy. Add a temperature above 0."
+    ]
+    assert notes(top_p=1, seed=None) == notes(seed=3, temperature=0.5) == []
+
+
 def test_errors_are_openais(address: str, client: openai.OpenAI, photo: Image.Image) -> None:
     with pytest.raises(openai.BadRequestError, match="n is 2"):
         client.chat.completions.create(model="m", messages=asked(photo), n=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinkprune import ImageError, OptionError, Pipeline, PromptError, UsageError, WatchSettings
+from sinkprune import FrameAnswer, ImageError, OptionError, Pipeline, UsageError, WatchSettings
 from sinkprune.contract.schedule import schedule
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
@@ -239,8 +240,26 @@ def test_a_capacity_below_the_recent_frames_is_rejected(pipe: Pipeline, photo: I
 
 def test_a_capacity_that_positions_cannot_hold_is_rejected(pipe: Pipeline, photo: Image.Image) -> None:
     most = pipe.bundle.manifest.language_model.max_positions
-    with pytest.raises(PromptError, match="too long"):
+    with pytest.raises(UsageError, match=f"^capacity is {most}, expected at most [0-9]+ rows.* {most} positions"):
         next(pipe.watch([photo], INSTRUCTION, settings=WatchSettings(capacity=most), budget="retain-64"))
+
+
+def test_the_largest_capacity_is_the_one_that_the_error_names(
+    pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    """Also where each frame takes more positions than one of its rows."""
+    pipe = pipeline("qwen-tied", "fp32", ("prune-66.7",))
+
+    def first(capacity: int) -> FrameAnswer:
+        settings = WatchSettings(capacity=capacity, recent=1)
+        return next(pipe.watch([photo.resize((120, 80))], INSTRUCTION, settings=settings, budget="prune-66.7", **NEW))
+
+    with pytest.raises(UsageError, match=r"expected at most \d+ rows") as refused:
+        first(10**6)
+    most = int(re.findall(r"at most (\d+)", str(refused.value))[0])
+    assert first(most).number == 0
+    with pytest.raises(UsageError, match=f"expected at most {most} rows"):
+        first(most + 1)
 
 
 def test_engines_of_fixed_ranges_are_rejected(bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

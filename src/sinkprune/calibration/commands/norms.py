@@ -188,9 +188,7 @@ def _bundle_tower(
     """Return the model's name, the features of a bundle's tower, and the share that it sees of each picture."""
     check_unpruned_memory(options, bundle, [pictures[0].load()])
     pipeline = load_pipeline(options, bundle)
-    sizes = {picture.name: picture.size for picture in pictures}
-    frames = {picture.name: picture.frames for picture in pictures}
-    note_many_pictures(pipeline.family, bundle.manifest, sizes, frames, pictures[0].load())
+    note_many_pictures(pipeline.family, bundle.manifest, {picture.name: picture.facts for picture in pictures})
     shares = [pipeline.family.layout(picture.load()).seen_share for picture in pictures]
     return model_name(bundle.manifest.checkpoint.source), lambda image: bundle_features(pipeline, image), shares
 

@@ -97,11 +97,11 @@ def main(arguments: Sequence[str] | None) -> None:
     costs = _known_costs(options, bundle, len(given)) if options.deadline_ms is not None else None
     family = load_family(manifest, None)
     pictures = [decoded(path, family) for path in given]
+    note_pictures(family, manifest, given, pictures)
+    note_frames({file: frames for file, frames in observations.frames if file not in given})
     memory = check_memory(
         options, bundle, PlannedRequests(pictures, options.method, [options.budget], options.instruction, 0)
     )
-    note_pictures(family, manifest, given, pictures)
-    note_frames({file: frames for file, frames in observations.frames if file not in given})
     policy = load_policy(options, bundle)
     earlier_costs = ACTION_COSTS.cached(policy.place, options.method)
     if options.deadline_ms is not None:

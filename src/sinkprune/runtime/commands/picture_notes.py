@@ -16,7 +16,7 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.media.images import frame_count, had_16_bits
-from sinkprune.runtime.steps.picture_warnings import divided, first_of, limit_notes, seen_part
+from sinkprune.runtime.steps.picture_warnings import PictureFacts, divided, first_of, limit_notes, seen_part
 from sinkprune.runtime.steps.pictures import layout_of
 
 
@@ -57,26 +57,20 @@ def note_frames(frames: Mapping[Path, int]) -> None:
         _note(several[0][0], first_of(several[0][1]) + more)
 
 
-def note_many_pictures(
-    family: Family,
-    manifest: Manifest,
-    sizes: Mapping[str, tuple[int, int]],
-    frames: Mapping[str, int],
-    first: Image.Image,
-) -> None:
-    """Print notes: if `first` had 16 bits, on pictures with several frames, and on the first that is cropped or
-    scaled down.
+def note_many_pictures(family: Family, manifest: Manifest, pictures: Mapping[str, PictureFacts]) -> None:
+    """Print notes: on the first of 16 bits, on those with several frames, and on the first that is cropped or scaled
+    down.
 
-    `sizes` are [width,height] of all pictures, by name, and `frames` their numbers of frames. Raises `ImageError` for
-    the first that the family rejects.
+    `pictures` are all pictures by name. Raises `ImageError` for the first that the family rejects.
     """
-    name = next(iter(sizes))
-    if had_16_bits(first):
-        _note(Path(name), divided(first))
-    note_frames({Path(name): count for name, count in frames.items()})
+    for name, facts in pictures.items():
+        if facts.divided:
+            _note(Path(name), facts.divided)
+            break
+    note_frames({Path(name): facts.frames for name, facts in pictures.items()})
     known: dict[tuple[int, int], str] = {}
-    for name, size in sizes.items():
-        known.setdefault(size, name)
+    for name, facts in pictures.items():
+        known.setdefault(facts.size, name)
     for size, name in known.items():
         # A layout depends on the size alone, and data has thousands of pictures.
         layout = layout_of(name, Image.new("L", size), family, manifest)

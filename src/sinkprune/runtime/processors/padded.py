@@ -27,23 +27,28 @@ class PaddedProcessor:
     def __call__(self, image: Image.Image) -> Array:
         """Return [3,side,side] fp32 of an RGB image; raises `ImageError` if nothing of it would be left."""
         size = self.resized(image.size)
-        if 0 in size:
-            raise ImageError(
-                f"the image has {image.width}x{image.height} pixels, of which nothing is left in a square of "
-                f"{self._side}. Give one whose sides differ less."
-            )
         pixels = np.asarray(image.resize(size, Image.Resampling(self._settings["resample"])))
         padded = np.zeros((3, self._side, self._side), np.float32)
         padded[:, : size[1], : size[0]] = pixel_values(pixels, self._settings).transpose(2, 0, 1)
         return padded
 
     def resized(self, size: PixelSize) -> PixelSize:
-        """Return the width and height of an image of `size` within the square."""
+        """Return the width and height of an image of `size` within the square; raises `ImageError` without pixels."""
         width, height = size
-        scale = min(self._side / max(height, 1), self._side / max(width, 1)) if all(size) else 0.0
-        return int(width * scale), int(height * scale)
+        scale = min(self._side / max(height, 1), self._side / max(width, 1))
+        return checked_size((int(width * scale), int(height * scale)), size, self._side)
 
     def shown_box(self, size: PixelSize) -> tuple[float, float, float, float]:
         """Return the area of the whole square in pixels of an image of `size`: left, top, right, bottom."""
         width, height = self.resized(size)
         return 0.0, 0.0, self._side * size[0] / width, self._side * size[1] / height
+
+
+def checked_size(resized: PixelSize, size: PixelSize, side: int) -> PixelSize:
+    """Return `resized`, what is left of an image of `size` in a square of `side`; raises `ImageError` for nothing."""
+    if 0 in resized:
+        raise ImageError(
+            f"the image has {size[0]}x{size[1]} pixels, of which nothing is left in a square of {side}. Give one "
+            "whose sides differ less."
+        )
+    return resized

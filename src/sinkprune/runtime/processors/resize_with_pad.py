@@ -13,9 +13,9 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.contract.checks.fields import from_json
-from sinkprune.contract.errors import ImageError
 from sinkprune.contract.image_settings import LeRobotSettings
 from sinkprune.contract.precision import Array
+from sinkprune.runtime.processors.padded import checked_size
 from sinkprune.runtime.processors.pixel_values import pixel_values
 from sinkprune.runtime.processors.torchvision_resize import PixelSize
 
@@ -32,11 +32,6 @@ class ResizeWithPad:
     def __call__(self, image: Image.Image) -> Array:
         """Return [3,side,side] fp32 of an RGB image; raises `ImageError` if nothing of it would be left."""
         width, height = self.resized(image.size)
-        if not width or not height:
-            raise ImageError(
-                f"the image has {image.width}x{image.height} pixels, of which nothing is left in a square of "
-                f"{self._side}. Give one whose sides differ less."
-            )
         pixels = _interpolated(_interpolated(np.asarray(image), height, axis=0), width, axis=1)
         left, top = self._corner((width, height))
         square = np.zeros((self._side, self._side, 3), np.float32)
@@ -44,12 +39,10 @@ class ResizeWithPad:
         return np.ascontiguousarray(pixel_values(square, self._settings).transpose(2, 0, 1))
 
     def resized(self, size: PixelSize) -> PixelSize:
-        """Return the width and height of an image of `size` within the square."""
-        if 0 in size:
-            return 0, 0
+        """Return the width and height of an image of `size` within the square; raises `ImageError` without pixels."""
         width, height = size
-        ratio = max(width / self._side, height / self._side)
-        return int(width / ratio), int(height / ratio)
+        ratio = max(width / self._side, height / self._side, 1 / self._side)
+        return checked_size((int(width / ratio), int(height / ratio)), size, self._side)
 
     def shown_box(self, size: PixelSize) -> tuple[float, float, float, float]:
         """Return the area of the whole square in pixels of an image of `size`: left, top, right, bottom."""

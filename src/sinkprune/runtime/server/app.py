@@ -155,7 +155,7 @@ class _Server:
         arrived = time.perf_counter()
         chat = await self._read(http)
         reader = None if chat.request.tools is None else ToolAnswerReader()
-        notes = notes_on(chat.request.pictures)
+        notes = [*chat.notes, *notes_on(chat.request.pictures)]
         completion = Completion(chat.model, kept_tokens=chat.kept_tokens, notes=notes, reader=reader)
         events: asyncio.Queue[_Event] = asyncio.Queue()
         job = self._job(chat, completion, events, arrived)

@@ -32,7 +32,7 @@ from sinkprune.runtime.server.body_fields import (
 from sinkprune.runtime.server.json_values import format_field, format_json, json_kind
 from sinkprune.runtime.server.picture_urls import PictureReader
 from sinkprune.runtime.server.tools import TOOL_FIELDS, OpenCalls, read_tools
-from sinkprune.runtime.steps.request import Request
+from sinkprune.runtime.steps.request import Request, greedy_note
 from sinkprune.runtime.text.answer_form import check_one_form
 from sinkprune.runtime.text.prompt import Turn
 from sinkprune.runtime.text.sampling import SEED, TOP_P
@@ -85,6 +85,8 @@ class ChatRequest:
     """Whether the response has what became of each visual token."""
     session: bool
     """Whether the request shares work with others about the same pictures."""
+    notes: tuple[str, ...]
+    """Sentences about fields that change nothing."""
 
 
 def model_names(name: str, manifest: Manifest, *, auto: bool = False) -> tuple[str, ...]:
@@ -132,6 +134,7 @@ class ChatReader:
         if "guided_json" in given:
             given["guided_json"] = read_guided_json(given)
         options |= {ours: given[name] for name, ours in _GUIDED.items() if name in given}
+        unused = list[str]()
         if (schema := read_schema(given)) is not None:
             options["schema"] = schema
         if not pictures and "budget" not in given:
@@ -150,9 +153,12 @@ class ChatReader:
             check_one_form(forms, options.get("stop"))
             if not options.get("temperature"):
                 # Clients also send these for greedy answers, which they do not change.
-                for field, numbers in (("top_p", TOP_P), ("seed", SEED)):
-                    if field in options:
-                        numbers.check(options.pop(field))
+                sampling = (("top_p", TOP_P, 1), ("seed", SEED, None))
+                unused = [
+                    field
+                    for field, numbers, default in sampling
+                    if field in options and numbers.check(options.pop(field)) != default
+                ]
             request = self.answering.new_request(
                 tuple(pictures),
                 last.texts,
@@ -189,6 +195,7 @@ class ChatReader:
             priority=priority,
             kept_tokens=read_flag(given, "kept_tokens"),
             session=read_flag(given, "session", default=True),
+            notes=(greedy_note(unused),) if unused else (),
         )
 
     def check_model(self, name: object) -> None:

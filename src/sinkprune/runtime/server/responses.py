@@ -54,7 +54,7 @@ class Completion:
     kept_tokens: bool = False
     """Whether `sinkprune` has what became of each visual token."""
     notes: Sequence[str] = ()
-    """Sentences about the pictures of the request, without those about the bundle's limits."""
+    """Sentences about the request and its pictures, without those about the bundle's limits."""
     reader: ToolAnswerReader | None = None
     """Takes the answer apart if it may call tools."""
     read_ms: float = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -24,6 +25,22 @@ _CLEARLY_SMALLER = 0.9
 """The scale of each side, and the share of a clip's frames, below which it is worth a warning."""
 _ROUNDED = 0.02
 """How far the sides of a seen square may differ in the picture, because resizing rounds to whole pixels."""
+
+
+class PictureFacts(NamedTuple):
+    """What notes say of a picture whose pixels are not held."""
+
+    size: tuple[int, int]
+    """[width,height], turned by its EXIF data."""
+    frames: int = 1
+    """The number of frames in its file; the picture is the first."""
+    divided: str = ""
+    """Sentences about its 16 bits, as `divided` returns them; empty for 8 bits."""
+
+
+def picture_facts(image: Image.Image) -> PictureFacts:
+    """Return the facts of a decoded picture."""
+    return PictureFacts(image.size, frame_count(image), divided(image) if had_16_bits(image) else "")
 
 
 class PictureWarnings:

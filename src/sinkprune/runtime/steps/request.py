@@ -188,11 +188,14 @@ def new_request(
     request = Request(sources, texts, history=history, **options)  # type: ignore[arg-type]
     unused = [name for name, default in (("top_p", 1.0), ("seed", None)) if getattr(request, name) != default]
     if unused and not request.temperature:
-        warn_user(
-            f"{' and '.join(unused)} changed nothing, because this answer is greedy. Add a temperature above 0."
-        )
+        warn_user(greedy_note(unused))
     warn_of_order(order, given)
     return request
+
+
+def greedy_note(unused: Sequence[str]) -> str:
+    """Return sentences about the sampling options `unused` of a greedy request."""
+    return f"{' and '.join(unused)} changed nothing, because this answer is greedy. Add a temperature above 0."
 
 
 def check_request_options(given: Iterable[str], *others: str, without: str = "") -> None:

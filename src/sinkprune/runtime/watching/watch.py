@@ -252,10 +252,18 @@ class Watch:
                 f"{of_frame} rows at budget '{request.budget}', and {counts.sink * groups} for sinks. Raise it, or "
                 "choose a smaller budget."
             )
-        rows = of_frame if capacity is None else capacity + of_frame
+        manifest = self._model.manifest
+        one_frame = of_frame if layout.places is None else max(of_frame, layout.extent)
+        check_length(manifest, self._model.limits, request, text, one_frame, [layout])
+        room = manifest.language_model.max_positions - text - request.max_new_tokens
         # In the worst case each row in memory is of another frame, and each frame takes positions of its own.
-        positions = rows if layout.places is None else (rows - of_frame + 1) * layout.extent
-        check_length(self._model.manifest, self._model.limits, request, text, max(rows, positions), [layout])
+        most = room - of_frame if layout.places is None else min(room - of_frame, room // layout.extent - 1)
+        if capacity is not None and capacity > most:
+            raise UsageError(
+                f"capacity is {capacity}, expected at most {most} rows: with more, the rows of earlier frames may "
+                f"exceed the model's {manifest.language_model.max_positions} positions. Lower it, or leave more "
+                "positions: a shorter instruction, or fewer new tokens."
+            )
         self._layout = layout
         return layout
 
