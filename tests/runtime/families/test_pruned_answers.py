@@ -60,7 +60,7 @@ def assert_equals_masked(model: Any, pipe: Pipeline, picture: Any, budget: str, 
 
     A stage keeps its share of the tokens of each of the `groups`, which are pruned apart.
     """
-    seen = pipe.family.shown(picture) if isinstance(picture, Clip) else picture
+    seen = pipe.family.sample_frames(picture) if isinstance(picture, Clip) else picture
     kept, indices, beside = sanitized(pipe, seen, budget)
     sequence = prompt_rows(model, pipe, seen, QUESTION, kept, indices, beside)
     answer, logits = ask(pipe, picture, budget, NEW_TOKENS)

@@ -76,7 +76,7 @@ def kept_of(pipe: Pipeline, picture: Any, threshold: float) -> tuple[Any, list[i
 def assert_masked(model: Any, pipe: Pipeline, picture: Any, budget: str, thresholds: tuple[float, float]) -> Answer:
     """Assert that an answer is that of the masked full sequence, for the reference's counts; returns the answer."""
     with_thresholds(pipe, budget, thresholds)
-    seen = pipe.family.shown(picture) if isinstance(picture, Clip) else picture
+    seen = pipe.family.sample_frames(picture) if isinstance(picture, Clip) else picture
     rows, index, beside = kept_of(pipe, seen, thresholds[0])
     width = rows.shape[1] if beside is None else rows.shape[1] - beside.shape[1]
     sets = [rows[:, place : place + width] for place in range(width, rows.shape[1], width)]

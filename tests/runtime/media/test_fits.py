@@ -165,7 +165,7 @@ def test_no_fit_makes_a_model_of_images_take_clips(manifest: Manifest) -> None:
     clip = Clip([Image.new("RGB", (64, 36))] * 4, fps=2)
     for fit in (None, *FITS):
         with pytest.raises(VideoError, match="takes no video"):
-            load_family(manifest, fit).shown(clip)
+            load_family(manifest, fit).sample_frames(clip)
 
 
 def test_a_damaged_bundle_is_still_refused_as_one(manifest: Manifest) -> None:

@@ -56,7 +56,7 @@ def test_ids_with_times_equal_the_models_processor(
     photo: Image.Image,
 ) -> None:
     ours, clip, tokens = pipe("qwen3-vl"), Clip(frames(count, SIZE, photo), fps), TOKENS["qwen3-vl"]
-    taken = ours.family.shown(clip)
+    taken = ours.family.sample_frames(clip)
     layout = ours.family.layout(taken)
     groups = -(-taken.size.frames // 2)
     assert (layout.groups, layout.tokens, len(layout.texts)) == (groups, tokens, groups + 1)
@@ -68,7 +68,7 @@ def test_ids_with_times_equal_the_models_processor(
 
 def test_a_time_that_the_user_types_is_text(pipe: Callable[[str], Pipeline], clip: Clip) -> None:
     ours = pipe("qwen3-vl")
-    layout = ours.family.layout(ours.family.shown(clip))
+    layout = ours.family.layout(ours.family.sample_frames(clip))
     typed = "<0.3 seconds><|vision_start|> what?"
     texts = ours.prompts.encode(["", typed], [layout.texts]).texts
     start = next(token for token, text in SPECIALS.items() if text == "<|vision_start|>")
@@ -89,7 +89,7 @@ def test_salience_is_eager_attention_over_all_patches_of_the_clip(
     request = ExportRequest(str(checkpoint(name)), budgets=("prune-80",), max_frames=8, salience=salience)
     export_bundle(request, tmp_path / "bundle")
     pipe = Pipeline.load(tmp_path / "bundle")
-    taken = pipe.family.shown(clip)
+    taken = pipe.family.sample_frames(clip)
     pixels = torch.from_numpy(pipe.family.inputs(taken)["pixel_values"]).flatten(0, 1)
     grid = torch.tensor([patch_grid(pipe, taken)])
     expected = features(model(name).model.visual, pixels, grid, block).salience.view(4, 30)
@@ -102,7 +102,7 @@ def test_features_of_a_clip_with_times_are_transformers(
     model: Callable[[str], Any], pipe: Callable[[str], Pipeline], clip: Clip
 ) -> None:
     ours = pipe("qwen3-vl")
-    taken = ours.family.shown(clip)
+    taken = ours.family.sample_frames(clip)
     pixels = torch.from_numpy(ours.family.inputs(taken)["pixel_values"]).flatten(0, 1)
     expected = features(model("qwen3-vl").model.visual, pixels, torch.tensor([[4, 8, 10]]), -2)
     tokens, norms, salience = tower_output(ours, taken)

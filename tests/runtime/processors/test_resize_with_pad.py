@@ -27,7 +27,10 @@ SETTINGS: dict[str, Any] = {
 }
 PADDED: dict[str, Any] = {
     **SETTINGS,
-    **{"image_processor_type": "PI0ImageProcessor", "do_convert_rgb": True, "do_resize": True, "do_pad": True},
+    "image_processor_type": "PI0ImageProcessor",
+    "do_convert_rgb": True,
+    "do_resize": True,
+    "do_pad": True,
     "size": {"max_height": SIDE, "max_width": SIDE},
 }
 SIZES = [(640, 480), (100, 301), (56, 56), (20, 10), (33, 57), (1, 1), (57, 56), (1000, 30)]
@@ -63,7 +66,7 @@ def test_pixels_are_those_of_pytorch(size: tuple[int, int], kind: str) -> None:
 def test_the_box_is_where_the_square_lies_on_the_picture(size: tuple[int, int]) -> None:
     """The picture's own corners, in shares of the box, are the corners of the pixels that are not bars."""
     processor = ResizeWithPad(SETTINGS)
-    left, top, right, bottom = processor.shown_box(size)
+    left, top, right, bottom = processor.square_box(size)
     shares = (-left / (right - left), (size[0] - left) / (right - left))
     heights = (-top / (bottom - top), (size[1] - top) / (bottom - top))
     white = processor(Image.new("RGB", size, (255, 255, 255)))[0] > 0
@@ -77,7 +80,7 @@ def test_pictures_of_which_nothing_is_left_are_rejected(size: tuple[int, int]) -
     """By every call: a policy asks for the box before it resizes."""
     padded = PaddedProcessor(PADDED)
     for processor in (ResizeWithPad(SETTINGS), padded):
-        for call in (processor.shown_box, lambda size, own=processor: own(Image.new("RGB", size))):
+        for call in (processor.square_box, lambda size, own=processor: own(Image.new("RGB", size))):
             with pytest.raises(ImageError, match=f"has {size[0]}x{size[1]} pixels, .* is left in a square of 56"):
                 call(size)
 

@@ -67,7 +67,7 @@ def test_ids_with_a_clip_equal_transformers(
 ) -> None:
     pipe = pipeline(name, max_frames=8)
     clip = Clip(frames(7, (170, 140), photo), fps=2)
-    expected = clip_ids(pipe, checkpoint(name), pipe.family.shown(clip), 2, question)
+    expected = clip_ids(pipe, checkpoint(name), pipe.family.sample_frames(clip), 2, question)
     # Three pairs of frames, each of 5 x 6 tokens of 28 pixels
     assert expected.count(VIDEO_TOKEN) == 90
     assert found(pipe, [clip], question, VIDEO_TOKEN) == expected

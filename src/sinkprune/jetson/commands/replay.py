@@ -31,6 +31,7 @@ from sinkprune.runtime.commands import BundleOptions, bundle_parser, load_pipeli
 from sinkprune.runtime.commands.form_options import FormOptions, add_form_options, read_form
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
+from sinkprune.runtime.commands.table_console import few_note
 from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.overlay import overlay, picture_bytes
 from sinkprune.runtime.pipeline import Pipeline
@@ -270,7 +271,7 @@ def _in_words(report: ReplayReport) -> str:
     return (
         f"[{report.budget}] {frames.answered} of {counted(frames.total, 'frame')} answered"
         + "".join(f", {count} {what}" for what, count in others.items() if count)
-        + (f"; TTFT {ttft.median:.0f} ms (p95 {ttft.p95:.0f})" if ttft else "")
+        + (f"; TTFT {ttft.median:.0f} ms (p95 {ttft.p95:.0f}){few_note(frames.answered)}" if ttft else "")
         + f"; written to '{escaped(report.output)}'"
     )
 

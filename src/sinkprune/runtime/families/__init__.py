@@ -44,7 +44,7 @@ class Family(Protocol):
     def check_video(self) -> None:
         """Raise `VideoError` if the bundle takes no video, before a file is opened."""
 
-    def shown(self, video: Video) -> SampledFrames:
+    def sample_frames(self, video: Video) -> SampledFrames:
         """Return the frames of a clip or a video file that the model sees; raises `VideoError`."""
 
     def fitted(self, fit: Fit) -> Family | None:

@@ -46,7 +46,7 @@ class Pi0(SquarePictures):
             groups=1,
             tokens=self._tower.tokens,
             unpruned_rows=tokens,
-            boxes=grid_boxes(self._processor.shown_box(size), self._side, self._side),
+            boxes=grid_boxes(self._processor.square_box(size), self._side, self._side),
             views=(range(self._tower.tokens),),
             # Kept rows keep their positions, which the expert's rotary embedding continues.
             places=tokens[None],

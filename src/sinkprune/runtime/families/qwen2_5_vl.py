@@ -79,7 +79,7 @@ class Qwen25VL:
         """Raise `VideoError` if the bundle was exported for images only."""
         self._video_settings()
 
-    def shown(self, video: Video) -> SampledFrames:
+    def sample_frames(self, video: Video) -> SampledFrames:
         """Return frames sampled by the processor's settings; raises `VideoError`."""
         return sample_frames(video, self._video_settings(), self._tower.temporal_patch_size, self._sampling)
 

@@ -48,7 +48,7 @@ class SquarePictures(Family):
         """Raise `VideoError`."""
         raise VideoError(self.no_video)
 
-    def shown(self, video: Video) -> SampledFrames:
+    def sample_frames(self, video: Video) -> SampledFrames:
         """Raise `VideoError`."""
         raise VideoError(self.no_video)
 

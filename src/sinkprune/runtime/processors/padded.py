@@ -38,7 +38,7 @@ class PaddedProcessor:
         scale = min(self._side / max(height, 1), self._side / max(width, 1))
         return checked_size((int(width * scale), int(height * scale)), size, self._side)
 
-    def shown_box(self, size: PixelSize) -> tuple[float, float, float, float]:
+    def square_box(self, size: PixelSize) -> tuple[float, float, float, float]:
         """Return the area of the whole square in pixels of an image of `size`: left, top, right, bottom."""
         width, height = self.resized(size)
         return 0.0, 0.0, self._side * size[0] / width, self._side * size[1] / height

@@ -44,7 +44,7 @@ class ResizeWithPad:
         ratio = max(width / self._side, height / self._side, 1 / self._side)
         return checked_size((int(width / ratio), int(height / ratio)), size, self._side)
 
-    def shown_box(self, size: PixelSize) -> tuple[float, float, float, float]:
+    def square_box(self, size: PixelSize) -> tuple[float, float, float, float]:
         """Return the area of the whole square in pixels of an image of `size`: left, top, right, bottom."""
         resized = self.resized(size)
         (left, top), (across, down) = self._corner(resized), np.divide(size, resized).tolist()

@@ -62,7 +62,7 @@ class PictureReader:
             with NamedTemporaryFile(prefix="sinkprune-") as file:
                 file.write(self._bytes("video_url", url))
                 file.flush()
-                frames = self.family.shown(VideoFile(file.name))
+                frames = self.family.sample_frames(VideoFile(file.name))
             layout_of(frames, frames, self.family, self.manifest)
             return frames
         except ImageError as error:

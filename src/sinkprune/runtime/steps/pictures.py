@@ -33,7 +33,7 @@ def decoded(source: PictureLike, family: Family) -> Picture:
     if isinstance(source, SampledFrames):
         return source
     if isinstance(source, (Clip, VideoFile)):
-        return family.shown(source)
+        return family.sample_frames(source)
     return read_image(source) if isinstance(source, (str, os.PathLike)) else to_rgb(source)
 
 

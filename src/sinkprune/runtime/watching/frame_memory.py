@@ -74,7 +74,7 @@ class FrameMemory:
         parts = [np.stack([np.full(len(frame.tokens), frame.number), frame.tokens], axis=1) for frame in self.frames]
         return np.concatenate([np.zeros((0, 2), np.int64), *parts])
 
-    def shown(self, layout: VisualLayout) -> Sequence[tuple[VisualLayout, EncodedPicture]]:
+    def encoded_frames(self, layout: VisualLayout) -> Sequence[tuple[VisualLayout, EncodedPicture]]:
         """Return each frame with the `layout` that all frames have, for `lay_out`."""
         return [(layout, frame.encoded) for frame in self.frames]
 

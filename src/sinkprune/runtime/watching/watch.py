@@ -194,7 +194,7 @@ class Watch:
                 memory.add(number, found, self._settings.novelty)
                 observer.encoded([each.encoded for each in memory.frames])
                 texts = [prompt.texts[0], *[()] * (len(memory.frames) - 1), prompt.texts[1]]
-                shown = memory.shown(layout)
+                shown = memory.encoded_frames(layout)
                 rows = lay_out(backend, embedding, family.between_rows, texts, shown, pruned=True)
                 # The quotas of a bundle for several images count all frames as one.
                 rows = replace(rows, picture=np.zeros_like(rows.picture))
