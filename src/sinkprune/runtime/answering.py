@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,6 +66,9 @@ class Answering(ABC):
         and `ImageError` for an object that is no picture. Reading the first piece raises `ImageError`, `PromptError`,
         `PruningError` and `NumericsError`, and later pieces `UsageError` where the tokenizer cannot write the form.
         """
+        began = time.perf_counter()
         check_request_options(options, "observer")
         check_type("observer", observer, (Observer,), "an Observer")
-        return self.answer(self.new_request(image, prompt, **options), observer)
+        stream = self.answer(self.new_request(image, prompt, **options), observer)
+        stream.count_from(began)
+        return stream

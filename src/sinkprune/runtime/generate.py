@@ -93,12 +93,11 @@ def generate(
         with clock.measure("preprocess"):
             digests = memory.digests(pictures, plans[0].picture_share if plans[0] else None)
             known = [memory.tower(digest) for digest in digests]
-            sources = zip(request.pictures, pictures, known, strict=True)
             inputs = [
                 tower_input(source, picture, family, manifest)
                 if tower is None
                 else TowerInput({}, layout_of(source, picture, family, manifest))
-                for source, picture, tower in sources
+                for source, picture, tower in zip(request.pictures, pictures, known, strict=True)
             ]
             layouts = [layout for _, layout in inputs]
             prompt = prompts.encode(

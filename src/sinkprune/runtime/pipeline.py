@@ -137,7 +137,8 @@ class Pipeline(Answering, KeepsCosts[Costs]):
 
     def answer_with(self, memory: PrefixCache, request: Request, observer: Observer = NOBODY) -> Stream:
         """Do what `answer` does, with the `memory` of a session."""
-        plans, state = self.plans(request.method, request.budget), StreamState()
+        began, state = time.perf_counter(), StreamState()
+        plans = self.plans(request.method, request.budget)
         thresholds = self.thresholds if request.budget == AUTO else None
         request, form = self._formed(request)
         model, timed = self._model.for_request(request, plans[0]), request
@@ -147,10 +148,13 @@ class Pipeline(Answering, KeepsCosts[Costs]):
             timed = replace(request, max_new_tokens=1 + len(form.passes))
 
         def new_policy() -> BudgetPolicy:
-            return self._policy(timed, costs) if thresholds is None else ConfidencePolicy(timed, thresholds)
+            if thresholds is not None:
+                return ConfidencePolicy(timed, thresholds)
+            return self._policy(timed, costs, time.perf_counter() - state.prepared_s)
 
-        steps = generate(model, request, plans, form, new_policy, observer, state, memory)
-        return Stream(steps, state)
+        stream = Stream(generate(model, request, plans, form, new_policy, observer, state, memory), state)
+        stream.count_from(began)
+        return stream
 
     def watch(
         self,
@@ -260,8 +264,8 @@ class Pipeline(Answering, KeepsCosts[Costs]):
         thresholds = usable_thresholds(self.thresholds, self.bundle, method, self.backend.compute)
         return [manifest.plan(method, each) for each in thresholds.least]
 
-    def _policy(self, request: Request, costs: Costs | None) -> BudgetPolicy:
+    def _policy(self, request: Request, costs: Costs | None, began: float) -> BudgetPolicy:
         if request.deadline_ms is None or costs is None:
             return BudgetPolicy(request)
-        began, history = time.perf_counter(), self._history_of(costs)
+        history = self._history_of(costs)
         return DeadlinePolicy(request, request.deadline_ms, self.bundle.manifest, costs, history, began=began)

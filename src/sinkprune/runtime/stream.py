@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from types import TracebackType
@@ -22,6 +23,9 @@ class StreamState:
     """Set by the reader: the request generates no further token."""
     budget: str | None = None
     """Set by the request when it has chosen its budget."""
+    prepared_s: float = 0.0
+    """The seconds that the call took which made the stream. A deadline counts them, and not the time until the first
+    piece is read."""
 
 
 class Stream(Generator[str, None, Answer]):
@@ -41,6 +45,11 @@ class Stream(Generator[str, None, Answer]):
         """Wrap the `steps` of a request, which read and write `state`."""
         self._steps, self._state = steps, state
         self._answer: Answer | None = None
+
+    def count_from(self, began: float) -> None:
+        """Let a deadline count the time from `began` until now, by `time.perf_counter`; called before the first
+        piece is read."""
+        self._state.prepared_s = time.perf_counter() - began
 
     def send(self, value: None) -> str:
         """Return the next piece of text, as `next` does; after the last, raise `StopIteration` with the answer."""

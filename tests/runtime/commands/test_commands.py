@@ -208,7 +208,7 @@ def test_a_small_image_works_and_a_panorama_is_rejected(bundle: Bundles, tmp_pat
     budget = ("--budget", "retain-64", "--max-new-tokens", 2)
     assert run("sinkprune-run", bundle("mha-336"), "--image", dot, *ASK, *budget).code == 0
     refused = run("sinkprune-run", bundle("mha-336"), "--image", panorama, *ASK, *budget)
-    assert_refused(refused, "30000x10", "1008000", "Crop it")
+    assert_refused(refused, f"{panorama}'", "30000x10", "1008000", "Crop it")
 
 
 def test_a_typed_placeholder_is_text(bundle: Bundles, photo_file: Path) -> None:

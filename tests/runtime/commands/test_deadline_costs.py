@@ -61,7 +61,9 @@ def test_the_first_request_of_the_process_does_not_count(
     monkeypatch.setattr(Pipeline, "answer", noting)
     outcome = run(*ask, "--regex", "[a-z]+")
     assert outcome.code == 0, outcome.stderr
-    first, counted = asked
+    # The request itself is checked before.
+    checked, first, counted = asked
+    assert checked == counted
     assert (first.deadline_ms, first.max_new_tokens, first.regex, first.budget) == (None, 1, None, "retain-32")
     assert counted.deadline_ms == 60_000 and counted.regex == "[a-z]+"
 

@@ -14,6 +14,7 @@ from PIL import Image
 from sinkprune import BudgetError, Clip, Pipeline, Session, UsageError, overlay
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
+from sinkprune.runtime.commands.deadline_costs import run_once
 from sinkprune.runtime.steps.answer import Answer
 from support.models.clips import frames
 from support.programs.commands import assert_refused, run
@@ -219,12 +220,15 @@ def test_what_needs_counts_before_the_request_is_refused(
     bundles: Callable[[str], Pipeline], photo: Image.Image, photo_file: Path
 ) -> None:
     pipe = with_thresholds(bundles("gqa-112"), "retain-64", (1.0, 1.0))
+    uncounted = with_thresholds(bundles("gqa-112"), "retain-64", None)
     options: dict[str, Any] = {"method": METHOD, "budget": "retain-64"}
     calls: Sequence[Callable[[], Any]] = (
         lambda: pipe.generate(photo, QUESTION, deadline_ms=500.0, **options),
         lambda: pipe.generate(photo, QUESTION, deadline_ms=500.0, method=METHOD, budget="none"),
         lambda: pipe.warm_up(photo, QUESTION, seconds=0, **options),
         lambda: next(pipe.watch([photo], QUESTION, **options)),
+        # Thresholds would not help a deadline.
+        lambda: run_once(uncounted, uncounted.new_request(photo, QUESTION, deadline_ms=500.0, **options)),
     )
     for call in calls:
         with pytest.raises(UsageError, match="keeps another number of tokens of each picture"):

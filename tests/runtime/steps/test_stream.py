@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Generator
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 from PIL import Image
 
 from sinkprune import BudgetError, Pipeline, PromptError, Stream, UsageError
+from sinkprune.runtime import generate
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.observer import Observer
+from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.stream import StreamState
 
 QUESTION = "What is on the table?"
@@ -158,6 +161,27 @@ def test_a_stream_that_nobody_holds_is_freed_at_once(pipe: Pipeline, photo: Imag
     try:
         del stream, observer
         assert held() is None
+    finally:
+        gc.enable()
+
+
+def test_a_decoded_picture_is_freed_with_the_first_piece(
+    pipe: Pipeline, photo_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A picture of 24 megapixels takes 72 MB, which a long answer does not need."""
+    held = list[weakref.ref[Any]]()
+
+    def noted(*given: Any) -> Any:
+        picture = decoded(*given)
+        held.append(weakref.ref(picture))
+        return picture
+
+    monkeypatch.setattr(generate, "decoded", noted)
+    stream = pipe.stream(str(photo_file), QUESTION, budget="retain-64", max_new_tokens=3, min_new_tokens=3)
+    gc.disable()
+    try:
+        stream.step()
+        assert [one() for one in held] == [None]
     finally:
         gc.enable()
 

@@ -15,6 +15,7 @@ from sinkprune.calibration.commands.measuring import (
     open_task,
     task_parser,
 )
+from sinkprune.calibration.evaluation.intervals import Interval
 from sinkprune.calibration.evaluation.outliers import plant_in_vision
 from sinkprune.calibration.evaluation.replies import evaluation_report, replies_by_question
 from sinkprune.calibration.evaluation.report import Combination, CombinationReport, EvaluationReport, Reply
@@ -165,7 +166,10 @@ def _print_tables(result: EvaluationReport, *, papers: bool) -> None:
     for warning in result.warnings:
         console.print(warning)
     if papers:
-        console.print("\nMedians in ms. In brackets: how many times as fast as none, and 95 % intervals by picture")
+        console.print(
+            "\nMedians in ms. In brackets: how many times as fast as none, and 95 % intervals; those of shares and "
+            "points are by picture"
+        )
         console.print(_papers_table(result))
     elif result.methods:
         console.print()
@@ -204,15 +208,20 @@ def _papers_cells(point: CombinationReport, none: CombinationReport) -> list[str
         (point.ttft_ms, none.ttft_ms),
         (point.latency_ms, none.latency_ms),
     )
-    low, high = (100 * end for end in point.relative_ci95 or (0.0, 0.0))
-    interval = f" ({low:.1f} to {high:.1f})" if point.relative_ci95 else ""
-    share = "-" if point.relative is None else f"{100 * point.relative:.1f} %{interval}"
-    shown = [f"{median_text(own)} ({base.median / own.median:.2f}x)" for own, base in times]
+    share = "-" if point.relative is None else f"{100 * point.relative:.1f} %{_interval(point.relative_ci95, '.1f')}"
+    accuracy = f"{100 * point.accuracy:.1f}{_interval(point.ci95, '.1f')}"
+    faster = [f"{median_text(own)} ({base.median / own.median:.2f}x)" for own, base in times]
     versus = point.versus_first
-    more = "" if versus is None else f"{100 * versus.mean:+.1f}"
-    if versus is not None and versus.ci95 is not None:
-        more += f" ({100 * versus.ci95[0]:+.1f} to {100 * versus.ci95[1]:+.1f})"
-    return [f"{point.mean_visual_tokens:.1f}", *shown, f"{100 * point.accuracy:.1f}", share, more]
+    more = "" if versus is None else f"{100 * versus.mean:+.1f}{_interval(versus.ci95, '+.1f')}"
+    return [f"{point.mean_visual_tokens:.1f}", *faster, accuracy, share, more]
+
+
+def _interval(ci95: Interval | None, form: str) -> str:
+    """Return an interval in per cent, in brackets; nothing where resampling few pictures gives it no width."""
+    if ci95 is None or ci95[0] == ci95[1]:
+        return ""
+    low, high = (format(100 * end, form) for end in ci95)
+    return f" ({low} to {high})"
 
 
 def _grid(result: EvaluationReport, cell: Callable[[CombinationReport], str]) -> Table:

@@ -33,7 +33,7 @@ from sinkprune.runtime.media.video_file import VideoFile
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.plot import PLOT_SUFFIXES, import_matplotlib
 from sinkprune.runtime.steps.chain import Wrap
-from sinkprune.runtime.steps.pictures import decoded
+from sinkprune.runtime.steps.pictures import decoded, layout_of
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS, check_texts
 
 R = TypeVar("R")
@@ -191,7 +191,7 @@ def load_pipeline(options: BundleOptions, bundle: Bundle, wrap: Wrap | None = No
 
 
 def read_pictures(options: PictureOptions, bundle: Bundle) -> list[Picture]:
-    """Return the images, or the frames of the videos that the model sees; raises `ImageError`.
+    """Return the images, or the frames of the videos that the model sees; raises `ImageError` with the file's name.
 
     Prints a note about each long video that must be decoded as a whole.
     """
@@ -203,7 +203,12 @@ def read_pictures(options: PictureOptions, bundle: Bundle) -> list[Picture]:
                 f"{escaped(str(path))}: decodes all {video.count} frames, because no list of keyframes leads to the "
                 "few that are shown. Convert the video to MP4 with a keyframe every two seconds to read it faster.\n"
             )
-    return [decoded(source, family) for source in (*(options.image or ()), *videos)]
+    sources = [*(options.image or ()), *videos]
+    pictures = [decoded(source, family) for source in sources]
+    for source, picture in zip(sources, pictures, strict=True):
+        # Before others ask for the layout, who do not know the file.
+        layout_of(source, picture, family, bundle.manifest)
+    return pictures
 
 
 def prompt_pieces(prompt: str) -> str | list[str]:

@@ -64,7 +64,12 @@ def place_here(options: BundleOptions, bundle: Bundle) -> Place:
 
 
 def run_once(pipeline: Pipeline, request: Request) -> None:
-    """Answer one token at the method's last budget: the first request of a process is slower than its costs say."""
+    """Answer one token at the method's last budget: the first request of a process is slower than its costs say.
+
+    Raises what `request` itself raises.
+    """
+    # A method that takes no deadline is rejected for that, not for what its last budget lacks.
+    pipeline.answer(request)
     budget = [*pipeline.bundle.manifest.plans[request.method]][-1]
     plain = replace(request, budget=budget, deadline_ms=None, max_new_tokens=1, min_new_tokens=0)
     # The form of an answer may be too long for one token.
