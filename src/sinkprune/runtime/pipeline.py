@@ -230,6 +230,8 @@ class Pipeline(Answering, KeepsCosts[Costs]):
         """Do what `warm_up` does, for a `Request`; raises what `answer` raises, and `UsageError` for `seconds`."""
         seconds = SECONDS_RANGE.check(seconds)
         self.load_plans(request.method, progress)
+        # The first form of an answer reads the tokenizer, which a request with a deadline has no time for.
+        self._formed(request)
         return self._keep_measured(
             lambda: measure_costs(self._model, lambda one: self.answer(one).rest(), request, seconds, progress)
         )

@@ -58,7 +58,9 @@ def test_norms_note_a_later_picture(bundle: Callable[..., Path], mixed: Path) ->
 
 @pytest.mark.parametrize("command", ["evaluate", "norms"])
 def test_a_later_picture_of_16_bits_is_noted(command: str, bundle: Callable[..., Path], mixed: Path) -> None:
-    Image.fromarray(np.full((90, 90), 2570, np.uint16)).save(mixed.parent / "wider.png")
+    """The darkest: a bright one is no help for it."""
+    for name, value in (("wide.png", 257 * 200), ("wider.png", 2570)):
+        Image.fromarray(np.full((90, 90), value, np.uint16)).save(mixed.parent / name)
     files = [mixed.parent / name for name in SIZES]
     words = ASKING.get(command, ("sinkprune-calibrate", "norms"))
     given = ("--data", mixed, "--budgets", "none") if command == "evaluate" else ("--images", *files)
@@ -66,6 +68,15 @@ def test_a_later_picture_of_16_bits_is_noted(command: str, bundle: Callable[...,
     assert outcome.code == 0, outcome.stderr
     assert outcome.stderr.count("16-bit greyscale was divided by 257. Its largest value is now 10 of 255.") == 1
     assert outcome.stderr.startswith(f"{files[-1]}: 16-bit greyscale")
+
+
+def test_what_a_folder_of_pictures_holds_besides_is_noted(bundle: Callable[..., Path], mixed: Path) -> None:
+    (mixed.parent / ".hidden").touch()
+    outcome = run("sinkprune-calibrate", "norms", bundle("gqa-112"), "--images", mixed.parent)
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.stderr.startswith(
+        f"{mixed.parent}: left out 'q.jsonl'. Pictures are files that end in .jpg, .jpeg"
+    )
 
 
 def test_a_size_is_that_of_the_turned_picture(bundle: Callable[..., Path], mixed: Path) -> None:

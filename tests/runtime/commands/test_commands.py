@@ -47,7 +47,7 @@ def test_run_prints_the_answer_and_a_line_of_timings(bundle: Bundles, photo_file
     assert outcome.stderr == f"{photo_file}: {COFFEE}\n"
     *_, timings = outcome.stdout.splitlines()
     assert timings.startswith("[retain-64] TTFT ")
-    assert timings.endswith("visual tokens 576 -> 129 -> 42")
+    assert timings.endswith("visual tokens 576 -> 129 -> 42; cut off after 5 tokens (--max-new-tokens)")
 
 
 def test_run_json_is_one_object_with_the_same_answer(bundle: Bundles, photo_file: Path, tmp_path: Path) -> None:

@@ -167,6 +167,15 @@ def test_the_call_counts_and_idle_time_before_the_first_piece_does_not(
     assert 200 < deadline.measured_ms <= (time.perf_counter() - began) * 1e3 - 1000
 
 
+def test_a_warm_up_with_a_form_reads_the_tokenizer(bundle: Bundles, photo: Image.Image) -> None:
+    pipeline = Pipeline.load(bundle("gqa-112"))
+    pipeline.warm_up(photo, QUESTION, seconds=0, regex="[0-9]{1,3}", max_new_tokens=1)
+    tokenizer = pipeline._grammars._made
+    assert tokenizer is not None
+    pipeline.generate(photo, QUESTION, regex="[0-9]{1,3}", deadline_ms=60_000, max_new_tokens=1)
+    assert pipeline._grammars._made is tokenizer
+
+
 def test_the_budget_that_was_chosen_runs(bundle: Bundles, photo: Image.Image) -> None:
     pipeline = loaded(bundle)
     assert pipeline.costs is not None

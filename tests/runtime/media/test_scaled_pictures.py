@@ -50,6 +50,16 @@ def test_python_warns_once_of_a_picture_of_16_bits(bundle: Callable[..., Path], 
     assert [str(warning.message) for warning in caught] == [f"the picture: {MESSAGE.strip()}"]
 
 
+def test_a_bright_picture_hides_no_dark_one(bundle: Callable[..., Path]) -> None:
+    pipe = Pipeline.load(bundle("gqa-112", "fp32", ("retain-64",), max_images=3))
+    bright, dark = (Image.fromarray(np.full((8, 8), 257 * value, np.uint16)) for value in (200, 25))
+    with pytest.warns(DividedPictureWarning) as caught:
+        for picture in (bright, dark, bright, dark):
+            pipe.generate(picture, "What?", max_new_tokens=1)
+    said = [str(warning.message) for warning in caught]
+    assert [text.split(" of 255")[0].split()[-1] for text in said] == ["200", "25"]
+
+
 def test_pictures_of_8_bits_were_not_scaled(depth: Path, tmp_path: Path) -> None:
     grey = tmp_path / "grey.png"
     Image.new("L", (4, 4), 9).save(grey)

@@ -15,25 +15,29 @@ from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.clip import Picture
-from sinkprune.runtime.media.images import frame_count, had_16_bits
-from sinkprune.runtime.steps.picture_warnings import PictureFacts, divided, first_of, limit_notes, seen_part
+from sinkprune.runtime.media.images import frame_count
+from sinkprune.runtime.steps.picture_warnings import (
+    PictureFacts,
+    divided,
+    first_of,
+    largest_of_16_bits,
+    limit_notes,
+    seen_part,
+)
 from sinkprune.runtime.steps.pictures import layout_of
 
 
 def note_pictures(family: Family, manifest: Manifest, files: Sequence[Path], pictures: Sequence[Picture]) -> None:
-    """Print notes: on the first image of 16 bits, on each image file with several frames, and on the first picture
+    """Print notes: on the darkest image of 16 bits, on each image file with several frames, and on the first picture
     of each size that is cropped, scaled down, or a clip shown with fewer frames.
 
     `pictures` are those read from `files`, in the same order. Raises `ImageError` for what the family rejects.
     """
     images = [(file, image) for file, image in zip(files, pictures, strict=True) if isinstance(image, Image.Image)]
-    for file, image in images:
-        if had_16_bits(image):
-            _note(file, divided(image))
-            break
+    _note_darkest({file: largest_of_16_bits(image) for file, image in images})
     for file, frames in {file: frame_count(image) for file, image in images}.items():
         if frames > 1:
-            _note(file, first_of(frames))
+            note_file(file, first_of(frames))
     first: dict[tuple[float, ...], tuple[Path, Picture]] = {}
     for file, picture in zip(files, pictures, strict=True):
         first.setdefault(picture.size, (file, picture))
@@ -42,7 +46,7 @@ def note_pictures(family: Family, manifest: Manifest, files: Sequence[Path], pic
         if layout.seen_share < 1:
             _note_part(file, layout)
         for text in limit_notes(layout):
-            _note(file, text)
+            note_file(file, text)
 
 
 def note_frames(frames: Mapping[Path, int]) -> None:
@@ -54,19 +58,16 @@ def note_frames(frames: Mapping[Path, int]) -> None:
     if several:
         others = len(several) - 1
         more = f" {counted(others, 'more file')} {'have' if others > 1 else 'has'} several frames." if others else ""
-        _note(several[0][0], first_of(several[0][1]) + more)
+        note_file(several[0][0], first_of(several[0][1]) + more)
 
 
 def note_many_pictures(family: Family, manifest: Manifest, pictures: Mapping[str, PictureFacts]) -> None:
-    """Print notes: on the first of 16 bits, on those with several frames, and on the first that is cropped or scaled
-    down.
+    """Print notes: on the darkest picture of 16 bits, on those with several frames, and on the first that is cropped
+    or scaled down.
 
     `pictures` are all pictures by name. Raises `ImageError` for the first that the family rejects.
     """
-    for name, facts in pictures.items():
-        if facts.divided:
-            _note(Path(name), facts.divided)
-            break
+    _note_darkest({Path(name): facts.largest for name, facts in pictures.items()})
     note_frames({Path(name): facts.frames for name, facts in pictures.items()})
     known: dict[tuple[int, int], str] = {}
     for name, facts in pictures.items():
@@ -78,15 +79,24 @@ def note_many_pictures(family: Family, manifest: Manifest, pictures: Mapping[str
             _note_part(Path(name), layout)
             return
         if notes := limit_notes(layout):
-            _note(Path(name), notes[0])
+            note_file(Path(name), notes[0])
             return
 
 
+def _note_darkest(largest: Mapping[Path, int | None]) -> None:
+    """Print a note on the darkest file of 16 bits. `largest` has the `largest_of_16_bits` of each file."""
+    found = {file: value for file, value in largest.items() if value is not None}
+    if found:
+        darkest = min(found, key=found.__getitem__)
+        note_file(darkest, divided(found[darkest]))
+
+
 def _note_part(file: Path, layout: VisualLayout) -> None:
-    _note(file, f"{seen_part(layout)}. --fit pad shows it all (docs/pictures.md).")
+    note_file(file, f"{seen_part(layout)}. --fit pad shows it all (docs/pictures.md).")
 
 
-def _note(file: Path, text: str) -> None:
+def note_file(file: Path, text: str) -> None:
+    """Print a note on a file or folder."""
     # The command has succeeded, also where stderr is closed.
     with suppress(OSError):
         sys.stderr.write(f"{escaped(str(file))}: {text}\n")

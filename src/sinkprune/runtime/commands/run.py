@@ -73,6 +73,8 @@ _REQUEST = (
     *("system", "stop"),
 )
 """The options that are fields of a request."""
+_CUT_OFF = {"length": "--max-new-tokens", "deadline": "--deadline-ms"}
+"""The option that ended an answer, by `Answer.finish`, of an answer that was cut off."""
 
 
 @dataclass(kw_only=True)
@@ -215,9 +217,9 @@ def main(arguments: Sequence[str] | None) -> None:
             _write_piece(f"{share:.3f} {text}\n")
     if options.json is not None:
         write_json(options.json, _summary(pipeline, answer, memory))
-    if answer.finish in ("length", "deadline") and request.follows_grammar:
+    if answer.finish in _CUT_OFF and request.follows_grammar:
         sys.stderr.write(
-            f"warning: the answer was cut off after {counted(len(answer.token_ids), 'token')}, so it does not have "
+            f"warning: the answer was cut off after {counted(len(answer.token_ids), 'token')}, so it may not have "
             "the form. Give a larger --max-new-tokens or --deadline-ms.\n"
         )
     if answer.deadline is not None:
@@ -267,14 +269,16 @@ def _write_piece(text: str) -> None:
 
 
 def _timings(answer: Answer) -> str:
-    per_token = answer.ms["per_token"]
+    per_token, ended = answer.ms["per_token"], ""
+    if answer.finish in _CUT_OFF and not answer.choices:
+        ended = f"; cut off after {counted(len(answer.token_ids), 'token')} ({_CUT_OFF[answer.finish]})"
     return (
         f"[{answer.budget}] TTFT {answer.ms['ttft']:.0f} ms ("
         + ", ".join(f"{part} {answer.ms[part]:.0f}" for part in ("preprocess", "vision", "prefill"))
         + "), "
         + (f"{per_token:.1f} ms a token, " if per_token is not None else "")
         + f"{answer.ms['latency']:.0f} ms in all; visual tokens {answer.visual_tokens} -> "
-        f"{answer.tokens_per_layer[0]} -> {answer.tokens_per_layer[-1]}" + in_time(answer)
+        f"{answer.tokens_per_layer[0]} -> {answer.tokens_per_layer[-1]}{ended}{in_time(answer)}"
     )
 
 

@@ -23,6 +23,8 @@ from sinkprune.runtime.media.images import frame_count, had_16_bits
 
 _CLEARLY_SMALLER = 0.9
 """The scale of each side, and the share of a clip's frames, below which it is worth a warning."""
+_DARK = 26
+"""The largest value of 255, a tenth, below which a divided picture is nearly black."""
 _ROUNDED = 0.02
 """How far the sides of a seen square may differ in the picture, because resizing rounds to whole pixels."""
 
@@ -34,17 +36,17 @@ class PictureFacts(NamedTuple):
     """[width,height], turned by its EXIF data."""
     frames: int = 1
     """The number of frames in its file; the picture is the first."""
-    divided: str = ""
-    """Sentences about its 16 bits, as `divided` returns them; empty for 8 bits."""
+    largest: int | None = None
+    """Its `largest_of_16_bits`."""
 
 
 def picture_facts(image: Image.Image) -> PictureFacts:
     """Return the facts of a decoded picture."""
-    return PictureFacts(image.size, frame_count(image), divided(image) if had_16_bits(image) else "")
+    return PictureFacts(image.size, frame_count(image), largest_of_16_bits(image))
 
 
 class PictureWarnings:
-    """What a pipeline has warned of. Each size of pictures causes a warning once."""
+    """What a pipeline has warned of. Each size of pictures causes a warning once, and once more if nearly black."""
 
     def __init__(self) -> None:
         self._warned: set[tuple[type[Warning], tuple[float, ...]]] = set()
@@ -59,8 +61,10 @@ class PictureWarnings:
                 self._warn(ScaledDownWarning, layout.size, text)
             if text := fewer_frames(layout):
                 self._warn(FewerFramesWarning, (*layout.size, layout.frames_at_rate), text)
-            if isinstance(picture, Image.Image) and had_16_bits(picture):
-                self._warn(DividedPictureWarning, layout.size, f"the picture: {divided(picture)}")
+            if isinstance(picture, Image.Image) and (largest := largest_of_16_bits(picture)) is not None:
+                # A bright picture does not speak for a dark one.
+                key = (*layout.size, largest < _DARK)
+                self._warn(DividedPictureWarning, key, f"the picture: {divided(largest)}")
             if isinstance(picture, Image.Image) and (frames := frame_count(picture)) > 1:
                 self._warn(FirstFrameWarning, (*layout.size, frames), f"the picture: {first_of(frames)}")
 
@@ -132,7 +136,7 @@ def unseen_warnings(seen_shares: Sequence[float], what: str) -> tuple[str, ...]:
 def notes_on(pictures: Sequence[object]) -> list[str]:
     """Return sentences about those of the decoded pictures that had 16 bits, or more than one frame."""
     images = [picture for picture in pictures if isinstance(picture, Image.Image)]
-    notes = [divided(image) for image in images if had_16_bits(image)]
+    notes = [divided(largest) for image in images if (largest := largest_of_16_bits(image)) is not None]
     return notes + [first_of(frames) for image in images if (frames := frame_count(image)) > 1]
 
 
@@ -141,9 +145,13 @@ def first_of(frames: int) -> str:
     return f"the model sees the first of {frames} frames. Give frames as files of their own."
 
 
-def divided(picture: Image.Image) -> str:
-    """Return sentences about a picture of which `had_16_bits` is true."""
-    _, largest = picture.convert("L").getextrema()
+def largest_of_16_bits(picture: Image.Image) -> int | None:
+    """Return the largest value of a picture whose 16 bits were divided, of 255; None for a picture of 8 bits."""
+    return int(np.asarray(picture.convert("L")).max()) if had_16_bits(picture) else None
+
+
+def divided(largest: int) -> str:
+    """Return sentences about a picture whose 16 bits were divided, by its `largest` value."""
     return (
         f"16-bit greyscale was divided by 257. Its largest value is now {largest} of 255. If that is too dark, scale "
         "the picture to 8 bits yourself."
