@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
+from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.system.memory_need import gigabytes
 from sinkprune.jetson.boards import Board
 from sinkprune.jetson.findings import Finding
@@ -118,7 +119,7 @@ def _machine_rows(machine: Machine) -> Iterator[tuple[str, str]]:
         yield "CPU clock", _clock(machine.cpu_clock)
     if machine.gpu_clock:
         yield "GPU clock", _clock(machine.gpu_clock)
-    yield "processor", f"{machine.processor}, {machine.cores} cores for this process"
+    yield "processor", f"{machine.processor}, {counted(machine.cores, 'core')} for this process"
     yield "instructions", machine.instructions or _UNKNOWN
     memory = [
         f"{gigabytes(machine.memory_bytes)}" if machine.memory_bytes else _UNKNOWN,

@@ -307,9 +307,9 @@ def test_a_body_that_is_no_object(body: bytes, reader: ChatReader) -> None:
         (5, "image_url.url is 5"),
         ("data:image/png;base64", "has no comma"),
         ("data:image/png;base64,%%%", "no valid base64"),
-        ("data:image/png;base64,AAAA", "not one Pillow can read"),
+        ("data:image/png;base64,AAAA", "no known format"),
         ("data:image/png;base64,", "0 bytes"),
-        ("data:text/plain,hello", "not one Pillow can read"),
+        ("data:text/plain,hello", "no known format"),
         (URI[:-40], "base64|damaged|truncated|incomplete"),
     ],
 )

@@ -149,8 +149,8 @@ def load_app(options: AppOptions, found: AppBundle) -> Starlette:
     )
     if (layout := pipeline.family.layout(_USUAL_PICTURE)).seen_share < 1:
         sys.stderr.write(
-            f"note: {seen_part(layout)}. Of other shapes it sees other shares: each response has its seen_share. "
-            "--fit pad shows pictures whole (docs/pictures.md).\n"
+            f"note: of a picture of {layout.size[0]}x{layout.size[1]} pixels, {seen_part(layout)}. Each response has "
+            "the seen_share of its pictures. --fit pad shows them whole (docs/pictures.md).\n"
         )
     app: Starlette = server.new_app(pipeline, settings)
     return app

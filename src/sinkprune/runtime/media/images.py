@@ -87,7 +87,7 @@ def _read(path: str | os.PathLike[str], read: Callable[[BinaryIO], _Found]) -> _
         try:
             return read(cast(BinaryIO, MeteredFile(file, size)))
         except UnidentifiedImageError as error:
-            raise ImageError(f"'{path}' is not an image Pillow can read ({size} bytes). {_GIVE}") from error
+            raise ImageError(f"'{path}' is no image of a known format ({size} bytes). {_GIVE}") from error
         except ImageError as error:
             raise ImageError(f"'{path}': {error}") from error
 
@@ -99,7 +99,7 @@ def read_image_bytes(data: bytes) -> Image.Image:
     try:
         return _decoded(cast(BinaryIO, MeteredFile(io.BytesIO(data), len(data))))
     except UnidentifiedImageError as error:
-        raise ImageError(f"the image is not one Pillow can read ({len(data)} bytes). {_GIVE}") from error
+        raise ImageError(f"the image has no known format ({len(data)} bytes). {_GIVE}") from error
 
 
 def to_rgb(image: Image.Image | Array) -> Image.Image:

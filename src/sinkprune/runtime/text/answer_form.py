@@ -98,7 +98,9 @@ def checked_regex(given: object, name: str = "regex") -> str | None:
 def checked_choices(given: object, name: str = "choice") -> tuple[str, ...]:
     """Return the answers of a closed list as a tuple, perhaps empty; raises `UsageError`, which calls it `name`."""
     if not isinstance(given, (tuple, list)) or not all(isinstance(one, str) and one for one in given):
-        raise UsageError(f'{name} is {format_value(given)}, expected texts that are not empty, as in ["yes", "no"].')
+        raise UsageError(
+            f'{name} is {format_value(given)}, expected a list of texts that are not empty, as in ["yes", "no"].'
+        )
     # Only the option of the command line repeats.
     repeated = " or --choice yes --choice no" if name == "choice" else ""
     if given and not 2 <= len(set(given)) == len(given) <= MOST_CHOICES:
