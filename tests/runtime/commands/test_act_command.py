@@ -219,7 +219,7 @@ def test_a_file_that_is_no_picture_is_refused_first(path: Path, folder: Path, tm
     for camera in ("base", "wrist"):
         shutil.copytree(folder / camera, tmp_path / camera)
     (tmp_path / "wrist" / "notes.txt").write_text("a note")
-    said = f"'{tmp_path}/wrist/notes.txt' is no image of a known format (6 bytes). Give a JPEG"
+    said = f"'{tmp_path}/wrist/notes.txt' is not an image of a known format (6 bytes). Give a JPEG"
     for _ in range(2):
         outcome = act(path, tmp_path, "--steps", 1, cameras=("base", "wrist"))
         assert_refused(outcome, said)

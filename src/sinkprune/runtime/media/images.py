@@ -87,7 +87,7 @@ def _read(path: str | os.PathLike[str], read: Callable[[BinaryIO], _Found]) -> _
         try:
             return read(cast(BinaryIO, MeteredFile(file, size)))
         except UnidentifiedImageError as error:
-            raise ImageError(f"'{path}' is no image of a known format ({size} bytes). {_GIVE}") from error
+            raise ImageError(f"'{path}' is not an image of a known format ({size} bytes). {_GIVE}") from error
         except ImageError as error:
             raise ImageError(f"'{path}': {error}") from error
 
