@@ -47,7 +47,11 @@ def refusal(path: Path) -> str:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "no such file"), (b"", r"is empty \(0 bytes\)"), (b"this is no photo\n", r"not an image of a known format.*17 bytes")],
+    [
+        (None, "no such file"),
+        (b"", r"is empty \(0 bytes\)"),
+        (b"this is no photo\n", r"not an image of a known format.*17 bytes"),
+    ],
 )
 def test_what_is_no_picture_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
     if content is not None:
@@ -63,7 +67,9 @@ def test_a_truncated_image_is_refused(kind: str, share: float, photo: Image.Imag
     path = tmp_path / f"truncated.{kind.lower()}"
     path.write_bytes(data[: int(share * len(data))])
     within_pixels = share == 0.5 and kind != "WEBP"
-    assert re.search("damaged or truncated" + ("" if within_pixels else "|not an image of a known format"), refusal(path))
+    assert re.search(
+        "damaged or truncated" + ("" if within_pixels else "|not an image of a known format"), refusal(path)
+    )
 
 
 @pytest.mark.parametrize("place", [1, 11, 16, 34, 0.3, 0.7])

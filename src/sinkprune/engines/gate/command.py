@@ -72,7 +72,9 @@ def main(arguments: Sequence[str] | None) -> None:
         raise EnginesError(refused)
     if not prints_json(options.json):
         together = f"{len(report.chunks)} chunks of actions" if report.chunks else f"{len(report.texts)} answers"
-        sys.stdout.write(f"passed: {len(report.graphs)} engines, {together}\n")
+        free = sum(text.gap_limit is None for text in report.texts) + sum(one.limit is None for one in report.chunks)
+        more = f"; {free} of them kept other tokens and {'have' if free > 1 else 'has'} no limit" if free else ""
+        sys.stdout.write(f"passed: {len(report.graphs)} engines, {together}{more}\n")
 
 
 def _parser() -> CommandParser:

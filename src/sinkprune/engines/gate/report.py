@@ -200,7 +200,7 @@ def _add_row(table: Table, report: TextReport | ChunkReport, place: str, found: 
         _figure(found),
         "-" if limit is None else f"{limit:g}",
         f"{100 * report.kept_alike:.1f}",
-        "passed" if report.passed else "REJECTED",
+        "not judged" if limit is None else "passed" if report.passed else "REJECTED",
     )
 
 
