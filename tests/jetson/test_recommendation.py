@@ -38,6 +38,15 @@ def test_the_best_choice_answers_soonest_at_the_largest_budget() -> None:
     assert chosen(preset("llava-1.5-13b", usable=7_150_000_000)) is None
 
 
+def test_a_budget_that_was_added_last_may_be_the_largest() -> None:
+    model = preset("llava-1.1b")
+    rows = {name: rows for name, rows in model.rows.items() if name != "retain-192"} | {
+        "in-60": model.rows["retain-192"]
+    }
+    forms = tuple(replace(one, budgets={**one.budgets, "in-60": one.budgets["retain-192"]}) for one in model.forms)
+    assert chosen(replace(model, rows=rows, forms=forms)) == ("int4", "in-60")
+
+
 def test_what_cannot_be_built_is_no_choice() -> None:
     model = preset("llava-1.1b", usable=8 << 30)
     int4 = model.forms[-1]

@@ -135,9 +135,15 @@ def find_plan(
     if budget == UNPRUNED:
         return None
     if budget in budgets and budget not in plans[method]:
+        held = ", ".join(plans[method])
+        if not _is_exported(family, budget):
+            others = ", ".join(name for name, own in plans.items() if budget in own)
+            raise BudgetError(
+                f"method '{method}' has no budget '{budget}', which was added for: {others}. '{method}' has: {held}."
+            )
         raise BudgetError(
             f"method '{method}' cannot run on as few visual tokens as budget '{budget}' asks for, on this model; "
-            f"it can at: {', '.join(plans[method])}."
+            f"it can at: {held}."
         )
     if budget not in plans[method]:
         raise BudgetError(
@@ -157,11 +163,18 @@ def _remedy(family: str, budget: str) -> str:
     if of_machine:
         option = {"in": "--target-ms", "mean": "--budget-tokens"}[of_machine[1]]
         return f"Find it on this machine and add it: sinkprune-calibrate schedule BUNDLE {option} {of_machine[2]}"
-    try:
-        parse_budget(family, budget)
-    except BudgetError:
+    if not _is_exported(family, budget):
         return (
             f"It is no budget of family '{family}' either. Choose one of these. For a model that answers, "
             "sinkprune-calibrate schedule finds one for this machine."
         )
     return "Others must be exported first, with sinkprune-export --budgets."
+
+
+def _is_exported(family: str, budget: str) -> bool:
+    """Return whether the export makes budgets of this name, for any bundle of the `family`."""
+    try:
+        parse_budget(family, budget)
+    except BudgetError:
+        return False
+    return True

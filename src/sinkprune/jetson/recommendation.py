@@ -87,8 +87,9 @@ def recommend(model: ModelFit, *, as_it_is: bool) -> Recommendation | None:
 
 
 def _pruned_first(model: ModelFit) -> list[str]:
-    """Return the pruned budgets, largest first, and unpruned last."""
-    return [*(name for name in model.rows if name != UNPRUNED), UNPRUNED]
+    """Return the pruned budgets, largest first, and unpruned last. An added budget may be larger than others."""
+    pruned = [name for name in model.rows if name != UNPRUNED]
+    return [*sorted(pruned, key=lambda name: -sum(model.rows[name].tokens_per_layer)), UNPRUNED]
 
 
 def _fits(form: FormFit, budget: str) -> bool:

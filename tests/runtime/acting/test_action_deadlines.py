@@ -213,7 +213,7 @@ def test_the_chosen_budget_and_steps_are_what_runs(warm: Policy, photo: Image.Im
     costs = warm.costs
     slow = {"none": (60_000, 1000), "prune-77.8": (10_000, 1000), "prune-88.9": (1000, 1000)}
     own = Policy(warm.bundle, warm.backend)
-    own.costs = costs_of(slow)
+    own.costs = replace(costs_of(slow), place=own.place)
     pruned = act(own, photo, deadline_ms=25_000)
     expected = 1.3 * MARGIN
     assert (pruned.budget, pruned.steps, len(pruned.step_ms)) == ("prune-77.8", 8, 8)
@@ -263,14 +263,17 @@ def test_unknown_costs_are_refused_with_a_sentence(warm: Policy, photo: Image.Im
     own = Policy(warm.bundle, warm.backend)
     with pytest.raises(DeadlineError, match=r"costs of chunks on this machine, .* are not known.*policy\.warm_up"):
         act(own, photo)
-    own.costs = costs_of({"prune-88.9": (1, 1)}, frames=2)
+    own.costs = replace(costs_of({"prune-88.9": (1, 1)}, frames=2), place=own.place)
     with pytest.raises(DeadlineError, match=r"at budget 'none' are not known, but those .* at prune-88.9"):
         act(own, photo)
-    own.costs = costs_of({"none": (1, 1)}, "fastv", 2)
+    own.costs = replace(costs_of({"none": (1, 1)}, "fastv", 2), place=own.place)
     with pytest.raises(DeadlineError, match=r"method 'sinkpruner' at budget 'none' are not known, but .* 'fastv'"):
         act(own, photo)
-    own.costs = costs_of({"none": (2, 1), "prune-50": (1, 1)})
+    own.costs = replace(costs_of({"none": (2, 1), "prune-50": (1, 1)}), place=own.place)
     with pytest.raises(DeadlineError, match=r"of budget 'prune-50', which the bundle does not have.*--warm-up"):
+        act(own, photo)
+    own.costs = costs_of({"none": (2, 1)})
+    with pytest.raises(UsageError, match=r"^the costs are of another place: their config_sha256 is"):
         act(own, photo)
     own.costs = 3  # type: ignore[assignment]
     with pytest.raises(TypeError, match="costs is 3, expected ActionCosts, as read_action_costs and warm_up return"):

@@ -111,6 +111,21 @@ def test_costs_and_thresholds_of_a_wrong_type(bundle: Bundles, photo: Image.Imag
         pipeline.stream(photo, QUESTION, budget="auto", choice=["yes", "no"])
 
 
+def test_costs_of_another_place_are_neither_used_nor_kept(
+    bundle: Bundles, photo: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    costs, pipeline = loaded(bundle).costs, Pipeline.load(bundle("gqa-112"))
+    assert costs is not None
+    kept = {file: file.read_bytes() for file in tmp_path.rglob("*.json")}
+    pipeline.costs = replace(costs, place=replace(costs.place, threads=99))
+    with pytest.raises(UsageError, match=r"^the costs are of another place: their threads is 99"):
+        pipeline.generate(photo, QUESTION, deadline_ms=60_000)
+    with pytest.raises(UsageError, match=r"^the costs are of another place"):
+        pipeline.save_costs()
+    assert kept and {file: file.read_bytes() for file in tmp_path.rglob("*.json")} == kept
+
+
 def test_costs_that_are_not_known_are_an_error_of_the_call(bundle: Bundles, photo: Image.Image) -> None:
     with pytest.raises(DeadlineError, match="are not known"):
         Pipeline.load(bundle("gqa-112"), threads=1).stream(photo, QUESTION, deadline_ms=60_000)

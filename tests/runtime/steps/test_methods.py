@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,21 @@ def test_what_a_method_cannot_reach_is_left_out_and_reported(root: Path, left_ou
         assert list(manifest.plans[method]) == held
     with pytest.raises(BudgetError, match=r"'fastv' cannot run on as few .* 'retain-32' .* it can at: retain-192"):
         manifest.plan("fastv", "retain-32")
+
+
+def test_a_budget_that_was_added_for_one_method_is_not_called_too_small_for_others(root: Path) -> None:
+    manifest = read_bundle(root).manifest
+    plans, budgets = manifest.plans, manifest.budgets
+    added = replace(
+        manifest,
+        budgets={**budgets, "in-60": budgets["retain-192"]},
+        plans={**plans, "sinkpruner": {**plans["sinkpruner"], "in-60": plans["sinkpruner"]["retain-192"]}},
+    )
+    assert added.plan("sinkpruner", "in-60") == plans["sinkpruner"]["retain-192"]
+    with pytest.raises(
+        BudgetError, match=r"^method 'fastv' has no budget 'in-60', which was added for: sinkpruner\."
+    ):
+        added.plan("fastv", "in-60")
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -232,7 +232,7 @@ def _grid(result: EvaluationReport, cell: Callable[[CombinationReport], str]) ->
     for method in dict.fromkeys(pair.method for pair in (*held, *result.unreachable)):
         points = result.methods.get(method, {})
         table.add_row(
-            plain_text(method), *(cell(points[budget]) if budget in points else "not reachable" for budget in budgets)
+            plain_text(method), *(cell(points[budget]) if budget in points else "not held" for budget in budgets)
         )
     return table
 

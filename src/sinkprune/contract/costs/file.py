@@ -57,6 +57,13 @@ class CostsFormat(Generic[C]):
         check_path("path", path)
         check_type("here", here, (Place,), "a Place, as pipeline.place and policy.place are")
         costs = read_versioned(path, self.kind, self.name, self.version, self.again, self.upgraded, _KINDS)
+        self.check_place(costs, here, f"the {self.name} '{path}'")
+        if fault := self.fault(costs):
+            raise UsageError(f"the {self.name} '{path}' {fault}. {self.again}")
+        return costs
+
+    def check_place(self, costs: C, here: Place, what: str) -> None:
+        """Raise `UsageError` if `costs`, in words `what`, were not measured at the place `here`."""
         theirs, ours = to_json(costs.place), to_json(here)
         for name, value in ours.items():
             if theirs[name] != value:
@@ -64,12 +71,9 @@ class CostsFormat(Generic[C]):
                     f"For these, give --threads {theirs[name]} (threads= in Python). " if name == "threads" else ""
                 )
                 raise UsageError(
-                    f"the {self.name} '{path}' are of another place: their {name} is {format_value(theirs[name])}, "
-                    f"here it is {format_value(value)}. {these}{self.again}"
+                    f"{what} are of another place: their {name} is {format_value(theirs[name])}, here it is "
+                    f"{format_value(value)}. {these}{self.again}"
                 )
-        if fault := self.fault(costs):
-            raise UsageError(f"the {self.name} '{path}' {fault}. {self.again}")
-        return costs
 
     def cached(self, place: Place, method: str = "") -> C | None:
         """Return the costs of `place` that `cache_costs` wrote last, or None; those of actions are of a `method`.

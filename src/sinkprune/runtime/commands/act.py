@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None) -> None:
     if policy.costs is not None:
         sys.stderr.write(late_chunks_line([chunk.deadline for chunk in chunks if chunk.deadline is not None]))
         sys.stderr.write(doubtful_costs(policy.costs, None if costs else earlier_costs))
-        if not options.costs and policy.save_costs() is None and options.warm_up:
+        if not options.costs and policy.save_costs() is None and costs is None:
             sys.stderr.write(not_kept(policy.place))
     summary = {
         "method": options.method,

@@ -117,7 +117,7 @@ def not_kept(place: Place) -> str:
     file = cache_file(place)
     where = f"written to '{escaped(str(file))}'" if file else "kept, because this user has no home folder"
     return (
-        f"warning: the costs could not be {where}: the next run needs --warm-up again. Make that folder writable, "
+        f"warning: the costs could not be {where}, so later runs do not find them. Make that folder writable, "
         "or set XDG_CACHE_HOME to one that is.\n"
     )
 

@@ -42,9 +42,13 @@ class KeepsCosts(Generic[C]):
 
         Later processes then expect what this one expects. Return the file, or None without costs or where the folder
         cannot be written. It takes milliseconds, so call it when no request waits.
+
+        Raises `UsageError` for costs of another place, and `TypeError` for what are no costs.
         """
-        costs = self.costs
-        return None if costs is None else cache_costs(replace(costs, recent=self._history_of(costs).recent))
+        if self.costs is None:
+            return None
+        costs = self._checked(self.costs)
+        return cache_costs(replace(costs, recent=self._history_of(costs).recent))
 
     def _keep_measured(self, measure: Callable[[], C]) -> C:
         """Measure `costs` and the load meanwhile, and write them to the user's cache folder, if possible."""
@@ -56,14 +60,21 @@ class KeepsCosts(Generic[C]):
         return self.costs
 
     def _known_costs(self, method: str = "") -> C:
-        """Return `costs`, or those of the cache folder (of actions, of a `method`); raises `DeadlineError` and
-        `TypeError`."""
+        """Return `costs`, or those of the cache folder (of actions, of a `method`).
+
+        Raises `DeadlineError`, `UsageError` for costs of another place, and `TypeError`.
+        """
         kind = self._kind
         self.costs = kind.cached(self.place, method) if self.costs is None else self.costs
         if self.costs is None:
             raise kind.missing(self.place)
-        check_type("costs", self.costs, (kind.kind,), f"{kind.kind.__name__}, as {kind.reader} and warm_up return")
-        return self.costs
+        return self._checked(self.costs)
+
+    def _checked(self, costs: C) -> C:
+        kind = self._kind
+        check_type("costs", costs, (kind.kind,), f"{kind.kind.__name__}, as {kind.reader} and warm_up return")
+        kind.check_place(costs, self.place, "the costs")
+        return costs
 
     def _history_of(self, costs: C) -> RequestHistory:
         """Return the history of requests compared with these `costs`; it starts anew with other costs."""

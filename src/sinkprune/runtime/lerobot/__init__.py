@@ -3,3 +3,6 @@
 Modules of this folder need LeRobot, and nothing else of this package imports them. LeRobot finds the policy class by
 `--discover_packages_path=sinkprune.runtime.lerobot`, which imports them all.
 """
+
+INSTALL = "pip install 'sinkprune[cpu,lerobot]' (docs/lerobot.md)"
+"""How to install what the modules need."""

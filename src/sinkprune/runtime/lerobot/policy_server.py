@@ -8,19 +8,26 @@ can run any program. Let only machines that you trust reach its port.
 
 from __future__ import annotations
 
-from sinkprune.runtime.lerobot.policy import SinkprunePolicy
+import sys
+from collections.abc import Sequence
+
+from sinkprune.contract.checks.needed_package import needs_package
+from sinkprune.contract.command_line.command import run_command
+from sinkprune.runtime.lerobot import INSTALL
 
 
-def main() -> None:
-    """Serve until the process ends."""
-    # Here, because importing the server starts its log and needs LeRobot's extra for gRPC.
-    from lerobot.async_inference.constants import SUPPORTED_POLICIES
-    from lerobot.async_inference.policy_server import serve
+def _serve(arguments: Sequence[str] | None) -> None:
+    """Serve until the process ends. LeRobot reads the process's own arguments."""
+    with needs_package("LeRobot's server", INSTALL):
+        # Importing the server starts its log and needs LeRobot's extra for gRPC.
+        from lerobot.async_inference.constants import SUPPORTED_POLICIES
+        from lerobot.async_inference.policy_server import serve
 
+        from sinkprune.runtime.lerobot.policy import SinkprunePolicy
     # The server rejects types that are not in this list, and LeRobot has no other way to add one.
     SUPPORTED_POLICIES.append(SinkprunePolicy.name)
     serve()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(_serve, None))

@@ -10,36 +10,34 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field, make_dataclass
 from pathlib import Path
 
-import draccus
-
+from sinkprune.contract.checks.needed_package import needs_package
 from sinkprune.contract.command_line.command import run_command
-from sinkprune.runtime.lerobot.policy import SinkpruneConfig, SinkprunePolicy, make_sinkprune_pre_post_processors
+from sinkprune.runtime.lerobot import INSTALL
 
 
-@dataclass
-class Options:
-    """The options, which draccus parses as LeRobot's commands do."""
+def _write(arguments: Sequence[str] | None) -> None:
+    """Load the policy once, and write its folder; raises what `SinkprunePolicy` raises."""
+    with needs_package("a policy of LeRobot", INSTALL):
+        import draccus
 
-    output: Path
-    policy: SinkpruneConfig = field(default_factory=SinkpruneConfig)
-
-
-def write_policy(folder: Path, config: SinkpruneConfig) -> None:
-    """Write the folder of a policy, after loading the policy once; raises what `SinkprunePolicy` raises."""
+        from sinkprune.runtime.lerobot.policy import (
+            SinkpruneConfig,
+            SinkprunePolicy,
+            make_sinkprune_pre_post_processors,
+        )
+    # draccus parses the options as LeRobot's commands do.
+    policy_option = ("policy", SinkpruneConfig, field(default_factory=SinkpruneConfig))
+    options = draccus.parse(make_dataclass("Options", [("output", Path), policy_option]), args=arguments)
+    folder, config = options.output, options.policy
     # LeRobot's commands may run in other folders.
     config.bundle = str(Path(config.bundle).resolve())
     policy = SinkprunePolicy(config)
     for part in (policy, *make_sinkprune_pre_post_processors(config)):
         part.save_pretrained(folder)
-
-
-def _write(arguments: Sequence[str] | None) -> None:
-    options = draccus.parse(Options, args=arguments)
-    write_policy(options.output, options.policy)
-    sys.stdout.write(f"{options.output}: a policy of type 'sinkprune' for LeRobot\n")
+    sys.stdout.write(f"{folder}: a policy of type 'sinkprune' for LeRobot\n")
 
 
 if __name__ == "__main__":
