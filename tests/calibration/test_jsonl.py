@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from sinkprune.calibration.tasks import TASK_BYTES, load_task, with_grey_picture
+from sinkprune.calibration.pictures import seen_shares, task_pictures
+from sinkprune.calibration.tasks import TASK_BYTES, items_by_picture, load_task, with_grey_picture
 from sinkprune.contract.errors import TaskError
 
 GOOD = {"image": "red.png", "question": "Is it red?", "answer": "yes"}
@@ -119,6 +121,21 @@ def test_files_that_are_no_task_are_refused(folder: Path) -> None:
         load_task(str(folder / "folder.jsonl"))
     with pytest.raises(TaskError, match=r"'pope' is no test set.*scenes"):
         load_task("pope")
+
+
+def test_questions_are_grouped_by_picture_in_any_order(folder: Path) -> None:
+    Image.new("RGB", (20, 30), (0, 0, 200)).save(folder / "blue.png")
+    blue = {**GOOD, "image": "blue.png"}
+    items = load_task(write(folder, GOOD, blue, GOOD, blue, blue))
+    groups = items_by_picture(items)
+    assert [[item.id for item in group] for group in groups] == [["1", "3"], ["2", "4", "5"]]
+    assert [Path(picture.name).name for picture in task_pictures(str(folder / "task.jsonl"))] == [
+        "red.png",
+        "blue.png",
+    ]
+    sizes = [tuple(item.facts.size) for item in items]
+    family: Any = SimpleNamespace(layout=lambda image: SimpleNamespace(seen_share=image.width / 100))
+    assert seen_shares(family, items) == [width / 100 for width, _ in sizes]
 
 
 def test_lines_behind_the_limit_are_not_read(folder: Path) -> None:

@@ -40,8 +40,8 @@ def task_pictures(task: str) -> list[NamedPicture]:
 
 def seen_shares(family: Family, items: Sequence[Item]) -> list[float]:
     """Return the share of its picture that the model sees in each question; raises `ImageError`."""
-    groups = items_by_picture(items)
-    return [share for own in groups for share in [family.layout(own[0].load_image()).seen_share] * len(own)]
+    shares = {own[0].picture: family.layout(own[0].load_image()).seen_share for own in items_by_picture(items)}
+    return [shares[item.picture] for item in items]
 
 
 def note_items(family: Family, manifest: Manifest, items: Sequence[Item]) -> None:

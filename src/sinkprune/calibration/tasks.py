@@ -105,10 +105,12 @@ def load_task(name: str, limit: int | None = None) -> list[Item]:
     )
 
 
-def items_by_picture(items: Iterable[Asked]) -> Iterator[list[Asked]]:
-    """Yield the items of each run of items with the same picture."""
-    for _, group in groupby(items, key=lambda item: item.picture):
-        yield list(group)
+def items_by_picture(items: Iterable[Asked]) -> list[list[Asked]]:
+    """Return the items of each picture, in the order of their first ones."""
+    groups: dict[str, list[Asked]] = {}
+    for item in items:
+        groups.setdefault(item.picture, []).append(item)
+    return [*groups.values()]
 
 
 @contextmanager

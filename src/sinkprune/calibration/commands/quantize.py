@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -128,7 +127,7 @@ def main(arguments: Sequence[str] | None) -> None:
 def _chosen(data: Path, limit: int) -> list[Item]:
     """Return one question about each of the first `limit` pictures; raises `TaskError`."""
     check_own_questions(data)
-    by_picture = islice(items_by_picture(load_task(str(data))), limit)
+    by_picture = items_by_picture(load_task(str(data)))[:limit]
     return [items[number % len(items)] for number, items in enumerate(by_picture)]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -252,7 +251,7 @@ def _prompts(options: _Options, items: Sequence[Item]) -> list[tuple[str, Pictur
     from sinkprune.calibration.scheduling.request_times import PictureQuestion
 
     if items:
-        chosen = [group[0] for group in islice(items_by_picture(items), _PICTURES)]
+        chosen = [group[0] for group in items_by_picture(items)[:_PICTURES]]
         prompts = [(item.picture, PictureQuestion(item.load_image(), item.question.prompt)) for item in chosen]
     elif options.image:
         prompts = [

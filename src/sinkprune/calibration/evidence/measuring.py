@@ -68,7 +68,9 @@ def find_thresholds(
 
     # Before the LLM, evidence depends on the picture only. A policy's moment has a picture of each camera.
     evidence, tokens, starts = list[Array](), list[int](), list[int]()
-    for group in items_by_picture(items):
+    groups = items_by_picture(items)
+    items = [item for group in groups for item in group]
+    for group in groups:
         counts = tokens_of(group[0], NONE, NONE)
         for _ in group:
             starts.append(len(tokens))
