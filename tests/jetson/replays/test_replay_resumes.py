@@ -47,7 +47,7 @@ def test_a_replay_that_is_killed_goes_on(model: Path, bag: Path, tmp_path: Path)
     # A power cut in the middle of a line
     with journal.open("ab") as file:
         file.write(b'{"number": 2, "time_')
-    assert_refused(run("sinkprune-replay", *words, "--limit", "3"), "answers of another replay: frames differ")
+    assert_refused(run("sinkprune-replay", *words, "--limit", "3"), "answers of another replay: different frames")
     outcome = run("sinkprune-replay", *words, "--json")
     assert outcome.code == 0, outcome.stderr
     assert "goes on after 2 frames" in outcome.stderr

@@ -58,7 +58,7 @@ def test_the_answer_is_one_of_the_choices(bundle: Bundles, photo_file: Path, tmp
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--choice", "yes"), "choice has 1 text, 1 of them different; expected 2 to 256"),
+        (("--choice", "yes"), "choice has 1 different text of 1, expected 2 to 256"),
         (("--choice", "yes", "--choice", "no", "--regex", "a"), "regex and choice were given"),
         (("--choice", "yes", "--choice", "no", "--stop", "n"), "choice and stop were given"),
         (("--regex", "("), "regex cannot be used: unclosed group"),

@@ -167,7 +167,7 @@ class ManifestFile:
         if trust.sha256 is not None and trust.sha256 != digest:
             raise self.error(
                 f"'{path}' has the sha256 {digest}, expected {trust.sha256}. It is not the expected manifest. If you "
-                f"made or changed this {self.folder} since, as when you add a budget, give the sum that the command "
+                "made or changed it since, as when you add a budget, give the sum that the command "
                 f"printed. Otherwise do not use it: {self._or_again}"
             )
         if trust.signed_by is None:

@@ -41,7 +41,7 @@ def read_versioned(
     try:
         data = read_json(Path(path))
     except UnreadableError as error:
-        raise UsageError(f"the {what} '{path}' {error}. {remedy}") from error
+        raise UsageError(f"the file of {what} '{path}' {error}. {remedy}") from error
     if not isinstance(data, dict) or data.get(field) is None:
         for other, said in others.items():
             if isinstance(data, dict) and data.get(other) is not None:

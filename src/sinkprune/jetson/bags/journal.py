@@ -74,8 +74,8 @@ class Journal:
         # A first line that is cut off has no results after it.
         if first.endswith(b"\n") and first != head:
             raise OutputError(
-                f"'{path}' has answers of another replay: {', '.join(_different(first, settings))} differ. Give the "
-                "same options again, choose another -o, or remove that file to begin anew."
+                f"'{path}' has answers of another replay: different {', '.join(_different(first, settings))}. Give "
+                "the same options again, choose another -o, or remove that file to begin anew."
             )
         complete = len(first)
         if first != head:

@@ -105,7 +105,7 @@ def checked_choices(given: object, name: str = "choice") -> tuple[str, ...]:
     repeated = " or --choice yes --choice no" if name == "choice" else ""
     if given and not 2 <= len(set(given)) == len(given) <= MOST_CHOICES:
         raise UsageError(
-            f"{name} has {counted(len(given), 'text')}, {len(set(given))} of them different; expected 2 to "
+            f"{name} has {counted(len(set(given)), 'different text')} of {len(given)}, expected 2 to "
             f'{MOST_CHOICES}, all different, as in ["yes", "no"]{repeated}.'
         )
     for one in given:
