@@ -141,7 +141,7 @@ def test_lists_of_the_data_and_of_the_command(bundle: Callable[..., Path], asked
         ([{"choice": ["yes", "no"]}], ("--budgets", "none"), "the only budget"),
         ([{"choice": ["yes", "no"]}], ("--budgets", "retain-9"), "retain-9"),
         ([{"choice": ["yes", "no"]}], ("--method", "fastv"), "no method 'fastv'"),
-        ([{"choice": ["yes", "no"]}], ("--choice", "yes"), "choice has 1 text"),
+        ([{"choice": ["yes", "no"]}], ("--choice", "yes"), "choice has 1 different text of 1"),
         ([{"choice": ["yes", "no"]}], ("--data", "scenes"), "the test set"),
     ],
 )

@@ -15,13 +15,19 @@ import httpx
 import pytest
 from tests.runtime.server.test_chat_request import BODY
 
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.commands import serve
 from support.programs.commands import assert_refused, own_process, run, without_progress
 
 
-def test_it_answers_until_it_is_interrupted(bundle: Callable[..., Path]) -> None:
-    path = bundle("gqa-112", "fp32", ("retain-64",))
-    words = own_process("sinkprune-serve", path, "--port", 0, "--json", "--name", "robot", "--budget", "retain-64")
+def test_it_answers_until_it_is_interrupted(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """With a bundle that lacks the default method."""
+    path = tmp_path / "bundle"
+    export_bundle(ExportRequest(str(checkpoint("gqa-112")), budgets=("retain-64",), methods=("fastervlm",)), path)
+    assert_refused(run("sinkprune-serve", path), "holds no method 'sinkpruner'; it holds: fastervlm")
+    plan = ("--method", "fastervlm", "--budget", "retain-64")
+    words = own_process("sinkprune-serve", path, "--port", 0, "--json", "--name", "robot", *plan)
     with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         try:
@@ -38,7 +44,7 @@ def test_it_answers_until_it_is_interrupted(bundle: Callable[..., Path]) -> None
             found = re.fullmatch(message, line)
             assert found is not None
             answer = httpx.post(f"{found[1]}/v1/chat/completions", json={**BODY, "model": "robot"}, timeout=60).json()
-            assert answer["sinkprune"]["budget"] == "retain-64"
+            assert (answer["sinkprune"]["method"], answer["sinkprune"]["budget"]) == ("fastervlm", "retain-64")
             assert "<title>" in httpx.get(f"{found[1]}/").text
             server.send_signal(signal.SIGINT)
             out, errors = server.communicate(timeout=30)

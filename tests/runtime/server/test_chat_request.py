@@ -50,8 +50,9 @@ def reader(pipeline: Callable[..., Pipeline]) -> ChatReader:
     pipe = pipeline("gqa-112", "fp32", ("retain-64",), max_images=3)
     return ChatReader(
         "m",
-        model_names("m", pipe.bundle.manifest),
+        model_names("m", pipe.bundle.manifest, "sinkpruner"),
         "retain-64",
+        "sinkpruner",
         pipe,
         pipe.bundle.manifest.plan,
         PictureReader(pipe.family, pipe.bundle.manifest, None),
@@ -249,7 +250,7 @@ def test_what_is_wrong_is_one_sentence(changes: dict[str, Any], status: int, sai
         ("max_tokens", 0, "max_tokens is 0, expected"),
         ("max_tokens", 1.5, "max_tokens is 1.5, expected"),
         ("max_completion_tokens", -1, "max_completion_tokens is -1, expected"),
-        ("guided_choice", ["yes"], "guided_choice has 1 text"),
+        ("guided_choice", ["yes"], "guided_choice has 1 different text of 1"),
         ("guided_choice", [], "guided_choice is [], expected"),
         ("guided_choice", "yes", 'guided_choice is "yes", expected'),
         ("guided_regex", "(", "guided_regex cannot be used: unclosed group"),

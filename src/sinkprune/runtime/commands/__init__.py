@@ -34,7 +34,7 @@ from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.plot import PLOT_SUFFIXES, import_matplotlib
 from sinkprune.runtime.steps.chain import Wrap
 from sinkprune.runtime.steps.pictures import decoded, layout_of
-from sinkprune.runtime.steps.request import MAX_NEW_TOKENS, check_texts
+from sinkprune.runtime.steps.request import DEFAULT_METHOD, MAX_NEW_TOKENS, check_texts
 
 R = TypeVar("R")
 
@@ -140,7 +140,7 @@ def new_parser(
 
 def add_method(parser: CommandParser) -> None:
     """Add `--method`."""
-    parser.add_argument("--method", default="sinkpruner", help="pruning method (default: sinkpruner)")
+    parser.add_argument("--method", default=DEFAULT_METHOD, help=f"pruning method (default: {DEFAULT_METHOD})")
 
 
 def bundle_parser(name: str, description: str, examples: str) -> CommandParser:

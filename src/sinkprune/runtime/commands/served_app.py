@@ -24,7 +24,7 @@ from sinkprune.runtime.confidence.thresholds import Thresholds, missing_threshol
 from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.session import MAX_BYTES
 from sinkprune.runtime.steps.picture_warnings import seen_part
-from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS
+from sinkprune.runtime.steps.request import DEFAULT_METHOD, DEFAULT_NEW_TOKENS
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -45,6 +45,7 @@ class AppOptions(BundleOptions):
 
     name: str | None
     budget: str
+    method: str
     costs: Path | None
     thresholds: Path | None
     api_key: str | None
@@ -73,6 +74,7 @@ def add_app_options(parser: CommandParser) -> None:
     add = parser.add_argument
     add("--name", help="the model's name (default: the name of the bundle's folder)")
     add("--budget", default=UNPRUNED, help="the budget of requests that name none (default: none)")
+    add("--method", default=DEFAULT_METHOD, help=f"the method of requests that name none (default: {DEFAULT_METHOD})")
     add_costs(parser)
     add(
         "--thresholds",
@@ -108,17 +110,16 @@ def read_app_bundle(options: AppOptions) -> AppBundle:
     bundle = read_runnable(options.bundle, options.trust)
     check_kind(bundle, acts=False)
     server = import_server()
+    bundle.manifest.plan(options.method, UNPRUNED if options.budget == AUTO else options.budget)
     thresholds = read_thresholds(options.thresholds) if options.thresholds else None
     if thresholds is not None:
-        thresholds.check(bundle, "sinkpruner")
+        thresholds.check(bundle, options.method)
     elif options.budget == AUTO:
-        raise missing_thresholds(bundle.manifest, "sinkpruner")
-    if options.budget != AUTO:
-        bundle.manifest.plan("sinkpruner", options.budget)
+        raise missing_thresholds(bundle.manifest, options.method)
     name = options.bundle.resolve().name if options.name is None else options.name
     if not name or ":" in name or not name.isprintable():
         raise UsageError(f"the model's name is '{name}', expected printable characters without ':'. Choose a --name.")
-    models = server.model_names(name, bundle.manifest, auto=thresholds is not None)
+    models = server.model_names(name, bundle.manifest, options.method, auto=thresholds is not None)
     return AppBundle(bundle, name, thresholds, models, _api_key(options))
 
 
@@ -129,17 +130,18 @@ def load_app(options: AppOptions, found: AppBundle) -> Starlette:
     """
     server = import_server()
     budgets = [UNPRUNED, *([options.budget] if options.budget != AUTO else [])]
-    planned = PlannedRequests([_USUAL_PICTURE], "sinkpruner", budgets, "", DEFAULT_NEW_TOKENS)
+    planned = PlannedRequests([_USUAL_PICTURE], options.method, budgets, "", DEFAULT_NEW_TOKENS)
     check_memory(options, found.bundle, planned)
     pipeline = load_pipeline(options, found.bundle)
     pipeline.thresholds = found.thresholds
     if options.costs:
         pipeline.costs = read_costs(options.costs, pipeline.place)
     with status("loading the pruning graphs"):
-        pipeline.load_plans("sinkpruner")
+        pipeline.load_plans(options.method)
     settings = server.ServerSettings(
         name=found.name,
         budget=options.budget,
+        method=options.method,
         api_key=found.api_key,
         allow_remote_images=options.allow_remote_images,
         max_body_bytes=options.max_body_mb * _MIB,

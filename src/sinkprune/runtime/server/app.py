@@ -32,6 +32,7 @@ from sinkprune.runtime.session import MAX_BYTES, Session
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.observer import NOBODY
 from sinkprune.runtime.steps.picture_warnings import notes_on
+from sinkprune.runtime.steps.request import DEFAULT_METHOD
 from sinkprune.runtime.text.tool_answer import ToolAnswerReader
 
 # A picture of the largest size takes up to 1 GB while it is decoded.
@@ -49,6 +50,8 @@ class ServerSettings:
     """The model's name."""
     budget: str
     """The budget of requests that name none."""
+    method: str = DEFAULT_METHOD
+    """The method of requests that name none."""
     api_key: str | None = None
     """The key that requests must have in `Authorization: Bearer`; None for none."""
     allow_remote_images: bool = False
@@ -98,8 +101,11 @@ class _Server:
         self._session = Session(pipeline, settings.session_bytes)
         self._reader = ChatReader(
             settings.name,
-            model_names(settings.name, pipeline.bundle.manifest, auto=pipeline.thresholds is not None),
+            model_names(
+                settings.name, pipeline.bundle.manifest, settings.method, auto=pipeline.thresholds is not None
+            ),
             settings.budget,
+            settings.method,
             self._session,
             pipeline.plans,
             PictureReader(

@@ -89,12 +89,12 @@ class ChatRequest:
     """Sentences about fields that change nothing."""
 
 
-def model_names(name: str, manifest: Manifest, *, auto: bool = False) -> tuple[str, ...]:
-    """Return the names of the models of a bundle: `name`, and `name:BUDGET` for each budget.
+def model_names(name: str, manifest: Manifest, method: str, *, auto: bool = False) -> tuple[str, ...]:
+    """Return the names of the models of a bundle: `name`, and `name:BUDGET` for each budget of `method`.
 
     With `auto`, budget `auto` is one of them.
     """
-    budgets = [UNPRUNED, *manifest.plans["sinkpruner"], *([AUTO] if auto else [])]
+    budgets = [UNPRUNED, *manifest.plans[method], *([AUTO] if auto else [])]
     return (name, *(f"{name}:{budget}" for budget in budgets))
 
 
@@ -108,6 +108,8 @@ class ChatReader:
     """The names that requests may have in `model`."""
     budget: str
     """The budget of requests that name none."""
+    method: str
+    """The method of requests that name none."""
     answering: Answering
     """Makes and checks requests."""
     plan: Callable[[str, str], object]
@@ -140,7 +142,7 @@ class ChatReader:
         if not pictures and "budget" not in given:
             # There is nothing to prune.
             budget = UNPRUNED
-        method = given.get("method", "sinkpruner")
+        method = given.get("method", self.method)
         for field, value, planned in (("method", method, UNPRUNED), ("budget", budget, budget)):
             if not isinstance(value, str):
                 raise ApiError(400, f"{field} is {format_json(value)}, expected a name.", param=field)

@@ -30,6 +30,7 @@ from sinkprune.runtime.text.prompt import Turn
 from sinkprune.runtime.text.sampling import Sampler
 from sinkprune.runtime.text.tools import Tools, check_call_id
 
+DEFAULT_METHOD = "sinkpruner"
 DEFAULT_NEW_TOKENS = 128
 """The default limit of an answer's tokens; lower where engines were built for fewer."""
 # More than any model has positions. The limit of a bundle's model is checked with the prompt.
@@ -55,7 +56,7 @@ class Request:
     budget: str = UNPRUNED
     """A budget of the bundle, as in `retain-64`; `none` runs unpruned. With a deadline, the largest that may be
     chosen. `auto`, for a `choice`, tries larger budgets until the answer is sure enough (docs/confidence.md)."""
-    method: str = "sinkpruner"
+    method: str = DEFAULT_METHOD
     """A method of the bundle, as `sinkprune-export --methods` names them."""
     max_new_tokens: int = DEFAULT_NEW_TOKENS
     """The largest number of tokens of the answer."""
