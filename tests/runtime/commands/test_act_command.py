@@ -83,6 +83,9 @@ def test_the_json_has_the_chunk_of_python(cameras: tuple[str, ...], path: Path, 
     (chunk,) = found["chunks"]
     np.testing.assert_allclose(chunk["actions"], own.actions, atol=1e-6)
     assert chunk["cameras"] == [None if name == "none" else str(folder / name) for name in cameras]
+    # Python logs the same.
+    logged = json.loads(json.dumps(own.as_json()))
+    assert {"cameras", *logged} == chunk.keys() and logged["kept"] == chunk["kept"]
     assert (chunk["budget"], chunk["steps"], len(chunk["step_ms"])) == ("prune-77.8", 4, 4)
     assert chunk["tokens_per_layer"] == own.tokens_per_layer
     assert chunk["flops"] == {**vars(own.flops), "total": own.flops.total}

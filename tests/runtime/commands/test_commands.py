@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from sinkprune import Pipeline
 from sinkprune.contract.manifest import FORMAT_VERSION
 from sinkprune.contract.reports.report import PARTS
 from sinkprune.runtime.commands.profile import main as profile
@@ -61,6 +62,11 @@ def test_run_json_is_one_object_with_the_same_answer(bundle: Bundles, photo_file
     assert answer["tokens_per_layer"] == [65, 54, 36, 36, 22, 22]
     assert set(answer["ms"]) == set(PARTS)
     assert answer["kv_bytes"] == 2 * 64 * 4 * sum(n + answer["prompt_tokens"] for n in answer["tokens_per_layer"])
+    # Python logs the same.
+    own = Pipeline.load(bundle("mha-336")).generate(photo_file, ASK[1], budget="retain-32", max_new_tokens=5)
+    logged = json.loads(json.dumps(own.as_json()))
+    assert {**answer, "ms": None} == {**answer, **logged, "ms": None}
+    assert answer.keys() - logged.keys() == {"backend", "precision", "load_ms", "memory"}
 
 
 def test_a_normal_run_warns_of_nothing(bundle: Bundles, photo: Image.Image, tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.steps.answer import Kept
 
@@ -85,3 +87,23 @@ class ActionReport:
     """What each step kept of each camera's tokens, in the order of the cameras with a frame."""
     deadline: ActionDeadline | None = None
     """How the deadline was met or missed; None without a deadline."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report without the arrays of its tokens, for `json.dumps`.
+
+        The keys are those of a chunk of `sinkprune-act --json`, without `cameras`.
+        """
+        return {
+            "budget": self.budget,
+            "steps": self.steps,
+            "actions": self.actions.tolist(),
+            "prompt_tokens": self.prompt_tokens,
+            "visual_tokens": self.visual_tokens,
+            "tokens_per_layer": self.tokens_per_layer,
+            "ms": dict(self.ms),
+            "step_ms": self.step_ms,
+            "rate_hz": 1e3 / self.ms["latency"],
+            "flops": {**vars(self.flops), "total": self.flops.total},
+            "kept": [kept.as_json() for kept in self.images],
+            "deadline": to_json(self.deadline),
+        }

@@ -6,11 +6,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
-from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
@@ -48,7 +46,6 @@ from sinkprune.runtime.families import load_family
 from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, overlay, picture_bytes
 from sinkprune.runtime.policy import Policy
-from sinkprune.runtime.steps.answer import Kept
 from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.steps.request import DEADLINE_MS
 
@@ -137,7 +134,10 @@ def main(arguments: Sequence[str] | None) -> None:
         "load_ms": policy.load_ms,
         "memory": memory._asdict(),
         "interrupted": interrupted or None,
-        "chunks": [_chunk_json(chunk, moment) for chunk, moment in zip(chunks, observations.moments, strict=False)],
+        "chunks": [
+            {"cameras": [None if path is None else str(path) for path in moment.cameras], **chunk.as_json()}
+            for chunk, moment in zip(chunks, observations.moments, strict=False)
+        ],
     }
     write_json(outputs.json, summary)
     if isinstance(ended, SinkpruneError):
@@ -301,33 +301,6 @@ def _met(chunks: Sequence[ActionReport]) -> str:
         f"{met} of {counted(len(reports), 'chunk')} in time; the last took {last.measured_ms:.0f} ms with reading "
         f"frames, expected {last.expected_ms:.0f} ms; {last.reason}"
     )
-
-
-def _chunk_json(chunk: ActionReport, moment: Moment) -> dict[str, Any]:
-    return {
-        "cameras": [None if path is None else str(path) for path in moment.cameras],
-        "budget": chunk.budget,
-        "steps": chunk.steps,
-        "actions": chunk.actions.tolist(),
-        "prompt_tokens": chunk.prompt_tokens,
-        "visual_tokens": chunk.visual_tokens,
-        "tokens_per_layer": chunk.tokens_per_layer,
-        "ms": dict(chunk.ms),
-        "step_ms": chunk.step_ms,
-        "rate_hz": 1e3 / chunk.ms["latency"],
-        "flops": {**vars(chunk.flops), "total": chunk.flops.total},
-        "kept": [_kept_json(kept) for kept in chunk.images],
-        "deadline": to_json(chunk.deadline),
-    }
-
-
-def _kept_json(kept: Kept) -> dict[str, Any]:
-    """Return how many of a camera's tokens the decoder received, and how many survived each stage."""
-    return {
-        "visual_tokens": kept.layout.all_tokens,
-        "kept_after_sanitizer": kept.index.size,
-        "after_stage": {str(layer): len(rows) for layer, rows in kept.after_stage.items()},
-    }
 
 
 def _draw(path: Path, chunk: ActionReport, moment: Moment) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from sinkprune.contract.budgets import AUTO, UNPRUNED
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
@@ -298,26 +297,9 @@ def _unused_options(options: _Options, budget: str) -> str:
 
 def _summary(pipeline: Pipeline, answer: Answer, memory: MemoryCheck) -> dict[str, Any]:
     return {
-        "text": answer.text,
-        "token_ids": answer.token_ids,
-        "finish": answer.finish,
-        "confidence": answer.confidence,
-        "choices": dict(answer.choices),
-        "method": answer.method,
-        "budget": answer.budget,
+        **answer.as_json(),
         "backend": pipeline.backend.name,
         "precision": pipeline.bundle.manifest.precision,
-        "prompt_tokens": answer.prompt_tokens,
-        "visual_tokens": answer.visual_tokens,
-        "seen_share": [kept.layout.seen_share for kept in answer.images],
-        "seen_size": [kept.layout.seen_size for kept in answer.images],
-        "seen_frames": [kept.layout.frames for kept in answer.images],
-        "kept_after_sanitizer": answer.tokens_per_layer[0],
-        "tokens_per_layer": answer.tokens_per_layer,
-        "kv_bytes": answer.kv_bytes,
-        "ms": answer.ms,
         "load_ms": pipeline.load_ms,
         "memory": memory._asdict(),
-        "deadline": to_json(answer.deadline),
-        "tried": to_json(answer.tried),
     }

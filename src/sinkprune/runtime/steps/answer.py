@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.precision import Array
 from sinkprune.contract.reports.report import OF_TTFT, PARTS
@@ -27,6 +29,14 @@ class Kept:
     """[G',N'] fp32: the attention each token receives in the vision tower."""
     after_stage: Mapping[int, Array] = field(repr=False)
     """By pruning layer: the positions in `index` (flattened) that survived it, ascending."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return how many of the tokens the decoder received, and how many survived each stage, for `json.dumps`."""
+        return {
+            "visual_tokens": self.layout.all_tokens,
+            "kept_after_sanitizer": self.index.size,
+            "after_stage": {str(layer): len(rows) for layer, rows in self.after_stage.items()},
+        }
 
 
 @dataclass(frozen=True)
@@ -122,6 +132,29 @@ class Answer:
     def kept(self) -> Kept:
         """What each step kept of the first picture's tokens."""
         return self.images[0]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the answer without its arrays, for `json.dumps`; the keys are those of `sinkprune-run --json`."""
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish": self.finish,
+            "confidence": self.confidence,
+            "choices": dict(self.choices),
+            "method": self.method,
+            "budget": self.budget,
+            "prompt_tokens": self.prompt_tokens,
+            "visual_tokens": self.visual_tokens,
+            "seen_share": [kept.layout.seen_share for kept in self.images],
+            "seen_size": [kept.layout.seen_size for kept in self.images],
+            "seen_frames": [kept.layout.frames for kept in self.images],
+            "kept_after_sanitizer": self.tokens_per_layer[0],
+            "tokens_per_layer": self.tokens_per_layer,
+            "kv_bytes": self.kv_bytes,
+            "ms": self.ms,
+            "deadline": to_json(self.deadline),
+            "tried": to_json(self.tried),
+        }
 
 
 def timings(ms: Mapping[str, float], steps: Sequence[float], text: float) -> dict[str, float | None]:
