@@ -11,9 +11,8 @@ from PIL import Image
 
 from sinkprune.calibration.tasks import Item, items_by_picture, load_task
 from sinkprune.contract.errors import ImageError
-from sinkprune.contract.files.folders import first_names
 from sinkprune.contract.manifest import Manifest
-from sinkprune.runtime.commands.picture_notes import note_file, note_many_pictures
+from sinkprune.runtime.commands.picture_notes import note_many_pictures
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.images import read_image
 from sinkprune.runtime.steps.picture_warnings import PictureFacts, picture_facts
@@ -64,12 +63,9 @@ def file_pictures(paths: Sequence[Path]) -> list[NamedPicture]:
 
 def _in_folder(folder: Path) -> Iterable[Path]:
     try:
-        every = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+        found = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
     except OSError as error:
         raise ImageError(f"'{folder}' cannot be read: {error.strerror}. Give another folder of pictures.") from error
-    found = [path for path in every if path.suffix.lower() in SUFFIXES]
     if not found:
         raise ImageError(f"'{folder}' holds no picture, expected files that end in {', '.join(SUFFIXES)}.")
-    if others := [path.name for path in every if path not in found]:
-        note_file(folder, f"left out {first_names(others)}. Pictures are files that end in {', '.join(SUFFIXES)}.")
     return found

@@ -70,15 +70,6 @@ def test_a_later_picture_of_16_bits_is_noted(command: str, bundle: Callable[...,
     assert outcome.stderr.startswith(f"{files[-1]}: 16-bit greyscale")
 
 
-def test_what_a_folder_of_pictures_holds_besides_is_noted(bundle: Callable[..., Path], mixed: Path) -> None:
-    (mixed.parent / ".hidden").touch()
-    outcome = run("sinkprune-calibrate", "norms", bundle("gqa-112"), "--images", mixed.parent)
-    assert outcome.code == 0, outcome.stderr
-    assert outcome.stderr.startswith(
-        f"{mixed.parent}: left out 'q.jsonl'. Pictures are files that end in .jpg, .jpeg"
-    )
-
-
 def test_a_size_is_that_of_the_turned_picture(bundle: Callable[..., Path], mixed: Path) -> None:
     """A camera held upright writes a wide picture, and turns it by its EXIF data."""
     exif = Image.Exif()

@@ -19,7 +19,7 @@ from sinkprune.calibration.commands.measuring import (
 )
 from sinkprune.calibration.heatmaps import draw_heatmaps
 from sinkprune.calibration.norms import NormReport, summarise
-from sinkprune.calibration.pictures import NamedPicture, file_pictures, task_pictures
+from sinkprune.calibration.pictures import SUFFIXES, NamedPicture, file_pictures, task_pictures
 from sinkprune.calibration.plots import plot_norms
 from sinkprune.calibration.tasks import SCENES
 from sinkprune.calibration.token_features import TokenFeatures, bundle_features
@@ -132,7 +132,7 @@ def _parser() -> CommandParser:
     shown.add_argument(
         "--data",
         default=SCENES,
-        help=f"pictures: a folder, the pictures of FILE.jsonl, {OWN_TEST_SETS}",
+        help=f"pictures: a folder (its files that end in {', '.join(SUFFIXES)}), those of FILE.jsonl, {OWN_TEST_SETS}",
     )
     add_former_name(shown, "--task", "data")
     # Its own field, because it takes several files.

@@ -37,7 +37,7 @@ def note_pictures(family: Family, manifest: Manifest, files: Sequence[Path], pic
     _note_darkest({file: largest_of_16_bits(image) for file, image in images})
     for file, frames in {file: frame_count(image) for file, image in images}.items():
         if frames > 1:
-            note_file(file, first_of(frames))
+            _note(file, first_of(frames))
     first: dict[tuple[float, ...], tuple[Path, Picture]] = {}
     for file, picture in zip(files, pictures, strict=True):
         first.setdefault(picture.size, (file, picture))
@@ -46,7 +46,7 @@ def note_pictures(family: Family, manifest: Manifest, files: Sequence[Path], pic
         if layout.seen_share < 1:
             _note_part(file, layout)
         for text in limit_notes(layout):
-            note_file(file, text)
+            _note(file, text)
 
 
 def note_frames(frames: Mapping[Path, int]) -> None:
@@ -58,7 +58,7 @@ def note_frames(frames: Mapping[Path, int]) -> None:
     if several:
         others = len(several) - 1
         more = f" {counted(others, 'more file')} {'have' if others > 1 else 'has'} several frames." if others else ""
-        note_file(several[0][0], first_of(several[0][1]) + more)
+        _note(several[0][0], first_of(several[0][1]) + more)
 
 
 def note_many_pictures(family: Family, manifest: Manifest, pictures: Mapping[str, PictureFacts]) -> None:
@@ -79,7 +79,7 @@ def note_many_pictures(family: Family, manifest: Manifest, pictures: Mapping[str
             _note_part(Path(name), layout)
             return
         if notes := limit_notes(layout):
-            note_file(Path(name), notes[0])
+            _note(Path(name), notes[0])
             return
 
 
@@ -88,15 +88,14 @@ def _note_darkest(largest: Mapping[Path, int | None]) -> None:
     found = {file: value for file, value in largest.items() if value is not None}
     if found:
         darkest = min(found, key=found.__getitem__)
-        note_file(darkest, divided(found[darkest]))
+        _note(darkest, divided(found[darkest]))
 
 
 def _note_part(file: Path, layout: VisualLayout) -> None:
-    note_file(file, f"{seen_part(layout)}. --fit pad shows it all (docs/pictures.md).")
+    _note(file, f"{seen_part(layout)}. --fit pad shows it all (docs/pictures.md).")
 
 
-def note_file(file: Path, text: str) -> None:
-    """Print a note on a file or folder."""
+def _note(file: Path, text: str) -> None:
     # The command has succeeded, also where stderr is closed.
     with suppress(OSError):
         sys.stderr.write(f"{escaped(str(file))}: {text}\n")
