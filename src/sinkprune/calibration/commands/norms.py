@@ -132,7 +132,7 @@ def _parser() -> CommandParser:
     shown.add_argument(
         "--data",
         default=SCENES,
-        help=f"pictures: a folder (its files that end in {', '.join(SUFFIXES)}), those of FILE.jsonl, {OWN_TEST_SETS}",
+        help=f"pictures: a folder (files ending in {', '.join(SUFFIXES)}), those of FILE.jsonl, {OWN_TEST_SETS}",
     )
     add_former_name(shown, "--task", "data")
     # Its own field, because it takes several files.
