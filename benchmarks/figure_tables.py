@@ -102,6 +102,16 @@ def accuracy_short(figures: Figures) -> str:
     return f"The pocket model keeps {shares} ({questions} questions, {unpruned:.1f} % right unpruned)."
 
 
+def _methods(figures: Figures) -> dict[str, Any]:
+    """Return the results of each method, in the order of rows."""
+    return _smaller_pictures_first(figures["report"]["methods"])
+
+
+def _smaller_pictures_first(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was `found` by method. The cheapest baseline, a smaller picture, comes first."""
+    return {name: found[name] for name in sorted(found, key=lambda name: not name.startswith("downsample"))}
+
+
 def methods_full(figures: Figures) -> str:
     """Return the accuracy of every method at every budget, with half its 95 % interval and the share kept."""
     report = figures["report"]
@@ -111,7 +121,7 @@ def methods_full(figures: Figures) -> str:
     rows = [[f"mean visual tokens a layer, of {unpruned:.0f}", *(f"{each:.0f}" for each in tokens)]]
     rows += [
         [f"`{method}`", *(_accuracy(found[name]) if name in found else "-" for name in budgets)]
-        for method, found in report["methods"].items()
+        for method, found in _methods(figures).items()
     ]
     where = "; ".join([_where(figures), *(f"{names} on {_where(run)}" for names, run in _later(figures))])
     return f"Measured on {where}:\n\n{_table(['method', *(f'`{name}`' for name in budgets)], rows)}"
@@ -130,7 +140,7 @@ def _later(figures: Figures) -> list[tuple[str, Figures]]:
 
 def versus_full(figures: Figures) -> str:
     """Return how many points each method has more than `sinkpruner`, with the interval paired by picture."""
-    methods = figures["report"]["methods"]
+    methods = _methods(figures)
     budgets = list(methods["sinkpruner"])
     rows = [
         [f"`{method}`", *(_difference(found[name]["versus_first"]) if name in found else "-" for name in budgets)]
@@ -152,7 +162,7 @@ def ttft_full(figures: Figures) -> str:
 
     rows = [
         [f"`{method}`", *(cell(method, found[name]) if name in found else "-" for name in budgets)]
-        for method, found in report["methods"].items()
+        for method, found in _methods(figures).items()
     ]
     table = _table([f"method; `none` {unpruned:.1f} ms", *(f"`{name}`" for name in budgets)], rows)
     runs = [
@@ -226,7 +236,10 @@ def _robot_table(
     for row in others:
         found.setdefault(row["method"], {})[row["budget"]] = cell(row)
     budgets = list(found["sinkpruner"])
-    rows = [[f"`{name}`", *(own.get(budget, "-") for budget in budgets)] for name, own in found.items()]
+    rows = [
+        [f"`{name}`", *(own.get(budget, "-") for budget in budgets)]
+        for name, own in _smaller_pictures_first(found).items()
+    ]
     return none, _table([heading, *(f"`{budget}`" for budget in budgets)], rows)
 
 

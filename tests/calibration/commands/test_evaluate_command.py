@@ -97,6 +97,16 @@ def test_the_table_of_papers(bundle: Bundles, task: Path) -> None:
         assert 0 < prefill < ttft <= latency
 
 
+def test_the_cheapest_baseline_is_the_first_row() -> None:
+    methods = ["sinkpruner", "random", "downsample", "downsample-ttft"]
+    assert evaluate_command._smaller_pictures_first(methods) == [
+        "downsample",
+        "downsample-ttft",
+        "sinkpruner",
+        "random",
+    ]
+
+
 def test_planted_outliers_reach_the_methods(bundle: Bundles, task: Path, tmp_path: Path) -> None:
     kept = {}
     for name, flags in (("plain", ()), ("planted", ("--plant-outliers",))):
