@@ -50,7 +50,9 @@ def with_rows(
 def plot_of(report: Mapping[str, Any], suffix: str) -> bytes:
     """Return the picture that `sinkprune-evaluate --plot` draws of its report, as a file with `suffix`."""
     # No reader of JSON makes named tuples, and the picture shows none.
-    return plot_evaluation(from_json(EvaluationReport, {**report, "unreachable": []}), suffix)
+    # The command adds `interrupted` to the report.
+    fields = {name: value for name, value in report.items() if name != "interrupted"}
+    return plot_evaluation(from_json(EvaluationReport, {**fields, "unreachable": []}), suffix)
 
 
 def _shared(old: Mapping[str, Any], found: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
