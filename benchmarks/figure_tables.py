@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from sinkprune.calibration.evaluation.report import in_order_of_rows
 from sinkprune.contract.checks.format_value import counted
 
 Figures = Mapping[str, Any]
@@ -104,12 +105,8 @@ def accuracy_short(figures: Figures) -> str:
 
 def _methods(figures: Figures) -> dict[str, Any]:
     """Return the results of each method, in the order of rows."""
-    return _smaller_pictures_first(figures["report"]["methods"])
-
-
-def _smaller_pictures_first(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was `found` by method. The cheapest baseline, a smaller picture, comes first."""
-    return {name: found[name] for name in sorted(found, key=lambda name: not name.startswith("downsample"))}
+    found = figures["report"]["methods"]
+    return {name: found[name] for name in in_order_of_rows(found)}
 
 
 def methods_full(figures: Figures) -> str:
@@ -236,10 +233,7 @@ def _robot_table(
     for row in others:
         found.setdefault(row["method"], {})[row["budget"]] = cell(row)
     budgets = list(found["sinkpruner"])
-    rows = [
-        [f"`{name}`", *(own.get(budget, "-") for budget in budgets)]
-        for name, own in _smaller_pictures_first(found).items()
-    ]
+    rows = [[f"`{name}`", *(found[name].get(budget, "-") for budget in budgets)] for name in in_order_of_rows(found)]
     return none, _table([heading, *(f"`{budget}`" for budget in budgets)], rows)
 
 

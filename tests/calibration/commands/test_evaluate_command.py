@@ -15,6 +15,7 @@ from skimage import data
 from sinkprune import Answer, Pipeline
 from sinkprune.calibration.commands import evaluate as evaluate_command
 from sinkprune.calibration.evaluation.intervals import wilson
+from sinkprune.calibration.evaluation.report import in_order_of_rows
 from support.programs.commands import assert_refused, run, without_notes, wrote
 
 Bundles = Callable[..., Path]
@@ -99,7 +100,7 @@ def test_the_table_of_papers(bundle: Bundles, task: Path) -> None:
 
 def test_the_cheapest_baseline_is_the_first_row() -> None:
     methods = ["sinkpruner", "random", "downsample", "downsample-ttft"]
-    assert evaluate_command._smaller_pictures_first(methods) == [
+    assert in_order_of_rows(methods) == [
         "downsample",
         "downsample-ttft",
         "sinkpruner",

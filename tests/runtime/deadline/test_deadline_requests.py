@@ -25,7 +25,6 @@ from sinkprune.runtime.backends import Backend, Engine, Tensor
 from sinkprune.runtime.deadline.other_load import OtherLoad
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.request import new_request
-from sinkprune.runtime.text.constraint import Grammars
 from support.programs.commands import assert_refused, run
 from support.programs.repository import ROOT
 from support.stand_ins.burning import burning
@@ -157,38 +156,6 @@ def test_the_reported_time_is_the_user_s(bundle: Bundles, photo: Image.Image) ->
     room = (time.perf_counter() - began) * 1e3
     assert answer.deadline is not None
     assert room - 20 < answer.deadline.measured_ms <= room
-
-
-def test_the_call_counts_and_idle_time_before_the_first_piece_does_not(
-    bundle: Bundles, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pipeline, constraint = loaded(bundle), Grammars.constraint
-
-    def slow(*given: Any) -> Any:
-        time.sleep(0.2)
-        return constraint(*given)
-
-    monkeypatch.setattr(Grammars, "constraint", slow)
-    began = time.perf_counter()
-    answer = pipeline.generate(photo, QUESTION, deadline_ms=60_000, max_new_tokens=2)
-    whole = (time.perf_counter() - began) * 1e3
-    assert answer.deadline is not None
-    assert 200 < answer.deadline.measured_ms <= whole
-    began = time.perf_counter()
-    stream = pipeline.stream(photo, QUESTION, deadline_ms=60_000, max_new_tokens=2)
-    time.sleep(1.0)
-    deadline = stream.rest().deadline
-    assert deadline is not None
-    assert 200 < deadline.measured_ms <= (time.perf_counter() - began) * 1e3 - 1000
-
-
-def test_a_warm_up_with_a_form_reads_the_tokenizer(bundle: Bundles, photo: Image.Image) -> None:
-    pipeline = Pipeline.load(bundle("gqa-112"))
-    pipeline.warm_up(photo, QUESTION, seconds=0, regex="[0-9]{1,3}", max_new_tokens=1)
-    tokenizer = pipeline._grammars._made
-    assert tokenizer is not None
-    pipeline.generate(photo, QUESTION, regex="[0-9]{1,3}", deadline_ms=60_000, max_new_tokens=1)
-    assert pipeline._grammars._made is tokenizer
 
 
 def test_the_budget_that_was_chosen_runs(bundle: Bundles, photo: Image.Image) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -36,18 +35,6 @@ MODULE = "sinkprune.runtime.lerobot.policy"
 CAMERAS = {"table": [SIDE, SIDE], "close": [SIDE, SIDE]}
 TABLE, CLOSE = (f"observation.images.{name}" for name in CAMERAS)
 Make = Callable[..., Any]
-
-
-@pytest.mark.parametrize("script", ["write_policy", "policy_server"])
-def test_without_lerobot_the_scripts_print_how_to_install_it(script: str) -> None:
-    command = (sys.executable, "-m", f"sinkprune.runtime.lerobot.{script}")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(
-        r"error: .* needs the package '(draccus|lerobot)', which is not installed\. Install it with: pip install "
-        r"'sinkprune\[cpu,lerobot\]' \(docs/lerobot\.md\)\n",
-        done.stderr,
-    )
 
 
 @pytest.fixture(scope="module")

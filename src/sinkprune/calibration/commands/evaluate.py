@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,13 @@ from sinkprune.calibration.commands.measuring import (
 from sinkprune.calibration.evaluation.intervals import Interval
 from sinkprune.calibration.evaluation.outliers import plant_in_vision
 from sinkprune.calibration.evaluation.replies import evaluation_report, replies_by_question
-from sinkprune.calibration.evaluation.report import Combination, CombinationReport, EvaluationReport, Reply
+from sinkprune.calibration.evaluation.report import (
+    Combination,
+    CombinationReport,
+    EvaluationReport,
+    Reply,
+    in_order_of_rows,
+)
 from sinkprune.calibration.pictures import note_items
 from sinkprune.calibration.plots import plot_evaluation
 from sinkprune.calibration.tasks import load_task, with_grey_picture
@@ -196,7 +202,7 @@ def _papers_table(result: EvaluationReport) -> Table:
     table = make_table(["budget", "method"], [*figures, f"points more than {first}"])
     table.add_row("none", "", *_papers_cells(result.none, result.none))
     for budget in dict.fromkeys(budget for budgets in result.methods.values() for budget in budgets):
-        for method in _smaller_pictures_first(result.methods):
+        for method in in_order_of_rows(result.methods):
             points = result.methods[method]
             if budget in points:
                 table.add_row(plain_text(budget), plain_text(method), *_papers_cells(points[budget], result.none))
@@ -230,17 +236,12 @@ def _grid(result: EvaluationReport, cell: Callable[[CombinationReport], str]) ->
     held = [Combination(method, budget) for method, budgets in result.methods.items() for budget in budgets]
     budgets = dict.fromkeys(pair.budget for pair in (*held, *result.unreachable))
     table = make_table(["method"], list(budgets))
-    for method in _smaller_pictures_first(dict.fromkeys(pair.method for pair in (*held, *result.unreachable))):
+    for method in in_order_of_rows(dict.fromkeys(pair.method for pair in (*held, *result.unreachable))):
         points = result.methods.get(method, {})
         table.add_row(
             plain_text(method), *(cell(points[budget]) if budget in points else "not held" for budget in budgets)
         )
     return table
-
-
-def _smaller_pictures_first(methods: Iterable[str]) -> list[str]:
-    """Return methods in the order of rows: a smaller picture is the cheapest baseline of all others."""
-    return sorted(methods, key=lambda method: not method.startswith("downsample"))
 
 
 def _varying(result: EvaluationReport) -> Iterator[str]:

@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,13 @@ class TokenLogprobs(Observer):
     def _entry(self, token: int, logprobs: Array) -> dict[str, Any]:
         text = self._tokenizer.decode([token], skip_special_tokens=False)
         return {"token": text, "logprob": float(logprobs[token]), "bytes": [*text.encode()]}
+
+
+_OF_ANSWER = (
+    *("budget", "method", "finish", "visual_tokens", "seen_share", "seen_size", "seen_frames", "tokens_per_layer"),
+    *("ms", "confidence", "choices", "tried", "deadline"),
+)
+"""The keys of `Answer.as_json` that `sinkprune` has. OpenAI's fields have the others."""
 
 
 @dataclass
@@ -104,25 +111,14 @@ class Completion:
 
     def details(self, answer: Answer) -> dict[str, Any]:
         """Return what was done: budget, tokens of each layer, milliseconds, and what came from memory."""
+        shared = answer.as_json()
         return {
-            "budget": answer.budget,
-            "method": answer.method,
-            "finish": answer.finish,
-            "visual_tokens": answer.visual_tokens,
-            "seen_share": [kept.layout.seen_share for kept in answer.images],
-            "seen_size": [kept.layout.seen_size for kept in answer.images],
-            "seen_frames": [kept.layout.frames for kept in answer.images],
+            **{name: shared[name] for name in _OF_ANSWER},
             "notes": [*self.notes, *(note for kept in answer.images for note in limit_notes(kept.layout))],
-            "tokens_per_layer": answer.tokens_per_layer,
-            "ms": answer.ms,
             "read_ms": self.read_ms,
             "queued_ms": self.queued_ms,
             "reused_towers": answer.reused_towers,
             "reused_rows": answer.reused_rows,
-            "confidence": answer.confidence,
-            "choices": answer.choices,
-            "tried": [asdict(step) for step in answer.tried],
-            "deadline": None if answer.deadline is None else asdict(answer.deadline),
             **({"kept_tokens": kept_tokens(answer)} if self.kept_tokens else {}),
         }
 
