@@ -257,6 +257,11 @@ def test_the_largest_capacity_is_the_one_that_the_error_names(
     with pytest.raises(UsageError, match=r"expected at most \d+ rows") as refused:
         first(10**6)
     most = int(re.findall(r"at most (\d+)", str(refused.value))[0])
+    # In the worst case each row in memory is of another frame, and the new frame comes on top.
+    alone = pipe.generate(photo.resize((120, 80)), INSTRUCTION, budget="prune-66.7", **NEW)
+    room = pipe.bundle.manifest.language_model.max_positions - alone.prompt_tokens - NEW["max_new_tokens"]
+    extent = alone.kept.layout.extent
+    assert (most + 1) * extent <= room < (most + 2) * extent
     assert first(most).number == 0
     with pytest.raises(UsageError, match=f"expected at most {most} rows"):
         first(most + 1)

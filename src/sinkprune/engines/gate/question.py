@@ -92,7 +92,7 @@ def read_question(
         tokens = _text_tokens(bundle, texts, layouts)
         if tokens > most:
             raise PromptError(
-                f"the {_asked(bundle)} '{prompt}' has {tokens} text tokens with its template, and the engines take "
+                f"the {_noun(bundle)} '{prompt}' has {tokens} text tokens with its template, and the engines take "
                 f"{most}. Give a shorter one (sinkprune check --prompt, sinkprune build --check-prompt), or build "
                 f"with --max-prompt {tokens}."
             )
@@ -109,12 +109,13 @@ def check_prompt_limit(bundle: Bundle, most: int) -> None:
     least = _text_tokens(bundle, ["", question], [layout])
     if most < least:
         raise UsageError(
-            f"--max-prompt is {most}, and the shortest {_asked(bundle)} has {least} text tokens with its template. "
+            f"--max-prompt is {most}, and the shortest {_noun(bundle)} has {least} text tokens with its template. "
             f"Give {least} or more."
         )
 
 
-def _asked(bundle: Bundle) -> str:
+def _noun(bundle: Bundle) -> str:
+    """Return what the prompt of a bundle is called."""
     return "question" if bundle.manifest.policy is None else "instruction"
 
 
