@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sinkprune.calibration.evaluation.report import in_order_of_rows
 from sinkprune.contract.checks.format_value import counted
+from sinkprune.contract.reports.rows import in_order_of_rows
 
 Figures = Mapping[str, Any]
 """What a part kept: `date`, `instructions`, `commands`, and `report`, the JSON that the last command wrote."""
@@ -145,6 +145,42 @@ def versus_full(figures: Figures) -> str:
         if method != "sinkpruner"
     ]
     return _table(["method", *(f"`{name}`" for name in budgets)], rows)
+
+
+def paired_full(figures: Figures) -> str:
+    """Return accuracies with the points more than `sinkpruner`, in rows of their own for budgets with an option."""
+    report, methods = figures["report"], _methods(figures)
+    budgets = list(methods["sinkpruner"])
+    plain = [name for name in budgets if "+" not in name]
+    tokens = [f"{methods['sinkpruner'][name]['mean_visual_tokens']:.0f}" for name in plain]
+    unpruned = report["none"]["mean_visual_tokens"]
+    rows = [[f"mean visual tokens a layer, of {unpruned:.0f}", *_beside_blanks(tokens)]]
+    for option in dict.fromkeys(name[len(name.partition("+")[0]) :] for name in budgets):
+        if option:
+            rows.append([f"with `{option}`:", *_beside_blanks([""] * len(plain))])
+        for method, found in methods.items():
+            own = [found[name + option] for name in plain]
+            cells = [cell for each in own for cell in (_interval(each), _versus(each["versus_first"]))]
+            rows.append([f"`{method}`", *cells])
+    heading = ["method", *(cell for name in plain for cell in (f"`{name}`", "difference"))]
+    none = _interval(report["none"])
+    return (
+        f"{report['questions']} questions about {report['pictures']} pictures, {report['precision']}, "
+        f"`{report['backend']}`. Measured on {_where(figures)}. Unpruned: {none}\n\n{_table(heading, rows)}"
+    )
+
+
+def _beside_blanks(cells: Sequence[str]) -> list[str]:
+    return [each for cell in cells for each in (cell, "")]
+
+
+def _interval(found: Mapping[str, Any]) -> str:
+    low, high = found["ci95"]
+    return f"{100 * found['accuracy']:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+
+
+def _versus(found: Mapping[str, Any] | None) -> str:
+    return "" if found is None else _difference(found)
 
 
 def ttft_full(figures: Figures) -> str:

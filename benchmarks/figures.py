@@ -31,6 +31,7 @@ from figure_tables import (
     kinds_full,
     methods_full,
     methods_short,
+    paired_full,
     peers_short,
     robot_success,
     robot_times,
@@ -180,6 +181,10 @@ _ROBOT = (
     "random,uniform,divprune,fastervlm,visionzip,dart,vispruner,cdpruner,vscan,mmtok,prunesid,holov,scope,fastv,"
     "sinkpruner-heads,occamtoken"
 )
+_TUNED = (
+    "sinkpruner,downsample,sinkpruner-no-outlier-removal,sinkpruner-no-aggregation,sinkpruner-no-diversity,"
+    "sinkpruner-no-text-pruner,visionzip,visionzip+filter,fastervlm,divprune,dart,vispruner,random"
+)
 PARTS = {
     "savings": Part(
         (
@@ -238,6 +243,34 @@ PARTS = {
         by_default=False,
         methods=tuple(_VARIED.split(",")),
         plot="docs/measurements/accuracy-qwen3.png",
+    ),
+    "heads": Part(
+        (
+            "python -m sinkprune.demo.write_scenes {work}/validation 60 validation",
+            "sinkprune-export demo/pocket -o {work}/pocket --force",
+            "sinkprune-calibrate attention {work}/pocket --data {work}/validation/scenes.jsonl --budgets none "
+            "--heads {work}/heads.json",
+            "sinkprune-export demo/pocket -o {work}/pocket-heads --force --heads {work}/heads.json "
+            "--methods sinkpruner,downsample,sinkpruner-heads,sinkpruner-text,sinkpruner-text-heads "
+            "--budgets retain-64,retain-32,retain-64+serial,retain-32+serial",
+            "sinkprune-evaluate {work}/pocket-heads --threads 1 --json {json} --answers {work}/heads.jsonl",
+        ),
+        {"heads": paired_full},
+        by_default=False,
+    ),
+    "outliers": Part(
+        (
+            "python benchmarks/train_pocket_model.py {work}/pocket-tuned --state {work}/tuned.pt "
+            "--model llava-outliers --threads 1",
+            f"sinkprune-export {{work}}/pocket-tuned -o {{work}}/tuned --force --methods {_TUNED} "
+            "--budgets retain-64,retain-32,retain-64+serial,retain-32+serial",
+            "sinkprune-calibrate norms {work}/tuned --json {work}/norms.json --plot docs/norms-tuned.png",
+            "sinkprune-calibrate attention {work}/tuned --threads 1 --limit 200 --budgets retain-64,retain-32 "
+            "--methods sinkpruner,sinkpruner-no-outlier-removal,fastervlm,visionzip --json {work}/attention.json",
+            "sinkprune-evaluate {work}/tuned --threads 1 --json {json} --answers {work}/outliers.jsonl",
+        ),
+        {"outliers": paired_full},
+        by_default=False,
     ),
     "robot": Part(
         (

@@ -23,9 +23,9 @@ from sinkprune.contract.budgets import Budget, Share
 from sinkprune.contract.costs.model import Curve
 from sinkprune.contract.precision import WeightForms
 from sinkprune.contract.reports.policy_report import PARTS as POLICY_PARTS
-from sinkprune.contract.reports.policy_report import PolicyReport
+from sinkprune.contract.reports.policy_report import PolicyBudgetReport, PolicyReport
 from sinkprune.contract.reports.rate_report import Latency, RateReport
-from sinkprune.contract.reports.report import PARTS, ProfileReport, Spread, TokenSpread
+from sinkprune.contract.reports.report import PARTS, BudgetReport, ProfileReport, Spread, TokenSpread
 from sinkprune.engines.gate.report import GateReport
 from sinkprune.jetson.commands.replay import ReplayReport
 from sinkprune.jetson.host.power_mode import ClockFrequency
@@ -96,7 +96,10 @@ QUESTION = ("--prompt", "What is this?", "--budget", "retain-64", "--max-new-tok
 def paths(kind: Any, prefix: str = "") -> Iterator[str]:
     """Yield the path of every value of `kind` as JSON. Objects of `OBJECTS` are one value."""
     arguments = [argument for argument in get_args(kind) if argument is not type(None)]
-    if is_dataclass(kind) and (not prefix or kind not in OBJECTS.values()):
+    if prefix == "baselines.*.*" and kind in (BudgetReport, PolicyBudgetReport):
+        # The same object as `budgets.*`.
+        yield prefix
+    elif is_dataclass(kind) and (not prefix or kind not in OBJECTS.values()):
         hints = get_type_hints(kind)
         for field in fields(kind):
             yield from paths(hints[field.name], f"{prefix}.{field.name}" if prefix else field.name)

@@ -15,7 +15,7 @@ from skimage import data
 from sinkprune import Answer, Pipeline
 from sinkprune.calibration.commands import evaluate as evaluate_command
 from sinkprune.calibration.evaluation.intervals import wilson
-from sinkprune.calibration.evaluation.report import in_order_of_rows
+from sinkprune.contract.reports.rows import in_order_of_rows
 from support.programs.commands import assert_refused, run, without_notes, wrote
 
 Bundles = Callable[..., Path]

@@ -23,7 +23,6 @@ from sinkprune.calibration.evaluation.report import (
     CombinationReport,
     EvaluationReport,
     Reply,
-    in_order_of_rows,
 )
 from sinkprune.calibration.pictures import note_items
 from sinkprune.calibration.plots import plot_evaluation
@@ -36,6 +35,7 @@ from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.command_line.written_files import write_output
 from sinkprune.contract.files.output_files import OutputFile
 from sinkprune.contract.reports.report import FEWEST_OF_P95
+from sinkprune.contract.reports.rows import in_order_of_rows
 from sinkprune.runtime.commands import load_pipeline, plain_text, write_report
 from sinkprune.runtime.commands.interrupts import NO_QUESTION, beside_earlier, interrupted_warnings
 from sinkprune.runtime.commands.table_console import TableConsole, make_table, median_text, progress_bar, spread_text

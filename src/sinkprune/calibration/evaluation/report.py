@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -213,8 +213,3 @@ def summarise(
 def _summarise_kind(replies: Sequence[Reply]) -> KindReport:
     right = sum(reply.right for reply in replies)
     return KindReport(right / len(replies), wilson(right, len(replies)), len(replies))
-
-
-def in_order_of_rows(methods: Iterable[str]) -> list[str]:
-    """Return methods in the order of a table's rows: first a smaller picture, the cheapest baseline of all others."""
-    return sorted(methods, key=lambda method: not method.startswith("downsample"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sinkprune.contract.reports.report import EngineHeader, Spread
+from sinkprune.contract.reports.rows import named_rows
 
 PARTS = ("preprocess", "vision", "sanitizer", "projector", "prefill", "select", "step", "rest")
 """The timed parts of a chunk that do not depend on the number of denoising steps; `step` is one of them. `select` is
@@ -94,3 +95,9 @@ class PolicyReport(EngineHeader):
     first_chunk_ms: float | None
     """Milliseconds from opening the engines to the first chunk, which takes longer than later ones."""
     budgets: dict[str, PolicyBudgetReport]
+    baselines: dict[str, dict[str, PolicyBudgetReport]]
+    """The same of `downsample` and `downsample-ttft`, by method and budget, where the bundle has them."""
+
+    def rows(self) -> dict[str, PolicyBudgetReport]:
+        """Return all figures by the names of their rows, in the order of a table."""
+        return named_rows(self.budgets, self.baselines)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from sinkprune.contract.precision import WeightForms
 from sinkprune.contract.reports.energy import BudgetEnergy, PowerReport
+from sinkprune.contract.reports.rows import named_rows
 
 PARTS = (
     "preprocess",
@@ -156,3 +157,9 @@ class ProfileReport(ReportHeader):
     seen_share: tuple[float, ...]
     """For each picture, the share of its area that the model sees."""
     budgets: dict[str, BudgetReport]
+    baselines: dict[str, dict[str, BudgetReport]]
+    """The same of `downsample` and `downsample-ttft`, by method and budget, where the bundle has them."""
+
+    def rows(self) -> dict[str, BudgetReport]:
+        """Return all figures by the names of their rows, in the order of a table."""
+        return named_rows(self.budgets, self.baselines)

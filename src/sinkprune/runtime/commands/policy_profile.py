@@ -115,9 +115,10 @@ def _print_tables(report: PolicyReport) -> None:
         f"{counted(report.cameras, 'camera')}, {report.prompt_tokens} text tokens, {report.actions} actions a chunk; "
         f"milliseconds, median (p95) of {rounds}{few_note(report.repeat)}",
     )
+    rows = report.rows()
     headings = ["visual", "mean %", "tower", "prefix", "select", "step"]
     parts = make_table(["budget"], [*headings, "prefix x", "ideal x", "achieved", "step x", "ideal step x"])
-    for name, budget in report.budgets.items():
+    for name, budget in rows.items():
         parts.add_row(
             plain_text(name),
             f"{budget.visual_tokens}>{budget.kept_after_sanitizer}>{budget.tokens_per_layer[-1]}",
@@ -134,7 +135,7 @@ def _print_tables(report: PolicyReport) -> None:
         )
     console.print(parts)
     chunks = make_table(["budget"], ["steps", "chunk", "Hz", "jitter", "chunk x", "ideal x"])
-    for name, budget in report.budgets.items():
+    for name, budget in rows.items():
         for steps, chunk in budget.chunks.items():
             chunks.add_row(
                 plain_text(name),
@@ -147,11 +148,11 @@ def _print_tables(report: PolicyReport) -> None:
             )
     console.print(chunks)
     console.print(_LEGEND)
-    spreads = [chunk.ms for budget in report.budgets.values() for chunk in budget.chunks.values()]
+    spreads = [chunk.ms for budget in rows.values() for chunk in budget.chunks.values()]
     if len(spreads) > 1:
         what = "a chunk of one budget and number of steps"
         console.print(plain_text(noise_note(what, report.repeat, spreads)))
-    for name, budget in report.budgets.items():
+    for name, budget in rows.items():
         console.print(plain_text(f"{name}: {_shares(budget)}"))
     if report.load_ms is not None and report.first_chunk_ms is not None:
         console.print(

@@ -105,7 +105,8 @@ _OF_POLICIES = ("camera", "state", "steps")
 def main(arguments: Sequence[str] | None) -> None:
     parser = new_parser(
         "sinkprune profile",
-        "Measure every budget against the unpruned engines, in turn, on one image and prompt.",
+        "Measure every budget against the unpruned engines, in turn, on one image and prompt. If the bundle has method "
+        "downsample, a smaller picture is measured too.",
         _EXAMPLES,
         _add_sources,
         ("--prompt", "--instruction"),
@@ -180,12 +181,12 @@ def main(arguments: Sequence[str] | None) -> None:
     with maybe_measuring(options, sensor) as meter:
         if camera is None:
             run = ProfileRounds(pipeline, prompts[0], prompt, planned, warm=options.warm, meter=meter, **common)
-            measure, steps = partial(run.measure, repeat, options.warmup), options.warmup + repeat
+            measure, runs = partial(run.measure, repeat, options.warmup), run.rows * (options.warmup + repeat)
         else:
             run = RateRun(pipeline, prompts, prompt, planned, camera, meter=meter, **common)
-            measure, steps = partial(run.measure, options.warmup), camera.frames
+            measure, runs = partial(run.measure, options.warmup), len(planned) * camera.frames
         try:
-            with progress_bar("measuring", len(planned) * steps, "answers") as count:
+            with progress_bar("measuring", runs, "answers") as count:
 
                 def on_run(name: str, steps: int = 1) -> None:
                     count(f"measuring {name}", steps)
@@ -231,8 +232,9 @@ def _print_table(report: ProfileReport) -> None:
         report, f"milliseconds, median (p95) of {counted(report.repeat, 'interleaved run')}{few_note(report.repeat)}"
     )
     headings = ["visual", "mean %", "TTFT", "vision", "prefill", "select", "a token", "latency", "KV MB"]
+    rows = report.rows()
     table = make_table(["budget"], [*headings, "prefill x", "ideal x", "achieved", "TTFT x"])
-    for name, budget in report.budgets.items():
+    for name, budget in rows.items():
         ms = budget.ms
         table.add_row(
             plain_text(name),
@@ -250,22 +252,22 @@ def _print_table(report: ProfileReport) -> None:
         )
     console.print(table)
     console.print(_LEGEND)
-    if len(report.budgets) > 1:
-        spreads = [spread for budget in report.budgets.values() if (spread := budget.ms["ttft"])]
+    if len(rows) > 1:
+        spreads = [spread for budget in rows.values() if (spread := budget.ms["ttft"])]
         console.print(plain_text(noise_note("TTFT of one budget", report.repeat, spreads)))
-    for name, budget in report.budgets.items():
+    for name, budget in rows.items():
         console.print(plain_text(f"{name}: medians of TTFT's parts: {_parts(budget)}; {_rates(budget)}"))
-    for name, budget in report.budgets.items():
+    for name, budget in rows.items():
         if budget.warm_ttft_ms and budget.ms["ttft"]:
             warm, share = budget.warm_ttft_ms, budget.warm_ttft_ms.median / budget.ms["ttft"].median
             console.print(
                 plain_text(f"{name}: TTFT in a session {spread_text(warm)}, {share:.2f} of a whole request")
             )
-    for name, budget in report.budgets.items():
+    for name, budget in rows.items():
         if budget.stage_peak_rss_bytes:
             console.print(plain_text(f"{name}: peak memory in MB: {_peaks(budget)}"))
     if report.power is not None:
-        for name, budget in report.budgets.items():
+        for name, budget in rows.items():
             console.print(plain_text(f"{name}: {_joules(budget.energy)}"))
         console.print(plain_text(power_line(report.power)))
     if report.load_ms is not None and report.first_answer_ms is not None:

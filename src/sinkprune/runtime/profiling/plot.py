@@ -51,9 +51,9 @@ def import_matplotlib() -> Any:
 
 def plot_report(report: ProfileReport, suffix: str) -> bytes:
     """Return the bytes of a picture file with a stacked bar for each budget, from preprocessing to the last token."""
-    rows = {name: _widths(budget, report.new_tokens) for name, budget in report.budgets.items()}
+    rows = {name: _widths(budget, report.new_tokens) for name, budget in report.rows().items()}
     labels = []
-    for name, budget in report.budgets.items():
+    for name, budget in report.rows().items():
         ttft = budget.ms["ttft"]
         first = f", TTFT {ttft.median:.0f} ms ({budget.speedup.ttft:.2f}x)" if ttft else ""
         labels.append(f"{sum(rows[name].values()):.0f} ms{first}")

@@ -17,6 +17,7 @@ from sinkprune.contract.reports.policy_report import (
     PrefixEfficiency,
 )
 from sinkprune.contract.reports.report import Spread
+from sinkprune.contract.reports.rows import Row, by_method, profile_rows
 from sinkprune.runtime.acting.report import ActionReport
 from sinkprune.runtime.policy import Policy
 from sinkprune.runtime.profiling.plot import stacked_bars
@@ -25,15 +26,15 @@ from sinkprune.runtime.steps.pictures import PictureLike
 
 _SEED = 0
 """All chunks begin with the same noise, which does not change their time."""
-Kind = tuple[str, int]
-"""A budget, and a number of denoising steps."""
+Kind = tuple[Row, int]
+"""A method at a budget, and a number of denoising steps."""
 
 
 class PolicyRounds:
-    """Chunks at all `budgets` and unpruned, at each number of `steps`, in rounds.
+    """Chunks of `method` at all `budgets` and unpruned, at each number of `steps`, in rounds.
 
-    An interrupt of `measure` leaves complete rounds. All chunks are of one moment: `cameras`, `instruction` and
-    `state` as `Policy.act` takes them.
+    A bundle's `BASELINES` run too. An interrupt of `measure` leaves complete rounds. All chunks are of one moment:
+    `cameras`, `instruction` and `state` as `Policy.act` takes them.
     """
 
     def __init__(
@@ -49,7 +50,8 @@ class PolicyRounds:
     ) -> None:
         self._policy, self._cameras, self._instruction, self._state = policy, cameras, instruction, state
         self._method = method
-        self._kinds: list[Kind] = [*dict.fromkeys(product([UNPRUNED, *budgets], steps))]
+        rows = profile_rows(policy.bundle.manifest.plans, method, budgets)
+        self._kinds: list[Kind] = [*product(rows, dict.fromkeys(steps))]
         self._first: ActionReport | None = None
         self._rounds: list[dict[Kind, ActionReport]] = []
         """The complete rounds that count."""
@@ -67,26 +69,26 @@ class PolicyRounds:
     def measure(self, repeat: int, warmup: int, on_run: Callable[[str], None]) -> None:
         """Run each kind of chunk once in `warmup` rounds that do not count, and in `repeat` rounds that count.
 
-        `on_run` is called before each chunk. Raises `UsageError`, and what `Policy.act` raises.
+        `on_run` is called with the budget before each chunk. Raises `UsageError`, and what `Policy.act` raises.
         """
         repeat, warmup = REPEAT.check(repeat), WARMUP.check(warmup)
         for turn in range(-warmup, repeat):
             # Rotate the order, so that a round's first chunk favours no kind.
             shift = turn % len(self._kinds)
             found = {}
-            for budget, steps in [*self._kinds[shift:], *self._kinds[:shift]]:
-                on_run(budget)
-                found[budget, steps] = self._run(budget, steps)
+            for row, steps in [*self._kinds[shift:], *self._kinds[:shift]]:
+                on_run(row.budget)
+                found[row, steps] = self._run(row, steps)
             if turn >= 0:
                 self._rounds.append(found)
 
-    def _run(self, budget: str, steps: int) -> ActionReport:
+    def _run(self, row: Row, steps: int) -> ActionReport:
         report = self._policy.act(
             self._cameras,
             self._instruction,
             self._state,
-            budget=budget,
-            method=self._method,
+            budget=row.budget,
+            method=row.method,
             steps=steps,
             seed=_SEED,
         )
@@ -101,9 +103,11 @@ class PolicyRounds:
         head = engine_header(
             policy.bundle.manifest, policy.backend, policy.load_ms, self._method, any_run.prompt_tokens
         )
-        of_budget: dict[str, dict[int, list[ActionReport]]] = {}
-        for (budget, steps), own in runs.items():
-            of_budget.setdefault(budget, {})[steps] = own
+        of_row: dict[Row, dict[int, list[ActionReport]]] = {}
+        for (row, steps), own in runs.items():
+            of_row.setdefault(row, {})[steps] = own
+        unpruned = of_row[Row(self._method, UNPRUNED)]
+        reports = by_method({row: _budget_report(own, unpruned) for row, own in of_row.items()})
         load_ms = policy.load_ms
         return PolicyReport(
             **vars(head),
@@ -111,7 +115,8 @@ class PolicyRounds:
             actions=policy.facts.chunk,
             repeat=self.count,
             first_chunk_ms=None if load_ms is None or first is None else load_ms + first.ms["latency"],
-            budgets={budget: _budget_report(own, of_budget[UNPRUNED]) for budget, own in of_budget.items()},
+            budgets=reports.pop(self._method),
+            baselines=reports,
         )
 
 
@@ -174,7 +179,7 @@ def _ratio(slow: Spread, fast: Spread) -> float:
 def plot_policy(report: PolicyReport, suffix: str) -> bytes:
     """Return the bytes of a picture file with a stacked bar for each budget and number of steps."""
     rows, labels = {}, []
-    for name, budget in report.budgets.items():
+    for name, budget in report.rows().items():
         for steps, chunk in budget.chunks.items():
             own = {part: spread.median for part, spread in budget.ms.items()}
             own["expert"] = int(steps) * own.pop("step")

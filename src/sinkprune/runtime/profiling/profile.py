@@ -1,4 +1,4 @@
-"""Measures all budgets and the unpruned engines in turn, so that a drifting machine favours none."""
+"""Measures all budgets, baselines and the unpruned engines in turn, so that a drifting machine favours none."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from sinkprune.contract.reports.report import (
     ReportHeader,
     Spread,
 )
+from sinkprune.contract.reports.rows import Row, by_method, profile_rows
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.deadline.choices import runnable, scheduled_budget
 from sinkprune.runtime.pipeline import Pipeline
@@ -43,7 +44,9 @@ EARLIER = "Describe the picture."
 
 
 class ProfileRounds:
-    """Runs of all `budgets` and the unpruned engines, in rounds. An interrupt of `measure` leaves complete rounds.
+    """Runs of the unpruned engines and of `method` at all `budgets`, in rounds. A bundle's `BASELINES` run too.
+
+    An interrupt of `measure` leaves complete rounds.
 
     Every answer has exactly `new_tokens`: stop tokens are ignored. With `warm`, each run is followed by the same
     request in a new session that has answered `EARLIER`; raises `UsageError` for engines that `Session` rejects.
@@ -66,77 +69,87 @@ class ProfileRounds:
             Session(pipeline)
         self._pipeline, self._image, self._prompt = pipeline, image, prompt
         self._method, self._new_tokens, self._warm, self._meter = method, new_tokens, warm, meter
-        self._budgets = {name: _Budget() for name in dict.fromkeys([UNPRUNED, *budgets])}
+        self._memory = {row: _Memory() for row in profile_rows(pipeline.bundle.manifest.plans, method, budgets)}
         self._first: Answer | None = None
-        self._rounds: list[dict[str, _Run]] = []
-        """The complete rounds that count: runs by the budget's name."""
+        self._rounds: list[dict[Row, _Run]] = []
+        """The complete rounds that count."""
 
     @property
     def count(self) -> int:
         """The number of complete rounds, without warm-up."""
         return len(self._rounds)
 
-    def measure(self, repeat: int, warmup: int, on_run: Callable[[str], None]) -> None:
-        """Run each budget once in `warmup` rounds that do not count, and in `repeat` rounds that count.
+    @property
+    def rows(self) -> int:
+        """The number of runs of a round."""
+        return len(self._memory)
 
-        `on_run` is called before each run. Raises `UsageError`, and what `Pipeline.generate` raises.
+    def measure(self, repeat: int, warmup: int, on_run: Callable[[str], None]) -> None:
+        """Run each row once in `warmup` rounds that do not count, and in `repeat` rounds that count.
+
+        `on_run` is called with the row's budget before each run. Raises `UsageError`, and what `Pipeline.generate`
+        raises.
         """
         repeat, warmup = REPEAT.check(repeat), WARMUP.check(warmup)
-        names = list(self._budgets)
-        check_budgets(
-            self._pipeline, self._image, self._prompt, names, method=self._method, new_tokens=self._new_tokens
-        )
+        rows = list(self._memory)
+        for method, budgets in by_method(self._memory).items():
+            check_budgets(
+                self._pipeline, self._image, self._prompt, list(budgets), method=method, new_tokens=self._new_tokens
+            )
         for turn in range(-warmup, repeat):
-            # Rotate the order, so that a round's first run favours no budget.
-            shift = turn % len(names)
+            # Rotate the order, so that a round's first run favours no row.
+            shift = turn % len(rows)
             found = {}
-            for name in [*names[shift:], *names[:shift]]:
-                on_run(name)
-                found[name] = self._run(name)
+            for row in [*rows[shift:], *rows[:shift]]:
+                on_run(row.budget)
+                found[row] = self._run(row)
             if turn >= 0:
                 self._rounds.append(found)
 
-    def _run(self, name: str) -> _Run:
-        own, pipeline = self._budgets[name], self._pipeline
+    def _run(self, row: Row) -> _Run:
+        own, pipeline = self._memory[row], self._pipeline
         spans = None if self._meter is None else StageSpans(pipeline.backend, also=own.stages)
-        with own.memory.watch():
+        with own.peak.watch():
             answer = pipeline.generate(
                 self._image,
                 self._prompt,
-                budget=name,
-                method=self._method,
+                budget=row.budget,
+                method=row.method,
                 max_new_tokens=self._new_tokens,
                 min_new_tokens=self._new_tokens,
                 observer=spans or own.stages,
             )
         own.stages.watching = False
         self._first = self._first or answer
-        warm = _warm_ttft(pipeline, self._image, self._prompt, name, self._method) if self._warm else None
+        warm = _warm_ttft(pipeline, self._image, self._prompt, row) if self._warm else None
         return _Run(answer, spans, warm)
 
     def report(self) -> ProfileReport:
         """Return the report of the complete rounds, one at least."""
         pipeline, meter, first = self._pipeline, self._meter, self._first
         curve = meter.curve() if meter else None
-        runs = {name: [found[name] for found in self._rounds] for name in self._budgets}
-        answer = runs[UNPRUNED][0].answer
+        runs = {row: [found[row] for found in self._rounds] for row in self._memory}
+        unpruned = runs[Row(self._method, UNPRUNED)]
+        answer = unpruned[0].answer
+
+        def energy(own: Sequence[_Run]) -> BudgetEnergy | None:
+            if meter is None or curve is None:
+                return None
+            return budget_energy([run.spans for run in own if run.spans], curve, meter.idle)
+
+        reports = by_method(
+            {
+                row: _budget_report(pipeline, self._memory[row], own, unpruned, energy(own))
+                for row, own in runs.items()
+            }
+        )
         return ProfileReport(
             **vars(report_header(pipeline, self._method, answer.prompt_tokens, self._new_tokens, meter)),
             repeat=self.count,
             first_answer_ms=_sum(pipeline.load_ms, first.ms["ttft"] if first else None),
             seen_share=tuple(kept.layout.seen_share for kept in answer.images),
-            budgets={
-                name: _budget_report(
-                    pipeline,
-                    self._budgets[name],
-                    own,
-                    runs[UNPRUNED],
-                    budget_energy([run.spans for run in own if run.spans], curve, meter.idle)
-                    if meter and curve
-                    else None,
-                )
-                for name, own in runs.items()
-            },
+            budgets=reports.pop(self._method),
+            baselines=reports,
         )
 
 
@@ -163,15 +176,15 @@ def check_budgets(
         runnable(manifest, pipeline.limits, request, [choice], text, layouts)
 
 
-class _Budget:
-    """The memory of one budget's runs."""
+class _Memory:
+    """The memory of one row's runs."""
 
     def __init__(self) -> None:
-        self.memory, self.stages = PeakMemory(), PeaksOfStages()
+        self.peak, self.stages = PeakMemory(), PeaksOfStages()
 
 
 class _Run(NamedTuple):
-    """One run of one budget."""
+    """One run of one row."""
 
     answer: Answer
     spans: StageSpans | None
@@ -184,12 +197,11 @@ def _warm_ttft(
     pipeline: Pipeline,
     image: PictureLike | Sequence[PictureLike],
     prompt: str | Sequence[str],
-    budget: str,
-    method: str,
+    row: Row,
 ) -> float | None:
     """Return the milliseconds to the first token of a request whose pictures a session knows from `EARLIER`."""
     session = Session(pipeline)
-    options: dict[str, Any] = {"budget": budget, "method": method, "max_new_tokens": 1}
+    options: dict[str, Any] = {**row._asdict(), "max_new_tokens": 1}
     session.generate(image, EARLIER if isinstance(prompt, str) else [*prompt[:-1], EARLIER], **options)
     return session.generate(image, prompt, **options).ms["ttft"]
 
@@ -250,7 +262,7 @@ def _flops(pipeline: Pipeline, answer: Answer) -> PrefillAndTtft:
 
 
 def _budget_report(
-    pipeline: Pipeline, budget: _Budget, runs: Sequence[_Run], unpruned: Sequence[_Run], energy: BudgetEnergy | None
+    pipeline: Pipeline, memory: _Memory, runs: Sequence[_Run], unpruned: Sequence[_Run], energy: BudgetEnergy | None
 ) -> BudgetReport:
     answer, base = runs[0].answer, unpruned[0].answer
     ms, base_ms = _measured([run.answer for run in runs]), _measured([run.answer for run in unpruned])
@@ -259,7 +271,7 @@ def _budget_report(
     speedup = PrefillAndTtft(*(_ratio(base_ms[part], ms[part]) for part in ("prefill", "ttft")))
     per_token = ms["per_token"]
     step_bytes = decode_bytes(pipeline.bundle.manifest, answer.kv_bytes)
-    peak, stages = budget.memory.bytes, budget.stages.bytes
+    peak, stages = memory.peak.bytes, memory.stages.bytes
     warm = [run.warm_ttft for run in runs if run.warm_ttft is not None]
     return BudgetReport(
         visual_tokens=answer.visual_tokens,
