@@ -5,8 +5,10 @@
     sinkprune-export pi0 --random-weights --precision fp16 -o pi0
     python benchmarks/gpu/next_to_pytorch.py pi0 pi0 --json results.json
 
-PyTorch runs transformers' own model: eager, with scaled dot product attention, in the type of --dtype. All rows take
-turns in every round, each on the same new picture. Weights are random: times are true, answers are noise.
+PyTorch runs transformers' own model with scaled dot product attention, in the type of --dtype: eager and compiled.
+Compiled, LLaVA has a static cache, for which transformers compiles the decoder's steps into CUDA graphs. Compiled, a
+policy's denoising step goes through `torch.compile` in --compile-mode. All rows take turns in every round, on the
+same new picture. Weights are random: times are true, answers are noise.
 
 `ttft` of a policy is the time from frames to actions, and a token is a denoising step. Without a GPU, try the script
 with `--device cpu --backend ort-cpu`. With a GPU, CUPTI then counts what each row computes on it in one more request:
@@ -21,6 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +78,10 @@ def our_chunks(policy: Policy, budget: str, steps: int) -> Row:
     return act
 
 
-def pytorch_answers(config: Mapping[str, Any], dtype: Any, device: str, prompt: int, new_tokens: int) -> Row:
-    """Return a row of transformers' LLaVA. `prompt` is the number of text tokens."""
+def pytorch_answers(
+    config: Mapping[str, Any], dtype: Any, device: str, prompt: int, new_tokens: int
+) -> dict[str, Row]:
+    """Return the rows of transformers' LLaVA. `prompt` is the number of text tokens."""
     known = transformers.AutoConfig.for_model(**config)
     with torch.device(device):
         model = transformers.LlavaForConditionalGeneration._from_config(
@@ -97,7 +102,7 @@ def pytorch_answers(config: Mapping[str, Any], dtype: Any, device: str, prompt: 
         [[1, *range(5, 5 + prompt // 2), *image, *range(9, 9 + prompt - prompt // 2 - 1)]], device=device
     )
 
-    def answer(seed: int) -> Times:
+    def answer(cache: str, seed: int) -> Times:
         seen, streamer = picture(seed), _Tokens()
         clock.begin()
         decoder.started = None
@@ -109,6 +114,7 @@ def pytorch_answers(config: Mapping[str, Any], dtype: Any, device: str, prompt: 
             max_new_tokens=new_tokens,
             min_new_tokens=new_tokens,
             do_sample=False,
+            cache_implementation=cache,
             pad_token_id=0,
             streamer=streamer,
         )
@@ -120,11 +126,13 @@ def pytorch_answers(config: Mapping[str, Any], dtype: Any, device: str, prompt: 
             "per_token": (later[-1] - first) * 1e3 / len(later),
         }
 
-    return answer
+    return {"eager": partial(answer, "dynamic"), "compiled": partial(answer, "static")}
 
 
-def pytorch_chunks(config: Mapping[str, Any], dtype: Any, device: str, prompt: int, steps: int) -> Row:
-    """Return a row of transformers' pi0. `prompt` is the number of text tokens."""
+def pytorch_chunks(
+    config: Mapping[str, Any], dtype: Any, device: str, prompt: int, steps: int, mode: str
+) -> dict[str, Row]:
+    """Return the rows of transformers' pi0. `prompt` is the number of text tokens, `mode` that of `torch.compile`."""
     known = transformers.AutoConfig.for_model(**config)
     with torch.device(device):
         model = transformers.PI0ForConditionalGeneration._from_config(known, dtype=dtype, attn_implementation="sdpa")
@@ -135,8 +143,11 @@ def pytorch_chunks(config: Mapping[str, Any], dtype: Any, device: str, prompt: i
     clock, tower, prefix = _Clock(device), _Clock(device), _Clock(device)
     model.model.vlm.vision_tower.register_forward_hook(tower.end)
     model.model.vlm.register_forward_hook(prefix.end)
+    eager = model.forward
+    compiled = torch.compile(eager, mode=mode)
 
-    def act(seed: int) -> Times:
+    def act(step: Any, seed: int) -> Times:
+        model.forward = step
         frames = [picture(seed * CAMERAS + camera, 224) for camera in range(CAMERAS)]
         rng = torch.Generator(device).manual_seed(seed)
         clock.begin()
@@ -161,7 +172,7 @@ def pytorch_chunks(config: Mapping[str, Any], dtype: Any, device: str, prompt: i
             "per_token": (end - prefix.ended) * 1e3 / steps,
         }
 
-    return act
+    return {"eager": partial(act, eager), "compiled": partial(act, compiled)}
 
 
 class _Clock:
@@ -248,6 +259,7 @@ def _benchmark(arguments: Sequence[str] | None) -> None:
     parser.add_argument("--backend", default="ort-cuda")
     parser.add_argument("--device", default="cuda", help="PyTorch's")
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16", "float32"], help="PyTorch's")
+    parser.add_argument("--compile-mode", default="default", help="of a policy's steps in PyTorch")
     parser.add_argument("--new-tokens", type=int, default=17, help="of a policy: denoising steps")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every time too")
@@ -256,21 +268,26 @@ def _benchmark(arguments: Sequence[str] | None) -> None:
         check_writable(options.json, (".json",))
     torch.set_grad_enabled(False)
     config, dtype = PRESETS[options.model], getattr(torch, options.dtype)
-    theirs = f"PyTorch {options.dtype}"
     if config["model_type"] == "llava":
         pipeline = Pipeline.load(options.bundle, backend=options.backend)
         prompt = pipeline.generate(picture(0), QUESTION, max_new_tokens=1).prompt_tokens
-        rows = {theirs: pytorch_answers(config, dtype, options.device, prompt, options.new_tokens)}
-        for budget in ("none", *pipeline.bundle.manifest.budgets):
-            rows[f"{options.backend} {budget}"] = our_answers(pipeline, budget, options.new_tokens)
+        theirs = pytorch_answers(config, dtype, options.device, prompt, options.new_tokens)
+        ours = {
+            budget: our_answers(pipeline, budget, options.new_tokens)
+            for budget in ("none", *pipeline.bundle.manifest.budgets)
+        }
     else:
         policy = Policy.load(options.bundle, backend=options.backend)
         prompt = policy.act(
             [picture(0, 224)] * CAMERAS, QUESTION, [0.0] * len(policy.facts.usual_state)
         ).prompt_tokens
-        rows = {theirs: pytorch_chunks(config, dtype, options.device, prompt, options.new_tokens)}
-        for budget in ("none", *policy.bundle.manifest.budgets):
-            rows[f"{options.backend} {budget}"] = our_chunks(policy, budget, options.new_tokens)
+        theirs = pytorch_chunks(config, dtype, options.device, prompt, options.new_tokens, options.compile_mode)
+        ours = {
+            budget: our_chunks(policy, budget, options.new_tokens)
+            for budget in ("none", *policy.bundle.manifest.budgets)
+        }
+    rows = {f"PyTorch {options.dtype}, {name}": row for name, row in theirs.items()}
+    rows |= {f"{options.backend} {budget}": row for budget, row in ours.items()}
     found = measured(rows, options.rounds)
     device = torch.cuda.get_device_name() if options.device != "cpu" else "CPU"
     sys.stdout.write(f"{device}, torch {torch.__version__}, transformers {transformers.__version__}, ")
