@@ -147,10 +147,14 @@ def versus_full(figures: Figures) -> str:
     return _table(["method", *(f"`{name}`" for name in budgets)], rows)
 
 
-def paired_full(figures: Figures) -> str:
-    """Return accuracies with the points more than `sinkpruner`, in rows of their own for budgets with an option."""
-    report, methods = figures["report"], _methods(figures)
-    budgets = list(methods["sinkpruner"])
+def paired(figures: Figures, names: Sequence[str] = (), budgets: Sequence[str] = ()) -> str:
+    """Return accuracies with the points more than `sinkpruner`, in rows of their own for budgets with an option.
+
+    `names` are the methods and `budgets` the budgets of the table, all of them by default.
+    """
+    report = figures["report"]
+    methods = {name: found for name, found in _methods(figures).items() if name in (names or report["methods"])}
+    budgets = budgets or list(methods["sinkpruner"])
     plain = [name for name in budgets if "+" not in name]
     tokens = [f"{methods['sinkpruner'][name]['mean_visual_tokens']:.0f}" for name in plain]
     unpruned = report["none"]["mean_visual_tokens"]

@@ -20,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from figure_tables import (
     kinds_full,
     methods_full,
     methods_short,
-    paired_full,
+    paired,
     peers_short,
     robot_success,
     robot_times,
@@ -181,6 +182,7 @@ _ROBOT = (
     "random,uniform,divprune,fastervlm,visionzip,dart,vispruner,cdpruner,vscan,mmtok,prunesid,holov,scope,fastv,"
     "sinkpruner-heads,occamtoken"
 )
+_READING = ("downsample", "sinkpruner", "sinkpruner-text", "sinkpruner-heads", "sinkpruner-text-heads")
 _TUNED = (
     "sinkpruner,downsample,sinkpruner-no-outlier-removal,sinkpruner-no-aggregation,sinkpruner-no-diversity,"
     "sinkpruner-no-text-pruner,visionzip,visionzip+filter,fastervlm,divprune,dart,vispruner,random"
@@ -239,12 +241,18 @@ PARTS = {
             "sinkprune-calibrate evidence {work}/varied --data {work}/varied-test/scenes.jsonl --threads 1",
             "sinkprune-evaluate {work}/varied --data varied-scenes --threads 1 --json {json} --plot {plot}",
         ),
-        {"varied": methods_full, "varied-versus": versus_full, "varied-ttft": ttft_full, "varied-kinds": kinds_full},
+        {
+            "varied": methods_full,
+            "varied-versus": versus_full,
+            "varied-ttft": ttft_full,
+            "varied-kinds": kinds_full,
+            "varied-reading": partial(paired, names=_READING, budgets=("prune-77.8", "prune-88.9")),
+        },
         by_default=False,
         methods=tuple(_VARIED.split(",")),
         plot="docs/measurements/accuracy-qwen3.png",
     ),
-    "heads": Part(
+    "reading": Part(
         (
             "python -m sinkprune.demo.write_scenes {work}/validation 60 validation",
             "sinkprune-export demo/pocket -o {work}/pocket --force",
@@ -253,9 +261,9 @@ PARTS = {
             "sinkprune-export demo/pocket -o {work}/pocket-heads --force --heads {work}/heads.json "
             "--methods sinkpruner,downsample,sinkpruner-heads,sinkpruner-text,sinkpruner-text-heads "
             "--budgets retain-64,retain-32,retain-64+serial,retain-32+serial",
-            "sinkprune-evaluate {work}/pocket-heads --threads 1 --json {json} --answers {work}/heads.jsonl",
+            "sinkprune-evaluate {work}/pocket-heads --threads 1 --json {json} --answers {work}/reading.jsonl",
         ),
-        {"heads": paired_full},
+        {"reading": paired},
         by_default=False,
     ),
     "outliers": Part(
@@ -269,7 +277,17 @@ PARTS = {
             "--methods sinkpruner,sinkpruner-no-outlier-removal,fastervlm,visionzip --json {work}/attention.json",
             "sinkprune-evaluate {work}/tuned --threads 1 --json {json} --answers {work}/outliers.jsonl",
         ),
-        {"outliers": paired_full},
+        {"outliers": paired},
+        by_default=False,
+    ),
+    "planted": Part(
+        (
+            "sinkprune-export demo/pocket -o {work}/planted --force --budgets retain-64,retain-32 "
+            "--methods sinkpruner,downsample,sinkpruner-no-outlier-removal,dart,visionzip+filter,visionzip,fastervlm,"
+            "divprune,random",
+            "sinkprune-evaluate {work}/planted --plant-outliers --threads 1 --json {json}",
+        ),
+        {"planted": paired},
         by_default=False,
     ),
     "robot": Part(
