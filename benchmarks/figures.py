@@ -6,8 +6,8 @@
     python benchmarks/figures.py varied --rows dart,fastv    # rows of single methods; the others stay
 
 Each part runs commands and keeps their JSON in docs/measurements/figures/PART.json. Its tables replace the text
-between `<!-- figures: TABLE -->` and `<!-- end of figures -->` in every page. Parts `methods`, `varied` and `robot`
-take 30 to 90 minutes of a core each, and `peers` needs the engines of docs/peers.md, so these run only if named.
+between `<!-- figures: TABLE -->` and `<!-- end of figures -->` in every page. Most other parts take 10 to 120 minutes
+of a core each, and `peers` needs the engines of docs/peers.md, so these run only if named.
 """
 
 from __future__ import annotations

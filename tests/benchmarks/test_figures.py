@@ -90,6 +90,39 @@ def test_differences_and_times_of_methods() -> None:
     ]
 
 
+def test_accuracies_with_paired_differences() -> None:
+    def point(accuracy: float, versus: float | None) -> dict[str, Any]:
+        difference = None if versus is None else {"mean": versus, "ci95": [versus - 0.01, versus + 0.01]}
+        interval = [accuracy - 0.02, accuracy + 0.01]
+        return {"accuracy": accuracy, "ci95": interval, "mean_visual_tokens": 35.2, "versus_first": difference}
+
+    methods = {
+        "sinkpruner": {"a": point(0.9, None), "b": point(0.8, None), "a+serial": point(0.95, None)},
+        "dart": {"a": point(0.7, -0.2), "b": point(0.6, -0.2), "a+serial": point(0.7, -0.25)},
+        "downsample": {"a": point(0.5, -0.4), "b": point(0.4, -0.4), "a+serial": point(0.5, -0.45)},
+    }
+    head = {"questions": 748, "pictures": 80, "precision": "fp32", "backend": "ort-cpu", "methods": methods}
+    report = {**MEASURED["report"], **head, "none": point(0.99, None) | {"mean_visual_tokens": 256.0}}
+    intro, _, *table = figure_tables.paired(MEASURED | {"report": report}, budgets=["a", "a+serial"]).splitlines()
+    assert intro == (
+        f"748 questions about 80 pictures, fp32, `ort-cpu`. Measured on {WHERE}. Unpruned: 99.0 (97.0 to 100.0)"
+    )
+    assert table == [
+        "| method | `a` | difference |",
+        "| --- | --- | --- |",
+        "| mean visual tokens a layer, of 256 | 35 |  |",
+        "| `downsample` | 50.0 (48.0 to 51.0) | -40.0 (-41.0 to -39.0) |",
+        "| `sinkpruner` | 90.0 (88.0 to 91.0) |  |",
+        "| `dart` | 70.0 (68.0 to 71.0) | -20.0 (-21.0 to -19.0) |",
+        "| with `+serial`: |  |  |",
+        "| `downsample` | 50.0 (48.0 to 51.0) | -45.0 (-46.0 to -44.0) |",
+        "| `sinkpruner` | 95.0 (93.0 to 96.0) |  |",
+        "| `dart` | 70.0 (68.0 to 71.0) | -25.0 (-26.0 to -24.0) |",
+    ]
+    *_, last = figure_tables.paired(MEASURED | {"report": report}, ["sinkpruner"], ["b"]).splitlines()
+    assert last == "| `sinkpruner` | 80.0 (78.0 to 81.0) |  |"
+
+
 def measured_rows(accuracy: float, date: str, none_ttft: float, **methods: float) -> dict[str, Any]:
     """A measurement of `sinkpruner`, of an accuracy, and of other methods, each with its TTFT, at one budget."""
     shared = {name: MEASURED["report"].get(name, name) for name in ("machine", "threads", "versions")}
