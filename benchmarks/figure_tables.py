@@ -209,17 +209,16 @@ def ttft_full(figures: Figures) -> str:
     return "\n\n".join([table, *runs])
 
 
-def kinds_full(figures: Figures) -> str:
-    """Return the accuracy by kind of question, unpruned and of some methods at the second budget."""
+def kinds(figures: Figures, columns: Sequence[tuple[str, str]]) -> str:
+    """Return the accuracy by kind of question, unpruned and of each method and budget in `columns`."""
     report = figures["report"]
-    methods = ("sinkpruner", "sinkpruner-text-heads", "sinkpruner-no-text-pruner", "cdpruner", "dart", "downsample")
-    budget = list(report["methods"]["sinkpruner"])[1]
-    shown = [report["none"], *(report["methods"][method][budget] for method in methods)]
+    shown = [report["none"], *(report["methods"][method][budget] for method, budget in columns)]
     rows = [
         [kind, str(own["count"]), *(f"{100 * each['by_kind'][kind]['accuracy']:.0f}" for each in shown)]
         for kind, own in report["none"]["by_kind"].items()
     ]
-    return f"At `{budget}`:\n\n" + _table(["kind", "questions", "`none`", *(f"`{name}`" for name in methods)], rows)
+    headings = [f"`{method}` `{budget}`" for method, budget in columns]
+    return _table(["kind", "questions", "`none`", *headings], rows)
 
 
 def methods_short(figures: Figures) -> str:

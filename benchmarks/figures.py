@@ -29,7 +29,7 @@ from figure_tables import (
     Figures,
     accuracy_short,
     confidence_curve,
-    kinds_full,
+    kinds,
     methods_full,
     methods_short,
     paired,
@@ -182,6 +182,26 @@ _ROBOT = (
     "random,uniform,divprune,fastervlm,visionzip,dart,vispruner,cdpruner,vscan,mmtok,prunesid,holov,scope,fastv,"
     "sinkpruner-heads,occamtoken"
 )
+_KINDS = (
+    ("downsample", "retain-32"),
+    ("sinkpruner", "retain-128"),
+    ("sinkpruner", "retain-64"),
+    ("sinkpruner", "retain-32"),
+    ("dart", "retain-32"),
+    ("visionzip", "retain-32"),
+    ("random", "retain-32"),
+)
+_VARIED_KINDS = [
+    (method, "prune-77.8")
+    for method in [
+        "downsample",
+        "sinkpruner",
+        "sinkpruner-text-heads",
+        "sinkpruner-no-text-pruner",
+        "cdpruner",
+        "dart",
+    ]
+]
 _READING = ("downsample", "sinkpruner", "sinkpruner-text", "sinkpruner-heads", "sinkpruner-text-heads")
 _TUNED = (
     "sinkpruner,downsample,sinkpruner-no-outlier-removal,sinkpruner-no-aggregation,sinkpruner-no-diversity,"
@@ -224,6 +244,7 @@ PARTS = {
             "methods-short": methods_short,
             "methods-versus": versus_full,
             "methods-ttft": ttft_full,
+            "methods-kinds": partial(kinds, columns=_KINDS),
         },
         by_default=False,
         methods=tuple(_METHODS.split(",")),
@@ -245,7 +266,7 @@ PARTS = {
             "varied": methods_full,
             "varied-versus": versus_full,
             "varied-ttft": ttft_full,
-            "varied-kinds": kinds_full,
+            "varied-kinds": partial(kinds, columns=_VARIED_KINDS),
             "varied-reading": partial(paired, names=_READING, budgets=("prune-77.8", "prune-88.9")),
         },
         by_default=False,

@@ -123,6 +123,19 @@ def test_accuracies_with_paired_differences() -> None:
     assert last == "| `sinkpruner` | 80.0 (78.0 to 81.0) |  |"
 
 
+def test_kinds_of_question_by_column() -> None:
+    def found(red: float) -> dict[str, Any]:
+        return {"by_kind": {"red": {"accuracy": red, "count": 7}, "blue": {"accuracy": 0.5, "count": 12}}}
+
+    report = {"none": found(1.0), "methods": {"dart": {"a": found(0.25), "b": found(0.125)}}}
+    assert figure_tables.kinds({"report": report}, [("dart", "b"), ("dart", "a")]).splitlines() == [
+        "| kind | questions | `none` | `dart` `b` | `dart` `a` |",
+        "| --- | --- | --- | --- | --- |",
+        "| red | 7 | 100 | 12 | 25 |",
+        "| blue | 12 | 50 | 50 | 50 |",
+    ]
+
+
 def measured_rows(accuracy: float, date: str, none_ttft: float, **methods: float) -> dict[str, Any]:
     """A measurement of `sinkpruner`, of an accuracy, and of other methods, each with its TTFT, at one budget."""
     shared = {name: MEASURED["report"].get(name, name) for name in ("machine", "threads", "versions")}
