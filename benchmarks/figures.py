@@ -18,29 +18,14 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from figure_parts import PARTS
 from figure_rows import FIRST, plot_of, with_rows
-from figure_tables import (
-    Figures,
-    accuracy_short,
-    confidence_curve,
-    kinds,
-    methods_full,
-    methods_short,
-    paired,
-    peers_short,
-    robot_success,
-    robot_times,
-    savings_full,
-    savings_short,
-    ttft_full,
-    versus_full,
-)
+from figure_tables import Figures
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import write_whole
@@ -50,20 +35,6 @@ ROOT = Path(__file__).parent.parent
 WORK = Path("build/figures")
 KEPT = Path("docs/measurements/figures")
 BLOCK = re.compile(r"(<!-- figures: ([a-z-]+) -->\n?).*?(\n?<!-- end of figures -->)", re.DOTALL)
-
-
-class Part(NamedTuple):
-    """What one run measures, and the tables that show it."""
-
-    commands: tuple[str, ...]
-    """Shell words; `{work}` is a folder for bundles, `{json}` the file that the last command writes."""
-    tables: Mapping[str, Callable[[Figures], str]]
-    """The text of each table, by the name in its marker."""
-    by_default: bool = True
-    methods: tuple[str, ...] = ()
-    """The methods whose rows can be measured alone, in order. The last command is then `sinkprune-evaluate`."""
-    plot: str = ""
-    """The path of `{plot}`, the picture of such rows."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -164,187 +135,6 @@ def _keep(name: str, figures: Figures) -> None:
     """Write what part `name` measured."""
     (ROOT / KEPT).mkdir(parents=True, exist_ok=True)
     write_whole(ROOT / KEPT / f"{name}.json", (json.dumps(figures, indent=1) + "\n").encode())
-
-
-_METHODS = (
-    "sinkpruner,downsample,sinkpruner-text,sinkpruner-heads,sinkpruner-text-heads,random,uniform,fastervlm,visionzip,"
-    "visionzip+filter,divprune,dart,cdpruner,mmtok,prunesid,vispruner,holov,scope,vscan,occamtoken,fastv,pyramiddrop,sparsevlm,"
-    "sinkpruner-no-sanitizer,sinkpruner-no-text-pruner,"
-    "sinkpruner-no-diversity,sinkpruner-no-outlier-removal,sinkpruner-no-aggregation"
-)
-_VARIED = (
-    "sinkpruner,downsample,downsample-ttft,sinkpruner-text,sinkpruner-heads,sinkpruner-text-heads,random,uniform,"
-    "fastervlm,visionzip,visionzip+filter,divprune,dart,cdpruner,mmtok,prunesid,vispruner,holov,scope,vscan,occamtoken,"
-    "fastv,pyramiddrop,sparsevlm,sinkpruner-no-text-pruner,sinkpruner-no-outlier-removal,sinkpruner-no-diversity"
-)
-_ROBOT = (
-    "sinkpruner,downsample,sinkpruner-text,sinkpruner-no-text-pruner,sinkpruner-no-outlier-removal,sinkpruner-no-diversity,"
-    "random,uniform,divprune,fastervlm,visionzip,dart,vispruner,cdpruner,vscan,mmtok,prunesid,holov,scope,fastv,"
-    "sinkpruner-heads,occamtoken"
-)
-_KINDS = (
-    ("downsample", "retain-32"),
-    ("sinkpruner", "retain-128"),
-    ("sinkpruner", "retain-64"),
-    ("sinkpruner", "retain-32"),
-    ("dart", "retain-32"),
-    ("visionzip", "retain-32"),
-    ("random", "retain-32"),
-)
-_VARIED_KINDS = [
-    (method, "prune-77.8")
-    for method in [
-        "downsample",
-        "sinkpruner",
-        "sinkpruner-text-heads",
-        "sinkpruner-no-text-pruner",
-        "cdpruner",
-        "dart",
-    ]
-]
-_READING = ("downsample", "sinkpruner", "sinkpruner-text", "sinkpruner-heads", "sinkpruner-text-heads")
-_TUNED = (
-    "sinkpruner,downsample,sinkpruner-no-outlier-removal,sinkpruner-no-aggregation,sinkpruner-no-diversity,"
-    "sinkpruner-no-text-pruner,visionzip,visionzip+filter,fastervlm,divprune,dart,vispruner,random"
-)
-PARTS = {
-    "savings": Part(
-        (
-            "sinkprune-export llava-1.1b --random-weights -o {work}/llava-1.1b --force",
-            "python demo/photo.py {work}/coffee.jpg",
-            "sinkprune-profile {work}/llava-1.1b --image {work}/coffee.jpg "
-            "--prompt 'What is in the cup, and what lies on the saucer?' "
-            "--repeat 9 --new-tokens 8 --json {json} --plot docs/profile.png",
-        ),
-        {"savings": savings_short, "savings-in-full": savings_full},
-    ),
-    "accuracy": Part(
-        (
-            "sinkprune-export demo/pocket -o {work}/pocket --force",
-            "sinkprune-evaluate {work}/pocket --budgets retain-128,retain-64,retain-32 --json {json}",
-        ),
-        {"accuracy": accuracy_short},
-    ),
-    "methods": Part(
-        (
-            "python -m sinkprune.demo.write_scenes {work}/validation 60 validation",
-            "sinkprune-export demo/pocket -o {work}/pocket --force",
-            "sinkprune-calibrate attention {work}/pocket --data {work}/validation/scenes.jsonl --budgets none "
-            "--heads {work}/heads.json",
-            "sinkprune-export demo/pocket -o {work}/methods --force --heads {work}/heads.json "
-            f"--methods {_METHODS}",
-            # Equal means on the test pictures, whose photos are others than those of the validation set.
-            "python -m sinkprune.demo.write_scenes {work}/test 80",
-            "sinkprune-calibrate evidence {work}/methods --data {work}/test/scenes.jsonl --threads 1",
-            # Two threads take longer than one for so small a model.
-            "sinkprune-evaluate {work}/methods --threads 1 --json {json} --plot {plot}",
-        ),
-        {
-            "methods": methods_full,
-            "methods-short": methods_short,
-            "methods-versus": versus_full,
-            "methods-ttft": ttft_full,
-            "methods-kinds": partial(kinds, columns=_KINDS),
-        },
-        by_default=False,
-        methods=tuple(_METHODS.split(",")),
-        plot="docs/accuracy.png",
-    ),
-    "varied": Part(
-        (
-            "python -m sinkprune.demo.write_scenes {work}/varied-validation 60 validation varied-scenes",
-            "sinkprune-export demo/pocket-qwen3 -o {work}/pocket-qwen3 --force",
-            "sinkprune-calibrate attention {work}/pocket-qwen3 --data {work}/varied-validation/scenes.jsonl "
-            "--budgets none --heads {work}/qwen3-heads.json",
-            f"sinkprune-export demo/pocket-qwen3 -o {{work}}/varied --force --heads {{work}}/qwen3-heads.json "
-            f"--methods {_VARIED} --budgets prune-66.7,prune-77.8,prune-88.9,prune-88.9+serial",
-            "python -m sinkprune.demo.write_scenes {work}/varied-test 60 test varied-scenes",
-            "sinkprune-calibrate evidence {work}/varied --data {work}/varied-test/scenes.jsonl --threads 1",
-            "sinkprune-evaluate {work}/varied --data varied-scenes --threads 1 --json {json} --plot {plot}",
-        ),
-        {
-            "varied": methods_full,
-            "varied-versus": versus_full,
-            "varied-ttft": ttft_full,
-            "varied-kinds": partial(kinds, columns=_VARIED_KINDS),
-            "varied-reading": partial(paired, names=_READING, budgets=("prune-77.8", "prune-88.9")),
-        },
-        by_default=False,
-        methods=tuple(_VARIED.split(",")),
-        plot="docs/measurements/accuracy-qwen3.png",
-    ),
-    "reading": Part(
-        (
-            "python -m sinkprune.demo.write_scenes {work}/validation 60 validation",
-            "sinkprune-export demo/pocket -o {work}/pocket --force",
-            "sinkprune-calibrate attention {work}/pocket --data {work}/validation/scenes.jsonl --budgets none "
-            "--heads {work}/heads.json",
-            "sinkprune-export demo/pocket -o {work}/pocket-heads --force --heads {work}/heads.json "
-            "--methods sinkpruner,downsample,sinkpruner-heads,sinkpruner-text,sinkpruner-text-heads "
-            "--budgets retain-64,retain-32,retain-64+serial,retain-32+serial",
-            "sinkprune-evaluate {work}/pocket-heads --threads 1 --json {json} --answers {work}/reading.jsonl",
-        ),
-        {"reading": paired},
-        by_default=False,
-    ),
-    "outliers": Part(
-        (
-            "python benchmarks/train_pocket_model.py {work}/pocket-tuned --state {work}/tuned.pt "
-            "--model llava-outliers --threads 1",
-            f"sinkprune-export {{work}}/pocket-tuned -o {{work}}/tuned --force --methods {_TUNED} "
-            "--budgets retain-64,retain-32,retain-64+serial,retain-32+serial",
-            "sinkprune-calibrate norms {work}/tuned --json {work}/norms.json --plot docs/norms-tuned.png",
-            "sinkprune-calibrate attention {work}/tuned --threads 1 --limit 200 --budgets retain-64,retain-32 "
-            "--methods sinkpruner,sinkpruner-no-outlier-removal,fastervlm,visionzip --json {work}/attention.json",
-            "sinkprune-evaluate {work}/tuned --threads 1 --json {json} --answers {work}/outliers.jsonl",
-        ),
-        {"outliers": paired},
-        by_default=False,
-    ),
-    "planted": Part(
-        (
-            "sinkprune-export demo/pocket -o {work}/planted --force --budgets retain-64,retain-32 "
-            "--methods sinkpruner,downsample,sinkpruner-no-outlier-removal,dart,visionzip+filter,visionzip,fastervlm,"
-            "divprune,random",
-            "sinkprune-evaluate {work}/planted --plant-outliers --threads 1 --json {json}",
-        ),
-        {"planted": paired},
-        by_default=False,
-    ),
-    "robot": Part(
-        (
-            "python benchmarks/robot/write_moments.py {work}/moments --tables 100",
-            "sinkprune-export demo/pocket-robot -o {work}/robot --force --max-images 2",
-            "sinkprune-calibrate attention {work}/robot --data {work}/moments/moments.jsonl --budgets none "
-            "--limit 200 --heads {work}/robot-heads.json",
-            "sinkprune-export demo/pocket-robot -o {work}/robot --force --max-images 2 "
-            f"--heads {{work}}/robot-heads.json --methods {_ROBOT}",
-            "sinkprune-calibrate evidence {work}/robot --data {work}/moments/moments.jsonl",
-            "python benchmarks/robot/robot_success.py {work}/robot --episodes 500 --json {json}",
-        ),
-        {"robot-success": robot_success, "robot-times": robot_times},
-        by_default=False,
-    ),
-    "confidence": Part(
-        (
-            "sinkprune-export demo/pocket -o {work}/ladders --force --budgets retain-32,retain-64,retain-128,"
-            "retain-32+from-retain-64,retain-32+from-retain-128,retain-64+from-retain-128",
-            "python -m sinkprune.demo.write_scenes {work}/scenes 80",
-            "sinkprune-calibrate confidence {work}/ladders --data {work}/scenes/scenes.jsonl --threads 1 "
-            "--json {json}",
-        ),
-        {"confidence": confidence_curve},
-        by_default=False,
-    ),
-    "peers": Part(
-        (
-            "python benchmarks/peers.py --folder {work}/peers --json {json} --plot docs/peers.png --repeat 9 "
-            "--only 'openvino-genai int4-sym,sinkprune openvino int4,sinkprune ort-cpu+openvino int4,llama-cpp Q4_0'",
-        ),
-        {"peers": peers_short},
-        by_default=False,
-    ),
-}
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import figure_parts
 import figure_rows
 import figure_tables
 import figures
@@ -263,7 +264,7 @@ def test_the_pages_hold_what_was_measured_last() -> None:
 def test_every_table_has_its_place_and_the_readme_has_no_other() -> None:
     texts = {page.name: page.read_text("utf-8") for page in figures.pages()}
     names = {name for text in texts.values() for _, name, _ in figures.BLOCK.findall(text)}
-    assert names == {table for part in figures.PARTS.values() for table in part.tables}
+    assert names == {table for part in figure_parts.PARTS.values() for table in part.tables}
     assert not re.search(r"^\|", figures.BLOCK.sub("", texts["README.md"]), re.MULTILINE)
 
 
@@ -274,6 +275,6 @@ def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_method_is_measured() -> None:
     # On a tower of one resolution `downsample-ttft` is `downsample`.
-    assert sorted([*figures._METHODS.split(","), "downsample-ttft"]) == sorted(all_methods())
+    assert sorted([*figure_parts.METHODS.split(","), "downsample-ttft"]) == sorted(all_methods())
     page = (ROOT / "docs/accuracy.md").read_text(encoding="utf-8")
-    assert f" --methods {figures._METHODS}\n" in page.replace("\\\n", "")
+    assert f" --methods {figure_parts.METHODS}\n" in page.replace("\\\n", "")
