@@ -10,11 +10,18 @@ import pytest
 
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.jetson.boards import read_boards
-from sinkprune.jetson.findings import Finding, machine_findings, model_findings
+from sinkprune.jetson.findings import (
+    Finding,
+    board_dialect_findings,
+    library_findings,
+    machine_findings,
+    model_findings,
+)
 from sinkprune.jetson.fit import ModelFit, TargetMachine, fit
 from sinkprune.jetson.host.machine import Machine, read_machine
 from sinkprune.jetson.host.python_environment import Library, PythonEnvironment
 from sinkprune.jetson.host.system_files import SystemFiles
+from sinkprune.jetson.next_steps import next_steps, recommendations
 from sinkprune.jetson.presets import preset_manifest, read_presets
 from sinkprune.runtime.backends.known import KNOWN, ON_CPU
 from support.stand_ins.board_trees import LIBRARIES as GOOD
@@ -198,6 +205,39 @@ def test_what_onnxruntime_of_the_jetpack_does_not_support(bundle: Callable[..., 
     assert not list(model_findings([replace(model, dialect="opset20")], BOARDS.jetpack("36.4.3"), 0))
     assert not list(model_findings([replace(model, backend="openvino")], BOARDS.jetpack("36.4.3"), 0))
     assert not list(model_findings([model], None, 0))
+
+
+def test_what_the_jetpacks_of_a_board_elsewhere_do_not_support(bundle: Callable[..., Path]) -> None:
+    model, orin = fits("it", 0, bundle("mha-336", "fp16", dialect="opset24")), BOARDS.board("orin-nano-8gb")
+    (finding,) = board_dialect_findings([model], orin, BOARDS.jetpacks)
+    assert finding.found == "'it' has dialect opset24; TensorRT of JetPack 6.1 and 6.2 supports opset20"
+    assert "--dialect opset20" in finding.do and not finding.stops
+    for other in (replace(model, dialect="opset20"), replace(model, backend="openvino"), fits("llava-1.1b", 0)):
+        assert not list(board_dialect_findings([other], orin, BOARDS.jetpacks))
+    assert not list(board_dialect_findings([model], orin, [BOARDS.jetpacks[-1]]))
+
+
+def test_a_backend_whose_library_is_not_installed(tmp_path: Path) -> None:
+    machine = read(workstation(tmp_path), replace(PYTHON, libraries={"onnxruntime": GOOD["onnxruntime"]}))
+    models = [fits("llava-1.1b", 8 << 30, backend=name) for name in ON_CPU]
+    findings = list(library_findings(machine, [*models, *models]))
+    assert [(finding.backends, finding.found) for finding in findings] == [
+        ((name,), f"'{name}' needs openvino, which is not installed") for name in ("ort-cpu+openvino", "openvino")
+    ]
+    assert all(finding.do == "pip install 'sinkprune[openvino]'" and finding.stops for finding in findings)
+    # `machine_findings` says that there is none at all.
+    nothing = replace(machine, python=replace(machine.python, libraries={}))
+    assert not list(library_findings(nothing, models))
+
+
+def test_commands_name_a_method_that_is_not_the_usual_one(bundle: Callable[..., Path]) -> None:
+    for backend in ("ort-cpu", "tensorrt"):
+        usual = fits("it", 0, bundle("mha-336", "fp16", dialect="opset20"), backend=backend)
+        assert usual.method == "sinkpruner"
+        for method, words in (("sinkpruner", '"QUESTION" --budget'), ("visionzip", "--method visionzip --budget")):
+            model = replace(usual, method=method)
+            *_, run = next_steps([model], recommendations([model], []), [], "opset20")
+            assert run.startswith("sinkprune-run it") and words in run
 
 
 def test_a_finding_blocks_what_needs_the_library(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ _BACKENDS = {
     for library in ("onnxruntime", "openvino", "tensorrt", "tensorrt_rtx")
 }
 """The backends that need each engine library."""
+_EXTRAS = {"onnxruntime": "cpu", "openvino": "openvino"}
+"""The extra of this package that installs each library for CPUs."""
 _GPU_ACCESS = ("cuda.bindings", "pycuda")
 _LITTLE_MEMORY_GB = 8
 _LITTLE_DISK = 10_000_000_000
@@ -93,6 +95,34 @@ def model_findings(models: Sequence[ModelFit], jetpack: JetPack | None, memory: 
                 yield from _tensorrt_bundle_findings(model)
             if jetpack:
                 yield from _dialect_findings(model, jetpack)
+
+
+def library_findings(machine: Machine, models: Sequence[ModelFit]) -> Iterator[Finding]:
+    """Yield a finding for each library that a model's backend on CPUs needs, and that is not installed.
+
+    `machine_findings` has the finding about a machine without any engine library.
+    """
+    if not any(name in machine.python.libraries for name in _BACKENDS):
+        return
+    for backend in dict.fromkeys(model.backend for model in models if model.backend in ON_CPU):
+        for name in KNOWN[backend].libraries:
+            if name not in machine.python.libraries:
+                extra = f"pip install 'sinkprune[{_EXTRAS[name]}]'"
+                yield Finding(True, f"'{backend}' needs {name}, which is not installed", extra, (backend,))
+
+
+def board_dialect_findings(
+    models: Sequence[ModelFit], board: Board, jetpacks: Sequence[JetPack]
+) -> Iterator[Finding]:
+    """Yield a note for each bundle whose dialect is too new for some JetPacks of a board elsewhere."""
+    older = [pack.version for pack in jetpacks if board.sm in pack.sm and pack.dialect == "opset20"]
+    for model in models:
+        if older and model.kind == "bundle" and model.backend == BOARD_BACKEND and model.dialect != "opset20":
+            releases = " and ".join(older)
+            yield _note(
+                f"'{model.name}' has dialect {model.dialect}; TensorRT of JetPack {releases} supports opset20",
+                "for a board with such a JetPack, export it again with --dialect opset20",
+            )
 
 
 def _note(found: str, do: str) -> Finding:

@@ -27,6 +27,7 @@ from sinkprune.jetson.times import ExpectedTimes, TimeBounds, expected_times
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.steps.picture_warnings import seen_part
+from sinkprune.runtime.steps.request import DEFAULT_METHOD
 
 PROMPT_TOKENS = 64
 NEW_TOKENS = 128
@@ -157,6 +158,8 @@ class ModelFit:
     prompt_tokens: int
     new_tokens: int
     typical_new_tokens: int
+    method: str
+    """The pruning method of the budgets in `rows`; empty for a bundle without any."""
     rows: dict[str, BudgetRows]
     forms: tuple[FormFit, ...]
 
@@ -180,7 +183,7 @@ def fit(name: str, kind: ModelState, manifest: Manifest, target: TargetMachine, 
     not accept.
     """
     layout = load_family(manifest).layout(Image.new("RGB", picture))
-    method = next(iter(manifest.plans), "")
+    method = _method(manifest)
     names = [UNPRUNED, *manifest.plans.get(method, {})]
     schedules = {budget: schedule(manifest, method, budget, [layout]) for budget in names}
     rows = {budget: _rows(manifest, planned, layout, target.text) for budget, planned in schedules.items()}
@@ -209,9 +212,15 @@ def fit(name: str, kind: ModelState, manifest: Manifest, target: TargetMachine, 
         prompt_tokens=target.text.prompt,
         new_tokens=target.text.new,
         typical_new_tokens=target.text.typical,
+        method=method,
         rows=rows,
         forms=tuple(forms),
     )
+
+
+def _method(manifest: Manifest) -> str:
+    """Return the method that commands use if they name none, else the first of the bundle."""
+    return DEFAULT_METHOD if DEFAULT_METHOD in manifest.plans else next(iter(manifest.plans), "")
 
 
 def _stored(manifest: Manifest, kind: ModelState, target: TargetMachine) -> Iterator[tuple[Manifest, bool]]:

@@ -11,6 +11,7 @@ from sinkprune.contract.manifest import DialectName
 from sinkprune.jetson.findings import Finding
 from sinkprune.jetson.fit import BOARD_BACKEND, ModelFit
 from sinkprune.jetson.recommendation import Recommendation, recommend
+from sinkprune.runtime.steps.request import DEFAULT_METHOD
 
 _OF_A_PRESET = "# true shapes; for its weights give the checkpoint, without --random-weights"
 _REQUEST = '--image PICTURE.jpg --prompt "QUESTION"'
@@ -64,17 +65,19 @@ def _commands(model: ModelFit, found: Recommendation, dialect: DialectName) -> I
 
 def _with_folder(model: ModelFit, found: Recommendation) -> Iterator[str]:
     folder = shlex.quote(model.name)
+    method = "" if model.method in ("", DEFAULT_METHOD) else f" --method {shlex.quote(model.method)}"
+    plan = f"{method} --budget {found.budget}"
     if model.kind == "engines":
-        yield f"sinkprune-run {folder} {_REQUEST} --budget {found.budget}"
+        yield f"sinkprune-run {folder} {_REQUEST}{plan}"
     elif model.backend == BOARD_BACKEND:
         engines = shlex.quote(f"{model.name.rstrip('/')}-engines")
         limits = f"--max-prompt {2 * model.prompt_tokens} --max-new-tokens {model.new_tokens}"
         own = next(form for form in model.forms if form.exported)
         move = " --move" if own.build and own.build.needs_move else ""
         yield f"sinkprune-build {folder} -o {engines} --target tensorrt {limits}{move}"
-        yield f"sinkprune-run {engines} {_REQUEST} --budget {found.budget}"
+        yield f"sinkprune-run {engines} {_REQUEST}{plan}"
     else:
-        yield f"sinkprune-run {folder} --backend {model.backend} {_REQUEST} --budget {found.budget}"
+        yield f"sinkprune-run {folder} --backend {model.backend} {_REQUEST}{plan}"
 
 
 def _export(model: ModelFit, found: Recommendation, dialect: DialectName) -> str:

@@ -9,7 +9,13 @@ from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import DialectName
 from sinkprune.jetson.boards import Board, Boards, FactSource, JetPack
-from sinkprune.jetson.findings import Finding, machine_findings, model_findings
+from sinkprune.jetson.findings import (
+    Finding,
+    board_dialect_findings,
+    library_findings,
+    machine_findings,
+    model_findings,
+)
 from sinkprune.jetson.fit import (
     BOARD_BACKEND,
     NEW_TOKENS,
@@ -109,6 +115,10 @@ def _report(
     if query.models:
         # In an overview, a preset that is too large is no finding.
         findings += model_findings(models, jetpack, target.usable_bytes)
+        if machine:
+            findings += library_findings(machine, models)
+        elif target.board:
+            findings += board_dialect_findings(models, target.board, boards.jetpacks)
     # A finding that blocks none of these models stops nothing.
     findings = [replace(finding, stops=any(map(finding.blocks, models))) for finding in findings]
     recommended = recommendations(models, findings)

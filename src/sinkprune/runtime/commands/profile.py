@@ -105,8 +105,9 @@ _OF_POLICIES = ("camera", "state", "steps")
 def main(arguments: Sequence[str] | None) -> None:
     parser = new_parser(
         "sinkprune profile",
-        "Measure every budget against the unpruned engines, in turn, on one image and prompt. If the bundle has method "
-        "downsample, a smaller picture is measured too.",
+        "Measure every budget against the unpruned engines, in turn, on one image and prompt. Without --rate, method "
+        "downsample is measured too if the bundle has it: a smaller picture, or averaged tokens on a tower of one "
+        "resolution.",
         _EXAMPLES,
         _add_sources,
         ("--prompt", "--instruction"),
