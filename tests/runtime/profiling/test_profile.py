@@ -57,6 +57,21 @@ def test_warm_up_is_not_counted(pipeline: Callable[..., Pipeline], photo: Image.
             assert spread.median == spread.p95
 
 
+def test_stages_are_watched_when_all_engines_have_run(
+    pipeline: Callable[..., Pipeline], photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched, generate = list[bool](), Pipeline.generate
+
+    def noting(self: Pipeline, *arguments: Any, observer: Any, **options: Any) -> Answer:
+        watched.append(observer.watching)
+        return generate(self, *arguments, observer=observer, **options)
+
+    monkeypatch.setattr(Pipeline, "generate", noting)
+    report = profiled(pipeline("gqa-112"), photo, "What?", ["retain-64"], new_tokens=2, repeat=2, warmup=1)
+    assert watched == [False] * 2 + [True] * 2 + [False] * 2
+    assert all(budget.stage_peak_rss_bytes for budget in report.budgets.values())
+
+
 @pytest.mark.parametrize("prompt", ["What?", ["First:", "And second:", "What?"]])
 def test_warm_runs_reuse_the_pictures_of_a_question_before(
     prompt: str | list[str], pipeline: Callable[..., Pipeline], photo: Image.Image, monkeypatch: pytest.MonkeyPatch

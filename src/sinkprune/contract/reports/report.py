@@ -104,7 +104,7 @@ class BudgetReport:
     """Largest resident memory of the process during this budget's runs; None if it is unknown."""
     stage_peak_rss_bytes: dict[str, int]
     """The same during each stage: vision, sanitizer, projector, prefill with its selects, decode. Of the budget's
-    first run. Engines keep their memory, so a stage includes the memory of earlier stages."""
+    first run that counts. Engines keep their memory, so a stage includes the memory of earlier stages."""
     decode_tokens_per_s: float | None
     decode_gb_per_s: float | None
     """Decoder and head weights and KV cache, read once a token."""

@@ -33,7 +33,7 @@ from sinkprune.runtime.steps.pictures import decoded
 
 _FEWER_STEPS = (5, 2)
 _LEGEND = """\
-visual: tokens of the frames > into the decoder > in its last layer; mean %: their mean over all layers
+visual: tokens of the frames > into the decoder > in its last layer; mean %: their mean over all layers, of none's
 tower: the vision tower on all cameras; prefix: the decoder on them and the text; step: the expert, once
 x: speed-up over none, of chunks with as many steps; ideal x: what FLOPs allow; achieved: prefix x as a share of ideal
 jitter: from the median to p95"""
@@ -115,14 +115,14 @@ def _print_tables(report: PolicyReport) -> None:
         f"{counted(report.cameras, 'camera')}, {report.prompt_tokens} text tokens, {report.actions} actions a chunk; "
         f"milliseconds, median (p95) of {rounds}{few_note(report.repeat)}",
     )
-    rows = report.rows()
+    rows, unpruned = report.rows(), report.budgets[UNPRUNED].mean_visual_tokens
     headings = ["visual", "mean %", "tower", "prefix", "select", "step"]
     parts = make_table(["budget"], [*headings, "prefix x", "ideal x", "achieved", "step x", "ideal step x"])
     for name, budget in rows.items():
         parts.add_row(
             plain_text(name),
             f"{budget.visual_tokens}>{budget.kept_after_sanitizer}>{budget.tokens_per_layer[-1]}",
-            f"{100 * budget.mean_visual_tokens / budget.visual_tokens:.1f}",
+            f"{100 * budget.mean_visual_tokens / unpruned:.1f}",
             median_text(budget.ms["vision"]),
             spread_text(budget.ms["prefill"]),
             median_text(budget.ms["select"]),

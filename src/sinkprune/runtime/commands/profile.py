@@ -86,7 +86,7 @@ examples:
 _NEW_TOKENS = 16
 """The default for `--new-tokens`."""
 _LEGEND = """\
-visual: tokens of the pictures > into the LLM > in its last layer; mean %: their mean over all layers
+visual: tokens of the pictures > into the LLM > in its last layer; mean %: their mean over all layers, of none's
 x: speed-up over none; ideal x: what the FLOPs of the prefill allow; achieved: prefill x as a share of ideal x"""
 
 
@@ -233,14 +233,14 @@ def _print_table(report: ProfileReport) -> None:
         report, f"milliseconds, median (p95) of {counted(report.repeat, 'interleaved run')}{few_note(report.repeat)}"
     )
     headings = ["visual", "mean %", "TTFT", "vision", "prefill", "select", "a token", "latency", "KV MB"]
-    rows = report.rows()
+    rows, unpruned = report.rows(), report.budgets[UNPRUNED].mean_visual_tokens
     table = make_table(["budget"], [*headings, "prefill x", "ideal x", "achieved", "TTFT x"])
     for name, budget in rows.items():
         ms = budget.ms
         table.add_row(
             plain_text(name),
             f"{budget.visual_tokens}>{budget.kept_after_sanitizer}>{budget.tokens_per_layer[-1]}",
-            f"{100 * budget.mean_visual_tokens / budget.visual_tokens:.1f}",
+            f"{100 * budget.mean_visual_tokens / unpruned:.1f}",
             spread_text(ms["ttft"]),
             median_text(ms["vision"]),
             spread_text(ms["prefill"]),

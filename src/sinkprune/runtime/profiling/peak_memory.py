@@ -43,7 +43,7 @@ class PeaksOfStages(Observer):
     STAGES = ("vision", "sanitizer", "projector", "prefill", "decode")
 
     def __init__(self) -> None:
-        self.watching = True
+        self.watching = False
         self._peaks = {stage: PeakMemory() for stage in self.STAGES}
 
     def during(self, part: str) -> AbstractContextManager[Any]:

@@ -102,6 +102,8 @@ class ProfileRounds:
             found = {}
             for row in [*rows[shift:], *rows[:shift]]:
                 on_run(row.budget)
+                # In earlier rounds, and in the first of all without any, memory depends on the order of the rows.
+                self._memory[row].stages.watching = turn == 0
                 found[row] = self._run(row)
             if turn >= 0:
                 self._rounds.append(found)
@@ -119,7 +121,6 @@ class ProfileRounds:
                 min_new_tokens=self._new_tokens,
                 observer=spans or own.stages,
             )
-        own.stages.watching = False
         self._first = self._first or answer
         warm = _warm_ttft(pipeline, self._image, self._prompt, row) if self._warm else None
         return _Run(answer, spans, warm)
