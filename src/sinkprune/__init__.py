@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         TooLittleMemoryError,
         ToolsError,
         UnknownBoardError,
+        UnusualStateWarning,
         UsageError,
         VideoError,
     )
@@ -128,6 +129,7 @@ __all__ = [
     "TriedBudget",
     "Turn",
     "UnknownBoardError",
+    "UnusualStateWarning",
     "UsageError",
     "VideoError",
     "VideoFile",

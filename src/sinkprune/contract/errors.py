@@ -111,6 +111,10 @@ class FewerFramesWarning(PictureWarning):
     """A clip was longer than the bundle's limit, and the model sees fewer frames of it a second."""
 
 
+class UnusualStateWarning(UserWarning):
+    """A number of a robot's state is far outside the training data of its policy."""
+
+
 class CostsWarning(UserWarning):
     """A warning that costs were measured while other programs kept the machine busy."""
 

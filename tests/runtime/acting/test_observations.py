@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,16 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline, Policy
-from sinkprune.contract.errors import BudgetError, ImageError, OptionError, PromptError, UsageError
+from sinkprune.contract.errors import (
+    BudgetError,
+    ImageError,
+    OptionError,
+    PromptError,
+    UnusualStateWarning,
+    UsageError,
+)
+from sinkprune.contract.manifest import NumberRanges
+from sinkprune.runtime.acting.observation import normalised_state, unusual_state
 
 WIDTH, CHUNK, ACTIONS = 5, 5, 4
 
@@ -116,3 +126,20 @@ def test_each_class_names_the_other(bundle: Callable[..., Path]) -> None:
         Policy.load(bundle("gqa-112"))
     with pytest.raises(OptionError, match="fit"):
         Policy.load(bundle("pi0", budgets=("prune-88.9",), max_images=2), fit="pad")  # type: ignore[arg-type]
+
+
+def test_a_state_far_outside_the_training_data_is_told(policy: Policy, photo: Image.Image) -> None:
+    facts = policy.facts
+    mean, std = np.array(facts.state_mean), np.array(facts.state_std)
+    for usual in (mean, mean + 9.5 * std, mean - 9.5 * std):
+        act(policy, photo, state=usual)
+    for sign in (1, -1):
+        far = np.array(mean)
+        far[2] += sign * 10.5 * std[2]
+        with pytest.warns(UnusualStateWarning, match=r"^number 3 of the state is far outside .* Check its unit"):
+            act(policy, photo, state=far)
+    without = replace(facts, state_mean=(), state_std=())
+    assert unusual_state(without, normalised_state(without, [1e6] * len(without.usual_state))) is None
+    ranged = replace(without, state_range=NumberRanges((0.0,) * WIDTH, (1.0,) * WIDTH))
+    assert unusual_state(ranged, normalised_state(ranged, [5.4] * WIDTH)) is None
+    assert unusual_state(ranged, normalised_state(ranged, [5.6] * WIDTH)) is not None

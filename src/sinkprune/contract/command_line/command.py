@@ -22,7 +22,7 @@ from traceback import walk_stack
 from types import FrameType
 
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.errors import PictureWarning, SinkpruneError
+from sinkprune.contract.errors import PictureWarning, SinkpruneError, UnusualStateWarning
 
 INTERRUPTED = 130
 
@@ -82,7 +82,8 @@ def entry_point(body: Callable[[Sequence[str] | None], None]) -> Callable[..., i
 def run_command(body: Callable[[Sequence[str] | None], None], arguments: Sequence[str] | None) -> int:
     """Run a command's body and return its exit code."""
     # Commands print notes.
-    warnings.simplefilter("ignore", PictureWarning)
+    for category in (PictureWarning, UnusualStateWarning):
+        warnings.simplefilter("ignore", category)
     try:
         with _signals_as_interrupts():
             body(arguments)

@@ -10,7 +10,8 @@ import numpy as np
 
 from sinkprune.contract.checks.format_value import counted, format_value, type_name
 from sinkprune.contract.checks.ranges import WholeNumber
-from sinkprune.contract.errors import ImageError, PromptError, UsageError
+from sinkprune.contract.checks.user_warnings import warn_user
+from sinkprune.contract.errors import ImageError, PromptError, UnusualStateWarning, UsageError
 from sinkprune.contract.manifest import Manifest, NumberRanges, PolicyFacts
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.steps.pictures import PictureLike, check_order, warn_of_order, with_order
@@ -18,6 +19,8 @@ from sinkprune.runtime.steps.request import check_picture, check_texts
 
 STEPS = WholeNumber("steps", 1, 1000)
 """Denoising steps of a chunk."""
+_UNUSUAL = 10
+"""In standard deviations of the training data, or in halves of its range. A mix-up of units is larger."""
 SEED = WholeNumber("seed", 0, 2**63 - 1)
 """The seed of a chunk's noise."""
 
@@ -50,7 +53,10 @@ def observed(
     seed: int | None = None,
     noise: Array | None = None,
 ) -> Observation:
-    """Return a checked observation; raises `ImageError`, `PromptError` and `UsageError`."""
+    """Return a checked observation; raises `ImageError`, `PromptError` and `UsageError`.
+
+    Warns with `UnusualStateWarning` of a state that is far outside the training data.
+    """
     if not isinstance(instruction, str):
         raise PromptError(
             f"found {type_name(instruction)} as the instruction, expected a str, as in 'pick up the cup'."
@@ -68,6 +74,8 @@ def observed(
     count = policy.steps if steps is None else STEPS.check(steps)
     normalised = normalised_state(policy, state)
     prompt = state_prompt(policy, instruction, normalised) if policy.state_in_prompt else instruction
+    if said := unusual_state(policy, normalised):
+        warn_user(said, UnusualStateWarning)
     return Observation(frames, instruction, prompt, normalised, drawn, count)
 
 
@@ -88,6 +96,22 @@ def normalised_state(policy: PolicyFacts, state: Sequence[float] | Array) -> Arr
     padded = np.zeros((1, 1, policy.state_dim), np.float32)
     padded[0, 0, :width] = values
     return padded
+
+
+def unusual_state(policy: PolicyFacts, state: Array) -> str | None:
+    """Return a sentence about the first number of a normalised state that is far outside the training data.
+
+    None without such a number. A checkpoint without statistics has none.
+    """
+    if not (policy.state_mean or policy.state_range):
+        return None
+    far = np.flatnonzero(np.abs(state) > _UNUSUAL)
+    if not far.size:
+        return None
+    return (
+        f"number {far[0] + 1} of the state is far outside the policy's training data: normalised, it is beyond "
+        f"{_UNUSUAL} or -{_UNUSUAL}. Check its unit and its place."
+    )
 
 
 def state_prompt(policy: PolicyFacts, instruction: str, state: Array) -> str:

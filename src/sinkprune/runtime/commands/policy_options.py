@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_text
 from sinkprune.contract.manifest import Manifest, PolicyFacts
-from sinkprune.runtime.acting.observation import observed
+from sinkprune.runtime.acting.observation import observed, unusual_state
 from sinkprune.runtime.commands import BundleOptions
 from sinkprune.runtime.commands.rate import frame_files
 from sinkprune.runtime.media.images import count_frames
@@ -51,15 +52,18 @@ class Observations(NamedTuple):
     def check(self, manifest: Manifest, facts: PolicyFacts, instruction: str, **options: Any) -> None:
         """Check all moments before anything is loaded, with the `options` of `observed`.
 
-        Raises `ImageError`, `PromptError` and `UsageError`.
+        Prints a line about the first unusual state. Raises `ImageError`, `PromptError` and `UsageError`.
         """
+        said = None
         for number, moment in enumerate(self.moments, 1):
             try:
-                observed(manifest, facts, list(moment.cameras), instruction, moment.state, **options)
+                observation = observed(manifest, facts, list(moment.cameras), instruction, moment.state, **options)
             except UsageError as error:
                 if len(self.moments) == 1:
                     raise
                 raise UsageError(f"moment {number} of {len(self.moments)}: {error}") from error
+            if said is None and (said := unusual_state(facts, observation.state)):
+                sys.stderr.write(f"moment {number}: {said}\n" if len(self.moments) > 1 else f"{said}\n")
 
 
 def add_cameras(group: Any, note: str = "", *, required: bool = False) -> None:
