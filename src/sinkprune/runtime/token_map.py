@@ -19,6 +19,7 @@ _SINK: Colour = (213, 24, 40)
 _SALIENCE: Colour = (0, 140, 255)
 _DIVERSITY: Colour = (20, 200, 70)
 _DROPPED: Colour = (16, 16, 20)
+_AVERAGED: Colour = (84, 84, 92)
 _CLEAR: Colour = (120, 120, 120)
 _UNSEEN: Colour = (60, 60, 66)
 # From early to late stages
@@ -168,7 +169,7 @@ def _pruned(kept: Kept, method: str) -> list[TokenClass]:
     # Grey, because the picture's own colours could pass for those of sink members and stages.
     if method in AVERAGING and len(diversity) and len(dropped):
         text = f"averaged into outlined tokens: {len(dropped)}"
-        classes.append(TokenClass("averaged", text, _DROPPED, dropped, fill=_PALE, grey=True))
+        classes.append(TokenClass("averaged", text, _AVERAGED, dropped, fill=_PALE, grey=True))
     else:
         text = f"dropped by the sanitizer: {len(dropped)}"
         classes.append(TokenClass("sanitizer", text, _DROPPED, dropped, fill=_SHADE, grey=True))
