@@ -238,12 +238,15 @@ def test_later_frames_of_several_are_noted_with_their_number(path: Path, folder:
             first, *others = (Image.new("RGB", (90, 90), colour) for colour in ("red", "lime"))
             name = tmp_path / camera / f"{number}.gif"
             first.save(name, save_all=True, append_images=others if number else [])
-    outcome = act(path, tmp_path, "--steps", 1, cameras=("base", "wrist"))
+    report = tmp_path / "report.json"
+    outcome = act(path, tmp_path, "--steps", 1, "--json", report, cameras=("base", "wrist"))
     assert outcome.code == 0
-    assert outcome.stderr == (
+    note = (
         f"{tmp_path}/base/1.gif: the model sees the first of 2 frames. Give frames as files of their own. 3 more "
-        "files have several frames.\n"
+        "files have several frames."
     )
+    assert outcome.stderr.startswith(f"{note}\n")
+    assert json.loads(report.read_text())["notes"] == [note]
 
 
 def test_an_interrupted_warm_up_leaves_no_costs(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import struct
 import zlib
 from collections.abc import Callable
@@ -140,6 +141,12 @@ def test_colour_of_16_bits_is_noted_by_command_and_python(bundle: Callable[..., 
     said = MESSAGE.replace("now 16", "now 15")
     outcome = run("sinkprune-run", root, "--image", file, "--prompt", "What is this?", "--max-new-tokens", 1)
     assert (outcome.code, outcome.stderr) == (0, f"{file}: {said}")
+    outcome = run(
+        "sinkprune-run", root, "--image", file, "--prompt", "Why?", "--max-new-tokens", 1, "--seed", 3, "--json"
+    )
+    unused = "--seed changed nothing, because this answer is greedy. Add --temperature."
+    assert json.loads(outcome.stdout)["notes"] == [f"{file}: {said.strip()}", unused]
+    assert outcome.stderr == f"{file}: {said}note: {unused}\n"
     with pytest.warns(DividedPictureWarning) as caught:
         Pipeline.load(root).generate(file, "What?", max_new_tokens=1)
     assert [str(warning.message) for warning in caught] == [f"the picture: {said.strip()}"]
