@@ -151,8 +151,8 @@ def _pruned(kept: Kept, method: str) -> list[TokenClass]:
     became = "dropped"
     if sinks:
         until = fates.sink_dropped_after
-        became = f"averaged into {counted(sinks, 'sink token')}"
-        became += f", dropped after layer {until}" if until is not None else ""
+        became = f"averaged into {counted(sinks, 'sink')}"
+        became += f", until layer {until}" if until is not None else ""
     sink, salience, diversity = map(np.flatnonzero, (fates.sink, fates.salience, fates.diversity))
     classes = []
     if len(sink):

@@ -149,7 +149,7 @@ def test_the_methods_that_average_are_named(method: str, root: Path, pipe: Pipel
 @pytest.mark.parametrize(
     ("method", "became", "of_sink"),
     [
-        ("sinkpruner", "dropped by the sanitizer", "averaged into 1 sink token"),
+        ("sinkpruner", "dropped by the sanitizer", "averaged into 1 sink"),
         ("sinkpruner-no-aggregation", "dropped by the sanitizer", "dropped"),
         ("sinkpruner-no-outlier-removal", "dropped by the sanitizer", None),
         ("downsample", "averaged into outlined tokens", None),
@@ -169,6 +169,14 @@ def test_the_legend_says_what_became_of_tokens_that_are_not_kept(
     assert (lost == "averaged") == (method in AVERAGING) == (classes[lost].fill < 0.5)
     sink = classes["sink"].text if "sink" in classes else None
     assert sink == (of_sink and f"sink members: 1 high-norm token {of_sink}")
+
+
+def test_the_legend_says_which_stage_dropped_the_sink(pipe: Pipeline, photo: Image.Image) -> None:
+    kept = answer_of(pipe, photo, "sinkpruner").kept
+    without = replace(kept, after_stage=dict(kept.after_stage) | {4: kept.after_stage[4][kept.after_stage[4] > 0]})
+    texts = [each.text for each in token_map("sinkpruner", without).classes]
+    assert texts[0] == "sink members: 1 high-norm token averaged into 1 sink, until layer 4"
+    assert not any("and the sink" in text for text in texts)
 
 
 def answer_of(pipe: Pipeline, image: Image.Image, method: str, budget: str = "retain-192", tokens: int = 4) -> Any:
