@@ -100,7 +100,8 @@ class FirstFrameWarning(PictureWarning):
 
 
 class DividedPictureWarning(PictureWarning):
-    """The values of a greyscale picture of 16 bits were divided by 257, so that of a depth camera is nearly black."""
+    """A picture of 16 bits a channel was scaled to 8: greyscale, such as a depth camera's, or colour that is nearly
+    black now."""
 
 
 class ScaledDownWarning(PictureWarning):

@@ -18,6 +18,13 @@ from sinkprune.contract.precision import Array
 MAX_TOP_K = 3840
 """The largest K of a TopK in TensorRT 10 (ITopKLayer, NvInfer.h). The export keeps pruning graphs within it."""
 
+AVERAGING = frozenset({"downsample", "downsample-ttft", "visionzip", "visionzip+filter", "vscan"})
+"""The methods whose sanitizer averages the tokens that it does not keep into tokens that it keeps.
+
+Others drop them, but for outliers, of which the counts say whether they are averaged (`Counts.sink`). This is told by
+name, because the plans of bundles do not say it.
+"""
+
 _OF_MACHINE = re.compile(r"(in|mean)-([0-9.]+)(?:ms)?")
 """Names of budgets that sinkprune-calibrate schedule writes."""
 

@@ -106,8 +106,9 @@ def main(arguments: Sequence[str] | None) -> None:
         shown = f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
         precision, weights = manifest.precision, manifest.weights.name
         numbers = precision if weights == precision else f"{precision}, weights {weights}"
+        methods = f", methods {', '.join(manifest.plans)}" if len(manifest.plans) > 1 else ""
         sys.stdout.write(
-            f"{escaped(str(options.output))}: {shown}, {numbers}, budgets {budgets}\n"
+            f"{escaped(str(options.output))}: {shown}, {numbers}, budgets {budgets}{methods}\n"
             f"sha256 {BUNDLE.sha256(manifest)}\n"
         )
 

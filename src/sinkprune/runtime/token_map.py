@@ -9,6 +9,7 @@ import numpy as np
 
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.layout import VisualLayout
+from sinkprune.contract.plans import AVERAGING
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.steps.answer import Kept
 
@@ -18,12 +19,14 @@ _SINK: Colour = (213, 24, 40)
 _SALIENCE: Colour = (0, 140, 255)
 _DIVERSITY: Colour = (20, 200, 70)
 _DROPPED: Colour = (16, 16, 20)
+_AVERAGED: Colour = (84, 84, 92)
 _CLEAR: Colour = (120, 120, 120)
 _UNSEEN: Colour = (60, 60, 66)
 # From early to late stages
 _STAGES: tuple[Colour, ...] = ((255, 245, 170), (255, 190, 60), (225, 110, 0))
 
 _SHADE = 0.72
+_PALE = 0.3
 _TINT = 0.55
 
 
@@ -83,8 +86,8 @@ class TokenClass:
     """Tokens of one fate, and how they are drawn. One class fills a token's box, and another may outline it."""
 
     name: str
-    """`sink`, `salience`, `diversity`, `sanitizer`, `stage` or `last_layer`; or `unseen` and `padding`, for parts of
-    the picture without tokens and for tokens outside the picture."""
+    """`sink`, `salience`, `diversity`, `averaged`, `sanitizer`, `stage` or `last_layer`; or `unseen` and `padding`,
+    for parts of the picture without tokens and for tokens outside the picture."""
     text: str
     """The line of the legend, with the number of tokens."""
     colour: Colour
@@ -137,18 +140,23 @@ def token_map(method: str, kept: Kept) -> TokenMap:
         text = f"not pruned: {len(rows)} tokens in every layer (clear)"
         classes = [TokenClass("last_layer", text, _CLEAR, rows, fill=0.0)]
     else:
-        classes = _pruned(token_fates(kept), method)
+        classes = _pruned(kept, method)
     return TokenMap(layout.size, _seen(layout), layout.boxes, layout.views, (*classes, *_unshown(layout)))
 
 
-def _pruned(fates: TokenFates, method: str) -> list[TokenClass]:
+def _pruned(kept: Kept, method: str) -> list[TokenClass]:
     """Return the classes of a pruned picture's tokens."""
-    until = fates.sink_dropped_after
-    of_sink = f", the sink itself until layer {until}" if until is not None else ""
+    fates, until, counts = token_fates(kept), None, kept.schedule.counts
+    sinks = kept.schedule.groups * counts.sink if counts else 0
+    became = "dropped"
+    if sinks:
+        until = fates.sink_dropped_after
+        became = f"averaged into {counted(sinks, 'sink')}"
+        became += f", until layer {until}" if until is not None else ""
     sink, salience, diversity = map(np.flatnonzero, (fates.sink, fates.salience, fates.diversity))
     classes = []
     if len(sink):
-        text = f"sink members: {counted(len(sink), 'high-norm token')} dropped{of_sink}"
+        text = f"sink members: {counted(len(sink), 'high-norm token')} {became}"
         classes.append(TokenClass("sink", text, _SINK, sink, fill=_TINT, outlined=True))
     if len(salience):
         why = "given to the LLM, no sanitizer" if fates.kept.all() else "kept for salience"
@@ -159,14 +167,18 @@ def _pruned(fates: TokenFates, method: str) -> list[TokenClass]:
         classes.append(TokenClass("diversity", f"{why}: {len(diversity)}", _DIVERSITY, diversity, outlined=True))
     dropped = np.flatnonzero(~fates.sink & ~fates.kept)
     # Grey, because the picture's own colours could pass for those of sink members and stages.
-    text = f"dropped by the sanitizer: {len(dropped)}"
-    classes.append(TokenClass("sanitizer", text, _DROPPED, dropped, fill=_SHADE, grey=True))
+    if method in AVERAGING and len(diversity) and len(dropped):
+        text = f"averaged into outlined tokens: {len(dropped)}"
+        classes.append(TokenClass("averaged", text, _AVERAGED, dropped, fill=_PALE, grey=True))
+    else:
+        text = f"dropped by the sanitizer: {len(dropped)}"
+        classes.append(TokenClass("sanitizer", text, _DROPPED, dropped, fill=_SHADE, grey=True))
     for stage, (layer, mask) in enumerate(fates.dropped_after.items(), 1):
         tokens, colour = np.flatnonzero(mask), _STAGES[min(stage, len(_STAGES)) - 1]
         text = f"dropped after layer {layer}: {len(tokens)}"
         classes.append(TokenClass("stage", text, colour, tokens, fill=_TINT, stage=stage, layer=layer))
     survived = np.flatnonzero(fates.survived)
-    and_sink = " and the sink" if len(sink) and until is None else ""
+    and_sink = " and the sink" if sinks and until is None else ""
     text = f"seen by the last layer: {len(survived)}{and_sink} (clear)"
     return [*classes, TokenClass("last_layer", text, _CLEAR, survived, fill=0.0)]
 

@@ -66,8 +66,8 @@ def test_a_later_picture_of_16_bits_is_noted(command: str, bundle: Callable[...,
     given = ("--data", mixed, "--budgets", "none") if command == "evaluate" else ("--images", *files)
     outcome = run(*words, bundle("gqa-112"), *given)
     assert outcome.code == 0, outcome.stderr
-    assert outcome.stderr.count("16-bit greyscale was divided by 257. Its largest value is now 10 of 255.") == 1
-    assert outcome.stderr.startswith(f"{files[-1]}: 16-bit greyscale")
+    assert outcome.stderr.count("16 bits a channel were scaled to 8. The largest value is now 10 of 255.") == 1
+    assert outcome.stderr.startswith(f"{files[-1]}: 16 bits a channel")
 
 
 def test_a_size_is_that_of_the_turned_picture(bundle: Callable[..., Path], mixed: Path) -> None:

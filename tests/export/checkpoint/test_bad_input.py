@@ -153,7 +153,13 @@ def test_help_lists_every_budget_option_and_preset(capsys: pytest.CaptureFixture
 def test_the_size_of_a_small_bundle_is_printed_in_megabytes(checkpoint: Checkpoints, tmp_path: Path) -> None:
     printed = export(checkpoint("gqa-112"), tmp_path / "out", "--budgets", "retain-64").stdout
     size = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*.*") if path.name != "bundle.json")
-    assert printed.startswith(f"{tmp_path / 'out'}: {size / 1e6:.2f} MB, fp32, budgets none, retain-64")
+    assert printed.startswith(f"{tmp_path / 'out'}: {size / 1e6:.2f} MB, fp32, budgets none, retain-64\n")
+
+
+def test_several_methods_are_printed(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    options = ("--budgets", "retain-64", "--methods", "sinkpruner,uniform")
+    printed = export(checkpoint("gqa-112"), tmp_path / "out", *options).stdout
+    assert printed.splitlines()[0].endswith(", budgets none, retain-64, methods sinkpruner, uniform")
 
 
 def test_an_interrupt_while_packages_are_imported(tmp_path: Path) -> None:

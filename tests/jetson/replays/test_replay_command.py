@@ -209,7 +209,7 @@ def test_depth_pictures_get_the_note_of_16_bits(model: Path, tmp_path: Path) -> 
     depth = raw_image(np.full((40, 60), 2570, np.uint16), "16UC1")
     bag = write_bag(tmp_path / "bag", [Said(TOPIC, START_NS, depth)])
     outcome = run("sinkprune-replay", model, bag, *QUESTION, "-o", tmp_path / "out.mcap")
-    assert outcome.code == 0 and "16-bit greyscale was divided by 257. Its largest value is now 10" in outcome.stderr
+    assert outcome.code == 0 and "16 bits a channel were scaled to 8. The largest value is now 10" in outcome.stderr
 
 
 def test_compressed_images_are_answered(model: Path, pictures: list[Image.Image], tmp_path: Path) -> None:

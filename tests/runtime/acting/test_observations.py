@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from sinkprune.contract.errors import (
 )
 from sinkprune.contract.manifest import NumberRanges
 from sinkprune.runtime.acting.observation import normalised_state, unusual_state
+from support.programs.commands import run
 
 WIDTH, CHUNK, ACTIONS = 5, 5, 4
 
@@ -143,3 +145,18 @@ def test_a_state_far_outside_the_training_data_is_told(policy: Policy, photo: Im
     ranged = replace(without, state_range=NumberRanges((0.0,) * WIDTH, (1.0,) * WIDTH))
     assert unusual_state(ranged, normalised_state(ranged, [5.4] * WIDTH)) is None
     assert unusual_state(ranged, normalised_state(ranged, [5.6] * WIDTH)) is not None
+
+
+def test_a_command_tells_of_the_first_such_state(policy: Policy, photo: Image.Image, tmp_path: Path) -> None:
+    (tmp_path / "frames").mkdir()
+    for number in range(3):
+        photo.save(tmp_path / "frames" / f"{number}.png")
+    usual = [*policy.facts.state_mean]
+    (tmp_path / "states.json").write_text(
+        "".join(f"{json.dumps(line)}\n" for line in (usual, [1e6] * WIDTH, [1e6] * WIDTH))
+    )
+    options = ("--camera", tmp_path / "frames", "--camera", "none", "--state", tmp_path / "states.json")
+    outcome = run("sinkprune-act", policy.bundle.path, *options, "--instruction", "go", "--steps", 1)
+    assert outcome.code == 0, outcome.stderr
+    (told,) = [line for line in outcome.stderr.splitlines() if "training data" in line]
+    assert told.startswith("moment 2: number 1 of the state is far outside the policy's training data")

@@ -133,16 +133,6 @@ def test_folders_run_frame_by_frame(source: str, states: Any, path: Path, folder
         assert outcome.stdout.splitlines()[number].startswith(f"{number + 1}/{FRAMES} [none] TTFA ")
 
 
-def test_a_state_far_outside_the_training_data_is_told_once(path: Path, folder: Path) -> None:
-    lines = [*STATES]
-    lines[1] = lines[2] = [1e6, *STATES[1][1:]]
-    (folder / "far.json").write_text("".join(f"{json.dumps([*map(float, line)])}\n" for line in lines))
-    outcome = act(path, folder, "--state", folder / "far.json", "--steps", 1, cameras=("base", "wrist"))
-    assert outcome.code == 0, outcome.stderr
-    (told,) = [line for line in outcome.stderr.splitlines() if "training data" in line]
-    assert told.startswith("moment 2: number 1 of the state is far outside the policy's training data")
-
-
 def test_a_folder_and_no_camera_go_together(path: Path, folder: Path) -> None:
     outcome = act(path, folder, "--steps", 1, "--json", cameras=("none", "wrist"))
     found = [chunk["cameras"] for chunk in json.loads(outcome.stdout)["chunks"]]
@@ -248,12 +238,15 @@ def test_later_frames_of_several_are_noted_with_their_number(path: Path, folder:
             first, *others = (Image.new("RGB", (90, 90), colour) for colour in ("red", "lime"))
             name = tmp_path / camera / f"{number}.gif"
             first.save(name, save_all=True, append_images=others if number else [])
-    outcome = act(path, tmp_path, "--steps", 1, cameras=("base", "wrist"))
+    report = tmp_path / "report.json"
+    outcome = act(path, tmp_path, "--steps", 1, "--json", report, cameras=("base", "wrist"))
     assert outcome.code == 0
-    assert outcome.stderr == (
+    note = (
         f"{tmp_path}/base/1.gif: the model sees the first of 2 frames. Give frames as files of their own. 3 more "
-        "files have several frames.\n"
+        "files have several frames."
     )
+    assert outcome.stderr.startswith(f"{note}\n")
+    assert json.loads(report.read_text())["notes"] == [note]
 
 
 def test_an_interrupted_warm_up_leaves_no_costs(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,11 @@
-"""The line about 16-bit pictures, whose values were scaled to 8 bits."""
+"""The line about pictures of 16 bits a channel, whose values were scaled to 8 bits."""
 
 from __future__ import annotations
 
+import io
+import json
+import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,11 +14,12 @@ import pytest
 from PIL import Image
 
 from sinkprune import DividedPictureWarning, Pipeline
-from sinkprune.runtime.media.images import had_16_bits, read_image, to_rgb
+from sinkprune.runtime.media.images import had_16_bits, read_image, read_image_bytes, to_rgb
+from sinkprune.runtime.steps.picture_warnings import notes_on
 from support.programs.commands import run
 
 MESSAGE = (
-    "16-bit greyscale was divided by 257. Its largest value is now 16 of 255. If that is too dark, scale the picture "
+    "16 bits a channel were scaled to 8. The largest value is now 16 of 255. If that is too dark, scale the picture "
     "to 8 bits yourself.\n"
 )
 
@@ -66,3 +71,82 @@ def test_pictures_of_8_bits_were_not_scaled(depth: Path, tmp_path: Path) -> None
     assert not had_16_bits(read_image(grey))
     with Image.open(depth) as opened:
         assert had_16_bits(to_rgb(opened)) and had_16_bits(read_image(depth))
+
+
+def png_of_16_bits(values: np.ndarray, colours: int) -> bytes:
+    """Return a PNG of `values` [height,width,channels], of a colour type; Pillow writes none in colour."""
+    height, width = values.shape[:2]
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    chunks = (
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 16, colours, 0, 0, 0)),
+        (b"IDAT", zlib.compress(rows)),
+        (b"IEND", b""),
+    )
+    parts = (
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def tiff_of_16_bits(values: np.ndarray, order: str) -> bytes:
+    """Return a TIFF of `values` [height,width,3] in bytes of `order`, "<" or ">"."""
+    height, width = values.shape[:2]
+    data, bits = values.astype(f"{order}u2").tobytes(), 8 + 2 + 9 * 12 + 4
+    entries = (
+        *((256, 4, 1, width), (257, 4, 1, height), (258, 3, 3, bits), (262, 4, 1, 2), (273, 4, 1, bits + 6)),
+        *((277, 4, 1, 3), (278, 4, 1, height), (279, 4, 1, len(data)), (284, 4, 1, 1)),
+    )
+    head = {"<": b"II*\0", ">": b"MM\0*"}[order] + struct.pack(f"{order}IH", 8, len(entries))
+    table = b"".join(struct.pack(f"{order}HHII", *entry) for entry in entries)
+    return head + table + bytes(4) + struct.pack(f"{order}3H", 16, 16, 16) + data
+
+
+def files_in_colour(least: int, most: int) -> dict[str, bytes]:
+    """Return files of 16 bits a channel with values from `least` to `most`."""
+    values = np.linspace(least, most, 30 * 30 * 3).astype(np.uint16).reshape(30, 30, 3)
+    opaque = np.full((30, 30, 1), 65535, np.uint16)
+    return {
+        "png": png_of_16_bits(values, 2),
+        "png with alpha": png_of_16_bits(np.concatenate([values, opaque], axis=2), 6),
+        "png in grey with alpha": png_of_16_bits(np.concatenate([values[..., :1], opaque], axis=2), 4),
+        "ppm": b"P6 30 30 65535\n" + values.astype(">u2").tobytes(),
+        "tiff": tiff_of_16_bits(values, "<"),
+        "big-endian tiff": tiff_of_16_bits(values, ">"),
+    }
+
+
+@pytest.mark.parametrize("kind", files_in_colour(0, 1))
+def test_colour_of_16_bits_is_noted_where_it_is_nearly_black(kind: str) -> None:
+    """Not where it uses its range: such a picture is seen as it is."""
+    for most, noted in ((250, True), (4095, True), (65535, False)):
+        data = files_in_colour(20, most)[kind]
+        with Image.open(io.BytesIO(data)) as opened:
+            for image in (read_image_bytes(data), to_rgb(opened)):
+                assert had_16_bits(image) == noted
+                (text,) = notes_on([image]) or [""]
+                assert (f"The largest value is now {np.asarray(image).max()} of 255." in text) == noted
+
+
+def test_a_dark_picture_of_8_bits_is_not_noted() -> None:
+    dark = Image.new("RGB", (40, 30), (3, 2, 1))
+    for kind in ("PNG", "PPM", "TIFF"):
+        dark.save(buffer := io.BytesIO(), kind)
+        assert notes_on([read_image_bytes(buffer.getvalue())]) == []
+
+
+def test_colour_of_16_bits_is_noted_by_command_and_python(bundle: Callable[..., Path], tmp_path: Path) -> None:
+    root, file = bundle("gqa-112", "fp32", ("retain-64",)), tmp_path / "camera.png"
+    file.write_bytes(files_in_colour(20, 4095)["png"])
+    said = MESSAGE.replace("now 16", "now 15")
+    outcome = run("sinkprune-run", root, "--image", file, "--prompt", "What is this?", "--max-new-tokens", 1)
+    assert (outcome.code, outcome.stderr) == (0, f"{file}: {said}")
+    outcome = run(
+        "sinkprune-run", root, "--image", file, "--prompt", "Why?", "--max-new-tokens", 1, "--seed", 3, "--json"
+    )
+    unused = "--seed changed nothing, because this answer is greedy. Add --temperature."
+    assert json.loads(outcome.stdout)["notes"] == [f"{file}: {said.strip()}", unused]
+    assert outcome.stderr == f"{file}: {said}note: {unused}\n"
+    with pytest.warns(DividedPictureWarning) as caught:
+        Pipeline.load(root).generate(file, "What?", max_new_tokens=1)
+    assert [str(warning.message) for warning in caught] == [f"the picture: {said.strip()}"]

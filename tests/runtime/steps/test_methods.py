@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from PIL import Image
@@ -17,11 +18,12 @@ from sinkprune import Pipeline, Session
 from sinkprune.contract.budgets import scaled_layers
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BudgetError
+from sinkprune.contract.plans import AVERAGING
 from sinkprune.export.bundle_writer import Unreachable, export_bundle
 from sinkprune.export.methods import all_methods
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.profiling.profile import ProfileRounds
-from sinkprune.runtime.token_map import token_fates
+from sinkprune.runtime.token_map import token_fates, token_map
 from support.models.chosen_heads import WITH_HEADS, every_method, heads_by_layer
 from support.programs.commands import assert_refused, run
 from support.references.masking import Sequence, embedded, masked_forward
@@ -119,6 +121,62 @@ def test_every_method_answers_and_keeps_the_counts_of_its_plan(
     fates = token_fates(answer.kept)
     assert fates.kept.sum() == counts.kept - counts.sink
     assert fates.survived.sum() in (answer.tokens_per_layer[-1], answer.tokens_per_layer[-1] - counts.sink)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_methods_that_average_are_named(method: str, root: Path, pipe: Pipeline, photo: Image.Image) -> None:
+    """A kept row is a token as the tower returned it, unless the method averages others into it."""
+    path = root / "graphs" / method / "retain-192" / "sanitizer.onnx"
+    if not path.exists():
+        assert method not in AVERAGING
+        return
+    session = onnxruntime.InferenceSession(path)
+    rng, (tokens, norms, salience) = np.random.default_rng(0), tower_output(pipe, photo)
+    given = {"tokens": tokens, "norms": norms, "salience": salience}
+    width = pipe.bundle.manifest.language_model.hidden_size
+    given |= {
+        "embeddings": rng.normal(size=(1, TOKENS, width)).astype(np.float32),
+        "question": rng.normal(size=(3, width)).astype(np.float32),
+    }
+    outputs = session.run(None, {each.name: given[each.name] for each in session.get_inputs()})
+    found = dict(zip([each.name for each in session.get_outputs()], outputs, strict=True))
+    index = next(array for name, array in found.items() if array.dtype == np.int64)
+    sinks = pipe.bundle.manifest.plans[method]["retain-192"].counts.sink
+    unchanged = np.array_equal(found["kept_tokens"][:, sinks:], tokens[:, index[0, sinks:]])
+    assert unchanged == (method not in AVERAGING)
+
+
+@pytest.mark.parametrize(
+    ("method", "became", "of_sink"),
+    [
+        ("sinkpruner", "dropped by the sanitizer", "averaged into 1 sink"),
+        ("sinkpruner-no-aggregation", "dropped by the sanitizer", "dropped"),
+        ("sinkpruner-no-outlier-removal", "dropped by the sanitizer", None),
+        ("downsample", "averaged into outlined tokens", None),
+        ("visionzip", "averaged into outlined tokens", None),
+        ("visionzip+filter", "averaged into outlined tokens", "dropped"),
+        ("vscan", "averaged into outlined tokens", None),
+        ("fastervlm", "dropped by the sanitizer", None),
+    ],
+)
+def test_the_legend_says_what_became_of_tokens_that_are_not_kept(
+    method: str, became: str, of_sink: str | None, pipe: Pipeline, photo: Image.Image
+) -> None:
+    kept = answer_of(pipe, photo, method).kept
+    classes = {each.name: each for each in token_map(method, kept).classes}
+    (lost,) = classes.keys() & {"averaged", "sanitizer"}
+    assert classes[lost].text == f"{became}: {len(classes[lost].tokens)}"
+    assert (lost == "averaged") == (method in AVERAGING) == (classes[lost].fill < 0.5)
+    sink = classes["sink"].text if "sink" in classes else None
+    assert sink == (of_sink and f"sink members: 1 high-norm token {of_sink}")
+
+
+def test_the_legend_says_which_stage_dropped_the_sink(pipe: Pipeline, photo: Image.Image) -> None:
+    kept = answer_of(pipe, photo, "sinkpruner").kept
+    without = replace(kept, after_stage=dict(kept.after_stage) | {4: kept.after_stage[4][kept.after_stage[4] > 0]})
+    texts = [each.text for each in token_map("sinkpruner", without).classes]
+    assert texts[0] == "sink members: 1 high-norm token averaged into 1 sink, until layer 4"
+    assert not any("and the sink" in text for text in texts)
 
 
 def answer_of(pipe: Pipeline, image: Image.Image, method: str, budget: str = "retain-192", tokens: int = 4) -> Any:

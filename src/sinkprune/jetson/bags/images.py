@@ -48,7 +48,7 @@ class Frame(NamedTuple):
     frame_id: str
     """The coordinate frame of the camera."""
     picture: Image.Image
-    """The picture in RGB. Greyscale of 16 bits is divided by 257."""
+    """The picture in RGB. Values of 16 bits are scaled to 8 bits."""
 
 
 def read_frame(type_name: str, data: bytes) -> Frame:

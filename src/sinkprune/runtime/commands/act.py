@@ -94,8 +94,8 @@ def main(arguments: Sequence[str] | None) -> None:
     costs = _known_costs(options, bundle, len(given)) if options.deadline_ms is not None else None
     family = load_family(manifest, None)
     pictures = [decoded(path, family) for path in given]
-    note_pictures(family, manifest, given, pictures)
-    note_frames({file: frames for file, frames in observations.frames if file not in given})
+    notes = note_pictures(family, manifest, given, pictures)
+    notes += note_frames({file: frames for file, frames in observations.frames if file not in given})
     memory = check_memory(
         options, bundle, PlannedRequests(pictures, options.method, [options.budget], options.instruction, 0)
     )
@@ -133,6 +133,7 @@ def main(arguments: Sequence[str] | None) -> None:
         "precision": manifest.precision,
         "load_ms": policy.load_ms,
         "memory": memory._asdict(),
+        "notes": notes,
         "interrupted": interrupted or None,
         "chunks": [
             {"cameras": [None if path is None else str(path) for path in moment.cameras], **chunk.as_json()}

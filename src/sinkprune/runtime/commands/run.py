@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None) -> None:
         del fields["top_p"], fields["seed"]
     request = pipeline.new_request(images, prompt, **fields)
     # Before a long answer.
-    note_pictures(pipeline.family, pipeline.bundle.manifest, options.picture_files, images)
+    notes = note_pictures(pipeline.family, pipeline.bundle.manifest, options.picture_files, images)
     pipeline.thresholds = thresholds
     pipeline.costs = costs
     earlier_costs = ANSWER_COSTS.cached(pipeline.place) if options.warm_up else None
@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None) -> None:
         for text, share in answer.choices.items():
             _write_piece(f"{share:.3f} {text}\n")
     if options.json is not None:
-        write_json(options.json, _summary(pipeline, answer, memory))
+        write_json(options.json, _summary(pipeline, answer, memory, notes + _unused_options(options, answer.budget)))
     if answer.finish in _CUT_OFF and request.follows_grammar:
         sys.stderr.write(
             f"warning: the answer was cut off after {counted(len(answer.token_ids), 'token')}, so it may not have "
@@ -229,7 +229,7 @@ def main(arguments: Sequence[str] | None) -> None:
             sys.stderr.write(not_kept(pipeline.place))
     if options.overlay and answer.budget != UNPRUNED:
         write_output(options.overlay, picture_bytes(overlay(answer, images), options.overlay))
-    sys.stderr.write(_unused_options(options, answer.budget))
+    sys.stderr.write("".join(f"note: {note}\n" for note in _unused_options(options, answer.budget)))
     if answer.finish == "cancelled":
         raise KeyboardInterrupt(f"the answer has {counted(len(answer.token_ids), 'token')} so far.{earlier}")
 
@@ -281,7 +281,7 @@ def _timings(answer: Answer) -> str:
     )
 
 
-def _unused_options(options: _Options, budget: str) -> str:
+def _unused_options(options: _Options, budget: str) -> list[str]:
     """Return a note for each option without effect: sampling of a greedy answer, threads without a core, overlay."""
     notes = []
     if options.overlay and budget == UNPRUNED:
@@ -292,14 +292,15 @@ def _unused_options(options: _Options, budget: str) -> str:
     cores = usable_cores()
     if options.threads and options.threads > cores:
         notes.append(f"this process may use {cores} of {options.threads} threads at once. Give --threads {cores}.")
-    return "".join(f"note: {note}\n" for note in notes)
+    return notes
 
 
-def _summary(pipeline: Pipeline, answer: Answer, memory: MemoryCheck) -> dict[str, Any]:
+def _summary(pipeline: Pipeline, answer: Answer, memory: MemoryCheck, notes: list[str]) -> dict[str, Any]:
     return {
         **answer.as_json(),
         "backend": pipeline.backend.name,
         "precision": pipeline.bundle.manifest.precision,
         "load_ms": pipeline.load_ms,
         "memory": memory._asdict(),
+        "notes": notes,
     }

@@ -29,6 +29,8 @@ MOST_BYTES = 257 << 20
 """The most bytes of an image file: `MOST_PIXELS` of 32 bits, and 1 MiB more."""
 MOST_TILES = 1 << 16
 """The most strips or tiles of a TIFF: libtiff decodes all of them in one call, which nothing interrupts."""
+NEARLY_BLACK = 26
+"""The largest value of 255, a tenth, below which a picture of 16 bits is nearly black."""
 
 # Pillow decodes JPEG files in blocks. Small blocks limit the work between two checks of the time.
 _JPEG_BLOCK = 1 << 12
@@ -40,15 +42,15 @@ _HAD_16_BITS = "sinkprune_had_16_bits"
 # Not a JPEG's further pictures (MPO), which are previews, depths and brightnesses of the first.
 _FORMATS_OF_FRAMES = ("GIF", "PNG", "TIFF", "WEBP")
 _FRAMES = "sinkprune_frames"
-# TIFF tags (TIFF 6.0): RowsPerStrip, TileWidth, TileLength.
-_ROWS_PER_STRIP, _TILE_WIDTH, _TILE_LENGTH = 278, 322, 323
+# TIFF tags (TIFF 6.0): BitsPerSample, RowsPerStrip, TileWidth, TileLength.
+_BITS, _ROWS_PER_STRIP, _TILE_WIDTH, _TILE_LENGTH = 258, 278, 322, 323
 # The most pixels of a strip
 _STRIP = 1 << 20
 _Found = TypeVar("_Found")
 
 
 def read_image(path: str | os.PathLike[str]) -> Image.Image:
-    """Return the RGB image in a file, turned by its EXIF data. Greyscale of 16 bits is divided by 257, to 8 bits.
+    """Return the RGB image in a file, turned by its EXIF data. Values of 16 bits are scaled to 8 bits.
 
     Of several frames or pages it is the first; `frame_count` has their number.
 
@@ -129,15 +131,24 @@ def to_rgb(image: Image.Image | Array) -> Image.Image:
         else:
             frames = _counted_frames(image)
             image.seek(0)
+        wide = _has_wide_channels(image)
         turned = ImageOps.exif_transpose(image)
         plain = turned.mode == "RGB" and not _has_alpha(turned)
         found = turned if plain else _opaque(_with_8_bits(turned, image.format))
-        return _with_frames(found, frames)
+        return _with_facts(found, frames, wide)
 
 
 def had_16_bits(image: Image.Image) -> bool:
-    """Return whether `read_image` or `to_rgb` divided the values of this image by 257, to 8 bits."""
+    """Return whether `read_image` or `to_rgb` scaled this image from 16 bits a channel to 8.
+
+    Of images in colour it is true for those that are nearly black now.
+    """
     return _HAD_16_BITS in image.info
+
+
+def largest_value(image: Image.Image) -> int:
+    """Return the largest value of all channels of an RGB image."""
+    return max(int(most) for _, most in cast(Any, image).getextrema())
 
 
 def frame_count(image: Image.Image) -> int:
@@ -153,12 +164,13 @@ def _decoded(file: BinaryIO) -> Image.Image:
             _check_tiles(image)
         if image.format == "JPEG":
             image.decodermaxblock = _JPEG_BLOCK
+        wide = _has_wide_channels(image)
         image.load()
         ImageOps.exif_transpose(image, in_place=True)
         # The file object of a WebP holds its pixels once more.
         image.fp = None
         found = _opaque(_with_8_bits(image, image.format))
-        return _with_frames(found, _counted_frames(image))
+        return _with_facts(found, _counted_frames(image), wide)
 
 
 def _counted(file: BinaryIO) -> int:
@@ -167,10 +179,28 @@ def _counted(file: BinaryIO) -> int:
         return _counted_frames(image)
 
 
-def _with_frames(image: Image.Image, frames: int) -> Image.Image:
-    """Return `image`, of which `frame_count` is `frames` from now on. Those with one frame stay equal to arrays."""
+def _has_wide_channels(image: Image.Image) -> bool:
+    """Return whether the file of an opened image has more than 8 bits a channel.
+
+    Decoding drops the low bits of colours, so this reads how Pillow is about to decode. Of a loaded image only a TIFF
+    tells it.
+    """
+    if image.format == "TIFF":
+        return max(cast(Any, image).tag_v2.get(_BITS, (1,)), default=1) > 8
+    if image.format not in _FORMATS_OF_16_BITS or not getattr(image, "tile", None):
+        return False
+    # "RGB;16B" of a PNG, and ("RGB", 4095) of a PPM.
+    how = cast(Any, image).tile[0][3]
+    mode, largest = how if isinstance(how, tuple) and len(how) == 2 else (how, 0)
+    return ";16" in mode or largest > 255
+
+
+def _with_facts(image: Image.Image, frames: int, wide: bool) -> Image.Image:
+    """Return the RGB `image` with its `frame_count`, and whether it `had_16_bits`. Others stay equal to arrays."""
     if frames > 1:
         image.info[_FRAMES] = frames
+    if wide and largest_value(image) < NEARLY_BLACK:
+        image.info[_HAD_16_BITS] = True
     return image
 
 

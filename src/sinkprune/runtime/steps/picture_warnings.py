@@ -19,12 +19,10 @@ from sinkprune.contract.errors import (
 )
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.runtime.media.clip import Picture
-from sinkprune.runtime.media.images import frame_count, had_16_bits
+from sinkprune.runtime.media.images import NEARLY_BLACK, frame_count, had_16_bits, largest_value
 
 _CLEARLY_SMALLER = 0.9
 """The scale of each side, and the share of a clip's frames, below which it is worth a warning."""
-_DARK = 26
-"""The largest value of 255, a tenth, below which a divided picture is nearly black."""
 _ROUNDED = 0.02
 """How far the sides of a seen square may differ in the picture, because resizing rounds to whole pixels."""
 
@@ -63,7 +61,7 @@ class PictureWarnings:
                 self._warn(FewerFramesWarning, (*layout.size, layout.frames_at_rate), text)
             if isinstance(picture, Image.Image) and (largest := largest_of_16_bits(picture)) is not None:
                 # A bright picture does not speak for a dark one.
-                key = (*layout.size, largest < _DARK)
+                key = (*layout.size, largest < NEARLY_BLACK)
                 self._warn(DividedPictureWarning, key, f"the picture: {divided(largest)}")
             if isinstance(picture, Image.Image) and (frames := frame_count(picture)) > 1:
                 self._warn(FirstFrameWarning, (*layout.size, frames), f"the picture: {first_of(frames)}")
@@ -146,14 +144,14 @@ def first_of(frames: int) -> str:
 
 
 def largest_of_16_bits(picture: Image.Image) -> int | None:
-    """Return the largest value of a picture whose 16 bits were divided, of 255; None for a picture of 8 bits."""
-    return int(np.asarray(picture.convert("L")).max()) if had_16_bits(picture) else None
+    """Return the largest value of a decoded picture that `had_16_bits`, of 255; None for any other."""
+    return largest_value(picture) if had_16_bits(picture) else None
 
 
 def divided(largest: int) -> str:
-    """Return sentences about a picture whose 16 bits were divided, by its `largest` value."""
+    """Return sentences about a picture whose 16 bits were scaled to 8, by its `largest` value."""
     return (
-        f"16-bit greyscale was divided by 257. Its largest value is now {largest} of 255. If that is too dark, scale "
+        f"16 bits a channel were scaled to 8. The largest value is now {largest} of 255. If that is too dark, scale "
         "the picture to 8 bits yourself."
     )
 

@@ -21,7 +21,7 @@ from sinkprune.runtime.media.video_file import VideoFile
 
 PictureLike = Picture | Array | str | os.PathLike[str] | Clip | VideoFile
 """A Pillow image, a uint8 [height,width,3] array, an image file, frames in a list, a video file, or a result of
-`decoded`. Greyscale of 16 bits is divided by 257."""
+`decoded`. Values of 16 bits are scaled to 8 bits."""
 
 
 ORDERS = ("rgb", "bgr")
