@@ -247,12 +247,15 @@ class Pipeline(Answering, KeepsCosts[Costs]):
     def _formed(self, request: Request) -> tuple[Request, Unconstrained | ChoiceTokens]:
         """Return the request with the length of its answer, and the form of its answer."""
         if not request.choice:
-            return request, self._grammars.constraint(
-                request.schema, request.regex, request.min_new_tokens, request.tools
-            )
+            form = self._grammars.constraint(request.schema, request.regex, request.min_new_tokens, request.tools)
+            if request.regex is not None and request.deadline_ms is not None:
+                # The budget is chosen before the answer ends by itself.
+                most = self._grammars.most_tokens(request.regex, request.max_new_tokens)
+                request = replace(request, max_new_tokens=most, min_new_tokens=min(request.min_new_tokens, most))
+            return request, form
         ids = tuple(tuple(self.prompts.answer_ids(text)) for text in request.choice)
-        form = ChoiceTokens(tuple(request.choice), ids, self._stop)
-        return replace(request, max_new_tokens=max(map(len, ids)), min_new_tokens=0), form
+        choices = ChoiceTokens(tuple(request.choice), ids, self._stop)
+        return replace(request, max_new_tokens=max(map(len, ids)), min_new_tokens=0), choices
 
     def plans(self, method: str, budget: str) -> list[Plan | None]:
         """Return the plans that a request may run at without a deadline: one, or at budget `auto` several.
