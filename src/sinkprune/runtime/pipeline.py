@@ -33,6 +33,7 @@ from sinkprune.runtime.media.fits import Fit, check_fit
 from sinkprune.runtime.steps.chain import Wrap
 from sinkprune.runtime.steps.choice_scores import ChoiceTokens
 from sinkprune.runtime.steps.encoding import EncodedPicture, encode, run_tower
+from sinkprune.runtime.steps.loaded_model import check_chosen_later
 from sinkprune.runtime.steps.observer import NOBODY, Observer
 from sinkprune.runtime.steps.pictures import PictureLike, decoded, tower_input
 from sinkprune.runtime.steps.prefix_cache import NO_MEMORY, PrefixCache
@@ -229,6 +230,7 @@ class Pipeline(Answering, KeepsCosts[Costs]):
     def measure_costs(self, request: Request, seconds: float = SECONDS, progress: OnProgress = unreported) -> Costs:
         """Do what `warm_up` does, for a `Request`; raises what `answer` raises, and `UsageError` for `seconds`."""
         seconds = SECONDS_RANGE.check(seconds)
+        check_chosen_later(self.bundle.manifest, request.method)
         self.load_plans(request.method, progress)
         # The first form of an answer reads the tokenizer, which a request with a deadline has no time for.
         self._formed(request)
