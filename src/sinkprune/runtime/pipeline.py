@@ -232,8 +232,8 @@ class Pipeline(Answering, KeepsCosts[Costs]):
         seconds = SECONDS_RANGE.check(seconds)
         check_chosen_later(self.bundle.manifest, request.method)
         self.load_plans(request.method, progress)
-        # The first form of an answer reads the tokenizer, which a request with a deadline has no time for. The longest
-        # match is kept too.
+        # The first form of an answer reads the tokenizer, which a request with a deadline has no time for.
+        # The longest match is kept too.
         self._formed(request)
         if request.regex is not None:
             self._grammars.most_tokens(request.regex, request.max_new_tokens)
