@@ -121,6 +121,12 @@ def test_files_that_are_no_task_are_refused(folder: Path) -> None:
         load_task(str(folder / "folder.jsonl"))
     with pytest.raises(TaskError, match=r"'pope' is no test set.*scenes"):
         load_task("pope")
+    with pytest.raises(TaskError, match=r"'nosuch/' is no test set, and there is no such file or folder\. Give"):
+        load_task("nosuch/")
+    # A file that is there, of another kind.
+    with pytest.raises(TaskError, match=r"no\.txt' is no test set\. Give"):
+        (folder / "no.txt").touch()
+        load_task(str(folder / "no.txt"))
 
 
 def test_questions_are_grouped_by_picture_in_any_order(folder: Path) -> None:

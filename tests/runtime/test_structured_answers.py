@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from PIL import Image
 
 from sinkprune import ImageError, Pipeline, PruningError, Session, UsageError
+from sinkprune.contract.costs.model import Curve
 from sinkprune.demo.write_scenes import write_scenes
 from sinkprune.export.command import main as export
 from support.references.answer_encoders import POCKET
@@ -128,6 +130,18 @@ def test_a_deadline_cuts_an_answer(pipeline: Callable[..., Pipeline], photo: Ima
     answer = pipe.generate(photo, QUESTION, schema=SCENE, deadline_ms=1, max_new_tokens=100)
     assert answer.finish == "deadline" and len(answer.token_ids) == 1
     assert answer.deadline is not None and not answer.deadline.met
+
+
+def test_a_deadline_counts_no_more_tokens_than_the_form_has(bundle: Callable[..., Path], photo: Image.Image) -> None:
+    pipe = Pipeline.load(bundle("qwen-tied", budgets=("prune-66.7",)))
+    costs = pipe.warm_up(photo, QUESTION, seconds=0.0)
+    # A second for each token after the first: 128 do not come in time.
+    pipe.costs = replace(costs, token=Curve(1000.0, 0.0, 0.0))
+    answer = pipe.generate(photo, QUESTION, regex="[0-9]{1,2}", deadline_ms=60_000, min_new_tokens=9)
+    assert answer.deadline is not None and answer.deadline.expected_tokens == 2
+    assert (answer.budget, answer.finish) == ("none", "stop") and re.fullmatch("[0-9]{1,2}", answer.text)
+    unbounded = pipe.generate(photo, QUESTION, regex="[0-9]+", deadline_ms=60_000)
+    assert unbounded.deadline is not None and "all 128 tokens" in unbounded.deadline.reason
 
 
 def test_more_tokens_are_written_where_the_form_has_room(pipe: Pipeline, photo: Image.Image) -> None:

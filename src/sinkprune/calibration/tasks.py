@@ -100,6 +100,8 @@ def load_task(name: str, limit: int | None = None) -> list[Item]:
     if Path(name).suffix.lower() == ".jsonl":
         return list(islice(_read_questions(Path(name)), limit))
     found = "a folder" if Path(name).is_dir() else "no test set"
+    if not Path(name).exists():
+        found += ", and there is no such file or folder"
     raise TaskError(
         f"'{name}' is {found}. Give {', '.join(map(repr, TEST_SETS))}, or a file of questions that ends in .jsonl."
     )

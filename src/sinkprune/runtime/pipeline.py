@@ -33,6 +33,7 @@ from sinkprune.runtime.media.fits import Fit, check_fit
 from sinkprune.runtime.steps.chain import Wrap
 from sinkprune.runtime.steps.choice_scores import ChoiceTokens
 from sinkprune.runtime.steps.encoding import EncodedPicture, encode, run_tower
+from sinkprune.runtime.steps.loaded_model import check_chosen_later
 from sinkprune.runtime.steps.observer import NOBODY, Observer
 from sinkprune.runtime.steps.pictures import PictureLike, decoded, tower_input
 from sinkprune.runtime.steps.prefix_cache import NO_MEMORY, PrefixCache
@@ -229,9 +230,13 @@ class Pipeline(Answering, KeepsCosts[Costs]):
     def measure_costs(self, request: Request, seconds: float = SECONDS, progress: OnProgress = unreported) -> Costs:
         """Do what `warm_up` does, for a `Request`; raises what `answer` raises, and `UsageError` for `seconds`."""
         seconds = SECONDS_RANGE.check(seconds)
+        check_chosen_later(self.bundle.manifest, request.method)
         self.load_plans(request.method, progress)
         # The first form of an answer reads the tokenizer, which a request with a deadline has no time for.
+        # The longest match is kept too.
         self._formed(request)
+        if request.regex is not None:
+            self._grammars.most_tokens(request.regex, request.max_new_tokens)
         return self._keep_measured(
             lambda: measure_costs(self._model, lambda one: self.answer(one).rest(), request, seconds, progress)
         )
@@ -247,12 +252,15 @@ class Pipeline(Answering, KeepsCosts[Costs]):
     def _formed(self, request: Request) -> tuple[Request, Unconstrained | ChoiceTokens]:
         """Return the request with the length of its answer, and the form of its answer."""
         if not request.choice:
-            return request, self._grammars.constraint(
-                request.schema, request.regex, request.min_new_tokens, request.tools
-            )
+            form = self._grammars.constraint(request.schema, request.regex, request.min_new_tokens, request.tools)
+            if request.regex is not None and request.deadline_ms is not None:
+                # The budget is chosen before the answer ends by itself.
+                most = self._grammars.most_tokens(request.regex, request.max_new_tokens)
+                request = replace(request, max_new_tokens=most, min_new_tokens=min(request.min_new_tokens, most))
+            return request, form
         ids = tuple(tuple(self.prompts.answer_ids(text)) for text in request.choice)
-        form = ChoiceTokens(tuple(request.choice), ids, self._stop)
-        return replace(request, max_new_tokens=max(map(len, ids)), min_new_tokens=0), form
+        choices = ChoiceTokens(tuple(request.choice), ids, self._stop)
+        return replace(request, max_new_tokens=max(map(len, ids)), min_new_tokens=0), choices
 
     def plans(self, method: str, budget: str) -> list[Plan | None]:
         """Return the plans that a request may run at without a deadline: one, or at budget `auto` several.

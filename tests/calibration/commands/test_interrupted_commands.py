@@ -68,6 +68,11 @@ def test_attention_is_reported_of_whole_questions(
     again = run("sinkprune-calibrate", "attention", bundle_of_one, *words, "--limit", 4)
     assert again.code == 130 and "Earlier files stay; these results are in '" in again.stderr
     assert json.loads((tmp_path / "x.interrupted.json").read_text())["questions"] == 1
+    left = iter(range(5))
+    third = run("sinkprune-calibrate", "attention", bundle_of_one, *words, "--limit", 4)
+    assert third.stderr.endswith(f"these results are in '{tmp_path}/x.interrupted-2.json'.\n")
+    kept = {path.name: json.loads(path.read_text())["questions"] for path in tmp_path.iterdir()}
+    assert kept == {"x.json": 2, "x.interrupted.json": 1, "x.interrupted-2.json": 2}
     monkeypatch.setattr(attention, "observe", plain)
     assert run("sinkprune-calibrate", "attention", bundle_of_one, *words, "--limit", 1).code == 0
     assert json.loads((tmp_path / "x.json").read_text())["interrupted"] is None

@@ -235,6 +235,7 @@ def test_past_a_limit_nothing_is_written(bundle: Bundles, task: Path, tmp_path: 
         assert message.startswith(f"error: int4, vision int8 changes {what} by 0.")
         assert f"expected at most 0.0001 ({option})" in message
         assert "_proj.weight' of decoder_" in message and "--block-size" in message and "--weights int8" in message
+        assert message.endswith("or a larger --limit.")
         assert list(tmp_path.iterdir()) == []
 
 

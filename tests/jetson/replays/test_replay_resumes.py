@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.jetson.bags.journal import FrameResult, Journal
 from sinkprune.jetson.commands import replay as command
+from support.models.bags import TOPIC, frames, write_bag
 from support.programs.commands import assert_refused, own_process, run
 from support.programs.replays import ANSWER, COUNT, FIGURES, OVERLAY, QUESTION, messages
 
@@ -154,3 +156,19 @@ def test_a_file_or_a_link_at_the_journal_s_place_is_not_touched(model: Path, bag
     place.unlink()
     os.mkfifo(place)
     assert_refused(run(*words), "not a file of your own")
+
+
+def test_a_later_frame_of_another_shape_counts(model: Path, pictures: list[Image.Image], tmp_path: Path) -> None:
+    square, wide = pictures[0].resize((224, 224)), pictures[1].resize((224, 50))
+    bag = write_bag(tmp_path / "drive", frames([square, wide, square, wide]))
+    words = (model, bag, *QUESTION, "--fit", "crop", "--json", "-o")
+    whole = run("sinkprune-replay", *words, tmp_path / "whole.mcap")
+    assert json.loads(whole.stdout)["seen_share"] == pytest.approx(50 / 224, abs=1e-3)
+    notes = [line for line in whole.stderr.splitlines() if "--fit pad" in line]
+    assert len(notes) == 1 and notes[0].startswith(f"{TOPIC}: the model sees 22 %")
+    # Also where an earlier replay had answered it.
+    bag = write_bag(tmp_path / "walk", frames([square, wide, square]))
+    words = (model, bag, *QUESTION, "--fit", "crop", "--json", "-o", tmp_path / "out.mcap")
+    stopped(*words)
+    found = json.loads(run("sinkprune-replay", *words).stdout)
+    assert found["resumed"] == 2 and found["seen_share"] == pytest.approx(50 / 224, abs=1e-3)

@@ -206,6 +206,9 @@ def test_a_chunk_with_time_is_the_one_without_a_deadline(warm: Policy, photo: Im
     assert (deadline.budget, deadline.steps, deadline.deadline_ms) == ("none", warm.facts.steps, 60_000)
     assert in_time.ms["latency"] < deadline.measured_ms
     assert deadline.reason == "the largest budget that is expected in time with 5 steps or more"
+    capped = act(warm, photo, budget="prune-88.9").deadline
+    assert capped is not None
+    assert capped.reason == "the largest budget up to prune-88.9 that is expected in time with 5 steps or more"
 
 
 def test_the_chosen_budget_and_steps_are_what_runs(warm: Policy, photo: Image.Image) -> None:

@@ -11,6 +11,8 @@ import pytest
 
 from sinkprune import Pipeline
 from sinkprune.contract.command_line import progress_lines
+from sinkprune.runtime.commands.deadline_costs import late_line
+from sinkprune.runtime.steps.answer import DeadlineReport
 from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.request import Request
 from support.programs.commands import assert_refused, run
@@ -83,3 +85,13 @@ def test_slow_budgets_graphs_have_a_line(ask: tuple[Any, ...], monkeypatch: pyte
     lines = [line for line in outcome.stderr.splitlines() if line.startswith("loading the budgets' graphs: ")]
     for done in (0, 3):
         assert any(f" {done} of 4 budgets in " in line for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"), [(20.4, "20.4"), (20.6, "21"), (20.04, "20.04"), (20.0000004, "20.0000004"), (35.2, "35")]
+)
+def test_a_late_answer_looks_late(measured: float, said: str) -> None:
+    common: dict[str, Any] = {"deadline_ms": 20.0, "budget": "none", "reason": "", "can_meet": True, "met": False}
+    times = {"predicted_first_ms": 9.0, "first_ms": 9.0, "predicted_ms": 9.0, "measured_ms": measured}
+    report = DeadlineReport(**common, **times, expected_tokens=1, slower=1.0, costs_age_s=None, costs_load=None)
+    assert late_line(report) == f"late: {said} ms where 20 were given, at budget none.\n"

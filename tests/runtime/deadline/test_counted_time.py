@@ -13,6 +13,7 @@ from PIL import Image
 from sinkprune import Pipeline
 from sinkprune.runtime.deadline.other_load import OtherLoad
 from sinkprune.runtime.text.constraint import Grammars
+from sinkprune.runtime.text.longest_match import longest_match
 
 Bundles = Callable[..., Path]
 QUESTION = "Is there a red circle?"
@@ -50,8 +51,11 @@ def test_the_call_counts_and_idle_time_before_the_first_piece_does_not(
 
 def test_a_warm_up_with_a_form_reads_the_tokenizer(bundle: Bundles, photo: Image.Image) -> None:
     pipeline = Pipeline.load(bundle("gqa-112"))
+    longest_match.cache_clear()
     pipeline.warm_up(photo, QUESTION, seconds=0, regex="[0-9]{1,3}", max_new_tokens=1)
     tokenizer = pipeline._grammars._made
     assert tokenizer is not None
+    found = longest_match.cache_info().misses
     pipeline.generate(photo, QUESTION, regex="[0-9]{1,3}", deadline_ms=60_000, max_new_tokens=1)
     assert pipeline._grammars._made is tokenizer
+    assert longest_match.cache_info().misses == found

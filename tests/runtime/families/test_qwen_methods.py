@@ -24,7 +24,7 @@ from sinkprune.export.methods import all_methods
 from sinkprune.export.pruning.plan import VariableTokens
 from sinkprune.export.source import ExportRequest
 from support.models.chosen_heads import WITH_HEADS, every_method, heads_by_layer
-from support.programs.commands import run
+from support.programs.commands import assert_refused, run
 from support.programs.slow_cases import slow_except
 from support.references.masking import Array, assert_equals_masked, embedded, masked_forward
 from support.references.pruned_prompts import prompt_rows
@@ -268,6 +268,29 @@ def test_what_chooses_after_the_tower_is_refused(
     pipe = bundles("qwen-tied")
     with pytest.raises(UsageError, match="makes pictures smaller before the vision tower runs"):
         pipe.generate(photo, PROMPT, method="downsample", **{"budget": "prune-66.7", **options})
+
+
+def test_it_is_refused_before_anything_is_measured(
+    bundles: Callable[[str], Pipeline], photo: Image.Image, tmp_path: Path
+) -> None:
+    pipe, progress = bundles("qwen-tied"), list[object]()
+    with pytest.raises(UsageError, match="makes pictures smaller before the vision tower runs"):
+        pipe.warm_up(photo, PROMPT, method="downsample", progress=lambda *step: progress.append(step))
+    with pytest.raises(UsageError, match="makes pictures smaller before the vision tower runs"):
+        pipe.generate(photo, PROMPT, method="downsample", budget="auto", choice=("yes", "no"))
+    assert not progress
+    photo.save(tmp_path / "photo.png")
+    arguments = (pipe.bundle.path, "--image", tmp_path / "photo.png", "--prompt", PROMPT, "--method", "downsample")
+    for given in (
+        ("--budget", "prune-66.7", "--deadline-ms", 300),
+        ("--budget", "prune-66.7", "--deadline-ms", 300, "--warm-up"),
+        ("--budget", "auto", "--choice", "yes", "--choice", "no"),
+    ):
+        assert_refused(
+            run("sinkprune-run", *arguments, *given), "makes pictures smaller before the vision tower runs"
+        )
+    auto = ("--method", "downsample", "--budget", "auto")
+    assert_refused(run("sinkprune-serve", pipe.bundle.path, *auto), "makes pictures smaller before")
 
 
 def test_commands_take_methods(bundles: Callable[[str], Pipeline], photo: Image.Image, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def check_memory(cost: CalibrationCost) -> None:
     if 0 < free < cost.bytes:
         raise TooLittleMemoryError(
             f"not enough memory: calibrating needs about {gigabytes(cost.bytes)}, {gigabytes(free)} are free. End "
-            "other programs, take fewer --pictures, or use a larger machine: the bundle can run on this one."
+            "other programs, take a smaller --limit, or use a larger machine: the bundle can run on this one."
         )
 
 

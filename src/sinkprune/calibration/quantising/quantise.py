@@ -250,5 +250,5 @@ def _check_limits(report: QuantisationReport, limits: ErrorLimits) -> None:
     wider = "--weights int8" if report.weights.decoder == "int4" else "the bundle of floats"
     raise AccuracyError(
         f"{report.weights.name} changes {what} by {error:.3f} of its length, expected at most {limit:g} ({option}). "
-        f"Furthest off: {named}. Nothing was written. Try {smaller}{wider}, or more --pictures."
+        f"Furthest off: {named}. Nothing was written. Try {smaller}{wider}, or a larger --limit."
     )

@@ -46,6 +46,8 @@ class FrameResult:
     kv_bytes: int = 0
     ms: Mapping[str, float | None] | None = None
     """Milliseconds by the parts of `PARTS`."""
+    seen_share: float = 1.0
+    """The share of the frame's area that the model sees."""
     overlay: bytes = b""
     """The drawing of the kept tokens as a JPEG; empty if there is none."""
 

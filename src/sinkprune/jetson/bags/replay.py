@@ -52,6 +52,8 @@ class Summary:
     """The drawings that were written."""
     ms: dict[str, Spread | None]
     """Milliseconds of the answers by part; None where no answer has the part."""
+    seen_share: float
+    """The smallest share of an answered frame's area that the model sees."""
 
 
 Answer = Callable[[FrameResult, Frame], FrameResult]
@@ -120,12 +122,13 @@ def summarise(results: Iterable[FrameResult], fates: Mapping[Fate, int]) -> Summ
     """Return the summary of all frames. Raises `BagError` where no frame was answered."""
     failures: list[FrameFailure] = []
     times: dict[str, list[float]] = {part: [] for part in PARTS}
-    answered = overlays = 0
+    answered, overlays, seen_share = 0, 0, 1.0
     for result in results:
         if result.failure is not None:
             failures.append(FrameFailure(result.number, result.time_ns, result.failure))
             continue
         answered, overlays = answered + 1, overlays + bool(result.overlay)
+        seen_share = min(seen_share, result.seen_share)
         for part, value in (result.ms or {}).items():
             if value is not None:
                 times[part].append(value)
@@ -145,6 +148,7 @@ def summarise(results: Iterable[FrameResult], fates: Mapping[Fate, int]) -> Summ
         tuple(failures),
         overlays,
         {part: Spread.of(found) if found else None for part, found in times.items()},
+        seen_share,
     )
 
 

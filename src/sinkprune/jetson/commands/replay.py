@@ -36,7 +36,6 @@ from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.overlay import overlay, picture_bytes
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.profile import model_name
-from sinkprune.runtime.steps.pictures import layout_of
 from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS, check_texts
 
 _SUFFIX = ".mcap"
@@ -94,8 +93,6 @@ class ReplayReport(Summary):
     type: str
     prompt: str
     output: str
-    seen_share: float
-    """The share of the first frame's area that the model sees."""
     model: str
     bundle_sha256: str
     backend: str
@@ -144,10 +141,9 @@ def main(arguments: Sequence[str] | None) -> None:
     with open_journal(options.output, _settings(options, form, bag, bundle)) as journal:
         pipeline = load_pipeline(options, bundle)
         answering = _Answering(pipeline, options, prompt, form)
-        seen_share = layout_of(options.topic, first.picture, pipeline.family, bundle.manifest).seen_share
-        note_pictures(pipeline.family, bundle.manifest, [Path(options.topic)], [first.picture])
+        answering.note(first)
         try:
-            report = _answer_all(topic, journal, answering, seen_share)
+            report = _answer_all(topic, journal, answering)
         except KeyboardInterrupt as interrupt:
             if not journal.count:
                 raise KeyboardInterrupt("no frame was answered, so nothing was kept.") from interrupt
@@ -168,8 +164,17 @@ class _Answering:
         self._fields = {**form, "budget": options.budget, "method": options.method, "system": options.system}
         if options.max_new_tokens is not None:
             self._fields["max_new_tokens"] = options.max_new_tokens
+        self._noted = set[tuple[int, ...]]()
+
+    def note(self, frame: Frame) -> None:
+        """Print notes on the first frame of a size; raises `ImageError` for what the family rejects."""
+        if frame.picture.size not in self._noted:
+            self._noted.add(frame.picture.size)
+            manifest, topic = self.pipeline.bundle.manifest, Path(self.options.topic)
+            note_pictures(self.pipeline.family, manifest, [topic], [frame.picture])
 
     def __call__(self, result: FrameResult, frame: Frame) -> FrameResult:
+        self.note(frame)
         answer = self.pipeline.generate(frame.picture, self._prompt, **self._fields)
         drawn = picture_bytes(overlay(answer, frame.picture), Path("overlay.jpg")) if self.options.draws else b""
         return replace(
@@ -186,11 +191,12 @@ class _Answering:
             tokens_per_layer=tuple(answer.tokens_per_layer),
             kv_bytes=answer.kv_bytes,
             ms=answer.ms,
+            seen_share=answer.images[0].layout.seen_share,
             overlay=drawn,
         )
 
 
-def _answer_all(topic: TopicReplay, journal: Journal, answering: _Answering, seen_share: float) -> ReplayReport:
+def _answer_all(topic: TopicReplay, journal: Journal, answering: _Answering) -> ReplayReport:
     """Answer what the journal does not have yet, and write the output. Raises what these raise."""
     options, resumed, began = answering.options, journal.count, time.monotonic()
     if resumed:
@@ -214,13 +220,12 @@ def _answer_all(topic: TopicReplay, journal: Journal, answering: _Answering, see
     summary = summarise(journal.results(), fates)
     manifest = answering.pipeline.bundle.manifest
     report = ReplayReport(
-        **{name: getattr(summary, name) for name in ("frames", "failures", "overlays", "ms")},
+        **{name: getattr(summary, name) for name in ("frames", "failures", "overlays", "ms", "seen_share")},
         bag=str(options.bag),
         topic=options.topic,
         type=topic.type_name,
         prompt=options.prompt,
         output=str(options.output),
-        seen_share=seen_share,
         model=model_name(manifest.checkpoint.source),
         bundle_sha256=answering.pipeline.bundle.sha256,
         backend=answering.pipeline.backend.name,
@@ -249,7 +254,7 @@ def _settings(options: _Options, form: dict[str, Any], bag: Bag, bundle: Bundle)
     """Return what must be equal for a replay to go on with the answers of an earlier one."""
     files = [(file.path.name, (found := file.path.stat()).st_size, found.st_mtime_ns) for file in bag.files]
     return {
-        "format": 1,
+        "format": 2,
         "bag": [list(file) for file in files],
         "bundle": bundle.sha256,
         "engines": str(options.engines.resolve()) if options.engines else None,

@@ -15,6 +15,7 @@ from sinkprune.contract.errors import DeadlineError, UsageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.acting.observation import STEPS
 from sinkprune.runtime.acting.report import ActionDeadline
+from sinkprune.runtime.deadline.policy import up_to
 from sinkprune.runtime.deadline.request_history import MARGIN, RequestHistory
 
 FEWEST_STEPS = 5
@@ -93,12 +94,14 @@ def choose_chunk(
         chosen = fitting[0]
         left = deadline_ms - expected[chosen].first
         steps = max(least_steps, min(most_steps, math.floor(left / expected[chosen].token)))
-        reason = f"the largest budget that is expected in time with {counted(least_steps, 'step')} or more"
+        reason = (
+            f"the largest budget{up_to(budget)} that is expected in time with {counted(least_steps, 'step')} or more"
+        )
     else:
         steps, chosen = least_steps, _fastest({name: costs.budgets[name].chunk_ms(least_steps) for name in usual})
         reason = (
-            f"no budget is expected in time with {counted(least_steps, 'step')}, so the fastest runs; allow fewer "
-            "with min_steps (--min-steps), or a later deadline"
+            f"no budget{up_to(budget)} is expected in time with {counted(least_steps, 'step')}, so the fastest "
+            "runs; allow fewer with min_steps (--min-steps), or a later deadline"
         )
     return ChosenChunk(
         began,

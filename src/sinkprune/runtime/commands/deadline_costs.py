@@ -82,7 +82,7 @@ def in_time(answer: Answer) -> str:
         return ""
     tokens = f"{deadline.expected_tokens} tokens" if deadline.expected_tokens > 1 else "the first token"
     return (
-        f"\ndeadline {deadline.deadline_ms:g} ms: answered in {deadline.measured_ms:.0f} ms, with reading the "
+        f"\ndeadline {deadline.deadline_ms:g} ms: answered in {_measured(deadline)} ms, with reading the "
         f"picture, expected {tokens} in {deadline.predicted_ms:.0f} ms; {deadline.reason}"
     )
 
@@ -108,8 +108,15 @@ def late_chunks_line(deadlines: Sequence[ActionDeadline]) -> str:
 
 def _late(deadline: DeadlineReport | ActionDeadline, soonest: str) -> str:
     """Return how late an answer or a chunk was, and what no budget was expected to bring, if anything."""
-    late = f"{deadline.measured_ms:.0f} ms where {deadline.deadline_ms:g} were given, at budget {deadline.budget}."
+    late = f"{_measured(deadline)} ms where {deadline.deadline_ms:g} were given, at budget {deadline.budget}."
     return f"{late} No budget was expected to bring {soonest}." if soonest else late
+
+
+def _measured(deadline: DeadlineReport | ActionDeadline) -> str:
+    """Return the measured milliseconds, whole ones unless a late answer would look in time."""
+    measured = deadline.measured_ms
+    rounded = (f"{measured:.{digits}f}" for digits in range(6))
+    return next((text for text in rounded if deadline.met or float(text) > deadline.deadline_ms), str(measured))
 
 
 def not_kept(place: Place) -> str:

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,16 +58,22 @@ def interrupted_warnings(counts: str) -> tuple[str, ...]:
 def beside_earlier(options: Options, *names: str) -> tuple[Options, str]:
     """Return `options`, a dataclass, whose outputs `names` replace no file that is there, and a sentence about them.
 
-    The results of an interrupted measurement go next to an earlier file: `x.interrupted.json` next to `x.json`.
+    The results of an interrupted measurement go next to an earlier file: `x.interrupted.json` next to `x.json`, and
+    `x.interrupted-2.json` next to both.
     """
     given: dict[str, Any] = {name: getattr(options, name) for name in names}
     moved: dict[str, Path] = {
-        name: path.with_name(f"{path.stem}.interrupted{path.suffix}")
-        for name, path in given.items()
-        if path is not None and path.exists()
+        name: _free_name(path) for name, path in given.items() if path is not None and path.exists()
     }
     if not moved:
         return options, ""
     listed = ", ".join(f"'{escaped(str(path))}'" for path in moved.values())
     changed: Options = dataclasses.replace(options, **moved)  # type: ignore[type-var]
     return changed, f" Earlier files stay; these results are in {listed}."
+
+
+def _free_name(path: Path) -> Path:
+    """Return a name next to `path` that no file has."""
+    endings = chain([""], (f"-{number}" for number in count(2)))
+    names = (path.with_name(f"{path.stem}.interrupted{ending}{path.suffix}") for ending in endings)
+    return next(name for name in names if not name.exists())

@@ -48,6 +48,7 @@ from sinkprune.runtime.deadline.cost_measuring import MEASURING_COSTS
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, overlay, picture_bytes
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.answer import Answer
+from sinkprune.runtime.steps.loaded_model import check_chosen_later
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.request import DEADLINE_MS, DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS
 from sinkprune.runtime.system.cores import usable_cores
@@ -165,6 +166,8 @@ def main(arguments: Sequence[str] | None) -> None:
     prompt = prompt_pieces(options.prompt)
     thresholds = read_thresholds(options.thresholds) if options.thresholds else None
     bundle = open_bundle(options, [] if options.budget == AUTO else [options.budget])
+    if options.budget == AUTO or options.deadline_ms is not None:
+        check_chosen_later(bundle.manifest, options.method)
     budgets = _budgets(options, bundle, thresholds)
     costs = known_costs(options, options.costs, bundle) if options.deadline_ms and not options.warm_up else None
     images = read_pictures(options, bundle)

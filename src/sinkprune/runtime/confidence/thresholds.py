@@ -15,6 +15,7 @@ from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.versioned_json import read_versioned, write_versioned
 from sinkprune.contract.manifest import Manifest
+from sinkprune.runtime.steps.loaded_model import check_chosen_later
 from sinkprune.runtime.steps.prefix_cache import ladders
 
 THRESHOLDS_VERSION = 1
@@ -81,7 +82,11 @@ def usable_thresholds(thresholds: object, bundle: Bundle, method: str, compute: 
 
 
 def missing_thresholds(manifest: Manifest, method: str) -> UsageError:
-    """Return the error about a request at budget `auto` without thresholds."""
+    """Return the error about a request at budget `auto` without thresholds.
+
+    Raises `UsageError` for a method that no thresholds would help.
+    """
+    check_chosen_later(manifest, method)
     return UsageError(
         f"budget '{AUTO}' needs thresholds of confidence, and there are none. They depend on model and questions, so "
         f"measure them: {_MEASURE}. Then give --thresholds thresholds.json, or in Python pipeline.thresholds = "

@@ -48,7 +48,6 @@ def measure_costs(
     of the largest measured budget. Raises what a request raises.
     """
     manifest, limits, family, prompts, embedding, chain, _ = model
-    model.check_counts_known(request.method)
     if not request.pictures:
         raise UsageError(
             "costs are those of pictures, and the request has none. Give one like those of your requests."

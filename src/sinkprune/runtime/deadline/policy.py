@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.costs.model import Costs, Prediction, predict
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
@@ -85,9 +86,9 @@ class _Decision:
 class DeadlinePolicy(BudgetPolicy):
     """The policy of a request with a deadline.
 
-    It chooses the largest budget at which `max_new_tokens` tokens are expected in time: by the times that the
-    machine's costs predict, multiplied by the slowdown of recent requests. If no budget meets that, it chooses the
-    one with the earliest first token. The answer ends when there is no time for another token.
+    It chooses the largest budget, up to the request's, at which `max_new_tokens` tokens are expected in time: by the
+    times that the machine's costs predict, multiplied by the slowdown of recent requests. If no budget meets that, it
+    chooses the one with the earliest first token. The answer ends when there is no time for another token.
     """
 
     _decision: _Decision
@@ -126,13 +127,14 @@ class DeadlinePolicy(BudgetPolicy):
         can_meet = expected[chosen].first <= left
         # The length of a closed list's answers is no choice of the user.
         advice = "" if self._request.choice else _ADVICE
+        cap = up_to(self._request.budget)
         earliest = "in time, so the budget with the earliest first token runs"
         if whole:
-            reason = f"the largest budget that is expected to bring {_counted(wanted)} in time"
+            reason = f"the largest budget{cap} that is expected to bring {_counted(wanted)} in time"
         elif can_meet:
-            reason = f"no budget is expected to bring {_counted(wanted)} {earliest}"
+            reason = f"no budget{cap} is expected to bring {_counted(wanted)} {earliest}"
         else:
-            reason = f"no budget is expected to bring a token {earliest}"
+            reason = f"no budget{cap} is expected to bring a token {earliest}"
         # The largest budget that brings any token.
         larger = next((number for number in range(chosen) if expected[number].first <= left), None)
         if advice and larger is not None:
@@ -190,6 +192,11 @@ class DeadlinePolicy(BudgetPolicy):
     def _elapsed(self) -> float:
         """Milliseconds since the request began."""
         return (self._now() - self._began) * 1e3
+
+
+def up_to(budget: str) -> str:
+    """Return words about the largest budget that a deadline may choose, or "" where all may be chosen."""
+    return "" if budget == UNPRUNED else f" up to {budget}"
 
 
 def _counted(tokens: int) -> str:

@@ -39,15 +39,9 @@ class LoadedModel(NamedTuple):
         is chosen by the number of tokens, which varies by picture. Raises `BudgetError` for a plan that was not
         calibrated.
         """
-        chosen_later = request.budget == AUTO or request.deadline_ms is not None
-        if chosen_later:
-            self.check_counts_known(request.method)
+        if request.budget == AUTO or request.deadline_ms is not None:
+            check_chosen_later(self.manifest, request.method)
         self.check_counted(plan, request.method, request.budget)
-        if chosen_later and any(each.picture_share for each in self.manifest.plans[request.method].values()):
-            raise UsageError(
-                f"method '{request.method}' makes pictures smaller before the vision tower runs, and budget '{AUTO}' "
-                "and deadlines choose a budget afterwards. Give one budget and no deadline, or another method."
-            )
         share = plan.picture_share if plan is not None else None
         return self if share is None else self._replace(family=self.family.smaller(share))
 
@@ -62,11 +56,7 @@ class LoadedModel(NamedTuple):
 
     def check_counts_known(self, method: str) -> None:
         """Raise `UsageError` for a method whose counts vary by picture: costs are predicted by counts."""
-        if any(each.evidence for each in self.manifest.plans[method].values()):
-            raise UsageError(
-                f"method '{method}' keeps another number of tokens of each picture, and deadlines, costs, budget "
-                f"'{AUTO}' and watches need the number before. Give one budget and no deadline, or another method."
-            )
+        _check_counts_known(self.manifest, method)
 
     def load_plans(self, method: str, progress: OnProgress) -> None:
         """Load the pruning graphs of all budgets of a method, so that no request waits for them.
@@ -92,3 +82,25 @@ class LoadedModel(NamedTuple):
         asked = [turn.texts for turn in request.history if turn.role == "user"]
         asked += [request.texts] if request.tool_call_id is None else []
         return self.prompts.question_ids(asked[-1] if asked else ()) or prompt.texts[-1]
+
+
+def check_chosen_later(manifest: Manifest, method: str) -> None:
+    """Raise `UsageError` for a method whose budget cannot be chosen after the vision tower, by its tokens.
+
+    Deadlines and budget `auto` choose so. Raises `BudgetError` for a method that the bundle does not have.
+    """
+    manifest.plan(method, UNPRUNED)
+    _check_counts_known(manifest, method)
+    if any(each.picture_share for each in manifest.plans[method].values()):
+        raise UsageError(
+            f"method '{method}' makes pictures smaller before the vision tower runs, and budget '{AUTO}' and "
+            "deadlines choose a budget afterwards. Give one budget and no deadline, or another method."
+        )
+
+
+def _check_counts_known(manifest: Manifest, method: str) -> None:
+    if any(each.evidence for each in manifest.plans[method].values()):
+        raise UsageError(
+            f"method '{method}' keeps another number of tokens of each picture, and deadlines, costs, budget "
+            f"'{AUTO}' and watches need the number before. Give one budget and no deadline, or another method."
+        )

@@ -11,6 +11,7 @@ import numpy as np
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.text.answer_form import load_llguidance, reason, regex_grammar, schema_grammar
+from sinkprune.runtime.text.longest_match import longest_match
 from sinkprune.runtime.text.prompt import PromptEncoder
 from sinkprune.runtime.text.tools import CALL_MARKS, Tools
 
@@ -111,8 +112,7 @@ class Grammars:
         if schema is None and regex is None and tools is None:
             return Unconstrained(self._stop, min_tokens)
         library, tokenizer = load_llguidance(), self._tokenizer()
-        # What the decoder takes from the start of an answer is no part of its text.
-        lead = " " if tokenizer.decode_bytes(self._prompts.answer_ids("a")).startswith(b" ") else ""
+        lead = self._lead(tokenizer)
         if schema is not None:
             grammar = schema_grammar(schema, lead)
         elif regex is not None or tools is None:
@@ -124,6 +124,17 @@ class Grammars:
         constraint = Constraint(matcher, self._stop, self._prompts.special_ids, min_tokens)
         constraint.allowed(tokenizer.vocab_size)
         return constraint
+
+    def most_tokens(self, regex: str, most: int) -> int:
+        """Return how many tokens an answer that matches a checked `regex` can have, as far as they are below `most`.
+
+        Each token writes a byte or more. A stop token follows only where the answer could be longer.
+        """
+        return max(1, min(most, longest_match(regex, most) + len(self._lead(self._tokenizer()))))
+
+    def _lead(self, tokenizer: Any) -> str:
+        """Return what the decoder takes from the start of an answer, which is no part of its text."""
+        return " " if tokenizer.decode_bytes(self._prompts.answer_ids("a")).startswith(b" ") else ""
 
     def _mark(self, text: str, tokenizer: Any) -> int | None:
         """Return the token that llguidance's `tokenizer` has for a mark of calls; None if the mark is plain text."""
