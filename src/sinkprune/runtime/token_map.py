@@ -148,15 +148,14 @@ def _pruned(kept: Kept, method: str) -> list[TokenClass]:
     """Return the classes of a pruned picture's tokens."""
     fates, until, counts = token_fates(kept), None, kept.schedule.counts
     sinks = kept.schedule.groups * counts.sink if counts else 0
-    became = "dropped"
-    if sinks:
-        until = fates.sink_dropped_after
-        became = f"averaged into {counted(sinks, 'sink')}"
-        became += f", until layer {until}" if until is not None else ""
     sink, salience, diversity = map(np.flatnonzero, (fates.sink, fates.salience, fates.diversity))
     classes = []
+    text = f"sink members: {counted(len(sink), 'high-norm token')} dropped"
+    if sinks:
+        until = fates.sink_dropped_after
+        text = f"{counted(sinks, 'sink')}: average of {counted(len(sink), 'high-norm token')}"
+        text += f", until layer {until}" if until is not None else ""
     if len(sink):
-        text = f"sink members: {counted(len(sink), 'high-norm token')} {became}"
         classes.append(TokenClass("sink", text, _SINK, sink, fill=_TINT, outlined=True))
     if len(salience):
         why = "given to the LLM, no sanitizer" if fates.kept.all() else "kept for salience"

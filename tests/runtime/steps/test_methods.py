@@ -149,12 +149,12 @@ def test_the_methods_that_average_are_named(method: str, root: Path, pipe: Pipel
 @pytest.mark.parametrize(
     ("method", "became", "of_sink"),
     [
-        ("sinkpruner", "dropped by the sanitizer", "averaged into 1 sink"),
-        ("sinkpruner-no-aggregation", "dropped by the sanitizer", "dropped"),
+        ("sinkpruner", "dropped by the sanitizer", "1 sink: average of 1 high-norm token"),
+        ("sinkpruner-no-aggregation", "dropped by the sanitizer", "sink members: 1 high-norm token dropped"),
         ("sinkpruner-no-outlier-removal", "dropped by the sanitizer", None),
         ("downsample", "averaged into outlined tokens", None),
         ("visionzip", "averaged into outlined tokens", None),
-        ("visionzip+filter", "averaged into outlined tokens", "dropped"),
+        ("visionzip+filter", "averaged into outlined tokens", "sink members: 1 high-norm token dropped"),
         ("vscan", "averaged into outlined tokens", None),
         ("fastervlm", "dropped by the sanitizer", None),
     ],
@@ -168,14 +168,14 @@ def test_the_legend_says_what_became_of_tokens_that_are_not_kept(
     assert classes[lost].text == f"{became}: {len(classes[lost].tokens)}"
     assert (lost == "averaged") == (method in AVERAGING) == (classes[lost].fill < 0.5)
     sink = classes["sink"].text if "sink" in classes else None
-    assert sink == (of_sink and f"sink members: 1 high-norm token {of_sink}")
+    assert sink == of_sink
 
 
 def test_the_legend_says_which_stage_dropped_the_sink(pipe: Pipeline, photo: Image.Image) -> None:
     kept = answer_of(pipe, photo, "sinkpruner").kept
     without = replace(kept, after_stage=dict(kept.after_stage) | {4: kept.after_stage[4][kept.after_stage[4] > 0]})
     texts = [each.text for each in token_map("sinkpruner", without).classes]
-    assert texts[0] == "sink members: 1 high-norm token averaged into 1 sink, until layer 4"
+    assert texts[0] == "1 sink: average of 1 high-norm token, until layer 4"
     assert not any("and the sink" in text for text in texts)
 
 
