@@ -54,6 +54,13 @@ _ROBOT = (
     "random,uniform,divprune,fastervlm,visionzip,dart,vispruner,cdpruner,vscan,mmtok,prunesid,holov,scope,fastv,"
     "sinkpruner-heads,occamtoken"
 )
+_CHOSEN_HEADS = (
+    "python -m sinkprune.demo.write_scenes {work}/validation 60 validation",
+    "sinkprune-export demo/pocket -o {work}/pocket --force",
+    "sinkprune-calibrate attention {work}/pocket --data {work}/validation/scenes.jsonl --budgets none "
+    "--heads {work}/heads.json",
+)
+"""The commands that choose heads of the pocket model, on pictures of the validation set."""
 _KINDS = (
     ("downsample", "retain-32"),
     ("sinkpruner", "retain-128"),
@@ -99,10 +106,7 @@ PARTS = {
     ),
     "methods": Part(
         (
-            "python -m sinkprune.demo.write_scenes {work}/validation 60 validation",
-            "sinkprune-export demo/pocket -o {work}/pocket --force",
-            "sinkprune-calibrate attention {work}/pocket --data {work}/validation/scenes.jsonl --budgets none "
-            "--heads {work}/heads.json",
+            *_CHOSEN_HEADS,
             "sinkprune-export demo/pocket -o {work}/methods --force --heads {work}/heads.json "
             f"--methods {METHODS}",
             # Equal means on the test pictures, whose photos are others than those of the validation set.
@@ -147,10 +151,7 @@ PARTS = {
     ),
     "reading": Part(
         (
-            "python -m sinkprune.demo.write_scenes {work}/validation 60 validation",
-            "sinkprune-export demo/pocket -o {work}/pocket --force",
-            "sinkprune-calibrate attention {work}/pocket --data {work}/validation/scenes.jsonl --budgets none "
-            "--heads {work}/heads.json",
+            *_CHOSEN_HEADS,
             "sinkprune-export demo/pocket -o {work}/pocket-heads --force --heads {work}/heads.json "
             "--methods sinkpruner,downsample,sinkpruner-heads,sinkpruner-text,sinkpruner-text-heads "
             "--budgets retain-64,retain-32,retain-64+serial,retain-32+serial",

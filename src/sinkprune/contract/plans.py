@@ -21,8 +21,8 @@ MAX_TOP_K = 3840
 AVERAGING = frozenset({"downsample", "downsample-ttft", "visionzip", "visionzip+filter", "vscan"})
 """The methods whose sanitizer averages the tokens that it does not keep into tokens that it keeps.
 
-Others drop them, but for outliers, of which the counts say whether they are averaged (`Counts.sink`). This is told by
-name, because the plans of bundles do not say it.
+All other methods drop such tokens. Outliers are apart: `Counts.sink` says whether a plan averages them. The methods
+are known by name, because a bundle's plans do not say this.
 """
 
 _OF_MACHINE = re.compile(r"(in|mean)-([0-9.]+)(?:ms)?")

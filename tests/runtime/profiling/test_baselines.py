@@ -96,7 +96,12 @@ def test_the_command_prints_baselines_first(varied: Path, photo_file: Path) -> N
     assert [row[: len(name)] for row, name in zip(rows, names, strict=False)] == names
     written = json.loads(run("sinkprune-profile", *ask, "--budgets", "prune-66.7", "--json").stdout)
     assert list(written["budgets"]) == ["none", "prune-66.7"]
-    assert set(written["baselines"]["downsample"]["prune-66.7"]) == set(written["budgets"]["prune-66.7"])
+    smaller = written["baselines"]["downsample"]["prune-66.7"]
+    assert set(smaller) == set(written["budgets"]["prune-66.7"])
+    # A share of the unpruned tokens, not of those of the smaller picture, which are all kept.
+    share = 100 * smaller["mean_visual_tokens"] / written["budgets"]["none"]["mean_visual_tokens"]
+    assert share < 50
+    assert rows[1].split()[3] == f"{share:.1f}"
 
 
 def test_a_policy_s_baseline_runs_at_each_number_of_steps(exported: Callable[..., Path], photo: Image.Image) -> None:

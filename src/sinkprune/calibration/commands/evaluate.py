@@ -18,12 +18,7 @@ from sinkprune.calibration.commands.measuring import (
 from sinkprune.calibration.evaluation.intervals import Interval
 from sinkprune.calibration.evaluation.outliers import plant_in_vision
 from sinkprune.calibration.evaluation.replies import evaluation_report, replies_by_question
-from sinkprune.calibration.evaluation.report import (
-    Combination,
-    CombinationReport,
-    EvaluationReport,
-    Reply,
-)
+from sinkprune.calibration.evaluation.report import Combination, CombinationReport, EvaluationReport, Reply
 from sinkprune.calibration.pictures import note_items
 from sinkprune.calibration.plots import plot_evaluation
 from sinkprune.calibration.tasks import load_task, with_grey_picture

@@ -217,8 +217,9 @@ def main(arguments: Sequence[str] | None) -> None:
             write_line(f"tried {step.budget}: confidence {step.confidence:.3f}, {step.ms:.0f} ms")
         for text, share in answer.choices.items():
             _write_piece(f"{share:.3f} {text}\n")
+    unused = _unused_options(options, answer.budget)
     if options.json is not None:
-        write_json(options.json, _summary(pipeline, answer, memory, notes + _unused_options(options, answer.budget)))
+        write_json(options.json, _summary(pipeline, answer, memory, notes + unused))
     if answer.finish in _CUT_OFF and request.follows_grammar:
         sys.stderr.write(
             f"warning: the answer was cut off after {counted(len(answer.token_ids), 'token')}, so it may not have "
@@ -232,7 +233,7 @@ def main(arguments: Sequence[str] | None) -> None:
             sys.stderr.write(not_kept(pipeline.place))
     if options.overlay and answer.budget != UNPRUNED:
         write_output(options.overlay, picture_bytes(overlay(answer, images), options.overlay))
-    sys.stderr.write("".join(f"note: {note}\n" for note in _unused_options(options, answer.budget)))
+    sys.stderr.write("".join(f"note: {note}\n" for note in unused))
     if answer.finish == "cancelled":
         raise KeyboardInterrupt(f"the answer has {counted(len(answer.token_ids), 'token')} so far.{earlier}")
 
