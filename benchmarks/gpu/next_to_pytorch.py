@@ -5,7 +5,7 @@
     sinkprune-export pi0 --random-weights --precision fp16 -o pi0
     python benchmarks/gpu/next_to_pytorch.py pi0 pi0 --json results.json
 
-PyTorch runs transformers' own model with scaled dot product attention, in the type of --dtype: eager and compiled.
+PyTorch runs transformers' own model with scaled dot product attention, in each type of --dtype: eager and compiled.
 Compiled, LLaVA has a static cache, for which transformers compiles the decoder's steps into CUDA graphs. Compiled, a
 policy's denoising step goes through `torch.compile`; transformers 5.17 fails there with CUDA graphs. All rows take
 turns in every round, on the same new picture. Weights are random: times are true, answers are noise.
@@ -256,7 +256,9 @@ def _benchmark(arguments: Sequence[str] | None) -> None:
     parser.add_argument("bundle", type=Path, help="the bundle of this preset")
     parser.add_argument("--backend", default="ort-cuda")
     parser.add_argument("--device", default="cuda", help="PyTorch's")
-    parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16", "float32"], help="PyTorch's")
+    parser.add_argument(
+        "--dtype", nargs="+", default=["float16"], choices=["float16", "bfloat16", "float32"], help="PyTorch's"
+    )
     parser.add_argument("--new-tokens", type=int, default=17, help="of a policy: denoising steps")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every time too")
@@ -264,11 +266,11 @@ def _benchmark(arguments: Sequence[str] | None) -> None:
     if options.json:
         check_writable(options.json, (".json",))
     torch.set_grad_enabled(False)
-    config, dtype = PRESETS[options.model], getattr(torch, options.dtype)
+    config = PRESETS[options.model]
     if config["model_type"] == "llava":
         pipeline = Pipeline.load(options.bundle, backend=options.backend)
         prompt = pipeline.generate(picture(0), QUESTION, max_new_tokens=1).prompt_tokens
-        theirs = pytorch_answers(config, dtype, options.device, prompt, options.new_tokens)
+        pytorch_rows = pytorch_answers
         ours = {
             budget: our_answers(pipeline, budget, options.new_tokens)
             for budget in ("none", *pipeline.bundle.manifest.budgets)
@@ -278,12 +280,18 @@ def _benchmark(arguments: Sequence[str] | None) -> None:
         prompt = policy.act(
             [picture(0, 224)] * CAMERAS, QUESTION, [0.0] * len(policy.facts.usual_state)
         ).prompt_tokens
-        theirs = pytorch_chunks(config, dtype, options.device, prompt, options.new_tokens)
+        pytorch_rows = pytorch_chunks
         ours = {
             budget: our_chunks(policy, budget, options.new_tokens)
             for budget in ("none", *policy.bundle.manifest.budgets)
         }
-    rows = {f"PyTorch {options.dtype}, {name}": row for name, row in theirs.items()}
+    rows = {
+        f"PyTorch {dtype}, {name}": row
+        for dtype in options.dtype
+        for name, row in pytorch_rows(
+            config, getattr(torch, dtype), options.device, prompt, options.new_tokens
+        ).items()
+    }
     rows |= {f"{options.backend} {budget}": row for budget, row in ours.items()}
     found = measured(rows, options.rounds)
     device = torch.cuda.get_device_name() if options.device != "cpu" else "CPU"
