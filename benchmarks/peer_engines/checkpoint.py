@@ -27,7 +27,7 @@ from sinkprune.export.source import ExportRequest, open_source
 _OWN = {"dtype": "bfloat16"}
 """The checkpoint's configuration apart from the shapes."""
 _SHARD_BYTES = 1 << 30
-_PICTURE = re.compile(r"<image>\n|<\|vision_start\|>.*?<\|vision_end\|>")
+_PICTURE = re.compile(r"<image>\n?|<\|vision_start\|>.*?<\|vision_end\|>")
 _PROCESSORS = {
     "llava": ("LlavaProcessor", "CLIPImageProcessor"),
     "llava_next": ("LlavaNextProcessor", "LlavaNextImageProcessor"),
@@ -148,7 +148,8 @@ def chat_text(folder: Path, question: str, picture: str | None = None) -> str:
         (folder / "chat_template.jinja").read_text(encoding="utf-8")
     )
     content = [{"type": "image"}, {"type": "text", "text": question}]
-    text = template.render(messages=[{"role": "user", "content": content}], add_generation_prompt=True)
+    bos = read_json(folder, "tokenizer_config.json").get("bos_token", "")
+    text = template.render(messages=[{"role": "user", "content": content}], add_generation_prompt=True, bos_token=bos)
     return text if picture is None else _PICTURE.sub(lambda _: picture, text)
 
 

@@ -31,8 +31,8 @@ def load_policy(place: Path, dtype: Any) -> Loaded:
         frames, state, noise = moment(question, config.max_state_dim, (config.chunk_size, config.max_action_dim))
         start = time.perf_counter()
         pixels = np.stack(frames).transpose(0, 3, 1, 2).astype(np.float32) / 127.5 - 1
-        text = chat_text(checkpoint, question.text, "")
-        ids = [config.vlm_config.image_token_id] * (tokens * len(frames)) + tokenizer.encode(text).ids
+        words = tokenizer.encode(chat_text(checkpoint, question.text, "")).ids
+        ids = [config.vlm_config.image_token_id] * (tokens * len(frames)) + words
         given = torch.from_numpy(noise)[None].to(dtype)
         actions = model.sample_actions(
             state=torch.from_numpy(state)[None].to(dtype),

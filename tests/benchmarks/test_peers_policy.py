@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 import peers
-from peer_engines.checkpoint import make_checkpoint
+from peer_engines.checkpoint import chat_text, make_checkpoint
 from peer_engines.engine import Question, engine
 from peer_engines.robot import CAMERAS, largest_change, moment
 from support.models.peer_shapes import PI0
@@ -44,6 +45,15 @@ def test_the_peer_and_this_project_change_the_same_action_most(tmp_path: Path) -
         ]
         # On a busy machine reading the frames may take longer than all parts.
         assert 0.3 < max(shares) <= 1.001
+
+
+def test_the_peer_reads_the_words_of_this_projects_prompt(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, PI0)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    words = tokenizer.encode(chat_text(tmp_path, QUESTION.text, "")).ids
+    assert words[0] == tokenizer.token_to_id("<bos>")
+    assert tokenizer.decode(words) == f"{QUESTION.text}\n"
+    assert tokenizer.token_to_id("<image>") not in words
 
 
 def test_a_moment_is_the_same_for_all_engines_and_new_in_each_round() -> None:
