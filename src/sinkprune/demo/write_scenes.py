@@ -13,6 +13,7 @@ from itertools import groupby
 from pathlib import Path
 
 from sinkprune.contract.checks.format_value import counted
+from sinkprune.contract.files.output_files import make_folder
 from sinkprune.demo.scene_questions import questions_about
 from sinkprune.demo.varied_questions import varied_questions_about
 
@@ -25,7 +26,7 @@ def write_scenes(folder: Path, count: int, split: str = "test", scenes: str = "s
     `scenes` is `scenes` or `varied-scenes`.
     """
     lines = []
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     by_picture = groupby(_SETS[scenes](split, count), key=lambda pair: id(pair[0]))
     for number, (_, group) in enumerate(by_picture):
         for picture, question in group:

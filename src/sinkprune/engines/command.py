@@ -14,7 +14,7 @@ from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
-from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
+from sinkprune.contract.command_line.json_output import json_outputs, write_result
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.files.trust import Trust, add_sign_option, add_trust_options
@@ -107,9 +107,8 @@ def main(arguments: Sequence[str] | None) -> None:
             gate=gate,
             progress=progress,
         )
-    write_json(options.json, _summary(options.output, manifest, seen_shares))
-    if not prints_json(options.json):
-        sys.stdout.write(_text(options.output, manifest, None if options.move else options.bundle))
+    text = _text(options.output, manifest, None if options.move else options.bundle)
+    write_result(options.json, _summary(options.output, manifest, seen_shares), lambda: sys.stdout.write(text))
 
 
 def _summary(output: Path, manifest: EnginesManifest, seen_shares: Sequence[float]) -> dict[str, object]:

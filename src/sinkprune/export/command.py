@@ -14,7 +14,7 @@ from sinkprune.contract.budgets import OPTIONS
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
-from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
+from sinkprune.contract.command_line.json_output import json_outputs, write_result
 from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.files.output_files import check_outputs
@@ -83,7 +83,16 @@ def main(arguments: Sequence[str] | None) -> None:
     if rounded_again:
         sys.stderr.write(_rounded_again(rounded_again))
     size = sum(spec.size for spec in manifest.files.values())
-    write_json(
+    budgets = ", ".join(["none", *manifest.budgets])
+    shown = f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
+    precision, weights = manifest.precision, manifest.weights.name
+    numbers = precision if weights == precision else f"{precision}, weights {weights}"
+    methods = f", methods {', '.join(manifest.plans)}" if len(manifest.plans) > 1 else ""
+    text = (
+        f"{escaped(str(options.output))}: {shown}, {numbers}, budgets {budgets}{methods}\n"
+        f"sha256 {BUNDLE.sha256(manifest)}\n"
+    )
+    write_result(
         options.json,
         {
             "bundle": str(options.output),
@@ -100,17 +109,8 @@ def main(arguments: Sequence[str] | None) -> None:
             "requantised": rounded_again,
             "dialect": manifest.dialect,
         },
+        lambda: sys.stdout.write(text),
     )
-    if not prints_json(options.json):
-        budgets = ", ".join(["none", *manifest.budgets])
-        shown = f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
-        precision, weights = manifest.precision, manifest.weights.name
-        numbers = precision if weights == precision else f"{precision}, weights {weights}"
-        methods = f", methods {', '.join(manifest.plans)}" if len(manifest.plans) > 1 else ""
-        sys.stdout.write(
-            f"{escaped(str(options.output))}: {shown}, {numbers}, budgets {budgets}{methods}\n"
-            f"sha256 {BUNDLE.sha256(manifest)}\n"
-        )
 
 
 def _write_needs(memory: int, disk: int) -> None:

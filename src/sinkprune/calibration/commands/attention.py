@@ -30,8 +30,7 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.json_output import prints_json
-from sinkprune.contract.command_line.written_files import note_written
+from sinkprune.contract.command_line.written_files import note_written, write_each
 from sinkprune.contract.manifest import Manifest
 from sinkprune.export.pruning.chosen_heads import ChosenHeads, write_heads
 from sinkprune.runtime.commands import plain_text, write_report
@@ -113,15 +112,20 @@ def main(arguments: Sequence[str] | None) -> None:
         options, earlier = beside_earlier(options, "json", "plot")
     report = _report(loaded, Path(options.data).name, items, observed, shares)
     report = replace(report, warnings=(*interrupted_warnings(interrupted), *report.warnings))
-    if options.heads and heads:
-        write_heads(options.heads, heads)
-        note_written(options.heads)
-    write_report(options, report, plot_attention, {"interrupted": interrupted or None})
-    if not prints_json(options.json):
+
+    def keep_heads() -> None:
+        if options.heads and heads:
+            write_heads(options.heads, heads)
+            note_written(options.heads)
+
+    def print_tables() -> None:
         _print(report)
         if heads:
             _print_heads(heads)
         sys.stdout.write(_advice(task.bundle.manifest))
+
+    more = {"interrupted": interrupted or None}
+    write_each(keep_heads, lambda: write_report(options, report, plot_attention, print_tables, more))
     if interrupted:
         raise KeyboardInterrupt(interrupted + earlier)
 

@@ -21,9 +21,9 @@ from sinkprune.contract.checks.ranges import RealNumber
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
-from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
+from sinkprune.contract.command_line.json_output import json_outputs, write_result
 from sinkprune.contract.command_line.progress_lines import status
-from sinkprune.contract.command_line.written_files import note_written
+from sinkprune.contract.command_line.written_files import note_written, write_each
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.files.output_files import OutputFile, check_apart, check_outputs
 from sinkprune.runtime.commands import BundleOptions, bundle_parser, load_pipeline, name_list, plain_text
@@ -107,13 +107,18 @@ def main(arguments: Sequence[str] | None) -> None:
     report = replace(
         report, warnings=(*interrupted_warnings(interrupted), *report.warnings, *unseen), seen_share=min(shares)
     )
-    if options.thresholds:
-        write_thresholds(options.thresholds, new_thresholds(pipeline, options.method, report.chosen.least))
-        note_written(options.thresholds)
-    if not prints_json(options.json):
+
+    def keep_thresholds() -> None:
+        if options.thresholds:
+            write_thresholds(options.thresholds, new_thresholds(pipeline, options.method, report.chosen.least))
+            note_written(options.thresholds)
+
+    def print_tables() -> None:
         _print(report)
         sys.stdout.write(describe_ladders(manifest, options.method) + "\n")
-    write_json(options.json, {**to_json(report), "interrupted": interrupted or None})
+
+    value = {**to_json(report), "interrupted": interrupted or None}
+    write_each(keep_thresholds, lambda: write_result(options.json, value, print_tables))
     if interrupted:
         raise KeyboardInterrupt(interrupted + earlier)
 

@@ -26,8 +26,7 @@ from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
-from sinkprune.contract.command_line.json_output import prints_json
-from sinkprune.contract.command_line.written_files import write_output
+from sinkprune.contract.command_line.written_files import write_each, write_output
 from sinkprune.contract.files.output_files import OutputFile
 from sinkprune.contract.reports.report import FEWEST_OF_P95
 from sinkprune.contract.reports.rows import in_order_of_rows
@@ -105,12 +104,16 @@ def main(arguments: Sequence[str] | None) -> None:
     if interrupted:
         options, earlier = beside_earlier(options, "json", "plot", "answers")
         result = replace(result, warnings=(*interrupted_warnings(interrupted), *result.warnings))
-    if options.answers:
-        write_output(options.answers, "".join(map(_answer_line, replies)).encode())
-    write_report(options, result, plot_evaluation, {"interrupted": interrupted or None})
-    if not prints_json(options.json):
-        # Last: the reader of standard output may stop reading, as `head` does.
+
+    def write_answers() -> None:
+        if options.answers:
+            write_output(options.answers, "".join(map(_answer_line, replies)).encode())
+
+    def print_tables() -> None:
         _print_tables(result, papers=options.table)
+
+    more = {"interrupted": interrupted or None}
+    write_each(write_answers, lambda: write_report(options, result, plot_evaluation, print_tables, more))
     if interrupted:
         raise KeyboardInterrupt(interrupted + earlier)
 

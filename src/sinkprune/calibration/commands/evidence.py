@@ -23,7 +23,7 @@ from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
-from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
+from sinkprune.contract.command_line.json_output import json_outputs, write_result
 from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.files.output_files import check_apart, check_outputs
@@ -93,9 +93,7 @@ def main(arguments: Sequence[str] | None) -> None:
     )
     # Last but for the output: a bundle is changed only after all budgets are measured.
     sha256 = None if options.dry_run else BUNDLE.sha256(_write(bundle, sign))
-    write_json(options.json, {**to_json(report), "sha256": sha256})
-    if not prints_json(options.json):
-        _print(report, sha256)
+    write_result(options.json, {**to_json(report), "sha256": sha256}, lambda: _print(report, sha256))
 
 
 def _method(manifest: Manifest, name: str | None) -> str:

@@ -29,11 +29,10 @@ from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
-from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.command_line.written_files import note_written
 from sinkprune.contract.errors import OutputError, UsageError
-from sinkprune.contract.files.output_files import OutputFile, check_outputs, write_whole
+from sinkprune.contract.files.output_files import OutputFile, check_outputs, make_folder, write_whole
 from sinkprune.contract.manifest import MANIFEST
 from sinkprune.runtime.commands import (
     BundleOptions,
@@ -92,7 +91,7 @@ def main(arguments: Sequence[str] | None) -> None:
     check_outputs([*options.outputs, *_heatmap_outputs(options, pictures)], read, options.folders)
     model, tower, shares = _bundle_tower(options, bundle, pictures) if bundle else _lone_tower(options)
     if options.heatmaps:
-        options.heatmaps.mkdir(exist_ok=True)
+        make_folder(options.heatmaps)
     measured, interrupted, earlier = list[TokenFeatures](), "", ""
     try:
         with progress_bar("looking", len(pictures), "pictures") as count:
@@ -114,9 +113,8 @@ def main(arguments: Sequence[str] | None) -> None:
     report, shares = summarise(model, len(measured), norms, salience), shares[: len(measured)]
     warnings = (*interrupted_warnings(interrupted), *report.warnings, *unseen_warnings(shares, "cases"))
     report = replace(report, warnings=warnings, seen_share=min(shares, default=1.0))
-    write_report(options, report, plot_norms, {"interrupted": interrupted or None})
-    if not prints_json(options.json):
-        sys.stdout.write(escaped(_text(report), keep="\n"))
+    text, more = escaped(_text(report), keep="\n"), {"interrupted": interrupted or None}
+    write_report(options, report, plot_norms, lambda: sys.stdout.write(text), more)
     if interrupted:
         raise KeyboardInterrupt(interrupted + earlier)
 

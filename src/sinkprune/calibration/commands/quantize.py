@@ -18,7 +18,6 @@ from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
-from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.files.folders import check_outside, check_replaceable
 from sinkprune.contract.files.output_files import check_apart, check_outputs
@@ -113,15 +112,17 @@ def main(arguments: Sequence[str] | None) -> None:
             progress=progress,
             on_cost=_print_cost,
         )
-    write_report(options, report, plot_quantisation, {"sha256": BUNDLE.sha256(manifest)})
-    if prints_json(options.json):
-        return
-    _print(report)
-    size = sum(spec.size for spec in manifest.files.values())
-    sys.stdout.write(
-        f"{escaped(str(options.output))}: {size / 1e6:.2f} MB, {manifest.precision}, weights {forms.name}\n"
-        f"sha256 {BUNDLE.sha256(manifest)}\n"
-    )
+    sha256 = BUNDLE.sha256(manifest)
+
+    def print_tables() -> None:
+        _print(report)
+        size = sum(spec.size for spec in manifest.files.values())
+        sys.stdout.write(
+            f"{escaped(str(options.output))}: {size / 1e6:.2f} MB, {manifest.precision}, weights {forms.name}\n"
+            f"sha256 {sha256}\n"
+        )
+
+    write_report(options, report, plot_quantisation, print_tables, {"sha256": sha256})
 
 
 def _chosen(data: Path, limit: int) -> list[Item]:

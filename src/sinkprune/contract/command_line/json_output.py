@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from sinkprune.contract.command_line.written_files import write_output
+from sinkprune.contract.command_line.written_files import write_each, write_output
 from sinkprune.contract.files.output_files import OutputFile
 
 STDOUT = Path("-")
@@ -38,3 +39,12 @@ def write_json(json_path: Path | None, value: object) -> None:
         sys.stdout.flush()
     elif json_path is not None:
         write_output(json_path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def write_result(json_path: Path | None, value: object, in_words: Callable[[], object]) -> None:
+    """Write a command's result as `write_json` does, and let `in_words` print it, unless the JSON is printed.
+
+    Both are done, also if one fails; then the first error is raised.
+    """
+    # The words come last, because their reader may stop reading, as `head` does.
+    write_each(lambda: write_json(json_path, value), *([] if prints_json(json_path) else [in_words]))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.errors import SinkpruneError
 from sinkprune.contract.files.output_files import write_whole
 
 
@@ -17,6 +19,21 @@ def write_output(path: Path, data: bytes) -> None:
     """
     write_whole(path, data)
     note_written(path)
+
+
+def write_each(*writers: Callable[[], object]) -> None:
+    """Call the writers of a command's results in order, also after one has failed; then raise the first error.
+
+    So what took minutes to measure reaches the terminal if the disk is full, and the files if the terminal is closed.
+    """
+    errors: list[Exception] = []
+    for write in writers:
+        try:
+            write()
+        except (SinkpruneError, OSError) as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def note_written(path: Path) -> None:

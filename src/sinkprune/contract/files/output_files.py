@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ from sinkprune.contract.errors import OutputError
 
 OutputFile = tuple[Path, tuple[str, ...]]
 """A file that a command writes, and the suffixes it may have."""
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 def check_outputs(outputs: Sequence[OutputFile], read: Iterable[Path] = (), folders: Iterable[Path] = ()) -> None:
@@ -66,6 +68,14 @@ def check_writable(path: Path, suffixes: tuple[str, ...]) -> None:
         )
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, unless it exists. Raises `OutputError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"'{folder}' cannot be made: {error.strerror}. Choose another place.") from error
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """Write `data` to a temporary file next to `path`, sync it, and rename it to `path`. Raises `OutputError`."""
     with whole_file(path) as file:
@@ -91,9 +101,15 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         temporary.chmod(0o644)
         temporary.replace(path)
-    except BaseException:
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        raise OutputError(
+            f"'{path}' cannot be written: {error.strerror}. Free space, or choose another place."
+        ) from error
+    finally:
+        # It has its own name by now, or is incomplete.
         temporary.unlink(missing_ok=True)
-        raise
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
-from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
+from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_result
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.files.trust import Trust, add_trust_options
 
@@ -64,9 +64,7 @@ def main(arguments: Sequence[str] | None) -> None:
         recording = record(bundle, question, Path(folder) / "recording", progress)
         own = engines_alone(options.engines, trust)
         report = check_engines(built, own, backend, question, recording, progress)
-    write_json(options.json, to_json(report))
-    if not prints_json(options.json):
-        print_report(report)
+    write_result(options.json, to_json(report), lambda: print_report(report))
     refused = first_refusal(report, built.engines.manifest)
     if refused is not None:
         raise EnginesError(refused)

@@ -11,7 +11,7 @@ from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
-from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
+from sinkprune.contract.command_line.json_output import json_outputs, write_result
 from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs
@@ -50,9 +50,7 @@ def main(arguments: Sequence[str] | None) -> None:
             files = SystemFiles(options.root)
             machine = read_machine(files, this_environment(), boards, Path())
             report = report_on_machine(machine, boards, query)
-    write_json(options.json, to_json(report))
-    if not prints_json(options.json):
-        print_report(report)
+    write_result(options.json, to_json(report), lambda: print_report(report))
 
 
 def _size(words: str) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
+from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_result
 from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.contract.errors import OutputError, UsageError
 from sinkprune.contract.files.output_files import check_outputs
@@ -150,9 +150,7 @@ def main(arguments: Sequence[str] | None) -> None:
             raise KeyboardInterrupt(
                 f"{counted(journal.count, 'frame')} are in '{journal.path}'; the same command goes on."
             ) from interrupt
-    write_json(options.json, to_json(report))
-    if not prints_json(options.json):
-        write_line(_in_words(report))
+    write_result(options.json, to_json(report), lambda: write_line(_in_words(report)))
     sys.stderr.write(_warnings(report))
 
 

@@ -18,9 +18,9 @@ from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command_parser import CommandParser
-from sinkprune.contract.command_line.json_output import json_outputs, write_json
+from sinkprune.contract.command_line.json_output import json_outputs, write_result
 from sinkprune.contract.command_line.progress_lines import status
-from sinkprune.contract.command_line.written_files import write_output
+from sinkprune.contract.command_line.written_files import write_each, write_output
 from sinkprune.contract.files.output_files import OutputFile, check_outputs
 from sinkprune.contract.files.trust import Trust, add_trust_options
 from sinkprune.runtime.backends import THREADS
@@ -259,13 +259,16 @@ def write_report(
     options: ReportOptions,
     report: R,
     plot: Callable[[R, str], bytes],
+    in_words: Callable[[], object],
     more: Mapping[str, object] = MappingProxyType({}),
 ) -> None:
-    """Write a report as the requested plot and JSON; the JSON also has the keys of `more`."""
-    if options.plot:
-        write_output(options.plot, plot(report, options.plot.suffix))
-    # Last, because the reader of standard output may stop reading.
-    write_json(options.json, {**to_json(report), **more})
+    """Write a report as the requested plot and as `write_result` does; the JSON also has the keys of `more`."""
+
+    def draw() -> None:
+        if options.plot:
+            write_output(options.plot, plot(report, options.plot.suffix))
+
+    write_each(draw, lambda: write_result(options.json, {**to_json(report), **more}, in_words))
 
 
 def name_list(words: str) -> list[str]:

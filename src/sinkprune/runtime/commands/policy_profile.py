@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.format_value import counted, format_value
-from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import PolicyFacts
 from sinkprune.contract.reports.policy_report import PolicyBudgetReport, PolicyReport
@@ -95,10 +94,8 @@ def profile_policy(options: PolicyProfileOptions, bundle: Bundle, observations: 
         interrupted = f"the report counts {rounds.count} of {counted(repeat, 'round')}."
         outputs, earlier = beside_earlier(options, "json", "plot")
     report = rounds.report()
-    write_report(outputs, report, plot_policy, {"interrupted": interrupted or None})
-    if not prints_json(options.json):
-        # Last, because the reader of standard output may stop reading, as `head` does.
-        _print_tables(report)
+    more = {"interrupted": interrupted or None}
+    write_report(outputs, report, plot_policy, lambda: _print_tables(report), more)
     if interrupted:
         raise KeyboardInterrupt(interrupted + earlier)
 

@@ -10,7 +10,6 @@ from typing import Any
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.reports.energy import BudgetEnergy
 from sinkprune.contract.reports.report import OF_TTFT, BudgetReport, ProfileReport
@@ -204,18 +203,13 @@ def main(arguments: Sequence[str] | None) -> None:
             )
             options, earlier = beside_earlier(options, "json", "plot")
         more = {"interrupted": interrupted or None}
-        # Tables come last, because the reader of standard output may stop reading, as `head` does.
         if isinstance(run, RateRun):
             rates = run.report()
-            write_report(options, rates, plot_rate, more)
-            if not prints_json(options.json):
-                print_rates(rates)
+            write_report(options, rates, plot_rate, lambda: print_rates(rates), more)
             power = rates.power
         else:
             report = run.report()
-            write_report(options, report, plot_report, more)
-            if not prints_json(options.json):
-                _print_table(report)
+            write_report(options, report, plot_report, lambda: _print_table(report), more)
             power = report.power
     check_lived(power)
     if interrupted:

@@ -1,0 +1,85 @@
+"""A disk that is full once all is measured: the tables are printed, and the error names the file."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from sinkprune.demo.write_scenes import write_scenes
+from support.programs.commands import run
+
+Bundles = Callable[..., Path]
+ONE = ("--budgets", "retain-64")
+FREE = "Free space, or choose another place."
+_MOST_BYTES = 64
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Questions about two scenes."""
+    folder = tmp_path_factory.mktemp("scenes")
+    write_scenes(folder, 2, "validation")
+    return folder / "scenes.jsonl"
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file may grow longer than a few bytes: writing fails as on a full disk, with another error number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_MOST_BYTES, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("output", ["--json x.json", "--plot x.png", "--json x.json --plot y.png"])
+def test_a_profile_is_printed(
+    output: str, bundle: Bundles, photo_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("--image", photo_file, "--prompt", "What?", *ONE, "--repeat", 1, "--new-tokens", 2)
+    own = bundle("gqa-112")
+    with full_disk():
+        outcome = run("sinkprune-profile", own, *words, *output.split())
+    assert outcome.code == 2 and "retain-64" in outcome.stdout
+    # Of two errors the first is printed; the plot is the first output.
+    first = output.split()[-1]
+    assert outcome.stderr.endswith(f"error: '{first}' cannot be written: File too large. {FREE}\n")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "printed"),
+    [
+        (("sinkprune-evaluate", "BUNDLE", *ONE, "--answers", "x.jsonl"), "retain-64"),
+        (("sinkprune-calibrate", "attention", "BUNDLE", *ONE, "--heads", "x.json"), "retain-64"),
+        (("sinkprune-calibrate", "norms", "BUNDLE", "--json", "x.json"), "median"),
+    ],
+    ids=["answers", "heads", "norms"],
+)
+def test_calibrations_are_printed(
+    words: tuple[str, ...],
+    printed: str,
+    bundle: Bundles,
+    scenes: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = bundle("gqa-112", budgets=("retain-64",))
+    with full_disk():
+        outcome = run(*(own if word == "BUNDLE" else word for word in words), "--data", scenes, "--limit", 3)
+    assert outcome.code == 2 and printed in outcome.stdout
+    assert outcome.stderr.endswith(f"error: '{words[-1]}' cannot be written: File too large. {FREE}\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_place_that_only_looks_writable_has_a_sentence(bundle: Bundles, scenes: Path) -> None:
+    outcome = run("sinkprune-calibrate", "norms", bundle("gqa-112"), "--data", scenes, "--heatmaps", "/proc/maps")
+    wanted = "error: '/proc/maps' cannot be made: No such file or directory. Choose another place.\n"
+    assert outcome.code == 2 and outcome.stderr.endswith(wanted)
