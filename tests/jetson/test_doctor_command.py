@@ -271,35 +271,6 @@ def test_engines_of_a_gpu_need_its_memory(bundle: Callable[..., Path], tmp_path:
     assert own["build"] is None
 
 
-def test_the_picture_makes_a_difference_where_models_see_all_of_it() -> None:
-    small, large = (
-        told("--board", "agx-orin-64gb", "qwen2.5-vl-7b", "--picture", size)["models"][0]
-        for size in ("320x240", "1280x720")
-    )
-    assert small["visual_tokens"] < large["visual_tokens"] == 46 * 26
-    assert small["rows"]["none"]["prefill_flops"] < large["rows"]["none"]["prefill_flops"]
-
-
-@pytest.mark.parametrize(
-    ("model", "picture", "share", "part"),
-    [
-        ("llava-1.5-7b", "1280x720", 720 / 1280, "56 % of the picture (the middle 720x720 of 1280x720)"),
-        ("llava-1.5-7b", "480x480", 1, None),
-        ("qwen2.5-vl-7b", "1280x720", 1, None),
-    ],
-)
-def test_the_part_that_is_not_seen_is_noted(model: str, picture: str, share: float, part: str | None) -> None:
-    words = ("--board", "orin-nano-8gb", model, "--picture", picture)
-    (found,) = told(*words)["models"]
-    assert found["seen_share"] == pytest.approx(share, abs=1e-3)
-    assert found["seen_part"] == (part and f"the model sees {part}")
-    lines = [line for line in doctor(*words).stdout.splitlines() if "the model sees" in line]
-    assert lines == ([f"note: the model sees {part}"] if part else [])
-    assert ("\n      sinkprune-run --fit pad shows it all (docs/pictures.md)\n" in doctor(*words).stdout) is (
-        part is not None
-    )
-
-
 @pytest.mark.parametrize("elsewhere", [True, False])
 def test_a_board_may_run_on_its_processor(elsewhere: bool, tmp_path: Path) -> None:
     place = ("--board", "orin-nano-8gb") if elsewhere else ("--root", orin_nano_jetpack_6_2(tmp_path))

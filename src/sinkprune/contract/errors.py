@@ -113,7 +113,7 @@ class FewerFramesWarning(PictureWarning):
 
 
 class UnusualStateWarning(UserWarning):
-    """A number of a robot's state is far outside the training data of its policy."""
+    """Numbers of a robot's state are far outside the training data of its policy."""
 
 
 class CostsWarning(UserWarning):

@@ -26,7 +26,7 @@ from sinkprune.jetson.other_forms import manifest_in_form
 from sinkprune.jetson.times import ExpectedTimes, TimeBounds, expected_times
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.families import load_family
-from sinkprune.runtime.steps.picture_warnings import seen_part
+from sinkprune.runtime.steps.picture_warnings import seen_part, smaller_picture
 from sinkprune.runtime.steps.request import DEFAULT_METHOD
 
 PROMPT_TOKENS = 64
@@ -155,6 +155,10 @@ class ModelFit:
     """The share of the picture's area that the model sees, with its own fit."""
     seen_part: str | None
     """A phrase for the part that the model sees; None for the whole picture."""
+    seen_size: tuple[int, int] | None
+    """The size in pixels to which the picture is scaled; None in families that scale none to a limit."""
+    seen_smaller: str | None
+    """A phrase for that size, if the model sees the picture clearly smaller than it is."""
     prompt_tokens: int
     new_tokens: int
     typical_new_tokens: int
@@ -209,6 +213,8 @@ def fit(name: str, kind: ModelState, manifest: Manifest, target: TargetMachine, 
         visual_tokens=layout.all_tokens,
         seen_share=layout.seen_share,
         seen_part=seen_part(layout) if layout.seen_share < 1 else None,
+        seen_size=layout.seen_size,
+        seen_smaller=smaller_picture(layout) or None,
         prompt_tokens=target.text.prompt,
         new_tokens=target.text.new,
         typical_new_tokens=target.text.typical,

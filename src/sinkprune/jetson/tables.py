@@ -28,6 +28,8 @@ from sinkprune.runtime.commands import plain_text
 from sinkprune.runtime.commands.table_console import TableConsole, make_table
 
 _WIDTH = 100
+_FIT = "sinkprune-run --fit pad shows it all (docs/pictures.md)"
+_MAX_PIXELS = "for small things export with a larger --max-pixels (docs/pictures.md)"
 _UNKNOWN = "-"
 
 
@@ -50,9 +52,9 @@ def print_report(report: DoctorReport) -> None:
     for model in () if report.overview else report.models:
         console.print()
         console.print(plain_text(heading(model)), style="bold", soft_wrap=True)
-        if model.seen_part:
-            cropped = Finding(False, model.seen_part, "sinkprune-run --fit pad shows it all (docs/pictures.md)")
-            console.print(_finding(cropped), soft_wrap=True)
+        for text, do in ((model.seen_part, _FIT), (model.seen_smaller, _MAX_PIXELS)):
+            if text:
+                console.print(_finding(Finding(False, text, do)), soft_wrap=True)
         console.print(budget_table(model))
         if any(form.build for form in model.forms):
             console.print()

@@ -140,6 +140,10 @@ def test_a_state_far_outside_the_training_data_is_told(policy: Policy, photo: Im
         far[2] += sign * 10.5 * std[2]
         with pytest.warns(UnusualStateWarning, match=r"^number 3 of the state is far outside .* Check its unit"):
             act(policy, photo, state=far)
+    far[1] = mean[1] + 1e6
+    numbers = r"^numbers 2 and 3 of the state are far outside .* they are beyond 10 or -10. Check their units"
+    with pytest.warns(UnusualStateWarning, match=numbers):
+        act(policy, photo, state=far)
     without = replace(facts, state_mean=(), state_std=())
     assert unusual_state(without, normalised_state(without, [1e6] * len(without.usual_state))) is None
     ranged = replace(without, state_range=NumberRanges((0.0,) * WIDTH, (1.0,) * WIDTH))
@@ -156,7 +160,9 @@ def test_a_command_tells_of_the_first_such_state(policy: Policy, photo: Image.Im
         "".join(f"{json.dumps(line)}\n" for line in (usual, [1e6] * WIDTH, [1e6] * WIDTH))
     )
     options = ("--camera", tmp_path / "frames", "--camera", "none", "--state", tmp_path / "states.json")
-    outcome = run("sinkprune-act", policy.bundle.path, *options, "--instruction", "go", "--steps", 1)
+    words = ("--instruction", "go", "--steps", 1, "--json", "-")
+    outcome = run("sinkprune-act", policy.bundle.path, *options, *words)
     assert outcome.code == 0, outcome.stderr
     (told,) = [line for line in outcome.stderr.splitlines() if "training data" in line]
-    assert told.startswith("moment 2: number 1 of the state is far outside the policy's training data")
+    assert told.startswith("moment 2: numbers 1, 2, ") and "are far outside the policy's training data" in told
+    assert json.loads(outcome.stdout)["notes"] == [told]

@@ -99,18 +99,24 @@ def normalised_state(policy: PolicyFacts, state: Sequence[float] | Array) -> Arr
 
 
 def unusual_state(policy: PolicyFacts, state: Array) -> str | None:
-    """Return a sentence about the first number of a normalised state that is far outside the training data.
+    """Return sentences about the numbers of a normalised state that are far outside the training data.
 
-    None without such a number. A checkpoint without statistics has none.
+    None without such numbers. A checkpoint without statistics has none.
     """
     if not (policy.state_mean or policy.state_range):
         return None
-    far = np.flatnonzero(np.abs(state) > _UNUSUAL)
-    if not far.size:
+    *others, last = [str(index + 1) for index in np.flatnonzero(np.abs(state) > _UNUSUAL)] or [""]
+    if not last:
         return None
+    beyond = f"beyond {_UNUSUAL} or -{_UNUSUAL}"
+    if not others:
+        return (
+            f"number {last} of the state is far outside the policy's training data: normalised, it is {beyond}. "
+            "Check its unit and its place."
+        )
     return (
-        f"number {far[0] + 1} of the state is far outside the policy's training data: normalised, it is beyond "
-        f"{_UNUSUAL} or -{_UNUSUAL}. Check its unit and its place."
+        f"numbers {', '.join(others)} and {last} of the state are far outside the policy's training data: "
+        f"normalised, they are {beyond}. Check their units, for example degrees for radians, and their places."
     )
 
 

@@ -88,13 +88,13 @@ def main(arguments: Sequence[str] | None) -> None:
     folders = [*options.folders, *observations.folders]
     check_outputs([*json_outputs(options.json), *overlays], [*observations.files, *options.key_files], folders)
     _check_combinations(options, observations)
-    bundle = _open(options, observations)
+    bundle, notes = _open(options, observations)
     manifest, (first, *_) = bundle.manifest, observations.moments
     given = [path for path in first.cameras if path is not None]
     costs = _known_costs(options, bundle, len(given)) if options.deadline_ms is not None else None
     family = load_family(manifest, None)
     pictures = [decoded(path, family) for path in given]
-    notes = note_pictures(family, manifest, given, pictures)
+    notes += note_pictures(family, manifest, given, pictures)
     notes += note_frames({file: frames for file, frames in observations.frames if file not in given})
     memory = check_memory(
         options, bundle, PlannedRequests(pictures, options.method, [options.budget], options.instruction, 0)
@@ -215,18 +215,21 @@ def _check_combinations(options: _Options, observations: Observations) -> None:
         )
 
 
-def _open(options: _Options, observations: Observations) -> Bundle:
-    """Open the policy's bundle, and check the budget and all observations before anything is loaded."""
+def _open(options: _Options, observations: Observations) -> tuple[Bundle, list[str]]:
+    """Open the policy's bundle, and check the budget and all observations before anything is loaded.
+
+    Returns the bundle, and the notes on states that were printed.
+    """
     bundle = read_runnable(options.bundle, options.trust)
     manifest, facts = bundle.manifest, bundle.manifest.policy
     check_kind(bundle, acts=True)
     if facts is None:
         raise ValueError("check_kind accepts policies only")
     manifest.plan(options.method, options.budget)
-    observations.check(manifest, facts, options.instruction, steps=options.steps)
+    notes = observations.check(manifest, facts, options.instruction, steps=options.steps)
     if options.min_steps is not None:
         check_least_steps(options.min_steps, options.steps or facts.steps, "--min-steps", "--steps")
-    return bundle
+    return bundle, notes
 
 
 def _known_costs(options: _Options, bundle: Bundle, frames: int) -> ActionCosts | None:

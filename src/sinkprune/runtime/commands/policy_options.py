@@ -49,12 +49,13 @@ class Observations(NamedTuple):
     frames: tuple[tuple[Path, int], ...] = ()
     """The files of the folders, each with its number of frames."""
 
-    def check(self, manifest: Manifest, facts: PolicyFacts, instruction: str, **options: Any) -> None:
+    def check(self, manifest: Manifest, facts: PolicyFacts, instruction: str, **options: Any) -> list[str]:
         """Check all moments before anything is loaded, with the `options` of `observed`.
 
-        Prints a line about the first unusual state. Raises `ImageError`, `PromptError` and `UsageError`.
+        Prints a note about the first unusual state, and returns it in a list. Raises `ImageError`, `PromptError` and
+        `UsageError`.
         """
-        said = None
+        notes = list[str]()
         for number, moment in enumerate(self.moments, 1):
             try:
                 observation = observed(manifest, facts, list(moment.cameras), instruction, moment.state, **options)
@@ -62,8 +63,10 @@ class Observations(NamedTuple):
                 if len(self.moments) == 1:
                     raise
                 raise UsageError(f"moment {number} of {len(self.moments)}: {error}") from error
-            if said is None and (said := unusual_state(facts, observation.state)):
-                sys.stderr.write(f"moment {number}: {said}\n" if len(self.moments) > 1 else f"{said}\n")
+            if not notes and (note := unusual_state(facts, observation.state)):
+                notes.append(f"moment {number}: {note}" if len(self.moments) > 1 else note)
+                sys.stderr.write(f"{notes[0]}\n")
+        return notes
 
 
 def add_cameras(group: Any, note: str = "", *, required: bool = False) -> None:

@@ -92,6 +92,12 @@ def limit_notes(layout: VisualLayout) -> list[str]:
 
 def scaled_down(layout: VisualLayout) -> str:
     """Return sentences about a picture that the model sees clearly smaller than it is; else ""."""
+    phrase = smaller_picture(layout)
+    return f"{phrase}. For small things export it with {larger_limit(layout)}." if phrase else ""
+
+
+def smaller_picture(layout: VisualLayout) -> str:
+    """Return a phrase for the size at which the model sees a picture, if it is clearly smaller; else ""."""
     if layout.seen_size is None:
         return ""
     (width, height), (seen_width, seen_height) = layout.size, layout.seen_size
@@ -101,13 +107,13 @@ def scaled_down(layout: VisualLayout) -> str:
     smaller = any(side - seen > rounded for side, seen in zip(layout.size, layout.seen_size, strict=True))
     if not smaller or area >= _CLEARLY_SMALLER**2 * math.prod(layout.size):
         return ""
-    what, options = "picture", "a larger --max-pixels"
-    if layout.frames > 1:
-        what, options = "frames", "a larger --max-pixels or fewer --max-frames"
-    return (
-        f"the model sees the {width}x{height} {what} at {seen_width}x{seen_height} pixels, the bundle's limit. For "
-        f"small things export it with {options} (docs/pictures.md)."
-    )
+    what = "frames" if layout.frames > 1 else "picture"
+    return f"the model sees the {width}x{height} {what} at {seen_width}x{seen_height} pixels, the bundle's limit"
+
+
+def larger_limit(layout: VisualLayout) -> str:
+    """Return the options of an export with which the model sees a picture, or the frames of a clip, less scaled."""
+    return f"a larger --max-pixels{' or fewer --max-frames' if layout.frames > 1 else ''} (docs/pictures.md)"
 
 
 def fewer_frames(layout: VisualLayout) -> str:
