@@ -52,9 +52,9 @@ def print_report(report: DoctorReport) -> None:
     for model in () if report.overview else report.models:
         console.print()
         console.print(plain_text(heading(model)), style="bold", soft_wrap=True)
-        for text, do in ((model.seen_part, _FIT), (model.seen_smaller, _MAX_PIXELS)):
-            if text:
-                console.print(_finding(Finding(False, text, do)), soft_wrap=True)
+        for unseen, do in ((model.seen_part, _FIT), (model.seen_smaller, _MAX_PIXELS)):
+            if unseen:
+                console.print(_finding(Finding(False, unseen, do)), soft_wrap=True)
         console.print(budget_table(model))
         if any(form.build for form in model.forms):
             console.print()

@@ -124,6 +124,8 @@ def test_an_unknown_option_is_refused_with_those_there_are(kind: type[Exception]
         Request(("a.jpg",), ("", "Why?"), order="bgr")
     with pytest.raises(kind, match="no option 'texts'"):
         new_request("a.jpg", "Why?", texts=("", "Why?"))
+    with pytest.raises(kind, match=r"^fit is an option of Pipeline\.load, not of a request\. Give it there\.$"):
+        new_request("a.jpg", "Why?", fit="pad")
 
 
 def test_observers_receive_every_step_in_order(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:

@@ -205,8 +205,9 @@ def main(arguments: Sequence[str] | None) -> None:
             folder = escaped(str(options.bundle))
             sys.stdout.write(
                 f"{folder}: added budget {name}\nsha256 {sha256}\n"
-                "The sha256 is new: replace it where you give --sha256 or sha256=, and build engines of this bundle "
-                f"again.\nRun the budget: sinkprune-run {folder} --budget {name}, with --image and --prompt\n"
+                "The sha256 is new: replace it where you give --sha256 or sha256=, and make this bundle's engines "
+                "and thresholds again.\n"
+                f"Run the budget: sinkprune-run {folder} --budget {name}, with --image and --prompt\n"
             )
         elif kept:
             sys.stdout.write(f"{escaped(str(options.bundle))}: unchanged, because of --dry-run\n")

@@ -44,11 +44,16 @@ def check_options(given: Iterable[str], known: Sequence[str]) -> None:
     """Raise `OptionError`, with the `known` names, for names of options that are not known."""
     for name in given:
         if name not in known:
-            # 'num_steps' means 'steps', and 'temp' 'temperature', although 'min_steps' and 'system' are closer.
-            near = [option for option in known if option in name.split("_") or option.startswith(name)]
-            near += get_close_matches(name, known, 1)
-            guess = f"; did you mean '{near[0]}'?" if near else "."
-            raise OptionError(f"there is no option {format_value(name)}{guess} Options are: {', '.join(known)}.")
+            guess = f"{guessed(name, known) or '.'} Options are: {', '.join(known)}."
+            raise OptionError(f"there is no option {format_value(name)}{guess}")
+
+
+def guessed(name: str, known: Sequence[str]) -> str:
+    """Return the end of a sentence with the name in `known` that an unknown one may mean; else ""."""
+    # 'num_steps' means 'steps', and 'temp' 'temperature', although 'min_steps' and 'system' are closer.
+    near = [option for option in known if option in name.split("_") or option.startswith(name)]
+    near += get_close_matches(name, known, 1)
+    return f"; did you mean '{near[0]}'?" if near else ""
 
 
 def checks_options(function: C) -> C:

@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None) -> None:
                 f"{counted(journal.count, 'frame')} are in '{journal.path}'; the same command goes on."
             ) from interrupt
     write_result(options.json, to_json(report), lambda: write_line(_in_words(report)))
-    sys.stderr.write(_warnings(report))
+    sys.stderr.write(_warnings(report, no_overlay=options.no_overlay))
 
 
 class _Answering:
@@ -279,7 +279,7 @@ def _in_words(report: ReplayReport) -> str:
     )
 
 
-def _warnings(report: ReplayReport) -> str:
+def _warnings(report: ReplayReport, *, no_overlay: bool) -> str:
     lines = []
     if report.failures:
         first = report.failures[0]
@@ -289,7 +289,7 @@ def _warnings(report: ReplayReport) -> str:
         )
     if report.damage is not None:
         lines.append(f"warning: the bag ends early. {report.damage}. {report.frames.total} frames were read before.")
-    if report.budget == UNPRUNED:
+    if report.budget == UNPRUNED and not no_overlay:
         lines.append(f"note: no overlays were drawn, because budget {UNPRUNED} drops no tokens.")
     return "".join(f"{escaped(line)}\n" for line in lines)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from sinkprune.contract.checks.arguments import guessed
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.errors import (
@@ -22,7 +23,13 @@ from sinkprune.contract.errors import (
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
 from sinkprune.runtime.server.api_error import ApiError
 from sinkprune.runtime.server.json_values import format_json
-from sinkprune.runtime.steps.request import DEADLINE_MS, MAX_NEW_TOKENS, MIN_NEW_TOKENS, stop_strings
+from sinkprune.runtime.steps.request import (
+    DEADLINE_MS,
+    MAX_NEW_TOKENS,
+    MIN_NEW_TOKENS,
+    OPTIONS_OF_LOADING,
+    stop_strings,
+)
 from sinkprune.runtime.text.answer_form import checked_regex, checked_schema, given_choices
 from sinkprune.runtime.text.sampling import SEED, TEMPERATURE, TOP_P
 
@@ -33,6 +40,13 @@ MOST_TOKENS = ("max_completion_tokens", "max_tokens")
 LEAST_TOKENS = ("min_tokens", "min_new_tokens")
 """vLLM's name of `min_new_tokens`, and ours; both may be given with one value."""
 _EXAMPLE = '{"type": "object", "properties": {"colour": {"type": "string"}}}'
+
+
+def unsupported_field(name: str, known: Iterable[str]) -> str:
+    """Return the message for a field that is not in `known`."""
+    if name in OPTIONS_OF_LOADING:
+        return f"{name} is an option of sinkprune-serve, not of a request. Start the server with --{name}."
+    return f"the field {format_json(name)} is not supported{guessed(name, sorted(known)) or '.'} Leave it out."
 
 
 def read_flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> bool:

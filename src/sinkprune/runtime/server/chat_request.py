@@ -28,6 +28,7 @@ from sinkprune.runtime.server.body_fields import (
     read_object,
     read_schema,
     rejection,
+    unsupported_field,
 )
 from sinkprune.runtime.server.json_values import format_field, format_json, json_kind
 from sinkprune.runtime.server.picture_urls import PictureReader
@@ -212,7 +213,7 @@ class ChatReader:
     def _check_names(self, given: Mapping[str, Any]) -> None:
         for name, value in given.items():
             if name not in _KNOWN:
-                raise ApiError(400, f"the field {format_json(name)} is not supported. Leave it out.", param=name)
+                raise ApiError(400, unsupported_field(name, _KNOWN), param=name)
             taken = _NEUTRAL.get(name, (...,))
             if ... not in taken and value not in taken:
                 only = " or ".join(json.dumps(one) for one in taken)

@@ -15,7 +15,7 @@ from sinkprune.contract.checks.arguments import check_options, check_plan_names,
 from sinkprune.contract.checks.format_value import counted, format_value, type_name
 from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
 from sinkprune.contract.checks.user_warnings import warn_user
-from sinkprune.contract.errors import ImageError, PromptError, UsageError
+from sinkprune.contract.errors import ImageError, OptionError, PromptError, UsageError
 from sinkprune.runtime.media.clip import Clip, SampledFrames
 from sinkprune.runtime.media.video_file import VideoFile
 from sinkprune.runtime.steps.pictures import PictureLike, check_order, warn_of_order, with_order
@@ -39,6 +39,9 @@ MAX_NEW_TOKENS = WholeNumber("max_new_tokens", 1, 10**7)
 MIN_NEW_TOKENS = WholeNumber("min_new_tokens", 0, 10**7)
 _EMPTY = "the prompt is empty. Ask something about the image, as in 'What is this?'."
 DEADLINE_MS = RealNumber("deadline_ms", 1, 86_400_000, "milliseconds, from 1 to 86400000 (a day)")
+
+OPTIONS_OF_LOADING = ("backend", "compute", "engines", "fit", "threads")
+"""Options of `Pipeline.load` and of the server that requests do not have."""
 
 
 @creation_checks_options
@@ -202,6 +205,9 @@ def greedy_note(unused: Sequence[str]) -> str:
 def check_request_options(given: Iterable[str], *others: str, without: str = "") -> None:
     """Raise `OptionError` for names that are neither options of `new_request`, except `without`, nor of `others`."""
     known = [*(field.name for field in fields(Request)[2:]), "order", *others]
+    for name in given:
+        if name in OPTIONS_OF_LOADING:
+            raise OptionError(f"{name} is an option of Pipeline.load, not of a request. Give it there.")
     check_options(given, [name for name in known if name != without])
 
 
