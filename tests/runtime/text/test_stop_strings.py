@@ -117,3 +117,6 @@ def test_the_command_takes_strings(pipe: Pipeline, photo_file: Path) -> None:
     outcome = run("sinkprune-run", *arguments, "--stop", "never", "--stop", string)
     answer = json.loads(outcome.stdout)
     assert (answer["text"], answer["finish"], outcome.stderr) == (text[: text.index(string)], "stop", "")
+    outcome = run("sinkprune-run", *arguments, "--stop", text[0])
+    assert json.loads(outcome.stdout)["text"] == ""
+    assert outcome.stderr == "note: the answer is empty: the model or a stop string ended it at once.\n"

@@ -217,6 +217,8 @@ def main(arguments: Sequence[str] | None) -> None:
             write_line(f"tried {step.budget}: confidence {step.confidence:.3f}, {step.ms:.0f} ms")
         for text, share in answer.choices.items():
             _write_piece(f"{share:.3f} {text}\n")
+    if not answer.text and answer.finish == "stop":
+        sys.stderr.write("note: the answer is empty: the model or a stop string ended it at once.\n")
     unused = _unused_options(options, answer.budget)
     if options.json is not None:
         write_json(options.json, _summary(pipeline, answer, memory, notes + unused))
