@@ -15,6 +15,7 @@ from figure_tables import (
     methods_short,
     paired,
     peers_short,
+    robot_paired,
     robot_success,
     robot_times,
     savings_full,
@@ -195,7 +196,7 @@ PARTS = {
             "sinkprune-calibrate evidence {work}/robot --data {work}/moments/moments.jsonl",
             "python benchmarks/robot/robot_success.py {work}/robot --episodes 500 --json {json}",
         ),
-        {"robot-success": robot_success, "robot-times": robot_times},
+        {"robot-success": robot_success, "robot-paired": robot_paired, "robot-times": robot_times},
         by_default=False,
     ),
     "confidence": Part(

@@ -235,7 +235,9 @@ def _accuracy(found: Mapping[str, Any]) -> str:
 
 def _difference(found: Mapping[str, Any]) -> str:
     low, high = found["ci95"]
-    return f"{100 * found['mean']:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+    # Samples that are all alike have no interval.
+    interval = f" ({100 * low:.1f} to {100 * high:.1f})" if low < high else ""
+    return f"{100 * found['mean']:.1f}{interval}"
 
 
 def robot_success(figures: Figures) -> str:
@@ -250,6 +252,13 @@ def robot_success(figures: Figures) -> str:
     return (
         f"{report['episodes']} episodes of each row. Measured on {_where(figures)}. Unpruned: {cell(none)}\n\n{table}"
     )
+
+
+def robot_paired(figures: Figures) -> str:
+    """Return how many points more than SinkPruner each method has on the same episodes, by budget."""
+    report = figures["report"]
+    paired = {**report, "rows": [row for row in report["rows"] if row["budget"] == "none" or row["versus_first"]]}
+    return _robot_table(paired, lambda row: _difference(row["versus_first"]), "method")[1]
 
 
 def robot_times(figures: Figures) -> str:
@@ -271,7 +280,7 @@ def _robot_table(
     found: dict[str, dict[str, str]] = {}
     for row in others:
         found.setdefault(row["method"], {})[row["budget"]] = cell(row)
-    budgets = list(found["sinkpruner"])
+    budgets = list(next(iter(found.values())))
     rows = [[f"`{name}`", *(found[name].get(budget, "-") for budget in budgets)] for name in in_order_of_rows(found)]
     return none, _table([heading, *(f"`{budget}`" for budget in budgets)], rows)
 
