@@ -17,13 +17,14 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.command_line.command import INTERRUPTED, run_command
 from sinkprune.contract.engines_manifest import Engines, Limits, read_engines
 from sinkprune.contract.errors import EnginesError, OutOfMemoryError, PromptError
 from sinkprune.contract.files.manifest_file import file_specs, sha256
 from sinkprune.contract.manifest import BUNDLE
 from sinkprune.engines import preflight
 from sinkprune.engines.build import build_engines
-from sinkprune.engines.progress import TerminalProgress
+from sinkprune.engines.progress import TerminalProgress, interrupts_noted
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.compatibility import open_engines
@@ -252,6 +253,12 @@ def test_a_place_that_cannot_be_written(bundle: Bundles, tmp_path: Path) -> None
     assert_refused(outcome, "cannot be written")
 
 
+def test_a_file_system_that_takes_no_folders(bundle: Bundles) -> None:
+    # The mode of /proc lets root write.
+    outcome = run("sinkprune-build", bundle("gqa-112"), "-o", "/proc/e", "--target", "onnxruntime")
+    assert_refused(outcome, "'/proc/e' cannot be written: ", " in '/proc'. Choose a place you may write to.")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [(b"no model", "head.onnx' is no ONNX model"), (b"", "head.onnx' is no ONNX model: it has no graph")],
@@ -263,6 +270,43 @@ def test_a_graph_that_cannot_be_read(content: bytes, message: str, bundle: Bundl
     source.files.update({"graphs/head.onnx": file_specs(copied)["graphs/head.onnx"]})
     BUNDLE.write(copied, source)
     assert_refused(build(copied, tmp_path / "engines", "--target", "onnxruntime"), message)
+
+
+def test_a_second_interrupt_does_not_stop_the_clean_up(
+    bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove, pressed = shutil.rmtree, list[object]()
+
+    def press(*given: object) -> None:
+        pressed.append(given)
+        signal.raise_signal(signal.SIGINT)
+
+    def interrupted(*given: Any, **options: Any) -> None:
+        if pressed:
+            press(given)
+        remove(*given, **options)
+
+    monkeypatch.setattr(TerminalProgress, "graph", press)
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    outcome = build(bundle("gqa-112"), tmp_path / "engines", "--target", "onnxruntime")
+    assert outcome.code == 130
+    assert outcome.stderr == "interrupted; no engine was complete, so nothing was kept.\n"
+    assert len(pressed) > 1 and not list(tmp_path.iterdir())
+
+
+def test_a_second_interrupt_after_a_noted_one_is_ignored() -> None:
+    ended = []
+
+    def body(arguments: object) -> None:
+        try:
+            with interrupts_noted():
+                signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.raise_signal(signal.SIGINT)
+            ended.append("whole")
+
+    assert run_command(body, []) == INTERRUPTED
+    assert ended == ["whole"]
 
 
 @needs_rtx

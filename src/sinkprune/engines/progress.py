@@ -145,4 +145,6 @@ def interrupts_noted() -> Iterator[threading.Event]:
         for number, handler in previous.items():
             signal.signal(number, handler)
         if interrupted.is_set():
+            # The command's handler raises the error, and ignores a second Ctrl-C during the clean-up.
+            signal.raise_signal(signal.SIGINT)
             raise KeyboardInterrupt

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from sinkprune.contract.engines_manifest import ENGINES, Engines, EnginesManifest, EngineSpec
 from sinkprune.contract.errors import EnginesError
-from sinkprune.contract.files.folders import is_own_folder
+from sinkprune.contract.files.folders import is_own_folder, unwritable
 from sinkprune.contract.files.listed_files import listed_files, unlisted_paths
 from sinkprune.contract.files.manifest_file import FileSpec, file_specs
 from sinkprune.contract.files.system_calls import locked, sync_folder, sync_tree
@@ -123,8 +123,11 @@ def unfinished_build(output: Path, plan: EnginesManifest) -> Iterator[Unfinished
     `EnginesError` if another process builds this folder, or if the place belongs to another user.
     """
     place = _place(output)
-    with suppress(FileExistsError):
-        place.mkdir(mode=0o700)
+    try:
+        with suppress(FileExistsError):
+            place.mkdir(mode=0o700)
+    except OSError as error:
+        raise unwritable(output, ENGINES, error) from error
     if not is_own_folder(place):
         raise EnginesError(f"'{place}' is not a folder of your own, and the build needs that place. Move it away.")
     with locked(place, create=True) as held:

@@ -210,9 +210,10 @@ class Pipeline(Answering, KeepsCosts[Costs]):
         with 0, and minutes for a large one. `progress=True` shows on stderr what is done and the time left. A
         function is called with the name of the work, the steps that are done, how many there probably are, and what
         a step is. Takes what `stream` takes. With `deadline_ms`, budgets that are far too slow are left out. Sets and
-        returns `costs`, and writes them to the user's cache folder, if possible, for later processes.
+        returns `costs`, and writes them to the user's cache folder for later processes.
 
-        Warns with `CostsWarning` if other programs kept the machine busy meanwhile. Raises what `generate` raises.
+        Warns with `CostsWarning` if other programs kept the machine busy meanwhile, or if that folder cannot be
+        written. Raises what `generate` raises.
         """
         check_request_options(options, "seconds", "progress")
         request, earlier = self.new_request(image, prompt, **options), ANSWER_COSTS.cached(self.place)

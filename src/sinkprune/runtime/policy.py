@@ -204,10 +204,10 @@ class Policy(KeepsCosts[ActionCosts]):
         Chunks with a deadline need these costs. Repeats measurements for `seconds`, from 0 to 86400, but every budget
         runs four times or more. Takes what `act` takes: frames, an instruction and a state like those of later
         chunks, and `progress` as `Pipeline.warm_up` does. Sets and returns `costs`, and writes them to the user's
-        cache folder, if possible, for later processes.
+        cache folder for later processes.
 
-        Warns with `CostsWarning` if other programs kept the machine busy meanwhile. Raises what `act` raises, and
-        `UsageError` for a method whose counts vary by picture.
+        Warns with `CostsWarning` if other programs kept the machine busy meanwhile, or if that folder cannot be
+        written. Raises what `act` raises, and `UsageError` for a method whose counts vary by picture.
         """
         earlier = ACTION_COSTS.cached(self.place, method)
         with shown_progress(MEASURING_COSTS, progress) as report:

@@ -11,6 +11,7 @@ import pytest
 
 from sinkprune.calibration.commands import schedule as schedule_command
 from sinkprune.calibration.scheduling import report as report_module
+from sinkprune.contract.costs import model as costs_model
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def own(bundle: Callable[..., Path], tmp_path: Path) -> Path:
 @pytest.fixture
 def no_note_of_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is that runs the tests."""
-    monkeypatch.setattr(schedule_command, "LOADED", 1.0)
+    monkeypatch.setattr(costs_model, "LOADED", 1.0)
 
 
 @pytest.fixture

@@ -19,10 +19,12 @@ from sinkprune.calibration.scheduling import report_text
 from sinkprune.calibration.scheduling.propose import Proposer
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.checks.fields import from_json
+from sinkprune.contract.costs import model as costs_model
 from sinkprune.contract.costs.model import Costs
 from sinkprune.runtime.backends.known import KNOWN
+from sinkprune.runtime.deadline.other_load import OtherLoad
 from support.models.tasks import write_task
-from support.programs.commands import assert_refused, own_process, wrote
+from support.programs.commands import assert_refused, own_process, run, wrote
 from support.programs.schedule_runs import schedule
 from support.programs.slow_cases import slow
 
@@ -34,13 +36,36 @@ pytestmark = pytest.mark.usefixtures("no_note_of_load")
 @pytest.mark.usefixtures("any_prediction")
 @pytest.mark.parametrize(("threads", "hint"), [(1, ""), (2, r" If other .* compare --threads 1: .*")])
 def test_a_busy_machine_is_noted(threads: int, hint: str, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule_command, "LOADED", -1.0)
+    monkeypatch.setattr(costs_model, "LOADED", -1.0)
     outcome = schedule(own, "--budget-tokens", 16, "--dry-run", "--threads", threads)
     assert outcome.code == 0
+    load = r"were measured while other programs took \d+ % of the processors"
     assert re.fullmatch(
-        rf"note: other programs took \d+ % of the processors meanwhile\. Measure again [^.]*\.{hint}\n",
-        outcome.stderr,
+        rf"note: the costs {load}\. Measure them again when the machine is idle\.{hint}\n", outcome.stderr
     )
+
+
+def test_what_became_of_the_costs_is_noted(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Whether a budget is added or not.
+    ways = (("--budget-tokens", 16, "--dry-run"), ("--target-ms", 60_000))
+    words = ("sinkprune-calibrate", "schedule", own, "--seconds", 0)
+    for code, way in zip((0, 2), ways, strict=True):
+        refused = run(*words, *way).stderr
+        assert re.match(r"warning: the costs could not be written to '/dev/null/.*, so later runs do not", refused)
+        with monkeypatch.context() as context:
+            context.setenv("XDG_CACHE_HOME", str(tmp_path))
+            outcome = run(*words, *way)
+            kept = re.match(rf"note: the costs are kept in '({tmp_path}/.*\.json)'\.\n", outcome.stderr)
+            assert outcome.code == code and kept and Path(kept[1]).exists()
+            # Costs of an idle machine are replaced by those of a busy one.
+            found = json.loads(Path(kept[1]).read_text())
+            Path(kept[1]).write_text(json.dumps({**found, "load": 0.0}))
+            context.setattr(OtherLoad, "share", lambda self: 0.6)
+            context.setattr(costs_model, "LOADED", 0.25)
+            said = (
+                "note: the costs were measured while other programs took 60 % of the processors, and replace costs "
+            )
+            assert run(*words, *way).stderr.startswith(f"{said}measured at 0 %. Measure them again when the machine")
 
 
 @pytest.mark.usefixtures("any_prediction")
@@ -55,7 +80,7 @@ def test_a_budget_of_a_mean_is_added(
     assert told["sha256"] == found.sha256
     assert f"sha256 {found.sha256}" in outcome.stdout and "mean-16: predicted" in outcome.stdout
     assert re.search(r"; the prediction is \d+\.\d % too (low|high)\n", outcome.stdout)
-    assert re.search(r"The sha256 is new: replace it where you give --sha256 .* build engines", outcome.stdout)
+    assert re.search(r"The sha256 is new: replace it where you give --sha256 .* engines", outcome.stdout)
     answer = Pipeline.load(own).generate(photo, "What?", budget="mean-16", max_new_tokens=1)
     mean = sum(answer.tokens_per_layer) / len(answer.tokens_per_layer)
     assert 13 < mean <= 16

@@ -136,6 +136,29 @@ def test_an_interrupt_that_python_drops_comes_again(capfd: pytest.CaptureFixture
     assert capfd.readouterr().err == "interrupted; nothing half-written was left.\n"
 
 
+def test_later_interrupts_do_not_stop_the_clean_up(capsys: pytest.CaptureFixture[str]) -> None:
+    cleaned = []
+
+    def body(arguments: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
+            cleaned.append("all")
+
+    def as_started(arguments: object) -> None:
+        assert run_command(body, []) == INTERRUPTED
+        # The command has printed its last line, and ends.
+        signal.raise_signal(signal.SIGINT)
+
+    assert run_command(as_started, []) == 0
+    assert cleaned == ["all"]
+    assert capsys.readouterr().err == "interrupted; nothing half-written was left.\n"
+    # The next command can be interrupted.
+    assert run_command(lambda arguments: signal.raise_signal(signal.SIGINT), []) == INTERRUPTED
+
+
 def test_what_was_ignored_stays_ignored_and_handlers_come_back() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

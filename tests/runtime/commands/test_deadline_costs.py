@@ -34,7 +34,7 @@ def test_missing_costs_are_an_error_before_anything_is_loaded(
         raise AssertionError("loaded")
 
     monkeypatch.setattr(Pipeline, "load", load)
-    assert_refused(run(*ask), "are not known", "--warm-up", "--costs FILE.json")
+    assert_refused(run(*ask), "are not known. Measure them", "--warm-up", "--costs FILE.json")
     assert_refused(run(*ask, "--costs", tmp_path / "none.json"), "none.json")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
 from tests.runtime.server.test_chat_request import BODY
 
 from sinkprune.export.bundle_writer import export_bundle
@@ -48,7 +49,7 @@ def test_it_answers_until_it_is_interrupted(checkpoint: Callable[[str], Path], t
             assert "<title>" in httpx.get(f"{found[1]}/").text
             server.send_signal(signal.SIGINT)
             out, errors = server.communicate(timeout=30)
-            assert (server.returncode, without_progress(errors)) == (0, "")
+            assert (server.returncode, without_progress(errors)) == (0, "The server has ended.\n")
             assert json.loads(out) == {"url": f"{found[1]}/v1", "models": ["robot", "robot:none", "robot:retain-64"]}
         finally:
             server.kill()
@@ -75,9 +76,23 @@ def test_sigterm_lets_running_requests_end_in_time(
                 server.send_signal(signal.SIGTERM)
                 *_, last = filter(None, lines)
             assert last == "data: [DONE]" if complete else "the server is shutting down" in last
-            assert (server.wait(timeout=30), server.stderr.read()) == (0, "")
+            assert (server.wait(timeout=30), server.stderr.read()) == (0, "The server has ended.\n")
         finally:
             server.kill()
+
+
+def test_a_second_interrupt_ends_the_server_as_the_first(
+    bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def press_twice(_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    # Otherwise it runs until the first signal.
+    monkeypatch.setattr(uvicorn.Server, "main_loop", press_twice)
+    outcome = run("sinkprune-serve", bundle("gqa-112", "fp32", ("retain-64",)), "--port", 0)
+    assert outcome.code == 0
+    assert re.search(r" Ctrl-C ends it\.\nThe server has ended\.\n$", outcome.stderr)
 
 
 def test_connections_send_small_packets_at_once() -> None:

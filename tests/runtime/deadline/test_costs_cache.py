@@ -89,7 +89,9 @@ def test_a_broken_file_counts_as_none(content: str, warm: Pipeline, photo: Image
     assert file is not None
     file.write_text(content)
     pipeline = Pipeline.load(warm.bundle.path)
-    with pytest.raises(UsageError, match="--warm-up"):
+    with pytest.raises(
+        UsageError, match=rf"The file '{file}' holds none; measuring replaces it\. Measure .*--warm-up"
+    ):
         pipeline.generate(photo, QUESTION, deadline_ms=60_000)
     if content == "{":
         pipeline.warm_up(photo, QUESTION, seconds=0.0)
@@ -117,6 +119,12 @@ def test_costs_that_cannot_be_kept_lead_to_a_warning(
     assert outcome.code == 0
     said = r"warning: the costs could not be written to '/dev/null/nowhere/.*, so later runs do not find them\. "
     assert re.match(said, outcome.stderr) and outcome.stderr.count("\n") == 1
+    pipeline = Pipeline.load(bundle("gqa-112"))
+    said = said.removeprefix("warning: ")
+    with pytest.warns(CostsWarning, match=said):
+        pipeline.warm_up(photo_file, QUESTION, seconds=0.0, max_new_tokens=2)
+    with pytest.warns(CostsWarning, match=said):
+        assert pipeline.save_costs() is None
 
 
 def test_the_command_measures_once_and_expects_what_its_last_runs_took(warm: Pipeline, photo_file: Path) -> None:
@@ -201,7 +209,9 @@ def test_costs_that_are_measured_under_load_are_a_warning(
     cache_costs(replace(measured, load=kept))
     outcome = run("sinkprune-run", warm.bundle.path, "--image", photo_file, *ASK, "--warm-up")
     assert outcome.code == 0 and "Warning" not in outcome.stderr
-    assert said in outcome.stderr and outcome.stderr.count("\n") == bool(said)
+    *notes, kept = outcome.stderr.splitlines()
+    assert len(notes) == bool(said) and all(said in note for note in notes)
+    assert kept == f"note: the costs are kept in '{pipeline.save_costs()}'."
 
 
 def test_a_warm_up_shows_its_progress_if_wanted(

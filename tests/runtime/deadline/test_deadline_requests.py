@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -253,13 +254,14 @@ def test_the_command_reports_what_was_chosen(
     ask = (bundle("gqa-112"), "--image", photo_file, "--fit", "pad", "--prompt", QUESTION, "--max-new-tokens", 3)
     outcome = run("sinkprune-run", *ask, "--deadline-ms", 60_000, "--warm-up", "--json")
     told = json.loads(outcome.stdout)
-    assert (outcome.code, outcome.stderr, told["budget"]) == (0, "", "none")
+    assert (outcome.code, told["budget"]) == (0, "none")
+    assert re.fullmatch(rf"note: the costs are kept in '{tmp_path}/.*\.json'\.\n", outcome.stderr)
     assert told["deadline"]["budget"] == "none" and told["deadline"]["met"] is True
     outcome = run("sinkprune-run", *ask, "--deadline-ms", 1, "--warm-up")
     assert outcome.code == 0
     assert "deadline 1 ms: answered in" in outcome.stdout
     assert outcome.stderr.startswith("late: ") and "No budget was expected to bring a token sooner" in outcome.stderr
-    assert outcome.stderr.count("\n") == 1
+    assert outcome.stderr.count("\n") == 2
     outcome = run("sinkprune-run", *ask, "--json")
     assert json.loads(outcome.stdout)["deadline"] is None
 

@@ -25,14 +25,14 @@ from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.command_line.written_files import note_written
-from sinkprune.contract.costs.file import write_costs
-from sinkprune.contract.costs.model import LOADED
+from sinkprune.contract.costs.file import ANSWER_COSTS, write_costs
 from sinkprune.contract.errors import BudgetError, UsageError
 from sinkprune.contract.files.output_files import OutputFile, check_apart, check_outputs
 from sinkprune.contract.files.signature import read_private_key
 from sinkprune.contract.manifest import BUNDLE
 from sinkprune.export.packages import report_missing_package
 from sinkprune.runtime.commands import BundleOptions, add_new_tokens, load_pipeline
+from sinkprune.runtime.commands.deadline_costs import doubtful_costs, kept_line
 from sinkprune.runtime.commands.interrupts import beside_earlier
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
@@ -137,6 +137,7 @@ def main(arguments: Sequence[str] | None) -> None:
             files = [Path(file) for file, _ in named]
             note_pictures(pipeline.family, bundle.manifest, files, [prompt.image for prompt in prompts])
         shares = [pipeline.family.layout(prompt.image).seen_share for prompt in prompts]
+        earlier_costs = ANSWER_COSTS.cached(pipeline.place)
         proposer, report = None, None
         with status("measuring") as progress:
             try:
@@ -166,6 +167,9 @@ def main(arguments: Sequence[str] | None) -> None:
                 raise KeyboardInterrupt(counts + earlier) from interrupt
             finally:
                 # Costs are useful even if no budget is found.
+                if pipeline.costs:
+                    sys.stderr.write(doubtful_costs(pipeline.costs, earlier_costs, option=""))
+                    sys.stderr.write(kept_line(pipeline.save_costs(), pipeline.place))
                 measured = report or (proposer.times if proposer else pipeline)
                 if options.costs and measured.costs:
                     write_costs(options.costs, measured.costs)
@@ -180,11 +184,6 @@ def main(arguments: Sequence[str] | None) -> None:
         manifest = add_budget(bundle, name, chosen.budget, chosen.stages_after, force=options.force, sign=sign)
         sha256 = BUNDLE.sha256(manifest)
     write_json(options.json, {**to_json(report), "sha256": sha256})
-    if (load := report.costs.load or 0.0) > LOADED:
-        sys.stderr.write(
-            f"note: other programs took {100 * load:.0f} % of the processors meanwhile. Measure again when the "
-            f"machine is idle.{report.costs.place.thread_hint}\n"
-        )
     if items:
         pictures = len({item.picture for item in items})
         _warn([*accuracy_warnings(len(items)), *mean_warnings(pictures), *unseen_warnings(shares, "requests")])

@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,9 +23,11 @@ from traceback import walk_stack
 from types import FrameType
 
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.errors import PictureWarning, SinkpruneError, UnusualStateWarning
+from sinkprune.contract.errors import CostsWarning, PictureWarning, SinkpruneError, UnusualStateWarning
 
 INTERRUPTED = 130
+_CLEAN_UP_S = 3.0
+"""How long a clean-up may take before another Ctrl-C stops it."""
 
 # Errors of the disk or of permissions, which users can mend.
 _DISK_ERRORS = ("ENOSPC", "EDQUOT", "EFBIG", "EACCES", "EPERM", "EROFS", "EIO", "ENAMETOOLONG")
@@ -82,7 +85,7 @@ def entry_point(body: Callable[[Sequence[str] | None], None]) -> Callable[..., i
 def run_command(body: Callable[[Sequence[str] | None], None], arguments: Sequence[str] | None) -> int:
     """Run a command's body and return its exit code."""
     # Commands print notes.
-    for category in (PictureWarning, UnusualStateWarning):
+    for category in (CostsWarning, PictureWarning, UnusualStateWarning):
         warnings.simplefilter("ignore", category)
     try:
         with _signals_as_interrupts():
@@ -156,23 +159,14 @@ def _signals_as_interrupts() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    interrupted = False
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupted
-        if _loads_extension(frame):
-            # An exception in Python code that C++ calls may end the process.
-            repeat(number)
-        else:
-            interrupted = True
-            raise KeyboardInterrupt
-
-    def repeat(number: int) -> None:
-        threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
+    present = signal.getsignal(signal.SIGTERM)
+    # `start` runs a command within its own block.
+    handler = present if isinstance(present, _Interrupts) else _Interrupts()
 
     def on_dropped(dropped: sys.UnraisableHookArgs) -> None:
         if issubclass(dropped.exc_type, KeyboardInterrupt):
-            repeat(signal.SIGTERM)
+            handler.interrupted_at = None
+            _repeat(signal.SIGTERM)
         else:
             hook(dropped)
 
@@ -180,17 +174,40 @@ def _signals_as_interrupts() -> Iterator[None]:
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     numbers = (signal.SIGTERM,) if ignored else (signal.SIGTERM, signal.SIGINT)
     hook, sys.unraisablehook = sys.unraisablehook, on_dropped
-    handlers = {number: signal.signal(number, interrupt) for number in numbers}
+    earlier = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     except Exception as error:
-        if interrupted:
+        if handler.interrupted_at is not None:
             raise KeyboardInterrupt from error
         raise
     finally:
         sys.unraisablehook = hook
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for number, former in earlier.items():
+            signal.signal(number, former)
+
+
+class _Interrupts:
+    """Raises KeyboardInterrupt at SIGINT and SIGTERM, and ignores those that follow within `_CLEAN_UP_S`."""
+
+    def __init__(self) -> None:
+        self.interrupted_at: float | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        # A second Ctrl-C would stop the clean-up of the first. Later ones stop what still runs.
+        if self.interrupted_at is not None and now - self.interrupted_at < _CLEAN_UP_S:
+            return
+        if _loads_extension(frame):
+            # An exception in Python code that C++ calls may end the process.
+            _repeat(number)
+        else:
+            self.interrupted_at = now
+            raise KeyboardInterrupt
+
+
+def _repeat(number: int) -> None:
+    threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
 
 
 def _loads_extension(frame: FrameType | None) -> bool:

@@ -86,11 +86,13 @@ class CostsFormat(Generic[C]):
                 return self.read(file, place)
         return None
 
-    def missing(self, place: Place) -> DeadlineError:
-        """Return the error for a deadline at a `place` whose costs are not known."""
+    def missing(self, place: Place, method: str = "") -> DeadlineError:
+        """Return the error for a deadline at a `place` whose costs, of actions of a `method`, are not known."""
+        file = cache_file(place, method)
+        damaged = f" The file '{file}' holds none; measuring replaces it." if file and file.exists() else ""
         return DeadlineError(
             f"a deadline was given, and the costs of {self.of} on this machine, with {place.backend} in "
-            f"{counted(place.threads, 'thread')}, are not known. Measure them on this machine first, with "
+            f"{counted(place.threads, 'thread')}, are not known.{damaged} Measure them on this machine first, with "
             f"{self.warm_up}, or read measured ones: --costs FILE.json, {self.reader}."
         )
 
@@ -181,6 +183,16 @@ def cache_file(place: Place, method: str = "") -> Path | None:
             return None
     key = hashlib.sha256((json.dumps(to_json(place), sort_keys=True) + method).encode()).hexdigest()
     return folder / "sinkprune" / "costs" / f"{key[:32]}.json"
+
+
+def not_kept(place: Place) -> str:
+    """Return sentences about costs of `place` that later processes will not find in the user's cache folder."""
+    file = cache_file(place)
+    where = f"written to '{file}'" if file else "kept, because this user has no home folder"
+    return (
+        f"the costs could not be {where}, so later runs do not find them. Make that folder writable, or set "
+        "XDG_CACHE_HOME to one that is."
+    )
 
 
 def cache_costs(costs: Costs | ActionCosts) -> Path | None:

@@ -145,7 +145,7 @@ def made_parents(output: Path, kind: ManifestFile) -> Iterator[None]:
             for folder in made:
                 sync_folder(folder.parent)
         except OSError as error:
-            raise _unwritable(output, kind, error) from error
+            raise unwritable(output, kind, error) from error
         yield
     except BaseException:
         for folder in made:
@@ -158,6 +158,12 @@ def first_names(names: list[str]) -> str:
     """Return up to three of `names` in quotes, and the number of the others."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(repr, names[:3])) + more
+
+
+def unwritable(output: Path, kind: ManifestFile, error: OSError) -> Exception:
+    """Return the `kind.error` for a folder `output` that the system refused with `error`."""
+    found = f"{error.strerror} in '{output.absolute().parent}'"
+    return kind.error(f"'{output}' cannot be written: {found}. Choose a place you may write to.")
 
 
 def is_own_folder(path: Path) -> bool:
@@ -200,7 +206,7 @@ class Staging:
                 # Another process may create or remove `output` after the check.
                 overtaken = isinstance(error, (FileExistsError, FileNotFoundError)) and self.new.is_dir()
                 if not (overtaken and left):
-                    raise _unwritable(self.output, self.kind, error) from error
+                    raise unwritable(self.output, self.kind, error) from error
         # The disk must hold the new name before old files are removed.
         sync_folder(self.place)
         sync_folder(self.output.parent)
@@ -279,7 +285,7 @@ def new_staging(output: Path, kind: ManifestFile, rename: Rename = system_rename
             staging = Staging(Path(name), output, kind, rename)
             staging.new.mkdir()
         except OSError as error:
-            raise _unwritable(output, kind, error) from error
+            raise unwritable(output, kind, error) from error
         try:
             yield staging
         finally:
@@ -336,13 +342,6 @@ def _check_name(output: Path, kind: ManifestFile) -> None:
     above = next(folder for folder in output.absolute().parents if os.path.lexists(folder))
     if not above.is_dir():
         raise kind.error(f"'{output}' cannot be written: '{above}' is no folder. Choose another place.")
-
-
-def _unwritable(output: Path, kind: ManifestFile, error: OSError) -> Exception:
-    return kind.error(
-        f"'{output}' cannot be written: {error.strerror} in '{output.absolute().parent}'. Choose a place you may "
-        "write to."
-    )
 
 
 def _is_folder(path: Path) -> bool:

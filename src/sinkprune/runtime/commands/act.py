@@ -26,8 +26,8 @@ from sinkprune.runtime.commands.deadline_costs import (
     check_cost_options,
     costs_at,
     doubtful_costs,
+    kept_line,
     late_chunks_line,
-    not_kept,
     place_here,
 )
 from sinkprune.runtime.commands.interrupts import NO_COSTS, beside_earlier, explain_interrupt
@@ -125,8 +125,9 @@ def main(arguments: Sequence[str] | None) -> None:
     if policy.costs is not None:
         sys.stderr.write(late_chunks_line([chunk.deadline for chunk in chunks if chunk.deadline is not None]))
         sys.stderr.write(doubtful_costs(policy.costs, None if costs else earlier_costs))
-        if not options.costs and policy.save_costs() is None and costs is None:
-            sys.stderr.write(not_kept(policy.place))
+        file = None if options.costs else policy.save_costs()
+        if costs is None:
+            sys.stderr.write(kept_line(file, policy.place))
     summary = {
         "method": options.method,
         "backend": policy.backend.name,

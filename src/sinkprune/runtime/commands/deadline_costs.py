@@ -9,7 +9,7 @@ from pathlib import Path
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.costs.actions import ActionCosts
-from sinkprune.contract.costs.file import ANSWER_COSTS, C, CostsFormat, cache_file
+from sinkprune.contract.costs.file import ANSWER_COSTS, C, CostsFormat, not_kept
 from sinkprune.contract.costs.model import Costs, Place
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.trust import Trust
@@ -119,20 +119,18 @@ def _measured(deadline: DeadlineReport | ActionDeadline) -> str:
     return next((text for text in rounded if deadline.met or float(text) > deadline.deadline_ms), str(measured))
 
 
-def not_kept(place: Place) -> str:
-    """Return a warning about costs that later runs will not find."""
-    file = cache_file(place)
-    where = f"written to '{escaped(str(file))}'" if file else "kept, because this user has no home folder"
-    return (
-        f"warning: the costs could not be {where}, so later runs do not find them. Make that folder writable, "
-        "or set XDG_CACHE_HOME to one that is.\n"
-    )
+def kept_line(file: Path | None, place: Place) -> str:
+    """Return a line about the `file` that holds the costs of `place` for later runs, or a warning if none does."""
+    line = f"note: the costs are kept in '{file}'." if file else f"warning: {not_kept(place)}"
+    return escaped(line) + "\n"
 
 
-def doubtful_costs(costs: Costs | ActionCosts, earlier: Costs | ActionCosts | None) -> str:
+def doubtful_costs(
+    costs: Costs | ActionCosts, earlier: Costs | ActionCosts | None, option: str = " with --warm-up"
+) -> str:
     """Return a line about `costs` that are old or were measured under load, and nothing about others.
 
-    `earlier` are the kept costs that these replaced, if any.
+    `earlier` are the kept costs that these replaced, if any. `option` is the one that measures costs again.
     """
     age, load_doubt = costs.age_s or 0.0, costs.load_doubt(earlier)
     old = f"are {age / _DAY_S:.0f} days old" if age > _OLD_S else ""
@@ -140,6 +138,4 @@ def doubtful_costs(costs: Costs | ActionCosts, earlier: Costs | ActionCosts | No
     if not doubts:
         return ""
     hint = costs.place.thread_hint if load_doubt else ""
-    return (
-        f"note: the costs {' and '.join(doubts)}. Measure them again with --warm-up when the machine is idle.{hint}\n"
-    )
+    return f"note: the costs {' and '.join(doubts)}. Measure them again{option} when the machine is idle.{hint}\n"

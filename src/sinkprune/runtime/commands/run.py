@@ -34,9 +34,9 @@ from sinkprune.runtime.commands.deadline_costs import (
     check_cost_options,
     doubtful_costs,
     in_time,
+    kept_line,
     known_costs,
     late_line,
-    not_kept,
     run_once,
 )
 from sinkprune.runtime.commands.form_options import FormOptions, add_form_options, read_form
@@ -231,8 +231,9 @@ def main(arguments: Sequence[str] | None) -> None:
         sys.stderr.write(late_line(answer.deadline))
         if pipeline.costs:
             sys.stderr.write(doubtful_costs(pipeline.costs, earlier_costs))
-        if not options.costs and pipeline.save_costs() is None and options.warm_up:
-            sys.stderr.write(not_kept(pipeline.place))
+        file = None if options.costs else pipeline.save_costs()
+        if options.warm_up:
+            sys.stderr.write(kept_line(file, pipeline.place))
     if options.overlay and answer.budget != UNPRUNED:
         write_output(options.overlay, picture_bytes(overlay(answer, images), options.overlay))
     sys.stderr.write("".join(f"note: {note}\n" for note in unused))

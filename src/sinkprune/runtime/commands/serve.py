@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Timer
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from sinkprune.contract.checks.ranges import WholeNumber
@@ -22,6 +23,7 @@ from sinkprune.runtime.commands import bundle_parser
 from sinkprune.runtime.commands.served_app import API_KEY, AppOptions, add_app_options, load_app, read_app_bundle
 
 if TYPE_CHECKING:
+    import uvicorn
     from starlette.applications import Starlette
 
 _PORT = WholeNumber("port", 0, 65535)
@@ -69,21 +71,34 @@ def main(arguments: Sequence[str] | None) -> None:
     found = read_app_bundle(options)
     # Before the engines are loaded, because a port that is taken should be reported soon.
     with _listening(options.host, options.port) as listener:
-        app = load_app(options, found)
+        server = _server(load_app(options, found), options.drain_s)
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         write_json(options.json, {"url": f"http://{shown}:{port}/v1", "models": found.models})
         page = f"http://{shown}:{port}/"
-        sys.stderr.write(f"{escaped(found.name)} answers at {page}v1. {page} is a page to try it. Ctrl-C ends it.\n")
-        sys.stderr.flush()
-        _serve(app, listener, options.drain_s)
+        # uvicorn raises the signal again when it has ended.
+        with suppress(KeyboardInterrupt):
+            sys.stderr.write(
+                f"{escaped(found.name)} answers at {page}v1. {page} is a page to try it. Ctrl-C ends it.\n"
+            )
+            sys.stderr.flush()
+            asyncio.run(server.serve([listener]))
+        sys.stderr.write("The server has ended.\n")
 
 
-def _serve(app: Starlette, listener: socket.socket, drain_s: int) -> None:
-    """Answer until the process is interrupted. Requests then have `drain_s` seconds to end, or get status 503."""
+def _server(app: Starlette, drain_s: int) -> uvicorn.Server:
+    """Return a server that answers until SIGINT or SIGTERM.
+
+    Requests then have `drain_s` seconds to end, or get status 503.
+    """
     import uvicorn
 
     class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            # A second signal would make uvicorn drop requests, and print a traceback.
+            if not self.should_exit:
+                super().handle_exit(sig, frame)
+
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             # In a thread, because it waits for the model's current step.
             ending = Timer(drain_s, app.state.end_requests)
@@ -95,10 +110,7 @@ def _serve(app: Starlette, listener: socket.socket, drain_s: int) -> None:
 
     # The responses of requests that were ended take some time too.
     grace_s = drain_s + _GRACE_S
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=grace_s, server_header=False)
-    # uvicorn raises the signal again when it has ended.
-    with suppress(KeyboardInterrupt):
-        asyncio.run(Server(config).serve([listener]))
+    return Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=grace_s, server_header=False))
 
 
 def _listening(host: str, port: int) -> socket.socket:

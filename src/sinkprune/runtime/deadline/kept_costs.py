@@ -11,7 +11,7 @@ from typing import Generic
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.arguments import check_type
 from sinkprune.contract.checks.user_warnings import warn_user
-from sinkprune.contract.costs.file import C, CostsFormat, cache_costs
+from sinkprune.contract.costs.file import C, CostsFormat, cache_costs, not_kept
 from sinkprune.contract.costs.model import MeasuredCosts, Place
 from sinkprune.contract.errors import CostsWarning
 from sinkprune.runtime.backends import Backend
@@ -43,12 +43,13 @@ class KeepsCosts(Generic[C]):
         Later processes then expect what this one expects. Return the file, or None without costs or where the folder
         cannot be written. It takes milliseconds, so call it when no request waits.
 
-        Raises `UsageError` for costs of another place, and `TypeError` for what are no costs.
+        Warns with `CostsWarning` if the folder cannot be written. Raises `UsageError` for costs of another place, and
+        `TypeError` for what are no costs.
         """
         if self.costs is None:
             return None
         costs = self._checked(self.costs)
-        return cache_costs(replace(costs, recent=self._history_of(costs).recent))
+        return self._cached(replace(costs, recent=self._history_of(costs).recent))
 
     def _keep_measured(self, measure: Callable[[], C]) -> C:
         """Measure `costs` and the load meanwhile, and write them to the user's cache folder, if possible."""
@@ -56,8 +57,15 @@ class KeepsCosts(Generic[C]):
             others = OtherLoad()
             found = measure()
         self.costs = replace(found, measured_at=time.time(), load=others.share())
-        cache_costs(self.costs)
+        self._cached(self.costs)
         return self.costs
+
+    def _cached(self, costs: C) -> Path | None:
+        """Write costs to the user's cache folder, and return the file; else warn, and return None."""
+        file = cache_costs(costs)
+        if file is None:
+            warn_user(not_kept(costs.place), CostsWarning)
+        return file
 
     def _known_costs(self, method: str = "") -> C:
         """Return `costs`, or those of the cache folder (of actions, of a `method`).
@@ -67,7 +75,7 @@ class KeepsCosts(Generic[C]):
         kind = self._kind
         self.costs = kind.cached(self.place, method) if self.costs is None else self.costs
         if self.costs is None:
-            raise kind.missing(self.place)
+            raise kind.missing(self.place, method)
         return self._checked(self.costs)
 
     def _checked(self, costs: C) -> C:
