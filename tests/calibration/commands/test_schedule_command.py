@@ -259,11 +259,11 @@ def test_an_interrupt_keeps_the_costs(place: str, own: Path, tmp_path: Path, mon
     words = (own, "--target-ms", 60_000, "--costs", costs, "--json", report)
     outcome = schedule(*words)
     assert outcome.code == 130
-    assert outcome.stderr.endswith("interrupted; no budget was added; the measured costs were kept.\n")
+    assert outcome.stderr.endswith("interrupted; no budget was added; the costs were measured.\n")
     found = json.loads(report.read_text())
     assert found == {
         "costs": json.loads(costs.read_text()),
-        "interrupted": "no budget was added; the measured costs were kept.",
+        "interrupted": "no budget was added; the costs were measured.",
     }
     assert len(found["costs"]["decoders"]) == 4
     costs.write_text("costly")

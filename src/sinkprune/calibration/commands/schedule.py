@@ -22,7 +22,7 @@ from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
-from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
+from sinkprune.contract.command_line.json_output import json_outputs, write_json, write_result
 from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.command_line.written_files import note_written
 from sinkprune.contract.costs.file import ANSWER_COSTS, write_costs
@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None) -> None:
                 costs = proposer.times.costs if proposer else pipeline.costs
                 if not costs:
                     raise KeyboardInterrupt("no costs were kept: they need all rounds.") from interrupt
-                counts = "no budget was added; the measured costs were kept."
+                counts = "no budget was added; the costs were measured."
                 options, earlier = beside_earlier(options, "json", "costs")
                 write_json(options.json, {"costs": to_json(costs), "interrupted": counts})
                 raise KeyboardInterrupt(counts + earlier) from interrupt
@@ -179,11 +179,21 @@ def main(arguments: Sequence[str] | None) -> None:
         return
     # Only a default name promises a time.
     kept = report.meets(target.ms) or bool(options.name)
-    sha256, chosen = None, report.chosen
+    sha256, chosen, added = None, report.chosen, ""
     if kept and not options.dry_run:
         manifest = add_budget(bundle, name, chosen.budget, chosen.stages_after, force=options.force, sign=sign)
         sha256 = BUNDLE.sha256(manifest)
-    write_json(options.json, {**to_json(report), "sha256": sha256})
+        folder = escaped(str(options.bundle))
+        added = (
+            f"{folder}: added budget {name}\nsha256 {sha256}\n"
+            "The sha256 is new: replace it where you give --sha256 or sha256=, and make this bundle's engines "
+            "and thresholds again.\n"
+            f"Run the budget: sinkprune-run {folder} --budget {name}, with --image and --prompt\n"
+        )
+    elif kept:
+        added = f"{escaped(str(options.bundle))}: unchanged, because of --dry-run\n"
+    text = report_text(report) + added
+    write_result(options.json, {**to_json(report), "sha256": sha256}, lambda: sys.stdout.write(text))
     if items:
         pictures = len({item.picture for item in items})
         _warn([*accuracy_warnings(len(items)), *mean_warnings(pictures), *unseen_warnings(shares, "requests")])
@@ -198,18 +208,6 @@ def main(arguments: Sequence[str] | None) -> None:
             f"{100 * NEAR:.0f} %: the machine's speed changed meanwhile. Measure again when the machine does nothing "
             "else.\n"
         )
-    if not prints_json(options.json):
-        sys.stdout.write(report_text(report))
-        if sha256:
-            folder = escaped(str(options.bundle))
-            sys.stdout.write(
-                f"{folder}: added budget {name}\nsha256 {sha256}\n"
-                "The sha256 is new: replace it where you give --sha256 or sha256=, and make this bundle's engines "
-                "and thresholds again.\n"
-                f"Run the budget: sinkprune-run {folder} --budget {name}, with --image and --prompt\n"
-            )
-        elif kept:
-            sys.stdout.write(f"{escaped(str(options.bundle))}: unchanged, because of --dry-run\n")
     if report.meets(target.ms):
         return
     missed = missed_text(report, target.wanted)
