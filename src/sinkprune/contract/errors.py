@@ -117,7 +117,7 @@ class UnusualStateWarning(UserWarning):
 
 
 class CostsWarning(UserWarning):
-    """A warning that costs were measured while other programs kept the machine busy."""
+    """Measured costs of requests are of a busy machine, or cannot be written for later processes."""
 
 
 class OptionError(UsageError, TypeError):

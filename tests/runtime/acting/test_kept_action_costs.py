@@ -95,6 +95,14 @@ def test_a_process_goes_on_where_the_last_one_saved_its_costs(warm: Policy, phot
     assert in_time(first, photo).slower == pytest.approx(UNKNOWN)
 
 
+def test_costs_that_cannot_be_kept_are_a_warning(warm: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Policy(warm.bundle, warm.backend)
+    policy.costs = costs_of(warm)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")
+    with pytest.warns(CostsWarning, match=rf"written to '{cache_file(warm.place, 'sinkpruner')}', so later runs do"):
+        assert policy.save_costs() is None
+
+
 def test_a_file_of_its_own_is_read(warm: Policy, photo: Image.Image, tmp_path: Path) -> None:
     write_costs(tmp_path / "costs.json", costs_of(warm))
     policy = Policy(warm.bundle, warm.backend)

@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None) -> None:
                 # Costs are useful even if no budget is found.
                 if pipeline.costs:
                     sys.stderr.write(doubtful_costs(pipeline.costs, earlier_costs, option=""))
-                    sys.stderr.write(kept_line(pipeline.save_costs(), pipeline.place))
+                    sys.stderr.write(kept_line(pipeline.save_costs(), pipeline.costs))
                 measured = report or (proposer.times if proposer else pipeline)
                 if options.costs and measured.costs:
                     write_costs(options.costs, measured.costs)

@@ -185,9 +185,9 @@ def cache_file(place: Place, method: str = "") -> Path | None:
     return folder / "sinkprune" / "costs" / f"{key[:32]}.json"
 
 
-def not_kept(place: Place) -> str:
-    """Return sentences about costs of `place` that later processes will not find in the user's cache folder."""
-    file = cache_file(place)
+def not_kept(costs: Costs | ActionCosts) -> str:
+    """Return sentences about `costs` that later processes will not find in the user's cache folder."""
+    file = _file_of(costs)
     where = f"written to '{file}'" if file else "kept, because this user has no home folder"
     return (
         f"the costs could not be {where}, so later runs do not find them. Make that folder writable, or set "
@@ -197,7 +197,7 @@ def not_kept(place: Place) -> str:
 
 def cache_costs(costs: Costs | ActionCosts) -> Path | None:
     """Write `costs` to the user's cache folder. Return the file, or None where it cannot be written."""
-    file = cache_file(costs.place, costs.method if isinstance(costs, ActionCosts) else "")
+    file = _file_of(costs)
     if file is None:
         return None
     try:
@@ -206,3 +206,7 @@ def cache_costs(costs: Costs | ActionCosts) -> Path | None:
     except (OutputError, OSError):
         return None
     return file
+
+
+def _file_of(costs: Costs | ActionCosts) -> Path | None:
+    return cache_file(costs.place, costs.method if isinstance(costs, ActionCosts) else "")

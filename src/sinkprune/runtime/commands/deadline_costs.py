@@ -119,9 +119,9 @@ def _measured(deadline: DeadlineReport | ActionDeadline) -> str:
     return next((text for text in rounded if deadline.met or float(text) > deadline.deadline_ms), str(measured))
 
 
-def kept_line(file: Path | None, place: Place) -> str:
-    """Return a line about the `file` that holds the costs of `place` for later runs, or a warning if none does."""
-    line = f"note: the costs are kept in '{file}'." if file else f"warning: {not_kept(place)}"
+def kept_line(file: Path | None, costs: Costs | ActionCosts) -> str:
+    """Return a line about the `file` that holds `costs` for later runs, or a warning if none does."""
+    line = f"note: the costs are kept in '{file}'." if file else f"warning: {not_kept(costs)}"
     return escaped(line) + "\n"
 
 

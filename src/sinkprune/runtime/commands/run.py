@@ -229,11 +229,11 @@ def main(arguments: Sequence[str] | None) -> None:
         )
     if answer.deadline is not None:
         sys.stderr.write(late_line(answer.deadline))
+        file = None if options.costs else pipeline.save_costs()
         if pipeline.costs:
             sys.stderr.write(doubtful_costs(pipeline.costs, earlier_costs))
-        file = None if options.costs else pipeline.save_costs()
-        if options.warm_up:
-            sys.stderr.write(kept_line(file, pipeline.place))
+            if options.warm_up:
+                sys.stderr.write(kept_line(file, pipeline.costs))
     if options.overlay and answer.budget != UNPRUNED:
         write_output(options.overlay, picture_bytes(overlay(answer, images), options.overlay))
     sys.stderr.write("".join(f"note: {note}\n" for note in unused))

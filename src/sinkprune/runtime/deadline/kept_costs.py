@@ -64,7 +64,7 @@ class KeepsCosts(Generic[C]):
         """Write costs to the user's cache folder, and return the file; else warn, and return None."""
         file = cache_costs(costs)
         if file is None:
-            warn_user(not_kept(costs.place), CostsWarning)
+            warn_user(not_kept(costs), CostsWarning)
         return file
 
     def _known_costs(self, method: str = "") -> C:
