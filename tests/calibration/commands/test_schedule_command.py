@@ -271,7 +271,7 @@ def test_an_interrupt_keeps_the_costs(place: str, own: Path, tmp_path: Path, mon
     outcome = schedule(*words)
     moved = [tmp_path / "x.interrupted.json", tmp_path / "costs.interrupted.json"]
     assert outcome.stderr.endswith(
-        f"were kept. Earlier files stay; these results are in '{moved[0]}', '{moved[1]}'.\n"
+        f"were measured. Earlier files stay; these results are in '{moved[0]}', '{moved[1]}'.\n"
     )
     assert (costs.read_text(), report.read_text()) == ("costly", "precious")
     assert json.loads(moved[0].read_text())["costs"] == json.loads(moved[1].read_text())
