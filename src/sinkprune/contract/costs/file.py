@@ -89,7 +89,8 @@ class CostsFormat(Generic[C]):
     def missing(self, place: Place, method: str = "") -> DeadlineError:
         """Return the error for a deadline at a `place` whose costs, of actions of a `method`, are not known."""
         file = cache_file(place, method)
-        damaged = f" The file '{file}' holds none; measuring replaces it." if file and file.exists() else ""
+        # Without the file's path, because the server's clients read the error.
+        damaged = " Their kept file cannot be read; measuring replaces it." if file and file.exists() else ""
         return DeadlineError(
             f"a deadline was given, and the costs of {self.of} on this machine, with {place.backend} in "
             f"{counted(place.threads, 'thread')}, are not known.{damaged} Measure them on this machine first, with "
