@@ -231,6 +231,13 @@ def test_a_wrong_option_is_one_line_that_names_the_help(
     assert re.fullmatch(rf"error: {message} See sinkprune run --help\.\n", outcome.stderr)
 
 
+def test_a_misspelt_option_that_is_required_is_named(sinkprune: Callable[..., Outcome]) -> None:
+    outcome = sinkprune("run", "bundle", "--image", "x.png", "--promt", "What?")
+    said = "the following arguments are required: --prompt. Did you mean --prompt by --promt?"
+    assert outcome.stderr == f"error: {said} See sinkprune run --help.\n"
+    assert "mean" not in sinkprune("run", "bundle", "--ima", "x.png").stderr
+
+
 def test_the_version_loads_no_library() -> None:
     program = (
         "import sys; from sinkprune.entry_points import sinkprune\n"

@@ -31,6 +31,7 @@ class CommandParser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         version = f"sinkprune {__version__}"
+        self._words: list[str] = []
         self.add_argument("--version", action="version", version=version, help="print the version and exit")
 
     def add_json(self, content: str) -> None:
@@ -49,12 +50,18 @@ class CommandParser(argparse.ArgumentParser):
         shown = {name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS}
         # Without the dashes, which make short names alike.
         names = [name.removeprefix("--") for name in shown if name.startswith("--")]
-        unknown = message.split() if message.startswith("unrecognized arguments") else []
-        words = [word.partition("=")[0].removeprefix("--") for word in unknown if word.startswith("--")]
-        near = [found for word in words for found in get_close_matches(word, names, 1, _ALIKE)]
-        meant = f" Did you mean --{near[0]}?" if near else ""
+        # A misspelt option that is required counts as missing.
+        missing = message.startswith("the following arguments are required")
+        unknown = message.split() if message.startswith("unrecognized arguments") else self._words * missing
+        words = [
+            word.partition("=")[0].removeprefix("--")
+            for word in unknown
+            if word.startswith("--") and not self._is_option(word)
+        ]
+        near = [(word, found) for word in words for found in get_close_matches(word, names, 1, _ALIKE)]
+        meant = f" Did you mean --{near[0][1]}{f' by --{near[0][0]}' * missing}?" if near else ""
         end_start_lines()
-        self.exit(2, f"error: {escaped(message)}.{meant} See {self.prog} --help.\n")
+        self.exit(2, f"error: {escaped(message + '.' + meant)} See {self.prog} --help.\n")
 
     def parse(self, arguments: Sequence[str] | None, kind: type[Options]) -> Options:
         """Return the options in `arguments`, or the process's own if None, as a dataclass with a field for each."""
@@ -62,7 +69,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse as argparse does, but leave a word to a positional rather than to an optional value."""
-        words = [*(sys.argv[1:] if args is None else args)]
+        words = self._words = [*(sys.argv[1:] if args is None else args)]
         end = words.index("--") if "--" in words else len(words)
         for action in self._actions:
             for place in range(end) if action.nargs == "?" else ():
@@ -73,6 +80,10 @@ class CommandParser(argparse.ArgumentParser):
                     usual = words if action.choices else readings[0]
                     words = next((reading for reading in readings if self._accepts(reading)), usual)
         return super().parse_known_args(words, namespace)
+
+    def _is_option(self, word: str) -> bool:
+        """Return whether the word is an option, abbreviated or not, maybe with a value."""
+        return any(name.startswith(word.partition("=")[0]) for name in self._option_string_actions)
 
     def _means(self, word: str, option: argparse.Action) -> bool:
         """Return whether the word is this option and no other, abbreviated or not, without `=` and a value."""

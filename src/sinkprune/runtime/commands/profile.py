@@ -186,7 +186,7 @@ def main(arguments: Sequence[str] | None) -> None:
             run = RateRun(pipeline, prompts, prompt, planned, camera, meter=meter, **common)
             measure, runs = partial(run.measure, options.warmup), len(planned) * camera.frames
         try:
-            with progress_bar("measuring", runs, "answers") as count:
+            with progress_bar("measuring", runs, "answers" if camera is None else "frames") as count:
 
                 def on_run(name: str, steps: int = 1) -> None:
                     count(f"measuring {name}", steps)
