@@ -104,6 +104,11 @@ def test_other_folders_are_rejected_with_the_command_that_makes_a_bundle(tmp_pat
     assert refusal(missing) == (
         f"there is no folder '{missing}'. Make a bundle with: sinkprune-export CHECKPOINT -o {missing}"
     )
+    manifest = tmp_path / "b" / MANIFEST
+    manifest.parent.mkdir()
+    manifest.write_text("{}")
+    said = f"'{manifest}' is the manifest of a bundle, expected its folder. Give '{manifest.parent}'."
+    assert refusal(manifest) == said
     (tmp_path / "config.json").touch()
     assert refusal(tmp_path).endswith(f"Make one with: sinkprune-export {tmp_path} -o BUNDLE")
     (tmp_path / MANIFEST).mkdir()

@@ -241,14 +241,18 @@ def test_the_load_is_that_of_other_programs(monkeypatch: pytest.MonkeyPatch, tmp
     own = iter([1.0, 3.0])
     monkeypatch.setattr(other_load.os, "times", lambda: type("Times", (), {"user": next(own), "system": 0.0}))
     # user nice system idle iowait irq softirq steal, in hundredths of a second
-    stat.write_text("cpu  1000 0 0 1000 0 0 0 0 0 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n")
+    # A program bound to processors 1 and 2 meets no load of the others.
+    monkeypatch.setattr(other_load.os, "sched_getaffinity", lambda process: {1, 2})
+    idle = "cpu2 0 0 0 0 0 0 0 0 0 0\nintr 1 2 3\n"
+    stat.write_text(f"cpu  1 1 1 1 1 1 1 1 0 0\ncpu0 1 1 1 1 1 1 1 1 0 0\ncpu1 1000 0 0 1000 0 0 0 0 0 0\n{idle}")
     others = OtherLoad()
-    stat.write_text("cpu  1300 100 50 1400 100 0 0 50 0 0\n")
+    moved = "cpu2 200 100 0 200 100 0 0 0 0 0\n"
+    stat.write_text(f"cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 9 9 9 9 9 9 9 9 0 0\ncpu1 1100 0 50 1200 0 0 0 50 0 0\n{moved}")
     # Ten seconds of processor time went by: five busy, of which two are this process's.
     assert others.share() == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize("content", [None, "", "intr 1 2 3\n", "cpu  1 2\n", "cpu  a b c d e f g h\n"])
+@pytest.mark.parametrize("content", [None, "", "intr 1 2 3\n", "cpu0 1 2\n", "cpu0 a b c d e f g h\n"])
 def test_a_system_that_does_not_report_its_load(
     content: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -256,6 +260,7 @@ def test_a_system_that_does_not_report_its_load(
     if content is not None:
         (tmp_path / "stat").write_text(content)
     monkeypatch.setattr(other_load, "_STAT", tmp_path / "stat")
+    monkeypatch.setattr(other_load.os, "sched_getaffinity", lambda process: {0})
     assert OtherLoad().share() is None
 
 

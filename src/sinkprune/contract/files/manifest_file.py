@@ -70,6 +70,10 @@ class ManifestFile:
             if not os.path.lexists(root):
                 make = self.make.format(root=root)
                 raise self.error(f"there is no folder '{root}'. Make {self.a_folder} with: {make}") from error
+            if root.name == self.name and root.is_file():
+                raise self.error(
+                    f"'{root}' is the manifest of {self.a_folder}, expected its folder. Give '{root.parent}'."
+                ) from error
             is_checkpoint = (root / "config.json").is_file()
             make = f"sinkprune-export {root} -o BUNDLE" if is_checkpoint else self.make.format(root="NEW")
             raise self.error(

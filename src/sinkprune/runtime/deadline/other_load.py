@@ -12,7 +12,7 @@ _UNUSED = ("idle", "iowait")
 
 
 class _Times(NamedTuple):
-    """Seconds since the start of the machine, added over all processors."""
+    """Seconds since the start of the machine, added over the processors that this process may use."""
 
     all: float
     busy: float
@@ -21,9 +21,10 @@ class _Times(NamedTuple):
 
 
 class OtherLoad:
-    """Measures the share of the machine's processor time that other programs take, from its creation on.
+    """Measures the share of processor time that other programs take, from its creation on.
 
-    Reads `/proc/stat` (proc(5)). In a container these are the times of the whole machine.
+    Counts the processors that this process may use. Reads `/proc/stat` (proc(5)): also in a container these are the
+    times of the machine.
     """
 
     def __init__(self) -> None:
@@ -41,13 +42,15 @@ class OtherLoad:
 
 def _times() -> _Times | None:
     try:
-        name, *counts = _STAT.read_text().split("\n", 1)[0].split()
-        ticks = dict(zip(_FIELDS, map(int, counts), strict=False))
-    except (OSError, ValueError):
+        names = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        lines = [line.split() for line in _STAT.read_text().splitlines()]
+        rows = [[int(count) for count in counts] for name, *counts in filter(None, lines) if name in names]
+    except (AttributeError, OSError, ValueError):
         return None
-    if name != "cpu" or len(ticks) < len(_FIELDS):
+    if not rows or any(len(row) < len(_FIELDS) for row in rows):
         return None
     scale, own = os.sysconf("SC_CLK_TCK"), os.times()
+    ticks = {field: sum(row[place] for row in rows) for place, field in enumerate(_FIELDS)}
     every = sum(ticks.values())
     unused = sum(ticks[field] for field in _UNUSED)
     return _Times(every / scale, (every - unused) / scale, own.user + own.system)
