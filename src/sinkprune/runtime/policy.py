@@ -237,7 +237,7 @@ class Policy(KeepsCosts[ActionCosts]):
         seconds: float = SECONDS,
         progress: OnProgress = unreported,
     ) -> ActionCosts:
-        """Do what `warm_up` does, without the warning; raises what `warm_up` raises."""
+        """Do what `warm_up` does, without the warning of load; raises what `warm_up` raises."""
         seconds = SECONDS_RANGE.check(seconds)
         manifest = self.bundle.manifest
         check_plan_names(budget, method)

@@ -14,7 +14,7 @@ from support.programs.commands import run
 
 Bundles = Callable[..., Path]
 ONE = ("--budgets", "retain-64")
-FREE = "Free space, or choose another place."
+FREE = "Free space, or choose a place you may read and write."
 _MOST_BYTES = 64
 
 
@@ -49,7 +49,7 @@ def test_a_profile_is_printed(
     assert outcome.code == 2 and "retain-64" in outcome.stdout
     # Of two errors the first is printed; the plot is the first output.
     first = output.split()[-1]
-    assert outcome.stderr.endswith(f"error: '{first}' cannot be written: File too large. {FREE}\n")
+    assert outcome.stderr.endswith(f"error: the system refused '{first}': File too large. {FREE}\n")
     assert not list(tmp_path.iterdir())
 
 
@@ -75,7 +75,7 @@ def test_calibrations_are_printed(
     with full_disk():
         outcome = run(*(own if word == "BUNDLE" else word for word in words), "--data", scenes, "--limit", 3)
     assert outcome.code == 2 and printed in outcome.stdout
-    assert outcome.stderr.endswith(f"error: '{words[-1]}' cannot be written: File too large. {FREE}\n")
+    assert outcome.stderr.endswith(f"error: the system refused '{words[-1]}': File too large. {FREE}\n")
     assert not list(tmp_path.iterdir())
 
 

@@ -37,6 +37,20 @@ def test_unknown_keys_of_messages_are_refused(message: dict[str, Any], place: st
     assert (refused.value.status, refused.value.param) == (400, "messages")
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("unheard", 'the field "unheard" is not supported. Leave it out.'),
+        ("deadline", """the field "deadline" is not supported; did you mean 'deadline_ms'? Leave it out."""),
+        ("fit", "fit is an option of sinkprune-serve, not of a request. Start the server with --fit."),
+    ],
+)
+def test_unknown_fields_of_bodies_are_refused(name: str, said: str, reader: ChatReader) -> None:
+    with pytest.raises(ApiError) as refused:
+        read(reader, **{name: 1})
+    assert (str(refused.value), refused.value.status, refused.value.param) == (said, 400, name)
+
+
 def test_messages_as_clients_send_them_back(reader: ChatReader) -> None:
     # The fields of the openai package's ChatCompletionMessage, and the names that LangChain gives.
     answer = {"role": "assistant", "content": "A cup.", "refusal": None, "annotations": [], "audio": None}

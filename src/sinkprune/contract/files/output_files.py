@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +14,6 @@ from sinkprune.contract.errors import OutputError
 
 OutputFile = tuple[Path, tuple[str, ...]]
 """A file that a command writes, and the suffixes it may have."""
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 def check_outputs(outputs: Sequence[OutputFile], read: Iterable[Path] = (), folders: Iterable[Path] = ()) -> None:
@@ -77,7 +75,7 @@ def make_folder(folder: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write `data` to a temporary file next to `path`, sync it, and rename it to `path`. Raises `OutputError`."""
+    """Write `data` to a temporary file next to `path`, sync it, and rename it to `path`. Raises as `whole_file`."""
     with whole_file(path) as file:
         file.write(data)
 
@@ -86,7 +84,8 @@ def write_whole(path: Path, data: bytes) -> None:
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file next to `path` for writing. At the end of the block it is synced and renamed to `path`.
 
-    If the block raises, the temporary file is removed. Raises `OutputError`.
+    If the block raises, the temporary file is removed. Raises `OutputError` if it cannot be made, and `OSError` with
+    the name of the file if it cannot be written, as on a full disk.
     """
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
@@ -102,11 +101,9 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         temporary.chmod(0o644)
         temporary.replace(path)
     except OSError as error:
-        if error.errno not in _DISK_ERRORS:
-            raise
-        raise OutputError(
-            f"'{path}' cannot be written: {error.strerror}. Free space, or choose another place."
-        ) from error
+        # Errors of a full disk name no file.
+        error.filename = error.filename or str(path)
+        raise
     finally:
         # It has its own name by now, or is incomplete.
         temporary.unlink(missing_ok=True)

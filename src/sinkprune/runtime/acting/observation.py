@@ -105,17 +105,17 @@ def unusual_state(policy: PolicyFacts, state: Array) -> str | None:
     """
     if not (policy.state_mean or policy.state_range):
         return None
-    *others, last = [str(index + 1) for index in np.flatnonzero(np.abs(state) > _UNUSUAL)] or [""]
-    if not last:
+    far = [str(index + 1) for index in np.flatnonzero(np.abs(state) > _UNUSUAL)]
+    if not far:
         return None
     beyond = f"beyond {_UNUSUAL} or -{_UNUSUAL}"
-    if not others:
+    if len(far) == 1:
         return (
-            f"number {last} of the state is far outside the policy's training data: normalised, it is {beyond}. "
+            f"number {far[0]} of the state is far outside the policy's training data: normalised, it is {beyond}. "
             "Check its unit and its place."
         )
     return (
-        f"numbers {', '.join(others)} and {last} of the state are far outside the policy's training data: "
+        f"numbers {', '.join(far[:-1])} and {far[-1]} of the state are far outside the policy's training data: "
         f"normalised, they are {beyond}. Check their units, for example degrees for radians, and their places."
     )
 

@@ -49,7 +49,7 @@ class KeepsCosts(Generic[C]):
         if self.costs is None:
             return None
         costs = self._checked(self.costs)
-        return self._cached(replace(costs, recent=self._history_of(costs).recent))
+        return self._cache(replace(costs, recent=self._history_of(costs).recent))
 
     def _keep_measured(self, measure: Callable[[], C]) -> C:
         """Measure `costs` and the load meanwhile, and write them to the user's cache folder, if possible."""
@@ -57,10 +57,10 @@ class KeepsCosts(Generic[C]):
             others = OtherLoad()
             found = measure()
         self.costs = replace(found, measured_at=time.time(), load=others.share())
-        self._cached(self.costs)
+        self._cache(self.costs)
         return self.costs
 
-    def _cached(self, costs: C) -> Path | None:
+    def _cache(self, costs: C) -> Path | None:
         """Write costs to the user's cache folder, and return the file; else warn, and return None."""
         file = cache_costs(costs)
         if file is None:

@@ -93,7 +93,12 @@ def limit_notes(layout: VisualLayout) -> list[str]:
 def scaled_down(layout: VisualLayout) -> str:
     """Return sentences about a picture that the model sees clearly smaller than it is; else ""."""
     phrase = smaller_picture(layout)
-    return f"{phrase}. For small things export it with {larger_limit(layout)}." if phrase else ""
+    fewer = " or fewer --max-frames" if layout.frames > 1 else ""
+    return (
+        f"{phrase}. For small things export it with a larger --max-pixels{fewer} (docs/pictures.md)."
+        if phrase
+        else ""
+    )
 
 
 def smaller_picture(layout: VisualLayout) -> str:
@@ -109,11 +114,6 @@ def smaller_picture(layout: VisualLayout) -> str:
         return ""
     what = "frames" if layout.frames > 1 else "picture"
     return f"the model sees the {width}x{height} {what} at {seen_width}x{seen_height} pixels, the bundle's limit"
-
-
-def larger_limit(layout: VisualLayout) -> str:
-    """Return the options of an export with which the model sees a picture, or the frames of a clip, less scaled."""
-    return f"a larger --max-pixels{' or fewer --max-frames' if layout.frames > 1 else ''} (docs/pictures.md)"
 
 
 def fewer_frames(layout: VisualLayout) -> str:
