@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.command_line import command
 from sinkprune.contract.command_line.command import INTERRUPTED, run_command
 from sinkprune.contract.errors import BackendError, UsageError
 from support.programs.commands import own_process, without_progress
@@ -157,6 +158,21 @@ def test_later_interrupts_do_not_stop_the_clean_up(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == "interrupted; nothing half-written was left.\n"
     # The next command can be interrupted.
     assert run_command(lambda arguments: signal.raise_signal(signal.SIGINT), []) == INTERRUPTED
+
+
+def test_an_interrupt_after_a_while_stops_the_clean_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_CLEAN_UP_S", 0.0)
+    cleaned = []
+
+    def body(arguments: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.raise_signal(signal.SIGINT)
+            cleaned.append("all")
+
+    assert run_command(body, []) == INTERRUPTED
+    assert not cleaned
 
 
 def test_what_was_ignored_stays_ignored_and_handlers_come_back() -> None:
