@@ -86,8 +86,8 @@ INTERRUPTED = (
     "calibrate attention",
     "calibrate confidence",
 )
-ADDED = {f"sinkprune-{name}": {"interrupted"} for name in INTERRUPTED} | {
-    f"sinkprune-calibrate {verb}": {"sha256"} for verb in ("schedule", "quantize", "evidence")
+ADDED = {f"sinkprune-{name}": {"interrupted", "notes"} for name in INTERRUPTED} | {
+    f"sinkprune-calibrate {verb}": {"sha256", "notes"} for verb in ("schedule", "quantize", "evidence")
 }
 """The keys that a command adds to its report."""
 QUESTION = ("--prompt", "What is this?", "--budget", "retain-64", "--max-new-tokens", "2")

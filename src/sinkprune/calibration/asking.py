@@ -12,14 +12,14 @@ from sinkprune.calibration.tasks import Item, load_task, naming
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle
 from sinkprune.runtime.commands import BundleOptions, load_pipeline
-from sinkprune.runtime.commands.picture_notes import note_frames
+from sinkprune.runtime.commands.picture_notes import note_files
 from sinkprune.runtime.commands.policy_options import load_policy
-from sinkprune.runtime.media.images import count_frames
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.policy import Policy
 from sinkprune.runtime.steps.answer import Kept
 from sinkprune.runtime.steps.chain import Wrap
 from sinkprune.runtime.steps.observer import NOBODY, Observer
+from sinkprune.runtime.steps.picture_warnings import file_facts
 
 Loaded = Pipeline | Policy
 Sample = Item | Moment
@@ -51,18 +51,18 @@ def ask(loaded: Loaded, sample: Sample, pair: Combination, observer: Observer = 
     raise ValueError("policies act on moments, and other models answer questions")
 
 
-def note_samples(loaded: Loaded, samples: list[Sample]) -> list[float]:
-    """Print notes on pictures that the model sees in part, and on files with several frames.
+def note_samples(loaded: Loaded, samples: list[Sample]) -> tuple[list[float], list[str]]:
+    """Print notes on pictures that the model sees in part, on dark ones of 16 bits, and on files with several frames.
 
-    Returns the share that the model sees of each picture. Policies see whole pictures. Raises `ImageError`.
+    Returns the share that the model sees of each picture, and the notes. Policies see whole pictures. Raises
+    `ImageError`.
     """
     if isinstance(loaded, Policy):
         files = [file for sample in samples if isinstance(sample, Moment) for file in sample.files]
-        note_frames({file: count_frames(file) for file in files})
-        return [1.0] * len(samples)
+        return [1.0] * len(samples), note_files({file: file_facts(file) for file in files})
     items = [sample for sample in samples if isinstance(sample, Item)]
-    note_items(loaded.family, loaded.bundle.manifest, items)
-    return seen_shares(loaded.family, items)
+    notes = note_items(loaded.family, loaded.bundle.manifest, items)
+    return seen_shares(loaded.family, items), notes
 
 
 def _act(policy: Policy, moment: Moment, pair: Combination, observer: Observer) -> tuple[Kept, ...]:

@@ -43,9 +43,9 @@ def seen_shares(family: Family, items: Sequence[Item]) -> list[float]:
     return [shares[item.picture] for item in items]
 
 
-def note_items(family: Family, manifest: Manifest, items: Sequence[Item]) -> None:
-    """Print the notes of `note_many_pictures` on the items' pictures; raises what it raises."""
-    note_many_pictures(family, manifest, {item.picture: item.facts for item in items})
+def note_items(family: Family, manifest: Manifest, items: Sequence[Item]) -> list[str]:
+    """Print and return the notes of `note_many_pictures` on the items' pictures; raises what it raises."""
+    return note_many_pictures(family, manifest, {item.picture: item.facts for item in items})
 
 
 def file_pictures(paths: Sequence[Path]) -> list[NamedPicture]:

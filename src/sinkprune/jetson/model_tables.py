@@ -10,7 +10,7 @@ from rich.text import Text
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.system.memory_need import gigabytes
 from sinkprune.jetson.fit import BudgetFit, FormFit, ModelFit
-from sinkprune.jetson.recommendation import Recommendation
+from sinkprune.jetson.recommendation import Recommendation, refused_by_backend
 from sinkprune.jetson.report import DoctorReport
 from sinkprune.jetson.times import COMPUTE, PeakUtilisation, TimeRange, rounded
 from sinkprune.runtime.commands import plain_text
@@ -47,8 +47,9 @@ def build_table(model: ModelFit) -> Table:
         if build is None:
             continue
         sizes = (form.weight_bytes, build.memory_bytes, build.disk_bytes, build.moving_disk_bytes)
-        fits = _UNKNOWN if build.fits is None else "no" if not build.fits else "--move" if build.needs_move else "yes"
-        table.add_row(_form_name(model, form), *map(_gigabytes, sizes), _coloured(fits, build.fits))
+        fits = False if refused_by_backend(model, form) else build.fits
+        cell = _UNKNOWN if fits is None else "no" if not fits else "--move" if build.needs_move else "yes"
+        table.add_row(_form_name(model, form), *map(_gigabytes, sizes), _coloured(cell, fits))
     return table
 
 

@@ -40,7 +40,7 @@ class Answering(ABC):
         observer: Observer = NOBODY,
         **options: Any,
     ) -> Answer:
-        """Return the whole answer. Takes what `stream` takes; `on_text` receives each piece of text as it comes."""
+        """Return the whole answer, with the `options` of `stream`. `on_text` receives each piece of text."""
         check_request_options(options, "on_text", "observer")
         if on_text is not None:
             check_callable("on_text", on_text)
@@ -59,8 +59,9 @@ class Answering(ABC):
         `image` is a Pillow image, a uint8 [height,width,3] array, a file, a `Clip` or a `VideoFile`, or a list of
         these. `prompt` follows the images. A list of texts surrounds them: one text before each image, and one after
         the last. `options` are the fields of `Request`: `budget`, `method`, `max_new_tokens`, `min_new_tokens`,
-        `stop`, `system`, `history`, `temperature`, `top_p`, `seed`, `deadline_ms`, and `schema`, `regex` or `choice`
-        for the form of the answer; and `order`, "bgr" for arrays with OpenCV's order of channels.
+        `stop`, `system`, `history`, `tools`, `tool_call_id`, `temperature`, `top_p`, `seed`, `deadline_ms`, and
+        `schema`, `regex` or `choice` for the form of the answer; and `order`, "bgr" for arrays with OpenCV's order of
+        channels.
 
         Raises at once `TypeError`, `UsageError` (`OptionError` for an unknown option), `PromptError`, `BudgetError`,
         and `ImageError` for an object that is no picture. Reading the first piece raises `ImageError`, `PromptError`,

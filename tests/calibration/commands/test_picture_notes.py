@@ -64,10 +64,35 @@ def test_a_later_picture_of_16_bits_is_noted(command: str, bundle: Callable[...,
     files = [mixed.parent / name for name in SIZES]
     words = ASKING.get(command, ("sinkprune-calibrate", "norms"))
     given = ("--data", mixed, "--budgets", "none") if command == "evaluate" else ("--images", *files)
-    outcome = run(*words, bundle("gqa-112"), *given)
+    outcome = run(*words, bundle("gqa-112"), *given, "--json", mixed.parent / "report.json")
     assert outcome.code == 0, outcome.stderr
     assert outcome.stderr.count("16 bits a channel were scaled to 8. The largest value is now 10 of 255.") == 1
     assert outcome.stderr.startswith(f"{files[-1]}: 16 bits a channel")
+    (note,) = json.loads((mixed.parent / "report.json").read_text())["notes"]
+    assert outcome.stderr.splitlines()[0] == note
+
+
+def test_moments_of_a_policy_are_noted_by_their_darkest_frame(
+    bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path
+) -> None:
+    """A depth camera's first frame may be bright, and its later ones dark."""
+    policy, frames = bundle("pi0", budgets=("prune-77.8", "prune-88.9"), max_images=2), tmp_path / "frames"
+    frames.mkdir()
+    for number, value in enumerate((257 * 200, 2570, 257 * 90)):
+        Image.fromarray(np.full((90, 90), value, np.uint16)).save(frames / f"{number}.png")
+    dark = f"{frames}/1.png: 16 bits a channel were scaled to 8. The largest value is now 10 of 255."
+    acting = ("--camera", frames, "--camera", "none", "--instruction", "pick up", "--state", "0,0,0,0,0")
+    acted = run("sinkprune-act", policy, *acting, "--json", tmp_path / "act.json")
+    moment = {"cameras": ["frames/0.png", "frames/1.png"], "instruction": "pick up", "state": [0.0] * 5}
+    (tmp_path / "moments.jsonl").write_text(json.dumps(moment) + "\n")
+    watched = run("sinkprune-calibrate", "attention", policy, "--data", tmp_path / "moments.jsonl")
+    one = ("--camera", frames / "1.png", *acting[2:], "--repeat", 1, "--steps", 1, "--budgets", "none")
+    profiled = run("sinkprune-profile", policy, *one, "--json", tmp_path / "profile.json")
+    for outcome in (acted, watched, profiled):
+        assert outcome.code == 0, outcome.stderr
+        assert outcome.stderr.count("16 bits") == 1 and dark in outcome.stderr
+    for name in ("act", "profile"):
+        assert any(note.startswith(dark) for note in json.loads((tmp_path / f"{name}.json").read_text())["notes"])
 
 
 def test_a_size_is_that_of_the_turned_picture(bundle: Callable[..., Path], mixed: Path) -> None:

@@ -165,7 +165,8 @@ def test_a_name_that_would_promise_too_much_is_not_given(
         Costs, json.loads(report.read_text())["costs"]
     )
     named = schedule(own, "--target-ms", 250, "--name", "quick")
-    assert named.code == 0 and named.stderr.startswith("warning: 95 of 100 requests took up to")
+    assert named.code == 2
+    assert named.stderr.startswith("error: budget 'quick' was added, and misses its target: 95 of 100 requests took")
     assert "quick" in read_bundle(own).manifest.budgets
 
 
@@ -251,12 +252,12 @@ def test_a_prediction_that_misses_its_measurement_is_told(
     outcome = schedule(own, "--target-ms", target, "--json", report)
     assert outcome.code == 2 and "was found and not added" in outcome.stderr
     named = schedule(own, "--target-ms", target, "--name", "quick", "--json", report)
-    assert named.code == 0
+    assert named.code == 2
     written, *warnings = named.stderr.splitlines()
     assert written == f"wrote {report}" and warnings[0].startswith(
         "warning: the prediction misses the measurement by 50.0 %, more than 8 %"
     )
-    assert warnings[1].startswith("warning: 95 of 100 requests took up to")
+    assert warnings[1].startswith("error: budget 'quick' was added, and misses its target: 95 of 100 requests took")
     told = json.loads(report.read_text())
     why = "because earlier budgets missed the target or left much of the time"
     assert f"searched {told['searches']} times, {why}\n" in named.stdout and told["searches"] > 1

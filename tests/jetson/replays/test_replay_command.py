@@ -206,11 +206,15 @@ def test_a_bag_of_pictures_that_cannot_be_decoded_is_rejected(model: Path, tmp_p
 
 
 def test_depth_pictures_get_the_note_of_16_bits(model: Path, tmp_path: Path) -> None:
-    depth = raw_image(np.full((40, 60), 2570, np.uint16), "16UC1")
-    bag = write_bag(tmp_path / "bag", [Said(TOPIC, START_NS, depth)])
-    outcome = run("sinkprune-replay", model, bag, *QUESTION, "--no-overlay", "-o", tmp_path / "out.mcap")
-    assert "overlays" not in outcome.stderr
-    assert outcome.code == 0 and "16 bits a channel were scaled to 8. The largest value is now 10" in outcome.stderr
+    depths = [raw_image(np.full((40, 60), value, np.uint16), "16UC1") for value in (257 * 200, 2570, 257)]
+    bag = write_bag(tmp_path / "bag", [Said(TOPIC, START_NS + number, depth) for number, depth in enumerate(depths)])
+    files = ("-o", tmp_path / "out.mcap", "--json", tmp_path / "replay.json")
+    outcome = run("sinkprune-replay", model, bag, *QUESTION, "--no-overlay", *files)
+    assert "overlays" not in outcome.stderr and outcome.code == 0
+    notes = json.loads((tmp_path / "replay.json").read_text())["notes"]
+    dark = [note for note in notes if "16 bits a channel were scaled to 8" in note]
+    assert [f"The largest value is now {value} of 255" in note for value, note in zip((200, 10), dark, strict=True)]
+    assert all(note in outcome.stderr for note in notes)
 
 
 def test_compressed_images_are_answered(model: Path, pictures: list[Image.Image], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from PIL import Image
 from sinkprune import Clip, FewerFramesWarning, PictureWarning, Pipeline, ScaledDownWarning
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.runtime.families import Family, load_family
-from sinkprune.runtime.steps.picture_warnings import fewer_frames, limit_notes, scaled_down
+from sinkprune.runtime.steps.picture_warnings import fewer_frames, scaled_down, unseen_notes
 from support.models.video_files import write_video
 from support.programs.commands import run
 
@@ -58,7 +58,7 @@ def test_a_picture_is_reported_if_the_limit_shrinks_it(width: int, height: int, 
 
 def test_other_families_have_no_size_of_their_own(bundle: Bundles) -> None:
     layout = load_family(read_bundle(bundle("gqa-112")).manifest, None).layout(Image.new("L", (900, 900)))
-    assert layout.seen_size is None and not limit_notes(layout)
+    assert layout.seen_size is None and not unseen_notes(layout)
 
 
 def test_commands_name_the_size_once_and_report_it(root: Path, photo: Image.Image, tmp_path: Path) -> None:

@@ -243,7 +243,9 @@ def test_models_health_and_metrics(address: str, client: openai.OpenAI) -> None:
 @pytest.mark.filterwarnings("ignore::sinkprune.contract.errors.PictureWarning")
 def test_a_picture_of_16_bits_is_noted(address: str) -> None:
     depth = Image.fromarray(np.full((60, 80), 2570, np.uint16))
-    for picture, notes in ((depth, ["largest value is now 10 of 255"]), (Image.new("RGB", (80, 60)), [])):
+    part = "the model sees 75 % of the picture (the middle 60x60 of 80x60). --fit pad shows it all"
+    dark = "largest value is now 10 of 255"
+    for picture, notes in ((depth, [dark, part]), (Image.new("RGB", (80, 60)), [part])):
         details = post(address, messages=asked(picture), max_tokens=1).json()["sinkprune"]
         assert len(details["notes"]) == len(notes)
         assert all(part in note for part, note in zip(notes, details["notes"], strict=True))
@@ -251,7 +253,8 @@ def test_a_picture_of_16_bits_is_noted(address: str) -> None:
 
 def test_fields_that_change_nothing_are_noted(address: str, photo: Image.Image) -> None:
     def notes(**fields: Any) -> list[str]:
-        found: list[str] = post(address, messages=asked(photo), max_tokens=1, **fields).json()["sinkprune"]["notes"]
+        square = photo.resize((64, 64))
+        found: list[str] = post(address, messages=asked(square), max_tokens=1, **fields).json()["sinkprune"]["notes"]
         return found
 
     assert notes(top_p=0.5, seed=3) == [

@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None) -> None:
         asked = questions_by_picture(items)
     watch = AttentionObserver()
     loaded = load_measured(options, task.bundle, watch.wrap)
-    shares = note_samples(loaded, items)
+    shares, notes = note_samples(loaded, items)
     heads, interrupted, earlier = None, "", ""
     observed: list[dict[Combination, Observation]] = []
     try:
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None) -> None:
             _print_heads(heads)
         sys.stdout.write(_advice(task.bundle.manifest))
 
-    more = {"interrupted": interrupted or None}
+    more = {"interrupted": interrupted or None, "notes": notes}
     write_each(keep_heads, lambda: write_report(options, report, plot_attention, print_tables, more))
     if interrupted:
         raise KeyboardInterrupt(interrupted + earlier)

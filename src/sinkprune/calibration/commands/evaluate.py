@@ -69,8 +69,7 @@ def main(arguments: Sequence[str] | None) -> None:
     task = open_task(options, new_tokens, lambda bundle, data, limit: load_task(data, limit), *answers)
     items = [with_grey_picture(item) for item in task.items] if options.blind else task.items
     pipeline = load_pipeline(options, task.bundle, plant_in_vision if options.plant_outliers else None)
-    if not options.blind:
-        note_items(pipeline.family, task.bundle.manifest, items)
+    notes = [] if options.blind else note_items(pipeline.family, task.bundle.manifest, items)
     most = pipeline.limits.new_tokens if pipeline.limits else _NEW_TOKENS
     new_tokens = options.max_new_tokens or min(_NEW_TOKENS, most)
     by_question: list[list[Reply]] = []
@@ -112,7 +111,7 @@ def main(arguments: Sequence[str] | None) -> None:
     def print_tables() -> None:
         _print_tables(result, papers=options.table)
 
-    more = {"interrupted": interrupted or None}
+    more = {"interrupted": interrupted or None, "notes": notes}
     write_each(write_answers, lambda: write_report(options, result, plot_evaluation, print_tables, more))
     if interrupted:
         raise KeyboardInterrupt(interrupted + earlier)

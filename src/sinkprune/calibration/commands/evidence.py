@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None) -> None:
     check_unpruned_memory(options, bundle, items[0].load_images(), items[0].prompt, 1)
     recorder = EvidenceRecorder()
     loaded = load_measured(options, bundle, recorder.wrap)
-    shares = note_samples(loaded, items)
+    shares, notes = note_samples(loaded, items)
     kept = "nothing was kept, and the bundle is unchanged: thresholds need all questions."
     with explain_interrupt(kept), progress_bar("asking", len(items) * len(budgets), "questions") as count:
         found = {
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None) -> None:
     )
     # Last but for the output: a bundle is changed only after all budgets are measured.
     sha256 = None if options.dry_run else BUNDLE.sha256(_write(bundle, sign))
-    write_result(options.json, {**to_json(report), "sha256": sha256}, lambda: _print(report, sha256))
+    write_result(options.json, {**to_json(report), "sha256": sha256, "notes": notes}, lambda: _print(report, sha256))
 
 
 def _method(manifest: Manifest, name: str | None) -> str:

@@ -44,7 +44,7 @@ from sinkprune.runtime.commands import (
     write_report,
 )
 from sinkprune.runtime.commands.interrupts import beside_earlier, interrupted_warnings
-from sinkprune.runtime.commands.picture_notes import note_many_pictures
+from sinkprune.runtime.commands.picture_notes import note_files, note_many_pictures
 from sinkprune.runtime.commands.table_console import progress_bar
 from sinkprune.runtime.profiling.plot import import_matplotlib
 from sinkprune.runtime.profiling.profile import model_name
@@ -89,7 +89,9 @@ def main(arguments: Sequence[str] | None) -> None:
         pictures = (file_pictures(files) if files else task_pictures(options.data))[: options.limit]
     read = [Path(picture.name) for picture in pictures]
     check_outputs([*options.outputs, *_heatmap_outputs(options, pictures)], read, options.folders)
-    model, tower, shares = _bundle_tower(options, bundle, pictures) if bundle else _lone_tower(options)
+    model, tower, shares, notes = (
+        _bundle_tower(options, bundle, pictures) if bundle else _lone_tower(options, pictures)
+    )
     if options.heatmaps:
         make_folder(options.heatmaps)
     measured, interrupted, earlier = list[TokenFeatures](), "", ""
@@ -113,7 +115,7 @@ def main(arguments: Sequence[str] | None) -> None:
     report, shares = summarise(model, len(measured), norms, salience), shares[: len(measured)]
     warnings = (*interrupted_warnings(interrupted), *report.warnings, *unseen_warnings(shares, "cases"))
     report = replace(report, warnings=warnings, seen_share=min(shares, default=1.0))
-    text, more = escaped(_text(report), keep="\n"), {"interrupted": interrupted or None}
+    text, more = escaped(_text(report), keep="\n"), {"interrupted": interrupted or None, "notes": notes}
     write_report(options, report, plot_norms, lambda: sys.stdout.write(text), more)
     if interrupted:
         raise KeyboardInterrupt(interrupted + earlier)
@@ -162,10 +164,14 @@ def _check_fit(parser: argparse.ArgumentParser, options: _Options, *, is_tower: 
         )
 
 
-def _lone_tower(options: _Options) -> tuple[str, MeasureFeatures, list[float]]:
-    """Return the name and the features of a tower without an LLM, and no shares of pictures that it sees."""
+def _lone_tower(
+    options: _Options, pictures: Sequence[NamedPicture]
+) -> tuple[str, MeasureFeatures, list[float], list[str]]:
+    """Return the name and the features of a tower without an LLM, no shares of pictures that it sees, and notes."""
     layer = _LAYER if options.layer is None else options.layer
-    return options.bundle.resolve().name, VisionTower(options.bundle, layer, options.threads).features, []
+    tower = VisionTower(options.bundle, layer, options.threads)
+    notes = note_files({Path(picture.name): picture.facts.of_file for picture in pictures})
+    return options.bundle.resolve().name, tower.features, [], notes
 
 
 def _open(options: _Options) -> Bundle:
@@ -182,13 +188,16 @@ def _open(options: _Options) -> Bundle:
 
 def _bundle_tower(
     options: _Options, bundle: Bundle, pictures: Sequence[NamedPicture]
-) -> tuple[str, MeasureFeatures, list[float]]:
-    """Return the model's name, the features of a bundle's tower, and the share that it sees of each picture."""
+) -> tuple[str, MeasureFeatures, list[float], list[str]]:
+    """Return the model's name, the features of a bundle's tower, the share that it sees of each picture, notes."""
     check_unpruned_memory(options, bundle, [pictures[0].load()])
     pipeline = load_pipeline(options, bundle)
-    note_many_pictures(pipeline.family, bundle.manifest, {picture.name: picture.facts for picture in pictures})
+    notes = note_many_pictures(
+        pipeline.family, bundle.manifest, {picture.name: picture.facts for picture in pictures}
+    )
     shares = [pipeline.family.layout(picture.load()).seen_share for picture in pictures]
-    return model_name(bundle.manifest.checkpoint.source), lambda image: bundle_features(pipeline, image), shares
+    model = model_name(bundle.manifest.checkpoint.source)
+    return model, lambda image: bundle_features(pipeline, image), shares, notes
 
 
 def _heatmap_outputs(options: _Options, pictures: Sequence[NamedPicture]) -> list[OutputFile]:

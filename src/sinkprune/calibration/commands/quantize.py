@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None) -> None:
         check_apart([path for path, _ in options.outputs], (Path(item.picture) for item in items))
         prompts = encode_prompts(bundle, items, options.fit)
     family = load_family(bundle.manifest, options.fit)
-    note_items(family, bundle.manifest, items)
+    notes = note_items(family, bundle.manifest, items)
     with status("checking sums") as progress:
         bundle.verify(progress)
     with explain_interrupt("no bundle was written: it needs all layers."), status("reading") as progress:
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None) -> None:
             f"sha256 {sha256}\n"
         )
 
-    write_report(options, report, plot_quantisation, print_tables, {"sha256": sha256})
+    write_report(options, report, plot_quantisation, print_tables, {"sha256": sha256, "notes": notes})
 
 
 def _chosen(data: Path, limit: int) -> list[Item]:

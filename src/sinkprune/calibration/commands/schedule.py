@@ -130,12 +130,13 @@ def main(arguments: Sequence[str] | None) -> None:
             # Known before anything is measured.
             tokens = layout_of(first.image, first.image, pipeline.family, bundle.manifest).all_tokens
             target.check_unmet(tokens, TOKENS_A_LAYER)
+        notes = list[str]()
         # Own pictures are few.
         if options.data:
-            note_items(pipeline.family, bundle.manifest, items)
+            notes = note_items(pipeline.family, bundle.manifest, items)
         elif options.image:
             files = [Path(file) for file, _ in named]
-            note_pictures(pipeline.family, bundle.manifest, files, [prompt.image for prompt in prompts])
+            notes = note_pictures(pipeline.family, bundle.manifest, files, [prompt.image for prompt in prompts])
         shares = [pipeline.family.layout(prompt.image).seen_share for prompt in prompts]
         earlier_costs = ANSWER_COSTS.cached(pipeline.place)
         proposer, report = None, None
@@ -193,7 +194,7 @@ def main(arguments: Sequence[str] | None) -> None:
     elif kept:
         added = f"{escaped(str(options.bundle))}: unchanged, because of --dry-run\n"
     text = report_text(report) + added
-    write_result(options.json, {**to_json(report), "sha256": sha256}, lambda: sys.stdout.write(text))
+    write_result(options.json, {**to_json(report), "sha256": sha256, "notes": notes}, lambda: sys.stdout.write(text))
     if items:
         pictures = len({item.picture for item in items})
         _warn([*accuracy_warnings(len(items)), *mean_warnings(pictures), *unseen_warnings(shares, "requests")])
@@ -210,10 +211,8 @@ def main(arguments: Sequence[str] | None) -> None:
         )
     if report.meets(target.ms):
         return
-    missed = missed_text(report, target.wanted)
-    if not kept:
-        raise BudgetError(f"budget '{name}' was found and not added: {missed}")
-    sys.stderr.write(f"warning: {missed}\n")
+    done = "added, and misses its target" if sha256 else "found and not added"
+    raise BudgetError(f"budget '{name}' was {done}: {missed_text(report, target.wanted)}")
 
 
 def _warn(warnings: Iterable[str]) -> None:

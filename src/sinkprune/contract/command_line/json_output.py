@@ -41,6 +41,31 @@ def write_json(json_path: Path | None, value: object) -> None:
         write_output(json_path, (json.dumps(value, indent=1) + "\n").encode())
 
 
+class RunningOutput:
+    """What a command prints while it works on, unless `--json` prints.
+
+    Where standard output takes no more, because its reader has ended as `head` does, it prints nothing more, and the
+    work for `--json` and the files that are `still_wanted` goes on.
+    """
+
+    def __init__(self, json_path: Path | None, *still_wanted: Path | None) -> None:
+        self._prints = not prints_json(json_path)
+        self._goes_on = any((json_path, *still_wanted))
+
+    def write(self, text: str) -> None:
+        """Print `text` at once; raises `OSError` where standard output takes no more and no file is wanted."""
+        if not self._prints:
+            return
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except OSError:
+            if not self._goes_on:
+                raise
+            # `run_command` meets the same error at the end.
+            self._prints = False
+
+
 def write_result(json_path: Path | None, value: object, in_words: Callable[[], object]) -> None:
     """Write a command's result as `write_json` does, and let `in_words` print it, unless the JSON is printed.
 

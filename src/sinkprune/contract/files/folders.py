@@ -103,14 +103,15 @@ def check_outside(output: Path, source: Path, kind: ManifestFile) -> None:
 
 
 def check_room(place: Path, needed: int, kind: ManifestFile, way_out: str) -> None:
-    """Reject writing `needed` bytes below the staging folder `place` if fewer are free. Raises `kind.error`.
+    """Reject writing `needed` bytes beside `place`, or there, if fewer are free. Raises `kind.error`.
 
     `way_out` completes the message with a way to need less.
     """
-    free = shutil.disk_usage(place).free
+    folder = place.absolute().parent
+    free = shutil.disk_usage(folder).free
     if free < needed:
         raise kind.error(
-            f"no room for the {kind.folder}: {needed / 1e9:.1f} GB are needed, '{place.parent}' has "
+            f"no room for the {kind.folder}: {needed / 1e9:.1f} GB are needed, '{folder}' has "
             f"{free / 1e9:.1f} GB free. Free space, choose another place, or {way_out}."
         )
 
@@ -129,7 +130,7 @@ def replacing(
     check_replaceable(output, kind, force=force)
     remove_abandoned(output, kind)
     with made_parents(output, kind), new_staging(output, kind, rename) as staging:
-        check_room(staging.new, needed, kind, way_out)
+        check_room(output, needed, kind, way_out)
         yield staging.new
         sync_tree(staging.new)
         staging.install(force=force)

@@ -17,7 +17,7 @@ from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_result
+from sinkprune.contract.command_line.json_output import RunningOutput, json_outputs, write_result
 from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.contract.errors import OutputError, UsageError
 from sinkprune.contract.files.output_files import check_outputs
@@ -27,15 +27,17 @@ from sinkprune.jetson.bags.images import Frame
 from sinkprune.jetson.bags.journal import FrameResult, Journal, open_journal
 from sinkprune.jetson.bags.replay import Summary, TopicReplay, summarise
 from sinkprune.jetson.bags.sampling import Sampling
-from sinkprune.runtime.commands import BundleOptions, bundle_parser, load_pipeline, prompt_pieces, write_line
+from sinkprune.runtime.commands import BundleOptions, bundle_parser, load_pipeline, prompt_pieces
 from sinkprune.runtime.commands.form_options import FormOptions, add_form_options, read_form
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.commands.table_console import few_note
 from sinkprune.runtime.loading import check_kind
+from sinkprune.runtime.media.images import NEARLY_BLACK
 from sinkprune.runtime.overlay import overlay, picture_bytes
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.profile import model_name
+from sinkprune.runtime.steps.picture_warnings import largest_of_16_bits
 from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS, check_texts
 
 _SUFFIX = ".mcap"
@@ -105,6 +107,8 @@ class ReplayReport(Summary):
     """The frames that an earlier replay had answered, or failed to decode."""
     seconds: float
     """The time that this replay took, without loading."""
+    notes: list[str]
+    """The notes that this replay printed on frames."""
 
 
 @entry_point
@@ -150,7 +154,7 @@ def main(arguments: Sequence[str] | None) -> None:
             raise KeyboardInterrupt(
                 f"{counted(journal.count, 'frame')} are in '{journal.path}'; the same command goes on."
             ) from interrupt
-    write_result(options.json, to_json(report), lambda: write_line(_in_words(report)))
+    write_result(options.json, to_json(report), lambda: sys.stdout.write(_in_words(report)))
     sys.stderr.write(_warnings(report, no_overlay=options.no_overlay))
 
 
@@ -162,14 +166,20 @@ class _Answering:
         self._fields = {**form, "budget": options.budget, "method": options.method, "system": options.system}
         if options.max_new_tokens is not None:
             self._fields["max_new_tokens"] = options.max_new_tokens
-        self._noted = set[tuple[int, ...]]()
+        self._noted = set[tuple[int, int, bool]]()
+        self.notes: list[str] = []
 
     def note(self, frame: Frame) -> None:
-        """Print notes on the first frame of a size; raises `ImageError` for what the family rejects."""
-        if frame.picture.size not in self._noted:
-            self._noted.add(frame.picture.size)
+        """Print and keep notes on the first frame of a size, and on the first that is nearly black.
+
+        Raises `ImageError` for what the family rejects.
+        """
+        largest = largest_of_16_bits(frame.picture)
+        kind = (*frame.picture.size, largest is not None and largest < NEARLY_BLACK)
+        if kind not in self._noted:
+            self._noted.add(kind)
             manifest, topic = self.pipeline.bundle.manifest, Path(self.options.topic)
-            note_pictures(self.pipeline.family, manifest, [topic], [frame.picture])
+            self.notes += note_pictures(self.pipeline.family, manifest, [topic], [frame.picture])
 
     def __call__(self, result: FrameResult, frame: Frame) -> FrameResult:
         self.note(frame)
@@ -199,20 +209,15 @@ def _answer_all(topic: TopicReplay, journal: Journal, answering: _Answering) -> 
     options, resumed, began = answering.options, journal.count, time.monotonic()
     if resumed:
         sys.stderr.write(f"goes on after {counted(resumed, 'frame')} of an earlier replay\n")
-    counts, printing = topic.bag.counts, not prints_json(options.json)
+    counts, output = topic.bag.counts, RunningOutput(options.json, options.output)
 
     with ProgressLines("replaying", (counts or {}).get(options.topic) or None, "frames") as lines:
 
         def on_frame(result: FrameResult | None) -> None:
-            nonlocal printing
             lines.update(advance=1)
-            if printing and result is not None and result.failure is None:
+            if result is not None and result.failure is None:
                 seconds = (result.time_ns - topic.began_ns) / 1e9
-                try:
-                    write_line(f"{result.number} {seconds:.3f} s: {escaped(result.text)}")
-                except BrokenPipeError:
-                    # The reader has closed the pipe. The output file is still wanted.
-                    printing = False
+                output.write(f"{result.number} {seconds:.3f} s: {escaped(result.text)}\n")
 
         fates = topic.run(journal, answering, on_frame)
     summary = summarise(journal.results(), fates)
@@ -233,6 +238,7 @@ def _answer_all(topic: TopicReplay, journal: Journal, answering: _Answering) -> 
         damage=topic.bag.damage,
         resumed=resumed,
         seconds=time.monotonic() - began,
+        notes=answering.notes,
     )
     write_answers(options.output, journal.results(), _metadata(report))
     return report
@@ -244,7 +250,7 @@ def _metadata(report: ReplayReport) -> dict[str, str]:
     return {
         name: value if isinstance(value, str) else json.dumps(value)
         for name, value in values.items()
-        if name not in ("output", "resumed", "seconds")
+        if name not in ("output", "resumed", "seconds", "notes")
     }
 
 
@@ -275,7 +281,7 @@ def _in_words(report: ReplayReport) -> str:
         f"[{report.budget}] {frames.answered} of {counted(frames.total, 'frame')} answered"
         + "".join(f", {count} {what}" for what, count in others.items() if count)
         + (f"; TTFT {ttft.median:.0f} ms (p95 {ttft.p95:.0f}){few_note(frames.answered)}" if ttft else "")
-        + f"; written to '{escaped(report.output)}'"
+        + f"; written to '{escaped(report.output)}'\n"
     )
 
 
@@ -318,7 +324,7 @@ def _parser() -> Any:
     add("--max-rate", type=_MAX_RATE, metavar="HZ", help="the same by frames a second: --every 1/HZ")
     add("--start", type=_START, default=0.0, metavar="SECONDS", help="begin so long after the topic's first frame")
     add("--end", type=_END, metavar="SECONDS", help="end so long after the topic's first frame")
-    add("--limit", type=_LIMIT, metavar="N", help="answer at most N frames")
+    add("--limit", type=_LIMIT, metavar="N", help="take at most N frames, with those that cannot be decoded")
     add("--force", action="store_true", help="replace an existing OUT.mcap")
     add("--no-overlay", action="store_true", help="draw no kept and dropped tokens")
     parser.add_json("the counts of frames and the times")

@@ -282,9 +282,3 @@ def name_list(words: str) -> list[str]:
 def plain_text(text: str) -> Text:
     """Return untrusted text for rich's tables, in which markup and control characters have no effect."""
     return Text(escaped(text))
-
-
-def write_line(text: str) -> None:
-    """Write a line of a command's output to stdout, at once."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()

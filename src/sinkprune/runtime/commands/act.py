@@ -11,7 +11,7 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
+from sinkprune.contract.command_line.json_output import RunningOutput, json_outputs, prints_json, write_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines, status
 from sinkprune.contract.command_line.written_files import write_output
 from sinkprune.contract.costs.actions import ActionCosts
@@ -21,7 +21,7 @@ from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.runtime.acting.deadline import check_costs, check_least_steps
 from sinkprune.runtime.acting.observation import SEED, STEPS
 from sinkprune.runtime.acting.report import ActionReport
-from sinkprune.runtime.commands import BundleOptions, add_costs, add_method, engine_parser, write_line
+from sinkprune.runtime.commands import BundleOptions, add_costs, add_method, engine_parser
 from sinkprune.runtime.commands.deadline_costs import (
     check_cost_options,
     costs_at,
@@ -32,7 +32,7 @@ from sinkprune.runtime.commands.deadline_costs import (
 )
 from sinkprune.runtime.commands.interrupts import NO_COSTS, beside_earlier, explain_interrupt
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
-from sinkprune.runtime.commands.picture_notes import note_frames, note_pictures
+from sinkprune.runtime.commands.picture_notes import decoded_facts, note_files, note_sizes
 from sinkprune.runtime.commands.policy_options import (
     Moment,
     Observations,
@@ -94,8 +94,8 @@ def main(arguments: Sequence[str] | None) -> None:
     costs = _known_costs(options, bundle, len(given)) if options.deadline_ms is not None else None
     family = load_family(manifest, None)
     pictures = [decoded(path, family) for path in given]
-    notes += note_pictures(family, manifest, given, pictures)
-    notes += note_frames({file: frames for file, frames in observations.frames if file not in given})
+    notes += note_files(dict(observations.facts) | decoded_facts(given, pictures))
+    notes += note_sizes(family, manifest, given, pictures)
     memory = check_memory(
         options, bundle, PlannedRequests(pictures, options.method, [options.budget], options.instruction, 0)
     )
@@ -105,6 +105,7 @@ def main(arguments: Sequence[str] | None) -> None:
         _prepare(policy, costs, first, options)
     chunks, interrupted, earlier, outputs = list[ActionReport](), "", "", options
     total, ended, kept = len(observations.moments), None, ""
+    output = RunningOutput(options.json, options.overlay)
     try:
         with explain_interrupt(_NO_CHUNK), ProgressLines("acting", total, "chunks") as lines:
             for moment in observations.moments:
@@ -113,15 +114,15 @@ def main(arguments: Sequence[str] | None) -> None:
                 if not prints_json(options.json):
                     # Lines of progress would stand between those of chunks, where both go to one file.
                     lines.end()
-                    write_line(_line(chunks[-1], len(chunks), total))
+                output.write(_line(chunks[-1], len(chunks), total))
     except (KeyboardInterrupt, SinkpruneError) as end:
         if not chunks:
             raise
         ended, kept = end, f"{len(chunks)} of {counted(total, 'chunk')}."
         interrupted = f"there are {kept}"
         outputs, earlier = beside_earlier(options, "json")
-    if not prints_json(options.json) and chunks[-1].deadline is not None:
-        write_line(f"deadline {options.deadline_ms:g} ms: {_met(chunks)}")
+    if chunks[-1].deadline is not None:
+        output.write(f"deadline {options.deadline_ms:g} ms: {_met(chunks)}\n")
     if policy.costs is not None:
         sys.stderr.write(late_chunks_line([chunk.deadline for chunk in chunks if chunk.deadline is not None]))
         sys.stderr.write(doubtful_costs(policy.costs, None if costs else earlier_costs))
@@ -290,7 +291,7 @@ def _line(chunk: ActionReport, number: int, total: int) -> str:
         f"{counted(chunk.steps, 'step')}; visual tokens {chunk.visual_tokens} -> {chunk.tokens_per_layer[0]} -> "
         f"{chunk.tokens_per_layer[-1]}; first of {counted(len(chunk.actions), 'action')}: "
         + ", ".join(f"{value:.4g}" for value in numbers[:_SHOWN])
-        + more
+        + f"{more}\n"
     )
 
 

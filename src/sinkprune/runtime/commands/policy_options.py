@@ -19,9 +19,9 @@ from sinkprune.contract.manifest import Manifest, PolicyFacts
 from sinkprune.runtime.acting.observation import observed, unusual_state
 from sinkprune.runtime.commands import BundleOptions
 from sinkprune.runtime.commands.rate import frame_files
-from sinkprune.runtime.media.images import count_frames
 from sinkprune.runtime.policy import Policy
 from sinkprune.runtime.steps.chain import Wrap
+from sinkprune.runtime.steps.picture_warnings import FileFacts, file_facts
 
 NO_CAMERA = "none"
 """The word for a camera without a frame."""
@@ -46,8 +46,8 @@ class Observations(NamedTuple):
     moments: tuple[Moment, ...] = ()
     files: tuple[Path, ...] = ()
     folders: tuple[Path, ...] = ()
-    frames: tuple[tuple[Path, int], ...] = ()
-    """The files of the folders, each with its number of frames."""
+    facts: tuple[tuple[Path, FileFacts], ...] = ()
+    """The files of the folders, each with its facts."""
 
     def check(self, manifest: Manifest, facts: PolicyFacts, instruction: str, **options: Any) -> list[str]:
         """Check all moments before anything is loaded, with the `options` of `observed`.
@@ -108,8 +108,9 @@ def given_observations(cameras: Sequence[str] | None, state: str | None) -> Obse
     folders = tuple(path for path in paths if path is not None and path.is_dir())
     with status("checking the frames"):
         # The order of files gives the moments, so that another file among them would move all later ones.
-        counts = {folder: {file: count_frames(file) for file in frame_files(folder)} for folder in folders}
-    sets = _frames(paths, {folder: [*files] for folder, files in counts.items()})
+        frames = {folder: frame_files(folder) for folder in folders}
+        facts = {file: file_facts(file) for own in frames.values() for file in own}
+    sets = _frames(paths, frames)
     states, source = _states(state)
     if len(states) not in (1, len(sets)):
         raise UsageError(
@@ -118,9 +119,8 @@ def given_observations(cameras: Sequence[str] | None, state: str | None) -> Obse
         )
     states *= len(sets) // len(states)
     moments = tuple(Moment(frames, own) for frames, own in zip(sets, states, strict=True))
-    files = [path for frames in sets for path in frames if path is not None]
-    in_folders = tuple(pair for own in counts.values() for pair in own.items())
-    return Observations(moments, (*files, *([source] if source else [])), folders, in_folders)
+    files = [path for cameras in sets for path in cameras if path is not None]
+    return Observations(moments, (*files, *([source] if source else [])), folders, (*facts.items(),))
 
 
 def _frames(paths: Sequence[Path | None], frames: dict[Path, list[Path]]) -> list[tuple[Path | None, ...]]:

@@ -15,6 +15,7 @@ from sinkprune.runtime.acting.observation import STEPS
 from sinkprune.runtime.commands import BundleOptions, ReportOptions, name_list, plain_text, write_report
 from sinkprune.runtime.commands.interrupts import beside_earlier
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
+from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.commands.policy_options import Observations, load_policy
 from sinkprune.runtime.commands.table_console import (
     USUAL_REPEAT,
@@ -75,12 +76,14 @@ def profile_policy(options: PolicyProfileOptions, bundle: Bundle, observations: 
         )
     (moment,) = observations.moments
     steps = options.steps or _usual_steps(facts)
-    observations.check(manifest, facts, options.prompt)
+    notes = observations.check(manifest, facts, options.prompt)
     budgets = list(dict.fromkeys([UNPRUNED, *(options.budgets or manifest.plans[options.method])]))
     family = load_family(manifest, None)
     # Decoded once: files would count as part of no chunk, and take time between them.
     frames = [None if path is None else decoded(path, family) for path in moment.cameras]
     given = [frame for frame in frames if frame is not None]
+    files = [path for path in moment.cameras if path is not None]
+    notes += note_pictures(family, manifest, files, given)
     check_memory(options, bundle, PlannedRequests(given, options.method, budgets, options.prompt, 0))
     policy = load_policy(options, bundle)
     rounds = PolicyRounds(policy, frames, options.prompt, moment.state, budgets, steps, method=options.method)
@@ -94,7 +97,7 @@ def profile_policy(options: PolicyProfileOptions, bundle: Bundle, observations: 
         interrupted = f"the report counts {rounds.count} of {counted(repeat, 'round')}."
         outputs, earlier = beside_earlier(options, "json", "plot")
     report = rounds.report()
-    more = {"interrupted": interrupted or None}
+    more = {"interrupted": interrupted or None, "notes": notes}
     write_report(outputs, report, plot_policy, lambda: _print_tables(report), more)
     if interrupted:
         raise KeyboardInterrupt(interrupted + earlier)

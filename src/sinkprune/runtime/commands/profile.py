@@ -168,9 +168,9 @@ def main(arguments: Sequence[str] | None) -> None:
     )
     pipeline = load_pipeline(options, bundle)
 
-    pictures = [picture for own in prompts for picture in own]
     # Before the measurement, because it may take long.
-    note_pictures(pipeline.family, pipeline.bundle.manifest, files, pictures)
+    pictures = [picture for own in prompts for picture in own]
+    notes = note_pictures(pipeline.family, pipeline.bundle.manifest, files, pictures)
     most = pipeline.limits.new_tokens if pipeline.limits else _NEW_TOKENS
     new_tokens = min(_NEW_TOKENS, most) if options.new_tokens is None else options.new_tokens
     common: dict[str, Any] = {"method": options.method, "new_tokens": new_tokens}
@@ -202,7 +202,7 @@ def main(arguments: Sequence[str] | None) -> None:
                 else f"the report has the {counted(run.count, 'answer')} so far."
             )
             options, earlier = beside_earlier(options, "json", "plot")
-        more = {"interrupted": interrupted or None}
+        more = {"interrupted": interrupted or None, "notes": notes}
         if isinstance(run, RateRun):
             rates = run.report()
             write_report(options, rates, plot_rate, lambda: print_rates(rates), more)

@@ -13,7 +13,7 @@ from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
+from sinkprune.contract.command_line.json_output import RunningOutput, json_outputs, prints_json, write_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines, status
 from sinkprune.contract.command_line.written_files import write_output
 from sinkprune.contract.costs.file import ANSWER_COSTS
@@ -28,7 +28,6 @@ from sinkprune.runtime.commands import (
     open_bundle,
     prompt_pieces,
     read_pictures,
-    write_line,
 )
 from sinkprune.runtime.commands.deadline_costs import (
     check_cost_options,
@@ -197,13 +196,14 @@ def main(arguments: Sequence[str] | None) -> None:
         # The first request of a process is slower than its costs say.
         with status("running the request once before it counts"):
             run_once(pipeline, request)
+    output = RunningOutput(options.json, options.overlay)
     with ProgressLines("answering") as lines:
 
         def on_text(piece: str) -> None:
             if not prints_json(options.json):
                 # Lines of progress would stand within the answer, where both go to one file.
                 lines.end()
-                _write_piece(piece)
+            output.write(_readable(piece))
 
         stream = pipeline.answer(request, _TokenCount(lines, request.max_new_tokens))
         with ended_by_interrupt(stream):
@@ -211,12 +211,11 @@ def main(arguments: Sequence[str] | None) -> None:
     earlier = ""
     if answer.finish == "cancelled":
         options, earlier = beside_earlier(options, "json", "overlay")
-    if not prints_json(options.json):
-        write_line("\n" + _timings(answer))
-        for step in answer.tried:
-            write_line(f"tried {step.budget}: confidence {step.confidence:.3f}, {step.ms:.0f} ms")
-        for text, share in answer.choices.items():
-            _write_piece(f"{share:.3f} {text}\n")
+    output.write(f"\n{_timings(answer)}\n")
+    for step in answer.tried:
+        output.write(f"tried {step.budget}: confidence {step.confidence:.3f}, {step.ms:.0f} ms\n")
+    for text, share in answer.choices.items():
+        output.write(_readable(f"{share:.3f} {text}\n"))
     if not answer.text and answer.finish == "stop":
         sys.stderr.write("note: the answer is empty: the model or a stop string ended it at once.\n")
     unused = _unused_options(options, answer.budget)
@@ -268,10 +267,9 @@ def _stop_text(word: str) -> str:
     return word
 
 
-def _write_piece(text: str) -> None:
+def _readable(text: str) -> str:
     # Only a terminal needs escapes; a program reads the answer unchanged.
-    sys.stdout.write(escaped(text, keep="\n\t") if sys.stdout.isatty() else text)
-    sys.stdout.flush()
+    return escaped(text, keep="\n\t") if sys.stdout.isatty() else text
 
 
 def _timings(answer: Answer) -> str:

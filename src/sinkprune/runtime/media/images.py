@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -60,12 +60,21 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
     return _read(path, _decoded)
 
 
-def count_frames(path: str | os.PathLike[str]) -> int:
-    """Return the number of frames or pages in an image file, whose pixels are not decoded.
+class ImageHeader(NamedTuple):
+    """What an image file tells before its pixels are decoded."""
+
+    frames: int
+    """The number of frames or pages."""
+    wide: bool
+    """Whether a channel has more than 8 bits."""
+
+
+def read_header(path: str | os.PathLike[str]) -> ImageHeader:
+    """Return the header of an image file.
 
     Raises `ImageError` as `read_image` does, but not for what only decoding finds.
     """
-    return _read(path, _counted)
+    return _read(path, _header)
 
 
 def _read(path: str | os.PathLike[str], read: Callable[[BinaryIO], _Found]) -> _Found:
@@ -173,10 +182,10 @@ def _decoded(file: BinaryIO) -> Image.Image:
         return _with_facts(found, _counted_frames(image), wide)
 
 
-def _counted(file: BinaryIO) -> int:
-    """Return the number of frames in an open file; raises as `_decoded` does."""
+def _header(file: BinaryIO) -> ImageHeader:
+    """Return the header of an open file; raises as `_decoded` does."""
     with _damage_as_error(), Image.open(file, formats=FORMATS) as image:
-        return _counted_frames(image)
+        return ImageHeader(_counted_frames(image), _has_wide_channels(image) or image.mode in _MODES_OF_16_BITS)
 
 
 def _has_wide_channels(image: Image.Image) -> bool:

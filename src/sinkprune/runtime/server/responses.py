@@ -16,7 +16,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.server.tools import message_fields, part_delta
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.observer import Observer
-from sinkprune.runtime.steps.picture_warnings import limit_notes
+from sinkprune.runtime.steps.picture_warnings import unseen_notes
 from sinkprune.runtime.text.tool_answer import ToolAnswerReader
 from sinkprune.runtime.token_map import token_map
 
@@ -114,7 +114,7 @@ class Completion:
         shared = answer.as_json()
         return {
             **{name: shared[name] for name in _OF_ANSWER},
-            "notes": [*self.notes, *(note for kept in answer.images for note in limit_notes(kept.layout))],
+            "notes": [*self.notes, *(note for kept in answer.images for note in unseen_notes(kept.layout))],
             "read_ms": self.read_ms,
             "queued_ms": self.queued_ms,
             "reused_towers": answer.reused_towers,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,7 +20,14 @@ from sinkprune.contract.errors import (
 )
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.runtime.media.clip import Picture
-from sinkprune.runtime.media.images import NEARLY_BLACK, frame_count, had_16_bits, largest_value
+from sinkprune.runtime.media.images import (
+    NEARLY_BLACK,
+    frame_count,
+    had_16_bits,
+    largest_value,
+    read_header,
+    read_image,
+)
 
 _CLEARLY_SMALLER = 0.9
 """The scale of each side, and the share of a clip's frames, below which it is worth a warning."""
@@ -27,20 +35,32 @@ _ROUNDED = 0.02
 """How far the sides of a seen square may differ in the picture, because resizing rounds to whole pixels."""
 
 
+class FileFacts(NamedTuple):
+    """What notes say of a picture's file."""
+
+    frames: int = 1
+    """The number of frames in it; the picture is the first."""
+    largest: int | None = None
+    """The picture's `largest_of_16_bits`."""
+
+
 class PictureFacts(NamedTuple):
     """What notes say of a picture whose pixels are not held."""
 
     size: tuple[int, int]
     """[width,height], turned by its EXIF data."""
-    frames: int = 1
-    """The number of frames in its file; the picture is the first."""
-    largest: int | None = None
-    """Its `largest_of_16_bits`."""
+    of_file: FileFacts = FileFacts()
 
 
 def picture_facts(image: Image.Image) -> PictureFacts:
     """Return the facts of a decoded picture."""
-    return PictureFacts(image.size, frame_count(image), largest_of_16_bits(image))
+    return PictureFacts(image.size, FileFacts(frame_count(image), largest_of_16_bits(image)))
+
+
+def file_facts(path: str | os.PathLike[str]) -> FileFacts:
+    """Return the facts of an image file, whose pixels are decoded only if they have 16 bits; raises `ImageError`."""
+    frames, wide = read_header(path)
+    return picture_facts(read_image(path)).of_file if wide else FileFacts(frames)
 
 
 class PictureWarnings:
@@ -85,9 +105,10 @@ def seen_part(layout: VisualLayout) -> str:
     return f"the model sees {percent(layout.seen_share)} of the picture (the middle {middle})"
 
 
-def limit_notes(layout: VisualLayout) -> list[str]:
-    """Return sentences about what the bundle's limits take of a picture or a clip."""
-    return [text for text in (scaled_down(layout), fewer_frames(layout)) if text]
+def unseen_notes(layout: VisualLayout) -> list[str]:
+    """Return sentences about the parts of a picture or a clip that the model does not see, or sees smaller."""
+    part = f"{seen_part(layout)}. --fit pad shows it all (docs/pictures.md)." if layout.seen_share < 1 else ""
+    return [text for text in (part, scaled_down(layout), fewer_frames(layout)) if text]
 
 
 def scaled_down(layout: VisualLayout) -> str:
