@@ -210,6 +210,7 @@ def test_a_bundle_comes_with_the_commands_that_run_it(
     assert ask[-2:] == ["--budget", "retain-192"]
     (found,) = report["recommendations"]
     assert (found["weights"], found["budget"], found["as_it_is"]) == (own[0]["weights"], "retain-192", True)
+    assert found["why"] == f"'{path}' fits as it is. sinkprune-run compares the sums of its files."
     assert re.match(r"Weights in int\d would .* these .*: export with --weights int\d\.", found["faster"])
 
 

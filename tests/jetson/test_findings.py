@@ -21,6 +21,7 @@ from sinkprune.jetson.fit import ModelFit, TargetMachine, fit
 from sinkprune.jetson.host.machine import Machine, read_machine
 from sinkprune.jetson.host.python_environment import Library, PythonEnvironment
 from sinkprune.jetson.host.system_files import SystemFiles
+from sinkprune.jetson.model_tables import build_table
 from sinkprune.jetson.next_steps import next_steps, recommendations
 from sinkprune.jetson.presets import preset_manifest, read_presets
 from sinkprune.runtime.backends.known import KNOWN, ON_CPU
@@ -195,6 +196,10 @@ def test_what_tensorrt_of_the_jetpack_does_not_support(
         assert finding.stops
     later = list(model_findings([model], BOARDS.jetpack("39.2"), 0))
     assert not [finding for finding in later if "dialect" in finding.found]
+    own = next(number for number, form in enumerate(model.forms) if form.exported)
+    built = [str(cell) for cell in build_table(model).columns[-1].cells]
+    # Without a known memory a form may fit; TensorRT refuses these in any.
+    assert (built[own] == "no") == (precision == "fp32" or weights == "uint4"), built
 
 
 def test_what_onnxruntime_of_the_jetpack_does_not_support(bundle: Callable[..., Path]) -> None:
