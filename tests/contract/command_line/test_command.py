@@ -137,7 +137,8 @@ def test_an_interrupt_that_python_drops_comes_again(capfd: pytest.CaptureFixture
     assert capfd.readouterr().err == "interrupted; nothing half-written was left.\n"
 
 
-def test_later_interrupts_do_not_stop_the_clean_up(capsys: pytest.CaptureFixture[str]) -> None:
+def interrupted_in_clean_up() -> list[str]:
+    """Run a command that is interrupted, and again while it cleans up; return what it has cleaned."""
     cleaned = []
 
     def body(arguments: object) -> None:
@@ -148,13 +149,17 @@ def test_later_interrupts_do_not_stop_the_clean_up(capsys: pytest.CaptureFixture
             signal.raise_signal(signal.SIGTERM)
             cleaned.append("all")
 
+    assert run_command(body, []) == INTERRUPTED
+    return cleaned
+
+
+def test_later_interrupts_do_not_stop_the_clean_up(capsys: pytest.CaptureFixture[str]) -> None:
     def as_started(arguments: object) -> None:
-        assert run_command(body, []) == INTERRUPTED
+        assert interrupted_in_clean_up() == ["all"]
         # The command has printed its last line, and ends.
         signal.raise_signal(signal.SIGINT)
 
     assert run_command(as_started, []) == 0
-    assert cleaned == ["all"]
     assert capsys.readouterr().err == "interrupted; nothing half-written was left.\n"
     # The next command can be interrupted.
     assert run_command(lambda arguments: signal.raise_signal(signal.SIGINT), []) == INTERRUPTED
@@ -162,17 +167,7 @@ def test_later_interrupts_do_not_stop_the_clean_up(capsys: pytest.CaptureFixture
 
 def test_an_interrupt_after_a_while_stops_the_clean_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "_CLEAN_UP_S", 0.0)
-    cleaned = []
-
-    def body(arguments: object) -> None:
-        try:
-            signal.raise_signal(signal.SIGINT)
-        finally:
-            signal.raise_signal(signal.SIGINT)
-            cleaned.append("all")
-
-    assert run_command(body, []) == INTERRUPTED
-    assert not cleaned
+    assert interrupted_in_clean_up() == []
 
 
 def test_what_was_ignored_stays_ignored_and_handlers_come_back() -> None:

@@ -240,29 +240,6 @@ def test_models_health_and_metrics(address: str, client: openai.OpenAI) -> None:
     assert len(helps) > 12 and all(re.fullmatch(r"(Counts|Measures) .*\.", text) for text in helps), helps
 
 
-@pytest.mark.filterwarnings("ignore::sinkprune.contract.errors.PictureWarning")
-def test_a_picture_of_16_bits_is_noted(address: str) -> None:
-    depth = Image.fromarray(np.full((60, 80), 2570, np.uint16))
-    part = "the model sees 75 % of the picture (the middle 60x60 of 80x60). --fit pad shows it all"
-    dark = "largest value is now 10 of 255"
-    for picture, notes in ((depth, [dark, part]), (Image.new("RGB", (80, 60)), [part])):
-        details = post(address, messages=asked(picture), max_tokens=1).json()["sinkprune"]
-        assert len(details["notes"]) == len(notes)
-        assert all(part in note for part, note in zip(notes, details["notes"], strict=True))
-
-
-def test_fields_that_change_nothing_are_noted(address: str, photo: Image.Image) -> None:
-    def notes(**fields: Any) -> list[str]:
-        square = photo.resize((64, 64))
-        found: list[str] = post(address, messages=asked(square), max_tokens=1, **fields).json()["sinkprune"]["notes"]
-        return found
-
-    assert notes(top_p=0.5, seed=3) == [
-        "top_p and seed changed nothing, because this answer is greedy. Add a temperature above 0."
-    ]
-    assert notes(top_p=1, seed=None) == notes(seed=3, temperature=0.5) == []
-
-
 def test_errors_are_openais(address: str, client: openai.OpenAI, photo: Image.Image) -> None:
     with pytest.raises(openai.BadRequestError, match="n is 2"):
         client.chat.completions.create(model="m", messages=asked(photo), n=2)
