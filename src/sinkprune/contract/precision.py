@@ -40,3 +40,7 @@ class WeightForms:
     def name(self) -> str:
         """Return both forms: "int4", or "int4, vision int8" if they differ."""
         return self.decoder if self.decoder == self.vision else f"{self.decoder}, vision {self.vision}"
+
+    def beside(self, precision: str) -> str:
+        """Return a bundle's `precision`, and the forms where they differ: "fp32", or "fp32, weights int8"."""
+        return precision if self.name == precision else f"{precision}, weights {self.name}"

@@ -85,9 +85,8 @@ def main(arguments: Sequence[str] | None) -> None:
     size = sum(spec.size for spec in manifest.files.values())
     budgets = ", ".join(["none", *manifest.budgets])
     shown = f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
-    precision, weights = manifest.precision, manifest.weights.name
-    numbers = precision if weights == precision else f"{precision}, weights {weights}"
     methods = f", methods {', '.join(manifest.plans)}" if len(manifest.plans) > 1 else ""
+    numbers = manifest.weights.beside(manifest.precision)
     text = (
         f"{escaped(str(options.output))}: {shown}, {numbers}, budgets {budgets}{methods}\n"
         f"sha256 {BUNDLE.sha256(manifest)}\n"

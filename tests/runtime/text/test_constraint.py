@@ -202,6 +202,12 @@ def test_a_form_that_is_too_complex_ends_soon(regex: str) -> None:
         assert "is too complex" in str(error)
 
 
+@pytest.mark.parametrize("regex", [r"[^\s\S]", r"no[^\s\S]ne"])
+def test_a_form_that_no_text_has_is_not_called_complex(regex: str) -> None:
+    with pytest.raises(UsageError, match="no text has the form of the answer"):
+        answer("pocket", regex=regex)
+
+
 def test_without_a_form_every_token_is_allowed() -> None:
     free = GRAMMARS["pocket"].constraint(None, None, 0)
     free.accept(3)

@@ -160,7 +160,7 @@ def _print_tables(result: EvaluationReport, *, papers: bool) -> None:
     meaning = "" if papers else _bracketed(result)
     planted = ", outliers planted in the background" if result.planted_outliers else ""
     console.print(
-        f"{escaped(result.model)}, {result.precision}, weights {result.weights.name}, {result.backend}, "
+        f"{escaped(result.model)}, {result.weights.beside(result.precision)}, {result.backend}, "
         f"{counted(result.threads, 'thread')}, {result.machine}\n"
         f"{escaped(result.task)}, {counted(result.questions, 'question')} about "
         f"{counted(result.pictures, 'picture')}{blind}{planted}{fit}; accuracy in %{meaning}",

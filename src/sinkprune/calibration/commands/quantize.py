@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None) -> None:
         _print(report)
         size = sum(spec.size for spec in manifest.files.values())
         sys.stdout.write(
-            f"{escaped(str(options.output))}: {size / 1e6:.2f} MB, {manifest.precision}, weights {forms.name}\n"
+            f"{escaped(str(options.output))}: {size / 1e6:.2f} MB, {forms.beside(manifest.precision)}\n"
             f"sha256 {sha256}\n"
         )
 

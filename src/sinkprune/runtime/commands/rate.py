@@ -102,7 +102,7 @@ def print_rates(report: RateReport) -> None:
     console.print_head(
         report,
         f"{report.rate_hz:g} frames a second for {seconds} s; milliseconds from a frame's arrival to its whole "
-        "answer",
+        "answer; jitter: their standard deviation",
     )
     headings = ["visual", "frames", "missed", "p50", "p95", "p99", "max", "jitter", "busy p50"]
     table = make_table(["budget"], [*headings, *(["J a frame", "W"] if report.power else [])])

@@ -11,7 +11,7 @@ import numpy as np
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.text.answer_form import load_llguidance, reason, regex_grammar, schema_grammar
-from sinkprune.runtime.text.longest_match import longest_match
+from sinkprune.runtime.text.longest_match import NO_MATCH, longest_match
 from sinkprune.runtime.text.prompt import PromptEncoder
 from sinkprune.runtime.text.tools import CALL_MARKS, Tools
 
@@ -86,11 +86,14 @@ class Constraint(Unconstrained):
             self.complete = self._matcher.is_stopped()
 
     def _check(self) -> None:
-        if self._matcher.is_error():
-            raise UsageError(
-                f"the form of the answer is too complex: {reason(self._matcher.get_error())}. Simplify the schema, "
-                "the regex or the tools."
-            )
+        if not self._matcher.is_error():
+            return
+        error = self._matcher.get_error()
+        if error.startswith(NO_MATCH):
+            raise UsageError("no text has the form of the answer. Correct the regex, the schema or the tools.")
+        raise UsageError(
+            f"the form of the answer is too complex: {reason(error)}. Simplify the schema, the regex or the tools."
+        )
 
 
 class Grammars:

@@ -12,8 +12,8 @@ from sinkprune.runtime.text.answer_form import load_llguidance, written_grammar
 _SEARCHED = 256
 _CHARACTER_BYTES = 4
 _NOT_ASCII = r"(?s:.)*[^\x00-\x7f](?s:.)*"
-_NOTHING = "NoExtensionBias"
-"""llguidance's error where no text matches. Other errors, such as too much work, leave the question open."""
+NO_MATCH = "NoExtensionBias"
+"""How llguidance's error starts where no text matches. Other errors, as of too much work, leave the question open."""
 
 
 @lru_cache(maxsize=64)
@@ -40,7 +40,7 @@ def _may_match(*regexes: str) -> bool:
     terminal = " & ".join(f"/{library.regex_to_lark(regex, 'd')}/" for regex in regexes)
     matcher = library.LLMatcher(_bytes(), written_grammar(f"start: TEXT\nTEXT: {terminal}"), log_level=0)
     matcher.compute_bitmask()
-    return not matcher.get_error().startswith(_NOTHING)
+    return not matcher.get_error().startswith(NO_MATCH)
 
 
 @lru_cache(maxsize=1)
