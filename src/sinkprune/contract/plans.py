@@ -136,8 +136,8 @@ def find_plan(
     """
     if method not in plans:
         raise BudgetError(
-            f"this bundle holds no method '{method}'; it holds: {', '.join(plans)}. Give one of these, as in "
-            f"--method {next(iter(plans), 'METHOD')}; others must be exported first, with sinkprune-export --methods."
+            f"this bundle holds no method '{method}'; it holds: {', '.join(plans)}. Give one of "
+            "these; others must be exported first, with sinkprune-export --methods."
         )
     if budget == UNPRUNED:
         return None

@@ -17,7 +17,7 @@ from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, write_result
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs
-from sinkprune.contract.files.trust import Trust, add_sign_option, add_trust_options
+from sinkprune.contract.files.trust import Trust, add_sign_option, add_trust_options, sum_lines
 
 if TYPE_CHECKING:
     from sinkprune.contract.engines_manifest import EnginesManifest, Realisation
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None) -> None:
             gate=gate,
             progress=progress,
         )
-    text = _text(options.output, manifest, None if options.move else options.bundle)
+    text = _text(options.output, manifest, None if options.move else options.bundle, options.sign)
     write_result(options.json, _summary(options.output, manifest, seen_shares), lambda: sys.stdout.write(text))
 
 
@@ -137,10 +137,10 @@ _REALISED: Mapping[Realisation, str] = {
 }
 
 
-def _text(output: Path, manifest: EnginesManifest, bundle: Path | None) -> str:
+def _text(output: Path, manifest: EnginesManifest, bundle: Path | None, key: Path | None) -> str:
     """Return the printed summary: engines, limits, the result of --check, what runs the sanitizer, the sum.
 
-    `bundle` has the graphs of the engines; None if --move has removed it.
+    `bundle` has the graphs of the engines; None if --move has removed it. `key` has signed the engines, if any.
     """
     from sinkprune.contract.engines_manifest import CHECKED, ENGINES
 
@@ -157,7 +157,7 @@ def _text(output: Path, manifest: EnginesManifest, bundle: Path | None) -> str:
         f"{_limits(manifest)}\n"
         + (f"check passed: {len(manifest.engines)} engines\n" if CHECKED in manifest.flags else not_checked)
         + f"operators of the sanitizer: {realised}\n"
-        f"sha256 {ENGINES.sha256(manifest)}\n"
+        + sum_lines(ENGINES.sha256(manifest), key)
     )
 
 

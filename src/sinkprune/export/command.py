@@ -18,7 +18,7 @@ from sinkprune.contract.command_line.json_output import json_outputs, write_resu
 from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.files.output_files import check_outputs
-from sinkprune.contract.files.trust import add_sign_option
+from sinkprune.contract.files.trust import add_sign_option, sum_lines
 from sinkprune.export.limits import MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
 from sinkprune.export.packages import report_missing_package
 from sinkprune.export.presets import PRESETS
@@ -87,9 +87,8 @@ def main(arguments: Sequence[str] | None) -> None:
     shown = f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
     methods = f", methods {', '.join(manifest.plans)}" if len(manifest.plans) > 1 else ""
     numbers = manifest.weights.beside(manifest.precision)
-    text = (
-        f"{escaped(str(options.output))}: {shown}, {numbers}, budgets {budgets}{methods}\n"
-        f"sha256 {BUNDLE.sha256(manifest)}\n"
+    text = f"{escaped(str(options.output))}: {shown}, {numbers}, budgets {budgets}{methods}\n" + sum_lines(
+        BUNDLE.sha256(manifest), options.sign
     )
     write_result(
         options.json,

@@ -26,9 +26,10 @@ class Camera:
 
     A thread calls `read` repeatedly and keeps the last frame only. `read` takes no arguments and waits for the next
     frame. It returns a uint8 [height,width,3] array, or a flag and such an array, as in OpenCV. None or a false flag
-    ends the stream. `order` is the order of its channels, "rgb" or "bgr". Iteration yields RGB arrays, each frame at
-    most once, and waits for a frame newer than the last. It raises the errors of `read`, and `ImageError` for other
-    values than frames and for a source without any frame. Creation raises `TypeError` and `UsageError`.
+    ends the stream; OpenCV gives one also where a camera is lost. `order` is the order of its channels, "rgb" or
+    "bgr". Iteration yields RGB arrays, each frame at most once, and waits for a frame newer than the last. It raises
+    the errors of `read`, and `ImageError` for other values than frames and for a source without any frame. `frames`
+    counts what was read, and `dropped` what was never taken. Creation raises `TypeError` and `UsageError`.
     """
 
     @checks_options

@@ -11,7 +11,7 @@ from typing import Any
 
 from sinkprune.contract.budgets import AUTO
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.checks.arguments import check_type, checks_options
+from sinkprune.contract.checks.arguments import check_type, checks_options, checks_options_and
 from sinkprune.contract.command_line.progress_lines import shown_progress
 from sinkprune.contract.costs.file import ANSWER_COSTS
 from sinkprune.contract.costs.model import Costs
@@ -37,7 +37,13 @@ from sinkprune.runtime.steps.loaded_model import check_chosen_later
 from sinkprune.runtime.steps.observer import NOBODY, Observer
 from sinkprune.runtime.steps.pictures import PictureLike, decoded, tower_input
 from sinkprune.runtime.steps.prefix_cache import NO_MEMORY, PrefixCache
-from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS, Request, check_request_options, new_request
+from sinkprune.runtime.steps.request import (
+    DEFAULT_NEW_TOKENS,
+    REQUEST_OPTIONS,
+    Request,
+    check_request_options,
+    new_request,
+)
 from sinkprune.runtime.stream import Stream, StreamState
 from sinkprune.runtime.text.constraint import Grammars, Unconstrained
 from sinkprune.runtime.watching.watch import USUAL_SETTINGS, FrameAnswer, Watch, WatchSettings, check_frames
@@ -79,7 +85,7 @@ class Pipeline(Answering, KeepsCosts[Costs]):
         self._grammars = Grammars(self.prompts, self._stop)
 
     @classmethod
-    @checks_options
+    @checks_options_and(dict.fromkeys(REQUEST_OPTIONS, "Pipeline.generate"))
     def load(
         cls,
         bundle: str | os.PathLike[str] | Bundle,

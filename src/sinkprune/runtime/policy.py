@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.checks.arguments import check_plan_names, check_type, checks_options
+from sinkprune.contract.checks.arguments import check_plan_names, check_type, checks_options, checks_options_and
 from sinkprune.contract.command_line.progress_lines import shown_progress
 from sinkprune.contract.costs.actions import ActionCosts
 from sinkprune.contract.costs.file import ACTION_COSTS
@@ -42,7 +42,10 @@ from sinkprune.runtime.steps.encoding import encode, of_each_group, run_tower
 from sinkprune.runtime.steps.observer import NOBODY, Observer
 from sinkprune.runtime.steps.pictures import PictureLike, decoded, joined_inputs, layout_of, tower_input
 from sinkprune.runtime.steps.prompt_rows import lay_out
-from sinkprune.runtime.steps.request import DEADLINE_MS
+from sinkprune.runtime.steps.request import DEADLINE_MS, OPTIONS_OF_LOADING
+
+_OF_ACT = ("budget", "method", "steps", "seed", "noise", "deadline_ms", "min_steps", "order")
+_OF_LOADING = [name for name in OPTIONS_OF_LOADING if name != "fit"]
 
 
 class Policy(KeepsCosts[ActionCosts]):
@@ -69,7 +72,7 @@ class Policy(KeepsCosts[ActionCosts]):
         self._times = StepTimes(self._model.chain, self.facts)
 
     @classmethod
-    @checks_options
+    @checks_options_and(dict.fromkeys(_OF_ACT, "Policy.act"))
     def load(
         cls,
         bundle: str | os.PathLike[str] | Bundle,
@@ -118,7 +121,7 @@ class Policy(KeepsCosts[ActionCosts]):
             raise ValueError("a policy's bundle has facts of a policy")
         return facts
 
-    @checks_options
+    @checks_options_and(dict.fromkeys(_OF_LOADING, "Policy.load"))
     def act(
         self,
         cameras: Sequence[PictureLike | None],

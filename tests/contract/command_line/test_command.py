@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.command_line import command
+from sinkprune.contract.command_line import command, late_interrupts
 from sinkprune.contract.command_line.command import INTERRUPTED, run_command
 from sinkprune.contract.errors import BackendError, UsageError
 from support.programs.commands import own_process, without_progress
@@ -121,6 +123,25 @@ def test_an_interrupt_that_a_library_makes_an_error_of_stays_one(capsys: pytest.
     assert capsys.readouterr().err == "interrupted; nothing half-written was left.\n"
 
 
+def test_an_interrupt_that_a_library_delays_is_noted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(late_interrupts, "SECONDS", 0.1)
+
+    def body(arguments: object) -> None:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+        # As a run of a graph, it lets other threads work, and Python handles the signal afterwards.
+        hashlib.pbkdf2_hmac("sha256", b"a", b"b", 3_000_000)
+
+    assert run_command(body, []) == INTERRUPTED
+    late = "interrupting: the step that runs now ends first\n"
+    assert capsys.readouterr().err == f"{late}interrupted; nothing half-written was left.\n"
+    # Commands that end at once print no line, and leave no thread.
+    assert run_command(lambda arguments: signal.raise_signal(signal.SIGINT), []) == INTERRUPTED
+    assert capsys.readouterr().err == "interrupted; nothing half-written was left.\n"
+    assert not [thread for thread in threading.enumerate() if "sinkprune interrupts" in thread.name]
+
+
 def test_an_interrupt_that_python_drops_comes_again(capfd: pytest.CaptureFixture[str]) -> None:
     class Dying:
         def __del__(self) -> None:
@@ -201,7 +222,8 @@ def test_streams_that_take_nothing(streams: str, codes: tuple[int, ...], asked: 
     assert "ignored" not in done.stderr
     if streams == ">/dev/full":
         # A slow machine writes lines of progress before it.
-        assert done.stderr.splitlines()[-1].startswith("error: the system refused: No space left on device")
+        said = "error: the system refused 'standard output': No space left on device"
+        assert done.stderr.splitlines()[-1].startswith(said)
         done = in_shell(own_process("sinkprune-run", "--help"), streams)
         assert (done.returncode, without_progress(done.stderr)) == (0, "")
 
@@ -217,7 +239,7 @@ def test_unflushed_output_that_cannot_be_written_is_an_error(tmp_path: Path) -> 
     done = in_shell([sys.executable, "-c", program + "sys.exit(start('silent'))"], ">/dev/full")
     assert done.returncode == 2
     stderr = without_progress(done.stderr)
-    assert stderr.startswith("error: the system refused: No space left on device")
+    assert stderr.startswith("error: the system refused 'standard output': No space left on device")
     assert stderr.count("\n") == 1
 
 
@@ -257,6 +279,7 @@ def in_shell(words: list[str], streams: str) -> subprocess.CompletedProcess[str]
         (RuntimeError("can't start new thread"), "there are too few threads: can't start new thread. End"),
         # What OpenVINO says with too small an RLIMIT_NPROC
         (RuntimeError("Exception from core.cpp:109:\nResource temporarily unavailable"), "there are too few threads"),
+        (Exception("[ONNXRuntimeError] : 1 : FAIL : Failed to write external initializers to file"), "(ulimit -f)"),
         (Exception("ThreadMain() pthread_create failed, error code: 11"), "there are too few threads"),
     ],
     ids=str,

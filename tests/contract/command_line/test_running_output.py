@@ -22,16 +22,13 @@ CLOSED, FULL = (OSError(number, os.strerror(number)) for number in (errno.EPIPE,
 
 
 class _TakesNothing(io.StringIO):
-    """Standard output that a reader has closed, or of a full disk."""
+    """Standard output without a buffer, that a reader has closed, or of a full disk."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__()
         self._error = error
 
     def write(self, text: str) -> int:
-        raise self._error
-
-    def flush(self) -> None:
         raise self._error
 
 
@@ -75,7 +72,7 @@ def test_an_answer_s_files_are_written(error: OSError, code: int, question: list
     assert found == code, stderr
     assert json.loads((tmp_path / "answer.json").read_text())["token_ids"]
     Image.open(tmp_path / "kept.png").load()
-    assert ("error: the system refused: No space left" in stderr) == (code == 2)
+    assert ("error: the system refused 'standard output': No space left" in stderr) == (code == 2)
 
 
 @pytest.mark.parametrize(("error", "code"), [(CLOSED, 0), (FULL, 2)])

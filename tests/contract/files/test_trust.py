@@ -127,6 +127,7 @@ def test_a_pinned_bundle_wants_pinned_engines(copied: Path, keys: Path, photo_fi
     options = ("-o", engines, "--target", "onnxruntime", "--signed-by", keys / "ours.pub", "--sign", keys / "ours")
     outcome = run("sinkprune-build", copied, *options)
     assert outcome.code == 0, outcome.stderr
+    assert f"\nsigned with '{keys / 'ours'}'\nsha256 " in outcome.stdout
     built = outcome.stdout.split()[-1]
     digest = read_bundle(copied).sha256
     command = ("sinkprune-run", copied, "--engines", engines, "--image", photo_file, *ASK)

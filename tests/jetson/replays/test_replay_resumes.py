@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from support.programs.replays import ANSWER, COUNT, FIGURES, OVERLAY, QUESTION, 
 
 STOPPED = """
 import os
+import resource
 from sinkprune.jetson.bags.journal import Journal
 add = Journal.add
 def add_and_die(journal, result):
@@ -92,6 +94,29 @@ def test_a_replay_that_is_interrupted_says_what_to_do(
     assert shown == times[: len(shown)] and [line.split(":")[0] for line in resumed[:-1]] == times[3:]
     late = run("sinkprune-replay", model, bag, *QUESTION, "-o", tmp_path / "late.mcap", "--start", "0.01")
     assert late.stdout.splitlines()[0].split(":")[0] == times[1]
+
+
+def test_a_full_disk_leaves_the_complete_frames(
+    model: Path, bag: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, limits = Journal.add, resource.getrlimit(resource.RLIMIT_FSIZE)
+    place = tmp_path / ".out.mcap.replaying"
+
+    def add_with_little_room(journal: Journal, result: FrameResult) -> None:
+        if journal.count == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (place.stat().st_size + 10, limits[1]))
+        try:
+            add(journal, result)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    words = ("sinkprune-replay", model, bag, *QUESTION, "-o", tmp_path / "out.mcap", "--json")
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "add", add_with_little_room)
+        outcome = run(*words)
+    assert_refused(outcome, f"'{place}' cannot be written: File too large. It has 2 frames. Free space and repeat")
+    assert json.loads(run(*words).stdout)["resumed"] == 2
+    assert len(messages(tmp_path / "out.mcap")[ANSWER]) == COUNT
 
 
 def test_a_replay_whose_reader_has_seen_enough_writes_its_output(model: Path, bag: Path, tmp_path: Path) -> None:

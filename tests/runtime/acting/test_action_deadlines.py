@@ -20,7 +20,7 @@ from sinkprune.contract.costs.actions import ActionCosts, BudgetCosts
 from sinkprune.contract.costs.model import Place
 from sinkprune.contract.errors import BudgetError, DeadlineError, UsageError
 from sinkprune.runtime.acting.costs import STEPS, measure_costs
-from sinkprune.runtime.acting.deadline import FEWEST_STEPS, ChosenChunk, choose_chunk
+from sinkprune.runtime.acting.deadline import FEWEST_STEPS, ChosenChunk, check_costs, choose_chunk
 from sinkprune.runtime.acting.report import ActionReport
 from sinkprune.runtime.deadline.request_history import MARGIN, RequestHistory
 
@@ -151,6 +151,25 @@ def test_costs_are_medians_without_the_warm_up(monkeypatch: pytest.MonkeyPatch) 
     assert budgets["none"].chunk_ms(10) == pytest.approx(120)
 
 
+def test_a_smaller_budget_costs_at_most_what_a_larger_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load does not make it seem slower than a larger one. Pruning itself may be slower."""
+    clock, ms = [0.0], {"none": (10, 1), "prune-66.7": (30, 5), "prune-80": (25, 7), "prune-88.9": (28, 4)}
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0] / 1e3)
+
+    def act(budget: str, steps: int) -> ActionReport:
+        before, step = ms[budget]
+        clock[0] += before + steps * step
+        return ActionReport(None, "", "", steps, 0, 0, [], {}, [float(step)] * steps, None, ())  # type: ignore[arg-type]
+
+    found = measure_costs(act, tuple(ms), 0.0, lambda *_: None)
+    assert {name: (round(own.before_ms, 6), round(own.step_ms, 6)) for name, own in found.items()} == {
+        "none": (10, 1),
+        "prune-66.7": (30, 5),
+        "prune-80": (25, 5),
+        "prune-88.9": (25, 4),
+    }
+
+
 @pytest.fixture(scope="module")
 def warm(bundle: Callable[..., Path], photo: Image.Image) -> Policy:
     """A small policy of two cameras with measured costs of one camera's frame."""
@@ -272,6 +291,9 @@ def test_unknown_costs_are_refused_with_a_sentence(warm: Policy, photo: Image.Im
     own.costs = replace(costs_of({"none": (1, 1)}, "fastv", 2), place=own.place)
     with pytest.raises(DeadlineError, match=r"method 'sinkpruner' at budget 'none' are not known, but .* 'fastv'"):
         act(own, photo)
+    again = r"policy.warm_up\(cameras, instruction, state, method='fastv'\) or sinkprune-act --method fastv --warm-up"
+    with pytest.raises(DeadlineError, match=again):
+        check_costs(costs_of({"none": (1, 1)}), own.bundle.manifest, "fastv", "none", 1)
     own.costs = replace(costs_of({"none": (2, 1), "prune-50": (1, 1)}), place=own.place)
     with pytest.raises(DeadlineError, match=r"of budget 'prune-50', which the bundle does not have.*--warm-up"):
         act(own, photo)

@@ -191,6 +191,18 @@ def test_unknown_arguments_are_refused_with_a_guess(
         generate(picture, "What?", ontext=print)
     with pytest.raises(OptionError, match=r"no option 'observe'; did you mean 'observer'\? "):
         pipe.stream(picture, "What?", observe=1)
+    with pytest.raises(OptionError, match=r"^budget is an option of Pipeline.generate. Give it there.$"):
+        load(bundle("gqa-112"), budget="none")
+    with pytest.raises(OptionError, match=r"^fit is an option of Pipeline.load, not of a request. Give it there.$"):
+        generate(picture, "What?", fit="pad")
+    policy_load: Any = Policy.load
+    with pytest.raises(OptionError, match=r"^steps is an option of Policy.act. Give it there.$"):
+        policy_load("robot", steps=5)
+    act: Any = Policy.act
+    with pytest.raises(OptionError, match=r"^threads is an option of Policy.load. Give it there.$"):
+        act(None, [picture], "go", [0.0], threads=1)
+    with pytest.raises(OptionError, match=r"^there is no option 'fit'. Options are: cameras, "):
+        act(None, [picture], "go", [0.0], fit="pad")
 
 
 @pytest.mark.parametrize(

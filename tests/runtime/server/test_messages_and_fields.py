@@ -42,6 +42,8 @@ def test_unknown_keys_of_messages_are_refused(message: dict[str, Any], place: st
     [
         ("unheard", 'the field "unheard" is not supported. Leave it out.'),
         ("deadline", """the field "deadline" is not supported; did you mean 'deadline_ms'? Leave it out."""),
+        ("choice", """the field "choice" is not supported; did you mean 'guided_choice'? Leave it out."""),
+        ("schema", """the field "schema" is not supported; did you mean 'guided_json'? Leave it out."""),
         ("fit", "fit is an option of sinkprune-serve, not of a request. Start the server with --fit."),
     ],
 )
@@ -68,6 +70,9 @@ def test_two_names_of_one_option(reader: ChatReader) -> None:
         read(reader, max_tokens=4, max_completion_tokens=6)
     assert refused.value.param == "max_tokens"
     assert read(reader, max_tokens=4, max_completion_tokens=4).request.max_new_tokens == 4
+    assert read(reader, max_new_tokens=5).request.max_new_tokens == 5
+    with pytest.raises(ApiError, match="max_tokens is 4, and max_new_tokens is 5") as refused:
+        read(reader, max_tokens=4, max_new_tokens=5)
 
 
 def test_the_field_of_an_error_while_a_request_runs() -> None:

@@ -71,8 +71,10 @@ def asked(picture: Image.Image, question: str = QUESTION) -> list[Any]:
     return [{"role": "user", "content": parts}]
 
 
-def post(address: str, headers: dict[str, str] | None = None, **changes: Any) -> httpx.Response:
-    return httpx.post(f"{address}/v1/chat/completions", json={**BODY, **changes}, headers=headers, timeout=60)
+def post(
+    address: str, headers: dict[str, str] | None = None, *, timeout: float = 60, **changes: Any
+) -> httpx.Response:
+    return httpx.post(f"{address}/v1/chat/completions", json={**BODY, **changes}, headers=headers, timeout=timeout)
 
 
 @pytest.mark.parametrize("budget", ["none", "retain-64", "retain-192"])
@@ -203,20 +205,28 @@ def test_eight_at_once_are_as_alone(client: openai.OpenAI, pipe: Pipeline, photo
         assert [*threads.map(ask, range(8))] == expected
 
 
-def test_a_client_that_goes_away_frees_its_place(pipe: Pipeline, photo: Image.Image) -> None:
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_place(stream: bool, pipe: Pipeline, photo: Image.Image) -> None:
     with served(pipe, max_queue=1) as address:
-        body: dict[str, Any] = {"model": "m", "messages": asked(photo), "stream": True}
-        body |= {"max_tokens": 900, "min_new_tokens": 900}
-        with httpx.stream("POST", f"{address}/v1/chat/completions", json=body, timeout=60) as response:
-            # A reference, because the last one closes the connection.
-            lines = response.iter_lines()
-            assert (response.status_code, next(lines)[:5]) == (200, "data:")
-            assert post(address).status_code == 429
+        long: dict[str, Any] = {"messages": asked(photo), "max_tokens": 900, "min_new_tokens": 900}
+        if stream:
+            body, path = {"model": "m", "stream": True, **long}, "/v1/chat/completions"
+            with httpx.stream("POST", address + path, json=body, timeout=60) as response:
+                # A reference, because the last one closes the connection.
+                lines = response.iter_lines()
+                assert (response.status_code, next(lines)[:5]) == (200, "data:")
+                assert post(address).status_code == 429
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                post(address, timeout=0.5, **long)
         until = time.monotonic() + 20
         while (again := post(address)).status_code == 429:
             assert again.headers["retry-after"] == "1"
             assert time.monotonic() < until
         assert again.status_code == 200
+        counts = httpx.get(f"{address}/metrics").text
+        assert 'sinkprune_requests_total{status="499"} 1.0' in counts
+        assert f"sinkprune_generated_tokens_total {again.json()['usage']['completion_tokens']}.0" in counts
 
 
 def test_models_health_and_metrics(address: str, client: openai.OpenAI) -> None:

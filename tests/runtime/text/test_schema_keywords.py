@@ -64,7 +64,11 @@ def test_a_keyword_that_no_draft_of_ours_keeps_is_refused(schema: dict[str, Any]
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("maxLenght", "maxLength"), ("additionalproperties", "additionalProperties"), ("requires", "required")],
+    [
+        *(("maxLenght", "maxLength"), ("additionalproperties", "additionalProperties"), ("requires", "required")),
+        *(("min", "minimum"), ("max", "maximum"), ("maxLen", "maxLength"), ("max_len", "maxLength")),
+        *(("regex", "pattern"), ("choices", "enum"), ("ge", "minimum"), ("length", "maxLength")),
+    ],
 )
 def test_a_misspelt_keyword_is_refused_with_the_right_one(name: str, meant: str) -> None:
     said = f"schema has an unknown keyword at 'properties/a/{name}'. Did you mean '{meant}'?"
@@ -95,6 +99,7 @@ def test_an_unknown_draft_is_refused(draft: object) -> None:
         {"$schema": "https://json-schema.org/draft/2020-12/schema"},
         {"title": "a", "description": "b", "default": 3, "examples": [3], "deprecated": True, "x-maxLenght": 3},
         {"example": 3, "enumNames": ["a"], "propertyOrder": 3, "_pattern": "a", "nullable": True, "readOnly": True},
+        {"unit": "m", "name": "cup", "id": "a", "order": 3, "options": {}, "in": "x"},
         # Names of properties, and values.
         {"properties": {"if": {"type": "string"}, "maxLenght": {"type": "string"}, "required": {"type": "null"}}},
         {"const": {"disallow": 3, "required": True}},

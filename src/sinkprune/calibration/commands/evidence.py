@@ -28,6 +28,7 @@ from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.files.output_files import check_apart, check_outputs
 from sinkprune.contract.files.signature import Sign, read_private_key
+from sinkprune.contract.files.trust import sum_lines
 from sinkprune.contract.manifest import BUNDLE, Manifest
 from sinkprune.runtime.commands import BundleOptions, name_list, plain_text
 from sinkprune.runtime.commands.interrupts import explain_interrupt
@@ -93,7 +94,11 @@ def main(arguments: Sequence[str] | None) -> None:
     )
     # Last but for the output: a bundle is changed only after all budgets are measured.
     sha256 = None if options.dry_run else BUNDLE.sha256(_write(bundle, sign))
-    write_result(options.json, {**to_json(report), "sha256": sha256, "notes": notes}, lambda: _print(report, sha256))
+    write_result(
+        options.json,
+        {**to_json(report), "sha256": sha256, "notes": notes},
+        lambda: _print(report, sha256, options.sign),
+    )
 
 
 def _method(manifest: Manifest, name: str | None) -> str:
@@ -118,7 +123,7 @@ def _write(bundle: Bundle, sign: Sign | None) -> Manifest:
     return changed
 
 
-def _print(report: EvidenceReport, sha256: str | None) -> None:
+def _print(report: EvidenceReport, sha256: str | None, key: Path | None) -> None:
     console = TableConsole()
     console.print(
         f"{escaped(report.model)}, {report.backend}: {escaped(report.task)}, method {escaped(report.method)}, "
@@ -136,7 +141,7 @@ def _print(report: EvidenceReport, sha256: str | None) -> None:
         table.add_row(plain_text(budget), thresholds, *(f"{tokens:.1f}" for tokens in counts))
     console.print(table)
     if sha256 is not None:
-        sys.stdout.write(f"sha256 {sha256}\n")
+        sys.stdout.write(sum_lines(sha256, key))
 
 
 def _parser() -> CommandParser:

@@ -22,7 +22,7 @@ from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.files.folders import check_outside, check_replaceable
 from sinkprune.contract.files.output_files import check_apart, check_outputs
 from sinkprune.contract.files.signature import read_private_key
-from sinkprune.contract.files.trust import add_sign_option, add_trust_options
+from sinkprune.contract.files.trust import add_sign_option, add_trust_options, sum_lines
 from sinkprune.contract.manifest import BUNDLE
 from sinkprune.contract.precision import BLOCK_SIZES, WeightsName
 from sinkprune.contract.system.system_memory import available_bytes
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None) -> None:
         size = sum(spec.size for spec in manifest.files.values())
         sys.stdout.write(
             f"{escaped(str(options.output))}: {size / 1e6:.2f} MB, {forms.beside(manifest.precision)}\n"
-            f"sha256 {sha256}\n"
+            + sum_lines(sha256, options.sign)
         )
 
     write_report(options, report, plot_quantisation, print_tables, {"sha256": sha256, "notes": notes})

@@ -29,6 +29,7 @@ from sinkprune.contract.costs.file import ANSWER_COSTS, write_costs
 from sinkprune.contract.errors import BudgetError, UsageError
 from sinkprune.contract.files.output_files import OutputFile, check_apart, check_outputs
 from sinkprune.contract.files.signature import read_private_key
+from sinkprune.contract.files.trust import sum_lines
 from sinkprune.contract.manifest import BUNDLE
 from sinkprune.export.packages import report_missing_package
 from sinkprune.runtime.commands import BundleOptions, add_new_tokens, load_pipeline
@@ -186,7 +187,7 @@ def main(arguments: Sequence[str] | None) -> None:
         sha256 = BUNDLE.sha256(manifest)
         folder = escaped(str(options.bundle))
         added = (
-            f"{folder}: added budget {name}\nsha256 {sha256}\n"
+            f"{folder}: added budget {name}\n{sum_lines(sha256, options.sign)}"
             "The sha256 is new: replace it where you give --sha256 or sha256=, and make this bundle's engines "
             "and thresholds again.\n"
             f"Run the budget: sinkprune-run {folder} --budget {name}, with --image and --prompt\n"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 from sinkprune.contract.checks.format_value import format_value
@@ -40,10 +41,17 @@ def check_plan_names(budget: object, method: object) -> None:
             raise UsageError(f"{name} is {format_value(value)}, expected a name, as in '{example}'.")
 
 
-def check_options(given: Iterable[str], known: Sequence[str]) -> None:
-    """Raise `OptionError`, with the `known` names, for names of options that are not known."""
+def check_options(
+    given: Iterable[str], known: Sequence[str], elsewhere: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Raise `OptionError`, with the `known` names, for names of options that are not known.
+
+    `elsewhere` has the functions of other options, by their names.
+    """
     for name in given:
         if name not in known:
+            if name in elsewhere:
+                raise OptionError(f"{name} is an option of {elsewhere[name]}. Give it there.")
             guess = f"{guessed(name, known) or '.'} Options are: {', '.join(known)}."
             raise OptionError(f"there is no option {format_value(name)}{guess}")
 
@@ -58,14 +66,23 @@ def guessed(name: str, known: Sequence[str]) -> str:
 
 def checks_options(function: C) -> C:
     """Make calls of `function` raise `OptionError`, with its options, for keywords that it does not have."""
-    known = [name for name in signature(function).parameters if name not in ("self", "cls")]
+    return checks_options_and({})(function)
 
-    @wraps(function)
-    def checked(*given: Any, **options: Any) -> Any:
-        check_options(options, known)
-        return function(*given, **options)
 
-    return cast(C, checked)
+def checks_options_and(elsewhere: Mapping[str, str]) -> Callable[[C], C]:
+    """Return `checks_options` for a function, some of whose users look for options of others; see `check_options`."""
+
+    def decorate(function: C) -> C:
+        known = [name for name in signature(function).parameters if name not in ("self", "cls")]
+
+        @wraps(function)
+        def checked(*given: Any, **options: Any) -> Any:
+            check_options(options, known, elsewhere)
+            return function(*given, **options)
+
+        return cast(C, checked)
+
+    return decorate
 
 
 def creation_checks_options(made: type[T]) -> type[T]:

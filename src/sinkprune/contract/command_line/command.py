@@ -23,16 +23,19 @@ from traceback import walk_stack
 from types import FrameType
 
 from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.command_line.late_interrupts import late_interrupts_noted
 from sinkprune.contract.errors import CostsWarning, PictureWarning, SinkpruneError, UnusualStateWarning
 
 INTERRUPTED = 130
+STDOUT_NAME = "standard output"
+"""What messages call it."""
 _CLEAN_UP_S = 3.0
 """How long a clean-up may take before another Ctrl-C stops it."""
 
 # Errors of the disk or of permissions, which users can mend.
 _DISK_ERRORS = ("ENOSPC", "EDQUOT", "EFBIG", "EACCES", "EPERM", "EROFS", "EIO", "ENAMETOOLONG")
 _NO_MEMORY = "Cannot allocate memory"
-# What Python, the dynamic linker, ONNX Runtime, OpenVINO and oneTBB report when the system runs out, and our message.
+# What Python, the linker, ONNX Runtime, OpenVINO and oneTBB report where the system has no more, and our message.
 _SHORTAGES = {
     "can't start new thread|pthread_create failed|Resource temporarily unavailable|thread creation failed": (
         "there are too few threads: {}. End other programs, raise the limit that is set (ulimit -u or -v, or "
@@ -41,6 +44,10 @@ _SHORTAGES = {
     f"{_NO_MEMORY}|failed to map segment|bad_alloc|bad allocation|Failed to allocate memory": (
         "there is too little memory: {}. End other programs, raise the limit that is set (ulimit -v), or use a "
         "machine with more."
+    ),
+    "Failed to write external initializers": (
+        "the weights of a graph could not be written: the disk is full, or files may not be so large (ulimit -f). "
+        "Free space, or choose another place."
     ),
 }
 
@@ -91,7 +98,11 @@ def run_command(body: Callable[[Sequence[str] | None], None], arguments: Sequenc
         with _signals_as_interrupts():
             body(arguments)
             # Output that cannot be written is an error of the command.
-            sys.stdout.flush()
+            try:
+                sys.stdout.flush()
+            except OSError as error:
+                error.filename = STDOUT_NAME
+                raise
     except BrokenPipeError:
         # The reader of our output ended early, as `head` does.
         return 0
@@ -176,7 +187,8 @@ def _signals_as_interrupts() -> Iterator[None]:
     hook, sys.unraisablehook = sys.unraisablehook, on_dropped
     earlier = {number: signal.signal(number, handler) for number in numbers}
     try:
-        yield
+        with late_interrupts_noted():
+            yield
     except Exception as error:
         if handler.interrupted_at is not None:
             raise KeyboardInterrupt from error

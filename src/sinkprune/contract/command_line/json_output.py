@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from sinkprune.contract.command_line.command import STDOUT_NAME
 from sinkprune.contract.command_line.written_files import write_each, write_output
 from sinkprune.contract.files.output_files import OutputFile
 
@@ -44,26 +45,32 @@ def write_json(json_path: Path | None, value: object) -> None:
 class RunningOutput:
     """What a command prints while it works on, unless `--json` prints.
 
-    Where standard output takes no more, because its reader has ended as `head` does, it prints nothing more, and the
-    work for `--json` and the files that are `still_wanted` goes on.
+    Where standard output takes no more, as on a full disk or where its reader has ended as `head` does, it prints
+    nothing more, and the work for `--json` and the files that are `still_wanted` goes on until `end`.
     """
 
     def __init__(self, json_path: Path | None, *still_wanted: Path | None) -> None:
         self._prints = not prints_json(json_path)
         self._goes_on = any((json_path, *still_wanted))
+        self._refused: OSError | None = None
 
     def write(self, text: str) -> None:
         """Print `text` at once; raises `OSError` where standard output takes no more and no file is wanted."""
-        if not self._prints:
+        if not self._prints or self._refused:
             return
         try:
             sys.stdout.write(text)
             sys.stdout.flush()
-        except OSError:
+        except OSError as error:
+            error.filename = error.filename or STDOUT_NAME
             if not self._goes_on:
                 raise
-            # `run_command` meets the same error at the end.
-            self._prints = False
+            self._refused = error
+
+    def end(self) -> None:
+        """Raise the error with which standard output took no more, if it did."""
+        if self._refused:
+            raise self._refused
 
 
 def write_result(json_path: Path | None, value: object, in_words: Callable[[], object]) -> None:

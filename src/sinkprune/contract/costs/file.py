@@ -140,7 +140,8 @@ ACTION_COSTS = CostsFormat(
 def write_costs(path: str | os.PathLike[str], costs: Costs | ActionCosts) -> None:
     """Write costs, as `Pipeline.warm_up` or `Policy.warm_up` returns them, to the JSON file `path`.
 
-    Raises `OutputError` if the file cannot be written, and `TypeError` if `path` is no path or `costs` no costs.
+    Raises `OutputError` if the file cannot be written, is a link or a device, or lies in a bundle or engines, and
+    `TypeError` if `path` is no path or `costs` no costs.
     """
     check_path("path", path)
     check_type("costs", costs, (Costs, ActionCosts), "Costs or ActionCosts, as read_costs and warm_up return")

@@ -53,6 +53,11 @@ def check_writable(path: Path, suffixes: tuple[str, ...]) -> None:
     """
     if path.suffix.lower() not in suffixes:
         raise OutputError(f"'{path}' ends in '{path.suffix}', expected {' or '.join(suffixes)}.")
+    check_place(path)
+
+
+def check_place(path: Path) -> None:
+    """Reject a file that cannot be written, as `check_writable` does, with any suffix. Raises `OutputError`."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         found = "a folder stands there" if path.is_dir() else f"there is no folder '{path.parent}'"
         raise OutputError(f"'{path}' cannot be written: {found}. Give another name, or make the folder first.")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sinkprune.contract.checks.format_value import format_value
+from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.errors import UsageError
 
 
@@ -50,3 +51,9 @@ def add_sign_option(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument(
         "--sign", type=Path, metavar="KEY", help=f"sign {what} with this Ed25519 private key (PEM), for --signed-by"
     )
+
+
+def sum_lines(sha256: str, key: Path | None) -> str:
+    """Return the lines that a command prints about a manifest that it wrote, and signed with `key`, if any."""
+    # The sum stays the last word, which scripts take.
+    return (f"signed with '{escaped(str(key))}'\n" if key else "") + f"sha256 {sha256}\n"

@@ -11,16 +11,26 @@ from typing import Any, TypeVar
 
 from sinkprune.contract.checks.fields import SchemaError, from_json, to_json
 from sinkprune.contract.checks.format_value import format_value
-from sinkprune.contract.errors import UsageError
-from sinkprune.contract.files.output_files import write_whole
+from sinkprune.contract.errors import OutputError, UsageError
+from sinkprune.contract.files.output_files import check_place, write_whole
 from sinkprune.contract.files.untrusted import UnreadableError, read_json
 
 T = TypeVar("T")
 
 
 def write_versioned(path: str | os.PathLike[str], value: object) -> None:
-    """Write `value`, a dataclass, to the JSON file `path`; raises `OutputError`."""
-    write_whole(Path(path), (json.dumps(to_json(value), indent=1) + "\n").encode())
+    """Write `value`, a dataclass, to the JSON file `path`.
+
+    Raises `OutputError` for a file that cannot be written, for a link or a device, and for a place within a bundle or
+    engines, which may hold no other files.
+    """
+    file = Path(path)
+    check_place(file)
+    for folder in file.resolve().parents:
+        for manifest in ("bundle.json", "engines.json"):
+            if (folder / manifest).exists():
+                raise OutputError(f"'{file}' lies in '{folder}', which {manifest} lists. Choose a place outside it.")
+    write_whole(file, (json.dumps(to_json(value), indent=1) + "\n").encode())
 
 
 def read_versioned(

@@ -16,9 +16,11 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.errors import OutputError
 
 
@@ -69,7 +71,7 @@ class FrameResult:
 class Journal:
     """The results that are complete; see `open_journal`."""
 
-    def __init__(self, path: Path, file: BinaryIO, settings: Mapping[str, object]) -> None:
+    def __init__(self, path: Path, file: FileIO, settings: Mapping[str, object]) -> None:
         """Go on with the results in the open `file`, or begin it. Raises `OutputError` for another replay's."""
         self.path, self._file, self.count = path, file, 0
         head, first = _line(settings), file.readline()
@@ -83,7 +85,7 @@ class Journal:
         if first != head:
             file.seek(0)
             file.truncate()
-            file.write(head)
+            self._write(head)
             complete = len(head)
         for _ in self.results():
             self.count += 1
@@ -93,10 +95,20 @@ class Journal:
         file.seek(complete)
 
     def add(self, result: FrameResult) -> None:
-        """Write a result. It stays if the process is killed afterwards."""
-        self._file.write(result.line())
-        self._file.flush()
+        """Write a result. It stays if the process is killed afterwards. Raises `OutputError`, as on a full disk."""
+        self._write(result.line())
         self.count += 1
+
+    def _write(self, data: bytes) -> None:
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            raise OutputError(
+                f"'{self.path}' cannot be written: {error.strerror}. It has {counted(self.count, 'frame')}. Free "
+                "space and repeat the command, which goes on from there."
+            ) from error
 
     def results(self) -> Iterator[FrameResult]:
         """Yield the complete results, in the order in which they were added."""
@@ -109,7 +121,6 @@ class Journal:
 
     def _lines(self, most: int | None = None) -> Iterator[bytes]:
         """Yield up to `most` complete lines after the first."""
-        self._file.flush()
         with self.path.open("rb") as file:
             file.readline()
             for number, line in enumerate(file):
@@ -143,7 +154,7 @@ def open_journal(output: Path, settings: Mapping[str, object]) -> Iterator[Journ
                 path.unlink(missing_ok=True)
 
 
-def _open_own(path: Path) -> BinaryIO:
+def _open_own(path: Path) -> FileIO:
     """Open a regular file of this user for reading and writing, or create it. Raises `OutputError`."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
@@ -155,7 +166,8 @@ def _open_own(path: Path) -> BinaryIO:
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
         os.close(descriptor)
         raise OutputError(f"'{path}' is not a file of your own, and the replay needs that place. Move it away.")
-    return os.fdopen(descriptor, "r+b")
+    # Without a buffer, which would be written again when the file is closed, also after a full disk.
+    return FileIO(descriptor, "r+b")
 
 
 def _line(value: Mapping[str, Any]) -> bytes:

@@ -17,6 +17,7 @@ from sinkprune.runtime.acting.observation import STEPS
 from sinkprune.runtime.acting.report import ActionDeadline
 from sinkprune.runtime.deadline.policy import up_to
 from sinkprune.runtime.deadline.request_history import MARGIN, RequestHistory
+from sinkprune.runtime.steps.request import DEFAULT_METHOD
 
 FEWEST_STEPS = 5
 """The default of `min_steps`. The steps integrate one field of velocities: more of them make its path finer, and
@@ -129,7 +130,11 @@ def _fastest(ms: Mapping[str, float]) -> str:
 
 def check_costs(costs: ActionCosts, manifest: Manifest, method: str, budget: str, frames: int) -> None:
     """Raise `DeadlineError` unless `costs` are of this bundle's `method` and `budget`, with so many `frames`."""
-    again = "Measure them for these, with policy.warm_up(cameras, instruction, state) or sinkprune-act --warm-up."
+    other = "" if method == DEFAULT_METHOD else f", method={method!r}"
+    again = (
+        f"Measure them for these, with policy.warm_up(cameras, instruction, state{other}) or sinkprune-act "
+        f"{f'--method {method} ' if other else ''}--warm-up."
+    )
     if costs.method != method or budget not in costs.budgets:
         raise DeadlineError(
             f"a deadline was given, and the costs of method '{method}' at budget '{budget}' are not known, but those "

@@ -36,7 +36,12 @@ class ActionFlops:
 
 @dataclass(frozen=True)
 class ActionDeadline:
-    """How a chunk met or missed its deadline. Milliseconds count from the call of `act`, with reading frames."""
+    """How a chunk met or missed its deadline. Milliseconds count from the call of `act`, with reading frames.
+
+    `met` tells whether `measured_ms` is within `deadline_ms`, and `can_meet` whether a chunk was expected in time
+    when `budget` and `steps` were chosen, for the `reason`. `slower` is the factor by which recent chunks were slower
+    than their costs, with a margin. docs/json-act.md explains each field.
+    """
 
     deadline_ms: float
     budget: str
@@ -63,7 +68,11 @@ class ActionDeadline:
 
 @dataclass(frozen=True)
 class ActionReport:
-    """A chunk of actions, and how it came about."""
+    """A chunk of actions, and how it came about.
+
+    `actions` is [chunk,width] fp32, in the robot's units. `ms` has milliseconds by part, with `latency` for the whole
+    chunk, and `step_ms` those of each denoising step. docs/json-act.md explains each field.
+    """
 
     actions: Array = field(repr=False)
     """[chunk,width] fp32: one row an action, in the robot's units. Without the statistics of a checkpoint they are

@@ -22,7 +22,10 @@ from sinkprune.runtime.system.processor import processor_name
 Tensor = Any
 """A tensor in the engine library's own buffer, on its device."""
 
-THREADS = WholeNumber("threads", 1, 4 * (os.cpu_count() or 1))
+_MOST_THREADS = 4 * (os.cpu_count() or 1)
+THREADS = WholeNumber(
+    "threads", 1, _MOST_THREADS, f"a whole number from 1 to {_MOST_THREADS}, four for each processor"
+)
 """CPU threads to compute with: up to four times this machine's cores."""
 
 

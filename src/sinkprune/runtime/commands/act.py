@@ -149,6 +149,7 @@ def main(arguments: Sequence[str] | None) -> None:
         raise KeyboardInterrupt(interrupted + earlier) from ended
     if options.overlay:
         _draw(options.overlay, chunks[-1], first)
+    output.end()
 
 
 def _parse(arguments: Sequence[str] | None) -> _Options:

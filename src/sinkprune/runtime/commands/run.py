@@ -238,6 +238,7 @@ def main(arguments: Sequence[str] | None) -> None:
     sys.stderr.write("".join(f"note: {note}\n" for note in unused))
     if answer.finish == "cancelled":
         raise KeyboardInterrupt(f"the answer has {counted(len(answer.token_ids), 'token')} so far.{earlier}")
+    output.end()
 
 
 class _TokenCount(Observer):

@@ -107,7 +107,11 @@ def describe_ladders(manifest: Manifest, method: str) -> str:
 
 
 def write_thresholds(path: str | os.PathLike[str], thresholds: Thresholds) -> None:
-    """Write the thresholds to the JSON file `path`; raises `OutputError`, and `TypeError` for wrong types."""
+    """Write the thresholds to the JSON file `path`.
+
+    Raises `OutputError` if the file cannot be written, is a link or a device, or lies in a bundle or engines, and
+    `TypeError` for wrong types.
+    """
     check_path("path", path)
     check_type("thresholds", thresholds, (Thresholds,), "Thresholds, as read_thresholds returns")
     write_versioned(path, thresholds)

@@ -7,7 +7,7 @@ import hmac
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from starlette.applications import Starlette
@@ -240,17 +240,17 @@ class _Server:
         Cancels the job if the client goes away. Raises `ApiError` for errors of the request, and other errors as they
         are.
         """
-        while True:
-            try:
-                found = await asyncio.wait_for(events.get(), 0.25)
-                break
-            except asyncio.TimeoutError:
+        found: _Event | None = None
+        try:
+            while found is None:
+                # Asked for each token: some follow each other too fast for a timeout.
                 if await http.is_disconnected():
-                    self.scheduler.cancel(job)
-                    raise ClientDisconnect from None
-            except asyncio.CancelledError:
-                self.scheduler.cancel(job)
-                raise
+                    raise ClientDisconnect
+                with suppress(asyncio.TimeoutError):
+                    found = await asyncio.wait_for(events.get(), 0.25)
+        except (ClientDisconnect, asyncio.CancelledError):
+            self.scheduler.cancel(job)
+            raise
         if isinstance(found, SinkpruneError):
             raise ApiError(400, str(found), param=field_of(found, job.fields)) from found
         if isinstance(found, BaseException):
@@ -280,8 +280,12 @@ class _Server:
             if chat.include_usage:
                 yield event(completion.usage_chunk(found))
             yield event("[DONE]")
-        except ClientDisconnect:
-            self._metrics.ended(499)
+        except (ClientDisconnect, asyncio.CancelledError, GeneratorExit) as gone:
+            # Starlette cancels a stream whose client has gone away. A whole answer was counted.
+            if not isinstance(found, Answer):
+                self._metrics.ended(499)
+            if not isinstance(gone, ClientDisconnect):
+                raise
         except Exception as error:
             # The status was sent already.
             known = error if isinstance(error, ApiError) else _our_fault(error)

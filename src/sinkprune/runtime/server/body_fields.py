@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,18 +35,19 @@ from sinkprune.runtime.text.sampling import SEED, TEMPERATURE, TOP_P
 
 PRIORITY = WholeNumber("priority", -100, 100)
 TOP_LOGPROBS = WholeNumber("top_logprobs", 0, 20)
-MOST_TOKENS = ("max_completion_tokens", "max_tokens")
-"""OpenAI's names of `max_new_tokens`; both may be given with one value."""
+MOST_TOKENS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
+"""OpenAI's names of `max_new_tokens`, and ours; all may be given with one value."""
 LEAST_TOKENS = ("min_tokens", "min_new_tokens")
 """vLLM's name of `min_new_tokens`, and ours; both may be given with one value."""
 _EXAMPLE = '{"type": "object", "properties": {"colour": {"type": "string"}}}'
 
 
-def unsupported_field(name: str, known: Iterable[str]) -> str:
-    """Return the message for a field that is not in `known`."""
+def unsupported_field(name: str, known: Iterable[str], of_python: Mapping[str, str]) -> str:
+    """Return the message for a field that is not in `known`. Fields of other names in Python are in `of_python`."""
     if name in OPTIONS_OF_LOADING:
         return f"{name} is an option of sinkprune-serve, not of a request. Start the server with --{name}."
-    return f"the field {format_json(name)} is not supported{guessed(name, sorted(known)) or '.'} Leave it out."
+    meant = guessed(of_python.get(name, name), sorted(known))
+    return f"the field {format_json(name)} is not supported{meant or '.'} Leave it out."
 
 
 def read_flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
@@ -114,13 +115,13 @@ def rejection(error: SinkpruneError, given: Mapping[str, Any]) -> ApiError:
     return ApiError(400, str(error), param=first if first in given else field_of(error, given))
 
 
-def read_either(given: Mapping[str, Any], names: tuple[str, str]) -> Any:
-    """Return the field that has two `names`, or None; raises `ApiError` for two different values."""
+def read_either(given: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """Return the field that has several `names`, or None; raises `ApiError` for two different values."""
     sent = {name: given[name] for name in names if name in given}
-    one, *other = sent.values() or [None]
-    if other and other[0] != one:
+    one, *others = sent.values() or [None]
+    if any(other != one for other in others):
         found = ", and ".join(f"{name} is {format_json(value)}" for name, value in sent.items())
-        raise ApiError(400, f"{found}. Give one of them.", param=names[1])
+        raise ApiError(400, f"{found}. Give one of them.", param=[*sent][-1])
     return one
 
 

@@ -60,6 +60,7 @@ _EMPTY = ("refusal", "audio", "function_call", "annotations", "tool_calls", "too
 _OURS = ("budget", "method", "priority", "kept_tokens", "session")
 _GUIDED = {"guided_json": "schema", "guided_regex": "regex", "guided_choice": "choice"}
 """vLLM's names of the forms of an answer, and ours."""
+_OF_PYTHON = {ours: name for name, ours in _GUIDED.items()}
 _KNOWN = {
     *("model", "messages", "stream", "stream_options", "logprobs", "top_logprobs", "response_format"),
     *(*_OPTIONS, *MOST_TOKENS, *LEAST_TOKENS, *_OURS, *_GUIDED, *TOOL_FIELDS, *_NEUTRAL),
@@ -213,7 +214,7 @@ class ChatReader:
     def _check_names(self, given: Mapping[str, Any]) -> None:
         for name, value in given.items():
             if name not in _KNOWN:
-                raise ApiError(400, unsupported_field(name, _KNOWN), param=name)
+                raise ApiError(400, unsupported_field(name, _KNOWN, _OF_PYTHON), param=name)
             taken = _NEUTRAL.get(name, (...,))
             if ... not in taken and value not in taken:
                 only = " or ".join(json.dumps(one) for one in taken)

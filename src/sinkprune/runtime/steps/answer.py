@@ -42,7 +42,12 @@ class Kept:
 @dataclass(frozen=True)
 class DeadlineReport:
     """How a request met or missed its deadline. Milliseconds count from the beginning of the request, including the
-    decoding of picture files."""
+    decoding of picture files.
+
+    `met` tells whether `measured_ms` is within `deadline_ms`, and `can_meet` whether the first token was expected in
+    time when `budget` was chosen, for the `reason`. `slower` is the factor by which recent load was expected to delay
+    it. docs/json.md explains each field.
+    """
 
     deadline_ms: float
     budget: str
@@ -90,7 +95,12 @@ class TriedBudget:
 
 @dataclass(frozen=True)
 class Answer:
-    """The text of an answer, with its tokens, times and what was kept of the pictures."""
+    """The text of an answer, with its tokens, times and what was kept of the pictures.
+
+    `finish` is `stop`, `length`, `deadline` or `cancelled`. `ms` has milliseconds by part: `ttft` to the first token,
+    `latency` to the last, `per_token`, and the parts of the first. `tokens_per_layer` counts visual tokens.
+    docs/json.md explains each field.
+    """
 
     text: str
     token_ids: list[int]

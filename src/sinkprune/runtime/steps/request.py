@@ -15,7 +15,7 @@ from sinkprune.contract.checks.arguments import check_options, check_plan_names,
 from sinkprune.contract.checks.format_value import counted, format_value, type_name
 from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
 from sinkprune.contract.checks.user_warnings import warn_user
-from sinkprune.contract.errors import ImageError, OptionError, PromptError, UsageError
+from sinkprune.contract.errors import ImageError, PromptError, UsageError
 from sinkprune.runtime.media.clip import Clip, SampledFrames
 from sinkprune.runtime.media.video_file import VideoFile
 from sinkprune.runtime.steps.pictures import PictureLike, check_order, warn_of_order, with_order
@@ -41,7 +41,7 @@ _EMPTY = "the prompt is empty. Ask something about the image, as in 'What is thi
 DEADLINE_MS = RealNumber("deadline_ms", 1, 86_400_000, "milliseconds, from 1 to 86400000 (a day)")
 
 OPTIONS_OF_LOADING = ("backend", "compute", "engines", "fit", "threads")
-"""Options of `Pipeline.load` and of the server that requests do not have."""
+"""Options of `Pipeline.load`, `Policy.load` and the server that requests do not have."""
 
 
 @creation_checks_options
@@ -158,6 +158,10 @@ class Request:
         return Sampler(self.temperature, self.top_p, self.seed)
 
 
+REQUEST_OPTIONS = tuple(field.name for field in fields(Request)[2:])
+"""Options of a request, as `Pipeline.generate` takes them."""
+
+
 def new_request(
     pictures: PictureLike | Sequence[PictureLike], prompt: str | Sequence[str], order: str = "rgb", **options: object
 ) -> Request:
@@ -204,11 +208,9 @@ def greedy_note(unused: Sequence[str]) -> str:
 
 def check_request_options(given: Iterable[str], *others: str, without: str = "") -> None:
     """Raise `OptionError` for names that are neither options of `new_request`, except `without`, nor of `others`."""
-    known = [*(field.name for field in fields(Request)[2:]), "order", *others]
-    for name in given:
-        if name in OPTIONS_OF_LOADING:
-            raise OptionError(f"{name} is an option of Pipeline.load, not of a request. Give it there.")
-    check_options(given, [name for name in known if name != without])
+    known = [*REQUEST_OPTIONS, "order", *others]
+    elsewhere = dict.fromkeys(OPTIONS_OF_LOADING, "Pipeline.load, not of a request")
+    check_options(given, [name for name in known if name != without], elsewhere)
 
 
 def check_picture(picture: object) -> None:

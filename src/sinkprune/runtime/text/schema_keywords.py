@@ -25,8 +25,19 @@ _KEPT = (
     *("maxLength", "minLength", "pattern", "format", "maxItems", "minItems", "uniqueItems", "required"),
     *("maxProperties", "minProperties", "$ref", *_OTHERS, *_MAPS),
 )
+_OTHER_NAMES = {
+    **dict.fromkeys(("regex", "regexp"), "pattern"),
+    **dict.fromkeys(("choices", "values", "allowed"), "enum"),
+    **dict.fromkeys(("ge", "range"), "minimum"),
+    "gt": "exclusiveMinimum",
+    "le": "maximum",
+    "lt": "exclusiveMaximum",
+    "length": "maxLength",
+}
+"""Keywords, by names that Python's libraries have for the same."""
 # Far from annotations such as "example" and "enumNames".
 _ALIKE = 0.85
+_SHORTEST = 3
 _SHOWN = 80
 
 Place = tuple[str, ...]
@@ -92,10 +103,14 @@ def _is_known(draft: str) -> bool:
 
 
 def _misspelt(name: str) -> str | None:
-    """Return the keyword that an unknown one was probably meant to be, or None."""
+    """Return the keyword that an unknown name was probably meant to be, or None for an annotation."""
     if not name[:1].isalpha():
         # People turn a keyword off as "_pattern".
         return None
-    by_letters = {known.lower(): known for known in _KEPT}
-    near = get_close_matches(name.lower(), by_letters, 1, _ALIKE)
+    word, by_letters = name.lower().replace("_", ""), {known.lower(): known for known in _KEPT}
+    if word in _OTHER_NAMES:
+        return _OTHER_NAMES[word]
+    # Shortened, as "min" and "maxLen".
+    near = [known for known in by_letters if known.startswith(word) and len(word) >= _SHORTEST]
+    near += get_close_matches(word, by_letters, 1, _ALIKE)
     return by_letters[near[0]] if near else None
