@@ -157,7 +157,7 @@ def _frames(manifest: Manifest, cameras: Sequence[PictureLike | None]) -> list[P
     if len(given) != manifest.max_images:
         names = manifest.policy.cameras if manifest.policy else None
         known = f": {', '.join(names)}" if names else ""
-        again = "" if names else f"; or export the checkpoint again with --max-images {max(1, len(given))}"
+        again = f"; or export the checkpoint again with --max-images {len(given)}" if given and not names else ""
         raise ImageError(
             f"found {counted(len(given), 'camera')}, and the policy was exported for "
             f"{counted(manifest.max_images, 'camera')}{known}. Give a frame for each, and None (--camera none) for a "
