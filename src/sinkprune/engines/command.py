@@ -137,7 +137,7 @@ _REALISED: Mapping[Realisation, str] = {
 }
 
 
-def _text(output: Path, manifest: EnginesManifest, bundle: Path | None, key: Path | None) -> str:
+def _text(output: Path, manifest: EnginesManifest, bundle: Path | None, key: Path | None = None) -> str:
     """Return the printed summary: engines, limits, the result of --check, what runs the sanitizer, the sum.
 
     `bundle` has the graphs of the engines; None if --move has removed it. `key` has signed the engines, if any.

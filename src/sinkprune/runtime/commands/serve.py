@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -82,6 +83,8 @@ def main(arguments: Sequence[str] | None) -> None:
                 f"{escaped(found.name)} answers at {page}v1. {page} is a page to try it. Ctrl-C ends it.\n"
             )
             sys.stderr.flush()
+            # Requests have --drain-s seconds to end: that is no late end of the command.
+            signal.set_wakeup_fd(-1)
             asyncio.run(server.serve([listener]))
         sys.stderr.write("The server has ended.\n")
 
