@@ -125,10 +125,11 @@ def test_what_cannot_be_drawn_is_refused_before_the_run(bundle: Bundles, photos:
     refused(*images, "--heatmaps", tmp_path / "bad.png", said="is no folder")
     refused(*images, "--heatmaps", tmp_path / "no" / "maps", said="maps")
     refused(*images, "--heatmaps", bundle("gqa-112") / "maps", said="which is read")
-    # A heat map would take the place of a picture that is measured.
+    # A heat map would be measured by the next command, or take the place of a picture.
+    refused(*images, "--heatmaps", photos / "one", said="holds the pictures. Give --heatmaps another folder.")
     (tmp_path / "001-cup.png").write_bytes((photos / "one" / "cup.png").read_bytes())
     (tmp_path / "cup").mkdir()
     copy = tmp_path / "cup" / "001-cup.png"
     copy.write_bytes((photos / "one" / "cup.png").read_bytes())
-    refused("--images", photos / "one", copy, "--heatmaps", copy.parent, said="and it is read")
+    refused("--images", photos / "one", copy, "--heatmaps", copy.parent, said="holds the pictures")
     assert not (bundle("gqa-112") / "maps").exists()

@@ -55,7 +55,7 @@ def test_other_files_are_rejected(change: Any, said: str, tmp_path: Path) -> Non
 def test_costs_of_another_place_are_rejected(field: str, tmp_path: Path) -> None:
     write_costs(tmp_path / "costs.json", COSTS)
     other = {"cut_after": (1,), "threads": 3}.get(field, "another")
-    with pytest.raises(UsageError, match=f"of another place: their {field} is"):
+    with pytest.raises(UsageError, match=f"of another place: their '{field}' is"):
         read_action_costs(tmp_path / "costs.json", replace(PLACE, **{field: other}))
 
 

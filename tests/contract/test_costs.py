@@ -168,5 +168,5 @@ def test_other_files_are_rejected(change: Any, said: str, costs: Costs, tmp_path
 def test_costs_of_another_place_are_rejected(field: str, costs: Costs, tmp_path: Path) -> None:
     write_costs(tmp_path / "costs.json", costs)
     other = {"cut_after": (1,), "threads": 3}.get(field, "another")
-    with pytest.raises(UsageError, match=f"of another place: their {field} is"):
+    with pytest.raises(UsageError, match=f"of another place: their '{field}' is"):
         read_costs(tmp_path / "costs.json", replace(costs.place, **{field: other}))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from sinkprune.calibration.evaluation.replies import generate_answer
+from sinkprune.calibration.evaluation.replies import check_questions, generate_answer
 from sinkprune.calibration.evaluation.report import Combination
 from sinkprune.calibration.moments import Moment, load_moments
 from sinkprune.calibration.pictures import note_items, seen_shares
@@ -60,14 +61,24 @@ def note_samples(loaded: Loaded, samples: list[Sample]) -> tuple[list[float], li
     if isinstance(loaded, Policy):
         files = [file for sample in samples if isinstance(sample, Moment) for file in sample.files]
         return [1.0] * len(samples), note_files({file: file_facts(file) for file in files})
-    items = [sample for sample in samples if isinstance(sample, Item)]
+    items = _questions(samples)
     notes = note_items(loaded.family, loaded.bundle.manifest, items)
     return seen_shares(loaded.family, items), notes
+
+
+def check_samples(loaded: Loaded, samples: list[Sample], combinations: Sequence[Combination]) -> None:
+    """Check that every question can be asked, as `check_questions` does. The moments of a policy are not checked."""
+    if isinstance(loaded, Pipeline):
+        check_questions(loaded, _questions(samples), combinations, 1)
+
+
+def _questions(samples: list[Sample]) -> list[Item]:
+    return [sample for sample in samples if isinstance(sample, Item)]
 
 
 def _act(policy: Policy, moment: Moment, pair: Combination, observer: Observer) -> tuple[Kept, ...]:
     # The unpruned engines are the same for every method.
     method = next(iter(policy.bundle.manifest.plans)) if pair.budget == UNPRUNED else pair.method
     options = {"method": method, "budget": pair.budget, "observer": observer}
-    with naming("moment", moment.id):
+    with naming(f"moment '{moment.id}'"):
         return policy.act(moment.cameras, moment.prompt, moment.state, steps=1, seed=0, **options).images  # type: ignore[arg-type]

@@ -55,6 +55,13 @@ class Item:
     load_image: Callable[[], Image.Image]
     """Loads the picture, RGB. Tasks have thousands, so they are loaded one at a time."""
     facts: PictureFacts
+    line: str = ""
+    """Where the question stands, as in "'FILE', line 3"; empty in a test set."""
+
+    @property
+    def place(self) -> str:
+        """What messages call the question: its line, or its id in a test set."""
+        return self.line or f"question '{self.id}'"
 
     @property
     def id(self) -> str:
@@ -116,12 +123,12 @@ def items_by_picture(items: Iterable[Asked]) -> list[list[Asked]]:
 
 
 @contextmanager
-def naming(kind: str, sample_id: str) -> Iterator[None]:
-    """Add the id of a question or moment to an error of the block."""
+def naming(place: str) -> Iterator[None]:
+    """Add the place of a question or moment to an error of the block."""
     try:
         yield
     except SinkpruneError as error:
-        raise type(error)(f"{kind} '{sample_id}': {error}") from error
+        raise type(error)(f"{place}: {error}") from error
 
 
 def check_own_questions(data: Path | None) -> None:
@@ -193,7 +200,7 @@ def _read_questions(path: Path) -> Iterator[Item]:
         image, question = _read_line(data, path.parent, number)
         if image not in facts:
             facts[image] = picture_facts(read_image(image))
-        return Item(question, str(image), partial(read_image, image), facts[image])
+        return Item(question, str(image), partial(read_image, image), facts[image], f"'{path}', line {number}")
 
     return read_jsonl(path, "questions", _FIELDS, read)
 

@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from sinkprune.contract.checks.arguments import check_type
+from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.acting.report import ActionReport
@@ -49,7 +50,8 @@ def overlay(answer: Answer | ActionReport, picture: PictureLike | Sequence[Pictu
     given = picture if isinstance(picture, (list, tuple)) else (picture,)
     pictures: list[PictureLike] = [each for each in given if each is not None]
     if len(pictures) != len(answer.images):
-        raise UsageError(f"found {len(pictures)} pictures, the answer is about {len(answer.images)}. Give these.")
+        found = counted(len(pictures), "picture")
+        raise UsageError(f"found {found}, the answer is about {len(answer.images)}. Give these.")
     if any(kept.schedule.counts is None for kept in answer.images):
         raise UsageError(
             "the answer ran without pruning, so there is nothing to draw. Choose a budget other than none."

@@ -166,7 +166,7 @@ def test_a_question_that_is_too_long_is_refused_before_the_first_is_asked(
     path = bundle("gqa-112", "fp32", ("retain-64",))
     line = {"answer": "a", "choice": ["a", "b"]}
     lines = asked(line, {**line, "question": "why " * 2000, "id": "long"})
-    assert_refused(run(*COMMAND, path, "--data", lines), "question 'long'", "too long")
+    assert_refused(run(*COMMAND, path, "--data", lines), f"'{lines}', line ", "too long")
 
 
 def test_steps_in_words() -> None:

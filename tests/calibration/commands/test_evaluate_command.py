@@ -200,13 +200,31 @@ def test_a_bad_line_is_refused_before_the_model_is_loaded(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_goes_wrong_on_the_way_leaves_nothing(bundle: Bundles, task: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("sinkprune-evaluate", "BUNDLE", "--budgets", "retain-64", "--answers", "x.jsonl"),
+        ("sinkprune-calibrate", "attention", "BUNDLE", "--budgets", "retain-64", "--limit", 99),
+        ("sinkprune-calibrate", "schedule", "BUNDLE", "--target-ms", 50, "--limit", 99, "--costs", "costs.json"),
+    ],
+    ids=["evaluate", "attention", "schedule"],
+)
+def test_a_question_that_is_too_long_is_refused_before_the_first_is_asked(
+    words: tuple[object, ...], bundle: Bundles, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def generate(*arguments: object, **options: object) -> None:
+        raise AssertionError("a question was asked")
+
+    monkeypatch.setattr(Pipeline, "generate", generate)
+    monkeypatch.setattr(Pipeline, "measure_costs", generate)
+    monkeypatch.chdir(tmp_path)
     long = task.parent / "long.jsonl"
     line = {"image": "coffee.png", "question": "why " * 2000, "answer": "x", "id": "long"}
     long.write_text(task.read_text() + json.dumps(line) + "\n")
-    outputs = ("--json", tmp_path / "x.json", "--answers", tmp_path / "x.jsonl")
-    outcome = run("sinkprune-evaluate", bundle("gqa-112"), "--task", long, "--budgets", "retain-64", *outputs)
-    assert_refused(outcome, "question 'long'", "too long")
+    command = (bundle("gqa-112") if word == "BUNDLE" else word for word in words)
+    outcome = run(*command, "--data", long, "--json", "x.json")
+    number = len(long.read_text().splitlines())
+    assert_refused(outcome, f"error: '{long}', line {number}: the prompt is too long")
     assert list(tmp_path.iterdir()) == []
 
 

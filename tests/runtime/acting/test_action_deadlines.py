@@ -298,7 +298,7 @@ def test_unknown_costs_are_refused_with_a_sentence(warm: Policy, photo: Image.Im
     with pytest.raises(DeadlineError, match=r"of budget 'prune-50', which the bundle does not have.*--warm-up"):
         act(own, photo)
     own.costs = costs_of({"none": (2, 1)})
-    with pytest.raises(UsageError, match=r"^the costs are of another place: their config_sha256 is"):
+    with pytest.raises(UsageError, match=r"^the costs are of another place: their 'config_sha256' is"):
         act(own, photo)
     own.costs = 3  # type: ignore[assignment]
     with pytest.raises(TypeError, match="costs is 3, expected ActionCosts, as read_action_costs and warm_up return"):

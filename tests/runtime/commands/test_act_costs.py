@@ -140,7 +140,7 @@ def test_a_file_of_costs_is_read_and_left(act: Act, policy: Policy, measurements
     assert len(measurements) == 1
     assert_refused(act("--costs", file, cameras=2), "the costs were measured with 1", "--warm-up")
     write_costs(file, replace(costs, place=replace(policy.place, threads=99)))
-    assert_refused(act("--costs", file), "of another place: their threads is 99")
+    assert_refused(act("--costs", file), "of another place: their 'threads' is 99")
     assert_refused(act("--costs", tmp_path / "none.json"), "none.json")
 
 

@@ -119,7 +119,7 @@ def test_costs_of_another_place_are_neither_used_nor_kept(
     assert costs is not None
     kept = {file: file.read_bytes() for file in tmp_path.rglob("*.json")}
     pipeline.costs = replace(costs, place=replace(costs.place, threads=99))
-    with pytest.raises(UsageError, match=r"^the costs are of another place: their threads is 99"):
+    with pytest.raises(UsageError, match=r"^the costs are of another place: their 'threads' is 99"):
         pipeline.generate(photo, QUESTION, deadline_ms=60_000)
     with pytest.raises(UsageError, match=r"^the costs are of another place"):
         pipeline.save_costs()
@@ -275,7 +275,7 @@ def test_the_command_takes_costs_from_a_file(bundle: Bundles, photo_file: Path, 
     outcome = run("sinkprune-run", *ask, "--deadline-ms", 60_000, "--costs", path, "--json")
     assert json.loads(outcome.stdout)["budget"] == "none", outcome.stderr
     outcome = run("sinkprune-run", *ask, "--deadline-ms", 60_000, "--costs", path, "--threads", 3)
-    assert_refused(outcome, "of another place: their threads is", "For these, give --threads ")
+    assert_refused(outcome, "of another place: their 'threads' is", "For these, give --threads ")
     assert_refused(run("sinkprune-run", *ask, "--costs", path), "--costs", "--deadline-ms")
     assert_refused(run("sinkprune-run", *ask, "--warm-up"), "--warm-up", "--deadline-ms")
     assert_refused(run("sinkprune-run", *ask, "--deadline-ms", 300), "--warm-up", "--costs FILE.json")

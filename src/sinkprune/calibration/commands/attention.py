@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from sinkprune.calibration.asking import Loaded, Sample, load_measured, load_samples, note_samples
+from sinkprune.calibration.asking import Loaded, Sample, check_samples, load_measured, load_samples, note_samples
 from sinkprune.calibration.attention.question_dependence import check_prune_layers, choose_heads, questions_by_picture
 from sinkprune.calibration.attention.report import (
     AttentionReport,
@@ -93,6 +93,7 @@ def main(arguments: Sequence[str] | None) -> None:
     watch = AttentionObserver()
     loaded = load_measured(options, task.bundle, watch.wrap)
     shares, notes = note_samples(loaded, items)
+    check_samples(loaded, items, task.combinations)
     heads, interrupted, earlier = None, "", ""
     observed: list[dict[Combination, Observation]] = []
     try:

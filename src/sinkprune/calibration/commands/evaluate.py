@@ -17,7 +17,12 @@ from sinkprune.calibration.commands.measuring import (
 )
 from sinkprune.calibration.evaluation.intervals import Interval
 from sinkprune.calibration.evaluation.outliers import plant_in_vision
-from sinkprune.calibration.evaluation.replies import evaluation_report, replies_by_question
+from sinkprune.calibration.evaluation.replies import (
+    NEW_TOKENS,
+    check_questions,
+    evaluation_report,
+    replies_by_question,
+)
 from sinkprune.calibration.evaluation.report import Combination, CombinationReport, EvaluationReport, Reply
 from sinkprune.calibration.pictures import note_items
 from sinkprune.calibration.plots import plot_evaluation
@@ -48,8 +53,6 @@ a line of FILE.jsonl, `image` relative to the file; `kind` and `id` are optional
   {"image": "1.jpg", "question": "Is there a cup?", "answer": ["yes", "yeah"], "kind": "existence", "id": "k1"}
   {"image": "1.jpg", "question": "What colour is it?", "options": ["red", "blue"], "answer": "B"}
 """
-_NEW_TOKENS = 8
-"""The longest answer without --max-new-tokens, where engines allow it."""
 
 
 @dataclass(kw_only=True)
@@ -65,13 +68,14 @@ class _Options(TaskOptions):
 def main(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, _Options)
     answers: list[OutputFile] = [(options.answers, (".jsonl",))] if options.answers else []
-    new_tokens = options.max_new_tokens or _NEW_TOKENS
+    new_tokens = options.max_new_tokens or NEW_TOKENS
     task = open_task(options, new_tokens, lambda bundle, data, limit: load_task(data, limit), *answers)
     items = [with_grey_picture(item) for item in task.items] if options.blind else task.items
     pipeline = load_pipeline(options, task.bundle, plant_in_vision if options.plant_outliers else None)
     notes = [] if options.blind else note_items(pipeline.family, task.bundle.manifest, items)
-    most = pipeline.limits.new_tokens if pipeline.limits else _NEW_TOKENS
-    new_tokens = options.max_new_tokens or min(_NEW_TOKENS, most)
+    most = pipeline.limits.new_tokens if pipeline.limits else NEW_TOKENS
+    new_tokens = options.max_new_tokens or min(NEW_TOKENS, most)
+    check_questions(pipeline, items, task.combinations, new_tokens)
     by_question: list[list[Reply]] = []
     interrupted = earlier = ""
     try:
@@ -136,7 +140,7 @@ def _parser() -> CommandParser:
     add(
         "--max-new-tokens",
         type=MAX_NEW_TOKENS,
-        help=f"longest answer (default: {_NEW_TOKENS}, or the engines' limit)",
+        help=f"longest answer (default: {NEW_TOKENS}, or the engines' limit)",
     )
     add(
         "--table",

@@ -213,6 +213,8 @@ def _heatmap_outputs(options: _Options, pictures: Sequence[NamedPicture]) -> lis
         if folder.exists():
             raise OutputError(f"'{folder}' is no folder. Give --heatmaps another name.")
         return [(folder, (folder.suffix.lower(),))]
+    if any(Path(picture.name).resolve().parent == folder.resolve() for picture in pictures):
+        raise OutputError(f"'{folder}' holds the pictures. Give --heatmaps another folder.")
     return [(_heatmap_file(folder, pictures, number), (".png",)) for number in range(len(pictures))]
 
 

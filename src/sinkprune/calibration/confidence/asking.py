@@ -28,14 +28,14 @@ def with_closed_lists(items: Sequence[Item], choice: Sequence[str]) -> list[Item
         if not question.closed_list:
             if not choice:
                 raise TaskError(
-                    f"question '{question.id}', about '{item.picture}', has no closed list. Give it 'choice' in the "
+                    f"{item.place}: the question about '{item.picture}' has no closed list. Give it 'choice' in the "
                     "data, or --choice twice or more for all such questions."
                 )
             question = replace(question, choice=tuple(choice))
             try:
                 check_closed_list(question)
             except TaskError as error:
-                raise TaskError(f"question '{question.id}': {error}") from error
+                raise TaskError(f"{item.place}: {error}") from error
         found.append(replace(item, question=question))
     return found
 
@@ -119,13 +119,13 @@ def _times(alone: Sequence[Answer], steps: Sequence[TriedBudget], ladder: int | 
 def _check(pipeline: Pipeline, item: Item, method: str, budgets: Sequence[str]) -> None:
     question = item.question
     longest = max(len(pipeline.prompts.answer_ids(text)) for text in question.closed_list)
-    with naming("question", question.id):
+    with naming(item.place):
         check_budgets(pipeline, item.load_image(), question.prompt, budgets, method=method, new_tokens=longest)
 
 
 def _answer(pipeline: Pipeline, item: Item, method: str, budget: str) -> Answer:
     question = item.question
-    with naming("question", question.id):
+    with naming(item.place):
         return pipeline.generate(
             item.load_image(), question.prompt, method=method, budget=budget, choice=question.closed_list
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from typing import Any
 
 from PIL import Image
@@ -18,15 +19,20 @@ from sinkprune.calibration.evaluation.report import (
     timed_head,
 )
 from sinkprune.calibration.evaluation.sample_size import accuracy_warnings, mean_warnings
-from sinkprune.calibration.tasks import Item, naming
+from sinkprune.calibration.tasks import Item, naming, with_grey_picture
 from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.text.questions import Question
 from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.profiling.profile import check_budgets
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
+
+NEW_TOKENS = 8
+"""The most new tokens of a reply."""
 
 
 def choose_combinations(
@@ -62,6 +68,32 @@ def choose_combinations(
     return reachable, [pair for pair in chosen if pair not in reachable]
 
 
+def check_questions(
+    pipeline: Pipeline,
+    items: Iterable[Item],
+    combinations: Sequence[Combination],
+    max_new_tokens: int = NEW_TOKENS,
+) -> None:
+    """Check that every question can be asked with `BASELINE` and each combination, before the first one is.
+
+    Raises `PromptError` for a question that is too long, and `PruningError` for a picture of which a budget would
+    drop nothing, with the question's place.
+    """
+    unpruned = {next(iter(pipeline.bundle.manifest.plans)): [UNPRUNED]}
+    methods = deepcopy(unpruned)
+    for method, budget in combinations:
+        methods.setdefault(method, []).append(budget)
+    sizes = set[tuple[int, int]]()
+    with status("checking the questions"):
+        for item in items:
+            # Neither depends on pixels, and no pruned request is longer than the unpruned one.
+            image, size = with_grey_picture(item).load_image(), item.facts.size
+            with naming(item.place):
+                for method, budgets in (unpruned if size in sizes else methods).items():
+                    check_budgets(pipeline, image, item.prompt, budgets, method=method, new_tokens=max_new_tokens)
+            sizes.add(size)
+
+
 def collect_replies(
     pipeline: Pipeline, items: Iterable[Item], combinations: Sequence[Combination], **options: Any
 ) -> list[Reply]:
@@ -74,7 +106,7 @@ def replies_by_question(
     items: Iterable[Item],
     combinations: Sequence[Combination],
     *,
-    max_new_tokens: int = 8,
+    max_new_tokens: int = NEW_TOKENS,
     on_warm_up: Callable[[Combination], None] = lambda combination: None,
     on_run: Callable[[Combination], None] = lambda combination: None,
 ) -> Iterator[list[Reply]]:
@@ -158,7 +190,7 @@ def generate_answer(
     # The unpruned engines are the same for every method.
     unpruned = combination.budget == UNPRUNED
     method = next(iter(pipeline.bundle.manifest.plans)) if unpruned else combination.method
-    with naming("question", question.id):
+    with naming(f"question '{question.id}'"):
         return pipeline.generate(image, question.prompt, method=method, budget=combination.budget, **options)
 
 

@@ -27,8 +27,6 @@ from sinkprune.contract.command_line.late_interrupts import late_interrupts_note
 from sinkprune.contract.errors import CostsWarning, PictureWarning, SinkpruneError, UnusualStateWarning
 
 INTERRUPTED = 130
-STDOUT_NAME = "standard output"
-"""What messages call it."""
 _CLEAN_UP_S = 3.0
 """How long a clean-up may take before another Ctrl-C stops it."""
 
@@ -98,11 +96,8 @@ def run_command(body: Callable[[Sequence[str] | None], None], arguments: Sequenc
         with _signals_as_interrupts():
             body(arguments)
             # Output that cannot be written is an error of the command.
-            try:
+            with naming_stdout():
                 sys.stdout.flush()
-            except OSError as error:
-                error.filename = STDOUT_NAME
-                raise
     except BrokenPipeError:
         # The reader of our output ended early, as `head` does.
         return 0
@@ -116,6 +111,16 @@ def run_command(body: Callable[[Sequence[str] | None], None], arguments: Sequenc
         _write_last_line(f"error: {escaped(message)}\n")
         return 2
     return 0
+
+
+@contextmanager
+def naming_stdout() -> Iterator[None]:
+    """Name standard output in an error of the block, which prints: on a full disk the error itself has no name."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or "standard output"
+        raise
 
 
 def _write_last_line(line: str) -> None:

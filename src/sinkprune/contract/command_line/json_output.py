@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from sinkprune.contract.command_line.command import STDOUT_NAME
+from sinkprune.contract.command_line.command import naming_stdout
 from sinkprune.contract.command_line.written_files import write_each, write_output
 from sinkprune.contract.files.output_files import OutputFile
 
@@ -36,8 +36,9 @@ def write_json(json_path: Path | None, value: object) -> None:
     Does nothing without `--json`. Raises `BrokenPipeError` if the reader of standard output has ended.
     """
     if prints_json(json_path):
-        sys.stdout.write(json.dumps(value) + "\n")
-        sys.stdout.flush()
+        with naming_stdout():
+            sys.stdout.write(json.dumps(value) + "\n")
+            sys.stdout.flush()
     elif json_path is not None:
         write_output(json_path, (json.dumps(value, indent=1) + "\n").encode())
 
@@ -59,10 +60,10 @@ class RunningOutput:
         if not self._prints or self._refused:
             return
         try:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            with naming_stdout():
+                sys.stdout.write(text)
+                sys.stdout.flush()
         except OSError as error:
-            error.filename = error.filename or STDOUT_NAME
             if not self._goes_on:
                 raise
             self._refused = error
@@ -78,5 +79,10 @@ def write_result(json_path: Path | None, value: object, in_words: Callable[[], o
 
     Both are done, also if one fails; then the first error is raised.
     """
+
+    def print_words() -> None:
+        with naming_stdout():
+            in_words()
+
     # The words come last, because their reader may stop reading, as `head` does.
-    write_each(lambda: write_json(json_path, value), *([] if prints_json(json_path) else [in_words]))
+    write_each(lambda: write_json(json_path, value), *([] if prints_json(json_path) else [print_words]))

@@ -71,7 +71,7 @@ class CostsFormat(Generic[C]):
                     f"For these, give --threads {theirs[name]} (threads= in Python). " if name == "threads" else ""
                 )
                 raise UsageError(
-                    f"{what} are of another place: their {name} is {format_value(theirs[name])}, here it is "
+                    f"{what} are of another place: their '{name}' is {format_value(theirs[name])}, here it is "
                     f"{format_value(value)}. {these}{self.again}"
                 )
 
