@@ -129,6 +129,18 @@ def test_wrong_options_are_refused(options: tuple[str, ...], said: tuple[str, ..
     assert all(plan.evidence and plan.evidence.thresholds is None for plan in plans_of(root).values())
 
 
+def test_a_question_that_is_too_long_is_refused_before_the_first_is_asked(
+    exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pipeline, "generate", None)
+    long = exported / "long.jsonl"
+    lines = (exported / "scenes.jsonl").read_text().splitlines()
+    line = {"image": json.loads(lines[0])["image"], "question": "why " * 2000, "answer": "x"}
+    long.write_text("\n".join([*lines, json.dumps(line)]))
+    said = f"error: '{long}', line {len(lines) + 1}: the prompt is too long"
+    assert_refused(run(*COMMAND, exported / "bundle", "--data", long), said)
+
+
 def test_a_bundle_without_such_a_method_is_refused(bundle: Callable[..., Path], exported: Path) -> None:
     export = "Export one: sinkprune-export CHECKPOINT -o BUNDLE --methods sinkpruner,occamtoken."
     assert_refused(run(*COMMAND, bundle("gqa-112"), "--data", exported / "scenes.jsonl"), "it holds none", export)

@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None) -> None:
     watch = AttentionObserver()
     loaded = load_measured(options, task.bundle, watch.wrap)
     shares, notes = note_samples(loaded, items)
-    check_samples(loaded, items, task.combinations)
+    check_samples(loaded, items, [BASELINE, *task.combinations])
     heads, interrupted, earlier = None, "", ""
     observed: list[dict[Combination, Observation]] = []
     try:

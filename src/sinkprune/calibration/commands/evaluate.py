@@ -23,7 +23,7 @@ from sinkprune.calibration.evaluation.replies import (
     evaluation_report,
     replies_by_question,
 )
-from sinkprune.calibration.evaluation.report import Combination, CombinationReport, EvaluationReport, Reply
+from sinkprune.calibration.evaluation.report import BASELINE, Combination, CombinationReport, EvaluationReport, Reply
 from sinkprune.calibration.pictures import note_items
 from sinkprune.calibration.plots import plot_evaluation
 from sinkprune.calibration.tasks import load_task, with_grey_picture
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None) -> None:
     notes = [] if options.blind else note_items(pipeline.family, task.bundle.manifest, items)
     most = pipeline.limits.new_tokens if pipeline.limits else NEW_TOKENS
     new_tokens = options.max_new_tokens or min(NEW_TOKENS, most)
-    check_questions(pipeline, items, task.combinations, new_tokens)
+    check_questions(pipeline, items, [BASELINE, *task.combinations], new_tokens)
     by_question: list[list[Reply]] = []
     interrupted = earlier = ""
     try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from sinkprune.calibration.asking import load_measured, load_samples, note_samples
+from sinkprune.calibration.asking import check_samples, load_measured, load_samples, note_samples
 from sinkprune.calibration.changed_bundle import changed_folder, check_changeable
 from sinkprune.calibration.commands.measuring import LIMIT, add_changing_options, check_unpruned_memory
 from sinkprune.calibration.evaluation.report import Combination, task_head
@@ -79,6 +79,8 @@ def main(arguments: Sequence[str] | None) -> None:
     recorder = EvidenceRecorder()
     loaded = load_measured(options, bundle, recorder.wrap)
     shares, notes = note_samples(loaded, items)
+    for budget in budgets:
+        check_samples(loaded, items, [Combination(method, budget)])
     kept = "nothing was kept, and the bundle is unchanged: thresholds need all questions."
     with explain_interrupt(kept), progress_bar("asking", len(items) * len(budgets), "questions") as count:
         found = {

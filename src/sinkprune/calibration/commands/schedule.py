@@ -106,6 +106,7 @@ def main(arguments: Sequence[str] | None) -> None:
     _check_options(options)
     with report_missing_package("adding budgets"), status("loading packages"):
         from sinkprune.calibration.evaluation.replies import check_questions
+        from sinkprune.calibration.evaluation.report import BASELINE
         from sinkprune.calibration.scheduling.named_budget import METHOD, add_budget, check_addable, check_name
         from sinkprune.calibration.scheduling.propose import TOKENS_A_LAYER, BudgetTarget, Proposer
         from sinkprune.calibration.scheduling.trials import Trials
@@ -136,7 +137,7 @@ def main(arguments: Sequence[str] | None) -> None:
         # Own pictures are few.
         if options.data:
             notes = note_items(pipeline.family, bundle.manifest, items)
-            check_questions(pipeline, items, [])
+            check_questions(pipeline, items, [BASELINE])
         elif options.image:
             files = [Path(file) for file, _ in named]
             notes = note_pictures(pipeline.family, bundle.manifest, files, [prompt.image for prompt in prompts])

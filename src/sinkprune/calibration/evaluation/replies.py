@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import deepcopy
 from typing import Any
 
 from PIL import Image
@@ -74,23 +73,21 @@ def check_questions(
     combinations: Sequence[Combination],
     max_new_tokens: int = NEW_TOKENS,
 ) -> None:
-    """Check that every question can be asked with `BASELINE` and each combination, before the first one is.
+    """Check that every question can be asked with all `combinations`, the longest first, before any is.
 
     Raises `PromptError` for a question that is too long, and `PruningError` for a picture of which a budget would
     drop nothing, with the question's place.
     """
-    unpruned = {next(iter(pipeline.bundle.manifest.plans)): [UNPRUNED]}
-    methods = deepcopy(unpruned)
-    for method, budget in combinations:
-        methods.setdefault(method, []).append(budget)
+    unpruned = next(iter(pipeline.bundle.manifest.plans))
     sizes = set[tuple[int, int]]()
     with status("checking the questions"):
         for item in items:
-            # Neither depends on pixels, and no pruned request is longer than the unpruned one.
+            # Neither depends on pixels. What a budget drops depends on the picture's size alone.
             image, size = with_grey_picture(item).load_image(), item.facts.size
-            with naming(item.place):
-                for method, budgets in (unpruned if size in sizes else methods).items():
-                    check_budgets(pipeline, image, item.prompt, budgets, method=method, new_tokens=max_new_tokens)
+            for method, budget in combinations[:1] if size in sizes else combinations:
+                own = unpruned if budget == UNPRUNED else method
+                with naming(item.place):
+                    check_budgets(pipeline, image, item.prompt, [budget], method=own, new_tokens=max_new_tokens)
             sizes.add(size)
 
 
