@@ -21,6 +21,7 @@ from PIL import Image
 from sinkprune import Pipeline, Session
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
+from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.files.output_files import check_outputs
 
 QUESTIONS = "What colour is the circle?", "How many red objects are there?"
@@ -30,13 +31,15 @@ def measure(pipeline: Pipeline, questions: Sequence[str], budget: str, rounds: i
     """Return the milliseconds of TTFT of each round; a round before them does not count."""
     rng = np.random.default_rng(0)
     found: dict[str, list[float]] = {"first, in a session": [], "second, in the session": [], "second, alone": []}
-    for _ in range(rounds + 1):
-        picture = Image.fromarray(rng.integers(0, 256, (480, 640, 3), dtype=np.uint8))
-        session, (first, second) = Session(pipeline), questions
-        asked = ((session, first), (session, second), (pipeline, second))
-        for (answering, question), times in zip(asked, found.values(), strict=True):
-            answer = answering.generate(picture, question, budget=budget, max_new_tokens=1)
-            times.append(answer.ms["ttft"] or 0.0)
+    with status("asking") as progress:
+        for number in range(rounds + 1):
+            progress("asking", number, rounds + 1, "rounds")
+            picture = Image.fromarray(rng.integers(0, 256, (480, 640, 3), dtype=np.uint8))
+            session, (first, second) = Session(pipeline), questions
+            asked = ((session, first), (session, second), (pipeline, second))
+            for (answering, question), times in zip(asked, found.values(), strict=True):
+                answer = answering.generate(picture, question, budget=budget, max_new_tokens=1)
+                times.append(answer.ms["ttft"] or 0.0)
     return {name: times[1:] for name, times in found.items()}
 
 

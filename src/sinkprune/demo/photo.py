@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 from PIL import Image
 from skimage import data
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", help="the picture to write, as coffee.jpg")
+    file = parser.parse_args().file
     photo = data.coffee()  # type: ignore[no-untyped-call]
-    Image.fromarray(photo).save(sys.argv[1], quality=95)
+    Image.fromarray(photo).save(file, quality=95)
+    sys.stderr.write(f"wrote {file}\n")

@@ -13,6 +13,7 @@ from itertools import groupby
 from pathlib import Path
 
 from sinkprune.contract.checks.format_value import counted
+from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.files.output_files import make_folder
 from sinkprune.demo.scene_questions import questions_about
 from sinkprune.demo.varied_questions import varied_questions_about
@@ -28,21 +29,24 @@ def write_scenes(folder: Path, count: int, split: str = "test", scenes: str = "s
     lines = []
     make_folder(folder)
     by_picture = groupby(_SETS[scenes](split, count), key=lambda pair: id(pair[0]))
-    for number, (_, group) in enumerate(by_picture):
-        for picture, question in group:
-            picture.save(folder / f"scene-{number}.png")
-            line: dict[str, object] = {
-                "id": question.id,
-                "image": f"scene-{number}.png",
-                "kind": question.kind,
-                "question": question.text,
-                "answer": question.answers[0],
-            }
-            if question.options:
-                line["options"] = question.options
-            elif question.choice:
-                line["choice"] = question.choice
-            lines.append(json.dumps(line) + "\n")
+    with status("drawing") as progress:
+        for number, (_, group) in enumerate(by_picture):
+            progress("drawing", number, count, "pictures")
+            pairs = [*group]
+            pairs[0][0].save(folder / f"scene-{number}.png")
+            for _, question in pairs:
+                line: dict[str, object] = {
+                    "id": question.id,
+                    "image": f"scene-{number}.png",
+                    "kind": question.kind,
+                    "question": question.text,
+                    "answer": question.answers[0],
+                }
+                if question.options:
+                    line["options"] = question.options
+                elif question.choice:
+                    line["choice"] = question.choice
+                lines.append(json.dumps(line) + "\n")
     data = folder / "scenes.jsonl"
     data.write_text("".join(lines), encoding="utf-8")
     sys.stdout.write(f"{folder}: {counted(count, 'picture')}\n{data}: {counted(len(lines), 'question')}\n")

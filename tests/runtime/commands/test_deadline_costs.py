@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.contract.command_line import progress_lines
@@ -68,6 +69,16 @@ def test_the_first_request_of_the_process_does_not_count(
     assert checked == counted
     assert (first.deadline_ms, first.max_new_tokens, first.regex, first.budget) == (None, 1, None, "retain-32")
     assert counted.deadline_ms == 60_000 and counted.regex == "[a-z]+"
+
+
+def test_a_picture_of_one_token_is_answered_unpruned(ask: tuple[Any, ...], bundle: Bundles, tmp_path: Path) -> None:
+    Image.new("RGB", (28, 28)).save(tmp_path / "tiny.png")
+    small = bundle("qwen", "fp32", ("prune-66.7",))
+    words = ("sinkprune-run", small, "--image", tmp_path / "tiny.png", *ask[4:])
+    assert run(*words, "--warm-up").code == 0
+    # By the costs that the first command kept.
+    outcome = run(*words)
+    assert outcome.code == 0 and "[none] TTFT" in outcome.stdout, (outcome.stdout, outcome.stderr)
 
 
 def test_slow_budgets_graphs_have_a_line(ask: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,7 @@ def test_fp16_keeps_the_same_lengths(
 def test_an_image_of_one_token_has_nothing_to_prune(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
     pipe = pipeline("qwen", "fp32", QWEN_BUDGETS)
     for budget in QWEN_BUDGETS:
-        with pytest.raises(PruningError, match="1 visual tokens and the budget"):
+        with pytest.raises(PruningError, match="1 visual token and the budget"):
             pipe.generate(photo.resize((28, 28)), QUESTION, budget=budget, max_new_tokens=1)
 
 

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.costs.actions import ActionCosts
 from sinkprune.contract.costs.file import ANSWER_COSTS, C, CostsFormat, not_kept
 from sinkprune.contract.costs.model import Costs, Place
-from sinkprune.contract.errors import UsageError
+from sinkprune.contract.errors import PruningError, UsageError
 from sinkprune.contract.files.trust import Trust
 from sinkprune.runtime.acting.report import ActionDeadline
 from sinkprune.runtime.backends import load_backend
@@ -66,6 +67,8 @@ def place_here(options: BundleOptions, bundle: Bundle) -> Place:
 def run_once(pipeline: Pipeline, request: Request) -> None:
     """Answer one token at the method's last budget: the first request of a process is slower than its costs say.
 
+    A picture of which that budget would drop nothing is answered unpruned.
+
     Raises what `request` itself raises.
     """
     # A method that takes no deadline is rejected for that, not for what its last budget lacks.
@@ -73,7 +76,11 @@ def run_once(pipeline: Pipeline, request: Request) -> None:
     budget = [*pipeline.bundle.manifest.plans[request.method]][-1]
     plain = replace(request, budget=budget, deadline_ms=None, max_new_tokens=1, min_new_tokens=0)
     # The form of an answer may be too long for one token.
-    pipeline.answer(replace(plain, schema=None, regex=None, choice=())).rest()
+    plain = replace(plain, schema=None, regex=None, choice=())
+    try:
+        pipeline.answer(plain).rest()
+    except PruningError:
+        pipeline.answer(replace(plain, budget=UNPRUNED)).rest()
 
 
 def in_time(answer: Answer) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.engines_manifest import Limits
 from sinkprune.contract.errors import PromptError, PruningError
 from sinkprune.contract.layout import VisualLayout
@@ -81,6 +82,6 @@ def _check_pruning(planned: Schedule, layouts: Sequence[VisualLayout], num_layer
     varies = planned.plan is not None and planned.plan.evidence is not None
     if drops and not varies and left == sum(layout.all_tokens for layout in layouts):
         raise PruningError(
-            f"pruning was asked for and nothing was pruned: the image has {left} visual tokens and the budget "
-            f"keeps as many. Use budget '{UNPRUNED}', or a smaller one."
+            f"pruning was asked for and nothing was pruned: the image has {counted(left, 'visual token')} and "
+            f"the budget keeps as many. Use budget '{UNPRUNED}', or a smaller one."
         )

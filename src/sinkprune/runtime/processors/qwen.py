@@ -13,6 +13,7 @@ from PIL import Image
 
 from sinkprune.contract.budgets import UNPRUNED, Share
 from sinkprune.contract.checks.fields import from_json
+from sinkprune.contract.checks.format_value import counted as in_words
 from sinkprune.contract.errors import ImageError, PruningError
 from sinkprune.contract.image_settings import PatchSettings
 from sinkprune.contract.precision import Array
@@ -96,8 +97,8 @@ class QwenProcessor:
         tokens = self._share.of(rows * columns)
         if tokens == rows * columns:
             raise PruningError(
-                f"pruning was asked for and nothing was pruned: the image has {tokens} visual tokens and cannot be "
-                f"made smaller. Use budget '{UNPRUNED}'."
+                f"pruning was asked for and nothing was pruned: the image has {in_words(tokens, 'visual token')} "
+                f"and cannot be made smaller. Use budget '{UNPRUNED}'."
             )
         exact = math.sqrt(tokens * rows / columns)
         heights = (min(tokens, max(1, rounded)) for rounded in (math.floor(exact), math.ceil(exact)))
