@@ -25,11 +25,11 @@ class _Kept:
         ("folder.json", "a folder stands there"),
         ("pipe.json", "is a FIFO, a socket or a device"),
         ("none/kept.json", "there is no folder"),
-        ("bundle/bundle.json", "lies in '.*bundle', which bundle.json lists"),
-        ("bundle/kept.json", "lies in '.*bundle', which bundle.json lists"),
-        ("bundle/graphs/kept.json", "lies in '.*bundle', which bundle.json lists"),
-        ("named/graphs/kept.json", "lies in '.*bundle', which bundle.json lists"),
-        ("engines/kept.json", "lies in '.*engines', which engines.json lists"),
+        ("bundle/bundle.json", "lies in '.*bundle', whose bundle.json lists"),
+        ("bundle/kept.json", "lies in '.*bundle', whose bundle.json lists"),
+        ("bundle/graphs/kept.json", "lies in '.*bundle', whose bundle.json lists"),
+        ("named/graphs/kept.json", "lies in '.*bundle', whose bundle.json lists"),
+        ("engines/kept.json", "lies in '.*engines', whose engines.json lists"),
     ],
 )
 def test_links_devices_and_files_of_bundles_are_not_replaced(name: str, said: str, tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ from statistics import median
 import numpy as np
 
 from sinkprune.calibration.confidence.finder import AskedQuestions, StepTimes
+from sinkprune.calibration.evaluation.replies import check_question
+from sinkprune.calibration.evaluation.report import Combination
 from sinkprune.calibration.tasks import Item, check_closed_list, naming
 from sinkprune.contract.budgets import AUTO, UNPRUNED
 from sinkprune.contract.errors import TaskError
 from sinkprune.runtime.confidence.thresholds import THRESHOLDS_VERSION, Thresholds
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.profiling.profile import check_budgets
 from sinkprune.runtime.steps.answer import Answer, TriedBudget
 from sinkprune.runtime.steps.prefix_cache import ladders
 
@@ -56,8 +57,11 @@ def ask_questions(
     leaves the complete questions, if there are any: `AskedQuestions.right` then has fewer rows than `items`.
     """
     names = [*dict.fromkeys(name for name in budgets if name != UNPRUNED), UNPRUNED]
+    pairs = [Combination(method, name) for name in (UNPRUNED, *names[:-1])]
     for item in items:
-        _check(pipeline, item, method, names)
+        with naming(item.place):
+            longest = max(len(pipeline.prompts.answer_ids(text)) for text in item.question.closed_list)
+        check_question(pipeline, item, pairs, longest)
     first = [_answer(pipeline, items[0], method, budget) for budget in names]
     means = {
         name: sum(one.tokens_per_layer) / len(one.tokens_per_layer) for name, one in zip(names, first, strict=True)
@@ -114,13 +118,6 @@ def _times(alone: Sequence[Answer], steps: Sequence[TriedBudget], ladder: int | 
         passes_ms=passes,
         ladder=ladder,
     )
-
-
-def _check(pipeline: Pipeline, item: Item, method: str, budgets: Sequence[str]) -> None:
-    question = item.question
-    longest = max(len(pipeline.prompts.answer_ids(text)) for text in question.closed_list)
-    with naming(item.place):
-        check_budgets(pipeline, item.load_image(), question.prompt, budgets, method=method, new_tokens=longest)
 
 
 def _answer(pipeline: Pipeline, item: Item, method: str, budget: str) -> Answer:

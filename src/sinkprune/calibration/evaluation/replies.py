@@ -75,20 +75,29 @@ def check_questions(
 ) -> None:
     """Check that every question can be asked with all `combinations`, the longest first, before any is.
 
-    Raises `PromptError` for a question that is too long, and `PruningError` for a picture of which a budget would
-    drop nothing, with the question's place.
+    Raises what `check_question` raises.
     """
-    unpruned = next(iter(pipeline.bundle.manifest.plans))
     sizes = set[tuple[int, int]]()
     with status("checking the questions"):
         for item in items:
-            # Neither depends on pixels. What a budget drops depends on the picture's size alone.
-            image, size = with_grey_picture(item).load_image(), item.facts.size
-            for method, budget in combinations[:1] if size in sizes else combinations:
-                own = unpruned if budget == UNPRUNED else method
-                with naming(item.place):
-                    check_budgets(pipeline, image, item.prompt, [budget], method=own, new_tokens=max_new_tokens)
-            sizes.add(size)
+            # What a budget drops depends on the picture's size alone.
+            pairs = combinations[:1] if item.facts.size in sizes else combinations
+            check_question(pipeline, item, pairs, max_new_tokens)
+            sizes.add(item.facts.size)
+
+
+def check_question(pipeline: Pipeline, item: Item, combinations: Iterable[Combination], max_new_tokens: int) -> None:
+    """Check that a question can be asked with all `combinations`, without running the model.
+
+    Raises `PromptError` for a question that is too long, and `PruningError` for a picture of which a budget would
+    drop nothing, with the question's place.
+    """
+    # Pixels change neither.
+    image, unpruned = with_grey_picture(item).load_image(), next(iter(pipeline.bundle.manifest.plans))
+    with naming(item.place):
+        for method, budget in combinations:
+            own = unpruned if budget == UNPRUNED else method
+            check_budgets(pipeline, image, item.prompt, [budget], method=own, new_tokens=max_new_tokens)
 
 
 def collect_replies(

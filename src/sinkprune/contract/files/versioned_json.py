@@ -29,7 +29,9 @@ def write_versioned(path: str | os.PathLike[str], value: object) -> None:
     for folder in file.resolve().parents:
         for manifest in ("bundle.json", "engines.json"):
             if (folder / manifest).exists():
-                raise OutputError(f"'{file}' lies in '{folder}', which {manifest} lists. Choose a place outside it.")
+                raise OutputError(
+                    f"'{file}' lies in '{folder}', whose {manifest} lists all its files. Choose a place outside it."
+                )
     write_whole(file, (json.dumps(to_json(value), indent=1) + "\n").encode())
 
 

@@ -38,9 +38,9 @@ class ActionFlops:
 class ActionDeadline:
     """How a chunk met or missed its deadline. Milliseconds count from the call of `act`, with reading frames.
 
-    `met` tells whether `measured_ms` is within `deadline_ms`, and `can_meet` whether a chunk was expected in time
-    when `budget` and `steps` were chosen, for the `reason`. `slower` is the factor by which recent chunks were slower
-    than their costs, with a margin. docs/json-act.md explains each field.
+    `met`: the chunk took at most `deadline_ms`. `can_meet`: it was expected to, when `budget` and `steps` were
+    chosen. `reason`: why they were chosen, in words. `slower`: how many times their costs recent chunks took, with a
+    margin. docs/json-act.md explains each field.
     """
 
     deadline_ms: float

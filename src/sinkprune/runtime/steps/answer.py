@@ -44,9 +44,9 @@ class DeadlineReport:
     """How a request met or missed its deadline. Milliseconds count from the beginning of the request, including the
     decoding of picture files.
 
-    `met` tells whether `measured_ms` is within `deadline_ms`, and `can_meet` whether the first token was expected in
-    time when `budget` was chosen, for the `reason`. `slower` is the factor by which recent load was expected to delay
-    it. docs/json.md explains each field.
+    `met`: the whole answer took at most `deadline_ms`. `can_meet`: its first token was expected in time, when
+    `budget` was chosen. `reason`: why it was chosen, in words. `slower`: how many times its costs the first token was
+    expected to take. docs/json.md explains each field.
     """
 
     deadline_ms: float
