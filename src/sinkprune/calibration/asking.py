@@ -12,6 +12,7 @@ from sinkprune.calibration.pictures import note_items, seen_shares
 from sinkprune.calibration.tasks import Item, load_task, naming
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.runtime.commands import BundleOptions, load_pipeline
 from sinkprune.runtime.commands.picture_notes import note_files
 from sinkprune.runtime.commands.policy_options import load_policy
@@ -67,18 +68,44 @@ def note_samples(loaded: Loaded, samples: list[Sample]) -> tuple[list[float], li
 
 
 def check_samples(loaded: Loaded, samples: list[Sample], combinations: Sequence[Combination]) -> None:
-    """Check that every question can be asked, as `check_questions` does. The moments of a policy are not checked."""
+    """Check that the model takes every question or moment with all `combinations`, before any runs.
+
+    Raises what `check_questions` raises, and what `Policy.act` raises, with the id of the moment.
+    """
     if isinstance(loaded, Pipeline):
         check_questions(loaded, _questions(samples), combinations, 1)
+        return
+    with status("checking the moments"):
+        for moment in samples:
+            if isinstance(moment, Moment):
+                for pair in combinations:
+                    _check_moment(loaded, moment, pair)
 
 
 def _questions(samples: list[Sample]) -> list[Item]:
     return [sample for sample in samples if isinstance(sample, Item)]
 
 
-def _act(policy: Policy, moment: Moment, pair: Combination, observer: Observer) -> tuple[Kept, ...]:
-    # The unpruned engines are the same for every method.
-    method = next(iter(policy.bundle.manifest.plans)) if pair.budget == UNPRUNED else pair.method
-    options = {"method": method, "budget": pair.budget, "observer": observer}
+def _check_moment(policy: Policy, moment: Moment, pair: Combination) -> None:
     with naming(f"moment '{moment.id}'"):
-        return policy.act(moment.cameras, moment.prompt, moment.state, steps=1, seed=0, **options).images  # type: ignore[arg-type]
+        method = _own_method(policy, pair)
+        policy.check(moment.cameras, moment.prompt, moment.state, method=method, budget=pair.budget)
+
+
+def _act(policy: Policy, moment: Moment, pair: Combination, observer: Observer) -> tuple[Kept, ...]:
+    with naming(f"moment '{moment.id}'"):
+        return policy.act(
+            moment.cameras,
+            moment.prompt,
+            moment.state,
+            method=_own_method(policy, pair),
+            budget=pair.budget,
+            steps=1,
+            seed=0,
+            observer=observer,
+        ).images
+
+
+def _own_method(policy: Policy, pair: Combination) -> str:
+    # The unpruned engines are the same for every method.
+    return next(iter(policy.bundle.manifest.plans)) if pair.budget == UNPRUNED else pair.method

@@ -14,7 +14,6 @@ from sinkprune.contract.checks.arguments import check_plan_names, check_type, ch
 from sinkprune.contract.command_line.progress_lines import shown_progress
 from sinkprune.contract.costs.actions import ActionCosts
 from sinkprune.contract.costs.file import ACTION_COSTS
-from sinkprune.contract.flops import expert_flops, prefix_flops
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import PolicyFacts
 from sinkprune.contract.plans import Plan
@@ -25,7 +24,7 @@ from sinkprune.runtime.acting.costs import measure_costs
 from sinkprune.runtime.acting.deadline import check_costs, choose_chunk, least_steps
 from sinkprune.runtime.acting.denoising import denoise
 from sinkprune.runtime.acting.observation import Observation, observed, robot_actions
-from sinkprune.runtime.acting.report import PARTS, ActionFlops, ActionReport
+from sinkprune.runtime.acting.report import ActionReport, by_part, chunk_flops
 from sinkprune.runtime.acting.step_times import StepTimes
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines
@@ -43,6 +42,7 @@ from sinkprune.runtime.steps.observer import NOBODY, Observer
 from sinkprune.runtime.steps.pictures import PictureLike, decoded, joined_inputs, layout_of, tower_input
 from sinkprune.runtime.steps.prompt_rows import lay_out
 from sinkprune.runtime.steps.request import DEADLINE_MS, OPTIONS_OF_LOADING
+from sinkprune.runtime.text.prompt import Prompt
 
 _OF_ACT = ("budget", "method", "steps", "seed", "noise", "deadline_ms", "min_steps", "order")
 _OF_LOADING = [name for name in OPTIONS_OF_LOADING if name != "fit"]
@@ -158,15 +158,7 @@ class Policy(KeepsCosts[ActionCosts]):
         check_type("observer", observer, (Observer,), "an Observer")
         plan = manifest.plan(method, budget)
         observation = observed(
-            manifest,
-            self.facts,
-            cameras,
-            instruction,
-            state,
-            order=order,
-            steps=steps,
-            seed=seed,
-            noise=noise,
+            manifest, self.facts, cameras, instruction, state, order=order, steps=steps, seed=seed, noise=noise
         )
         least = least_steps(min_steps, observation.steps, deadline_ms)
         deadline_ms = None if deadline_ms is None else DEADLINE_MS.check(deadline_ms)
@@ -247,8 +239,7 @@ class Policy(KeepsCosts[ActionCosts]):
         manifest.plan(method, budget)
         self._model.check_counts_known(method)
         observation = observed(manifest, self.facts, cameras, instruction, state, order=order)
-        family = self._model.family
-        layouts = [layout_of(each, decoded(each, family), family, manifest) for each in observation.cameras]
+        layouts = self._layouts(observation)
         choices = sorted(budgets_up_to(manifest, method, budget, layouts), key=lambda choice: -choice.rows)
 
         def act(name: str, steps: int) -> ActionReport:
@@ -261,6 +252,22 @@ class Policy(KeepsCosts[ActionCosts]):
         return self._keep_measured(
             lambda: ActionCosts(method, len(layouts), measure_costs(act, names, seconds, progress), place=self.place)
         )
+
+    def check(
+        self,
+        cameras: Sequence[PictureLike | None],
+        instruction: str,
+        state: Sequence[float] | Array,
+        *,
+        budget: str = UNPRUNED,
+        method: str = "sinkpruner",
+    ) -> None:
+        """Check that `act` takes these, without running the model; raises what `act` raises for them."""
+        manifest = self.bundle.manifest
+        check_plan_names(budget, method)
+        manifest.plan(method, budget)
+        observation = observed(manifest, self.facts, cameras, instruction, state)
+        self._laid_out(observation, self._layouts(observation), method, budget)
 
     def load_plans(self, method: str, progress: OnProgress = unreported) -> None:
         """Load the graphs of all budgets of a method, and what steps share, so that no chunk waits for them.
@@ -276,7 +283,7 @@ class Policy(KeepsCosts[ActionCosts]):
         self, observation: Observation, plan: Plan | None, method: str, budget: str, observer: Observer
     ) -> ActionReport:
         """Run the steps of a chunk, in order."""
-        manifest, limits, family, prompts, embedding, chain, warnings = self._model
+        manifest, _, family, prompts, embedding, chain, warnings = self._model
         backend, clock = chain.backend, Stopwatch(chain.backend, observer.during)
         chain.load_plan(plan)
         pictures = [decoded(frame, family) for frame in observation.cameras]
@@ -285,12 +292,9 @@ class Policy(KeepsCosts[ActionCosts]):
                 pairs = zip(observation.cameras, pictures, strict=True)
                 inputs = [tower_input(frame, picture, family, manifest) for frame, picture in pairs]
                 layouts = [layout for _, layout in inputs]
-                texts = (*[""] * len(inputs), observation.prompt)
-                prompt = prompts.encode(texts, [one.texts for one in layouts])
+                prompt, planned = self._laid_out(observation, layouts, method, budget)
             observer.seen(inputs)
             warnings.warn(pictures, layouts)
-            planned = schedule(manifest, method, budget, layouts)
-            check_prompt_length(manifest, limits, prompt.text_tokens, planned.rows)
             with backend.turn:
                 # One call for all cameras.
                 tower = run_tower(chain, joined_inputs([arrays for arrays, _ in inputs]), clock)
@@ -319,25 +323,22 @@ class Policy(KeepsCosts[ActionCosts]):
             prompt_tokens=prompt.text_tokens,
             visual_tokens=sum(layout.all_tokens for layout in layouts),
             tokens_per_layer=[length - prompt.text_tokens for length in prefix.tokens_per_layer],
-            ms=_parts(ms, sum(step_ms)),
+            ms=by_part(ms, sum(step_ms)),
             step_ms=step_ms,
-            flops=self._flops(observation.steps, planned, layouts, prefix.tokens_per_layer),
+            flops=chunk_flops(manifest, observation.steps, planned.rows, layouts, prefix.tokens_per_layer),
             images=kept,
         )
 
-    def _flops(
-        self, steps: int, planned: Schedule, layouts: Sequence[VisualLayout], lengths: Sequence[int]
-    ) -> ActionFlops:
-        return ActionFlops(
-            tower=sum(layout.tower_flops for layout in layouts),
-            projector=planned.rows * layouts[0].projector_flops,
-            prefix=prefix_flops(self.bundle.manifest.language_model, lengths),
-            expert=steps * expert_flops(self.facts, lengths),
-        )
+    def _layouts(self, observation: Observation) -> list[VisualLayout]:
+        family, manifest = self._model.family, self.bundle.manifest
+        return [layout_of(each, decoded(each, family), family, manifest) for each in observation.cameras]
 
-
-def _parts(ms: dict[str, float], expert: float) -> dict[str, float]:
-    """Return milliseconds by the parts of `PARTS`."""
-    found = {part: ms.get(part, 0.0) for part in PARTS} | {"expert": expert}
-    found["rest"] = ms["latency"] - sum(found[part] for part in PARTS if part not in ("select", "rest", "latency"))
-    return found
+    def _laid_out(
+        self, observation: Observation, layouts: Sequence[VisualLayout], method: str, budget: str
+    ) -> tuple[Prompt, Schedule]:
+        """Return the prompt as token ids and what a budget drops; raises `PromptError` if the prompt is too long."""
+        texts = (*[""] * len(layouts), observation.prompt)
+        prompt = self._model.prompts.encode(texts, [one.texts for one in layouts])
+        planned = schedule(self.bundle.manifest, method, budget, layouts)
+        check_prompt_length(self.bundle.manifest, self._model.limits, prompt.text_tokens, planned.rows)
+        return prompt, planned

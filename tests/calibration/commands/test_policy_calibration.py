@@ -68,6 +68,22 @@ def test_frames_of_several_are_noted(own: Path, photo: Image.Image, tmp_path: Pa
     assert f"{tmp_path}/a.gif: {said}\n" in outcome.stderr
 
 
+@pytest.mark.parametrize("command", [EVIDENCE, ATTENTION])
+def test_an_instruction_that_is_too_long_is_refused_before_the_first_moment(
+    command: tuple[str, str], own: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def act(*_: object, **__: object) -> None:
+        raise AssertionError("no moment may run")
+
+    monkeypatch.setattr(Policy, "act", act)
+    line = {"cameras": ["a.png", "b.png"], "instruction": "why " * 10000, "state": STATE, "id": "long"}
+    data = folder / "long.jsonl"
+    data.write_text((folder / "moments.jsonl").read_text() + json.dumps(line) + "\n")
+    assert_refused(
+        run(*command, own, "--data", data), "error: moment 'long': ", "text tokens", "Give a shorter instruction"
+    )
+
+
 def test_the_mean_over_the_moments_is_the_budgets(own: Path, folder: Path, tmp_path: Path) -> None:
     """Tokens of all cameras of a moment count together."""
     outcome = run(*EVIDENCE, own, "--data", folder / "moments.jsonl", "--json", tmp_path / "found.json")

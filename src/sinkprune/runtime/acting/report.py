@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from sinkprune.contract.checks.fields import to_json
+from sinkprune.contract.flops import expert_flops, prefix_flops
+from sinkprune.contract.layout import VisualLayout
+from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.steps.answer import Kept
 
@@ -116,3 +119,24 @@ class ActionReport:
             "kept": [kept.as_json() for kept in self.images],
             "deadline": to_json(self.deadline),
         }
+
+
+def by_part(ms: Mapping[str, float], expert: float) -> dict[str, float]:
+    """Return the milliseconds of a chunk by the parts of `PARTS`; `expert` are those of all denoising steps."""
+    found = {part: ms.get(part, 0.0) for part in PARTS} | {"expert": expert}
+    found["rest"] = ms["latency"] - sum(found[part] for part in PARTS if part not in ("select", "rest", "latency"))
+    return found
+
+
+def chunk_flops(
+    manifest: Manifest, steps: int, rows: int, layouts: Sequence[VisualLayout], lengths: Sequence[int]
+) -> ActionFlops:
+    """Return the FLOPs of a chunk: `rows` visual tokens go into the decoder, whose layers run on `lengths` tokens."""
+    if manifest.policy is None:
+        raise ValueError("chunks are a policy's")
+    return ActionFlops(
+        tower=sum(layout.tower_flops for layout in layouts),
+        projector=rows * layouts[0].projector_flops,
+        prefix=prefix_flops(manifest.language_model, lengths),
+        expert=steps * expert_flops(manifest.policy, lengths),
+    )
