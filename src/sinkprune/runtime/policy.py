@@ -14,17 +14,14 @@ from sinkprune.contract.checks.arguments import check_plan_names, check_type, ch
 from sinkprune.contract.command_line.progress_lines import shown_progress
 from sinkprune.contract.costs.actions import ActionCosts
 from sinkprune.contract.costs.file import ACTION_COSTS
-from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import PolicyFacts
-from sinkprune.contract.plans import Plan
 from sinkprune.contract.precision import Array
 from sinkprune.contract.reports.progress import OnProgress, reporting, unreported
-from sinkprune.contract.schedule import Schedule, schedule
+from sinkprune.runtime.acting.chunk import BudgetAndSteps, Choose, check_chunk, layouts_of, run_chunk
 from sinkprune.runtime.acting.costs import measure_costs
-from sinkprune.runtime.acting.deadline import check_costs, choose_chunk, least_steps
-from sinkprune.runtime.acting.denoising import denoise
-from sinkprune.runtime.acting.observation import Observation, observed, robot_actions
-from sinkprune.runtime.acting.report import ActionReport, by_part, chunk_flops
+from sinkprune.runtime.acting.deadline import ChunkDeadline, check_costs, least_steps
+from sinkprune.runtime.acting.observation import Observation, observed
+from sinkprune.runtime.acting.report import ActionReport
 from sinkprune.runtime.acting.step_times import StepTimes
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines
@@ -32,17 +29,11 @@ from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.deadline.choices import budgets_up_to
 from sinkprune.runtime.deadline.cost_measuring import MEASURING_COSTS, SECONDS, SECONDS_RANGE
 from sinkprune.runtime.deadline.kept_costs import KeepsCosts, warn_of_load
-from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.loading import During, check_kind, load_model, open_with_backend
 from sinkprune.runtime.steps.chain import Wrap
-from sinkprune.runtime.steps.context_length import check_prompt_length
-from sinkprune.runtime.steps.decoding import kept_tokens, prefill
-from sinkprune.runtime.steps.encoding import encode, of_each_group, run_tower
 from sinkprune.runtime.steps.observer import NOBODY, Observer
-from sinkprune.runtime.steps.pictures import PictureLike, decoded, joined_inputs, layout_of, tower_input
-from sinkprune.runtime.steps.prompt_rows import lay_out
+from sinkprune.runtime.steps.pictures import PictureLike
 from sinkprune.runtime.steps.request import DEADLINE_MS, OPTIONS_OF_LOADING
-from sinkprune.runtime.text.prompt import Prompt
 
 _OF_ACT = ("budget", "method", "steps", "seed", "noise", "deadline_ms", "min_steps", "order")
 _OF_LOADING = [name for name in OPTIONS_OF_LOADING if name != "fit"]
@@ -164,22 +155,21 @@ class Policy(KeepsCosts[ActionCosts]):
         deadline_ms = None if deadline_ms is None else DEADLINE_MS.check(deadline_ms)
         self._model.check_counted(plan, method, budget)
         if deadline_ms is None:
-            return self._act(observation, plan, method, budget, observer)
+            self._model.chain.load_plan(plan)
+            return self._run(observation, method, lambda text: BudgetAndSteps(budget, observation.steps), observer)
         costs = self._known_costs(method)
         check_costs(costs, manifest, method, budget, len(observation.cameras))
-        history = self._history_of(costs)
-        chosen = choose_chunk(
+        deadline = ChunkDeadline(
             costs,
-            history,
+            self._history_of(costs),
             began=began,
             deadline_ms=deadline_ms,
             budget=budget,
             most_steps=observation.steps,
             least_steps=least,
         )
-        observation = replace(observation, steps=chosen.steps)
-        report = self._act(observation, manifest.plan(method, chosen.budget), method, chosen.budget, observer)
-        return replace(report, deadline=chosen.report(history, sum(report.step_ms)))
+        report = self._run(observation, method, deadline.choose, observer)
+        return replace(report, deadline=deadline.report(sum(report.step_ms)))
 
     @checks_options
     def warm_up(
@@ -239,18 +229,24 @@ class Policy(KeepsCosts[ActionCosts]):
         manifest.plan(method, budget)
         self._model.check_counts_known(method)
         observation = observed(manifest, self.facts, cameras, instruction, state, order=order)
-        layouts = self._layouts(observation)
+        layouts = layouts_of(self._model, observation)
         choices = sorted(budgets_up_to(manifest, method, budget, layouts), key=lambda choice: -choice.rows)
 
-        def act(name: str, steps: int) -> ActionReport:
-            own = replace(observation, steps=steps)
-            return self._act(own, manifest.plan(method, name), method, name, NOBODY)
+        def act(name: str, steps: int) -> tuple[float, ActionReport]:
+            seen = list[float]()
+
+            def choose(text: int) -> BudgetAndSteps:
+                seen.append(time.perf_counter())
+                return BudgetAndSteps(name, steps)
+
+            report = self._run(observation, method, choose, NOBODY)
+            return seen[0], report
 
         names = [choice.budget for choice in choices]
         with self.backend.turn:
             self._times.load(self.facts.steps)
         return self._keep_measured(
-            lambda: ActionCosts(method, len(layouts), measure_costs(act, names, seconds, progress), place=self.place)
+            lambda: measure_costs(act, method, names, len(layouts), self.place, seconds, progress)
         )
 
     def check(
@@ -267,7 +263,7 @@ class Policy(KeepsCosts[ActionCosts]):
         check_plan_names(budget, method)
         manifest.plan(method, budget)
         observation = observed(manifest, self.facts, cameras, instruction, state)
-        self._laid_out(observation, self._layouts(observation), method, budget)
+        check_chunk(self._model, observation, method, budget)
 
     def load_plans(self, method: str, progress: OnProgress = unreported) -> None:
         """Load the graphs of all budgets of a method, and what steps share, so that no chunk waits for them.
@@ -279,66 +275,5 @@ class Policy(KeepsCosts[ActionCosts]):
         with self.backend.turn:
             self._times.load(self.facts.steps)
 
-    def _act(
-        self, observation: Observation, plan: Plan | None, method: str, budget: str, observer: Observer
-    ) -> ActionReport:
-        """Run the steps of a chunk, in order."""
-        manifest, _, family, prompts, embedding, chain, warnings = self._model
-        backend, clock = chain.backend, Stopwatch(chain.backend, observer.during)
-        chain.load_plan(plan)
-        pictures = [decoded(frame, family) for frame in observation.cameras]
-        with clock.measure("latency"):
-            with clock.measure("preprocess"):
-                pairs = zip(observation.cameras, pictures, strict=True)
-                inputs = [tower_input(frame, picture, family, manifest) for frame, picture in pairs]
-                layouts = [layout for _, layout in inputs]
-                prompt, planned = self._laid_out(observation, layouts, method, budget)
-            observer.seen(inputs)
-            warnings.warn(pictures, layouts)
-            with backend.turn:
-                # One call for all cameras.
-                tower = run_tower(chain, joined_inputs([arrays for arrays, _ in inputs]), clock)
-                asked = prompts.question_ids([observation.instruction]) if manifest.reads_question(plan) else []
-                words = backend.tensor(embedding(asked)) if asked else None
-                encoded = [encode(chain, plan, each, clock, words) for each in of_each_group(backend, tower)]
-                observer.encoded(encoded)
-                planned = planned.with_rows([one.kept_index.size for one in encoded])
-                shown = list(zip(layouts, encoded, strict=True))
-                rows = lay_out(backend, embedding, family.between_rows, prompt.texts, shown, pruned=plan is not None)
-                observer.laid_out(rows)
-                prefix = prefill(chain, planned, rows, clock, encoded[0].device_norms)
-                actions = denoise(chain, self.facts, self._times, observation, prefix, rows.positions.next, clock)
-        observer.prefilled(prefix)
-        observer.acted(actions)
-        planned = prefix.schedule or planned
-        with backend.turn:
-            kept = kept_tokens(chain, planned, layouts, encoded, rows, prefix)
-        ms = clock.ms()
-        step_ms = [ms[f"step_{number}"] for number in range(observation.steps)]
-        return ActionReport(
-            actions=robot_actions(self.facts, actions),
-            method=method,
-            budget=budget,
-            steps=observation.steps,
-            prompt_tokens=prompt.text_tokens,
-            visual_tokens=sum(layout.all_tokens for layout in layouts),
-            tokens_per_layer=[length - prompt.text_tokens for length in prefix.tokens_per_layer],
-            ms=by_part(ms, sum(step_ms)),
-            step_ms=step_ms,
-            flops=chunk_flops(manifest, observation.steps, planned.rows, layouts, prefix.tokens_per_layer),
-            images=kept,
-        )
-
-    def _layouts(self, observation: Observation) -> list[VisualLayout]:
-        family, manifest = self._model.family, self.bundle.manifest
-        return [layout_of(each, decoded(each, family), family, manifest) for each in observation.cameras]
-
-    def _laid_out(
-        self, observation: Observation, layouts: Sequence[VisualLayout], method: str, budget: str
-    ) -> tuple[Prompt, Schedule]:
-        """Return the prompt as token ids and what a budget drops; raises `PromptError` if the prompt is too long."""
-        texts = (*[""] * len(layouts), observation.prompt)
-        prompt = self._model.prompts.encode(texts, [one.texts for one in layouts])
-        planned = schedule(self.bundle.manifest, method, budget, layouts)
-        check_prompt_length(self.bundle.manifest, self._model.limits, prompt.text_tokens, planned.rows)
-        return prompt, planned
+    def _run(self, observation: Observation, method: str, choose: Choose, observer: Observer) -> ActionReport:
+        return run_chunk(self._model, self.facts, self._times, observation, method, choose, observer)

@@ -116,7 +116,7 @@ def test_costs_that_are_measured_under_load_are_a_warning(
 ) -> None:
     kept = costs_of(warm)
     monkeypatch.setattr(OtherLoad, "share", lambda self: load)
-    monkeypatch.setattr("sinkprune.runtime.policy.measure_costs", lambda *_: kept.budgets)
+    monkeypatch.setattr("sinkprune.runtime.policy.measure_costs", lambda *_: kept)
     policy = Policy(warm.bundle, warm.backend)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -65,7 +65,9 @@ class PictureBootstrap:
         mean = float(np.mean(values))
         if self._drawn is None:
             return Mean(mean, None)
-        return Mean(mean, _ends(self._drawn @ self._sums(values) / (self._drawn @ np.bincount(self._picture))))
+        low, high = _ends(self._drawn @ self._sums(values) / (self._drawn @ np.bincount(self._picture)))
+        # Rounding could push an end past the mean of equal values.
+        return Mean(mean, (min(low, mean), max(high, mean)))
 
     def relative(self, right: NDArray[np.bool_], base: NDArray[np.bool_]) -> Interval | None:
         """Return the interval of `relative_accuracy`: `right` and `base` (bool [Q] each) are resampled together.

@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.errors import SinkpruneError
 from sinkprune.contract.files.output_files import write_whole
 
 
@@ -24,13 +23,14 @@ def write_output(path: Path, data: bytes) -> None:
 def write_each(*writers: Callable[[], object]) -> None:
     """Call the writers of a command's results in order, also after one has failed; then raise the first error.
 
-    So what took minutes to measure reaches the terminal if the disk is full, and the files if the terminal is closed.
+    So what took minutes to measure reaches the terminal if the disk is full, and the files if the terminal is closed or
+    a picture cannot be drawn.
     """
     errors: list[Exception] = []
     for write in writers:
         try:
             write()
-        except (SinkpruneError, OSError) as error:
+        except Exception as error:
             errors.append(error)
     if errors:
         raise errors[0]

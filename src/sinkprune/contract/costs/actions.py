@@ -5,29 +5,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from sinkprune.contract.checks.fields import Bounds, Count, Few
 from sinkprune.contract.costs.model import MeasuredCosts, Place
 
-ACTION_COSTS_VERSION = 1
+ACTION_COSTS_VERSION = 2
 LEAST_MS = 1e-6
 """Costs are above 0, because measured times are divided by them."""
 _Milliseconds = Annotated[float, Bounds(LEAST_MS, 1e12)]
+_Rows = Annotated[float, Bounds(1, 1e9)]
 
 
 @dataclass(frozen=True)
 class BudgetCosts:
-    """Median milliseconds of a chunk at one budget."""
+    """Median milliseconds of a chunk at one budget, from the end of the vision tower on."""
 
     before_ms: _Milliseconds
-    """All of the call of `act` except the denoising steps, with decoding frames that are files."""
+    """All but the denoising steps. Files of version 1 include the frames and the tower."""
     step_ms: _Milliseconds
     """One denoising step."""
+    rows: _Rows | None = None
+    """Text and visual tokens, as the mean over the decoder's layers; None in a file of version 1."""
 
     def chunk_ms(self, steps: int) -> float:
-        """Return the milliseconds of a chunk of so many denoising steps."""
+        """Return the milliseconds of so many denoising steps and all before them."""
         return self.before_ms + steps * self.step_ms
 
 
@@ -41,5 +44,25 @@ class ActionCosts(MeasuredCosts):
     budgets: dict[str, BudgetCosts]
     """By budget, those that keep the most tokens first."""
     place: Place = field(kw_only=True)
+    prompt_tokens: Count | None = field(default=None, kw_only=True)
+    """Text tokens of the measured prompt; None in a file of version 1."""
     action_costs_version: Count = ACTION_COSTS_VERSION
     """`ACTION_COSTS_VERSION`."""
+
+    def of_prompt(self, tokens: int) -> dict[str, BudgetCosts]:
+        """Return the costs by budget of a prompt with so many text tokens; a short prompt costs what was measured.
+
+        A token costs the largest budget's time before the steps divided by its rows. In a step it costs what a row
+        does between the largest and the smallest budget.
+        """
+        largest, *_, smallest = [*self.budgets.values()] * 2
+        if self.prompt_tokens is None or largest.rows is None or smallest.rows is None:
+            return self.budgets
+        more = max(0, tokens - self.prompt_tokens)
+        before, step = largest.before_ms / largest.rows, largest.step_ms / largest.rows
+        if largest.rows > smallest.rows:
+            step = max(0.0, largest.step_ms - smallest.step_ms) / (largest.rows - smallest.rows)
+        return {
+            name: replace(own, before_ms=own.before_ms + more * before, step_ms=own.step_ms + more * step)
+            for name, own in self.budgets.items()
+        }

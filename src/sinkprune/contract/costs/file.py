@@ -107,6 +107,18 @@ def _upgraded(data: dict[str, Any]) -> dict[str, Any]:
     return {**data, **added, "costs_version": COSTS_VERSION}
 
 
+def _upgraded_actions(data: dict[str, Any]) -> dict[str, Any]:
+    """Return costs of version 1 as now. They include frames and tower, so later chunks are not compared with them."""
+    version = data["action_costs_version"]
+    if type(version) is not int or version != 1:
+        return data
+    budgets = data.get("budgets")
+    if isinstance(budgets, dict):
+        budgets = {name: {**own, "rows": None} if isinstance(own, dict) else own for name, own in budgets.items()}
+    changed = {"budgets": budgets, "prompt_tokens": None, "recent": to_json(RecentRatios())}
+    return {**data, **changed, "action_costs_version": ACTION_COSTS_VERSION}
+
+
 def _segments_fault(costs: Costs) -> str:
     found, expected = len(costs.decoders), len(costs.place.cut_after) + 1
     return "" if found == expected else f"are of {found} decoder segments, the bundle has {expected}"
@@ -128,7 +140,7 @@ ACTION_COSTS = CostsFormat(
     ActionCosts,
     "action costs",
     ACTION_COSTS_VERSION,
-    lambda data: data,
+    _upgraded_actions,
     lambda costs: "" if costs.budgets else "are of no budget, expected one at least",
     of="chunks",
     warm_up="sinkprune-act --warm-up or policy.warm_up(cameras, instruction, state)",

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.format_value import counted
-from sinkprune.contract.costs.actions import ActionCosts
+from sinkprune.contract.costs.actions import ActionCosts, BudgetCosts
 from sinkprune.contract.costs.model import Prediction
 from sinkprune.contract.errors import DeadlineError, UsageError
 from sinkprune.contract.manifest import Manifest
+from sinkprune.runtime.acting.chunk import BudgetAndSteps
 from sinkprune.runtime.acting.observation import STEPS
 from sinkprune.runtime.acting.report import ActionDeadline
 from sinkprune.runtime.deadline.policy import up_to
-from sinkprune.runtime.deadline.request_history import MARGIN, RequestHistory
+from sinkprune.runtime.deadline.request_history import MARGIN, RequestHistory, Slowdown
 from sinkprune.runtime.steps.request import DEFAULT_METHOD
 
 FEWEST_STEPS = 5
@@ -28,12 +29,10 @@ change nothing that the expert reads."""
 class ChosenChunk:
     """A budget and a number of steps for one chunk with a deadline, and why."""
 
-    began: float
-    """When `act` was called, by `time.perf_counter`."""
-    deadline_ms: float
-    costs: ActionCosts
     budget: str
     steps: int
+    spent_ms: float
+    """From the call of `act` to the end of the vision tower, when they were chosen."""
     usual: Prediction
     """What the machine's costs predict: `first` before the expert, `token` for a step."""
     expected_ms: float
@@ -42,33 +41,72 @@ class ChosenChunk:
     can_meet: bool
     reason: str
 
-    def report(self, history: RequestHistory, step_ms: float) -> ActionDeadline:
-        """Return how the chunk met the deadline, now that it is complete, and add its times to `history`.
+
+class ChunkDeadline:
+    """The deadline of one chunk: it chooses a budget and a number of steps, and reports whether they were in time."""
+
+    _chosen: ChosenChunk
+
+    def __init__(
+        self,
+        costs: ActionCosts,
+        history: RequestHistory,
+        *,
+        began: float,
+        deadline_ms: float,
+        budget: str,
+        most_steps: int,
+        least_steps: int,
+    ) -> None:
+        """Count `deadline_ms` from `began`, a time of `time.perf_counter`. The others are those of `choose_chunk`."""
+        self._costs, self._history, self._began, self._deadline_ms = costs, history, began, deadline_ms
+        self._budget, self._most_steps, self._least_steps = budget, most_steps, least_steps
+
+    def choose(self, text: int) -> BudgetAndSteps:
+        """Choose for a prompt with so many text tokens; called when the vision tower is done."""
+        chosen = choose_chunk(
+            self._costs.of_prompt(text),
+            self._history.slower,
+            spent_ms=self._elapsed(),
+            deadline_ms=self._deadline_ms,
+            budget=self._budget,
+            most_steps=self._most_steps,
+            least_steps=self._least_steps,
+        )
+        self._chosen = chosen
+        return BudgetAndSteps(chosen.budget, chosen.steps)
+
+    def report(self, step_ms: float) -> ActionDeadline:
+        """Return how the chunk met the deadline, now that it is complete, and add its times to the history.
 
         `step_ms` are the milliseconds of all its denoising steps.
         """
-        measured = (time.perf_counter() - self.began) * 1e3
-        history.add(self.usual, measured - step_ms, step_ms / self.steps)
+        measured, chosen = self._elapsed(), self._chosen
+        self._history.add(chosen.usual, measured - chosen.spent_ms - step_ms, step_ms / chosen.steps)
         return ActionDeadline(
-            deadline_ms=self.deadline_ms,
-            budget=self.budget,
-            steps=self.steps,
-            reason=self.reason,
-            can_meet=self.can_meet,
-            met=measured <= self.deadline_ms,
-            expected_ms=self.expected_ms,
+            deadline_ms=self._deadline_ms,
+            budget=chosen.budget,
+            steps=chosen.steps,
+            reason=chosen.reason,
+            can_meet=chosen.can_meet,
+            met=measured <= self._deadline_ms,
+            expected_ms=chosen.expected_ms,
             measured_ms=measured,
-            slower=self.slower,
-            costs_age_s=self.costs.age_s,
-            costs_load=self.costs.load,
+            slower=chosen.slower,
+            costs_age_s=self._costs.age_s,
+            costs_load=self._costs.load,
         )
+
+    def _elapsed(self) -> float:
+        """Milliseconds since `act` was called."""
+        return (time.perf_counter() - self._began) * 1e3
 
 
 def choose_chunk(
-    costs: ActionCosts,
-    history: RequestHistory,
+    costs: Mapping[str, BudgetCosts],
+    slower: Slowdown,
     *,
-    began: float,
+    spent_ms: float,
     deadline_ms: float,
     budget: str,
     most_steps: int,
@@ -76,45 +114,37 @@ def choose_chunk(
 ) -> ChosenChunk:
     """Choose the largest budget, up to `budget`, whose chunk is expected in time, and as many steps as fit.
 
-    A chunk has `least_steps` to `most_steps`. So fewer steps come before a smaller budget: a dropped token is lost,
-    and fewer steps only follow the same path less finely. `least_steps` equal to `most_steps` prunes first. If no
-    budget fits, the fastest by measured costs runs at `least_steps`. `costs` have `budget`.
+    `costs` are by budget, the largest first. `spent_ms` of the deadline have passed. A chunk has `least_steps` to
+    `most_steps`. So fewer steps come before a smaller budget: a dropped token is lost, and fewer steps only follow
+    the same path less finely. `least_steps` equal to `most_steps` prunes first. If no budget fits, the fastest by
+    measured costs runs at `least_steps`.
     """
-    slower, names = history.slower, list(costs.budgets)
+    names = list(costs)
     usual = {
-        name: Prediction(tower=0.0, first=costs.budgets[name].before_ms, token=costs.budgets[name].step_ms)
+        name: Prediction(tower=0.0, first=costs[name].before_ms, token=costs[name].step_ms)
         for name in names[names.index(budget) :]
     }
     expected = {name: slower.of(prediction) for name, prediction in usual.items()}
 
     def chunk_ms(name: str, steps: int) -> float:
-        return expected[name].first + steps * expected[name].token
+        return spent_ms + expected[name].first + steps * expected[name].token
 
     fitting = [name for name in usual if chunk_ms(name, least_steps) <= deadline_ms]
     if fitting:
         chosen = fitting[0]
-        left = deadline_ms - expected[chosen].first
+        left = deadline_ms - spent_ms - expected[chosen].first
         steps = max(least_steps, min(most_steps, math.floor(left / expected[chosen].token)))
         reason = (
             f"the largest budget{up_to(budget)} that is expected in time with {counted(least_steps, 'step')} or more"
         )
     else:
-        steps, chosen = least_steps, _fastest({name: costs.budgets[name].chunk_ms(least_steps) for name in usual})
+        steps, chosen = least_steps, _fastest({name: costs[name].chunk_ms(least_steps) for name in usual})
         reason = (
             f"no budget{up_to(budget)} is expected in time with {counted(least_steps, 'step')}, so the fastest "
             "runs; allow fewer with min_steps (--min-steps), or a later deadline"
         )
     return ChosenChunk(
-        began,
-        deadline_ms,
-        costs,
-        chosen,
-        steps,
-        usual[chosen],
-        chunk_ms(chosen, steps),
-        slower.first,
-        bool(fitting),
-        reason,
+        chosen, steps, spent_ms, usual[chosen], chunk_ms(chosen, steps), slower.first, bool(fitting), reason
     )
 
 
