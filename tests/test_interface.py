@@ -218,10 +218,14 @@ def test_an_unknown_verb_is_refused_with_a_list_of_verbs(sinkprune: Callable[...
         (("--buget", "retain-64"), r"unrecognized arguments: --buget retain-64\. Did you mean --budget\?"),
         (("--fit", "squash"), r"argument --fit: invalid choice: 'squash' .*\."),
         (("--zzz",), r"unrecognized arguments: --zzz\."),
+        # An unset shell variable.
+        (("--image", ""), r"argument --image: it is empty, as an unset shell variable is; expected a path\."),
+        (("--json", ""), r"argument --json: it is empty, as an unset shell variable is; expected a path\."),
+        (("--signed-by=",), r"argument --signed-by: it is empty, as an unset shell variable is; expected a path\."),
         # `--limit` differs in more letters than it shares.
         (("--lim",), r"unrecognized arguments: --lim\."),
     ],
-    ids=["slip", "choice", "unknown", "unlike"],
+    ids=["slip", "choice", "unknown", "empty", "empty-json", "empty-value", "unlike"],
 )
 def test_a_wrong_option_is_one_line_that_names_the_help(
     words: tuple[str, ...], message: str, sinkprune: Callable[..., Outcome]
@@ -229,6 +233,25 @@ def test_a_wrong_option_is_one_line_that_names_the_help(
     outcome = sinkprune("run", "bundle", "--image", "x.png", "--prompt", "What?", *words)
     assert outcome.code == 2
     assert re.fullmatch(rf"error: {message} See sinkprune run --help\.\n", outcome.stderr)
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("act", "robot", "--camera", "", "--instruction", "go", "--state", "0,0"), "--camera"),
+        (("evaluate", "bundle", "--data", ""), "--data"),
+        (("calibrate", "norms", "bundle", "--data", ""), "--data"),
+        (("export", "", "-o", "bundle"), "CHECKPOINT"),
+        (("run", "", "--image", "a.png", "--prompt", "What?"), "BUNDLE"),
+        (("doctor", ""), "MODEL"),
+    ],
+)
+def test_an_empty_path_is_not_the_current_folder(
+    words: tuple[str, ...], name: str, sinkprune: Callable[..., Outcome]
+) -> None:
+    outcome = sinkprune(*words)
+    assert outcome.code == 2
+    assert outcome.stderr.startswith(f"error: argument {name}: it is empty, as an unset shell variable is; expected")
 
 
 def test_a_misspelt_option_that_is_required_is_named(sinkprune: Callable[..., Outcome]) -> None:

@@ -12,6 +12,7 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.jetson.boards import read_boards
 from sinkprune.jetson.findings import (
     Finding,
+    board_dialect,
     board_dialect_findings,
     library_findings,
     machine_findings,
@@ -180,7 +181,7 @@ def test_too_little_memory_comes_with_what_would_fit(bundle: Callable[..., Path]
     ("precision", "weights", "dialect", "words"),
     [
         ("fp16", None, "opset20", []),
-        ("fp16", None, "opset24", ["has dialect opset24; TensorRT 10.3.0 of JetPack 6.2 supports opset20"]),
+        ("fp16", None, "opset24", ["has dialect opset24; TensorRT of JetPack 6.2 supports opset20"]),
         ("fp32", None, "opset20", ["builds attention in fp16 only"]),
         ("fp16", "uint4", "opset24", ["uint4 weights", "dialect opset24"]),
     ],
@@ -217,9 +218,20 @@ def test_what_the_jetpacks_of_a_board_elsewhere_do_not_support(bundle: Callable[
     (finding,) = board_dialect_findings([model], orin, BOARDS.jetpacks)
     assert finding.found == "'it' has dialect opset24; TensorRT of JetPack 6.1 and 6.2 supports opset20"
     assert "--dialect opset20" in finding.do and not finding.stops
+    (finding,) = board_dialect_findings([replace(model, backend="ort-cpu")], orin, BOARDS.jetpacks)
+    assert "; ONNX Runtime for Python 3.10 of JetPack 6.1 and 6.2 supports opset20" in finding.found
     for other in (replace(model, dialect="opset20"), replace(model, backend="openvino"), fits("llava-1.1b", 0)):
         assert not list(board_dialect_findings([other], orin, BOARDS.jetpacks))
     assert not list(board_dialect_findings([model], orin, [BOARDS.jetpacks[-1]]))
+
+
+def test_the_dialect_that_every_jetpack_of_a_board_runs() -> None:
+    orin = BOARDS.board("orin-nano-8gb")
+    found = {
+        backend: board_dialect(backend, orin, BOARDS.jetpacks) for backend in ("tensorrt", "ort-cpu", "openvino")
+    }
+    assert found == {"tensorrt": "opset20", "ort-cpu": "opset20", "openvino": "opset24"}
+    assert board_dialect("ort-cpu", orin, [BOARDS.jetpacks[-1]]) == "opset24"
 
 
 def test_a_backend_whose_library_is_not_installed(tmp_path: Path) -> None:

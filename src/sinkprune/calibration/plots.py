@@ -111,7 +111,7 @@ def plot_attention(report: AttentionReport, suffix: str) -> bytes:
     _draw_shares(shares, runs)
     _draw_entropies(entropies, runs)
     figure.suptitle(
-        f"{report.model}, {report.precision}, {report.backend}: {report.task}, "
+        f"{report.model}, {report.weights.beside(report.precision)}, {report.backend}: {report.task}, "
         f"{counted(report.questions, 'question')} about {counted(report.pictures, 'picture')}, 95 % intervals",
         fontsize=10,
         parse_math=False,
@@ -195,7 +195,7 @@ def _label(axes: Any, report: EvaluationReport) -> None:
     few = " (small sample)" if report.questions < FEW_QUESTIONS else ""
     questions = f"{counted(report.questions, 'question')}{blind}{few}"
     axes.set_title(
-        f"{report.model}, {report.precision}, {report.backend}: {report.task}, {questions}",
+        f"{report.model}, {report.weights.beside(report.precision)}, {report.backend}: {report.task}, {questions}",
         fontsize=10,
     )
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from sinkprune.contract.budgets import OPTIONS
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.command_parser import CommandParser
+from sinkprune.contract.command_line.command_parser import CommandParser, PathOrName
 from sinkprune.contract.command_line.json_output import json_outputs, write_result
 from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.families import FAMILIES
@@ -161,7 +161,7 @@ def _parser() -> CommandParser:
         f"{_EXAMPLES}\n{_known_names()}",
     )
     add = parser.add_argument
-    add("source", metavar="CHECKPOINT", help="a local folder or a hub name, in Hugging Face format")
+    add("source", type=PathOrName, metavar="CHECKPOINT", help="a local folder or a hub name, in Hugging Face format")
     add("-o", "--output", type=Path, required=True, metavar="BUNDLE", help="the folder to write")
     add("--budgets", type=_names, help="comma-separated budget names (default: all of the family)")
     add(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from sinkprune.contract.manifest import DialectName
 from sinkprune.contract.system.memory_need import gigabytes
 from sinkprune.jetson.boards import Board, Boards, JetPack
 from sinkprune.jetson.fit import BOARD_BACKEND, ModelFit
@@ -115,14 +116,33 @@ def board_dialect_findings(
     models: Sequence[ModelFit], board: Board, jetpacks: Sequence[JetPack]
 ) -> Iterator[Finding]:
     """Yield a note for each bundle whose dialect is too new for some JetPacks of a board elsewhere."""
-    older = [pack.version for pack in jetpacks if board.sm in pack.sm and pack.dialect == "opset20"]
     for model in models:
-        if older and model.kind == "bundle" and model.backend == BOARD_BACKEND and model.dialect != "opset20":
-            releases = " and ".join(older)
+        older = [pack for pack in _jetpacks_of(board, jetpacks) if _limiting(model.backend, pack)]
+        if older and model.kind == "bundle" and model.dialect != "opset20":
+            library, releases = _limiting(model.backend, older[0]), " and ".join(pack.version for pack in older)
             yield _note(
-                f"'{model.name}' has dialect {model.dialect}; TensorRT of JetPack {releases} supports opset20",
+                f"'{model.name}' has dialect {model.dialect}; {library} of JetPack {releases} supports opset20",
                 "for a board with such a JetPack, export it again with --dialect opset20",
             )
+
+
+def board_dialect(backend: str, board: Board, jetpacks: Sequence[JetPack]) -> DialectName:
+    """Return the dialect that `backend` runs on every JetPack of a board."""
+    return "opset20" if any(_limiting(backend, pack) for pack in _jetpacks_of(board, jetpacks)) else "opset24"
+
+
+def _jetpacks_of(board: Board, jetpacks: Sequence[JetPack]) -> list[JetPack]:
+    return [pack for pack in jetpacks if board.sm in pack.sm]
+
+
+def _limiting(backend: str, jetpack: JetPack) -> str | None:
+    """Return the library, in words, that runs no dialect above opset20 on a JetPack; None without one."""
+    if backend == BOARD_BACKEND and jetpack.dialect == "opset20":
+        return "TensorRT"
+    if backend not in (BOARD_BACKEND, "openvino") and jetpack.python == "3.10":
+        # ONNX Runtime 1.23 is the last for Python 3.10.
+        return f"ONNX Runtime for Python {jetpack.python}"
+    return None
 
 
 def _note(found: str, do: str) -> Finding:
@@ -248,17 +268,11 @@ def _library_findings(machine: Machine) -> Iterator[Finding]:
 
 def _dialect_findings(model: ModelFit, jetpack: JetPack) -> Iterator[Finding]:
     """Yield a finding if the bundle's dialect is too new for the JetPack's libraries."""
-    if model.backend == BOARD_BACKEND and jetpack.dialect == "opset20":
-        library = f"TensorRT {jetpack.tensorrt} of JetPack {jetpack.version}"
-    elif model.backend not in (BOARD_BACKEND, "openvino") and jetpack.python == "3.10":
-        # ONNX Runtime 1.23 is the last for Python 3.10.
-        library = f"ONNX Runtime for Python {jetpack.python} of JetPack {jetpack.version}"
-    else:
-        return
-    if model.dialect != "opset20":
+    library = _limiting(model.backend, jetpack)
+    if library and model.dialect != "opset20":
         yield _stop_model(
             model,
-            f"'{model.name}' has dialect {model.dialect}; {library} supports opset20",
+            f"'{model.name}' has dialect {model.dialect}; {library} of JetPack {jetpack.version} supports opset20",
             "export it again with --dialect opset20",
         )
 

@@ -11,6 +11,7 @@ from sinkprune.contract.manifest import DialectName
 from sinkprune.jetson.boards import Board, Boards, FactSource, JetPack
 from sinkprune.jetson.findings import (
     Finding,
+    board_dialect,
     board_dialect_findings,
     library_findings,
     machine_findings,
@@ -96,9 +97,7 @@ def report_on_board(name: str, boards: Boards, query: Query) -> DoctorReport:
     board = boards.board(name)
     backend = query.backend or BOARD_BACKEND
     target = TargetMachine(backend, boards.usable_bytes(board), board if backend == BOARD_BACKEND else None)
-    # Every TensorRT of the board's JetPacks supports opset20.
-    dialect: DialectName = "opset20" if backend == BOARD_BACKEND else "opset24"
-    return _report(boards, query, target, dialect, name)
+    return _report(boards, query, target, board_dialect(backend, board, boards.jetpacks), name)
 
 
 def _report(
@@ -117,8 +116,8 @@ def _report(
         findings += model_findings(models, jetpack, target.usable_bytes)
         if machine:
             findings += library_findings(machine, models)
-        elif target.board:
-            findings += board_dialect_findings(models, target.board, boards.jetpacks)
+        elif name:
+            findings += board_dialect_findings(models, boards.board(name), boards.jetpacks)
     # A finding that blocks none of these models stops nothing.
     findings = [replace(finding, stops=any(map(finding.blocks, models))) for finding in findings]
     recommended = recommendations(models, findings)

@@ -274,6 +274,11 @@ def test_an_interrupted_warm_up_leaves_no_costs(path: Path, folder: Path, monkey
         (("--state", "1,2,3,4,nan"), ("base.png", "none"), "'nan' at place 5 is not finite. Expected numbers"),
         (("--state", "1,2,3,4,"), ("base.png", "none"), "--state is '1,2,3,4,': '' at place 5 is no number."),
         (("--state", "0.1,x,y"), ("base.png", "none"), "--state is '0.1,x,y': 'x' at place 2 is no number."),
+        (
+            ("--state", "0.1 -2e-1"),
+            ("base.png", "none"),
+            "--state is '0.1 -2e-1': '0.1 -2e-1' at place 1 is no number.",
+        ),
         (("--state", "nan"), ("base.png", "none"), "--state is 'nan': 'nan' at place 1 is not finite."),
         (("--state", "no/states.csv"), ("base.png", "none"), "--state is 'no/states.csv': it is missing. Expected"),
         (("--state", "FOLDER/short.csv"), ("base", "none"), "has 2 states, and the cameras have 3 moments"),

@@ -228,7 +228,7 @@ def test_a_warm_up_shows_its_progress_if_wanted(
     assert written() == written(progress=lambda *each: reported.append(each)) == ""
     assert {(what, unit) for what, _, _, unit in reported} >= {("measuring costs", "rounds")}
     assert re.search(r"^measuring costs: [\d.]+ of \d+ rounds in ", written(progress=True), re.MULTILINE)
-    with pytest.raises(TypeError, match=r"progress is 'yes', expected a function\."):
+    with pytest.raises(TypeError, match=r"progress is 'yes', expected True, False or a function\."):
         written(progress="yes")
     measured.costs = costs
 

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from sinkprune.calibration.evaluation.intervals import Mean, PictureBootstrap
 from sinkprune.calibration.evaluation.report import TaskReport
+from sinkprune.contract.precision import WeightForms
 
 Figure = TypeVar("Figure")
 """`float` in the figures of one question, `Mean` in those over questions."""
@@ -63,6 +64,7 @@ class AttentionReport(TaskReport):
     """What `sinkprune-calibrate attention --json` writes."""
 
     precision: str
+    weights: WeightForms
     outlier_per_mille: int
     """rho: sink tokens are so many per mille of each group's tokens, rounded up, those of largest norm."""
     none: RunMeans

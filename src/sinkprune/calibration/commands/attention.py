@@ -161,6 +161,7 @@ def _report(
     return AttentionReport(
         **task_head(manifest, loaded.backend, task, pictures),
         precision=manifest.precision,
+        weights=manifest.weights,
         outlier_per_mille=OUTLIER_PER_MILLE,
         none=none,
         methods=methods,
@@ -172,9 +173,9 @@ def _report(
 def _print(report: AttentionReport) -> None:
     console = TableConsole()
     console.print(
-        f"{escaped(report.model)}, {report.precision}, {report.backend}: {escaped(report.task)}, "
-        f"{counted(report.questions, 'question')} about {counted(report.pictures, 'picture')}; "
-        "± half the 95 % interval\n"
+        f"{escaped(report.model)}, {report.weights.beside(report.precision)}, {report.backend}: "
+        f"{escaped(report.task)}, {counted(report.questions, 'question')} about "
+        f"{counted(report.pictures, 'picture')}; ± half the 95 % interval\n"
         f"sink tokens: the {report.outlier_per_mille / 10:g} % of each group with the largest norms",
         *report.warnings,
         "\n% of the kept tokens that are sink tokens\n",

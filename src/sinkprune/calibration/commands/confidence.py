@@ -126,8 +126,9 @@ def main(arguments: Sequence[str] | None) -> None:
 def _print(report: ConfidenceReport) -> None:
     console = TableConsole()
     console.print(
-        f"{escaped(report.model)}, {report.precision}, {report.backend}: {escaped(report.task)}, "
-        f"{counted(report.questions, 'question')} about {counted(report.pictures, 'picture')}",
+        f"{escaped(report.model)}, {report.weights.beside(report.precision)}, {report.backend}: "
+        f"{escaped(report.task)}, {counted(report.questions, 'question')} about "
+        f"{counted(report.pictures, 'picture')}",
         *report.warnings,
         f"\n{AUTO}: cross-validated over {report.folds} parts of the "
         f"{'pictures' if report.pictures > 1 else 'questions'}; up to {MOST_STEPS} steps, each with the confidence "

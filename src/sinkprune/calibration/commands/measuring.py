@@ -17,7 +17,7 @@ from sinkprune.calibration.tasks import SCENES, TEST_SETS, Item
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.checks.ranges import WholeNumber
-from sinkprune.contract.command_line.command_parser import CommandParser
+from sinkprune.contract.command_line.command_parser import CommandParser, PathOrName
 from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.files.output_files import OutputFile, check_apart
 from sinkprune.contract.files.trust import add_sign_option, add_trust_options
@@ -64,7 +64,7 @@ def task_parser(name: str, description: str, examples: str, *, limit: str, drawn
     """Return a parser with the arguments of `TaskOptions`; `limit` is help, and `--plot` draws what `drawn` names."""
     parser = bundle_parser(name, description, examples)
     add = parser.add_argument
-    add("--data", default=SCENES, help=f"questions about pictures: FILE.jsonl, {OWN_TEST_SETS}")
+    add("--data", type=PathOrName, default=SCENES, help=f"questions about pictures: FILE.jsonl, {OWN_TEST_SETS}")
     add("--methods", type=name_list, help="comma-separated (default: all of the bundle)")
     add("--budgets", type=name_list, help="comma-separated; none is always run (default: all of the bundle)")
     add("--limit", type=LIMIT, metavar="N", help=limit)

@@ -28,7 +28,7 @@ from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.command_parser import CommandParser
+from sinkprune.contract.command_line.command_parser import CommandParser, PathOrName
 from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.command_line.written_files import note_written
 from sinkprune.contract.errors import OutputError, UsageError
@@ -131,6 +131,7 @@ def _parser() -> CommandParser:
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument(
         "--data",
+        type=PathOrName,
         default=SCENES,
         help=f"pictures: a folder (files ending in {', '.join(SUFFIXES)}), those of FILE.jsonl, {OWN_TEST_SETS}",
     )

@@ -169,7 +169,6 @@ def evaluation_report(
     manifest = pipeline.bundle.manifest
     return EvaluationReport(
         **timed_head(manifest, pipeline.backend, task, pictures),
-        weights=manifest.weights,
         blind=blind,
         planted_outliers=planted_outliers,
         fit=fit,

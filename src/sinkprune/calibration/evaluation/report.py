@@ -124,6 +124,7 @@ class TimedTaskReport(TaskReport):
     """The head of every such report with times."""
 
     precision: str
+    weights: WeightForms
     machine: str
     """The processor, in words."""
     threads: int
@@ -149,6 +150,7 @@ def timed_head(manifest: Manifest, backend: Backend, task: str, pictures: Sequen
     return {
         **task_head(manifest, backend, task, pictures),
         "precision": manifest.precision,
+        "weights": manifest.weights,
         "machine": backend.machine,
         "threads": backend.threads,
         "versions": used_versions(backend),
@@ -159,7 +161,6 @@ def timed_head(manifest: Manifest, backend: Backend, task: str, pictures: Sequen
 class EvaluationReport(TimedTaskReport):
     """What `sinkprune-evaluate --json` writes: every combination against the unpruned engines, on one task."""
 
-    weights: WeightForms
     blind: bool
     """Whether every picture was replaced by a grey one."""
     planted_outliers: bool

@@ -20,6 +20,10 @@ _ALIKE = 0.7
 """The least ratio of `get_close_matches` at which an unknown option may be a misspelt one."""
 
 
+class PathOrName(str):
+    """The type of an argument that is a path or a name, for example of a checkpoint on a hub."""
+
+
 class CommandParser(argparse.ArgumentParser):
     """A parser with `--help` and `--version`; `prog` is the command's name in usage lines, as in `sinkprune run`."""
 
@@ -81,6 +85,12 @@ class CommandParser(argparse.ArgumentParser):
                     words = next((reading for reading in readings if self._accepts(reading)), usual)
         return super().parse_known_args(words, namespace)
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """Reject an empty path: it means the current folder, which nobody named."""
+        if not arg_string and action.type in (Path, PathOrName):
+            raise argparse.ArgumentError(action, "it is empty, as an unset shell variable is; expected a path")
+        return super()._get_value(action, arg_string)
+
     def _is_option(self, word: str) -> bool:
         """Return whether the word is an option, abbreviated or not, maybe with a value."""
         return any(name.startswith(word.partition("=")[0]) for name in self._option_string_actions)
@@ -112,8 +122,11 @@ def _as_started(prog: str) -> str:
 
 
 def _is_value(following: Sequence[str], action: argparse.Action) -> bool:
-    """Return whether the next word can be the option's value: one of its choices, or the name of a JSON file."""
-    word = following[0] if following else ""
+    """Return whether the next word can be the option's value: one of its choices, a JSON file's name, or empty."""
+    if not following:
+        return False
+    word = following[0]
     if action.choices:
         return word in action.choices
-    return word == str(STDOUT) or (Path(word).suffix.lower() == SUFFIX and not Path(word).is_dir())
+    # An empty word is a value that is missing, not BUNDLE.
+    return not word or word == str(STDOUT) or (Path(word).suffix.lower() == SUFFIX and not Path(word).is_dir())

@@ -10,8 +10,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from types import TracebackType
 
-from sinkprune.contract.checks.arguments import check_callable
-from sinkprune.contract.checks.format_value import duration
+from sinkprune.contract.checks.format_value import duration, format_value
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.reports.progress import OnProgress, unreported
 
@@ -216,7 +215,8 @@ def shown_progress(text: str, progress: bool | OnProgress) -> Iterator[OnProgres
     elif progress is False:
         yield unreported
     else:
-        check_callable("progress", progress)
+        if not callable(progress):
+            raise TypeError(f"progress is {format_value(progress)}, expected True, False or a function.")
         yield progress
 
 

@@ -23,8 +23,8 @@ def write_output(path: Path, data: bytes) -> None:
 def write_each(*writers: Callable[[], object]) -> None:
     """Call the writers of a command's results in order, also after one has failed; then raise the first error.
 
-    So what took minutes to measure reaches the terminal if the disk is full, and the files if the terminal is closed or
-    a picture cannot be drawn.
+    So what took minutes to measure reaches the terminal if the disk is full, and the files if the terminal is closed
+    or a picture cannot be drawn.
     """
     errors: list[Exception] = []
     for write in writers:

@@ -10,7 +10,7 @@ from pathlib import Path
 from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.command_parser import CommandParser
+from sinkprune.contract.command_line.command_parser import CommandParser, PathOrName
 from sinkprune.contract.command_line.json_output import json_outputs, write_result
 from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.errors import UsageError
@@ -81,6 +81,7 @@ def _parser(boards: str, presets: str) -> CommandParser:
     add = parser.add_argument
     add(
         "models",
+        type=PathOrName,
         nargs="*",
         metavar="MODEL",
         help="a folder of a bundle or of engines, or a preset (default: every preset)",

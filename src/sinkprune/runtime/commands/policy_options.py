@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.format_value import counted, format_value
-from sinkprune.contract.command_line.command_parser import CommandParser
+from sinkprune.contract.command_line.command_parser import CommandParser, PathOrName
 from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_text
@@ -29,7 +29,7 @@ _STATES_BYTES = 64 << 20
 """Seven hours of states of 32 numbers, ten times a second."""
 _NO_LIST = "it is no JSON list of finite numbers"
 _NEGATIVE = re.compile(r"-\.?\d")
-_LIKE_NUMBERS = re.compile(r"[^/]*,[^/]*|[-+]?(nan|inf|infinity)", re.IGNORECASE)
+_LIKE_NUMBERS = re.compile(r"[^/]*,[^/]*|[-+.;e\d\s]+|[-+]?(nan|inf|infinity)", re.IGNORECASE)
 """Matches words that look like numbers, and not like the path of a file."""
 
 
@@ -73,6 +73,7 @@ def add_cameras(group: Any, note: str = "", *, required: bool = False) -> None:
     """Add `--camera` to a parser or a group of options that exclude each other; `note` is for the help."""
     group.add_argument(
         "--camera",
+        type=PathOrName,
         action="append",
         metavar="PICTURE",
         **({"required": True} if required else {}),

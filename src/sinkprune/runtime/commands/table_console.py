@@ -45,8 +45,8 @@ class TableConsole(Console):
     def print_machine(self, report: EngineHeader, measured: str) -> None:
         """Print the model and the machine of a report, and what was `measured`."""
         self.print(
-            f"{escaped(report.model)}, {report.precision}, {report.backend}, {counted(report.threads, 'thread')}, "
-            f"{report.machine}\n{measured}",
+            f"{escaped(report.model)}, {report.weights.beside(report.precision)}, {report.backend}, "
+            f"{counted(report.threads, 'thread')}, {report.machine}\n{measured}",
             markup=False,
         )
 

@@ -90,7 +90,8 @@ def stacked_bars(
     axes.set_xlabel(below)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(
-        f"{head.model}, {head.precision}, {head.backend}, {counted(head.threads, 'thread')}\n{head.machine}; {title}",
+        f"{head.model}, {head.weights.beside(head.precision)}, {head.backend}, {counted(head.threads, 'thread')}\n"
+        f"{head.machine}; {title}",
         fontsize=10,
     )
     figure.legend(ncols=len(parts), fontsize=8, loc="outside lower center", frameon=False)

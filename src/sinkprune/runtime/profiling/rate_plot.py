@@ -43,8 +43,8 @@ def plot_rate(report: RateReport, suffix: str) -> bytes:
         axes.spines[["top", "right"]].set_visible(False)
     rows[-1].set_xlabel("seconds")
     rows[0].set_title(
-        f"{report.model}, {report.precision}, {report.backend}, {counted(report.threads, 'thread')}; "
-        f"{report.rate_hz:g} frames a second\n"
+        f"{report.model}, {report.weights.beside(report.precision)}, {report.backend}, "
+        f"{counted(report.threads, 'thread')}; {report.rate_hz:g} frames a second\n"
         f"{report.machine}; {report.prompt_tokens} text + {report.new_tokens} new tokens",
         fontsize=10,
     )

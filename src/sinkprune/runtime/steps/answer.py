@@ -44,9 +44,9 @@ class DeadlineReport:
     """How a request met or missed its deadline. Milliseconds count from the beginning of the request, including the
     decoding of picture files.
 
-    `met`: the whole answer took at most `deadline_ms`. `can_meet`: its first token was expected in time, when
-    `budget` was chosen. `reason`: why it was chosen, in words. `slower`: how many times its costs the first token was
-    expected to take. docs/json.md explains each field.
+    `met`: the answer ended within `deadline_ms`, whole or cut off. `can_meet`: its first token was expected in time,
+    when `budget` was chosen. `reason`: why it was chosen, in words. `slower`: how many times its costs the first
+    token was expected to take. docs/json.md explains each field.
     """
 
     deadline_ms: float
@@ -57,7 +57,7 @@ class DeadlineReport:
     can_meet: bool
     """Whether a first token was expected in time, at any budget."""
     met: bool
-    """Whether the whole answer was complete in time."""
+    """Whether the answer ended in time, also where the deadline cut it off: then `finish` is "deadline"."""
     expected_tokens: int
     """How many new tokens were expected in time; the answer may have more or fewer."""
     predicted_first_ms: float
