@@ -249,6 +249,7 @@ class Policy(KeepsCosts[ActionCosts]):
             lambda: measure_costs(act, method, names, len(layouts), self.place, seconds, progress)
         )
 
+    @checks_options
     def check(
         self,
         cameras: Sequence[PictureLike | None],

@@ -50,12 +50,13 @@ class ActionCosts(MeasuredCosts):
     """`ACTION_COSTS_VERSION`."""
 
     def of_prompt(self, tokens: int) -> dict[str, BudgetCosts]:
-        """Return the costs by budget of a prompt with so many text tokens; a short prompt costs what was measured.
+        """Return the costs by budget of a prompt with so many text tokens; a shorter one costs what was measured.
 
-        A token costs the largest budget's time before the steps divided by its rows. In a step it costs what a row
-        does between the largest and the smallest budget.
+        Each further token is a row in all layers. Before the steps a row costs the largest budget's time, divided by
+        its rows. In a step it costs what one row more does, by the largest and the smallest budget.
         """
-        largest, *_, smallest = [*self.budgets.values()] * 2
+        budgets = list(self.budgets.values())
+        largest, smallest = budgets[0], budgets[-1]
         if self.prompt_tokens is None or largest.rows is None or smallest.rows is None:
             return self.budgets
         more = max(0, tokens - self.prompt_tokens)
