@@ -160,7 +160,7 @@ def test_answers_equal_the_masked_full_sequence(
     lm = pipe.bundle.manifest.language_model
     heads = heads_by_layer(lm.num_layers, lm.num_heads) if method in WITH_HEADS else {}
     masked = masked_forward(torch_model, sequence, budget, stages, later, asking, heads)
-    assert_equals_masked(answer, logits, sequence, masked)
+    assert_equals_masked(answer, logits, sequence, masked, pipe.bundle.manifest.tokens.stop)
 
 
 @pytest.mark.parametrize("name", slow_except({"qwen3-vl"}, REACHING))

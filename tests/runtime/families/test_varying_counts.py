@@ -92,7 +92,7 @@ def assert_masked(model: Any, pipe: Pipeline, picture: Any, budget: str, thresho
     if "compact" in budget:
         assert np.abs(logits[0] - masked.logits[len(sequence.rows) - 1]).max() < 1e-3
     else:
-        assert_equals_masked(answer, logits, sequence, masked)
+        assert_equals_masked(answer, logits, sequence, masked, pipe.bundle.manifest.tokens.stop)
     left = len(answer.kept.after_stage[cut])
     layers = len(answer.tokens_per_layer)
     assert answer.tokens_per_layer == [len(index)] * (cut + 1) + [left] * (layers - cut - 1)

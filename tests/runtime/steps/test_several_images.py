@@ -17,7 +17,7 @@ from sinkprune.contract.errors import ImageError, PromptError
 from sinkprune.contract.families import parse_budget
 from support.programs.slow_cases import each_once, slow_except
 from support.references.masking import Sequence as Rows
-from support.references.masking import embedded, masked_forward
+from support.references.masking import embedded, likeliest, masked_forward
 from support.references.picture_prompts import BUDGETS, PIECES, SIZES, images_of, reference_inputs
 from support.references.reference import beside_kept, sanitize
 from support.references.steps import QUESTION, ask, deepstack_output, patch_grid, tower_output
@@ -138,7 +138,7 @@ def test_pruned_equals_the_masked_full_sequence(
     compact = "compact" in budget
     assert np.abs((logits - expected)[: 1 if compact else None]).max() < 1e-3
     if not compact:
-        assert answer.token_ids == expected.argmax(axis=1).tolist()
+        assert answer.token_ids == likeliest(expected, pipe(name).bundle.manifest.tokens.stop)
 
 
 @pytest.mark.parametrize("name", slow_except({"gqa-112", "qwen"}, SIZES))

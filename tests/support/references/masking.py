@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -109,12 +109,24 @@ def masked_forward(
     return result
 
 
-def assert_equals_masked(answer: Answer, logits: Array, sequence: Sequence, masked: Masked) -> None:
-    """That an answer, and the `logits` [tokens,vocab] of its tokens, are what the masked full sequence gives."""
+def assert_equals_masked(
+    answer: Answer, logits: Array, sequence: Sequence, masked: Masked, stop: Iterable[int]
+) -> None:
+    """That an answer, and the `logits` [tokens,vocab] of its tokens, are what the masked full sequence gives.
+
+    No `stop` token is allowed in it.
+    """
     assert_survivors(answer, sequence, masked)
     expected = masked.logits[len(sequence.rows) - 1 :]
     assert np.abs(logits - expected).max() < 1e-3
-    assert answer.token_ids == expected.argmax(axis=1).tolist()
+    assert answer.token_ids == likeliest(expected, stop)
+
+
+def likeliest(logits: Array, stop: Iterable[int]) -> list[int]:
+    """The likeliest token of each row of `logits` [tokens,vocab] that does not `stop` the answer."""
+    allowed = logits.copy()
+    allowed[:, [*stop]] = -np.inf
+    return list(map(int, allowed.argmax(axis=1)))
 
 
 def assert_survivors(answer: Answer, sequence: Sequence, masked: Masked) -> None:
