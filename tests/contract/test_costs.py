@@ -134,12 +134,24 @@ def test_costs_are_read_as_they_were_written(costs: Costs, tmp_path: Path) -> No
     old = {name: value for name, value in to_json(costs).items() if name not in ("measured_at", "load", "recent")}
     path.write_text(json.dumps({**old, "costs_version": 1}))
     assert read_costs(path, costs.place) == costs
+    # Version 2 lacks one.
+    old = to_json(replace(costs, measured_at=1.75e9, load=0.25))
+    del old["most_rows"]
+    path.write_text(json.dumps({**old, "costs_version": 2}))
+    assert read_costs(path, costs.place) == replace(costs, measured_at=1.75e9, load=0.25)
+
+
+def test_prompts_far_above_the_measured_ones_are_noted(costs: Costs) -> None:
+    measured = replace(costs, most_rows=100)
+    assert not measured.far_above(150) and not costs.far_above(10_000)
+    said = "; the costs were measured with up to 100 tokens in the prompt, and this one has 151: expected times"
+    assert measured.far_above(151).startswith(said)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"costs_version": 3}, "have the version 3, this sinkprune reads 2"),
+        ({"costs_version": 4}, "have the version 4, this sinkprune reads 3"),
         ({"measured_at": "yesterday"}, "malformed at $.measured_at"),
         ({"load": 2}, "malformed at $.load"),
         ({"recent": {"first": [-1], "token": []}}, "malformed at $.recent.first[0]"),

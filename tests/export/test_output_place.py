@@ -44,7 +44,6 @@ def names(folder: Path) -> list[str]:
     ("output", "message"),
     [
         (".", "'.' names no new folder"),
-        ("", "'.' names no new folder"),
         ("..", "'..' names no new folder"),
         ("folder/..", "names no new folder"),
         ("/", "'/' names no new folder"),

@@ -211,12 +211,14 @@ class Pipeline(Answering, KeepsCosts[Costs]):
     ) -> Costs:
         """Measure the costs of requests like this one on this machine, and load all budgets.
 
-        Requests with a deadline need these costs. Repeats measurements for `seconds`, from 0 to 86400, but every
-        budget answers five times or more. So on an idle machine this takes 3 to 15 seconds for a small model, even
-        with 0, and minutes for a large one. `progress=True` shows on stderr what is done and the time left. A
-        function is called with the name of the work, the steps that are done, how many there probably are, and what
-        a step is. Takes what `stream` takes. With `deadline_ms`, budgets that are far too slow are left out. Sets and
-        returns `costs`, and writes them to the user's cache folder for later processes.
+        Requests with a deadline need these costs. Give your largest picture: for far more tokens than were measured,
+        times are expected too long. Repeats measurements for `seconds`, from 0 to 86400, but every budget answers
+        five times or more. So on an idle machine this takes 3 to 15 seconds for a small model, even with 0, and
+        minutes for a large one. `progress=True` shows on stderr what is done and the time left. A function is called
+        with the name of the work, the steps that are done, how many there probably are, and what a step is.
+
+        Takes what `stream` takes. With `deadline_ms`, budgets that are far too slow are left out. Sets and returns
+        `costs`, and writes them to the user's cache folder for later processes.
 
         Warns with `CostsWarning` if other programs kept the machine busy meanwhile, or if that folder cannot be
         written. Raises what `generate` raises.

@@ -41,8 +41,8 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def act(policy: Policy, photo_file: Path) -> Act:
-    """Runs the command with a deadline of a minute."""
+def act(policy: Policy, photo_file: Path, measurements: list[str]) -> Act:
+    """Runs the command with a deadline of a minute; it measures costs no longer than it must."""
 
     def command(
         *words: object, cameras: int = 1, deadline: tuple[object, ...] = ("--deadline-ms", 60_000)

@@ -147,6 +147,24 @@ def test_thresholds_are_shares(least: Any, bundle: Bundles, photo: Image.Image) 
         pipeline.stream(photo, QUESTION, budget="auto", choice=["yes", "no"])
 
 
+def test_thresholds_of_no_budget_are_refused(bundle: Bundles, photo: Image.Image) -> None:
+    pipeline = Pipeline.load(bundle("gqa-112"))
+    pipeline.thresholds = Thresholds(1, pipeline.bundle.sha256, pipeline.backend.compute, "sinkpruner", {})
+    with pytest.raises(UsageError, match=r"^the thresholds name no budget\. Measure them"):
+        pipeline.generate(photo, QUESTION, budget="auto", choice=["yes", "no"])
+
+
+def test_costs_of_a_small_picture_are_noted_for_a_large_one(bundle: Bundles, photo: Image.Image) -> None:
+    pipeline = Pipeline.load(bundle("qwen"))
+    small, options = photo.resize((56, 56)), {"deadline_ms": 60_000, "max_new_tokens": 1}
+    pipeline.warm_up(small, QUESTION, seconds=0)
+    said = "; the costs were measured with up to "
+    answers = [pipeline.generate(picture, QUESTION, **options) for picture in (small, photo)]  # type: ignore[arg-type]
+    reasons = [answer.deadline.reason for answer in answers if answer.deadline]
+    assert [said in reason for reason in reasons] == [False, True]
+    assert f" and this one has {answers[1].prompt_tokens + answers[1].visual_tokens}: " in reasons[1]
+
+
 def test_the_reported_time_is_the_user_s(bundle: Bundles, photo: Image.Image) -> None:
     """Also of the first request, and where plans are still to be loaded."""
     costs = loaded(bundle).costs

@@ -99,12 +99,17 @@ class CostsFormat(Generic[C]):
 
 
 def _upgraded(data: dict[str, Any]) -> dict[str, Any]:
-    """Return costs of version 1, which lacks the time and load of the measurement, and later requests, as now."""
+    """Return costs of earlier versions as now.
+
+    Version 1 lacks the time and load of the measurement, and later requests; 2 lacks the rows of the measurement.
+    """
     version = data["costs_version"]
-    if type(version) is not int or version != 1:
+    if type(version) is not int or version not in (1, 2):
         return data
-    added = {"measured_at": None, "load": None, "recent": to_json(RecentRatios())}
-    return {**data, **added, "costs_version": COSTS_VERSION}
+    added: dict[str, Any] = {"most_rows": None, "costs_version": COSTS_VERSION}
+    if version == 1:
+        added |= {"measured_at": None, "load": None, "recent": to_json(RecentRatios())}
+    return {**data, **added}
 
 
 def _upgraded_actions(data: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,9 @@ from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.schedule import Schedule
 
-COSTS_VERSION = 2
+COSTS_VERSION = 3
+_FAR_ABOVE = 1.5
+"""Curves of costs hold up to about so many times the rows that they were measured with."""
 LOADED = 0.25
 """Costs are doubtful if other programs took a larger share of the processors meanwhile."""
 _CLEARLY = 0.1
@@ -166,6 +168,17 @@ class Costs(MeasuredCosts):
     decoder takes longer after other engines than alone."""
     token: Curve
     """A token after the first, by the rows in the caches, as the mean over the layers."""
+    most_rows: Count | None = None
+    """The most tokens of a measured prompt, text and visual; None in a file of version 1 or 2."""
+
+    def far_above(self, rows: int) -> str:
+        """Return what to say after a reason if a prompt has far more `rows` than any measured one, else nothing."""
+        if self.most_rows is None or rows <= _FAR_ABOVE * self.most_rows:
+            return ""
+        return (
+            f"; the costs were measured with up to {self.most_rows} tokens in the prompt, and this one has {rows}: "
+            "expected times may be far too long. Measure the costs with your largest picture"
+        )
 
     def slower(self, times: float) -> Costs:
         """Return the costs of a machine that is slower by the factor `times`."""

@@ -316,7 +316,7 @@ def _parser() -> Any:
         type=MAX_NEW_TOKENS,
         help=f"longest answer (default: {DEFAULT_NEW_TOKENS}, or the engines' limit)",
     )
-    add("--system", metavar="TEXT", help="a system message, which the checkpoint's chat template writes")
+    add("--system", metavar="TEXT", help="a system message; '' removes that of the checkpoint's chat template")
     add_form_options(parser)
     add(
         "--every", type=_EVERY, metavar="SECONDS", help="answer the first frame of each period (default: every frame)"

@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None) -> None:
         help="sample from the likeliest tokens only, with --temperature above 0 (default: 1)",
     )
     add("--seed", type=SEED, help="repeat the same sampling, with --temperature above 0")
-    add("--system", metavar="TEXT", help="a system message, which the checkpoint's chat template writes")
+    add("--system", metavar="TEXT", help="a system message; '' removes that of the checkpoint's chat template")
     add(
         "--stop",
         action="append",

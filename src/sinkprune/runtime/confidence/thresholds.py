@@ -77,6 +77,8 @@ def usable_thresholds(thresholds: object, bundle: Bundle, method: str, compute: 
         raise missing_thresholds(bundle.manifest, method)
     check_type("thresholds", thresholds, (Thresholds,), "Thresholds, as read_thresholds returns")
     assert isinstance(thresholds, Thresholds)
+    if not thresholds.least:
+        raise UsageError(f"the thresholds name no budget. {_AGAIN}")
     thresholds.check(bundle, method, compute)
     return thresholds
 

@@ -109,6 +109,7 @@ def measure_costs(
         select=fit_measured(points["select"]),
         rest=max(0.0, median(rest)),
         token=decoder.token,
+        most_rows=text + most,
     )
 
 

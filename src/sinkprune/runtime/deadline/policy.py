@@ -142,6 +142,7 @@ class DeadlinePolicy(BudgetPolicy):
             reason += f"; budget {choices[larger].budget} would bring {fitting}: {advice}"
         elif advice and can_meet and not whole:
             reason += f"; {advice}"
+        reason += self._costs.far_above(text + choices[0].schedule.rows)
         self._decision = _Decision(
             choices[chosen].budget,
             tower_ms,
