@@ -168,8 +168,10 @@ class Policy(KeepsCosts[ActionCosts]):
             most_steps=observation.steps,
             least_steps=least,
         )
+        loaded = self._model.chain.loaded_graphs
         report = self._run(observation, method, deadline.choose, observer)
-        return replace(report, deadline=deadline.report(sum(report.step_ms)))
+        comparable = self._model.chain.loaded_graphs == loaded
+        return replace(report, deadline=deadline.report(sum(report.step_ms), comparable=comparable))
 
     @checks_options
     def warm_up(

@@ -302,6 +302,7 @@ def test_the_chosen_budget_and_steps_are_what_runs(warm: Policy, photo: Image.Im
     slow = {"none": (60_000, 1000), "prune-77.8": (10_000, 1000), "prune-88.9": (1000, 1000)}
     own = Policy(warm.bundle, warm.backend)
     own.costs = replace(costs_of(slow), place=own.place)
+    own.load_plans("sinkpruner")
     pruned = act(own, photo, deadline_ms=25_800)
     expected = 1.3 * MARGIN
     assert (pruned.budget, pruned.steps, len(pruned.step_ms)) == ("prune-77.8", 8, 8)
@@ -320,6 +321,18 @@ def test_the_chosen_budget_and_steps_are_what_runs(warm: Policy, photo: Image.Im
     assert (late.budget, late.steps) == ("prune-88.9", 3)
     assert late.deadline is not None and not late.deadline.can_meet and not late.deadline.met
     assert warm.costs is costs
+
+
+def test_a_chunk_that_loads_a_graph_corrects_no_expected_time(warm: Policy, photo: Image.Image) -> None:
+    own = Policy(warm.bundle, warm.backend)
+    own.costs = warm.costs
+    ratios = list[int]()
+    for _ in range(2):
+        act(own, photo, budget="prune-88.9")
+        own.save_costs()
+        assert own._history is not None
+        ratios.append(len(own._history[1].recent.first))
+    assert ratios == [0, 1]
 
 
 def test_the_fewest_steps_are_at_most_the_steps(warm: Policy, photo: Image.Image) -> None:

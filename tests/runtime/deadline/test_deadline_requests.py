@@ -154,6 +154,17 @@ def test_thresholds_of_no_budget_are_refused(bundle: Bundles, photo: Image.Image
         pipeline.generate(photo, QUESTION, budget="auto", choice=["yes", "no"])
 
 
+def test_an_answer_that_loads_a_graph_corrects_no_expected_time(bundle: Bundles, photo: Image.Image) -> None:
+    costs, pipeline, ratios = loaded(bundle).costs, Pipeline.load(bundle("gqa-112")), list[int]()
+    pipeline.costs = costs
+    for deadline in (60_000, 1, 1):
+        pipeline.generate(photo, QUESTION, deadline_ms=deadline, max_new_tokens=2)
+        assert pipeline._history is not None
+        ratios.append(len(pipeline._history[1].recent.first))
+    # No deadline is met by the unpruned model first, then by a budget whose graphs were not loaded.
+    assert ratios == [1, 1, 2]
+
+
 def test_costs_of_a_small_picture_are_noted_for_a_large_one(bundle: Bundles, photo: Image.Image) -> None:
     pipeline = Pipeline.load(bundle("qwen"))
     small, options = photo.resize((56, 56)), {"deadline_ms": 60_000, "max_new_tokens": 1}

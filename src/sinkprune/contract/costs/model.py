@@ -177,7 +177,7 @@ class Costs(MeasuredCosts):
             return ""
         return (
             f"; the costs were measured with up to {self.most_rows} tokens in the prompt, and this one has {rows}: "
-            "expected times may be far too long. Measure the costs with your largest picture"
+            "expected times may be far too long. Measure the costs with your largest picture, at your largest budget"
         )
 
     def slower(self, times: float) -> Costs:

@@ -76,13 +76,15 @@ class ChunkDeadline:
         self._chosen = chosen
         return BudgetAndSteps(chosen.budget, chosen.steps)
 
-    def report(self, step_ms: float) -> ActionDeadline:
+    def report(self, step_ms: float, *, comparable: bool = True) -> ActionDeadline:
         """Return how the chunk met the deadline, now that it is complete, and add its times to the history.
 
-        `step_ms` are the milliseconds of all its denoising steps.
+        `step_ms` are the milliseconds of all its denoising steps. `comparable` is whether costs are those of such a
+        chunk: it loaded no graph.
         """
         measured, chosen = self._elapsed(), self._chosen
-        self._history.add(chosen.usual, measured - chosen.spent_ms - step_ms, step_ms / chosen.steps)
+        if comparable:
+            self._history.add(chosen.usual, measured - chosen.spent_ms - step_ms, step_ms / chosen.steps)
         return ActionDeadline(
             deadline_ms=self._deadline_ms,
             budget=chosen.budget,

@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None) -> None:
         sys.stderr.write(doubtful_costs(policy.costs, None if costs else earlier_costs))
         file = None if options.costs else policy.save_costs()
         if costs is None:
-            sys.stderr.write(kept_line(file, policy.costs))
+            sys.stderr.write(kept_line(file, policy.costs, options.budget))
     summary = {
         "method": options.method,
         "backend": policy.backend.name,

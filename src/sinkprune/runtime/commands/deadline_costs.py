@@ -126,9 +126,13 @@ def _measured(deadline: DeadlineReport | ActionDeadline) -> str:
     return next((text for text in rounded if deadline.met or float(text) > deadline.deadline_ms), str(measured))
 
 
-def kept_line(file: Path | None, costs: Costs | ActionCosts) -> str:
-    """Return a line about the `file` that holds `costs` for later runs, or a warning if none does."""
-    line = f"note: the costs are kept in '{file}'." if file else f"warning: {not_kept(costs)}"
+def kept_line(file: Path | None, costs: Costs | ActionCosts, budget: str = UNPRUNED) -> str:
+    """Return a line about the `file` that holds `costs` for later runs, or a warning if none does.
+
+    `budget` is the largest measured one.
+    """
+    of = "" if budget == UNPRUNED else f" of '{budget}' and smaller budgets"
+    line = f"note: the costs{of} are kept in '{file}'." if file else f"warning: {not_kept(costs)}"
     return escaped(line) + "\n"
 
 

@@ -232,7 +232,7 @@ def main(arguments: Sequence[str] | None) -> None:
         if pipeline.costs:
             sys.stderr.write(doubtful_costs(pipeline.costs, earlier_costs))
             if options.warm_up:
-                sys.stderr.write(kept_line(file, pipeline.costs))
+                sys.stderr.write(kept_line(file, pipeline.costs, options.budget))
     if options.overlay and answer.budget != UNPRUNED:
         write_output(options.overlay, picture_bytes(overlay(answer, images), options.overlay))
     sys.stderr.write("".join(f"note: {note}\n" for note in unused))

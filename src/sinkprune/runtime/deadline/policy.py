@@ -56,10 +56,11 @@ class BudgetPolicy:
         """Return why the answer ends after so many tokens, or "" where it may go on."""
         return "length" if tokens >= self._request.max_new_tokens else ""
 
-    def ended(self, token_ms: Sequence[float], *, reused: bool = False) -> DeadlineReport | None:
+    def ended(self, token_ms: Sequence[float], *, comparable: bool = True) -> DeadlineReport | None:
         """Called when the answer is complete, with the milliseconds of each token after the first.
 
-        `reused` is whether rows of the prompt came from an earlier request.
+        `comparable` is whether costs are those of such a request: it reused no rows of an earlier one, and loaded no
+        graph.
         """
         return None
 
@@ -162,11 +163,10 @@ class DeadlinePolicy(BudgetPolicy):
         in_time = self._elapsed() + self._decision.expected.token <= self._deadline_ms
         return super().finish(tokens) or ("" if in_time else "deadline")
 
-    def ended(self, token_ms: Sequence[float], *, reused: bool = False) -> DeadlineReport:
+    def ended(self, token_ms: Sequence[float], *, comparable: bool = True) -> DeadlineReport:
         measured, chosen, costs = self._elapsed(), self._decision, self._costs
         token = sum(token_ms) / len(token_ms) if token_ms else None
-        if not reused:
-            # The costs are those of whole requests.
+        if comparable:
             self._history.add(chosen.usual, self._first_ms - chosen.tower_ms, token)
         first = chosen.tower_ms + chosen.expected.first
         return DeadlineReport(

@@ -75,6 +75,11 @@ class Chain:
                 self._plan_engines[graph] = self._load(graph)
             return self._plan_engines[graph]
 
+    @property
+    def loaded_graphs(self) -> int:
+        """The number of weightless engines that are loaded. A request that raises it takes longer than usual."""
+        return len(self._plan_engines)
+
     def load_plan(self, plan: Plan | None) -> None:
         """Load the engines of `plan`, so that the time of a request does not include loading."""
         with self.backend.turn:
