@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.costs.actions import ActionCosts, BudgetCosts
@@ -15,6 +17,7 @@ from sinkprune.contract.costs.file import read_action_costs, read_costs, write_c
 from sinkprune.contract.costs.model import Place, RecentRatios
 from sinkprune.contract.errors import UsageError
 
+MS = st.floats(0.01, 1e4)
 PLACE = Place("0" * 64, (1, 3), "fp32", "int8", "ort-cpu", "fp32", 2, "a machine")
 BUDGETS = {
     "none": BudgetCosts(100.0, 10.5, 276.5),
@@ -89,3 +92,29 @@ def test_costs_of_answers_and_of_policies_are_told_apart(tmp_path: Path) -> None
     with pytest.raises(UsageError) as refusal:
         read_action_costs(path, PLACE)
     assert str(refusal.value) == f"'{path}' has the costs of answers. Give it to sinkprune-run or read_costs."
+
+
+@given(
+    st.lists(st.tuples(MS, MS, st.floats(1, 1000)), min_size=1, max_size=3),
+    st.integers(0, 500),
+    st.integers(0, 500),
+)
+def test_each_text_token_above_the_measured_prompt_costs_as_much(
+    ms: list[tuple[float, float, float]], measured: int, text: int
+) -> None:
+    ordered = sorted(ms, key=lambda each: -each[2])
+    budgets = {name: BudgetCosts(*each) for name, each in zip(BUDGETS, ordered, strict=False)}
+    costs = replace(COSTS, budgets=budgets, prompt_tokens=measured)
+    (before, step, rows), (_, least_step, least_rows) = ordered[0], ordered[-1]
+    more = max(text - measured, 0)
+    of_a_row = step / rows if rows == least_rows else max(step - least_step, 0) / (rows - least_rows)
+    found = costs.of_prompt(text)
+    assert list(found) == list(budgets)
+    for name, own in budgets.items():
+        assert found[name].before_ms == pytest.approx(own.before_ms + more * before / rows)
+        assert found[name].step_ms == pytest.approx(own.step_ms + more * of_a_row)
+        assert found[name].rows == own.rows
+
+
+def test_costs_without_rows_are_the_same_for_every_prompt() -> None:
+    assert COSTS.of_prompt(500) == BUDGETS

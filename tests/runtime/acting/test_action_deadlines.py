@@ -19,7 +19,6 @@ from sinkprune.contract.command_line import progress_lines
 from sinkprune.contract.costs.actions import ActionCosts, BudgetCosts
 from sinkprune.contract.costs.model import Place
 from sinkprune.contract.errors import BudgetError, DeadlineError, UsageError
-from sinkprune.runtime.acting.costs import STEPS, measure_costs
 from sinkprune.runtime.acting.deadline import FEWEST_STEPS, ChosenChunk, ChunkDeadline, check_costs, choose_chunk
 from sinkprune.runtime.acting.report import ActionReport
 from sinkprune.runtime.deadline.request_history import MARGIN, RequestHistory
@@ -55,12 +54,6 @@ def choose(
         most_steps=most,
         least_steps=least,
     )
-
-
-def chunk_of(budget: str, step_ms: list[float]) -> ActionReport:
-    """A chunk that only measuring costs reads: 7 tokens of text, and 100 or 20 of frames in each layer."""
-    layers = [100, 100] if budget == "none" else [30, 10]
-    return ActionReport(None, "", budget, len(step_ms), 7, 100, layers, {}, step_ms, None, ())  # type: ignore[arg-type]
 
 
 @given(
@@ -138,33 +131,6 @@ def test_of_budgets_that_cost_nearly_the_same_the_smallest_is_the_fastest() -> N
     assert choose(slower, 10, 10, 5).budget == "prune-77.8"
 
 
-@given(
-    st.lists(st.tuples(MS, MS, st.floats(1, 1000)), min_size=1, max_size=3),
-    st.integers(0, 500),
-    st.integers(0, 500),
-)
-def test_each_text_token_above_the_measured_prompt_costs_as_much(
-    ms: list[tuple[float, float, float]], measured: int, text: int
-) -> None:
-    ordered = sorted(ms, key=lambda each: -each[2])
-    budgets = {name: BudgetCosts(*each) for name, each in zip(NAMES, ordered, strict=False)}
-    costs = replace(costs_of({}), budgets=budgets, prompt_tokens=measured)
-    (before, step, rows), (_, least_step, least_rows) = ordered[0], ordered[-1]
-    more = max(text - measured, 0)
-    of_a_row = step / rows if rows == least_rows else max(step - least_step, 0) / (rows - least_rows)
-    found = costs.of_prompt(text)
-    assert list(found) == list(budgets)
-    for name, own in budgets.items():
-        assert found[name].before_ms == pytest.approx(own.before_ms + more * before / rows)
-        assert found[name].step_ms == pytest.approx(own.step_ms + more * of_a_row)
-        assert found[name].rows == own.rows
-
-
-def test_costs_without_rows_are_the_same_for_every_prompt() -> None:
-    costs = costs_of({"none": (30.0, 2.0)})
-    assert costs.of_prompt(500) == costs.budgets
-
-
 def test_the_time_up_to_the_tower_is_spent_whatever_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large frames take longer: the choice follows, and what is expected of later chunks does not change."""
     clock, history = [5.0], RequestHistory()
@@ -190,50 +156,6 @@ def test_the_time_up_to_the_tower_is_spent_whatever_it_was(monkeypatch: pytest.M
         report = own.report(steps * step)
         assert report.met == (spent != 300) == report.can_meet
         assert history.recent.first[-1] == pytest.approx(1) and history.recent.token[-1] == pytest.approx(1)
-
-
-def test_costs_are_medians_without_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each chunk takes 10 and 3 times its number of milliseconds, by a clock that chunks move."""
-    clock, ran = [0.0], list[tuple[str, int]]()
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0] / 1e3)
-
-    def act(budget: str, steps: int) -> tuple[float, ActionReport]:
-        # The frames and the tower take any time.
-        clock[0] += 100 * len(ran)
-        tower, times = clock[0] / 1e3, 1000 if len(ran) < 2 else 1 + len(ran) // 2
-        ran.append((budget, steps))
-        step = [times * (3.0 if budget == "none" else 1.0)] * steps
-        clock[0] += 10 * times + sum(step)
-        return tower, chunk_of(budget, step)
-
-    costs = measure_costs(act, "sinkpruner", ("none", "prune-88.9"), 1, PLACE, 0.0, lambda *_: None)
-    assert (costs.method, costs.frames, costs.place, costs.prompt_tokens) == ("sinkpruner", 1, PLACE, 7)
-    budgets = costs.budgets
-    assert ran[:4] == [("none", STEPS), ("prune-88.9", STEPS)] * 2
-    # Three rounds count, whose chunks take 2, 3 and 4 times as long.
-    assert len(ran) == 8
-    assert budgets["none"] == BudgetCosts(pytest.approx(30), pytest.approx(9), 107)  # type: ignore[arg-type]
-    assert budgets["prune-88.9"] == BudgetCosts(pytest.approx(30), pytest.approx(3), 27)  # type: ignore[arg-type]
-    assert budgets["none"].chunk_ms(10) == pytest.approx(120)
-
-
-def test_a_smaller_budget_costs_at_most_what_a_larger_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load does not make it seem slower than a larger one. Pruning itself may be slower."""
-    clock, ms = [0.0], {"none": (10, 1), "prune-66.7": (30, 5), "prune-80": (25, 7), "prune-88.9": (28, 4)}
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0] / 1e3)
-
-    def act(budget: str, steps: int) -> tuple[float, ActionReport]:
-        (before, step), tower = ms[budget], clock[0] / 1e3
-        clock[0] += before + steps * step
-        return tower, chunk_of(budget, [float(step)] * steps)
-
-    found = measure_costs(act, "sinkpruner", tuple(ms), 1, PLACE, 0.0, lambda *_: None).budgets
-    assert {name: (round(own.before_ms, 6), round(own.step_ms, 6)) for name, own in found.items()} == {
-        "none": (10, 1),
-        "prune-66.7": (30, 5),
-        "prune-80": (25, 5),
-        "prune-88.9": (25, 4),
-    }
 
 
 @pytest.fixture(scope="module")

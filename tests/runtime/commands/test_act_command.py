@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,7 +15,7 @@ from PIL import Image, ImageChops
 
 from sinkprune import ActionReport, Policy, overlay
 from sinkprune.contract.errors import UsageError
-from support.programs.commands import Outcome, assert_refused, own_process, run
+from support.programs.commands import Outcome, assert_refused, run
 
 BUDGETS = ("prune-77.8", "prune-88.9")
 STATE = (-0.5, 0.1, -0.2, 0.3, 0.4)
@@ -346,9 +345,3 @@ def test_there_is_no_fit(path: Path, folder: Path) -> None:
 def test_too_few_cameras_name_the_word_of_the_command(path: Path, folder: Path) -> None:
     outcome = run("sinkprune-act", path, "--camera", "none", "--instruction", "go", "--state", "0,0,0,0,0")
     assert_refused(outcome, "found 1 camera", "None (--camera none) for a camera without one")
-
-
-def test_the_help_of_cameras_is_a_sentence() -> None:
-    words = own_process("sinkprune-profile", "--help")
-    shown = " ".join(subprocess.run(words, capture_output=True, text=True, check=True).stdout.split())
-    assert "the last frame of a camera of a robot policy; once for each" in shown

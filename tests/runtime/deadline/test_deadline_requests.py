@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinkprune import Pipeline, Thresholds, write_thresholds
+from sinkprune import Pipeline, write_thresholds
 from sinkprune.contract.costs.file import read_costs, write_costs
 from sinkprune.contract.costs.model import Curve, predict
 from sinkprune.contract.errors import DeadlineError, UsageError
@@ -137,21 +137,6 @@ def test_what_is_written_has_the_right_type(tmp_path: Path) -> None:
         with pytest.raises(TypeError, match="is 3, expected"):
             write(tmp_path / "file.json", wrong)
     assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.parametrize("least", [3, {"retain-64": "x"}, {"retain-64": 2.0}, {"retain-64": -1}])
-def test_thresholds_are_shares(least: Any, bundle: Bundles, photo: Image.Image) -> None:
-    pipeline = Pipeline.load(bundle("gqa-112"))
-    pipeline.thresholds = Thresholds(1, pipeline.bundle.sha256, pipeline.backend.compute, "sinkpruner", least)
-    with pytest.raises(UsageError, match=r"a least confidence .*expected a number from 0 to 1"):
-        pipeline.stream(photo, QUESTION, budget="auto", choice=["yes", "no"])
-
-
-def test_thresholds_of_no_budget_are_refused(bundle: Bundles, photo: Image.Image) -> None:
-    pipeline = Pipeline.load(bundle("gqa-112"))
-    pipeline.thresholds = Thresholds(1, pipeline.bundle.sha256, pipeline.backend.compute, "sinkpruner", {})
-    with pytest.raises(UsageError, match=r"^the thresholds name no budget\. Measure them"):
-        pipeline.generate(photo, QUESTION, budget="auto", choice=["yes", "no"])
 
 
 def test_an_answer_that_loads_a_graph_corrects_no_expected_time(bundle: Bundles, photo: Image.Image) -> None:

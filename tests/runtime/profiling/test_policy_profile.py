@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from sinkprune.contract.flops import expert_flops, prefix_flops
 from sinkprune.contract.reports.policy_report import PARTS, PolicyReport
 from sinkprune.contract.reports.report import Spread
 from sinkprune.runtime.profiling.policies import PolicyRounds, plot_policy
-from support.programs.commands import assert_refused, run
+from support.programs.commands import assert_refused, own_process, run
 
 BUDGETS = ("prune-77.8", "prune-88.9")
 STATE = (0.5, 0.1, -0.2, 0.3, 0.4)
@@ -229,3 +230,9 @@ def test_pictures_are_for_models_that_answer_and_cameras_for_policies(
         photo.write_bytes(photo_file.read_bytes())
     folders = ("--camera", tmp_path, "--camera", "none")
     assert_refused(run("sinkprune-profile", own, *folders, *GO), "found 2 moments, expected one")
+
+
+def test_the_help_of_cameras_is_a_sentence() -> None:
+    words = own_process("sinkprune-profile", "--help")
+    shown = " ".join(subprocess.run(words, capture_output=True, text=True, check=True).stdout.split())
+    assert "the last frame of a camera of a robot policy; once for each" in shown
