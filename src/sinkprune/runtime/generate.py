@@ -86,7 +86,7 @@ def generate(
     clock, own = Stopwatch(backend, observer.during), PrefixCache(ANY_SIZE)
     for plan in plans:
         chain.load_plan(plan)
-    loaded = chain.loaded_graphs
+    uses = chain.first_uses
     check_picture_count(manifest, limits, len(request.pictures))
     pictures = [decoded(source, family) for source in request.pictures]
 
@@ -192,7 +192,7 @@ def generate(
         images=kept,
         reused_towers=reused_towers,
         reused_rows=reused_rows,
-        deadline=policy.ended(written.token_ms, comparable=not knew_pictures and chain.loaded_graphs == loaded),
+        deadline=policy.ended(written.token_ms, comparable=not knew_pictures and chain.first_uses == uses),
         choices=written.choices,
         tried=tuple(tried),
     )

@@ -168,9 +168,9 @@ class Policy(KeepsCosts[ActionCosts]):
             most_steps=observation.steps,
             least_steps=least,
         )
-        loaded = self._model.chain.loaded_graphs
+        uses = self._model.chain.first_uses
         report = self._run(observation, method, deadline.choose, observer)
-        comparable = self._model.chain.loaded_graphs == loaded
+        comparable = self._model.chain.first_uses == uses
         return replace(report, deadline=deadline.report(sum(report.step_ms), comparable=comparable))
 
     @checks_options

@@ -225,6 +225,7 @@ def test_the_chosen_budget_and_steps_are_what_runs(warm: Policy, photo: Image.Im
     own = Policy(warm.bundle, warm.backend)
     own.costs = replace(costs_of(slow), place=own.place)
     own.load_plans("sinkpruner")
+    act(own, photo, deadline_ms=None)
     pruned = act(own, photo, deadline_ms=25_800)
     expected = 1.3 * MARGIN
     assert (pruned.budget, pruned.steps, len(pruned.step_ms)) == ("prune-77.8", 8, 8)
@@ -245,16 +246,16 @@ def test_the_chosen_budget_and_steps_are_what_runs(warm: Policy, photo: Image.Im
     assert warm.costs is costs
 
 
-def test_a_chunk_that_loads_a_graph_corrects_no_expected_time(warm: Policy, photo: Image.Image) -> None:
+def test_the_first_chunk_and_one_that_loads_a_graph_correct_no_expected_time(warm: Policy, photo: Image.Image) -> None:
     own = Policy(warm.bundle, warm.backend)
     own.costs = warm.costs
     ratios = list[int]()
-    for _ in range(2):
-        act(own, photo, budget="prune-88.9")
+    for budget in ("none", "prune-88.9", "prune-88.9"):
+        act(own, photo, budget=budget)
         own.save_costs()
         assert own._history is not None
         ratios.append(len(own._history[1].recent.first))
-    assert ratios == [0, 1]
+    assert ratios == [0, 0, 1]
 
 
 def test_the_fewest_steps_are_at_most_the_steps(warm: Policy, photo: Image.Image) -> None:

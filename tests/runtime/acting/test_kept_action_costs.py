@@ -84,6 +84,8 @@ def test_costs_of_another_place_are_not_taken(warm: Policy, photo: Image.Image) 
 
 def test_a_process_goes_on_where_the_last_one_saved_its_costs(warm: Policy, photo: Image.Image) -> None:
     first, second = Policy.load(warm.bundle.path), Policy.load(warm.bundle.path)
+    for policy in (first, second):
+        policy.act([photo, None], "pick up the cup", STATE)
     assert first.save_costs() is None
     assert in_time(first, photo).slower == pytest.approx(UNKNOWN)
     assert first.save_costs() == cache_file(warm.place, "sinkpruner")

@@ -151,6 +151,8 @@ def test_a_process_goes_on_where_the_last_one_saved_its_costs(warm: Pipeline, ph
         return report.slower
 
     first, second = Pipeline.load(warm.bundle.path), Pipeline.load(warm.bundle.path)
+    for pipeline in (first, second):
+        pipeline.generate(photo, QUESTION, max_new_tokens=1)
     assert first.save_costs() is None
     assert expected(first) == pytest.approx(1.05 * 1.3)
     assert first.save_costs() == cache_file(warm.place)

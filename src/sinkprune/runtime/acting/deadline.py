@@ -80,7 +80,7 @@ class ChunkDeadline:
         """Return how the chunk met the deadline, now that it is complete, and add its times to the history.
 
         `step_ms` are the milliseconds of all its denoising steps. `comparable` is whether costs are those of such a
-        chunk: it loaded no graph.
+        chunk: it loaded no graph, and is not the first.
         """
         measured, chosen = self._elapsed(), self._chosen
         if comparable:

@@ -59,8 +59,8 @@ class BudgetPolicy:
     def ended(self, token_ms: Sequence[float], *, comparable: bool = True) -> DeadlineReport | None:
         """Called when the answer is complete, with the milliseconds of each token after the first.
 
-        `comparable` is whether costs are those of such a request: it reused no rows of an earlier one, and loaded no
-        graph.
+        `comparable` is whether costs are those of such a request: it reused no rows of an earlier one, loaded no
+        graph, and is not the first.
         """
         return None
 

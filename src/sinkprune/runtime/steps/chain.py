@@ -44,6 +44,8 @@ class Chain:
         """The bytes of the vision tower's output for one token."""
         self.several_images = manifest.max_images > 1
         self.rotary = Rotary(model.rope_theta, model.head_dim, self.dtype, model.rope_sections)
+        self.has_run = False
+        """Whether a prefill is complete."""
         self._plan_engines: dict[str, Engine] = {}
         self._loading = Lock()
         loaded, total = count(), 3 + len(self.segments) + manifest.modulates
@@ -76,9 +78,12 @@ class Chain:
             return self._plan_engines[graph]
 
     @property
-    def loaded_graphs(self) -> int:
-        """The number of weightless engines that are loaded. A request that raises it takes longer than usual."""
-        return len(self._plan_engines)
+    def first_uses(self) -> int:
+        """The number of weightless engines that are loaded, plus one after the first prefill.
+
+        A request that raises it takes longer than usual.
+        """
+        return len(self._plan_engines) + self.has_run
 
     def load_plan(self, plan: Plan | None) -> None:
         """Load the engines of `plan`, so that the time of a request does not include loading."""
