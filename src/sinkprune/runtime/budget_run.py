@@ -1,0 +1,109 @@
+"""The steps of a request that depend on its budget, from the sanitizer to the first token's logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sinkprune.contract.layout import VisualLayout
+from sinkprune.contract.precision import Array
+from sinkprune.runtime.deadline.choices import ScheduledBudget
+from sinkprune.runtime.device.stopwatch import Stopwatch
+from sinkprune.runtime.steps.answer import Kept
+from sinkprune.runtime.steps.chain import Chain
+from sinkprune.runtime.steps.decoding import Prefill, first_logits, kept_tokens, lead_of, prefill, prefix_of
+from sinkprune.runtime.steps.encoding import EncodedPicture, TowerOutput, encode
+from sinkprune.runtime.steps.loaded_model import LoadedModel
+from sinkprune.runtime.steps.observer import Observer
+from sinkprune.runtime.steps.prefix_cache import LeadKey, PrefixCache, PrefixKey
+from sinkprune.runtime.steps.prompt_rows import PromptRows, lay_out
+from sinkprune.runtime.steps.request import Request
+from sinkprune.runtime.text.prompt import Prompt
+
+
+@dataclass(frozen=True)
+class SeenPrompt:
+    """What a request needs at any budget."""
+
+    request: Request
+    prompt: Prompt
+    layouts: Sequence[VisualLayout]
+    digests: Sequence[bytes]
+    """Of the pictures, as `PrefixCache.digests` returns them."""
+    towers: Sequence[TowerOutput]
+
+
+@dataclass(frozen=True)
+class BudgetRun:
+    """A prompt after the prefill at one budget."""
+
+    choice: ScheduledBudget
+    """The budget, with the counts that were kept."""
+    seen: SeenPrompt
+    key: PrefixKey
+    lead_key: LeadKey
+    encoded: Sequence[EncodedPicture]
+    rows: PromptRows
+    prefilled: Prefill
+    logits: Array
+    """[vocab], of the first token."""
+    reused_rows: int
+    knew_pictures: bool
+    """Whether they include rows of the pictures."""
+    new_lead: bool
+    """Whether the text before the first picture is worth storing."""
+
+    def kept(self, chain: Chain) -> tuple[Kept, ...]:
+        """Return what each step kept of each picture's visual tokens; raises `BundleError`."""
+        return kept_tokens(chain, self.choice.schedule, self.seen.layouts, self.encoded, self.rows, self.prefilled)
+
+    def store(self, chain: Chain, memory: PrefixCache) -> None:
+        """Store what later requests may share, where it is worth storing."""
+        if memory.stores(self.key, self.seen.prompt.texts[-1]):
+            self.put_prefix(chain, memory)
+        if self.new_lead:
+            memory.put_lead(self.lead_key, *lead_of(chain, len(self.lead_key.text), self.prefilled))
+
+    def put_prefix(self, chain: Chain, memory: PrefixCache) -> None:
+        """Store the rows before the first select."""
+        plan, text = self.choice.schedule.plan, self.seen.prompt.texts[-1]
+        memory.put_prefix(self.key, *prefix_of(chain, plan, self.rows, self.encoded, text, self.prefilled))
+
+
+def run_budget(
+    model: LoadedModel,
+    seen: SeenPrompt,
+    choice: ScheduledBudget,
+    clock: Stopwatch,
+    observer: Observer,
+    own: PrefixCache,
+    memory: PrefixCache,
+) -> BudgetRun:
+    """Run the steps at one budget, without rows that `own` or `memory` has; raises what `prefill` raises."""
+    manifest, _, family, _, embedding, chain, _ = model
+    backend, schedule, texts = chain.backend, choice.schedule, seen.prompt.texts
+    question = model.question_ids(schedule.plan, seen.request, seen.prompt)
+    key = PrefixKey.of(manifest, schedule.plan, seen.digests, texts, question)
+    lead_key = LeadKey.of(manifest, schedule.plan, texts)
+    stored, new_lead = [*memory.lead(lead_key)], memory.stores_lead(lead_key)
+    shared = own.shared(key, texts[-1]) or memory.shared(key, texts[-1])
+    if shared is None:
+        words = backend.tensor(embedding(question)) if question else None
+        encoded = [encode(chain, schedule.plan, tower, clock, words) for tower in seen.towers]
+    else:
+        prefix, rows_shared = shared
+        encoded = [*prefix.encoded]
+        stored[: len(prefix.saved)] = prefix.stored(rows_shared)
+    observer.encoded(encoded)
+    schedule = schedule.with_rows([one.kept_index.size for one in encoded])
+    shown, pruned = list(zip(seen.layouts, encoded, strict=True)), schedule.plan is not None
+    rows = lay_out(backend, embedding, family.between_rows, texts, shown, pruned=pruned)
+    observer.laid_out(rows)
+    norms, lead = encoded[0].device_norms if encoded else None, len(lead_key.text) if new_lead else 0
+    prefilled = prefill(chain, schedule, rows, clock, norms, stored, lead)
+    logits: Array = backend.numpy(first_logits(chain, prefilled, clock))[0]
+    choice = choice._replace(schedule=prefilled.schedule or schedule)
+    reused = stored[0].rows if stored else 0
+    return BudgetRun(
+        choice, seen, key, lead_key, encoded, rows, prefilled, logits, reused, shared is not None, new_lead
+    )
