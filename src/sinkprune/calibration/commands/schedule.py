@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from sinkprune.calibration.commands.measuring import add_changing_options, add_former_name, check_answers
 from sinkprune.calibration.evaluation.sample_size import accuracy_warnings, mean_warnings
 from sinkprune.calibration.pictures import note_items
-from sinkprune.calibration.scheduling.report import NEAR
+from sinkprune.calibration.scheduling.report import NEAR, ScheduleReport
 from sinkprune.calibration.scheduling.report_text import missed_text, report_text
 from sinkprune.calibration.tasks import Item, check_own_questions, items_by_picture, load_task
 from sinkprune.contract.budgets import UNPRUNED
@@ -183,18 +183,12 @@ def main(arguments: Sequence[str] | None) -> None:
         write_json(options.json, {"costs": to_json(pipeline.costs)})
         return
     # Only a default name promises a time.
-    kept = report.meets(target.ms) or bool(options.name)
-    sha256, chosen, added = None, report.chosen, ""
+    kept, sha256, added = report.meets(target.ms) or bool(options.name), None, ""
     if kept and not options.dry_run:
+        chosen = report.chosen
         manifest = add_budget(bundle, name, chosen.budget, chosen.stages_after, force=options.force, sign=sign)
         sha256 = BUNDLE.sha256(manifest)
-        folder = escaped(str(options.bundle))
-        added = (
-            f"{folder}: added budget {name}\n{sum_lines(sha256, options.sign)}"
-            "The sha256 is new: replace it where you give --sha256 or sha256=, and make this bundle's engines "
-            "and thresholds again.\n"
-            f"Run the budget: sinkprune-run {folder} --budget {name}, with --image and --prompt\n"
-        )
+        added = _added_text(options, name, sha256)
     elif kept:
         added = f"{escaped(str(options.bundle))}: unchanged, because of --dry-run\n"
     text = report_text(report) + added
@@ -202,21 +196,35 @@ def main(arguments: Sequence[str] | None) -> None:
     if items:
         pictures = len({item.picture for item in items})
         _warn([*accuracy_warnings(len(items)), *mean_warnings(pictures), *unseen_warnings(shares, "requests")])
-    if chosen.lost > _MOST_LOST:
-        sys.stderr.write(
-            f"warning: the budget drops {100 * chosen.lost:.1f} % of the text's attention to the picture, so many "
-            "answers may be wrong. Compare it with others: sinkprune-evaluate.\n"
-        )
-    if not report.accurate:
-        sys.stderr.write(
-            f"warning: the prediction misses the measurement by {100 * abs(report.off):.1f} %, more than "
-            f"{100 * NEAR:.0f} %: the machine's speed changed meanwhile. Measure again when the machine does nothing "
-            "else.\n"
-        )
+    _warn(_doubts(report))
     if report.meets(target.ms):
         return
     done = "added, and misses its target" if sha256 else "found and not added"
     raise BudgetError(f"budget '{name}' was {done}: {missed_text(report, target.wanted)}")
+
+
+def _added_text(options: _Options, name: str, sha256: str) -> str:
+    folder = escaped(str(options.bundle))
+    return (
+        f"{folder}: added budget {name}\n{sum_lines(sha256, options.sign)}"
+        "The sha256 is new: replace it where you give --sha256 or sha256=, and make this bundle's engines "
+        "and thresholds again.\n"
+        f"Run the budget: sinkprune-run {folder} --budget {name}, with --image and --prompt\n"
+    )
+
+
+def _doubts(report: ScheduleReport) -> Iterator[str]:
+    """Yield a warning for a budget that drops much, and for one whose measured time is far from the predicted."""
+    if report.chosen.lost > _MOST_LOST:
+        yield (
+            f"the budget drops {100 * report.chosen.lost:.1f} % of the text's attention to the picture, so many "
+            "answers may be wrong. Compare it with others: sinkprune-evaluate."
+        )
+    if not report.accurate:
+        yield (
+            f"the prediction misses the measurement by {100 * abs(report.off):.1f} %, more than {100 * NEAR:.0f} %: "
+            "the machine's speed changed meanwhile. Measure again when the machine does nothing else."
+        )
 
 
 def _warn(warnings: Iterable[str]) -> None:

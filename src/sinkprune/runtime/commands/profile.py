@@ -10,6 +10,7 @@ from typing import Any
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.command_line.command import entry_point
+from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.reports.energy import BudgetEnergy
 from sinkprune.contract.reports.report import OF_TTFT, BudgetReport, ProfileReport
@@ -102,47 +103,7 @@ _OF_POLICIES = ("camera", "state", "steps")
 
 @entry_point
 def main(arguments: Sequence[str] | None) -> None:
-    parser = new_parser(
-        "sinkprune profile",
-        "Measure every budget against the unpruned engines, in turn, on one image and prompt. Without --rate, method "
-        "downsample is measured too if the bundle has it: a smaller picture, or averaged tokens on a tower of one "
-        "resolution.",
-        _EXAMPLES,
-        _add_sources,
-        ("--prompt", "--instruction"),
-    )
-    add = parser.add_argument
-    add_state(parser, required=False)
-    add(
-        "--steps",
-        type=step_list,
-        metavar="N,N",
-        help="for a robot policy: denoising steps, comma-separated (default: the checkpoint's, 5 and 2)",
-    )
-    add("--budgets", type=name_list, help="comma-separated, none included (default: all of the bundle)")
-    add_new_tokens(parser, default=_NEW_TOKENS, note=", or the engines' limit")
-    parser.set_defaults(new_tokens=None)
-    add("--repeat", type=REPEAT, help=f"measured rounds (default: {USUAL_REPEAT})")
-    add(
-        "--warmup-rounds",
-        # The older name, too close to run's --warm-up.
-        "--warmup",
-        dest="warmup",
-        type=WARMUP.named("--warmup-rounds"),
-        default=1,
-        metavar="N",
-        help="rounds before them that do not count (default: 1)",
-    )
-    add(
-        "--warm",
-        action="store_true",
-        help="also measure the request as a second question about the picture in a session",
-    )
-    add_rate_options(parser)
-    add_power_options(parser)
-    add_report_options(parser, "where the time goes; with --rate, latency and temperature over time")
-    options = parser.parse(arguments, _Options)
-
+    options = _parser().parse(arguments, _Options)
     camera = wanted_camera(options)
     files = frame_files(options.frames) if options.frames else options.picture_files
     check_report_options(options, options, files)
@@ -214,6 +175,49 @@ def main(arguments: Sequence[str] | None) -> None:
     check_lived(power)
     if interrupted:
         raise KeyboardInterrupt(interrupted + earlier)
+
+
+def _parser() -> CommandParser:
+    parser = new_parser(
+        "sinkprune profile",
+        "Measure every budget against the unpruned engines, in turn, on one image and prompt. Without --rate, method "
+        "downsample is measured too if the bundle has it: a smaller picture, or averaged tokens on a tower of one "
+        "resolution.",
+        _EXAMPLES,
+        _add_sources,
+        ("--prompt", "--instruction"),
+    )
+    add = parser.add_argument
+    add_state(parser, required=False)
+    add(
+        "--steps",
+        type=step_list,
+        metavar="N,N",
+        help="for a robot policy: denoising steps, comma-separated (default: the checkpoint's, 5 and 2)",
+    )
+    add("--budgets", type=name_list, help="comma-separated, none included (default: all of the bundle)")
+    add_new_tokens(parser, default=_NEW_TOKENS, note=", or the engines' limit")
+    parser.set_defaults(new_tokens=None)
+    add("--repeat", type=REPEAT, help=f"measured rounds (default: {USUAL_REPEAT})")
+    add(
+        "--warmup-rounds",
+        # The older name, too close to run's --warm-up.
+        "--warmup",
+        dest="warmup",
+        type=WARMUP.named("--warmup-rounds"),
+        default=1,
+        metavar="N",
+        help="rounds before them that do not count (default: 1)",
+    )
+    add(
+        "--warm",
+        action="store_true",
+        help="also measure the request as a second question about the picture in a session",
+    )
+    add_rate_options(parser)
+    add_power_options(parser)
+    add_report_options(parser, "where the time goes; with --rate, latency and temperature over time")
+    return parser
 
 
 def _add_sources(group: Any) -> None:

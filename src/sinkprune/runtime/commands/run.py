@@ -13,6 +13,7 @@ from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
+from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import RunningOutput, json_outputs, prints_json, write_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines, status
 from sinkprune.contract.command_line.written_files import write_output
@@ -49,7 +50,7 @@ from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.loaded_model import check_chosen_later
 from sinkprune.runtime.steps.observer import Observer
-from sinkprune.runtime.steps.request import DEADLINE_MS, DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS
+from sinkprune.runtime.steps.request import DEADLINE_MS, DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS, Request
 from sinkprune.runtime.system.cores import usable_cores
 from sinkprune.runtime.text.sampling import SEED, TEMPERATURE, TOP_P
 
@@ -95,74 +96,9 @@ class _Options(PictureOptions, FormOptions):
 
 @entry_point
 def main(arguments: Sequence[str] | None) -> None:
-    parser = new_parser("sinkprune run", "Answer a question about images or a video.", _EXAMPLES)
-    add = parser.add_argument
-    add(
-        "--budget",
-        default=UNPRUNED,
-        help="a budget of the bundle, or none; with --deadline-ms the largest that may be chosen; auto, with "
-        "--choice and --thresholds, tries larger budgets until the answer is sure enough (default: none)",
-    )
-    add(
-        "--deadline-ms",
-        type=DEADLINE_MS,
-        metavar="MS",
-        help="milliseconds for the whole answer. Chooses the largest budget whose predicted time for "
-        "--max-new-tokens tokens meets them. Needs --warm-up once on this machine, or --costs",
-    )
-    add(
-        "--warm-up",
-        action="store_true",
-        help="measure the costs of requests on this machine before the answer, and keep them for later runs; takes "
-        "seconds, or minutes for a large model",
-    )
-    add_costs(parser)
-    add(
-        "--thresholds",
-        type=Path,
-        metavar="FILE.json",
-        help="for --budget auto: how sure answers must be, from sinkprune-calibrate confidence --thresholds",
-    )
-    add(
-        "--max-new-tokens",
-        type=MAX_NEW_TOKENS,
-        help=f"longest answer (default: {DEFAULT_NEW_TOKENS}, or the engines' limit)",
-    )
-    add("--temperature", type=TEMPERATURE, default=0.0, help="0 is greedy (default: 0)")
-    add(
-        "--top-p",
-        type=TOP_P,
-        default=1.0,
-        help="sample from the likeliest tokens only, with --temperature above 0 (default: 1)",
-    )
-    add("--seed", type=SEED, help="repeat the same sampling, with --temperature above 0")
-    add("--system", metavar="TEXT", help="a system message; '' removes that of the checkpoint's chat template")
-    add(
-        "--stop",
-        action="append",
-        type=_stop_text,
-        default=[],
-        metavar="TEXT",
-        help="end the answer before this text; may be repeated",
-    )
-    add_form_options(parser)
-    add("--overlay", type=Path, metavar="FILE.png", help="draw the kept and dropped tokens on the image")
-    parser.add_json("the answer and its figures")
-    options = parser.parse(arguments, _Options)
-
-    overlays = [(options.overlay, PICTURE_SUFFIXES)] if options.overlay else []
-    read = [*options.picture_files, *options.key_files, *options.form_files]
-    read += [file for file in (options.costs, options.thresholds) if file]
-    check_outputs([*json_outputs(options.json), *overlays], read, options.folders)
-    if options.overlay and options.budget == UNPRUNED and options.deadline_ms is None:
-        raise UsageError("--overlay draws what pruning kept. Give a --budget other than none, or --deadline-ms.")
-    check_cost_options(options.warm_up, options.costs, options.deadline_ms)
-    if options.budget == AUTO and options.deadline_ms is not None:
-        raise UsageError(f"--budget {AUTO} takes the time that an unsure answer needs. Leave out --deadline-ms.")
-    if options.thresholds and options.budget != AUTO:
-        raise UsageError(f"--thresholds is for --budget {AUTO}, and the budget is '{options.budget}'. Give both.")
-    form = read_form(options, options.stop)
-    prompt = prompt_pieces(options.prompt)
+    options = _parser().parse(arguments, _Options)
+    _check_options(options)
+    form, prompt = read_form(options, options.stop), prompt_pieces(options.prompt)
     thresholds = read_thresholds(options.thresholds) if options.thresholds else None
     bundle = open_bundle(options, [] if options.budget == AUTO else [options.budget])
     if options.budget == AUTO or options.deadline_ms is not None:
@@ -173,49 +109,21 @@ def main(arguments: Sequence[str] | None) -> None:
     texts = [options.system or "", *([prompt] if isinstance(prompt, str) else prompt)]
     new_tokens = options.max_new_tokens or DEFAULT_NEW_TOKENS
     memory = check_memory(options, bundle, PlannedRequests(images, options.method, budgets, texts, new_tokens))
+
     pipeline = load_pipeline(options, bundle)
-    fields = {name: getattr(options, name) for name in _REQUEST} | form
-    if options.max_new_tokens is None:
-        del fields["max_new_tokens"]
-    if not options.temperature:
-        # `_unused_options` reports them.
-        del fields["top_p"], fields["seed"]
-    request = pipeline.new_request(images, prompt, **fields)
+    request = pipeline.new_request(images, prompt, **_given_fields(options), **form)
     # Before a long answer.
     notes = note_pictures(pipeline.family, pipeline.bundle.manifest, options.picture_files, images)
-    pipeline.thresholds = thresholds
-    pipeline.costs = costs
+    pipeline.thresholds, pipeline.costs = thresholds, costs
     earlier_costs = ANSWER_COSTS.cached(pipeline.place) if options.warm_up else None
-    if options.warm_up:
-        with explain_interrupt(NO_COSTS), status(MEASURING_COSTS) as progress:
-            pipeline.measure_costs(request, progress=progress)
-    if options.deadline_ms is not None:
-        with status("loading the budgets' graphs") as progress:
-            pipeline.load_plans(options.method, progress)
-    if costs:
-        # The first request of a process is slower than its costs say.
-        with status("running the request once before it counts"):
-            run_once(pipeline, request)
+    _warm_up(pipeline, request, options)
     output = RunningOutput(options.json, options.overlay)
-    with ProgressLines("answering") as lines:
+    answer = _answered(pipeline, request, options, output)
 
-        def on_text(piece: str) -> None:
-            if not prints_json(options.json):
-                # Lines of progress would stand within the answer, where both go to one file.
-                lines.end()
-            output.write(_readable(piece))
-
-        stream = pipeline.answer(request, _TokenCount(lines, request.max_new_tokens))
-        with ended_by_interrupt(stream):
-            answer = stream.rest(on_text)
     earlier = ""
     if answer.finish == "cancelled":
         options, earlier = beside_earlier(options, "json", "overlay")
-    output.write(f"\n{_timings(answer)}\n")
-    for step in answer.tried:
-        output.write(f"tried {step.budget}: confidence {step.confidence:.3f}, {step.ms:.0f} ms\n")
-    for text, share in answer.choices.items():
-        output.write(_readable(f"{share:.3f} {text}\n"))
+    output.write(_result(answer))
     if not answer.text and answer.finish == "stop":
         sys.stderr.write("note: the answer is empty: the model or a stop string ended it at once.\n")
     unused = _unused_options(options, answer.budget)
@@ -239,6 +147,68 @@ def main(arguments: Sequence[str] | None) -> None:
     if answer.finish == "cancelled":
         raise KeyboardInterrupt(f"the answer has {counted(len(answer.token_ids), 'token')} so far.{earlier}")
     output.end()
+
+
+def _check_options(options: _Options) -> None:
+    """Reject options that exclude each other, and outputs that cannot be written."""
+    overlays = [(options.overlay, PICTURE_SUFFIXES)] if options.overlay else []
+    read = [*options.picture_files, *options.key_files, *options.form_files]
+    read += [file for file in (options.costs, options.thresholds) if file]
+    check_outputs([*json_outputs(options.json), *overlays], read, options.folders)
+    if options.overlay and options.budget == UNPRUNED and options.deadline_ms is None:
+        raise UsageError("--overlay draws what pruning kept. Give a --budget other than none, or --deadline-ms.")
+    check_cost_options(options.warm_up, options.costs, options.deadline_ms)
+    if options.budget == AUTO and options.deadline_ms is not None:
+        raise UsageError(f"--budget {AUTO} takes the time that an unsure answer needs. Leave out --deadline-ms.")
+    if options.thresholds and options.budget != AUTO:
+        raise UsageError(f"--thresholds is for --budget {AUTO}, and the budget is '{options.budget}'. Give both.")
+
+
+def _given_fields(options: _Options) -> dict[str, Any]:
+    """Return the options that are fields of a request, without those that change nothing."""
+    fields = {name: getattr(options, name) for name in _REQUEST}
+    if options.max_new_tokens is None:
+        del fields["max_new_tokens"]
+    if not options.temperature:
+        # `_unused_options` reports them.
+        del fields["top_p"], fields["seed"]
+    return fields
+
+
+def _warm_up(pipeline: Pipeline, request: Request, options: _Options) -> None:
+    """Measure costs if asked, and do before a request with a deadline what would make it late."""
+    if options.warm_up:
+        with explain_interrupt(NO_COSTS), status(MEASURING_COSTS) as progress:
+            pipeline.measure_costs(request, progress=progress)
+    if options.deadline_ms is not None:
+        with status("loading the budgets' graphs") as progress:
+            pipeline.load_plans(options.method, progress)
+        if not options.warm_up:
+            # The first request of a process is slower than its costs say.
+            with status("running the request once before it counts"):
+                run_once(pipeline, request)
+
+
+def _answered(pipeline: Pipeline, request: Request, options: _Options, output: RunningOutput) -> Answer:
+    """Return the answer, and write its text to `output` while it is decoded. Ctrl-C ends it."""
+    with ProgressLines("answering") as lines:
+
+        def on_text(piece: str) -> None:
+            if not prints_json(options.json):
+                # Lines of progress would stand within the answer, where both go to one file.
+                lines.end()
+            output.write(_readable(piece))
+
+        stream = pipeline.answer(request, _TokenCount(lines, request.max_new_tokens))
+        with ended_by_interrupt(stream):
+            return stream.rest(on_text)
+
+
+def _result(answer: Answer) -> str:
+    """Return what stands below the text of an answer: its times, and the confidence of closed lists."""
+    tried = [f"tried {step.budget}: confidence {step.confidence:.3f}, {step.ms:.0f} ms\n" for step in answer.tried]
+    choices = [_readable(f"{share:.3f} {text}\n") for text, share in answer.choices.items()]
+    return f"\n{_timings(answer)}\n" + "".join(tried + choices)
 
 
 class _TokenCount(Observer):
@@ -310,3 +280,60 @@ def _summary(pipeline: Pipeline, answer: Answer, memory: MemoryCheck, notes: lis
         "memory": memory._asdict(),
         "notes": notes,
     }
+
+
+def _parser() -> CommandParser:
+    parser = new_parser("sinkprune run", "Answer a question about images or a video.", _EXAMPLES)
+    add = parser.add_argument
+    add(
+        "--budget",
+        default=UNPRUNED,
+        help="a budget of the bundle, or none; with --deadline-ms the largest that may be chosen; auto, with "
+        "--choice and --thresholds, tries larger budgets until the answer is sure enough (default: none)",
+    )
+    add(
+        "--deadline-ms",
+        type=DEADLINE_MS,
+        metavar="MS",
+        help="milliseconds for the whole answer. Chooses the largest budget whose predicted time for "
+        "--max-new-tokens tokens meets them. Needs --warm-up once on this machine, or --costs",
+    )
+    add(
+        "--warm-up",
+        action="store_true",
+        help="measure the costs of requests on this machine before the answer, and keep them for later runs; takes "
+        "seconds, or minutes for a large model",
+    )
+    add_costs(parser)
+    add(
+        "--thresholds",
+        type=Path,
+        metavar="FILE.json",
+        help="for --budget auto: how sure answers must be, from sinkprune-calibrate confidence --thresholds",
+    )
+    add(
+        "--max-new-tokens",
+        type=MAX_NEW_TOKENS,
+        help=f"longest answer (default: {DEFAULT_NEW_TOKENS}, or the engines' limit)",
+    )
+    add("--temperature", type=TEMPERATURE, default=0.0, help="0 is greedy (default: 0)")
+    add(
+        "--top-p",
+        type=TOP_P,
+        default=1.0,
+        help="sample from the likeliest tokens only, with --temperature above 0 (default: 1)",
+    )
+    add("--seed", type=SEED, help="repeat the same sampling, with --temperature above 0")
+    add("--system", metavar="TEXT", help="a system message; '' removes that of the checkpoint's chat template")
+    add(
+        "--stop",
+        action="append",
+        type=_stop_text,
+        default=[],
+        metavar="TEXT",
+        help="end the answer before this text; may be repeated",
+    )
+    add_form_options(parser)
+    add("--overlay", type=Path, metavar="FILE.png", help="draw the kept and dropped tokens on the image")
+    parser.add_json("the answer and its figures")
+    return parser
