@@ -47,7 +47,7 @@ def generate(
     from then on. What requests about the same pictures share is read from and added to `memory`. Steps of one request
     share it too.
     """
-    manifest, limits, family, prompts, _, chain, warnings = model
+    manifest, limits, family, _, _, chain, warnings = model
     backend, policy = chain.backend, new_policy()
     clock, own = Stopwatch(backend, observer.during), PrefixCache(ANY_SIZE)
     for plan in plans:
@@ -67,14 +67,7 @@ def generate(
                 for source, picture, tower in zip(request.pictures, pictures, known, strict=True)
             ]
             layouts = [layout for _, layout in inputs]
-            prompt = prompts.encode(
-                request.texts,
-                [one.texts for one in layouts],
-                request.system,
-                request.history,
-                request.tools,
-                request.tool_call_id,
-            )
+            prompt = model.encode_prompt(request, layouts)
         observer.seen(inputs)
         warnings.warn(pictures, layouts)
         candidates = policy.candidates(manifest, layouts)

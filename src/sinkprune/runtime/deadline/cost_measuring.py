@@ -47,22 +47,14 @@ def measure_costs(
     request's deadline are left out. The decoder runs on several numbers of rows, from those of the smallest to those
     of the largest measured budget. Raises what a request raises.
     """
-    manifest, limits, family, prompts, embedding, chain, _ = model
+    manifest, limits, family, _, embedding, chain, _ = model
     if not request.pictures:
         raise UsageError(
             "costs are those of pictures, and the request has none. Give one like those of your requests."
         )
     pictures = tuple(decoded(source, family) for source in request.pictures)
     layouts = [layout_of(picture, picture, family, manifest) for picture in pictures]
-    prompt = prompts.encode(
-        request.texts,
-        [one.texts for one in layouts],
-        request.system,
-        request.history,
-        request.tools,
-        request.tool_call_id,
-    )
-    text = prompt.text_tokens
+    text = model.encode_prompt(request, layouts).text_tokens
     plain = replace(request, pictures=pictures, deadline_ms=None, max_new_tokens=1, temperature=0.0)
     # The form of an answer adds little, and may be too long for one token.
     plain = replace(plain, schema=None, regex=None, choice=())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from sinkprune.contract.budgets import AUTO, UNPRUNED
 from sinkprune.contract.engines_manifest import Limits
 from sinkprune.contract.errors import BudgetError, UsageError
+from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.plans import Plan
 from sinkprune.contract.reports.progress import OnProgress
@@ -70,6 +72,13 @@ class LoadedModel(NamedTuple):
             progress(_LOADING_PLANS, done, len(plans), "budgets")
             self.chain.load_plan(plan)
         progress(_LOADING_PLANS, len(plans), len(plans), "budgets")
+
+    def encode_prompt(self, request: Request, layouts: Sequence[VisualLayout]) -> Prompt:
+        """Return the tokens of a request with pictures of these `layouts`; raises `PromptError`."""
+        visual = [layout.texts for layout in layouts]
+        return self.prompts.encode(
+            request.texts, visual, request.system, request.history, request.tools, request.tool_call_id
+        )
 
     def question_ids(self, plan: Plan | None, request: Request, prompt: Prompt) -> list[int]:
         """Return the token ids of what the sanitizer of `plan` reads: the words of the user's last turn, if any.

@@ -163,7 +163,7 @@ class Watch:
             yield self._answer(number, frame)
 
     def _answer(self, number: int, frame: PictureLike) -> FrameAnswer:
-        manifest, _, family, prompts, embedding, chain, warnings = self._model
+        manifest, _, family, _, embedding, chain, warnings = self._model
         observer, memory, backend = self._observer, self._memory, chain.backend
         request, form = self._new_form(self._new_request(frame))
         if len(request.pictures) != 1:
@@ -174,14 +174,7 @@ class Watch:
         with clock.measure("ttft"):
             with clock.measure("preprocess"):
                 seen = tower_input(source, picture, family, manifest)
-                prompt = prompts.encode(
-                    request.texts,
-                    [seen.layout.texts],
-                    request.system,
-                    request.history,
-                    request.tools,
-                    request.tool_call_id,
-                )
+                prompt = self._model.encode_prompt(request, [seen.layout])
             layout = self._checked_layout(number, seen.layout, request, prompt.text_tokens)
             observer.seen([seen])
             warnings.warn([picture], [layout])
