@@ -70,6 +70,8 @@ def generate(
             prompt = model.encode_prompt(request, layouts)
         observer.seen(inputs)
         warnings.warn(pictures, layouts)
+        # Freeing a large picture takes milliseconds, which costs after the tower do not include.
+        del pictures
         candidates = policy.candidates(manifest, layouts)
         choices = runnable(manifest, limits, request, candidates, prompt.text_tokens, layouts)
         with backend.turn:
@@ -79,13 +81,14 @@ def generate(
             ]
             for digest, tower in zip(digests, towers, strict=True):
                 memory.put_tower(digest, tower, tower.norms.size * chain.visual_token_bytes)
+            reused_towers = sum(tower is not None for tower in known)
+            del known, inputs
             seen = SeenPrompt(request, prompt, layouts, digests, towers)
             choice = policy.choose(choices, prompt.text_tokens, layouts)
             run, sampler = run_budget(model, seen, choice, clock, observer, own, memory), request.new_sampler()
             # A closed list is compared later.
             ids = [] if isinstance(form, ChoiceTokens) else [sampler(run.logits, form.allowed(run.logits.size))]
-    reused_towers = sum(tower is not None for tower in known)
-    del pictures, known, inputs, towers
+    del towers
 
     tried: list[TriedBudget] = []
     # Milliseconds from the first tokens of earlier steps to the next steps, and of all earlier steps.

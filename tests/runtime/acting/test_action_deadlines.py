@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from sinkprune.contract.command_line import progress_lines
 from sinkprune.contract.costs.actions import ActionCosts, BudgetCosts
 from sinkprune.contract.costs.model import Place
 from sinkprune.contract.errors import BudgetError, DeadlineError, UsageError
+from sinkprune.runtime.acting import chunk
 from sinkprune.runtime.acting.deadline import FEWEST_STEPS, ChosenChunk, ChunkDeadline, check_costs, choose_chunk
 from sinkprune.runtime.acting.report import ActionReport
 from sinkprune.runtime.deadline.request_history import MARGIN, RequestHistory
@@ -246,7 +248,9 @@ def test_the_chosen_budget_and_steps_are_what_runs(warm: Policy, photo: Image.Im
     assert warm.costs is costs
 
 
-def test_the_first_chunk_and_one_that_loads_a_graph_correct_no_expected_time(warm: Policy, photo: Image.Image) -> None:
+def test_the_first_chunk_and_one_that_loads_a_graph_correct_no_expected_time(
+    warm: Policy, photo: Image.Image
+) -> None:
     own = Policy(warm.bundle, warm.backend)
     own.costs = warm.costs
     ratios = list[int]()
@@ -256,6 +260,27 @@ def test_the_first_chunk_and_one_that_loads_a_graph_correct_no_expected_time(war
         assert own._history is not None
         ratios.append(len(own._history[1].recent.first))
     assert ratios == [0, 0, 1]
+
+
+def test_frames_are_freed_before_the_budget_is_chosen(
+    warm: Policy, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frame of 12 megapixels takes milliseconds to free, which would count as slowness of the machine."""
+    decoded, choose, seen, alive = chunk.decoded, ChunkDeadline.choose, list[Any](), list[Any]()
+
+    def noted(*given: Any) -> Any:
+        picture = decoded(*given)
+        seen.append(weakref.ref(picture))
+        return picture
+
+    def choose_noted(*given: Any) -> Any:
+        alive.extend(picture() for picture in seen)
+        return choose(*given)
+
+    monkeypatch.setattr(chunk, "decoded", noted)
+    monkeypatch.setattr(ChunkDeadline, "choose", choose_noted)
+    act(warm, photo.copy())
+    assert alive and all(picture is None for picture in alive)
 
 
 def test_the_fewest_steps_are_at_most_the_steps(warm: Policy, photo: Image.Image) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,16 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sinkprune import Pipeline
+from sinkprune import Pipeline, write_costs
+from sinkprune.runtime import generate
+from sinkprune.runtime.deadline import decoder_times
+from sinkprune.runtime.deadline.decoder_times import DecoderTimes
 from sinkprune.runtime.deadline.other_load import OtherLoad
+from sinkprune.runtime.deadline.policy import DeadlinePolicy
+from sinkprune.runtime.steps import pictures
 from sinkprune.runtime.text.constraint import Grammars
 from sinkprune.runtime.text.longest_match import longest_match
+from support.programs.commands import run
 
 Bundles = Callable[..., Path]
 QUESTION = "Is there a red circle?"
@@ -59,3 +67,59 @@ def test_a_warm_up_with_a_form_reads_the_tokenizer(bundle: Bundles, photo: Image
     pipeline.generate(photo, QUESTION, regex="[0-9]{1,3}", deadline_ms=60_000, max_new_tokens=1)
     assert pipeline._grammars._made is tokenizer
     assert longest_match.cache_info().misses == found
+
+
+def test_the_command_counts_reading_the_picture_after_a_run_that_does_not_count(
+    bundle: Bundles, photo: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs, picture, read = tmp_path / "costs.json", tmp_path / "photo.png", pictures.read_image
+    write_costs(costs, Pipeline.load(bundle("gqa-112")).warm_up(photo, QUESTION, seconds=0))
+    photo.save(picture)
+
+    def slow(path: Path) -> Image.Image:
+        time.sleep(0.2)
+        return read(path)
+
+    monkeypatch.setattr(pictures, "read_image", slow)
+    asked = ("--image", picture, "--prompt", QUESTION, "--max-new-tokens", 1, "--deadline-ms", 60_000)
+    answer = json.loads(run("sinkprune-run", bundle("gqa-112"), *asked, "--costs", costs, "--json").stdout)
+    assert answer["deadline"]["measured_ms"] > answer["ms"]["latency"] + 200
+
+
+def test_pictures_are_freed_before_the_budget_is_chosen(
+    bundle: Bundles, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A picture of 12 megapixels takes milliseconds to free, which would count as slowness of the machine."""
+    pipeline, decoded, choose = Pipeline.load(bundle("gqa-112")), generate.decoded, DeadlinePolicy.choose
+    pipeline.warm_up(photo, QUESTION, seconds=0)
+    seen, alive = list[Any](), list[Any]()
+
+    def noted(*given: Any) -> Any:
+        picture = decoded(*given)
+        seen.append(weakref.ref(picture))
+        return picture
+
+    def choose_noted(*given: Any) -> Any:
+        alive.append(seen[0]())
+        return choose(*given)
+
+    monkeypatch.setattr(generate, "decoded", noted)
+    monkeypatch.setattr(DeadlinePolicy, "choose", choose_noted)
+    pipeline.generate(photo.copy(), QUESTION, deadline_ms=60_000, max_new_tokens=1)
+    assert alive == [None]
+
+
+def test_the_first_tokens_after_a_prefill_do_not_stand_for_all(
+    bundle: Bundles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline, decode, calls = Pipeline.load(bundle("gqa-112")), decoder_times.decode_one_token, list[int]()
+
+    def slow_at_first(*given: Any) -> Any:
+        calls.append(0)
+        time.sleep(0.2 if len(calls) == 1 else 0.05)
+        return decode(*given)
+
+    monkeypatch.setattr(decoder_times, "decode_one_token", slow_at_first)
+    times = DecoderTimes(pipeline.chain, pipeline.embedding, [20])
+    times.run(counted=True)
+    assert 50 < times.token.ms(20) < 100

@@ -139,7 +139,9 @@ def test_what_is_written_has_the_right_type(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
-def test_the_first_answer_and_one_that_loads_a_graph_correct_no_expected_time(bundle: Bundles, photo: Image.Image) -> None:
+def test_the_first_answer_and_one_that_loads_a_graph_correct_no_expected_time(
+    bundle: Bundles, photo: Image.Image
+) -> None:
     costs, pipeline, ratios = loaded(bundle).costs, Pipeline.load(bundle("gqa-112")), list[int]()
     pipeline.costs = costs
     for deadline in (60_000, 60_000, 1, 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 from PIL import Image, ImageDraw
 
 from sinkprune import FirstFrameWarning, Pipeline
-from sinkprune.runtime.media.images import frame_count, read_header, read_image, read_image_bytes, to_rgb
+from sinkprune.runtime.media.frame_count import frame_count
+from sinkprune.runtime.media.images import read_header, read_image, read_image_bytes, to_rgb
 from sinkprune.runtime.steps.picture_warnings import notes_on
 from support.programs.commands import run
 
@@ -51,6 +53,19 @@ def test_further_pictures_of_a_jpeg_are_no_frames(tmp_path: Path) -> None:
     with Image.open(path) as opened:
         assert frame_count(read_image(path)) == frame_count(to_rgb(opened)) == 1 < opened.n_frames  # type: ignore[attr-defined]
     assert read_header(path).frames == 1
+
+
+def test_views_of_a_jpeg_are_frames(tmp_path: Path) -> None:
+    """As stereo cameras write them: the type of the second picture is Disparity (CIPA DC-007, 5.2.3.3.1)."""
+    path, picture = tmp_path / "stereo.jpg", Image.effect_noise((90, 90), 80).convert("RGB")
+    picture.save(path, "MPO", save_all=True, append_images=[picture.rotate(90), picture.resize((9, 9))])
+    with Image.open(path) as opened:
+        size = opened.mpinfo[0xB002][1]["Size"]  # type: ignore[attr-defined]
+    undefined, disparity = (struct.pack("<LL", kind, size) for kind in (0, 0x20002))
+    assert path.read_bytes().count(undefined) == 1
+    path.write_bytes(path.read_bytes().replace(undefined, disparity))
+    with Image.open(path) as opened:
+        assert frame_count(read_image(path)) == frame_count(to_rgb(opened)) == read_header(path).frames == 2
 
 
 def test_an_opened_image_keeps_its_frame_and_its_drawing(tmp_path: Path) -> None:

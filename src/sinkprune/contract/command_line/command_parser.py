@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 from sinkprune import __version__
 from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.command_line.command import naming_stdout
 from sinkprune.contract.command_line.json_output import STDOUT, SUFFIX
 from sinkprune.contract.command_line.progress_lines import end_start_lines
 
@@ -84,6 +85,15 @@ class CommandParser(argparse.ArgumentParser):
                     usual = words if action.choices else readings[0]
                     words = next((reading for reading in readings if self._accepts(reading)), usual)
         return super().parse_known_args(words, namespace)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print as argparse does, but raise `OSError` for a help or a version that standard output does not take."""
+        if file is not sys.stdout:
+            super()._print_message(message, file)
+            return
+        with naming_stdout():
+            file.write(message)
+            file.flush()
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         """Reject an empty path: it means the current folder, which nobody named."""

@@ -51,12 +51,16 @@ def run_chunk(
     pictures = [decoded(frame, family) for frame in observation.cameras]
     with clock.measure("latency"):
         with clock.measure("preprocess"):
-            pairs = zip(observation.cameras, pictures, strict=True)
-            inputs = [tower_input(frame, picture, family, manifest) for frame, picture in pairs]
+            inputs = [
+                tower_input(frame, picture, family, manifest)
+                for frame, picture in zip(observation.cameras, pictures, strict=True)
+            ]
             layouts = [layout for _, layout in inputs]
             prompt = _encoded(model, observation, layouts)
         observer.seen(inputs)
         warnings.warn(pictures, layouts)
+        # Freeing a large picture takes milliseconds, which costs after the tower do not include.
+        del pictures
         with backend.turn:
             # One call for all cameras.
             tower = run_tower(chain, joined_inputs([arrays for arrays, _ in inputs]), clock)

@@ -98,7 +98,7 @@ class PictureOptions(BundleOptions):
 
     @property
     def picture_files(self) -> list[Path]:
-        """The files that `read_pictures` reads."""
+        """The files of `picture_sources`."""
         return self.image or self.video or []
 
 
@@ -190,12 +190,11 @@ def load_pipeline(options: BundleOptions, bundle: Bundle, wrap: Wrap | None = No
     return Pipeline.load(bundle, wrap=wrap, fit=options.fit, **options.loading)
 
 
-def read_pictures(options: PictureOptions, bundle: Bundle) -> list[Picture]:
-    """Return the images, or the frames of the videos that the model sees; raises `ImageError` with the file's name.
+def picture_sources(options: PictureOptions) -> list[Path | VideoFile]:
+    """Return the image files, or the opened video files; raises `VideoError` with the file's name.
 
     Prints a note about each long video that must be decoded as a whole.
     """
-    family = load_family(bundle.manifest, options.fit)
     videos = [VideoFile(path) for path in options.video or ()]
     for path, video in zip(options.video or (), videos, strict=True):
         if not video.can_seek and video.count >= _LONG_VIDEO:
@@ -203,7 +202,14 @@ def read_pictures(options: PictureOptions, bundle: Bundle) -> list[Picture]:
                 f"{escaped(str(path))}: decodes all {video.count} frames, because no list of keyframes leads to the "
                 "few that are shown. Convert the video to MP4 with a keyframe every two seconds to read it faster.\n"
             )
-    sources = [*(options.image or ()), *videos]
+    return [*(options.image or ()), *videos]
+
+
+def read_pictures(sources: Sequence[Path | VideoFile], options: PictureOptions, bundle: Bundle) -> list[Picture]:
+    """Return the images of files, or the frames of videos that the model sees; raises `ImageError` with the file's
+    name.
+    """
+    family = load_family(bundle.manifest, options.fit)
     pictures = [decoded(source, family) for source in sources]
     for source, picture in zip(sources, pictures, strict=True):
         # Before others ask for the layout, who do not know the file.

@@ -24,6 +24,7 @@ from sinkprune.runtime.commands import (
     name_list,
     new_parser,
     open_bundle,
+    picture_sources,
     plain_text,
     prompt_pieces,
     read_pictures,
@@ -121,7 +122,7 @@ def main(arguments: Sequence[str] | None) -> None:
     if options.frames:
         prompts = [[frame] for frame in read_frames(files, load_family(bundle.manifest, options.fit))]
     else:
-        prompts = [read_pictures(options, bundle)]
+        prompts = [read_pictures(picture_sources(options), options, bundle)]
     planned = list(dict.fromkeys([*([] if camera else [UNPRUNED]), *budgets]))
     largest = max(prompts, key=lambda pictures: sum(picture.size[0] * picture.size[1] for picture in pictures))
     check_memory(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from sinkprune.runtime.commands import (
     load_pipeline,
     new_parser,
     open_bundle,
+    picture_sources,
     prompt_pieces,
     read_pictures,
 )
@@ -105,7 +106,8 @@ def main(arguments: Sequence[str] | None) -> None:
         check_chosen_later(bundle.manifest, options.method)
     budgets = _budgets(options, bundle, thresholds)
     costs = known_costs(options, options.costs, bundle) if options.deadline_ms and not options.warm_up else None
-    images = read_pictures(options, bundle)
+    sources = picture_sources(options)
+    images = read_pictures(sources, options, bundle)
     texts = [options.system or "", *([prompt] if isinstance(prompt, str) else prompt)]
     new_tokens = options.max_new_tokens or DEFAULT_NEW_TOKENS
     memory = check_memory(options, bundle, PlannedRequests(images, options.method, budgets, texts, new_tokens))
@@ -117,6 +119,9 @@ def main(arguments: Sequence[str] | None) -> None:
     pipeline.thresholds, pipeline.costs = thresholds, costs
     earlier_costs = ANSWER_COSTS.cached(pipeline.place) if options.warm_up else None
     _warm_up(pipeline, request, options)
+    if options.deadline_ms is not None:
+        # A deadline counts the reading of the pictures, so they are read anew.
+        request = replace(request, pictures=tuple(sources))
     output = RunningOutput(options.json, options.overlay)
     answer = _answered(pipeline, request, options, output)
 

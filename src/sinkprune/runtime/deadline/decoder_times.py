@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 
 import numpy as np
 
@@ -15,7 +15,9 @@ from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.decoding import KVCache, decode_one_token
 from sinkprune.runtime.steps.embedding import Embedding
 
-_TOKENS = 2
+_TOKENS = 8
+"""Tokens after each prefill. The first few are up to 1.8 times as slow as later ones, because the prefill took the
+weights of a small model out of the processor's caches."""
 
 
 class DecoderTimes:
@@ -29,7 +31,7 @@ class DecoderTimes:
         self.prefills: dict[int, list[tuple[float, ...]]] = defaultdict(list)
         """By count of rows: the milliseconds of each prefill in each segment."""
         self.tokens: dict[int, list[float]] = defaultdict(list)
-        """By count of rows: the milliseconds of each token after such a prefill, with the head."""
+        """By count of rows: the mean milliseconds of the tokens after each prefill, with the head."""
 
     def run(self, *, counted: bool) -> None:
         """Run a prefill of each count, and tokens after it; store the times if `counted`."""
@@ -71,4 +73,4 @@ class DecoderTimes:
             tokens.append((time.perf_counter() - began) * 1e3)
         if counted:
             self.prefills[count].append(tuple(backend.elapsed_ms(*span) for span in spans))
-            self.tokens[count] += tokens
+            self.tokens[count].append(fmean(tokens))

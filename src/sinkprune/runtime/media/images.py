@@ -17,6 +17,7 @@ from sinkprune.contract.checks.format_value import type_name
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.files.untrusted import ForbiddenError, MissingError, UnreadableError, open_regular
 from sinkprune.contract.precision import Array
+from sinkprune.runtime.media.frame_count import count_frames, frame_count, note_frames
 from sinkprune.runtime.media.metered_file import MeteredFile
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
@@ -39,9 +40,6 @@ _GIVE = f"Give a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file."
 _MODES_OF_16_BITS = ("I;16", "I;16B", "I;16L", "I;16N")
 _FORMATS_OF_16_BITS = ("PPM", "PNG")
 _HAD_16_BITS = "sinkprune_had_16_bits"
-# Not a JPEG's further pictures (MPO), which are previews, depths and brightnesses of the first.
-_FORMATS_OF_FRAMES = ("GIF", "PNG", "TIFF", "WEBP")
-_FRAMES = "sinkprune_frames"
 # TIFF tags (TIFF 6.0): BitsPerSample, RowsPerStrip, TileWidth, TileLength.
 _BITS, _ROWS_PER_STRIP, _TILE_WIDTH, _TILE_LENGTH = 258, 278, 322, 323
 # The most pixels of a strip
@@ -138,7 +136,7 @@ def to_rgb(image: Image.Image | Array) -> Image.Image:
         if loaded or image.tell():
             frames = frame_count(image)
         else:
-            frames = _counted_frames(image)
+            frames = count_frames(image)
             image.seek(0)
         wide = _has_wide_channels(image)
         turned = ImageOps.exif_transpose(image)
@@ -160,11 +158,6 @@ def largest_value(image: Image.Image) -> int:
     return max(int(most) for _, most in cast(Any, image).getextrema())
 
 
-def frame_count(image: Image.Image) -> int:
-    """Return the number of frames or pages in the file of an image, as `read_image` and `to_rgb` return it."""
-    return int(image.info.get(_FRAMES, 1))
-
-
 def _decoded(file: BinaryIO) -> Image.Image:
     """Return the image in an open file; raises `ImageError`, and `UnidentifiedImageError` for other formats."""
     with _damage_as_error(), Image.open(file, formats=FORMATS) as image:
@@ -179,13 +172,13 @@ def _decoded(file: BinaryIO) -> Image.Image:
         # The file object of a WebP holds its pixels once more.
         image.fp = None
         found = _opaque(_with_8_bits(image, image.format))
-        return _with_facts(found, _counted_frames(image), wide)
+        return _with_facts(found, count_frames(image), wide)
 
 
 def _header(file: BinaryIO) -> ImageHeader:
     """Return the header of an open file; raises as `_decoded` does."""
     with _damage_as_error(), Image.open(file, formats=FORMATS) as image:
-        return ImageHeader(_counted_frames(image), _has_wide_channels(image) or image.mode in _MODES_OF_16_BITS)
+        return ImageHeader(count_frames(image), _has_wide_channels(image) or image.mode in _MODES_OF_16_BITS)
 
 
 def _has_wide_channels(image: Image.Image) -> bool:
@@ -206,22 +199,10 @@ def _has_wide_channels(image: Image.Image) -> bool:
 
 def _with_facts(image: Image.Image, frames: int, wide: bool) -> Image.Image:
     """Return the RGB `image` with its `frame_count`, and whether it `had_16_bits`. Others stay equal to arrays."""
-    if frames > 1:
-        image.info[_FRAMES] = frames
+    note_frames(image, frames)
     if wide and largest_value(image) < NEARLY_BLACK:
         image.info[_HAD_16_BITS] = True
     return image
-
-
-def _counted_frames(image: Image.Image) -> int:
-    """Return the number of frames or pages of an opened file; of a damaged file, those before the damage."""
-    if image.format not in _FORMATS_OF_FRAMES:
-        return frame_count(image)
-    try:
-        return int(getattr(image, "n_frames", 1))
-    except Exception:
-        # The first frame is whole, and the model sees no other.
-        return image.tell() + 1
 
 
 def _check_size(width: int, height: int, most: int = MOST_PIXELS) -> None:

@@ -20,9 +20,9 @@ from sinkprune.contract.errors import (
 )
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.runtime.media.clip import Picture
+from sinkprune.runtime.media.frame_count import frame_count
 from sinkprune.runtime.media.images import (
     NEARLY_BLACK,
-    frame_count,
     had_16_bits,
     largest_value,
     read_header,
