@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -67,7 +66,7 @@ def test_the_first_request_of_the_process_does_not_count(
     assert outcome.code == 0, outcome.stderr
     # The request itself is checked before.
     checked, first, counted = asked
-    assert checked == replace(counted, pictures=checked.pictures)
+    assert vars(checked) | {"pictures": ()} == vars(counted) | {"pictures": ()}
     # A file, which is read within the deadline.
     assert all(isinstance(picture, Path) for picture in counted.pictures)
     assert (first.deadline_ms, first.max_new_tokens, first.regex, first.budget) == (None, 1, None, "retain-32")
