@@ -22,6 +22,7 @@ from sinkprune.contract.costs.model import (
     Costs,
     Curve,
     Place,
+    Prediction,
     RecentRatios,
     fit,
     fit_measured,
@@ -94,6 +95,7 @@ def costs_of(manifest: Manifest) -> Costs:
         select=Curve(1e6, 1.0, 0.0),
         rest=0.5,
         token=Curve(2.0, 1.0, 0.0),
+        token_start=(3.0, 1.5),
     )
 
 
@@ -116,8 +118,21 @@ def test_a_prediction_is_the_sum_of_its_parts(budget: str, pipeline: Pipelines) 
     assert found.first == pytest.approx(first)
     assert found.token == pytest.approx(2 + sum(sizes) / len(sizes))
     slower = predict(costs.slower(2.5), manifest, planned, text, [layout])
-    assert tuple(slower) == pytest.approx([2.5 * part for part in found])
-    assert found.latency(5) == pytest.approx(found.tower + first + 4 * found.token)
+    assert tuple(slower)[:3] == pytest.approx([2.5 * part for part in found[:3]])
+    assert found.latency(5) == pytest.approx(found.tower + first + (3.0 + 1.5 + 2) * found.token)
+    assert slower.later(4) == pytest.approx(2.5 * found.later(4))
+
+
+@given(st.lists(st.floats(0, 8), max_size=4), st.floats(1e-4, 1e3), st.floats(-10, 1e4), st.integers(0, 60))
+def test_tokens_within_a_time_are_the_most_that_take_at_most_that(
+    start: list[float], token: float, ms: float, most: int
+) -> None:
+    prediction = Prediction(0.0, 1.0, token, tuple(start))
+    taken, fitting = 0.0, 0
+    for number in range(most):
+        taken += token * (start[number] if number < len(start) else 1)
+        fitting = number + 1 if taken <= ms else fitting
+    assert abs(prediction.within(ms, most) - fitting) <= (abs(prediction.later(fitting) - ms) < 1e-6 * abs(ms) + 1e-9)
 
 
 @pytest.fixture
@@ -130,15 +145,16 @@ def test_costs_are_read_as_they_were_written(costs: Costs, tmp_path: Path) -> No
     for written in (costs, replace(costs, measured_at=1.75e9, load=0.25, recent=RecentRatios((0.5, 2.0), (1.25,)))):
         write_costs(path, written)
         assert read_costs(path, costs.place) == written
-    # Version 1 lacks three fields.
-    old = {name: value for name, value in to_json(costs).items() if name not in ("measured_at", "load", "recent")}
-    path.write_text(json.dumps({**old, "costs_version": 1}))
-    assert read_costs(path, costs.place) == costs
-    # Version 2 lacks one.
-    old = to_json(replace(costs, measured_at=1.75e9, load=0.25))
-    del old["most_rows"]
-    path.write_text(json.dumps({**old, "costs_version": 2}))
-    assert read_costs(path, costs.place) == replace(costs, measured_at=1.75e9, load=0.25)
+    # Earlier versions lack fields.
+    measured = replace(costs, measured_at=1.75e9, load=0.25, token_start=())
+    for version, lacking, expected in (
+        (1, ("measured_at", "load", "recent", "most_rows", "token_start"), replace(costs, token_start=())),
+        (2, ("most_rows", "token_start"), measured),
+        (3, ("token_start",), replace(measured, most_rows=9)),
+    ):
+        old = {name: value for name, value in to_json(replace(measured, most_rows=9)).items() if name not in lacking}
+        path.write_text(json.dumps({**old, "costs_version": version}))
+        assert read_costs(path, costs.place) == expected
 
 
 def test_prompts_far_above_the_measured_ones_are_noted(costs: Costs) -> None:
@@ -151,7 +167,8 @@ def test_prompts_far_above_the_measured_ones_are_noted(costs: Costs) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"costs_version": 4}, "have the version 4, this sinkprune reads 3"),
+        ({"costs_version": 5}, "have the version 5, this sinkprune reads 4"),
+        ({"token_start": [-1]}, "malformed at $.token_start[0]"),
         ({"measured_at": "yesterday"}, "malformed at $.measured_at"),
         ({"load": 2}, "malformed at $.load"),
         ({"recent": {"first": [-1], "token": []}}, "malformed at $.recent.first[0]"),

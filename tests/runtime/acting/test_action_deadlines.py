@@ -122,7 +122,7 @@ def test_one_slow_chunk_changes_no_fastest_budget(before: float, step: float) ->
     for number in range(3):
         found = choose(costs, 10, 10, 5, history=history)
         assert (found.budget, found.steps, found.can_meet) == ("prune-88.9", 5, False), number
-        history.add(found.usual, before * found.usual.first, step * found.usual.token)
+        history.add(found.usual, before * found.usual.first, step * found.usual.token, 1)
         assert found.expected_ms > 0.7 * costs.budgets["prune-88.9"].chunk_ms(5)
 
 

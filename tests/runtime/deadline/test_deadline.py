@@ -277,7 +277,7 @@ def test_a_slow_request_changes_no_earliest_first_token(small: Pipeline, first: 
     manifest, layouts = small.bundle.manifest, machine.layouts
     planned = scheduled_budget(manifest, "sinkpruner", report.budget, layouts).schedule
     usual = predict(machine.costs, manifest, planned, TEXT, layouts)
-    machine.history.add(usual, first * usual.first, token * usual.token)
+    machine.history.add(usual, first * usual.first, token * usual.token, 1)
     assert machine.answer(asked(), 40.0)[0].budget == report.budget == "retain-32"
 
 

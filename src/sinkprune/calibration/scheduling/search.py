@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sinkprune.contract.costs.model import Costs
+from sinkprune.contract.costs.model import Costs, later_tokens
 from sinkprune.contract.precision import Array
 
 MOST_STAGES = 3
@@ -45,7 +45,7 @@ class LatencyPrice:
         for stage in stages:
             total = total + costs.select.ms(all_rows[:, stage])
         mean = all_rows @ np.array(self.layers) / sum(self.layers)
-        return total + (self.new_tokens - 1) * costs.token.ms(mean)
+        return total + later_tokens(costs.token_start, self.new_tokens - 1) * costs.token.ms(mean)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
@@ -18,7 +19,7 @@ from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.schedule import Schedule
 
-COSTS_VERSION = 3
+COSTS_VERSION = 4
 _FAR_ABOVE = 1.5
 """Curves of costs hold up to about so many times the rows that they were measured with."""
 LOADED = 0.25
@@ -167,7 +168,10 @@ class Costs(MeasuredCosts):
     """All other work: the head, laying out rows, checking and reading results, and sampling. Also the time that a
     decoder takes longer after other engines than alone."""
     token: Curve
-    """A token after the first, by the rows in the caches, as the mean over the layers."""
+    """A token after the first few, by the rows in the caches, as the mean over the layers."""
+    token_start: tuple[Ratio, ...] = ()
+    """For each of the first few tokens after the prompt: its time as a multiple of a later token's. A prefill takes
+    the weights of a small model out of the processor's caches. Empty in a file of version 1 to 3."""
     most_rows: Count | None = None
     """The most tokens of a measured prompt, text and visual; None in a file of version 1 or 2."""
 
@@ -202,11 +206,29 @@ class Prediction(NamedTuple):
     first: float
     """From the end of the vision tower to the first token."""
     token: float
-    """Each token after the first."""
+    """Each later token, after the first few."""
+    start: tuple[float, ...] = ()
+    """As `Costs.token_start`."""
+
+    def later(self, tokens: int) -> float:
+        """Return the milliseconds of so many tokens after the first."""
+        return self.token * later_tokens(self.start, tokens)
+
+    def within(self, ms: float, most: int) -> int:
+        """Return how many tokens after the first, up to `most`, take at most `ms`."""
+        return bisect_right(range(1, most + 1), ms, key=self.later)
 
     def latency(self, tokens: int) -> float:
         """Return the milliseconds of a whole answer of `tokens` tokens."""
-        return self.tower + self.first + (tokens - 1) * self.token
+        return self.tower + self.first + self.later(tokens - 1)
+
+
+def later_tokens(start: Sequence[float], tokens: int) -> float:
+    """Return the time of so many tokens after the first, as a multiple of a late one's.
+
+    `start` is as `Costs.token_start`.
+    """
+    return sum(start[:tokens]) + max(0, tokens - len(start))
 
 
 def predict(
@@ -225,7 +247,7 @@ def predict(
         if planned.plan is not None and str(layers[-1]) in planned.plan.select_after:
             first += costs.select.ms(count)
     tower, token = sum(costs.tower.ms(layout.all_tokens) for layout in layouts), costs.token.ms(_mean(manifest, rows))
-    return Prediction(tower, max(first, _LEAST_MS), max(token, _LEAST_MS))
+    return Prediction(tower, max(first, _LEAST_MS), max(token, _LEAST_MS), costs.token_start)
 
 
 def _mean(manifest: Manifest, rows: Sequence[int]) -> float:

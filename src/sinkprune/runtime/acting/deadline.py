@@ -84,7 +84,7 @@ class ChunkDeadline:
         """
         measured, chosen = self._elapsed(), self._chosen
         if comparable:
-            self._history.add(chosen.usual, measured - chosen.spent_ms - step_ms, step_ms / chosen.steps)
+            self._history.add(chosen.usual, measured - chosen.spent_ms - step_ms, step_ms, chosen.steps)
         return ActionDeadline(
             deadline_ms=self._deadline_ms,
             budget=chosen.budget,

@@ -101,6 +101,7 @@ def measure_costs(
         select=fit_measured(points["select"]),
         rest=max(0.0, median(rest)),
         token=decoder.token,
+        token_start=decoder.token_start,
         most_rows=text + most,
     )
 

@@ -16,8 +16,9 @@ from sinkprune.runtime.steps.decoding import KVCache, decode_one_token
 from sinkprune.runtime.steps.embedding import Embedding
 
 _TOKENS = 8
-"""Tokens after each prefill. The first few are up to 1.8 times as slow as later ones, because the prefill took the
-weights of a small model out of the processor's caches."""
+"""The number of tokens after each prefill."""
+_START = 4
+"""How many of them are at the start (`Costs.token_start`)."""
 
 
 class DecoderTimes:
@@ -30,8 +31,8 @@ class DecoderTimes:
         self._rows: Array = np.resize(rows, (max(counts), rows.shape[1]))
         self.prefills: dict[int, list[tuple[float, ...]]] = defaultdict(list)
         """By count of rows: the milliseconds of each prefill in each segment."""
-        self.tokens: dict[int, list[float]] = defaultdict(list)
-        """By count of rows: the mean milliseconds of the tokens after each prefill, with the head."""
+        self.tokens: dict[int, list[list[float]]] = defaultdict(list)
+        """By count of rows: the milliseconds of the tokens after each prefill, with the head."""
 
     def run(self, *, counted: bool) -> None:
         """Run a prefill of each count, and tokens after it; store the times if `counted`."""
@@ -47,8 +48,14 @@ class DecoderTimes:
 
     @property
     def token(self) -> Curve:
-        """The time of a token, by the number of rows of the prefill before it."""
-        return fit_measured([(count, median(ms)) for count, ms in self.tokens.items()])
+        """The time of a token after the first few, by the number of rows of the prefill before it."""
+        return fit_measured([(count, median(map(_late, runs))) for count, runs in self.tokens.items()])
+
+    @property
+    def token_start(self) -> tuple[float, ...]:
+        """The times of the first few tokens, as `Costs.token_start`."""
+        runs = [run for runs in self.tokens.values() for run in runs]
+        return tuple(median(run[number] / _late(run) for run in runs) for number in range(_START))
 
     def _curve(self, segment: int) -> Curve:
         return fit_measured([(count, median(run[segment] for run in runs)) for count, runs in self.prefills.items()])
@@ -73,4 +80,9 @@ class DecoderTimes:
             tokens.append((time.perf_counter() - began) * 1e3)
         if counted:
             self.prefills[count].append(tuple(backend.elapsed_ms(*span) for span in spans))
-            self.tokens[count].append(fmean(tokens))
+            self.tokens[count].append(tokens)
+
+
+def _late(tokens: Sequence[float]) -> float:
+    """Return the mean milliseconds of the tokens after the start."""
+    return fmean(tokens[_START:])

@@ -5,7 +5,6 @@ With a deadline, the policy chooses the largest budget whose answer is expected 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -123,7 +122,7 @@ class DeadlinePolicy(BudgetPolicy):
         left = self._deadline_ms - tower_ms
         usual = [predict(self._costs, self._manifest, choice.schedule, text, layouts) for choice in choices]
         expected = [slower.of(prediction) for prediction in usual]
-        whole = [number for number, each in enumerate(expected) if each.first + (wanted - 1) * each.token <= left]
+        whole = [number for number, each in enumerate(expected) if each.first + each.later(wanted - 1) <= left]
         chosen = whole[0] if whole else min(range(len(choices)), key=lambda number: expected[number].first)
         can_meet = expected[chosen].first <= left
         # The length of a closed list's answers is no choice of the user.
@@ -139,7 +138,7 @@ class DeadlinePolicy(BudgetPolicy):
         # The largest budget that brings any token.
         larger = next((number for number in range(chosen) if expected[number].first <= left), None)
         if advice and larger is not None:
-            fitting = self._tokens_within(left - expected[larger].first, expected[larger].token)
+            fitting = self._tokens_within(left, expected[larger])
             reason += f"; budget {choices[larger].budget} would bring {fitting}: {advice}"
         elif advice and can_meet and not whole:
             reason += f"; {advice}"
@@ -150,7 +149,7 @@ class DeadlinePolicy(BudgetPolicy):
             slower,
             usual[chosen],
             expected[chosen],
-            self._tokens_within(left - expected[chosen].first, expected[chosen].token),
+            self._tokens_within(left, expected[chosen]),
             can_meet,
             reason,
         )
@@ -160,14 +159,14 @@ class DeadlinePolicy(BudgetPolicy):
         self._first_ms = self._elapsed()
 
     def finish(self, tokens: int) -> str:
-        in_time = self._elapsed() + self._decision.expected.token <= self._deadline_ms
+        expected = self._decision.expected
+        in_time = self._elapsed() + expected.later(tokens) - expected.later(tokens - 1) <= self._deadline_ms
         return super().finish(tokens) or ("" if in_time else "deadline")
 
     def ended(self, token_ms: Sequence[float], *, comparable: bool = True) -> DeadlineReport:
         measured, chosen, costs = self._elapsed(), self._decision, self._costs
-        token = sum(token_ms) / len(token_ms) if token_ms else None
         if comparable:
-            self._history.add(chosen.usual, self._first_ms - chosen.tower_ms, token)
+            self._history.add(chosen.usual, self._first_ms - chosen.tower_ms, sum(token_ms), len(token_ms))
         first = chosen.tower_ms + chosen.expected.first
         return DeadlineReport(
             deadline_ms=self._deadline_ms,
@@ -178,17 +177,16 @@ class DeadlinePolicy(BudgetPolicy):
             expected_tokens=chosen.tokens,
             predicted_first_ms=first,
             first_ms=self._first_ms,
-            predicted_ms=first + (chosen.tokens - 1) * chosen.expected.token,
+            predicted_ms=first + chosen.expected.later(chosen.tokens - 1),
             measured_ms=measured,
             slower=chosen.slower.first,
             costs_age_s=costs.age_s,
             costs_load=costs.load,
         )
 
-    def _tokens_within(self, left: float, token_ms: float) -> int:
-        """Return how many tokens fit when the first is complete and `left` milliseconds remain."""
-        most = self._request.max_new_tokens
-        return min(1 + math.floor(min(left / token_ms, most)), most) if left > 0 else 1
+    def _tokens_within(self, left: float, expected: Prediction) -> int:
+        """Return how many tokens fit into `left` milliseconds after the tower; one is always written."""
+        return 1 + expected.within(left - expected.first, self._request.max_new_tokens - 1)
 
     def _elapsed(self) -> float:
         """Milliseconds since the request began."""

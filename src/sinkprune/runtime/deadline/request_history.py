@@ -26,7 +26,7 @@ class Slowdown(NamedTuple):
     first: float
     """From the end of the vision tower to the first token."""
     token: float
-    """For each token after the first."""
+    """For the tokens after the first."""
 
     def of(self, usual: Prediction) -> Prediction:
         """Return the expected times, where `usual` are the predicted costs."""
@@ -43,15 +43,15 @@ class RequestHistory:
         """Start with `recent` requests, which an earlier process may have answered."""
         self._first, self._token = deque(recent.first, WINDOW), deque(recent.token, WINDOW)
 
-    def add(self, usual: Prediction, first: float, token: float | None) -> None:
+    def add(self, usual: Prediction, first: float, later: float, tokens: int) -> None:
         """Add a request with the predicted costs `usual`.
 
-        It took `first` milliseconds from the tower to its first token, and `token` for each later token. None is an
-        answer of one token: then tokens get the ratio of `first`, so that costs that are too high are corrected too.
+        It took `first` milliseconds from the tower to its first token, and `later` for all `tokens` after it. Without
+        any, tokens get the ratio of `first`, so that costs that are too high are corrected too.
         """
         ratio = first / usual.first
         self._first.append(ratio)
-        self._token.append(ratio if token is None else token / usual.token)
+        self._token.append(later / usual.later(tokens) if tokens else ratio)
 
     @property
     def slower(self) -> Slowdown:
