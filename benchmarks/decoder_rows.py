@@ -58,7 +58,7 @@ def _benchmark(arguments: Sequence[str] | None) -> None:
     for number in range(options.repeat + 1):
         times.run(counted=number > 0)
     prefills = {count: [sum(segments) for segments in times.prefills[count]] for count in counts}
-    tokens = times.tokens
+    tokens = {count: times.late(count) for count in counts}
     manifest = pipeline.bundle.manifest
     layers = manifest.language_model.num_layers
     flops = {count: prefill_flops(manifest.language_model, [count] * layers) for count in counts}

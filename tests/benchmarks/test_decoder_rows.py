@@ -30,7 +30,7 @@ def test_every_count_is_measured_in_every_round_beside_its_bytes(
     model = manifest.language_model
     for found, rows in ((small, 8), (large, 70)):
         assert found["rows"] == rows
-        assert len(found["prefill_ms"]) == 3 and len(found["token_ms"]) == 6
+        assert len(found["prefill_ms"]) == len(found["token_ms"]) == 3
         assert min(found["prefill_ms"] + found["token_ms"]) > 0
         values = 2 * rows * model.num_layers * model.num_kv_heads * model.head_dim
         # In bf16 where openvino and the processor compute in it.

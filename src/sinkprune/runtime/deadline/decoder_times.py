@@ -49,7 +49,11 @@ class DecoderTimes:
     @property
     def token(self) -> Curve:
         """The time of a token after the first few, by the number of rows of the prefill before it."""
-        return fit_measured([(count, median(map(_late, runs))) for count, runs in self.tokens.items()])
+        return fit_measured([(count, median(self.late(count))) for count in self.tokens])
+
+    def late(self, count: int) -> list[float]:
+        """Return the mean milliseconds of the later tokens, after each prefill of `count` rows."""
+        return [_late(run) for run in self.tokens[count]]
 
     @property
     def token_start(self) -> tuple[float, ...]:
