@@ -13,6 +13,7 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from support.programs.commands import run
+from support.programs.repository import ROOT
 
 
 @pytest.mark.parametrize(("message", "meant"), [("trt10", "opset20"), ("onnx24", "opset24"), ("opset20", "opset20")])
@@ -87,6 +88,18 @@ def test_the_progress_of_an_export_ends_with_all_weights(
     last.clear()
     read_bundle(tmp_path / "out").verify(progress)
     assert last == {"checking sums": summed}
+
+
+def test_nothing_is_reported_before_the_number_of_weights_is_known(tmp_path: Path) -> None:
+    """Inference of shapes reads the bias of five actions."""
+    totals = list[float]()
+
+    def progress(what: str, done: float, total: float, unit: str) -> None:
+        totals.append(total)
+
+    request = ExportRequest(str(ROOT / "demo" / "pocket-robot"), budgets=("prune-88.9",), max_images=2)
+    export_bundle(request, tmp_path / "out", progress=progress)
+    assert totals and min(totals) > 0
 
 
 def test_json_lists_what_no_plan_reaches(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

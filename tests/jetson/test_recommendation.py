@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sinkprune.jetson.fit import FormFit, ModelFit
-from sinkprune.jetson.recommendation import best_form
+from sinkprune.jetson.recommendation import best_form, recommend
 from support.programs.doctor_runs import doctor, preset, set_python, told
 from support.stand_ins.board_trees import changed, orin_nano_jetpack_6_2
 
@@ -38,13 +38,19 @@ def test_the_best_choice_answers_soonest_at_the_largest_budget() -> None:
     assert chosen(preset("llava-1.5-13b", usable=7_150_000_000)) is None
 
 
-def test_a_budget_that_was_added_last_may_be_the_largest() -> None:
+def test_an_added_budget_may_be_the_largest_of_a_folder_that_runs_as_it_is() -> None:
     model = preset("llava-1.1b")
     rows = {name: rows for name, rows in model.rows.items() if name != "retain-192"} | {
         "in-60": model.rows["retain-192"]
     }
     forms = tuple(replace(one, budgets={**one.budgets, "in-60": one.budgets["retain-192"]}) for one in model.forms)
-    assert chosen(replace(model, rows=rows, forms=forms)) == ("int4", "in-60")
+    own = tuple(replace(one, exported=one is forms[0]) for one in forms)
+    folder = replace(model, kind="bundle", rows=rows, forms=own)
+    found = recommend(folder, as_it_is=True)
+    assert found is not None and (found.as_it_is, found.budget) == (True, "in-60")
+    # An export makes no added budget.
+    found = recommend(folder, as_it_is=False)
+    assert found is not None and (found.as_it_is, found.budget, found.weights) == (False, "retain-128", "int4")
 
 
 def test_what_cannot_be_built_is_no_choice() -> None:

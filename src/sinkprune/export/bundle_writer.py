@@ -160,7 +160,9 @@ class _Export:
 
     def _count(self, weights: int) -> None:
         self._read += weights
-        self._progress("exporting", self._read / 1e6, self._weights / 1e6, "M weights")
+        # Some are read before their number is known.
+        if self._weights:
+            self._progress("exporting", self._read / 1e6, self._weights / 1e6, "M weights")
 
     def _chosen_forms(self) -> WeightForms:
         request, quantisation = self._request, self.source.quantisation

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.precision import PrecisionName
 from sinkprune.contract.system.memory_need import gigabytes
 from sinkprune.jetson.fit import BOARD_BACKEND, BudgetFit, FormFit, ModelFit
@@ -48,13 +49,16 @@ def refused_by_backend(model: ModelFit, form: FormFit) -> bool:
 
 
 def best_form(model: ModelFit) -> tuple[FormFit, str] | None:
-    """Return the form that answers soonest and its budget; None if no form can run.
+    """Return the form to export that answers soonest and its budget; None if no form can run.
 
-    The budget comes first: the largest pruned one that fits in any form, because it is the most accurate. Then comes
-    the quickest form that fits at this budget, whether the folder has it or not.
+    The budget comes first: the largest pruned one that an export makes and that fits in any form, because it is the
+    most accurate. Then comes the quickest form that fits at this budget, whether the folder has it or not.
     """
     forms = list(usable_forms(model))
-    budget = next((name for name in _pruned_first(model) if any(_fits(form, name) for form in forms)), None)
+    # Without budgets that were added to the folder.
+    made = (UNPRUNED, *FAMILIES[model.family].budgets)
+    names = [name for name in _pruned_first(model) if name in made]
+    budget = next((name for name in names if any(_fits(form, name) for form in forms)), None)
     if budget is None:
         return None
     return min((form for form in forms if _fits(form, budget)), key=lambda form: _slowness(form, budget)), budget
@@ -65,13 +69,11 @@ def recommend(model: ModelFit, *, as_it_is: bool) -> Recommendation | None:
 
     `as_it_is` is False if a finding forbids the folder unchanged.
     """
-    best = best_form(model)
+    own = next((form for form in usable_forms(model) if form.exported and as_it_is), None)
+    best = best_form(model) if own is None else (own, next(name for name in _pruned_first(model) if _fits(own, name)))
     if best is None:
         return None
     form, budget = best
-    own = next((form for form in usable_forms(model) if form.exported and as_it_is), None)
-    if own is not None:
-        form, budget = own, next(name for name in _pruned_first(model) if _fits(own, name))
     compared = [name for name in usable_forms(model) if _fits(name, budget)]
     return Recommendation(
         model=model.name,

@@ -44,7 +44,7 @@ def test_a_later_picture_is_noted_before_questions_are_asked(
     outcome = run(*ASKING[command], bundle("gqa-112"), "--data", mixed)
     assert outcome.code == 130
     assert outcome.stderr.startswith(f"{mixed.parent}/{NOTE}")
-    assert outcome.stderr.count("the model sees") == 1
+    assert outcome.stderr.count("the model sees") == outcome.stderr.count(" 1 more picture is seen in part") == 1
     outcome = run(*ASKING[command], bundle("gqa-112"), "--data", mixed, "--fit", "pad")
     assert "the model sees" not in outcome.stderr
 
@@ -68,6 +68,7 @@ def test_a_later_picture_of_16_bits_is_noted(command: str, bundle: Callable[...,
     assert outcome.code == 0, outcome.stderr
     assert outcome.stderr.count("16 bits a channel were scaled to 8. The largest value is now 10 of 255.") == 1
     assert outcome.stderr.startswith(f"{files[-1]}: 16 bits a channel")
+    assert outcome.stderr.count(" 1 more file has 16 bits.\n") == 1
     (note,) = json.loads((mixed.parent / "report.json").read_text())["notes"]
     assert outcome.stderr.splitlines()[0] == note
 
@@ -90,7 +91,7 @@ def test_moments_of_a_policy_are_noted_by_their_darkest_frame(
     profiled = run("sinkprune-profile", policy, *one, "--json", tmp_path / "profile.json")
     for outcome in (acted, watched, profiled):
         assert outcome.code == 0, outcome.stderr
-        assert outcome.stderr.count("16 bits") == 1 and dark in outcome.stderr
+        assert outcome.stderr.count("16 bits a channel") == 1 and dark in outcome.stderr
     for name in ("act", "profile"):
         assert any(note.startswith(dark) for note in json.loads((tmp_path / f"{name}.json").read_text())["notes"])
 

@@ -83,7 +83,9 @@ def test_a_line_has_no_rate_of_the_first_steps_alone() -> None:
 
 def test_a_line_has_minutes_hours_and_rounded_weights() -> None:
     lines = ProgressLines("decoder_0", 6.41434, "M weights")
-    lines.update(advance=0.147456)
+    lines.update(done=1e-5)
+    assert lines.line(1).startswith("decoder_0: 0 of 6.4 M weights in 1 s")
+    lines.update(done=0.147456)
     assert lines.line(1).startswith("decoder_0: 0.1 of 6.4 M weights in 1 s, ")
     lines.update(done=3.2071)
     assert lines.line(180) == "decoder_0: 3.2 of 6.4 M weights in 3 min, 0.0178 M weights a second, 3 min left"

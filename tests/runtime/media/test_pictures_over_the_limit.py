@@ -65,6 +65,7 @@ def test_commands_name_the_size_once_and_report_it(root: Path, photo: Image.Imag
     large, small = tmp_path / "large.png", tmp_path / "small.png"
     photo.resize((1600, 1200)).save(large)
     photo.resize((56, 56)).save(small)
+    photo.resize((1200, 1600)).save(tmp_path / "other.png")
     words = ("--prompt", "What?", "--max-new-tokens", 1)
     outcome = run("sinkprune-run", root, "--image", large, *words, "--json")
     ((width, height),) = json.loads(outcome.stdout)["seen_size"]
@@ -73,11 +74,11 @@ def test_commands_name_the_size_once_and_report_it(root: Path, photo: Image.Imag
     assert (outcome.code, outcome.stderr) == (0, f"{large}: {said}\n")
     outcome = run("sinkprune-run", root, "--image", small, *words, "--json")
     assert (outcome.code, outcome.stderr, json.loads(outcome.stdout)["seen_size"]) == (0, "", [[56, 56]])
-    lines = [{"image": f"{name}.png", "question": "What?", "answer": "a"} for name in ("small", "large", "large")]
+    lines = [{"image": f"{name}.png", "question": "What?", "answer": "a"} for name in ("small", "large", "other")]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     outcome = run("sinkprune-evaluate", root, "--data", tmp_path / "q.jsonl", "--budgets", "none")
     assert outcome.code == 0 and outcome.stderr.count("the model sees") == 1
-    assert f"large.png: {said}\n" in outcome.stderr
+    assert f"large.png: {said} 1 more picture is seen in part or smaller.\n" in outcome.stderr
 
 
 def test_python_warns_once_for_each_size(root: Path, photo: Image.Image) -> None:

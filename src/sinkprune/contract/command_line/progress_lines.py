@@ -221,5 +221,7 @@ def shown_progress(text: str, progress: bool | OnProgress) -> Iterator[OnProgres
 
 
 def _rounded(count: float) -> str:
-    """Return a whole number as it is, and a fraction with one digit."""
-    return f"{count:.0f}" if count == int(count) else f"{count:.1f}" if count >= 1 else f"{count:.1g}"
+    """Return a whole number as it is, and a fraction with one digit; below a hundredth, 0."""
+    if count == int(count) or count < 0.01:
+        return f"{count:.0f}"
+    return f"{count:.1f}" if count >= 1 else f"{count:.1g}"

@@ -73,26 +73,35 @@ def note_files(facts: Mapping[Path, FileFacts]) -> list[str]:
 def note_many_pictures(family: Family, manifest: Manifest, pictures: Mapping[str, PictureFacts]) -> list[str]:
     """Print the notes of `note_files`, and one on the first picture that is cropped or scaled down; return them.
 
-    `pictures` are all pictures by name. Raises `ImageError` for the first that the family rejects.
+    It has the number of the other such pictures. `pictures` are all pictures by name. Raises `ImageError` for the
+    first that the family rejects.
     """
     notes = note_files({Path(name): facts.of_file for name, facts in pictures.items()})
-    known: dict[tuple[int, int], str] = {}
+    of_size: dict[tuple[int, int], list[str]] = {}
     for name, facts in pictures.items():
-        known.setdefault(facts.size, name)
-    for size, name in known.items():
+        of_size.setdefault(facts.size, []).append(name)
+    found = list[tuple[str, str]]()
+    for size, names in of_size.items():
         # A layout depends on the size alone, and data has thousands of pictures.
-        if unseen := unseen_notes(layout_of(name, Image.new("L", size), family, manifest)):
-            return [*notes, _note(Path(name), unseen[0])]
-    return notes
+        unseen = unseen_notes(layout_of(names[0], Image.new("L", size), family, manifest))
+        found += [(name, unseen[0]) for name in names if unseen]
+    if not found:
+        return notes
+    others = len(found) - 1
+    are = "are" if others > 1 else "is"
+    more = f" {counted(others, 'more picture')} {are} seen in part or smaller." if others else ""
+    return [*notes, _note(Path(found[0][0]), found[0][1] + more)]
 
 
 def _note_darkest(facts: Mapping[Path, FileFacts]) -> list[str]:
-    """Print a note on the darkest file of 16 bits, and return it in a list."""
+    """Print a note on the darkest file of 16 bits, with the number of the others, and return it in a list."""
     found = {file: own.largest for file, own in facts.items() if own.largest is not None}
     if not found:
         return []
     darkest = min(found, key=found.__getitem__)
-    return [_note(darkest, divided(found[darkest]))]
+    others = len(found) - 1
+    more = f" {counted(others, 'more file')} {'have' if others > 1 else 'has'} 16 bits." if others else ""
+    return [_note(darkest, divided(found[darkest]) + more)]
 
 
 def _note(file: Path, text: str) -> str:
