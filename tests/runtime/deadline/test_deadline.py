@@ -281,6 +281,22 @@ def test_a_slow_request_changes_no_earliest_first_token(small: Pipeline, first: 
     assert machine.answer(asked(), 40.0)[0].budget == report.budget == "retain-32"
 
 
+@pytest.mark.parametrize(
+    ("tokens", "ratio"), [((), 2.0), ((15.0,), (3 + 7 * 2) / 8), ((15.0,) * 8, 3.0), ((15.0,) * 30, 3.0)]
+)
+def test_short_answers_say_little_about_long_ones(tokens: tuple[float, ...], ratio: float, small: Pipeline) -> None:
+    """All before the first token takes twice as long as its costs, and each later token three times."""
+    machine, manifest = Machine(small, quiet), small.bundle.manifest
+    policy = DeadlinePolicy(asked(40), 10_000, manifest, machine.costs, machine.history, machine.now)
+    none = scheduled_budget(manifest, "sinkpruner", "none", machine.layouts)
+    policy.choose([none], TEXT, machine.layouts)
+    machine.seconds += 2 * predict(machine.costs, manifest, none.schedule, TEXT, machine.layouts).first / 1e3
+    policy.first_token()
+    policy.ended(tokens)
+    assert machine.history.recent.first == pytest.approx([2.0])
+    assert machine.history.recent.token == pytest.approx([ratio])
+
+
 def test_tokens_end_in_time(small: Pipeline) -> None:
     deadline = first_ms(small, "retain-32") + 100
     machine = Machine(small, quiet, tokens=1000)

@@ -21,6 +21,9 @@ from sinkprune.runtime.steps.request import Request
 Now = Callable[[], float]
 """Seconds of a clock that never jumps."""
 
+_ENOUGH_TOKENS = 8
+"""The first few tokens say little about later ones. So an answer with fewer after its first counts as one with so many,
+and those that it lacks have the ratio of the first: then costs that are too high are corrected too."""
 _ADVICE = "set max_new_tokens (--max-new-tokens, the server's max_tokens) to the tokens that you need"
 
 
@@ -166,7 +169,9 @@ class DeadlinePolicy(BudgetPolicy):
     def ended(self, token_ms: Sequence[float], *, comparable: bool = True) -> DeadlineReport:
         measured, chosen, costs = self._elapsed(), self._decision, self._costs
         if comparable:
-            self._history.add(chosen.usual, self._first_ms - chosen.tower_ms, sum(token_ms), len(token_ms))
+            usual, first, count = chosen.usual, self._first_ms - chosen.tower_ms, max(len(token_ms), _ENOUGH_TOKENS)
+            missing = usual.later(count) - usual.later(len(token_ms))
+            self._history.add(usual, first, sum(token_ms) + missing * first / usual.first, count)
         first = chosen.tower_ms + chosen.expected.first
         return DeadlineReport(
             deadline_ms=self._deadline_ms,

@@ -46,12 +46,11 @@ class RequestHistory:
     def add(self, usual: Prediction, first: float, later: float, tokens: int) -> None:
         """Add a request with the predicted costs `usual`.
 
-        It took `first` milliseconds from the tower to its first token, and `later` for all `tokens` after it. Without
-        any, tokens get the ratio of `first`, so that costs that are too high are corrected too.
+        It took `first` milliseconds from the tower to its first token, and `later` for all `tokens` after it, one or
+        more.
         """
-        ratio = first / usual.first
-        self._first.append(ratio)
-        self._token.append(later / usual.later(tokens) if tokens else ratio)
+        self._first.append(first / usual.first)
+        self._token.append(later / usual.later(tokens))
 
     @property
     def slower(self) -> Slowdown:
