@@ -148,9 +148,13 @@ def test_costs_are_read_as_they_were_written(costs: Costs, tmp_path: Path) -> No
     # Earlier versions lack fields.
     measured = replace(costs, measured_at=1.75e9, load=0.25, token_start=())
     for version, lacking, expected in (
-        (1, ("measured_at", "load", "recent", "most_rows", "token_start"), replace(costs, token_start=())),
-        (2, ("most_rows", "token_start"), measured),
-        (3, ("token_start",), replace(measured, most_rows=9)),
+        (
+            1,
+            ("measured_at", "load", "recent", "most_rows", "token_start", "pass_row"),
+            replace(costs, token_start=()),
+        ),
+        (2, ("most_rows", "token_start", "pass_row"), measured),
+        (3, ("token_start", "pass_row"), replace(measured, most_rows=9)),
     ):
         old = {name: value for name, value in to_json(replace(measured, most_rows=9)).items() if name not in lacking}
         path.write_text(json.dumps({**old, "costs_version": version}))

@@ -150,14 +150,15 @@ class Pipeline(Answering, KeepsCosts[Costs]):
         request, form = self._formed(request)
         model, timed = self._model.for_request(request, plans[0]), request
         costs = None if request.deadline_ms is None else self._known_costs()
+        passes = [len(tokens) for tokens in form.passes] if isinstance(form, ChoiceTokens) else []
         if isinstance(form, ChoiceTokens):
-            # Each pass takes about the time of a token.
-            timed = replace(request, max_new_tokens=1 + len(form.passes))
+            # A deadline counts passes in place of tokens.
+            timed = replace(request, max_new_tokens=1 + len(passes))
 
         def new_policy() -> BudgetPolicy:
             if thresholds is not None:
                 return ConfidencePolicy(timed, thresholds)
-            return self._policy(timed, costs, time.perf_counter() - state.prepared_s)
+            return self._policy(timed, costs, time.perf_counter() - state.prepared_s, passes)
 
         stream = Stream(generate(model, request, plans, form, new_policy, observer, state, memory), state)
         stream.count_from(began)
@@ -283,8 +284,10 @@ class Pipeline(Answering, KeepsCosts[Costs]):
         thresholds = usable_thresholds(self.thresholds, self.bundle, method, self.backend.compute)
         return [manifest.plan(method, each) for each in thresholds.least]
 
-    def _policy(self, request: Request, costs: Costs | None, began: float) -> BudgetPolicy:
+    def _policy(self, request: Request, costs: Costs | None, began: float, passes: Sequence[int]) -> BudgetPolicy:
         if request.deadline_ms is None or costs is None:
             return BudgetPolicy(request)
         history = self._history_of(costs)
-        return DeadlinePolicy(request, request.deadline_ms, self.bundle.manifest, costs, history, began=began)
+        return DeadlinePolicy(
+            request, request.deadline_ms, self.bundle.manifest, costs, history, began=began, passes=passes
+        )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from sinkprune import Pipeline
 from sinkprune.contract.costs.model import Costs, Curve, Place, predict
-from sinkprune.runtime.deadline.choices import budgets_up_to, runnable, scheduled_budget
+from sinkprune.runtime.deadline.choices import runnable, scheduled_budget
 from sinkprune.runtime.deadline.policy import BudgetPolicy, DeadlinePolicy
 from sinkprune.runtime.deadline.request_history import WINDOW, RequestHistory
 from sinkprune.runtime.steps.answer import DeadlineReport
@@ -281,6 +282,21 @@ def test_a_slow_request_changes_no_earliest_first_token(small: Pipeline, first: 
     assert machine.answer(asked(), 40.0)[0].budget == report.budget == "retain-32"
 
 
+def test_passes_of_a_closed_list_count_by_their_rows(small: Pipeline) -> None:
+    machine, manifest, passes = Machine(small, quiet), small.bundle.manifest, [1, 4, 9]
+    costs = replace(machine.costs, token_start=(1.5,), pass_row=2.0)
+    request = asked(1 + len(passes), choice=("yes", "no"))
+    policy = DeadlinePolicy(request, 10_000, manifest, costs, machine.history, machine.now, passes=passes)
+    none = scheduled_budget(manifest, "sinkpruner", "none", machine.layouts)
+    policy.choose([none], TEXT, machine.layouts)
+    policy.first_token()
+    report = policy.ended([])
+    # A token takes 5 ms, and the first after the prompt 7.5.
+    expected = 3 * 7.5 + (0 + 3 + 8) * 2.0
+    assert report.predicted_ms - report.predicted_first_ms == pytest.approx(1.05 * 1.3 * expected)
+    assert report.expected_tokens == 4
+
+
 @pytest.mark.parametrize(
     ("tokens", "ratio"), [((), 2.0), ((15.0,), (3 + 7 * 2) / 8), ((15.0,) * 8, 3.0), ((15.0,) * 30, 3.0)]
 )
@@ -330,12 +346,3 @@ def test_a_request_without_a_deadline_runs_at_its_own_budget(small: Pipeline) ->
     assert [choice.budget for choice in policy.candidates(manifest, [])] == ["retain-128"]
     assert [policy.finish(tokens) for tokens in (1, 6, 7, 8)] == ["", "", "length", "length"]
     assert policy.ended([1.0]) is None
-
-
-def test_budgets_up_to_another_the_largest_first(small: Pipeline) -> None:
-    layouts, manifest = [*small.family.largest().values()], small.bundle.manifest
-    for budget, count in (("none", 5), ("retain-64", 2)):
-        choices = budgets_up_to(manifest, "sinkpruner", budget, layouts)
-        # Whatever the order of the candidates.
-        found = [choice.budget for choice in runnable(manifest, None, asked(), choices[::-1], TEXT, layouts)]
-        assert found == ["none", "retain-192", "retain-128", "retain-64", "retain-32"][-count:]

@@ -102,12 +102,12 @@ def _upgraded(data: dict[str, Any]) -> dict[str, Any]:
     """Return costs of earlier versions as now.
 
     Version 1 lacks the time and load of the measurement, and later requests; 2 lacks the rows of the measurement, and
-    3 the times of the first tokens.
+    3 the times of the first tokens and of passes over several rows.
     """
     version = data["costs_version"]
     if type(version) is not int or not 1 <= version < COSTS_VERSION:
         return data
-    added: dict[str, Any] = {"token_start": [], "costs_version": COSTS_VERSION}
+    added: dict[str, Any] = {"token_start": [], "pass_row": 0.0, "costs_version": COSTS_VERSION}
     if version <= 2:
         added |= {"most_rows": None}
     if version == 1:

@@ -172,6 +172,9 @@ class Costs(MeasuredCosts):
     token_start: tuple[Ratio, ...] = ()
     """For each of the first few tokens after the prompt: its time as a multiple of a later token's. A prefill takes
     the weights of a small model out of the processor's caches. Empty in a file of version 1 to 3."""
+    pass_row: Milliseconds = 0.0
+    """Of a pass over several rows, as for an answer of a closed list: each row after the first, with the head. 0 in a
+    file of version 1 to 3."""
     most_rows: Count | None = None
     """The most tokens of a measured prompt, text and visual; None in a file of version 1 or 2."""
 
@@ -195,6 +198,7 @@ class Costs(MeasuredCosts):
             select=self.select.slower(times),
             rest=times * self.rest,
             token=self.token.slower(times),
+            pass_row=times * self.pass_row,
         )
 
 
@@ -213,6 +217,14 @@ class Prediction(NamedTuple):
     def later(self, tokens: int) -> float:
         """Return the milliseconds of so many tokens after the first."""
         return self.token * later_tokens(self.start, tokens)
+
+    def of_passes(self, rows: Sequence[int], row_ms: float) -> Prediction:
+        """Return the prediction of passes over so many `rows` each, in place of tokens.
+
+        Each begins from the prompt's rows, as the first token does. `row_ms` is `Costs.pass_row`.
+        """
+        first = self.later(1) / self.token
+        return self._replace(start=tuple(first + (count - 1) * row_ms / self.token for count in rows))
 
     def within(self, ms: float, most: int) -> int:
         """Return how many tokens after the first, up to `most`, take at most `ms`."""

@@ -102,6 +102,7 @@ def measure_costs(
         rest=max(0.0, median(rest)),
         token=decoder.token,
         token_start=decoder.token_start,
+        pass_row=decoder.pass_row,
         most_rows=text + most,
     )
 

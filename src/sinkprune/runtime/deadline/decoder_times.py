@@ -12,11 +12,14 @@ import numpy as np
 from sinkprune.contract.costs.model import Curve, fit_measured
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.steps.chain import Chain
+from sinkprune.runtime.steps.choice_scores import logits_of_rows
 from sinkprune.runtime.steps.decoding import KVCache, decode_one_token
 from sinkprune.runtime.steps.embedding import Embedding
 
 _TOKENS = 8
 """The number of tokens after each prefill."""
+_PASS = 8
+"""The rows of a pass after them, as for an answer of a closed list."""
 _START = 4
 """How many of them are at the start (`Costs.token_start`)."""
 
@@ -33,6 +36,8 @@ class DecoderTimes:
         """By count of rows: the milliseconds of each prefill in each segment."""
         self.tokens: dict[int, list[list[float]]] = defaultdict(list)
         """By count of rows: the milliseconds of the tokens after each prefill, with the head."""
+        self._rows_of_passes: list[float] = []
+        """The milliseconds of each row after the first, in passes over `_PASS` rows after the tokens."""
 
     def run(self, *, counted: bool) -> None:
         """Run a prefill of each count, and tokens after it; store the times if `counted`."""
@@ -61,6 +66,11 @@ class DecoderTimes:
         runs = [run for runs in self.tokens.values() for run in runs]
         return tuple(median(run[number] / _late(run) for run in runs) for number in range(_START))
 
+    @property
+    def pass_row(self) -> float:
+        """The milliseconds of a further row of a pass, as `Costs.pass_row`."""
+        return max(0.0, median(self._rows_of_passes))
+
     def _curve(self, segment: int) -> Curve:
         return fit_measured([(count, median(run[segment] for run in runs)) for count, runs in self.prefills.items()])
 
@@ -82,7 +92,12 @@ class DecoderTimes:
             began = time.perf_counter()
             backend.numpy(decode_one_token(chain, written, self._rows[0]))
             tokens.append((time.perf_counter() - began) * 1e3)
+        began = time.perf_counter()
+        for _ in logits_of_rows(chain, written, np.resize(self._rows, (_PASS, self._rows.shape[1]))):
+            pass
+        passed = (time.perf_counter() - began) * 1e3
         if counted:
+            self._rows_of_passes.append((passed - _late(tokens)) / (_PASS - 1))
             self.prefills[count].append(tuple(backend.elapsed_ms(*span) for span in spans))
             self.tokens[count].append(tokens)
 

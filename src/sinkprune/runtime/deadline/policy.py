@@ -106,12 +106,15 @@ class DeadlinePolicy(BudgetPolicy):
         history: RequestHistory,
         now: Now = time.perf_counter,
         began: float | None = None,
+        passes: Sequence[int] = (),
     ) -> None:
         """Count the deadline from `began`, a time of the clock `now` (default: from this call on).
 
-        The request's own times are added to `history`.
+        The request's own times are added to `history`. `passes` are the rows of each pass after the first token, of a
+        request with a closed list.
         """
         super().__init__(request)
+        self._passes = passes
         self._deadline_ms, self._manifest, self._costs, self._history = deadline_ms, manifest, costs, history
         self._now, self._began = now, now() if began is None else began
 
@@ -124,6 +127,8 @@ class DeadlinePolicy(BudgetPolicy):
         tower_ms, slower, wanted = self._elapsed(), self._history.slower, self._request.max_new_tokens
         left = self._deadline_ms - tower_ms
         usual = [predict(self._costs, self._manifest, choice.schedule, text, layouts) for choice in choices]
+        if self._passes:
+            usual = [each.of_passes(self._passes, self._costs.pass_row) for each in usual]
         expected = [slower.of(prediction) for prediction in usual]
         whole = [number for number, each in enumerate(expected) if each.first + each.later(wanted - 1) <= left]
         chosen = whole[0] if whole else min(range(len(choices)), key=lambda number: expected[number].first)

@@ -111,19 +111,22 @@ def score_choices(
                 parts = zip(chain.decoders, saved, lengths, strict=True)
                 restored = [decoder.restore(one, rows, rows + len(tokens)) for decoder, one, rows in parts]
                 own = KVCache(restored, [*positions])
-            for place, hidden in enumerate(_hidden_rows(chain, own, embedding(tokens)), 1):
-                count(tokens[:place], chain.backend.numpy(chain.last({"hidden": hidden})["logits"])[0])
+            for place, following in enumerate(logits_of_rows(chain, own, embedding(tokens)), 1):
+                count(tokens[:place], following)
         pass_ms.append((time.perf_counter() - began) * 1e3)
     return ChoiceScores(scores, True, pass_ms)
 
 
-def _hidden_rows(chain: Chain, cache: KVCache, rows: Array) -> Iterator[Tensor]:
-    """Yield the result [1,1,d] of each row of `rows` [S,d], which follow those of `cache`."""
+def logits_of_rows(chain: Chain, cache: KVCache, rows: Array) -> Iterator[Array]:
+    """Run a pass over `rows` [S,d], which follow those of `cache`, and yield the logits [vocab] after each."""
     if chain.backend.resumes:
-        hidden = run_rows(chain, cache, rows)
-        yield from (chain.backend.join([hidden], np.array([place])) for place in range(len(rows)))
+        whole = run_rows(chain, cache, rows)
+        results: Iterator[Tensor] = (chain.backend.join([whole], np.array([place])) for place in range(len(rows)))
     else:
-        yield from (run_rows(chain, cache, row[None]) for row in rows)
+        results = (run_rows(chain, cache, row[None]) for row in rows)
+    for hidden in results:
+        logits: Array = chain.backend.numpy(chain.last({"hidden": hidden})["logits"])[0]
+        yield logits
 
 
 def _log_probability(logits: Array, tokens: Sequence[int]) -> float:
