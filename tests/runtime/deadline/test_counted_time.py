@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from sinkprune.runtime.deadline.decoder_times import DecoderTimes
 from sinkprune.runtime.deadline.other_load import OtherLoad
 from sinkprune.runtime.deadline.policy import DeadlinePolicy
 from sinkprune.runtime.steps import pictures
+from sinkprune.runtime.steps.choice_scores import logits_of_rows
 from sinkprune.runtime.text.constraint import Grammars
 from sinkprune.runtime.text.longest_match import longest_match
 from support.programs.commands import run
@@ -119,10 +121,29 @@ def test_the_first_tokens_after_a_prefill_do_not_stand_for_all(
         time.sleep(0.15 if len(calls) == 1 else 0.05)
         return decode(*given)
 
+    def slow_rows(chain: Any, cache: Any, rows: Any) -> Iterator[Any]:
+        for row in logits_of_rows(chain, cache, rows):
+            time.sleep(0.05)
+            yield row
+
     monkeypatch.setattr(decoder_times, "decode_one_token", slow_at_first)
+    monkeypatch.setattr(decoder_times, "logits_of_rows", slow_rows)
     times = DecoderTimes(pipeline.chain, pipeline.embedding, [20])
     times.run(counted=True)
     assert 50 < times.token.ms(20) < 70
     first, *others = times.token_start
     assert 2 < first < 3.1
     assert others == pytest.approx([1, 1, 1], abs=0.3)
+    assert 45 < times.pass_row < 70
+
+
+def test_a_closed_list_is_expected_by_the_length_of_its_texts(bundle: Bundles, photo: Image.Image) -> None:
+    pipeline, expected = Pipeline.load(bundle("gqa-112")), list[float]()
+    costs = pipeline.warm_up(photo, QUESTION, seconds=0)
+    for pass_row in (0.0, 1000.0):
+        pipeline.costs = replace(costs, pass_row=pass_row)
+        lists = {"choice": ("a red circle on a blue table", "none"), "deadline_ms": 60_000}
+        deadline = pipeline.generate(photo, QUESTION, **lists).deadline
+        assert deadline is not None
+        expected.append(deadline.predicted_ms)
+    assert expected[1] > expected[0] + 2000
