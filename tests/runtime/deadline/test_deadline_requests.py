@@ -28,7 +28,7 @@ from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.request import new_request
 from support.programs.commands import assert_refused, run
 from support.programs.repository import ROOT
-from support.stand_ins.burning import burning
+from burning import burning
 
 Pipelines = Callable[..., Pipeline]
 Bundles = Callable[..., Path]
