@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from burning import burning
 from sinkprune import Pipeline, write_thresholds
 from sinkprune.contract.costs.file import read_costs, write_costs
 from sinkprune.contract.costs.model import Curve, predict
@@ -28,7 +29,6 @@ from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.request import new_request
 from support.programs.commands import assert_refused, run
 from support.programs.repository import ROOT
-from burning import burning
 
 Pipelines = Callable[..., Pipeline]
 Bundles = Callable[..., Path]
