@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,8 @@ import numpy as np
 from sinkprune.calibration.sink_tokens import sink_tokens
 from sinkprune.calibration.token_features import TokenFeatures
 from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.command_line.written_files import note_written
+from sinkprune.contract.files.output_files import make_folder, write_whole
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.profiling.plot import figure_bytes, import_matplotlib
 
@@ -20,6 +24,35 @@ _SINK_COLOUR = "#D55E00"
 _TICKS = 5
 _DECADES = 1e3
 """The range of the attention's scale: few tokens receive most of the attention."""
+
+
+class HeatmapFolder:
+    """Writes heat maps into a folder, until one cannot be written: what is measured meanwhile is kept."""
+
+    def __init__(self, folder: Path) -> None:
+        """Make `folder`; raises `OutputError`."""
+        self._made = not folder.exists()
+        make_folder(folder)
+        self.folder = folder
+        self._refused: Exception | None = None
+
+    def draw(self, file: Path, features: TokenFeatures, title: str) -> None:
+        """Write the heat maps of a picture to `file` in the folder, unless an earlier one could not be written."""
+        if self._refused is None:
+            try:
+                write_whole(file, draw_heatmaps(features, title))
+            except Exception as error:
+                self._refused = error
+
+    def end(self) -> None:
+        """Print a line about the folder; or raise the error of a heat map, and leave no empty folder."""
+        if self._refused is None:
+            note_written(self.folder)
+            return
+        if self._made:
+            with suppress(OSError):
+                self.folder.rmdir()
+        raise self._refused
 
 
 def draw_heatmaps(features: TokenFeatures, title: str) -> bytes:

@@ -33,7 +33,7 @@ class NamedPicture(NamedTuple):
 
 def task_pictures(task: str) -> list[NamedPicture]:
     """Return the pictures of a task, each once; raises `TaskError`."""
-    groups = items_by_picture(load_task(task))
+    groups = items_by_picture(load_task(task, also="a folder of pictures, "))
     return [NamedPicture(item.picture, item.load_image, item.facts) for item, *_ in groups]
 
 

@@ -97,10 +97,11 @@ class _Sample(Protocol):
 Asked = TypeVar("Asked", bound=_Sample)
 
 
-def load_task(name: str, limit: int | None = None) -> list[Item]:
+def load_task(name: str, limit: int | None = None, also: str = "") -> list[Item]:
     """Return the first `limit` items of one of `TEST_SETS`, or of a JSONL file.
 
-    Every item and its picture are checked. Lines of a file after the limit are not read. Raises `TaskError`.
+    `also` completes the message about another `name` with what else the caller takes. Every item and its picture are
+    checked. Lines of a file after the limit are not read. Raises `TaskError`.
     """
     if name in TEST_SETS:
         return list(islice(_read_scenes(name), limit))
@@ -110,7 +111,8 @@ def load_task(name: str, limit: int | None = None) -> list[Item]:
     if not Path(name).exists():
         found += ", and there is no such file or folder"
     raise TaskError(
-        f"'{name}' is {found}. Give {', '.join(map(repr, TEST_SETS))}, or a file of questions that ends in .jsonl."
+        f"'{name}' is {found}. Give {', '.join(map(repr, TEST_SETS))}, {also}or a file of questions that ends in "
+        ".jsonl."
     )
 
 

@@ -25,6 +25,7 @@ from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, write_result
 from sinkprune.contract.command_line.progress_lines import status
+from sinkprune.contract.command_line.written_files import write_each
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.files.output_files import check_apart, check_outputs
 from sinkprune.contract.files.signature import Sign, read_private_key
@@ -94,13 +95,18 @@ def main(arguments: Sequence[str] | None) -> None:
         warnings=(*mean_warnings(head["pictures"]), *unseen_warnings(shares, "questions")),
         seen_share=min(shares),
     )
-    # Last but for the output: a bundle is changed only after all budgets are measured.
-    sha256 = None if options.dry_run else BUNDLE.sha256(_write(bundle, sign))
-    write_result(
-        options.json,
-        {**to_json(report), "sha256": sha256, "notes": notes},
-        lambda: _print(report, sha256, options.sign),
-    )
+    sha256: str | None = None
+
+    def change_bundle() -> None:
+        nonlocal sha256
+        # A bundle is changed only after all budgets are measured.
+        sha256 = None if options.dry_run else BUNDLE.sha256(_write(bundle, sign))
+
+    def write_report() -> None:
+        found = {**to_json(report), "sha256": sha256, "notes": notes}
+        write_result(options.json, found, lambda: _print(report, sha256, options.sign))
+
+    write_each(change_bundle, write_report)
 
 
 def _method(manifest: Manifest, name: str | None) -> str:

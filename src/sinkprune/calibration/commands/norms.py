@@ -17,7 +17,7 @@ from sinkprune.calibration.commands.measuring import (
     check_answers,
     check_unpruned_memory,
 )
-from sinkprune.calibration.heatmaps import draw_heatmaps
+from sinkprune.calibration.heatmaps import HeatmapFolder
 from sinkprune.calibration.norms import NormReport, summarise
 from sinkprune.calibration.pictures import SUFFIXES, NamedPicture, file_pictures, task_pictures
 from sinkprune.calibration.plots import plot_norms
@@ -30,9 +30,9 @@ from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser, PathOrName
 from sinkprune.contract.command_line.progress_lines import status
-from sinkprune.contract.command_line.written_files import note_written
+from sinkprune.contract.command_line.written_files import write_each
 from sinkprune.contract.errors import OutputError, UsageError
-from sinkprune.contract.files.output_files import OutputFile, check_outputs, make_folder, write_whole
+from sinkprune.contract.files.output_files import OutputFile, check_outputs
 from sinkprune.contract.manifest import MANIFEST
 from sinkprune.runtime.commands import (
     BundleOptions,
@@ -92,16 +92,15 @@ def main(arguments: Sequence[str] | None) -> None:
     model, tower, shares, notes = (
         _bundle_tower(options, bundle, pictures) if bundle else _lone_tower(options, pictures)
     )
-    if options.heatmaps:
-        make_folder(options.heatmaps)
+    heatmaps = HeatmapFolder(options.heatmaps) if options.heatmaps else None
     measured, interrupted, earlier = list[TokenFeatures](), "", ""
     try:
         with progress_bar("looking", len(pictures), "pictures") as count:
             for number, picture in enumerate(pictures):
                 features = tower(picture.load())
-                if options.heatmaps:
-                    title = f"{model}: {Path(picture.name).name}"
-                    write_whole(_heatmap_file(options.heatmaps, pictures, number), draw_heatmaps(features, title))
+                if heatmaps:
+                    file = _heatmap_file(heatmaps.folder, pictures, number)
+                    heatmaps.draw(file, features, f"{model}: {Path(picture.name).name}")
                 measured.append(features)
                 count()
     except KeyboardInterrupt as interrupt:
@@ -109,14 +108,15 @@ def main(arguments: Sequence[str] | None) -> None:
             raise KeyboardInterrupt("no whole picture was measured, so nothing was kept.") from interrupt
         interrupted = f"the report counts the first {len(measured)} of {counted(len(pictures), 'picture')}."
         options, earlier = beside_earlier(options, "json", "plot")
-    if options.heatmaps:
-        note_written(options.heatmaps)
     norms, salience = ([group for one in measured for group in getattr(one, name)] for name in ("norms", "salience"))
     report, shares = summarise(model, len(measured), norms, salience), shares[: len(measured)]
     warnings = (*interrupted_warnings(interrupted), *report.warnings, *unseen_warnings(shares, "cases"))
     report = replace(report, warnings=warnings, seen_share=min(shares, default=1.0))
     text, more = escaped(_text(report), keep="\n"), {"interrupted": interrupted or None, "notes": notes}
-    write_report(options, report, plot_norms, lambda: sys.stdout.write(text), more)
+    write_each(
+        heatmaps.end if heatmaps else lambda: None,
+        lambda: write_report(options, report, plot_norms, lambda: sys.stdout.write(text), more),
+    )
     if interrupted:
         raise KeyboardInterrupt(interrupted + earlier)
 

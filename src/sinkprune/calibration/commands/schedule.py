@@ -24,8 +24,9 @@ from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, write_json, write_result
 from sinkprune.contract.command_line.progress_lines import status
-from sinkprune.contract.command_line.written_files import note_written
+from sinkprune.contract.command_line.written_files import note_written, write_each
 from sinkprune.contract.costs.file import ANSWER_COSTS, write_costs
+from sinkprune.contract.costs.model import Costs
 from sinkprune.contract.errors import BudgetError, UsageError
 from sinkprune.contract.files.output_files import OutputFile, check_apart, check_outputs
 from sinkprune.contract.files.signature import read_private_key
@@ -70,6 +71,7 @@ _MOST_LOST = 0.85
 """The share of attention above which a budget causes a warning."""
 _PICTURES = 8
 """Pictures whose attention is measured; a plan's share of it differs little between pictures."""
+_DRAWN = f"the attention is that of {_PICTURES} drawn scenes; --image and --data measure pictures like yours\n"
 
 
 @dataclass(kw_only=True)
@@ -175,36 +177,54 @@ def main(arguments: Sequence[str] | None) -> None:
                 if pipeline.costs:
                     sys.stderr.write(doubtful_costs(pipeline.costs, earlier_costs, option=""))
                     sys.stderr.write(kept_line(pipeline.save_costs(), pipeline.costs))
-                measured = report or (proposer.times if proposer else pipeline)
-                if options.costs and measured.costs:
-                    write_costs(options.costs, measured.costs)
-                    note_written(options.costs)
+                if report is None:
+                    _write_costs(options, proposer.times.costs if proposer else pipeline.costs)
     if report is None:
         write_json(options.json, {"costs": to_json(pipeline.costs)})
         return
     # Only a default name promises a time.
-    kept, sha256, added = report.meets(target.ms) or bool(options.name), None, ""
-    if kept and not options.dry_run:
-        chosen = report.chosen
-        manifest = add_budget(bundle, name, chosen.budget, chosen.stages_after, force=options.force, sign=sign)
-        sha256 = BUNDLE.sha256(manifest)
-        added = _added_text(options, name, sha256)
-    elif kept:
-        added = f"{escaped(str(options.bundle))}: unchanged, because of --dry-run\n"
-    text = report_text(report) + added
-    write_result(options.json, {**to_json(report), "sha256": sha256, "notes": notes}, lambda: sys.stdout.write(text))
-    if items:
-        pictures = len({item.picture for item in items})
-        _warn([*accuracy_warnings(len(items)), *mean_warnings(pictures), *unseen_warnings(shares, "requests")])
-    _warn(_doubts(report))
+    kept, sha256 = report.meets(target.ms) or bool(options.name), None
+
+    def change_bundle() -> None:
+        nonlocal sha256
+        if kept and not options.dry_run:
+            chosen = report.chosen
+            manifest = add_budget(bundle, name, chosen.budget, chosen.stages_after, force=options.force, sign=sign)
+            sha256 = BUNDLE.sha256(manifest)
+
+    def write_report() -> None:
+        found = {**to_json(report), "sha256": sha256, "notes": notes}
+        drawn = "" if items or options.image else _DRAWN
+        text = report_text(report) + drawn + (_changed_text(options, name, sha256) if kept else "")
+        write_result(options.json, found, lambda: sys.stdout.write(text))
+
+    few = [*accuracy_warnings(len(items)), *unseen_warnings(shares, "requests")] if items else []
+    if own := {item.picture for item in items} or set(map(str, options.image or [])):
+        few += mean_warnings(len(own))
+    write_each(
+        lambda: _write_costs(options, report.costs),
+        change_bundle,
+        write_report,
+        lambda: _warn([*few, *_doubts(report)]),
+    )
     if report.meets(target.ms):
         return
     done = "added, and misses its target" if sha256 else "found and not added"
     raise BudgetError(f"budget '{name}' was {done}: {missed_text(report, target.wanted)}")
 
 
-def _added_text(options: _Options, name: str, sha256: str) -> str:
+def _write_costs(options: _Options, costs: Costs | None) -> None:
+    """Write the costs to the file of `--costs`, if both are there."""
+    if options.costs and costs:
+        write_costs(options.costs, costs)
+        note_written(options.costs)
+
+
+def _changed_text(options: _Options, name: str, sha256: str | None) -> str:
+    """Return what became of the bundle: `sha256` is its new sum, if it was changed."""
     folder = escaped(str(options.bundle))
+    if sha256 is None:
+        return f"{folder}: unchanged{', because of --dry-run' if options.dry_run else ''}\n"
     return (
         f"{folder}: added budget {name}\n{sum_lines(sha256, options.sign)}"
         "The sha256 is new: replace it where you give --sha256 or sha256=, and make this bundle's engines "

@@ -11,6 +11,7 @@ from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.files.manifest_file import FileSpec, sha256
+from sinkprune.contract.files.system_calls import naming_full
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.towers import QwenTower
@@ -49,7 +50,8 @@ class Trials:
         Raises `BudgetError` for a plan that cannot be built.
         """
         manifest = self.bundle.manifest
-        plan, graphs = save_plan(self._folder, self.facts, TRIAL, name, build_after(self.facts, budget, cuts))
+        with naming_full(self._folder):
+            plan, graphs = save_plan(self._folder, self.facts, TRIAL, name, build_after(self.facts, budget, cuts))
         for spec in graphs.values():
             path = self._folder / spec.file
             self._files[spec.file] = HeldFile(path, lambda reason: BundleError(f"a trial graph {reason}"))

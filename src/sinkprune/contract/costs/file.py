@@ -207,14 +207,14 @@ def cache_file(place: Place, method: str = "") -> Path | None:
     return folder / "sinkprune" / "costs" / f"{key[:32]}.json"
 
 
-def not_kept(costs: Costs | ActionCosts) -> str:
-    """Return sentences about `costs` that later processes will not find in the user's cache folder."""
+def not_kept(costs: Costs | ActionCosts, what: str = "the costs", lost: str = "later runs do not find them") -> str:
+    """Return sentences about `costs` that could not be written to the user's cache folder.
+
+    `what` could not be written of them, and so `lost` is what later processes lack.
+    """
     file = _file_of(costs)
     where = f"written to '{file}'" if file else "kept, because this user has no home folder"
-    return (
-        f"the costs could not be {where}, so later runs do not find them. Make that folder writable, or set "
-        "XDG_CACHE_HOME to one that is."
-    )
+    return f"{what} could not be {where}, so {lost}. Make that folder writable, or set XDG_CACHE_HOME to one that is."
 
 
 def cache_costs(costs: Costs | ActionCosts) -> Path | None:

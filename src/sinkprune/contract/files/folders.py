@@ -31,6 +31,7 @@ from sinkprune.contract.files.system_calls import (
     RenameMode,
     locked,
     move,
+    naming_full,
     sync_folder,
     sync_tree,
     system_rename,
@@ -131,9 +132,10 @@ def replacing(
     remove_abandoned(output, kind)
     with made_parents(output, kind), new_staging(output, kind, rename) as staging:
         check_room(output, needed, kind, way_out)
-        yield staging.new
-        sync_tree(staging.new)
-        staging.install(force=force)
+        with naming_full(output):
+            yield staging.new
+            sync_tree(staging.new)
+            staging.install(force=force)
 
 
 @contextmanager

@@ -18,6 +18,8 @@ LOCK = "sinkprune.lock"
 _SYNC_THREADS = 8
 # A folder may be writable but not readable. Some file systems sync no folders.
 _NO_FOLDER_SYNC = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP)
+# What the system reports, without a name, where a disk or a limit takes no more of a file.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class RenameMode(IntEnum):
@@ -34,6 +36,17 @@ Rename = Callable[[Path, Path, RenameMode], None]
 UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 """The error numbers of a system or file system without such a rename, for example NFS."""
 _CURRENT_FOLDER = -100
+
+
+@contextmanager
+def naming_full(place: Path) -> Iterator[None]:
+    """Name `place` in an error of the block that a disk or a limit takes no more."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            error.filename = error.filename or str(place)
+        raise
 
 
 def system_rename(source: Path, target: Path, how: RenameMode) -> None:

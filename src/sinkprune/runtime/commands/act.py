@@ -28,6 +28,7 @@ from sinkprune.runtime.commands.deadline_costs import (
     doubtful_costs,
     kept_line,
     late_chunks_line,
+    lost_times_line,
     place_here,
 )
 from sinkprune.runtime.commands.interrupts import NO_COSTS, beside_earlier, explain_interrupt
@@ -129,6 +130,8 @@ def main(arguments: Sequence[str] | None) -> None:
         file = None if options.costs else policy.save_costs()
         if costs is None:
             sys.stderr.write(kept_line(file, policy.costs, options.budget))
+        elif not options.costs:
+            sys.stderr.write(lost_times_line(file, policy.costs))
     summary = {
         "method": options.method,
         "backend": policy.backend.name,

@@ -136,6 +136,14 @@ def kept_line(file: Path | None, costs: Costs | ActionCosts, budget: str = UNPRU
     return escaped(line) + "\n"
 
 
+def lost_times_line(file: Path | None, costs: Costs | ActionCosts) -> str:
+    """Return a warning if no `file` keeps how this command's requests compare with `costs`, and nothing otherwise."""
+    if file:
+        return ""
+    what = "the times of this run's requests"
+    return escaped(f"warning: {not_kept(costs, what, 'they do not correct the expected times of later runs')}") + "\n"
+
+
 def doubtful_costs(
     costs: Costs | ActionCosts, earlier: Costs | ActionCosts | None, option: str = " with --warm-up"
 ) -> str:

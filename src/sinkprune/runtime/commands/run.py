@@ -38,6 +38,7 @@ from sinkprune.runtime.commands.deadline_costs import (
     kept_line,
     known_costs,
     late_line,
+    lost_times_line,
     run_once,
 )
 from sinkprune.runtime.commands.form_options import FormOptions, add_form_options, read_form
@@ -146,6 +147,8 @@ def main(arguments: Sequence[str] | None) -> None:
             sys.stderr.write(doubtful_costs(pipeline.costs, earlier_costs))
             if options.warm_up:
                 sys.stderr.write(kept_line(file, pipeline.costs, options.budget))
+            elif not options.costs:
+                sys.stderr.write(lost_times_line(file, pipeline.costs))
     if options.overlay and answer.budget != UNPRUNED:
         write_output(options.overlay, picture_bytes(overlay(answer, images), options.overlay))
     sys.stderr.write("".join(f"note: {note}\n" for note in unused))
@@ -270,6 +273,8 @@ def _unused_options(options: _Options, budget: str) -> list[str]:
     sampling = [*(["--seed"] if options.seed is not None else []), *(["--top-p"] if options.top_p < 1 else [])]
     if sampling and not options.temperature:
         notes.append(f"{' and '.join(sampling)} changed nothing, because this answer is greedy. Add --temperature.")
+    if options.choice and options.max_new_tokens:
+        notes.append("--max-new-tokens changed nothing, because --choice scores its whole texts.")
     cores = usable_cores()
     if options.threads and options.threads > cores:
         notes.append(f"this process may use {cores} of {options.threads} threads at once. Give --threads {cores}.")
