@@ -1,21 +1,32 @@
-"""A disk that is full once all is measured: the tables are printed, and the error names the file."""
+"""A disk that is full once all is measured: results are printed and written, and the error names the place."""
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from sinkprune.contract.bundle import read_bundle
 from sinkprune.demo.write_scenes import write_scenes
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
 from support.programs.commands import run
+from support.programs.schedule_runs import schedule
 
 Bundles = Callable[..., Path]
+Checkpoints = Callable[[str], Path]
 ONE = ("--budgets", "retain-64")
 FREE = "Free space, or choose a place you may read and write."
 _MOST_BYTES = 64
+_MOST_OF_REPORTS = 16 << 10
+"""Reports and graphs that prune have fewer bytes, and a manifest and a picture more."""
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +38,18 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def full_disk() -> Iterator[None]:
-    """No file may grow longer than a few bytes: writing fails as on a full disk, with another error number."""
+def full_disk(most: int = _MOST_BYTES) -> Iterator[None]:
+    """No file may grow longer than `most` bytes: writing fails as on a full disk, with another error number."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (_MOST_BYTES, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def refuse(*_: object) -> NoReturn:
+    raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), "refused")
 
 
 @pytest.mark.parametrize("output", ["--json x.json", "--plot x.png", "--json x.json --plot y.png"])
@@ -77,6 +92,70 @@ def test_calibrations_are_printed(
     assert outcome.code == 2 and printed in outcome.stdout
     assert outcome.stderr.endswith(f"error: the system refused '{words[-1]}': File too large. {FREE}\n")
     assert not list(tmp_path.iterdir())
+
+
+def test_thresholds_outlive_a_bundle_that_cannot_be_changed(
+    checkpoint: Checkpoints, scenes: Path, tmp_path: Path
+) -> None:
+    export_bundle(ExportRequest(str(checkpoint("gqa-112")), ("retain-64",), ("occamtoken",)), tmp_path / "bundle")
+    before = read_bundle(tmp_path / "bundle").sha256
+    words = ("--data", scenes, "--limit", 3, "--json", tmp_path / "found.json")
+    with full_disk(_MOST_OF_REPORTS):
+        outcome = run("sinkprune-calibrate", "evidence", tmp_path / "bundle", *words)
+    assert outcome.code == 2 and "thresholds" in outcome.stdout and "sha256" not in outcome.stdout
+    assert outcome.stderr.endswith(f"error: the system refused '{tmp_path / 'bundle'}': File too large. {FREE}\n")
+    assert json.loads((tmp_path / "found.json").read_bytes())["sha256"] is None
+    assert read_bundle(tmp_path / "bundle").sha256 == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "found.json"]
+
+
+@pytest.mark.usefixtures("no_note_of_load", "any_prediction")
+@pytest.mark.parametrize("written", [["c.json", "r.json"], ["r.json"]], ids=["bundle", "bundle and costs"])
+def test_a_found_budget_outlives_what_cannot_be_written(
+    written: list[str], own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, costs, report = read_bundle(own).sha256, tmp_path / "c.json", tmp_path / "r.json"
+    if costs.name not in written:
+        monkeypatch.setattr("sinkprune.calibration.commands.schedule.write_costs", refuse)
+    with full_disk(_MOST_OF_REPORTS):
+        outcome = schedule(own, "--budget-tokens", 16, "--costs", costs, "--json", report)
+    assert outcome.code == 2 and "mean-16: predicted" in outcome.stdout
+    assert outcome.stdout.endswith(f"{own}: unchanged\n")
+    # Of two errors the first is printed.
+    place = str(own) if costs.name in written else "refused"
+    assert outcome.stderr.endswith(f"error: the system refused '{place}': File too large. {FREE}\n")
+    assert json.loads(report.read_bytes())["sha256"] is None
+    assert read_bundle(own).sha256 == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", *written]
+
+
+@pytest.mark.usefixtures("no_note_of_load")
+def test_the_place_of_trial_graphs_is_named(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "sinkprune.calibration.commands.schedule.TemporaryDirectory", lambda **_: nullcontext(tmp_path)
+    )
+    with full_disk():
+        outcome = schedule(own, "--budget-tokens", 16, "--dry-run")
+    assert outcome.stderr.endswith(f"error: the system refused '{tmp_path}': File too large. {FREE}\n")
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_norms_outlive_heat_maps_that_cannot_be_drawn(
+    kept: bool, bundle: Bundles, scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maps, report = tmp_path / "maps", tmp_path / "norms.json"
+    if kept:
+        maps.mkdir()
+    words = ("--data", scenes, "--heatmaps", maps, "--json", report)
+    with full_disk(_MOST_OF_REPORTS):
+        outcome = run("sinkprune-calibrate", "norms", bundle("gqa-112"), *words)
+    assert outcome.code == 2 and "2 pictures" in outcome.stdout
+    (line,) = [line for line in outcome.stderr.splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: the system refused '{maps}/001-") and line.endswith(f": File too large. {FREE}")
+    assert "maps\n" not in outcome.stderr
+    assert json.loads(report.read_bytes())["pictures"] == 2
+    # A folder that was there stays.
+    assert [path.name for path in tmp_path.iterdir() if path != report] == ["maps"] * kept
 
 
 def test_a_place_that_only_looks_writable_has_a_sentence(bundle: Bundles, scenes: Path) -> None:

@@ -290,6 +290,14 @@ def test_run_notes_the_options_that_changed_nothing(bundle: Bundles, photo_file:
     ]
 
 
+def test_tokens_of_a_closed_list_are_noted(bundle: Bundles, photo_file: Path) -> None:
+    choices = ("--choice", "the cup", "--choice", "the table")
+    ask = ("sinkprune-run", bundle("gqa-112"), "--image", photo_file, *ASK, *choices)
+    note = "note: --max-new-tokens changed nothing, because --choice scores its whole texts.\n"
+    assert run(*ask, "--max-new-tokens", 3).stderr.endswith(note)
+    assert "note:" not in run(*ask).stderr
+
+
 def test_an_empty_list_of_budgets_is_refused(bundle: Bundles, photo_file: Path) -> None:
     ask = (bundle("gqa-112"), "--image", photo_file, *ASK)
     stderr = io.StringIO()

@@ -100,6 +100,21 @@ def test_slow_budgets_graphs_have_a_line(ask: tuple[Any, ...], monkeypatch: pyte
         assert any(f" {done} of 4 budgets in " in line for line in lines), lines
 
 
+def test_times_that_cannot_be_kept_lead_to_a_warning(
+    ask: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = tmp_path / "costs.json"
+    assert run(*ask, "--warm-up").code == 0
+    (kept,) = (tmp_path / "cache").rglob("*.json")
+    costs.write_bytes(kept.read_bytes())
+    monkeypatch.setattr("sinkprune.runtime.deadline.kept_costs.cache_costs", lambda costs: None)
+    outcome = run(*ask)
+    said = f"warning: the times of this run's requests could not be written to '{kept}', so they do not correct the "
+    assert (outcome.code, outcome.stderr.count(said)) == (0, 1)
+    # Costs of a file are never corrected.
+    assert "warning" not in run(*ask, "--costs", costs).stderr
+
+
 @pytest.mark.parametrize(
     ("measured", "said"), [(20.4, "20.4"), (20.6, "21"), (20.04, "20.04"), (20.0000004, "20.0000004"), (35.2, "35")]
 )
