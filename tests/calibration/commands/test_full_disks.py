@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import pytest
 
+from sinkprune.calibration.commands import schedule as schedule_command
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.demo.write_scenes import write_scenes
 from sinkprune.export.bundle_writer import export_bundle
@@ -97,7 +98,8 @@ def test_calibrations_are_printed(
 def test_thresholds_outlive_a_bundle_that_cannot_be_changed(
     checkpoint: Checkpoints, scenes: Path, tmp_path: Path
 ) -> None:
-    export_bundle(ExportRequest(str(checkpoint("gqa-112")), ("retain-64",), ("occamtoken",)), tmp_path / "bundle")
+    request = ExportRequest(str(checkpoint("gqa-112")), ("retain-192", "retain-64"), ("occamtoken",))
+    export_bundle(request, tmp_path / "bundle")
     before = read_bundle(tmp_path / "bundle").sha256
     words = ("--data", scenes, "--limit", 3, "--json", tmp_path / "found.json")
     with full_disk(_MOST_OF_REPORTS):
@@ -116,7 +118,7 @@ def test_a_found_budget_outlives_what_cannot_be_written(
 ) -> None:
     before, costs, report = read_bundle(own).sha256, tmp_path / "c.json", tmp_path / "r.json"
     if costs.name not in written:
-        monkeypatch.setattr("sinkprune.calibration.commands.schedule.write_costs", refuse)
+        monkeypatch.setattr(schedule_command, "write_costs", refuse)
     with full_disk(_MOST_OF_REPORTS):
         outcome = schedule(own, "--budget-tokens", 16, "--costs", costs, "--json", report)
     assert outcome.code == 2 and "mean-16: predicted" in outcome.stdout
@@ -131,9 +133,7 @@ def test_a_found_budget_outlives_what_cannot_be_written(
 
 @pytest.mark.usefixtures("no_note_of_load")
 def test_the_place_of_trial_graphs_is_named(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "sinkprune.calibration.commands.schedule.TemporaryDirectory", lambda **_: nullcontext(tmp_path)
-    )
+    monkeypatch.setattr(schedule_command, "TemporaryDirectory", lambda **_: nullcontext(tmp_path))
     with full_disk():
         outcome = schedule(own, "--budget-tokens", 16, "--dry-run")
     assert outcome.stderr.endswith(f"error: the system refused '{tmp_path}': File too large. {FREE}\n")
