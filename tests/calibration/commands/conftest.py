@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sinkprune.calibration.commands import schedule as schedule_command
+from sinkprune.calibration.scheduling import grid
 from sinkprune.calibration.scheduling import report as report_module
 from sinkprune.contract.costs import model as costs_model
 
@@ -30,6 +31,14 @@ def no_note_of_load(monkeypatch: pytest.MonkeyPatch) -> None:
 def any_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accept all predictions, however the speed of the machine changes that runs the tests."""
     monkeypatch.setattr(report_module, "NEAR", math.inf)
+
+
+@pytest.fixture(autouse=True)
+def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two scenes and every third sanitizer: the choice among all is that of tests/calibration/scheduling."""
+    sanitizers = grid.sanitizers
+    monkeypatch.setattr(schedule_command, "_PICTURES", 2)
+    monkeypatch.setattr(grid, "sanitizers", lambda manifest: sanitizers(manifest)[::3])
 
 
 @pytest.fixture(autouse=True)
