@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+
+from sinkprune.contract.system.child_processes import python_command
 
 _PROGRAM = """
 import sys, time
@@ -21,7 +22,7 @@ while True:
 @contextmanager
 def burning(processes: int, on: float, off: float) -> Iterator[None]:
     """While the block runs, so many processes burn a core each, `on` seconds of each `on` + `off`."""
-    command = [sys.executable, "-c", _PROGRAM, str(on), str(off)]
+    command = python_command(_PROGRAM, str(on), str(off))
     with ExitStack() as stack:
         for _ in range(processes):
             process = stack.enter_context(subprocess.Popen(command))

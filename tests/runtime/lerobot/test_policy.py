@@ -64,7 +64,7 @@ def engines(robot: Path) -> Policy:
     return Policy.load(robot, threads=1)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def make(module: ModuleType, robot: Path) -> Make:
     """Return a function that loads a policy of LeRobot, with some fields of its configuration changed."""
 
@@ -73,6 +73,12 @@ def make(module: ModuleType, robot: Path) -> Make:
         return module.SinkprunePolicy(module.SinkpruneConfig(**given))
 
     return policy
+
+
+@pytest.fixture(scope="module")
+def loaded(make: Make) -> Any:
+    """A loaded policy of LeRobot, for tests that begin with its `reset`."""
+    return make()
 
 
 @pytest.fixture(scope="module")
@@ -258,11 +264,12 @@ def test_other_observations_are_refused(
     change: Callable[[dict[str, Any]], dict[str, Any]],
     error: type[Exception],
     words: str,
-    make: Make,
+    loaded: Any,
     batches: list[dict[str, Any]],
 ) -> None:
+    loaded.reset()
     with pytest.raises(error, match=words):
-        make().select_action(change(batches[0]))
+        loaded.select_action(change(batches[0]))
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def files(photo: Image.Image, tmp_path: Path) -> dict[str, Path]:
     sizes = {"wide": (1280, 720), "wide too": (1280, 720), "tall": (60, 120), "square": (90, 90), "line": (2000, 2)}
     paths = {name: tmp_path / f"{name}.png" for name in sizes}
     for name, size in sizes.items():
-        photo.resize(size).save(paths[name])
+        photo.resize(size).save(paths[name], compress_level=1)
     return paths
 
 
