@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -113,6 +115,24 @@ def test_times_that_cannot_be_kept_lead_to_a_warning(
     assert (outcome.code, outcome.stderr.count(said)) == (0, 1)
     # Costs of a file are never corrected.
     assert "warning" not in run(*ask, "--costs", costs).stderr
+
+
+def test_a_report_that_cannot_be_written_takes_nothing_with_it(
+    ask: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(*ask, "--warm-up").code == 0
+    (kept,) = (tmp_path / "cache").rglob("*.json")
+    before, picture = kept.read_bytes(), tmp_path / "kept.png"
+
+    def refuse(*_: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "r.json")
+
+    monkeypatch.setattr("sinkprune.runtime.commands.run.write_json", refuse)
+    words = ("--budget", "retain-64", "--overlay", picture, "--json", tmp_path / "r.json", "--seed", 1)
+    outcome = run(*ask, *words)
+    assert outcome.code == 2 and "TTFT" in outcome.stdout and picture.exists() and kept.read_bytes() != before
+    note, error = outcome.stderr.splitlines()[-2:]
+    assert note.startswith("note: --seed changed nothing") and error.startswith("error: the system refused 'r.json'")
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,9 @@ from sinkprune.runtime.commands import BundleOptions, add_costs, add_method, eng
 from sinkprune.runtime.commands.deadline_costs import (
     check_cost_options,
     costs_at,
-    doubtful_costs,
-    kept_line,
     late_chunks_line,
-    lost_times_line,
     place_here,
+    saved_costs_lines,
 )
 from sinkprune.runtime.commands.interrupts import NO_COSTS, beside_earlier, explain_interrupt
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
@@ -126,12 +124,7 @@ def main(arguments: Sequence[str] | None) -> None:
         output.write(f"deadline {options.deadline_ms:g} ms: {_met(chunks)}\n")
     if policy.costs is not None:
         sys.stderr.write(late_chunks_line([chunk.deadline for chunk in chunks if chunk.deadline is not None]))
-        sys.stderr.write(doubtful_costs(policy.costs, None if costs else earlier_costs))
-        file = None if options.costs else policy.save_costs()
-        if costs is None:
-            sys.stderr.write(kept_line(file, policy.costs, options.budget))
-        elif not options.costs:
-            sys.stderr.write(lost_times_line(file, policy.costs))
+        sys.stderr.write(saved_costs_lines(policy, options, measured=costs is None, earlier=earlier_costs))
     summary = {
         "method": options.method,
         "backend": policy.backend.name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle
@@ -19,9 +20,18 @@ from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.compatibility import open_engines, own_engines, usual_backend
 from sinkprune.runtime.commands import BundleOptions
 from sinkprune.runtime.deadline.cost_measuring import place_of
+from sinkprune.runtime.deadline.kept_costs import KeepsCosts
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.answer import Answer, DeadlineReport
 from sinkprune.runtime.steps.request import Request
+
+
+class CostOptions(Protocol):
+    """The options of commands with a deadline."""
+
+    costs: Path | None
+    budget: str
+
 
 _DAY_S = 86_400.0
 _OLD_S = 30 * _DAY_S
@@ -126,6 +136,27 @@ def _measured(deadline: DeadlineReport | ActionDeadline) -> str:
     return next((text for text in rounded if deadline.met or float(text) > deadline.deadline_ms), str(measured))
 
 
+def saved_costs_lines(
+    keeper: KeepsCosts[Costs] | KeepsCosts[ActionCosts],
+    options: CostOptions,
+    *,
+    measured: bool,
+    earlier: Costs | ActionCosts | None,
+) -> str:
+    """Keep the costs of a pipeline or a policy for later runs, unless they are a file's; return lines about them.
+
+    `measured` is whether this command measured them; `earlier` are the kept costs that they replaced.
+    """
+    costs = keeper.costs
+    if costs is None:
+        return ""
+    doubt = doubtful_costs(costs, earlier if measured else None)
+    if options.costs:
+        return doubt
+    file = keeper.save_costs()
+    return doubt + (kept_line(file, costs, options.budget) if measured else _lost_times_line(file, costs))
+
+
 def kept_line(file: Path | None, costs: Costs | ActionCosts, budget: str = UNPRUNED) -> str:
     """Return a line about the `file` that holds `costs` for later runs, or a warning if none does.
 
@@ -136,7 +167,7 @@ def kept_line(file: Path | None, costs: Costs | ActionCosts, budget: str = UNPRU
     return escaped(line) + "\n"
 
 
-def lost_times_line(file: Path | None, costs: Costs | ActionCosts) -> str:
+def _lost_times_line(file: Path | None, costs: Costs | ActionCosts) -> str:
     """Return a warning if no `file` keeps how this command's requests compare with `costs`, and nothing otherwise."""
     if file:
         return ""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sinkprune.contract.errors import UsageError
 from sinkprune.runtime.text.answer_form import check_one_form, checked_choices, checked_regex, read_schema
 
 
@@ -47,3 +48,10 @@ def read_form(options: FormOptions, stop: list[str]) -> dict[str, Any]:
     }
     check_one_form(form, stop)
     return {name: value for name, value in form.items() if value}
+
+
+def stop_text(word: str) -> str:
+    """Return a text of `--stop`; raises `UsageError` if it is empty."""
+    if not word:
+        raise UsageError("--stop is '', expected text. Leave the option out to stop at the end only.")
+    return word

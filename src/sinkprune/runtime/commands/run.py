@@ -16,8 +16,9 @@ from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import RunningOutput, json_outputs, prints_json, write_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines, status
-from sinkprune.contract.command_line.written_files import write_output
+from sinkprune.contract.command_line.written_files import write_each, write_output
 from sinkprune.contract.costs.file import ANSWER_COSTS
+from sinkprune.contract.costs.model import Costs
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.precision import Array
@@ -33,15 +34,13 @@ from sinkprune.runtime.commands import (
 )
 from sinkprune.runtime.commands.deadline_costs import (
     check_cost_options,
-    doubtful_costs,
     in_time,
-    kept_line,
     known_costs,
     late_line,
-    lost_times_line,
     run_once,
+    saved_costs_lines,
 )
-from sinkprune.runtime.commands.form_options import FormOptions, add_form_options, read_form
+from sinkprune.runtime.commands.form_options import FormOptions, add_form_options, read_form, stop_text
 from sinkprune.runtime.commands.interrupts import NO_COSTS, beside_earlier, ended_by_interrupt, explain_interrupt
 from sinkprune.runtime.commands.memory import MemoryCheck, PlannedRequests, check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
@@ -133,28 +132,32 @@ def main(arguments: Sequence[str] | None) -> None:
     if not answer.text and answer.finish == "stop":
         sys.stderr.write("note: the answer is empty: the model or a stop string ended it at once.\n")
     unused = _unused_options(options, answer.budget)
-    if options.json is not None:
-        write_json(options.json, _summary(pipeline, answer, memory, notes + unused))
-    if answer.finish in _CUT_OFF and request.follows_grammar:
-        sys.stderr.write(
-            f"warning: the answer was cut off after {counted(len(answer.token_ids), 'token')}, so it may not have "
-            "the form. Give a larger --max-new-tokens or --deadline-ms.\n"
-        )
-    if answer.deadline is not None:
-        sys.stderr.write(late_line(answer.deadline))
-        file = None if options.costs else pipeline.save_costs()
-        if pipeline.costs:
-            sys.stderr.write(doubtful_costs(pipeline.costs, earlier_costs))
-            if options.warm_up:
-                sys.stderr.write(kept_line(file, pipeline.costs, options.budget))
-            elif not options.costs:
-                sys.stderr.write(lost_times_line(file, pipeline.costs))
-    if options.overlay and answer.budget != UNPRUNED:
-        write_output(options.overlay, picture_bytes(overlay(answer, images), options.overlay))
-    sys.stderr.write("".join(f"note: {note}\n" for note in unused))
+    cut_off = answer.finish in _CUT_OFF and request.follows_grammar
+    drawn = options.overlay if answer.budget != UNPRUNED else None
+    write_each(
+        lambda: write_json(options.json, _summary(pipeline, answer, memory, notes + unused)),
+        lambda: sys.stderr.write(_cut_off_line(answer) if cut_off else ""),
+        lambda: _report_deadline(pipeline, answer, options, earlier_costs),
+        *([lambda: write_output(drawn, picture_bytes(overlay(answer, images), drawn))] if drawn else []),
+        lambda: sys.stderr.write("".join(f"note: {note}\n" for note in unused)),
+    )
     if answer.finish == "cancelled":
         raise KeyboardInterrupt(f"the answer has {counted(len(answer.token_ids), 'token')} so far.{earlier}")
     output.end()
+
+
+def _cut_off_line(answer: Answer) -> str:
+    return (
+        f"warning: the answer was cut off after {counted(len(answer.token_ids), 'token')}, so it may not have the "
+        "form. Give a larger --max-new-tokens or --deadline-ms.\n"
+    )
+
+
+def _report_deadline(pipeline: Pipeline, answer: Answer, options: _Options, earlier: Costs | None) -> None:
+    """Print whether the answer was late, and keep what it took for later runs."""
+    if answer.deadline is not None:
+        sys.stderr.write(late_line(answer.deadline))
+        sys.stderr.write(saved_costs_lines(pipeline, options, measured=options.warm_up, earlier=earlier))
 
 
 def _check_options(options: _Options) -> None:
@@ -238,12 +241,6 @@ def _budgets(options: _Options, bundle: Bundle, thresholds: Thresholds | None) -
         raise missing_thresholds(bundle.manifest, options.method)
     thresholds.check(bundle, options.method)
     return [*thresholds.least]
-
-
-def _stop_text(word: str) -> str:
-    if not word:
-        raise UsageError("--stop is '', expected text. Leave the option out to stop at the end only.")
-    return word
 
 
 def _readable(text: str) -> str:
@@ -338,7 +335,7 @@ def _parser() -> CommandParser:
     add(
         "--stop",
         action="append",
-        type=_stop_text,
+        type=stop_text,
         default=[],
         metavar="TEXT",
         help="end the answer before this text; may be repeated",
