@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -199,6 +201,20 @@ def test_costs_that_cannot_be_kept_lead_to_a_warning(act: Act, monkeypatch: pyte
         outcome = act(*words)
         assert outcome.code == 0 and outcome.stderr.count("\n") == 1
         assert outcome.stderr.startswith("warning: the costs could not be written to '/dev/null/nowhere/")
+
+
+def test_a_report_that_cannot_be_written_takes_no_overlay_with_it(
+    act: Act, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "r.json")
+
+    monkeypatch.setattr("sinkprune.runtime.commands.act.write_json", refuse)
+    file = tmp_path / "kept.png"
+    words = ("--budget", "prune-88.9", "--overlay", file, "--json", tmp_path / "r.json")
+    outcome = act(*words, deadline=())
+    assert outcome.code == 2 and file.exists()
+    assert outcome.stderr.splitlines()[-1].startswith("error: the system refused 'r.json'")
 
 
 def test_late_chunks_are_reported_on_stderr(

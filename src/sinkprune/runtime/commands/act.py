@@ -13,7 +13,7 @@ from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.json_output import RunningOutput, json_outputs, prints_json, write_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines, status
-from sinkprune.contract.command_line.written_files import write_output
+from sinkprune.contract.command_line.written_files import write_each, write_output
 from sinkprune.contract.costs.actions import ActionCosts
 from sinkprune.contract.costs.file import ACTION_COSTS
 from sinkprune.contract.errors import DeadlineError, SinkpruneError, UsageError
@@ -138,13 +138,15 @@ def main(arguments: Sequence[str] | None) -> None:
             for chunk, moment in zip(chunks, observations.moments, strict=False)
         ],
     }
-    write_json(outputs.json, summary)
+    drawn = options.overlay if ended is None else None
+    write_each(
+        lambda: write_json(outputs.json, summary),
+        *([lambda: _draw(drawn, chunks[-1], first)] if drawn else []),
+    )
     if isinstance(ended, SinkpruneError):
         raise type(ended)(f"moment {len(chunks) + 1} of {total}: {ended} There are {kept}{earlier}") from ended
     if ended:
         raise KeyboardInterrupt(interrupted + earlier) from ended
-    if options.overlay:
-        _draw(options.overlay, chunks[-1], first)
     output.end()
 
 
