@@ -108,7 +108,7 @@ def test_each_text_token_above_the_measured_prompt_costs_as_much(
     (before, step, rows), (_, least_step, least_rows) = ordered[0], ordered[-1]
     more = max(text - measured, 0)
     of_a_row = step / rows if rows == least_rows else max(step - least_step, 0) / (rows - least_rows)
-    found = costs.of_prompt(text)
+    found = costs.of_chunk(text, costs.frames)
     assert list(found) == list(budgets)
     for name, own in budgets.items():
         assert found[name].before_ms == pytest.approx(own.before_ms + more * before / rows)
@@ -117,4 +117,35 @@ def test_each_text_token_above_the_measured_prompt_costs_as_much(
 
 
 def test_costs_without_rows_are_the_same_for_every_prompt() -> None:
-    assert COSTS.of_prompt(500) == BUDGETS
+    assert COSTS.of_chunk(500, 1) == BUDGETS
+
+
+def test_frames_that_are_missing_leave_out_their_share_of_the_visual_rows() -> None:
+    budgets = {"none": BudgetCosts(100.0, 10.0, 420.0), "prune-80": BudgetCosts(60.0, 8.0, 220.0)}
+    costs = replace(COSTS, frames=4, budgets=budgets, prompt_tokens=20)
+    found = costs.of_chunk(20, 1)
+    # 300 of 400 visual rows less, at 0.2 ms before the steps and 0.01 ms in each; then 150 of 200.
+    assert (found["none"].before_ms, found["none"].step_ms) == pytest.approx((40.0, 7.0))
+    assert (found["prune-80"].before_ms, found["prune-80"].step_ms) == pytest.approx((30.0, 6.5))
+    longer = costs.of_chunk(40, 1)["none"]
+    assert longer.before_ms == pytest.approx(40 + 20 * 100 / 420) and longer.step_ms == pytest.approx(7.2)
+    assert costs.of_chunk(0, 4) == budgets
+    # One budget, or budgets that cost the same, do not show what a row saves.
+    one = replace(costs, budgets={"none": budgets["none"]})
+    assert one.of_chunk(20, 1) == one.budgets
+
+
+@given(
+    st.lists(st.tuples(MS, MS, st.floats(1, 1000)), min_size=1, max_size=3),
+    st.integers(0, 500),
+    st.integers(1, 4),
+)
+def test_fewer_frames_never_cost_more_and_always_something(
+    ms: list[tuple[float, float, float]], measured: int, frames: int
+) -> None:
+    budgets = {
+        name: BudgetCosts(*each) for name, each in zip(BUDGETS, sorted(ms, key=lambda each: -each[2]), strict=False)
+    }
+    costs = replace(COSTS, frames=4, budgets=budgets, prompt_tokens=measured)
+    for name, own in costs.of_chunk(measured, frames).items():
+        assert 0 < own.before_ms <= budgets[name].before_ms and 0 < own.step_ms <= budgets[name].step_ms

@@ -49,10 +49,14 @@ class HeatmapFolder:
         if self._refused is None:
             note_written(self.folder)
             return
+        self.remove_empty()
+        raise self._refused
+
+    def remove_empty(self) -> None:
+        """Remove the folder if it was made here and no heat map was drawn."""
         if self._made:
             with suppress(OSError):
                 self.folder.rmdir()
-        raise self._refused
 
 
 def draw_heatmaps(features: TokenFeatures, title: str) -> bytes:

@@ -6,11 +6,13 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from sinkprune.contract.command_line.late_interrupts import INTERRUPTS
 from sinkprune.contract.command_line.progress_lines import ProgressLines
 
 
@@ -127,17 +129,21 @@ def new_monitor(trt: Any, progress: BuildProgress, interrupted: threading.Event)
 
 @contextmanager
 def interrupts_noted() -> Iterator[threading.Event]:
-    """Yield an event that Ctrl-C and SIGTERM set. After the block a set event raises `KeyboardInterrupt`.
+    """Yield an event that `INTERRUPTS` set, unless ignored. After the block a set event raises `KeyboardInterrupt`.
 
     A callback must not raise an exception, which would have to cross the builder's C++ frames.
     """
-    interrupted = threading.Event()
+    interrupted, received = threading.Event(), list[int]()
     if threading.current_thread() is not threading.main_thread():
         yield interrupted
         return
+
+    def note(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        interrupted.set()
+
     previous = {
-        number: signal.signal(number, lambda number, frame: interrupted.set())
-        for number in (signal.SIGINT, signal.SIGTERM)
+        number: signal.signal(number, note) for number in INTERRUPTS if signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
         yield interrupted
@@ -146,5 +152,5 @@ def interrupts_noted() -> Iterator[threading.Event]:
             signal.signal(number, handler)
         if interrupted.is_set():
             # The command's handler raises the error, and ignores a second Ctrl-C during the clean-up.
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(received[0])
             raise KeyboardInterrupt

@@ -52,6 +52,8 @@ def overlay(answer: Answer | ActionReport, picture: PictureLike | Sequence[Pictu
     if len(pictures) != len(answer.images):
         found = counted(len(pictures), "picture")
         raise UsageError(f"found {found}, the answer is about {len(answer.images)}. Give these.")
+    if not pictures:
+        raise UsageError("the answer is about no picture, so there is nothing to draw. Give one about a picture.")
     if any(kept.schedule.counts is None for kept in answer.images):
         raise UsageError(
             "the answer ran without pruning, so there is nothing to draw. Choose a budget other than none."

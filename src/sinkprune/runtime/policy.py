@@ -167,6 +167,7 @@ class Policy(KeepsCosts[ActionCosts]):
             budget=budget,
             most_steps=observation.steps,
             least_steps=least,
+            frames=len(observation.cameras),
         )
         uses = self._model.chain.first_uses
         report = self._run(observation, method, deadline.choose, observer)

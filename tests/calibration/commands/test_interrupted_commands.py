@@ -97,9 +97,9 @@ def test_norms_are_reported_of_whole_pictures(
     assert (told["pictures"], told["interrupted"], told["warnings"][0]) == (1, said, f"Interrupted: {said}")
     assert f"Interrupted: {said}" in outcome.stdout and "1 picture" in outcome.stdout
     assert len([*tmp_path.rglob("*.png")]) == drawn
-    none = run(*command, "--json", tmp_path / "y.json")
+    none = run(*command, "--json", tmp_path / "y.json", *(("--heatmaps", tmp_path / "none") if drawn else ()))
     assert (none.code, none.stderr) == (130, "interrupted; no whole picture was measured, so nothing was kept.\n")
-    assert not (tmp_path / "y.json").exists()
+    assert not (tmp_path / "y.json").exists() and not (tmp_path / "none").exists()
     monkeypatch.setattr(norms, "bundle_features", plain)
     whole = json.loads(run(*command, "--limit", 1, "--json").stdout)
     assert whole.pop("interrupted") is None and told.pop("interrupted") == said

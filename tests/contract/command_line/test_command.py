@@ -281,6 +281,7 @@ def in_shell(words: list[str], streams: str) -> subprocess.CompletedProcess[str]
         # What OpenVINO says with too small an RLIMIT_NPROC
         (RuntimeError("Exception from core.cpp:109:\nResource temporarily unavailable"), "there are too few threads"),
         (Exception("[ONNXRuntimeError] : 1 : FAIL : Failed to write external initializers to file"), "(ulimit -f)"),
+        (RuntimeError("basic_ios::clear: iostream error"), "openvino could not write or read the file of a graph"),
         (Exception("ThreadMain() pthread_create failed, error code: 11"), "there are too few threads"),
     ],
     ids=str,

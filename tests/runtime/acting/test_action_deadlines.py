@@ -148,6 +148,7 @@ def test_the_time_up_to_the_tower_is_spent_whatever_it_was(monkeypatch: pytest.M
             budget="none",
             most_steps=10,
             least_steps=5,
+            frames=1,
         )
         clock[0] += spent / 1e3
         if spent == 60:

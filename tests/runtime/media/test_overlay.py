@@ -28,6 +28,12 @@ def test_an_overlay_is_the_same_of_every_kind_of_picture(
         assert ImageChops.difference(found, expected).getbbox() is None
 
 
+def test_an_answer_about_no_picture_has_no_overlay(pipeline: Pipelines) -> None:
+    answer = pipeline("gqa-112").generate((), "What?", max_new_tokens=1)
+    with pytest.raises(UsageError, match="about no picture, so there is nothing to draw"):
+        overlay(answer, ())
+
+
 def test_what_the_sanitizer_dropped_is_grey(pipeline: Pipelines) -> None:
     """So that no colour of the picture passes for that of a sink member or a stage."""
     red = Image.new("RGB", (112, 112), (250, 40, 30))

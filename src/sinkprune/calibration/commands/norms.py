@@ -105,6 +105,8 @@ def main(arguments: Sequence[str] | None) -> None:
                 count()
     except KeyboardInterrupt as interrupt:
         if not measured:
+            if heatmaps:
+                heatmaps.remove_empty()
             raise KeyboardInterrupt("no whole picture was measured, so nothing was kept.") from interrupt
         interrupted = f"the report counts the first {len(measured)} of {counted(len(pictures), 'picture')}."
         options, earlier = beside_earlier(options, "json", "plot")

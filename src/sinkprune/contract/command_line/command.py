@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import signal
+import stat
 import sys
 import threading
 import time
@@ -23,7 +24,7 @@ from traceback import walk_stack
 from types import FrameType
 
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.command_line.late_interrupts import late_interrupts_noted
+from sinkprune.contract.command_line.late_interrupts import INTERRUPTS, late_interrupts_noted
 from sinkprune.contract.errors import CostsWarning, PictureWarning, SinkpruneError, UnusualStateWarning
 
 INTERRUPTED = 130
@@ -46,6 +47,10 @@ _SHORTAGES = {
     "Failed to write external initializers": (
         "the weights of a graph could not be written: the disk is full, or files may not be so large (ulimit -f). "
         "Free space, or choose another place."
+    ),
+    "basic_ios::clear: iostream error": (
+        "openvino could not write or read the file of a graph: the disk is full, files may not be so large (ulimit "
+        "-f), or the file is damaged. Free space, or choose another place."
     ),
 }
 
@@ -72,7 +77,7 @@ def start(module: str, *words: str) -> int:
         return run_command(main, None) or code
     finally:
         # Python's own exit must neither be interrupted nor fail to write.
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in INTERRUPTS:
             signal.signal(number, signal.SIG_IGN)
         _drop_unwritten_output()
 
@@ -167,7 +172,7 @@ def _shortage(error: BaseException | None) -> str | None:
 
 @contextmanager
 def _signals_as_interrupts() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGTERM too, so that half-written files are removed.
+    """Raise KeyboardInterrupt on all `INTERRUPTS`, so that half-written files are removed and results kept.
 
     An interrupt that a library turns into another error stays an interrupt. One that Python drops, as in `__del__`,
     is repeated.
@@ -186,9 +191,10 @@ def _signals_as_interrupts() -> Iterator[None]:
         else:
             hook(dropped)
 
-    # Background jobs of a shell ignore Ctrl-C.
-    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    numbers = (signal.SIGTERM,) if ignored else (signal.SIGTERM, signal.SIGINT)
+    # Background jobs of a shell ignore Ctrl-C, and those of nohup the end of the terminal.
+    numbers = [
+        number for number in INTERRUPTS if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN
+    ]
     hook, sys.unraisablehook = sys.unraisablehook, on_dropped
     earlier = {number: signal.signal(number, handler) for number in numbers}
     try:
@@ -205,13 +211,15 @@ def _signals_as_interrupts() -> Iterator[None]:
 
 
 class _Interrupts:
-    """Raises KeyboardInterrupt at SIGINT and SIGTERM, and ignores those that follow within `_CLEAN_UP_S`."""
+    """Raises KeyboardInterrupt at each of `INTERRUPTS`, and ignores those that follow within `_CLEAN_UP_S`."""
 
     def __init__(self) -> None:
         self.interrupted_at: float | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
+        if number == signal.SIGHUP:
+            _leave_terminal()
         # A second Ctrl-C would stop the clean-up of the first. Later ones stop what still runs.
         if self.interrupted_at is not None and now - self.interrupted_at < _CLEAN_UP_S:
             return
@@ -221,6 +229,15 @@ class _Interrupts:
         else:
             self.interrupted_at = now
             raise KeyboardInterrupt
+
+
+def _leave_terminal() -> None:
+    """Drop what is printed from now on to a terminal that has ended: there, each write would be an error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+            os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def _repeat(number: int) -> None:

@@ -9,13 +9,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a command in order: Ctrl-C, the end of a service or a container, and that of a terminal."""
 SECONDS = 2.0
 _LINE = "interrupting: the step that runs now ends first\n"
 
 
 @contextmanager
 def late_interrupts_noted() -> Iterator[None]:
-    """Print a line if Ctrl-C or SIGTERM has not ended the block after `SECONDS`.
+    """Print a line if one of `INTERRUPTS` has not ended the block after `SECONDS`.
 
     Python handles signals in the main thread, between its own steps: a library's call, such as a run of a graph,
     ends first. But it writes the number of each signal to a pipe at once, and a thread reads that. Only the main
@@ -27,7 +29,7 @@ def late_interrupts_noted() -> Iterator[None]:
 
     def watch() -> None:
         while number := os.read(reader, 1):
-            if number[0] in (signal.SIGINT, signal.SIGTERM):
+            if number[0] in INTERRUPTS:
                 if not ended.wait(SECONDS):
                     with suppress(OSError):
                         sys.stderr.write(_LINE)

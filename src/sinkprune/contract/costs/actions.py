@@ -49,11 +49,12 @@ class ActionCosts(MeasuredCosts):
     action_costs_version: Count = ACTION_COSTS_VERSION
     """`ACTION_COSTS_VERSION`."""
 
-    def of_prompt(self, tokens: int) -> dict[str, BudgetCosts]:
-        """Return the costs by budget of a prompt with so many text tokens; a shorter one costs what was measured.
+    def of_chunk(self, tokens: int, frames: int) -> dict[str, BudgetCosts]:
+        """Return the costs by budget of a prompt with so many text tokens and cameras with a frame.
 
-        Each further token is a row in all layers. Before the steps a row costs the largest budget's time, divided by
-        its rows. In a step it costs what one row more does, by the largest and the smallest budget.
+        A shorter prompt costs what was measured. Each further token is a row in all layers. Before the steps a row
+        costs the largest budget's time, divided by its rows. In a step it costs what one row more does, by the
+        largest and the smallest budget. So does, before the steps too, each visual row that fewer frames leave out.
         """
         budgets = list(self.budgets.values())
         largest, smallest = budgets[0], budgets[-1]
@@ -61,9 +62,17 @@ class ActionCosts(MeasuredCosts):
             return self.budgets
         more = max(0, tokens - self.prompt_tokens)
         before, step = largest.before_ms / largest.rows, largest.step_ms / largest.rows
+        saved_before = saved_step = 0.0
         if largest.rows > smallest.rows:
-            step = max(0.0, largest.step_ms - smallest.step_ms) / (largest.rows - smallest.rows)
-        return {
-            name: replace(own, before_ms=own.before_ms + more * before, step_ms=own.step_ms + more * step)
-            for name, own in self.budgets.items()
-        }
+            apart = largest.rows - smallest.rows
+            step = saved_step = max(0.0, largest.step_ms - smallest.step_ms) / apart
+            saved_before = max(0.0, largest.before_ms - smallest.before_ms) / apart
+        found = {}
+        for name, own in self.budgets.items():
+            fewer = (1 - frames / self.frames) * max(0.0, (own.rows or 0.0) - self.prompt_tokens)
+            found[name] = replace(
+                own,
+                before_ms=max(LEAST_MS, own.before_ms + more * before - fewer * saved_before),
+                step_ms=max(LEAST_MS, own.step_ms + more * step - fewer * saved_step),
+            )
+        return found

@@ -66,8 +66,9 @@ class GraphReport:
 
     @property
     def refused(self) -> str | None:
-        """The first output that exceeds its limits; None for an engine that passed."""
-        return next((name for name, output in self.outputs.items() if not output.passed), None)
+        """The first output that exceeds its limits, indices before the rows that they choose; None for a pass."""
+        refused = [name for name, output in self.outputs.items() if not output.passed]
+        return min(refused, key=lambda name: self.outputs[name].kind != "indices", default=None)
 
 
 @dataclass(frozen=True)
@@ -273,9 +274,10 @@ def _advice(graph: str, report: GraphReport, output: OutputReport, manifest: Eng
             "library, or export with --precision fp32 and run it on ort-cuda, ort-cpu or openvino."
         )
     if output.kind == "indices":
+        method = graph.partition("/")[0]
         return (
             "It keeps other tokens, and selection is in fp32 everywhere: build again, or with another version of the "
-            "library."
+            f"library. If it stays so, export the bundle without method '{method}' (docs/gate.md)."
         )
     if output.worst is None:
         return (

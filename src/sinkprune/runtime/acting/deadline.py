@@ -57,15 +57,20 @@ class ChunkDeadline:
         budget: str,
         most_steps: int,
         least_steps: int,
+        frames: int,
     ) -> None:
-        """Count `deadline_ms` from `began`, a time of `time.perf_counter`. The others are those of `choose_chunk`."""
+        """Count `deadline_ms` from `began`, a time of `time.perf_counter`. `frames` are the cameras with a frame.
+
+        The others are those of `choose_chunk`.
+        """
         self._costs, self._history, self._began, self._deadline_ms = costs, history, began, deadline_ms
+        self._frames = frames
         self._budget, self._most_steps, self._least_steps = budget, most_steps, least_steps
 
     def choose(self, text: int) -> BudgetAndSteps:
         """Choose for a prompt with so many text tokens; called when the vision tower is done."""
         chosen = choose_chunk(
-            self._costs.of_prompt(text),
+            self._costs.of_chunk(text, self._frames),
             self._history.slower,
             spent_ms=self._elapsed(),
             deadline_ms=self._deadline_ms,

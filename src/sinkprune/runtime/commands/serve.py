@@ -85,12 +85,14 @@ def main(arguments: Sequence[str] | None) -> None:
             sys.stderr.flush()
             # Requests have --drain-s seconds to end: that is no late end of the command.
             signal.set_wakeup_fd(-1)
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+                signal.signal(signal.SIGHUP, server.handle_exit)
             asyncio.run(server.serve([listener]))
         sys.stderr.write("The server has ended.\n")
 
 
 def _server(app: Starlette, drain_s: int) -> uvicorn.Server:
-    """Return a server that answers until SIGINT or SIGTERM.
+    """Return a server that answers until SIGINT, SIGTERM or SIGHUP.
 
     Requests then have `drain_s` seconds to end, or get status 503.
     """
