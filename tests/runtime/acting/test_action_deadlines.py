@@ -161,6 +161,16 @@ def test_the_time_up_to_the_tower_is_spent_whatever_it_was(monkeypatch: pytest.M
         assert history.recent.first[-1] == pytest.approx(1) and history.recent.token[-1] == pytest.approx(1)
 
 
+@pytest.mark.parametrize(("frames", "chosen"), [(2, "prune-77.8"), (1, "none")])
+def test_fewer_frames_leave_time_for_a_larger_budget(frames: int, chosen: str) -> None:
+    budgets = {"none": BudgetCosts(100, 10, 220), "prune-77.8": BudgetCosts(50, 8, 70)}
+    costs = ActionCosts("sinkpruner", 2, budgets, place=PLACE, prompt_tokens=20)
+    history = RequestHistory()
+    given = {"began": time.perf_counter(), "budget": "none", "most_steps": 5, "least_steps": 5}
+    own = ChunkDeadline(costs, history, deadline_ms=history.slower.first * 145, frames=frames, **given)
+    assert own.choose(20).budget == chosen
+
+
 @pytest.fixture(scope="module")
 def warm(bundle: Callable[..., Path], photo: Image.Image) -> Policy:
     """A small policy of two cameras with measured costs of one camera's frame."""
