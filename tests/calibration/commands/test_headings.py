@@ -25,11 +25,11 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_task(tmp_path_factory.mktemp("questions"), [("a.png", "What is this?"), ("b.png", "What is this?")])
 
 
-@pytest.mark.parametrize(("weights", "said"), [(None, "fp32, "), ("int8", "fp32, weights int8, ")])
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(("name", "weights"), [("profile", None), *((name, "int8") for name in COMMANDS)])
 def test_the_heading_has_precision_and_weights(
-    name: str, weights: str | None, said: str, bundle: Callable[..., Path], questions: Path
+    name: str, weights: str | None, bundle: Callable[..., Path], questions: Path
 ) -> None:
+    said = f"fp32, weights {weights}, " if weights else "fp32, "
     command, *words = COMMANDS[name]
     data = questions if words[-1] == "--data" else questions.parent / "a.png"
     outcome = run(command, *words, data, bundle("gqa-112", "fp32", ("retain-64",), weights=weights))
