@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from sinkprune.contract.checks.arguments import check_type
+from sinkprune.contract.checks.arguments import check_type, checks_options
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.precision import Array
@@ -36,6 +36,7 @@ _HATCH = 16
 """Pixels between the lines of hatching."""
 
 
+@checks_options
 def overlay(answer: Answer | ActionReport, picture: PictureLike | Sequence[PictureLike | None]) -> Image.Image:
     """Draw the fate of every visual token of an answer, or of a chunk of actions, with a legend, as an RGB image.
 

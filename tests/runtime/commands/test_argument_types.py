@@ -18,13 +18,21 @@ from sinkprune import (
     Policy,
     Request,
     Session,
+    Thresholds,
     ToolCall,
     Tools,
     Turn,
     VideoFile,
     WatchSettings,
+    overlay,
+    read_action_costs,
+    read_costs,
+    read_thresholds,
+    write_costs,
+    write_thresholds,
 )
-from sinkprune.contract.errors import BudgetError, OptionError, PromptError, SinkpruneError
+from sinkprune.contract.errors import BudgetError, OptionError, PromptError, SinkpruneError, UsageError
+from sinkprune.runtime.steps.request import new_request
 from support.programs.slow_cases import slow_except
 
 
@@ -167,6 +175,21 @@ def test_whole_numbers_of_numpy_become_ints_which_do_not_overflow(kind: Any) -> 
     assert type(request.max_new_tokens) is type(request.min_new_tokens) is int
     assert request.max_new_tokens + request.min_new_tokens + 100 == 300
     assert request.new_sampler()(np.eye(4, dtype=np.float32)[2]) == 2
+
+
+@pytest.mark.parametrize(
+    "function",
+    [overlay, read_costs, write_costs, read_action_costs, read_thresholds, write_thresholds, Thresholds],
+)
+def test_public_functions_name_their_options(function: Any) -> None:
+    with pytest.raises(OptionError, match=r"no option 'nonsense'\. Options are: "):
+        function(nonsense=3)
+
+
+@pytest.mark.parametrize("role", ["robot", "Assistant", "system", ""])
+def test_a_turn_of_another_role_is_refused(role: str) -> None:
+    with pytest.raises(UsageError, match=f"history has a Turn of '{role}', expected user, assistant or tool"):
+        new_request("a.jpg", "What?", history=[Turn(role, ("a red circle",))])
 
 
 def test_unknown_arguments_are_refused_with_a_guess(

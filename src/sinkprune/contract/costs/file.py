@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from sinkprune.contract.checks.arguments import check_path, check_type
+from sinkprune.contract.checks.arguments import check_path, check_type, checks_options
 from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.checks.format_value import counted, format_value
 from sinkprune.contract.costs.actions import ACTION_COSTS_VERSION, ActionCosts
@@ -157,6 +157,7 @@ ACTION_COSTS = CostsFormat(
 )
 
 
+@checks_options
 def write_costs(path: str | os.PathLike[str], costs: Costs | ActionCosts) -> None:
     """Write costs, as `Pipeline.warm_up` or `Policy.warm_up` returns them, to the JSON file `path`.
 
@@ -168,6 +169,7 @@ def write_costs(path: str | os.PathLike[str], costs: Costs | ActionCosts) -> Non
     write_versioned(path, costs)
 
 
+@checks_options
 def read_costs(path: str | os.PathLike[str], here: Place) -> Costs:
     """Return the costs of a pipeline in the JSON file `path`, which must have been measured at the place `here`.
 
@@ -179,6 +181,7 @@ def read_costs(path: str | os.PathLike[str], here: Place) -> Costs:
     return ANSWER_COSTS.read(path, here)
 
 
+@checks_options
 def read_action_costs(path: str | os.PathLike[str], here: Place) -> ActionCosts:
     """Return the costs of a robot policy in the JSON file `path`, which must have been measured at the place `here`.
 

@@ -21,6 +21,7 @@ TOKENIZER_BYTES = 40 << 20
 TEMPLATE_BYTES = 256 << 10
 """The limit of a chat template; the largest published ones have 30 kB."""
 _DEPTH = 64
+_TOO_DEEP = f"is nested more than {_DEPTH} deep"
 _CONTAINERS = frozenset({dict, list})
 _KINDS = {
     stat.S_ISDIR: "a folder",
@@ -129,7 +130,9 @@ def parsed_json(data: bytes, new_object: Callable[[list[tuple[str, Any]]], Any] 
     try:
         text = decoded_text(data)
         value = json.loads(text, parse_constant=_not_json, parse_float=_finite, object_pairs_hook=new_object)
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise UnreadableError(_TOO_DEEP) from error
+    except ValueError as error:
         raise UnreadableError(f"is not JSON: {error}") from error
     _check_depth(value)
     if b"\\ud" in data.lower():
@@ -157,7 +160,7 @@ def _check_depth(value: Any) -> None:
         level = [part for part in parts if type(part) in _CONTAINERS]
         if not level:
             return
-    raise UnreadableError(f"is nested more than {_DEPTH} deep")
+    raise UnreadableError(_TOO_DEEP)
 
 
 def _check_characters(value: Any) -> None:

@@ -96,6 +96,8 @@ class Backend(Protocol):
     """Held by a thread while it calls engines; a null context where the library runs several calls at once."""
     resumes: bool = True
     """Whether a decoder takes several new rows after earlier ones, as sessions need."""
+    compiles_lengths: bool = False
+    """Whether an engine compiles operators when it first meets a number of rows, which then takes longer."""
     any_length: bool = True
     """Whether engines take any number of visual rows, as a watch needs; else those of a request's pictures."""
 

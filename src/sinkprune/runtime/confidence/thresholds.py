@@ -9,7 +9,7 @@ from typing import Annotated
 
 from sinkprune.contract.budgets import AUTO
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.checks.arguments import check_path, check_type
+from sinkprune.contract.checks.arguments import check_path, check_type, checks_options, creation_checks_options
 from sinkprune.contract.checks.fields import Bounds
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import UsageError
@@ -23,6 +23,7 @@ _MEASURE = "sinkprune-calibrate confidence BUNDLE --data FILE.jsonl --thresholds
 _AGAIN = f"Measure them for this bundle: {_MEASURE}"
 
 
+@creation_checks_options
 @dataclass(frozen=True)
 class Thresholds:
     """The budgets that a request at budget `auto` may try, and how sure an answer must be at each."""
@@ -108,6 +109,7 @@ def describe_ladders(manifest: Manifest, method: str) -> str:
     return f"Budgets of this bundle that share a sanitizer, and with it the first decoder layers: {groups}."
 
 
+@checks_options
 def write_thresholds(path: str | os.PathLike[str], thresholds: Thresholds) -> None:
     """Write the thresholds to the JSON file `path`.
 
@@ -119,6 +121,7 @@ def write_thresholds(path: str | os.PathLike[str], thresholds: Thresholds) -> No
     write_versioned(path, thresholds)
 
 
+@checks_options
 def read_thresholds(path: str | os.PathLike[str]) -> Thresholds:
     """Return the thresholds in the JSON file `path`, for `Pipeline.thresholds`.
 

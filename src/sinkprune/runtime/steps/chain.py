@@ -44,8 +44,8 @@ class Chain:
         """The bytes of the vision tower's output for one token."""
         self.several_images = manifest.max_images > 1
         self.rotary = Rotary(model.rope_theta, model.head_dim, self.dtype, model.rope_sections)
-        self.has_run = False
-        """Whether a prefill is complete."""
+        self._prefills = set[tuple[Any, ...]]()
+        """The kinds of prefills that are complete."""
         self._plan_engines: dict[str, Engine] = {}
         self._loading = Lock()
         loaded, total = count(), 3 + len(self.segments) + manifest.modulates
@@ -79,11 +79,16 @@ class Chain:
 
     @property
     def first_uses(self) -> int:
-        """The number of weightless engines that are loaded, plus one after the first prefill.
+        """The number of weightless engines that are loaded, and of kinds of prefills that are complete.
 
         A request that raises it takes longer than usual.
         """
-        return len(self._plan_engines) + self.has_run
+        return len(self._plan_engines) + len(self._prefills)
+
+    def note_prefill(self, plan: Plan | None, text: int, visual: int) -> None:
+        """Note that a prefill of `plan` is complete, with so many rows of text and pictures."""
+        rows = (text, visual) if self.backend.compiles_lengths else ()
+        self._prefills.add((*(plan.graphs if plan else ()), *rows))
 
     def load_plan(self, plan: Plan | None) -> None:
         """Load the engines of `plan`, so that the time of a request does not include loading."""

@@ -129,7 +129,7 @@ def prefill(
                 given = {"hidden": outputs["hidden_out"], "cos": given["cos"], "sin": given["sin"]}
         result.hidden = given["hidden"]
     result.schedule = schedule
-    chain.has_run = True
+    chain.note_prefill(plan, text, len(rows.visual))
     return result
 
 

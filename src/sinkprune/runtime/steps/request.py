@@ -235,6 +235,8 @@ def _turns(given: object) -> tuple[Turn, ...]:
     turns = []
     for each in given if isinstance(given, (tuple, list)) else [given]:
         turn, content = (each, each.texts) if isinstance(each, Turn) else _pair(each)
+        if turn.role not in (*ROLES, "tool"):
+            raise UsageError(f"history has a Turn of {format_value(turn.role)}, expected {', '.join(ROLES)} or tool.")
         texts = tuple(content) if isinstance(content, (tuple, list)) else (content,)
         for text in texts:
             _check_text("history", text)

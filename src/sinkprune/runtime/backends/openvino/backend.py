@@ -51,6 +51,7 @@ class OpenVinoBackend(Backend):
         # So it reads all weights into its own memory.
         self._core.set_property({"ENABLE_MMAP": False})
         self.turn = Turns()
+        self.compiles_lengths = True
         self._reader = GraphReader(openvino, self._core)
         self._device = DEVICES[name](self._core, name, threads, compute)
         self.name = name
