@@ -25,6 +25,7 @@ from sinkprune.runtime.commands import BundleOptions, add_costs, add_method, eng
 from sinkprune.runtime.commands.deadline_costs import (
     check_cost_options,
     costs_at,
+    first_budgets,
     late_chunks_line,
     place_here,
     saved_costs_lines,
@@ -262,7 +263,8 @@ def _prepare(policy: Policy, costs: ActionCosts | None, moment: Moment, options:
     with status("loading the budgets' graphs") as progress:
         policy.load_plans(options.method, progress)
     with status("running a chunk once before it counts"):
-        policy.act(*given, method=options.method, budget=[*costs.budgets][-1], steps=1)
+        for budget in first_budgets(policy, options.method, options.budget):
+            policy.act(*given, method=options.method, budget=budget, steps=1)
 
 
 def _chunk(policy: Policy, moment: Moment, options: _Options) -> ActionReport:

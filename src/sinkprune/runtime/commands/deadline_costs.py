@@ -22,6 +22,7 @@ from sinkprune.runtime.commands import BundleOptions
 from sinkprune.runtime.deadline.cost_measuring import place_of
 from sinkprune.runtime.deadline.kept_costs import KeepsCosts
 from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.policy import Policy
 from sinkprune.runtime.steps.answer import Answer, DeadlineReport
 from sinkprune.runtime.steps.request import Request
 
@@ -75,22 +76,29 @@ def place_here(options: BundleOptions, bundle: Bundle) -> Place:
 
 
 def run_once(pipeline: Pipeline, request: Request) -> None:
-    """Answer one token at the method's last budget: the first request of a process is slower than its costs say.
+    """Answer one token at each budget of `first_budgets`: such requests are slower than their costs say.
 
-    A picture of which that budget would drop nothing is answered unpruned.
+    A picture of which a budget would drop nothing is answered unpruned.
 
     Raises what `request` itself raises.
     """
     # A method that takes no deadline is rejected for that, not for what its last budget lacks.
     pipeline.answer(request)
-    budget = [*pipeline.bundle.manifest.plans[request.method]][-1]
-    plain = replace(request, budget=budget, deadline_ms=None, max_new_tokens=1, min_new_tokens=0)
+    plain = replace(request, deadline_ms=None, max_new_tokens=1, min_new_tokens=0)
     # The form of an answer may be too long for one token.
     plain = replace(plain, schema=None, regex=None, choice=())
-    try:
-        pipeline.answer(plain).rest()
-    except PruningError:
-        pipeline.answer(replace(plain, budget=UNPRUNED)).rest()
+    for budget in first_budgets(pipeline, request.method, request.budget):
+        try:
+            pipeline.answer(replace(plain, budget=budget)).rest()
+        except PruningError:
+            pipeline.answer(replace(plain, budget=UNPRUNED)).rest()
+
+
+def first_budgets(loaded: Pipeline | Policy, method: str, budget: str) -> list[str]:
+    """Return the budgets to run before a deadline counts: the last, or, where engines compile what they first meet,
+    all up to `budget`."""
+    budgets = [UNPRUNED, *loaded.bundle.manifest.plans[method]]
+    return budgets[budgets.index(budget) :] if loaded.backend.compiles_lengths else budgets[-1:]
 
 
 def in_time(answer: Answer) -> str:

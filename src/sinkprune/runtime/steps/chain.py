@@ -86,9 +86,12 @@ class Chain:
         return len(self._plan_engines) + len(self._prefills)
 
     def note_prefill(self, plan: Plan | None, text: int, visual: int) -> None:
-        """Note that a prefill of `plan` is complete, with so many rows of text and pictures."""
-        rows = (text, visual) if self.backend.compiles_lengths else ()
-        self._prefills.add((*(plan.graphs if plan else ()), *rows))
+        """Note that a prefill of `plan` is complete, with so many rows of text and pictures.
+
+        There is one kind, except where engines compile what they first meet.
+        """
+        kind = (*(plan.graphs if plan else ()), text, visual) if self.backend.compiles_lengths else ()
+        self._prefills.add(kind)
 
     def load_plan(self, plan: Plan | None) -> None:
         """Load the engines of `plan`, so that the time of a request does not include loading."""
