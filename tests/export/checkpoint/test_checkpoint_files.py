@@ -77,7 +77,7 @@ ODD_JSON: dict[str, tuple[Callable[[Path], None], str]] = {
     "latin-1": (written(b'{"a": "\xe9"}'), "is not UTF-8"),
     "NaN": (written(b'{"rescale_factor": NaN}'), "NaN is no number in JSON"),
     "1e999": (written(b'{"rescale_factor": 1e999}'), "too large for a number"),
-    "deep": (written(b'{"a":' + b"[" * 100_000), "is not JSON"),
+    "deep": (written(b'{"a":' + b"[" * 100_000), "is nested more than 64 deep"),
     "list": (written(b"[]"), "holds [], expected a JSON object"),
     "empty": (written(b""), "is not JSON"),
 }
