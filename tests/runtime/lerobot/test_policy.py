@@ -77,7 +77,6 @@ def make(module: ModuleType, robot: Path) -> Make:
 
 @pytest.fixture(scope="module")
 def loaded(make: Make) -> Any:
-    """A loaded policy of LeRobot, for tests that begin with its `reset`."""
     return make()
 
 
@@ -267,7 +266,6 @@ def test_other_observations_are_refused(
     loaded: Any,
     batches: list[dict[str, Any]],
 ) -> None:
-    loaded.reset()
     with pytest.raises(error, match=words):
         loaded.select_action(change(batches[0]))
 

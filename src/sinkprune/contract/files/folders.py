@@ -130,12 +130,11 @@ def replacing(
     """
     check_replaceable(output, kind, force=force)
     remove_abandoned(output, kind)
-    with made_parents(output, kind), new_staging(output, kind, rename) as staging:
+    with made_parents(output, kind), new_staging(output, kind, rename) as staging, naming_full(output):
         check_room(output, needed, kind, way_out)
-        with naming_full(output):
-            yield staging.new
-            sync_tree(staging.new)
-            staging.install(force=force)
+        yield staging.new
+        sync_tree(staging.new)
+        staging.install(force=force)
 
 
 @contextmanager
