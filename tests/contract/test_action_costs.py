@@ -94,17 +94,20 @@ def test_costs_of_answers_and_of_policies_are_told_apart(tmp_path: Path) -> None
     assert str(refusal.value) == f"'{path}' has the costs of answers. Give it to sinkprune-run or read_costs."
 
 
-@given(
-    st.lists(st.tuples(MS, MS, st.floats(1, 1000)), min_size=1, max_size=3),
-    st.integers(0, 500),
-    st.integers(0, 500),
-)
+@st.composite
+def measured_budgets(draw: st.DrawFn) -> dict[str, BudgetCosts]:
+    """The costs of one to three budgets, the largest first."""
+    drawn = draw(st.lists(st.tuples(MS, MS, st.floats(1, 1000)), min_size=1, max_size=3))
+    ordered = sorted(drawn, key=lambda each: -each[2])
+    return {name: BudgetCosts(*each) for name, each in zip(BUDGETS, ordered, strict=False)}
+
+
+@given(measured_budgets(), st.integers(0, 500), st.integers(0, 500))
 def test_each_text_token_above_the_measured_prompt_costs_as_much(
-    ms: list[tuple[float, float, float]], measured: int, text: int
+    budgets: dict[str, BudgetCosts], measured: int, text: int
 ) -> None:
-    ordered = sorted(ms, key=lambda each: -each[2])
-    budgets = {name: BudgetCosts(*each) for name, each in zip(BUDGETS, ordered, strict=False)}
     costs = replace(COSTS, budgets=budgets, prompt_tokens=measured)
+    ordered = [(own.before_ms, own.step_ms, own.rows or 0.0) for own in budgets.values()]
     (before, step, rows), (_, least_step, least_rows) = ordered[0], ordered[-1]
     more = max(text - measured, 0)
     of_a_row = step / rows if rows == least_rows else max(step - least_step, 0) / (rows - least_rows)
@@ -135,17 +138,10 @@ def test_frames_that_are_missing_leave_out_their_share_of_the_visual_rows() -> N
     assert one.of_chunk(20, 1) == one.budgets
 
 
-@given(
-    st.lists(st.tuples(MS, MS, st.floats(1, 1000)), min_size=1, max_size=3),
-    st.integers(0, 500),
-    st.integers(1, 4),
-)
+@given(measured_budgets(), st.integers(0, 500), st.integers(1, 4))
 def test_fewer_frames_never_cost_more_and_always_something(
-    ms: list[tuple[float, float, float]], measured: int, frames: int
+    budgets: dict[str, BudgetCosts], measured: int, frames: int
 ) -> None:
-    budgets = {
-        name: BudgetCosts(*each) for name, each in zip(BUDGETS, sorted(ms, key=lambda each: -each[2]), strict=False)
-    }
     costs = replace(COSTS, frames=4, budgets=budgets, prompt_tokens=measured)
     for name, own in costs.of_chunk(measured, frames).items():
         assert 0 < own.before_ms <= budgets[name].before_ms and 0 < own.step_ms <= budgets[name].step_ms

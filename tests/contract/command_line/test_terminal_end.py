@@ -51,7 +51,7 @@ def test_what_a_command_has_is_kept(tmp_path: Path) -> None:
 
 
 def _take_terminal() -> None:
-    """Make the terminal on standard input that of this session, so that its end is told."""
+    """Make standard input the terminal of this session. When it ends, the system sends SIGHUP."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 

@@ -144,8 +144,8 @@ def test_the_first_answer_and_one_that_loads_a_graph_correct_no_expected_time(
 ) -> None:
     costs, pipeline, ratios = loaded(bundle).costs, Pipeline.load(bundle("gqa-112")), list[int]()
     pipeline.costs = costs
-    for deadline in (60_000, 60_000, 1, 1):
-        pipeline.generate(photo, QUESTION, deadline_ms=deadline, max_new_tokens=2)
+    for budget in ("none", "none", "retain-32", "retain-32"):
+        pipeline.generate(photo, QUESTION, budget=budget, deadline_ms=60_000, max_new_tokens=2)
         assert pipeline._history is not None
         ratios.append(len(pipeline._history[1].recent.first))
     # The unpruned model answers first, then a budget whose graphs were not loaded.

@@ -1,4 +1,4 @@
-"""Requests that take longer than usual, because an engine is loaded or meets a length first, are told apart."""
+"""`Chain.first_uses` counts what makes a request slow: loading, a first prefill, on openvino each new length."""
 
 from __future__ import annotations
 

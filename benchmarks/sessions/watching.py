@@ -1,7 +1,7 @@
 """Measures a watch on the pocket model: how often it is right, and the time of a frame.
 
-    python benchmarks/watching.py demo-output/bundle
-    python benchmarks/watching.py demo-output/bundle --scenes 40 --budget retain-64 --capacity 128 --json watch.json
+    python benchmarks/sessions/watching.py demo-output/bundle
+    python benchmarks/sessions/watching.py demo-output/bundle --budget retain-64 --capacity 128 --json watch.json
 
 Each question is asked about its scene alone, about a camera that shows the scene for four frames, and about a camera
 that showed another scene for two frames before. Frames have a little noise. Scenes are those of the validation set.

@@ -1,8 +1,8 @@
 """Measures requests with a deadline: how many are in time, at which budgets, and how well their times are predicted.
 
-    python benchmarks/deadlines.py demo-output/bundle --side 224
-    python benchmarks/deadlines.py demo-output/bundle --side 224 --load 2,1,1 2,1,0 4,2,2 --json deadlines.json
-    python benchmarks/deadlines.py pi0 --cameras 3 --side 224 --backend ort-cuda
+    python benchmarks/deadlines/deadlines.py demo-output/bundle --side 224
+    python benchmarks/deadlines/deadlines.py demo-output/bundle --side 224 --load 2,1,1 2,1,0 --json found.json
+    python benchmarks/deadlines/deadlines.py pi0 --cameras 3 --side 224 --backend ort-cuda
 
 Deadlines are multiples of the 99th percentile of the smallest budget, under the same load. Each request has a new
 random picture, and a request at the smallest budget without a deadline follows it. A chunk of a policy is a request.
