@@ -41,8 +41,9 @@ hypothesis.settings.register_profile(
     "busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("busy machine")
-# A shell's background jobs ignore Ctrl-C, and so would the commands that are interrupted here.
+# A shell's background jobs ignore Ctrl-C, and `nohup`'s the end of a terminal. So would the commands under test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True, scope="session")

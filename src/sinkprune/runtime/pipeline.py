@@ -218,8 +218,8 @@ class Pipeline(Answering, KeepsCosts[Costs]):
         minutes for a large one. `progress=True` shows on stderr what is done and the time left. A function is called
         with the name of the work, the steps that are done, how many there probably are, and what a step is.
 
-        Takes what `stream` takes. With `deadline_ms`, budgets that are far too slow are left out. Sets and returns
-        `costs`, and writes them to the user's cache folder for later processes.
+        Takes what `stream` takes. With `deadline_ms`, whole requests at budgets that are far too slow are left out.
+        Sets and returns `costs`, and writes them to the user's cache folder for later processes.
 
         Warns with `CostsWarning` if other programs kept the machine busy meanwhile, or if that folder cannot be
         written. Raises what `generate` raises.

@@ -223,7 +223,7 @@ def test_what_cannot_be_is_refused(own: Path, tmp_path: Path) -> None:
         (("--budget-tokens", 1), ("no budget takes as little as 1", "the least is", "may meet is --budget-tokens ")),
         (("--target-ms", 0.5), ("--target-ms is 0.5, expected milliseconds, from 1 to 86400000",)),
         (("--target-ms", 1), ("no budget takes as little", "the least is")),
-        (("--target-ms", 60_000), ("no pruning is needed",)),
+        (("--target-ms", 60_000), ("no pruning is needed", "or give a smaller target. 3 requests of each: of fewer")),
     ]:
         assert_refused(schedule(own, *arguments), *said)
     assert [*read_bundle(own).manifest.budgets] == ["retain-192", "retain-128", "retain-64", "retain-32"]

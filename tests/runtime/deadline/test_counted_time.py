@@ -15,7 +15,7 @@ from PIL import Image
 
 from sinkprune import Pipeline, write_costs
 from sinkprune.runtime import generate
-from sinkprune.runtime.deadline import decoder_times
+from sinkprune.runtime.deadline import cost_measuring, decoder_times
 from sinkprune.runtime.deadline.decoder_times import DecoderTimes
 from sinkprune.runtime.deadline.other_load import OtherLoad
 from sinkprune.runtime.deadline.policy import DeadlinePolicy
@@ -57,6 +57,17 @@ def test_the_call_counts_and_idle_time_before_the_first_piece_does_not(
     deadline = stream.rest().deadline
     assert deadline is not None
     assert 200 < deadline.measured_ms <= (time.perf_counter() - began) * 1e3 - 1000
+
+
+def test_a_warm_up_measures_for_later_deadlines_too(
+    bundle: Bundles, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = Pipeline.load(bundle("gqa-112"))
+    # Whole requests are measured at the smallest budget alone.
+    monkeypatch.setattr(cost_measuring, "_FAR_ABOVE", 0.0)
+    costs = pipeline.warm_up(photo, QUESTION, seconds=0, deadline_ms=1000)
+    unpruned = pipeline.generate(photo, QUESTION, max_new_tokens=1)
+    assert costs.most_rows == unpruned.prompt_tokens + unpruned.visual_tokens
 
 
 def test_a_warm_up_with_a_form_reads_the_tokenizer(bundle: Bundles, photo: Image.Image) -> None:

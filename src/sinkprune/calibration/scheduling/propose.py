@@ -41,6 +41,7 @@ from sinkprune.runtime.pipeline import Pipeline
 SECONDS = 5.0
 """About how long to measure the costs, and again the budget that was found."""
 TOKENS_A_LAYER = "visual tokens a layer"
+_OF_REQUESTS = "ms in 95 of 100 requests"
 _CANDIDATES = 4
 """Budgets that are compared by their answers to questions."""
 _SEARCHES = 6
@@ -75,13 +76,13 @@ class BudgetTarget(NamedTuple):
         """The milliseconds, or the tokens."""
         return (self.tokens or 0.0) if self.ms is None else self.ms
 
-    def check_unmet(self, unpruned: float, unit: str) -> None:
-        """Raise `BudgetError` if the unpruned model, which takes `unpruned` of this unit, meets the target."""
+    def check_unmet(self, unpruned: float, unit: str, note: str = "") -> None:
+        """Raise `BudgetError`, with the `note`, if the unpruned model meets the target with `unpruned` of a unit."""
         if unpruned <= self.wanted:
             raise BudgetError(
                 f"no budget was added, because no pruning is needed: unpruned, the model takes up to {unpruned:.0f} "
                 f"{unit} here, and {self.option} is {self.wanted:g}. Run it with --budget {UNPRUNED}, or give a "
-                "smaller target."
+                f"smaller target.{note}"
             )
 
 
@@ -156,20 +157,13 @@ class Proposer:
         if best:
             if target.ms is not None:
                 # Where the machine was slower while the costs were measured.
-                target.check_unmet(best.unpruned_measured_ms.p95, "ms in 95 of 100 requests")
+                target.check_unmet(best.unpruned_measured_ms.p95, _OF_REQUESTS, self._note_on_requests())
             return replace(best, searches=searches)
         # By the rule that accepts a budget: the measured 95th percentile.
         slowest = max(misses, key=lambda miss: miss.measured_ms.p95)
         least, unpruned = slowest.measured_ms.p95, slowest.unpruned_measured_ms.p95
         if missed is None:
-            few = few_requests(self.times.requests)
-            raise self._unreachable(
-                target,
-                "ms in 95 of 100 requests",
-                least,
-                unpruned,
-                (f" {few}." if few else "") + _busy(self.times.costs),
-            )
+            raise self._unreachable(target, _OF_REQUESTS, least, unpruned, self._note_on_requests())
         return replace(missed, searches=searches, nearest_target_ms=nearest_target(least), cheapest_p95_ms=least)
 
     def _attention(self, number: int, prompts: Sequence[PictureQuestion]) -> PictureAttention:
@@ -182,7 +176,12 @@ class Proposer:
             target.check_unmet(self.times.layout.all_tokens, TOKENS_A_LAYER)
         elif self.times.predict(UNPRUNED_MODEL, target.new_tokens) <= target.ms:
             measured = self.times.measure_unpruned(target.new_tokens)
-            target.check_unmet(measured.p95, "ms in 95 of 100 requests")
+            target.check_unmet(measured.p95, _OF_REQUESTS, self._note_on_requests())
+
+    def _note_on_requests(self) -> str:
+        """Return sentences, each after a space, on what makes the last measured times uncertain, if anything."""
+        few = few_requests(self.times.requests)
+        return (f" {few}." if few else "") + _busy(self.times.costs)
 
     def _find_plans(self, target: BudgetTarget, most: int) -> list[FoundPlan]:
         """Return up to `most` best plans that are predicted to meet the target.

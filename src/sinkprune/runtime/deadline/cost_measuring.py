@@ -43,9 +43,9 @@ def measure_costs(
 ) -> Costs:
     """Return the costs of requests like this one, as medians over about `seconds`.
 
-    Whole requests and the decoder alone run in turn. Larger budgets whose first token takes far longer than the
-    request's deadline are left out. The decoder runs on several numbers of rows, from those of the smallest to those
-    of the largest measured budget. Raises what a request raises.
+    Whole requests and the decoder alone run in turn. Whole requests leave out larger budgets whose first token takes
+    far longer than the request's deadline. The decoder runs on several numbers of rows, from those of the smallest to
+    those of the largest budget. Raises what a request raises.
     """
     manifest, limits, family, _, embedding, chain, _ = model
     if not request.pictures:
@@ -63,7 +63,8 @@ def measure_costs(
     requests = _fast_enough(ask, plain, possible, request.deadline_ms or float("inf"), progress)
     planned = [choice.schedule for choice in possible[: len(requests)]]
     least = min(one.reaching(manifest.language_model.num_layers) for one in planned)
-    most = max(one.rows for one in planned)
+    # The costs serve later deadlines too, with which larger budgets may run.
+    most = max(choice.schedule.rows for choice in possible)
     counts = {round(count) for count in np.geomspace(text + least, text + most, _COUNTS)}
     decoder, runs = DecoderTimes(chain, embedding, [*counts]), [list[_Ms]() for _ in requests]
     rounds = MeasurementRounds("measuring costs", seconds, len(requests) + 1, progress)

@@ -1,8 +1,10 @@
-"""A process that computes with OpenVINO stops growing, however many sizes it is asked for."""
+"""What OpenVINO leaves in memory: little for new sizes of inputs, and nothing of a backend that is gone."""
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,3 +43,12 @@ def test_prompts_of_many_lengths_leave_little_behind(bundle: Callable[..., Path]
         ask(rows)
     grown = resident_bytes() - before
     assert grown < MOST_BYTES, grown
+
+
+def test_a_backend_that_nobody_holds_is_freed(bundle: Callable[..., Path]) -> None:
+    backend = OpenVinoBackend("openvino", 1, "fastest")
+    backend.load_decoder(Model.of_bundle(read_bundle(bundle("gqa-112")), "decoder_0"), "in-place", lambda own: own)
+    backends, readers = weakref.ref(backend), weakref.ref(backend._reader)
+    del backend
+    gc.collect()
+    assert backends() is None and readers() is None
