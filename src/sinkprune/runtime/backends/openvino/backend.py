@@ -165,9 +165,10 @@ class _OpenVinoDecoder(Decoder):
 
     def __init__(self, compiled: _Compiled, wrap: Callable[[Engine], Engine]) -> None:
         self._compiled = compiled
-        # One engine is wrapped for all caches. It runs the request of the cache in use, the last of these.
-        self._in_use: list[_OpenVinoEngine] = []
-        self._engine = wrap(lambda inputs: self._in_use[-1](inputs))
+        # One engine is wrapped for all caches. It runs the request of the cache in use, the last of these. If it held
+        # this object, the model would stay in memory until Python's garbage collector runs.
+        self._in_use = in_use = list[_OpenVinoEngine]()
+        self._engine = wrap(lambda inputs: in_use[-1](inputs))
 
     def new_cache(self) -> _OpenVinoCache:
         return _OpenVinoCache(_OpenVinoEngine(self._compiled))
