@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from sinkprune import Pipeline
 from sinkprune.contract.command_line import progress_lines
 from sinkprune.contract.manifest import DialectName
 from sinkprune.contract.precision import WeightsName
+from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend
 
 # No test reads or writes costs in the user's cache folder; matplotlib's list of fonts may stay where it is.
 os.environ.setdefault("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib"))
@@ -53,6 +55,33 @@ def quick_exports() -> None:
 
     keep_signatures()
     keep_inferred_shapes()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_loads_and_writes() -> Iterator[None]:
+    """Loads look once for the files that sessions of alike graphs read; freed memory and written files stay cached.
+
+    After some thousand loads a process has a heap in so many pieces that looking takes 10 ms, and trimming as long.
+    """
+    reads_files, known = OrtBackend._reads_files, dict[object, bool]()
+
+    @wraps(reads_files)
+    def kept(backend: OrtBackend, model: Model) -> bool:
+        key = backend.name, backend.compute, model.onnx
+        if key not in known:
+            known[key] = reads_files(backend, model)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OrtBackend, "_reads_files", kept)
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        for module in (
+            "runtime.backends.onnxruntime.backend",
+            "engines.targets.onnxruntime",
+            "engines.targets.openvino",
+        ):
+            patch.setattr(f"sinkprune.{module}.trim_heap", lambda: None)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -122,8 +122,7 @@ class OrtBackend(Backend):
         else:
             # From memory: it may be loaded late, when its file's name may lead to another file.
             session = self._session(model, model.onnx, options, provider)
-        if self._device == "cpu" and model.weights and not model.built and model.is_mapped():
-            # On some processors onnxruntime does not pack a matrix, and reads it from the mapped file at each call.
+        if self._reads_files(model):
             session = self._session_in_memory(model, options, provider)
         if self._provider not in session.get_providers():
             raise BackendError(
@@ -135,6 +134,13 @@ class OrtBackend(Backend):
             trim_heap()
         model.check_interface(_specs(session.get_inputs()), _specs(session.get_outputs()))
         return session, held
+
+    def _reads_files(self, model: Model) -> bool:
+        """Return whether the session that was just made reads the graph's files at each call.
+
+        On some processors onnxruntime does not pack a matrix, and keeps its file mapped.
+        """
+        return self._device == "cpu" and bool(model.weights) and not model.built and model.is_mapped()
 
     def _session(self, model: Model, path_or_bytes: str | bytes, options: Any, provider: Provider) -> Any:
         try:
