@@ -33,9 +33,9 @@ def parallel() -> list[str]:
 
 
 def run_session(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the tests in `folder` with the options of `make pytest`, but a time limit of 5 seconds a test."""
+    """Run the tests in `folder` with the options of `make pytest`, but a time limit of 2 seconds a test."""
     places = ("-c", ROOT / "pyproject.toml", "--rootdir", folder, "-p", "no:cacheprovider", "-p", "xdist")
-    options = map(str, (*places, "-o", "faulthandler_timeout=5", *parallel(), "-n", "2"))
+    options = map(str, (*places, "-o", "faulthandler_timeout=2", *parallel(), "-n", "2"))
     # The other session must not have the variables of this worker. It starts faster without plugins.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
@@ -67,7 +67,7 @@ def test_a_test_that_crashes_or_hangs_fails_and_all_others_run(tmp_path: Path) -
     summary = done.stdout.splitlines()[-1]
     assert f"{len(names)} failed, {FILES * (PASSING + 1)} passed" in summary
     # Hanging tests print their place, unless the limit of CPU time came first.
-    assert "Timeout (0:00:05)!" in done.stderr
+    assert "Timeout (0:00:02)!" in done.stderr
     assert "in test_hangs_in_system" in done.stderr
 
 

@@ -128,6 +128,7 @@ def test_pictures_of_a_step_show_their_things_first() -> None:
     assert whole.classes.shape[1] == drawn[0][1].width * drawn[0][1].height // UNIT**2
 
 
+@pytest.mark.slow
 def test_the_stages_show_whole_pictures_of_one_size_last() -> None:
     whole, early = QWEN_STAGES[-1], QWEN_STAGES[1]
     drawn = RECIPE.draw(whole, 50)
@@ -180,6 +181,7 @@ def test_the_checkpoint_is_small_exports_and_answers_as_in_training(
     assert pruned.tokens_per_layer[0] < answer.tokens_per_layer[0]
 
 
+@pytest.mark.slow
 def test_a_step_of_each_kind_trains_what_it_should(tmp_path: Path) -> None:
     training = Training(tmp_path / "state.pt", RECIPE)
     before = {name: value.clone() for name, value in training.model.named_parameters()}

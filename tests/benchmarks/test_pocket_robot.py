@@ -170,6 +170,7 @@ def _seen(table: RobotTable, number: int, scale: float, corner: np.ndarray) -> n
     return (np.array([thing.x, thing.y]) - corner) * scale
 
 
+@pytest.mark.slow
 def test_steps_lower_the_loss_and_resume(tmp_path: Path) -> None:
     training = RobotTraining(tmp_path / "a.pt")
     lost = [training.train(TINY, step, 0, 1e-3) for step in range(6)]
