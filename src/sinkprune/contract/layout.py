@@ -39,8 +39,8 @@ class VisualLayout:
     """The share of the picture's area in the model's input; 1 for the whole picture."""
     seen_size: tuple[int, int] | None = None
     """Width and height in pixels at which the model sees the picture, in families that keep its shape; else None."""
-    frames: int = 0
-    """How many frames of a clip the model sees; 0 for an image."""
+    frames: int = 1
+    """How many frames of a clip the model sees; 1 for an image."""
     frames_at_rate: int = 0
     """How many the model's rate takes of the clip, without the bundle's limit; 0 for an image."""
     texts: tuple[str, ...] = ()

@@ -121,6 +121,7 @@ def generate(
         if following is None or state.cancelled:
             written = written if following is None else replace(written, finish="cancelled")
             yield written.text
+            del seen, run
             break
         between += took
         ms = clock.ms()["ttft"] + between - earlier
@@ -132,6 +133,8 @@ def generate(
                 run.put_prefix(chain, own)
             run, sampler = run_budget(model, seen, following, clock, observer, own, memory), request.new_sampler()
 
+    # To free a cache of openvino, a thread waits until no other runs the model.
+    del cache, own
     spent = clock.ms()
     times = timings({**spent, "ttft": spent["ttft"] + between}, written.token_ms, written.other_ms)
     if request.budget == AUTO:

@@ -21,6 +21,7 @@ from sinkprune.runtime.deadline.other_load import OtherLoad
 from sinkprune.runtime.deadline.policy import DeadlinePolicy
 from sinkprune.runtime.steps import pictures
 from sinkprune.runtime.steps.choice_scores import logits_of_rows
+from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.text.constraint import Grammars
 from sinkprune.runtime.text.longest_match import longest_match
 from support.programs.commands import run
@@ -120,6 +121,23 @@ def test_pictures_are_freed_before_the_budget_is_chosen(
     monkeypatch.setattr(DeadlinePolicy, "choose", choose_noted)
     pipeline.generate(photo.copy(), QUESTION, deadline_ms=60_000, max_new_tokens=1)
     assert alive == [None]
+
+
+@pytest.mark.parametrize("form", [{"max_new_tokens": 2}, {"choice": ("a red circle", "none")}])
+def test_freeing_the_caches_counts(
+    form: dict[str, Any], bundle: Bundles, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To free a cache of openvino, a thread waits until no other runs the model."""
+    pipeline = Pipeline.load(bundle("gqa-112"))
+    pipeline.warm_up(photo, QUESTION, seconds=0)
+    monkeypatch.setattr(
+        Observer, "prefilled", lambda self, prefilled: weakref.finalize(prefilled.cache, time.sleep, 0.3)
+    )
+    began = time.perf_counter()
+    deadline = pipeline.generate(photo, QUESTION, deadline_ms=60_000, **form).deadline
+    after_ms = (time.perf_counter() - began) * 1e3
+    assert deadline is not None and deadline.measured_ms > 300
+    assert after_ms - deadline.measured_ms < 200
 
 
 def test_the_first_tokens_after_a_prefill_do_not_stand_for_all(

@@ -68,7 +68,9 @@ def test_commands_name_the_size_once_and_report_it(root: Path, photo: Image.Imag
     photo.resize((1200, 1600)).save(tmp_path / "other.png")
     words = ("--prompt", "What?", "--max-new-tokens", 1)
     outcome = run("sinkprune-run", root, "--image", large, *words, "--json")
-    ((width, height),) = json.loads(outcome.stdout)["seen_size"]
+    report = json.loads(outcome.stdout)
+    ((width, height),) = report["seen_size"]
+    assert report["seen_frames"] == [1]
     assert width < 1600 and height < 1200 and abs(width / height - 4 / 3) < 0.3
     said = f"the model sees the 1600x1200 picture at {width}x{height} pixels, {ADVICE}"
     assert (outcome.code, outcome.stderr) == (0, f"{large}: {said}\n")

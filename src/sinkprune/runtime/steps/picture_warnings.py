@@ -114,7 +114,7 @@ def unseen_notes(layout: VisualLayout) -> list[str]:
 def scaled_down(layout: VisualLayout) -> str:
     """Return sentences about a picture that the model sees clearly smaller than it is; else ""."""
     phrase = smaller_picture(layout)
-    fewer = " or fewer --max-frames" if layout.frames else ""
+    fewer = " or fewer --max-frames" if layout.frames_at_rate else ""
     return (
         f"{phrase}. For small things export it with a larger --max-pixels{fewer} (docs/pictures.md)."
         if phrase
@@ -133,7 +133,7 @@ def smaller_picture(layout: VisualLayout) -> str:
     smaller = any(side - seen > rounded for side, seen in zip(layout.size, layout.seen_size, strict=True))
     if not smaller or area >= _CLEARLY_SMALLER**2 * math.prod(layout.size):
         return ""
-    what = "frames" if layout.frames else "picture"
+    what = "frames" if layout.frames_at_rate else "picture"
     return f"the model sees the {width}x{height} {what} at {seen_width}x{seen_height} pixels, the bundle's limit"
 
 
