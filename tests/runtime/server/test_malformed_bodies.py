@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import httpx
 import pytest
@@ -116,3 +118,18 @@ def test_damaged_bytes_are_a_4xx_with_one_sentence(end: int, junk: bytes, place:
 
 def test_the_whole_body_is_answered(client: httpx.Client) -> None:
     assert client.post("/chat/completions", json=BODY).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "status"),
+    [("v1/chat/completions", "secret", 413), ("v1/chat/completions", "", 401), ("none", "", 404)],
+)
+def test_a_client_that_sends_all_of_a_body_first_reads_the_response(
+    path: str, key: str, status: int, pipeline: Callable[..., Pipeline]
+) -> None:
+    with served(pipeline("gqa-112"), api_key="secret", max_body_bytes=2000) as address:
+        request = Request(f"{address}/{path}", b"x" * 20_000_000, {"Authorization": f"Bearer {key}"})
+        with pytest.raises(HTTPError) as refused:
+            urlopen(request)
+    assert refused.value.code == status
+    refused.value.close()

@@ -166,5 +166,5 @@ def sample_frames(
         raise VideoError(f"the frames have different sizes, {sorted(sizes)}; expected one. Scale them to one size.")
     (width, height), fps = frames[0].size, len(indices) / video.count * video.fps
     seconds = tuple(index / video.fps for index in indices)
-    at_rate = min(video.count, int(video.count / video.fps * settings["fps"]))
+    at_rate = max(1, min(video.count, int(video.count / video.fps * settings["fps"])))
     return SampledFrames(frames, ClipSize(width, height, len(indices), fps), seconds, at_rate)

@@ -37,6 +37,8 @@ from sinkprune.runtime.text.tool_answer import ToolAnswerReader
 
 # A picture of the largest size takes up to 1 GB while it is decoded.
 _DECODED_AT_ONCE = 2
+_DISCARDING_S = 10.0
+"""How long the rest of a rejected body is read."""
 
 _Event = tuple[str, list[dict[str, object]] | None] | Answer | BaseException
 """A token's text with the log probabilities since the last, or how the request ended."""
@@ -132,7 +134,9 @@ class _Server:
                 return await endpoint(http)
             except ApiError as error:
                 self._metrics.ended(error.status)
-                return JSONResponse(error.body, error.status, error.headers)
+                if error.status != 408:
+                    await _discard_body(http)
+                return _response(error)
             except ClientDisconnect:
                 # Nobody reads the response. nginx gives such requests this status.
                 self._metrics.ended(499)
@@ -296,6 +300,7 @@ class _Server:
 
     async def http_error(self, http: Request, error: HTTPException) -> Response:
         """Return the response for an unknown path or a wrong method."""
+        await _discard_body(http)
         return _response(ApiError(error.status_code, f"{error.detail}: {http.method} {http.url.path}."))
 
     async def our_error(self, http: Request, error: Exception) -> Response:
@@ -308,6 +313,21 @@ def _has_key(http: Request, key: str) -> bool:
     """Return whether a request has the key. The name of the scheme may be in any case (RFC 7235)."""
     scheme, _, given = http.headers.get("authorization", "").partition(" ")
     return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), key.encode())
+
+
+async def _discard_body(http: Request) -> None:
+    """Read the rest of the body of a rejected request, for some seconds.
+
+    If the connection closed while the client still sends, the client would find it reset, and not read the response.
+    """
+
+    async def read() -> None:
+        async for _ in http.stream():
+            pass
+
+    # RuntimeError: the body was read to its end before.
+    with suppress(RuntimeError, ClientDisconnect, asyncio.TimeoutError):
+        await asyncio.wait_for(read(), _DISCARDING_S)
 
 
 def _our_fault(error: BaseException) -> ApiError:
