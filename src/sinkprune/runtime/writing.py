@@ -62,9 +62,8 @@ def write(
             finish = "stop" if text.stopped else finish
         text_ms += _ms_since(began)
         yield piece
-        # After the piece, because its reader may cancel.
-        if not finish and state.cancelled:
-            finish = "cancelled"
+        # After the piece, because its reader takes time, and may cancel.
+        if not finish and (finish := "cancelled" if state.cancelled else policy.finish(len(ids))):
             yield text.end()
         if finish:
             break

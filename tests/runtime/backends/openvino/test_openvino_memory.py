@@ -1,8 +1,9 @@
-"""What OpenVINO leaves in memory: little for new sizes of inputs, and nothing of a backend that is gone."""
+"""What OpenVINO leaves in memory: little for new sizes of inputs, and little of a pipeline that is gone."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.system.child_processes import python_command
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.openvino.backend import OpenVinoBackend
 from sinkprune.runtime.system.heap import trim_heap
@@ -44,11 +46,24 @@ def test_prompts_of_many_lengths_leave_little_behind(bundle: Callable[..., Path]
     assert grown < MOST_BYTES, grown
 
 
-def test_a_backend_that_nobody_holds_is_freed(bundle: Callable[..., Path]) -> None:
+def test_a_decoder_that_nobody_holds_is_freed(bundle: Callable[..., Path]) -> None:
     backend = OpenVinoBackend("openvino", 1, "fastest")
     model = Model.of_bundle(read_bundle(bundle("gqa-112")), "decoder_0")
     decoder = backend.load_decoder(model, "in-place", lambda own: own)
-    held = [weakref.ref(each) for each in (backend, backend._reader, decoder)]
+    held = [weakref.ref(each) for each in (backend, decoder)]
     del backend, decoder
     # At once, not when Python collects garbage: a robot may have no memory for two models.
-    assert [each() for each in held] == [None, None, None]
+    assert [each() for each in held] == [None, None]
+
+
+def test_a_signal_after_two_pipelines_are_gone_is_handled(bundle: Callable[..., Path]) -> None:
+    """OpenVINO's plugin has a stack for signals of its own, and restores the one that it found."""
+    program = (
+        "import os, signal, sys; from sinkprune import Pipeline; "
+        "first, second = (Pipeline.load(sys.argv[1], backend='openvino') for _ in range(2)); "
+        "signal.signal(signal.SIGINT, lambda *given: print('handled')); "
+        "del first; del second; os.kill(os.getpid(), signal.SIGINT)"
+    )
+    command = python_command(program, str(bundle("gqa-112")))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "handled\n"), done.stderr

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +36,10 @@ class GraphReader:
         self._ov, self._ops = openvino, openvino.opset15
         self._core = core
         extension = openvino.frontend.onnx.ConversionExtension
-        # Held here, because the core does not keep them alive. They must not hold the core, or neither is ever freed.
-        self._extensions = [
-            extension("Attention", partial(_attention, self._ops)),
-            extension("TensorScatter", partial(_appended, self._ops)),
-        ]
+        # Held here, because the core does not keep them alive. As they hold it too, no core is ever freed. That takes
+        # some MB, and is needed: when a CPU plugin is freed after an older one, it restores that one's stack for
+        # signals, which is gone. The next Ctrl-C would end the process (openvino 2026.4).
+        self._extensions = [extension("Attention", self._attention), extension("TensorScatter", self._appended)]
         for added in self._extensions:
             core.add_extension(added)
 
@@ -106,35 +104,32 @@ class GraphReader:
         read.add_sinks(sinks)
         read.validate_nodes_and_infer_types()
 
+    def _attention(self, node: Any) -> Any:
+        """Convert ONNX's Attention on [B,H,S,h], [B,Hkv,T,h] and an optional mask, as our graphs have it."""
+        query, key, value = (node.get_input(place) for place in range(3))
+        masks = [node.get_input(place) for place in range(3, node.get_input_size())]
+        masks = [mask for mask in masks if mask.get_node().get_type_name() != "NullNode"]
+        heads, kv_heads = (tensor.partial_shape[1].get_length() for tensor in (query, key))
+        if heads != kv_heads:
+            key, value = (self._for_heads(tensor, heads // kv_heads) for tensor in (key, value))
+        scale = None
+        if node.has_attribute("scale"):
+            scale = np.array(node.get_attribute("scale", 0.0), query.element_type.to_dtype())
+        mask = masks[0] if masks else None
+        return self._ops.scaled_dot_product_attention(query, key, value, mask, scale).outputs()
 
-def _attention(ops: Any, node: Any) -> Any:
-    """Convert ONNX's Attention on [B,H,S,h], [B,Hkv,T,h] and an optional mask, as our graphs have it."""
-    query, key, value = (node.get_input(place) for place in range(3))
-    masks = [node.get_input(place) for place in range(3, node.get_input_size())]
-    masks = [mask for mask in masks if mask.get_node().get_type_name() != "NullNode"]
-    heads, kv_heads = (tensor.partial_shape[1].get_length() for tensor in (query, key))
-    if heads != kv_heads:
-        key, value = (_for_heads(ops, tensor, heads // kv_heads) for tensor in (key, value))
-    scale = None
-    if node.has_attribute("scale"):
-        scale = np.array(node.get_attribute("scale", 0.0), query.element_type.to_dtype())
-    mask = masks[0] if masks else None
-    return ops.scaled_dot_product_attention(query, key, value, mask, scale).outputs()
+    def _for_heads(self, tensor: Any, group: int) -> Any:
+        """Repeat keys or values [B,Hkv,T,h] for the `group` query heads that share them: [B,Hkv*group,T,h]."""
+        _, kv_heads, _, width = tensor.partial_shape
+        apart = self._ops.unsqueeze(tensor, np.int64(2))
+        shape = np.array([1, 1, group, 1, 1], np.int64)
+        repeated = self._ops.broadcast(apart, shape, broadcast_spec="BIDIRECTIONAL")
+        joined = np.array([0, kv_heads.get_length() * group, -1, width.get_length()], np.int64)
+        return self._ops.reshape(repeated, joined, True)
 
-
-def _for_heads(ops: Any, tensor: Any, group: int) -> Any:
-    """Repeat keys or values [B,Hkv,T,h] for the `group` query heads that share them: [B,Hkv*group,T,h]."""
-    _, kv_heads, _, width = tensor.partial_shape
-    apart = ops.unsqueeze(tensor, np.int64(2))
-    shape = np.array([1, 1, group, 1, 1], np.int64)
-    repeated = ops.broadcast(apart, shape, broadcast_spec="BIDIRECTIONAL")
-    joined = np.array([0, kv_heads.get_length() * group, -1, width.get_length()], np.int64)
-    return ops.reshape(repeated, joined, True)
-
-
-def _appended(ops: Any, node: Any) -> Any:
-    """Convert TensorScatter to a Concat, because a state has no unused rows."""
-    return ops.concat([node.get_input(0), node.get_input(1)], _AXIS_OF_ROWS).outputs()
+    def _appended(self, node: Any) -> Any:
+        """Convert TensorScatter to a Concat, because a state has no unused rows."""
+        return self._ops.concat([node.get_input(0), node.get_input(1)], _AXIS_OF_ROWS).outputs()
 
 
 def _is_constant(node: Any, *types: str) -> bool:
