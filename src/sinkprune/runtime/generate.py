@@ -133,7 +133,7 @@ def generate(
                 run.put_prefix(chain, own)
             run, sampler = run_budget(model, seen, following, clock, observer, own, memory), request.new_sampler()
 
-    # To free a cache of openvino, a thread waits until no other runs the model.
+    # Before the deadline's clock stops: a cache of openvino is freed only when no other thread runs the model.
     del cache, own
     spent = clock.ms()
     times = timings({**spent, "ttft": spent["ttft"] + between}, written.token_ms, written.other_ms)
