@@ -8,13 +8,12 @@ from rich.table import Table
 from rich.text import Text
 
 from sinkprune.contract.checks.format_value import counted
+from sinkprune.contract.command_line.table_console import make_table, plain_text
 from sinkprune.contract.system.memory_need import gigabytes
 from sinkprune.jetson.fit import BudgetFit, FormFit, ModelFit
 from sinkprune.jetson.recommendation import Recommendation, refused_by_backend
 from sinkprune.jetson.report import DoctorReport
 from sinkprune.jetson.times import COMPUTE, PeakUtilisation, TimeRange, rounded
-from sinkprune.runtime.commands import plain_text
-from sinkprune.runtime.commands.table_console import make_table
 
 _UNKNOWN = "-"
 

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sinkprune.contract.checks.format_value import counted
+from sinkprune.contract.command_line.table_console import TableConsole, make_table, plain_text
 from sinkprune.contract.system.memory_need import gigabytes
 from sinkprune.jetson.boards import Board
 from sinkprune.jetson.findings import Finding
@@ -24,8 +25,6 @@ from sinkprune.jetson.model_tables import (
     recommendation,
 )
 from sinkprune.jetson.report import DoctorReport
-from sinkprune.runtime.commands import plain_text
-from sinkprune.runtime.commands.table_console import TableConsole, make_table
 
 _WIDTH = 100
 _FIT = "sinkprune-run --fit pad shows it all (docs/pictures.md)"

@@ -53,8 +53,8 @@ class Pipeline(Answering, KeepsCosts[Costs]):
     """A loaded bundle. Every budget and the unpruned baseline run on the same engines.
 
     Any number of threads may share a pipeline. Streams may alternate, be closed or be dropped: each answer is the one
-    that the request gets alone. On `ort-cpu` and `ort-cuda` threads compute at the same time. On other backends they
-    take turns, for a prefill or for one token.
+    that the request gets alone. On `ort-cpu` threads compute at the same time. On other backends they take turns,
+    for a prefill or for one token.
 
     The parts are public (`family`, `prompts`, `embedding`, `chain`). `tower_input`, `encode`, `lay_out`, `prefill`
     and `decode_one_token` run the steps of a request on them, one by one. Threads that call these hold

@@ -24,8 +24,8 @@ class StreamState:
     budget: str | None = None
     """Set by the request when it has chosen its budget."""
     prepared_s: float = 0.0
-    """The seconds that the call took which made the stream. A deadline counts them, and not the time until the first
-    piece is read."""
+    """How many seconds the call took that made the stream. A deadline counts them. It does not count the time from
+    then until the first piece is read."""
 
 
 class Stream(Generator[str, None, Answer]):

@@ -14,7 +14,7 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.contract.command_line import progress_lines
-from sinkprune.runtime.commands.deadline_costs import late_line
+from sinkprune.runtime.commands.answer_lines import late_line
 from sinkprune.runtime.steps.answer import DeadlineReport
 from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.request import Request

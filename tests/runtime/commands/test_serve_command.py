@@ -8,8 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.client import HTTPResponse
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -55,30 +60,54 @@ def test_it_answers_until_it_is_interrupted(checkpoint: Callable[[str], Path], t
             server.kill()
 
 
-@pytest.mark.parametrize(("drain_s", "complete"), [(60, True), (0, False)])
-def test_sigterm_lets_running_requests_end_in_time(
-    drain_s: int, complete: bool, bundle: Callable[..., Path], tmp_path: Path
-) -> None:
-    path = bundle("gqa-112", "fp32", ("retain-64",))
-    where = tmp_path / "server.json"
+@contextmanager
+def started(path: Path, where: Path, drain_s: int) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """A server in a process of its own, and what it writes to `where`."""
     words = own_process("sinkprune-serve", path, "--port", 0, "--json", where, "--drain-s", drain_s)
-    tokens = {"max_tokens": 900, "min_new_tokens": 900}
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         try:
             while "answers at" not in (line := server.stderr.readline()):
                 assert line, server.wait()
-            found = json.loads(where.read_text())
-            body = {**BODY, "model": found["models"][0], **tokens, "stream": True}
-            with httpx.stream("POST", f"{found['url']}/chat/completions", json=body, timeout=60) as response:
-                lines = response.iter_lines()
-                assert next(lines).startswith("data:")
-                server.send_signal(signal.SIGTERM)
-                *_, last = filter(None, lines)
-            assert last == "data: [DONE]" if complete else "the server is shutting down" in last
+            yield server, json.loads(where.read_text())
             assert (server.wait(timeout=30), server.stderr.read()) == (0, "The server has ended.\n")
         finally:
             server.kill()
+
+
+@pytest.mark.parametrize(("drain_s", "complete"), [(60, True), (0, False)])
+def test_sigterm_lets_running_requests_end_in_time(
+    drain_s: int, complete: bool, bundle: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = bundle("gqa-112", "fp32", ("retain-64",))
+    tokens = {"max_tokens": 900, "min_new_tokens": 900}
+    with started(path, tmp_path / "server.json", drain_s) as (server, found):
+        body = {**BODY, "model": found["models"][0], **tokens, "stream": True}
+        with httpx.stream("POST", f"{found['url']}/chat/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data:")
+            server.send_signal(signal.SIGTERM)
+            *_, last = filter(None, lines)
+        assert last == "data: [DONE]" if complete else "the server is shutting down" in last
+
+
+def test_the_end_waits_for_no_body(bundle: Callable[..., Path], tmp_path: Path) -> None:
+    """A body that arrives slowly gets 503, and a rejected one its error, when the time to drain is over."""
+    with started(bundle("gqa-112", "fp32", ("retain-64",)), tmp_path / "server.json", 1) as (server, found):
+        address = (urlsplit(found["url"]).hostname, urlsplit(found["url"]).port)
+        with socket.create_connection(address) as slow, socket.create_connection(address) as lost:
+            for connection, path in ((slow, "/v1/chat/completions"), (lost, "/nothing")):
+                connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
+            # Until both bodies are being read.
+            time.sleep(0.5)
+            began = time.monotonic()
+            server.send_signal(signal.SIGTERM)
+            answers = [HTTPResponse(connection) for connection in (slow, lost)]
+            for answer in answers:
+                answer.begin()
+            assert [answer.status for answer in answers] == [503, 404]
+            assert "the server is shutting down" in json.load(answers[0])["error"]["message"]
+            assert 0.9 < time.monotonic() - began < 4
 
 
 def test_a_second_interrupt_ends_the_server_as_the_first(

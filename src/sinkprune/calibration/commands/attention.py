@@ -30,12 +30,12 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
+from sinkprune.contract.command_line.table_console import TableConsole, make_table, plain_text, progress_bar
 from sinkprune.contract.command_line.written_files import note_written, write_each
 from sinkprune.contract.manifest import Manifest
 from sinkprune.export.pruning.chosen_heads import ChosenHeads, write_heads
-from sinkprune.runtime.commands import plain_text, write_report
+from sinkprune.runtime.commands import write_report
 from sinkprune.runtime.commands.interrupts import NO_QUESTION, beside_earlier, interrupted_warnings
-from sinkprune.runtime.commands.table_console import TableConsole, make_table, progress_bar
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 
 _EXAMPLES = """\

@@ -23,17 +23,17 @@ from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, write_result
 from sinkprune.contract.command_line.progress_lines import status
+from sinkprune.contract.command_line.table_console import TableConsole, make_table, plain_text, progress_bar
 from sinkprune.contract.command_line.written_files import note_written, write_each
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.files.output_files import OutputFile, check_apart, check_outputs
-from sinkprune.runtime.commands import BundleOptions, bundle_parser, load_pipeline, name_list, plain_text
+from sinkprune.runtime.commands import BundleOptions, bundle_parser, load_pipeline, name_list
 from sinkprune.runtime.commands.interrupts import (
     NO_QUESTION,
     beside_earlier,
     explain_interrupt,
     interrupted_warnings,
 )
-from sinkprune.runtime.commands.table_console import TableConsole, make_table, progress_bar
 from sinkprune.runtime.confidence.thresholds import describe_ladders, write_thresholds
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 from sinkprune.runtime.text.answer_form import checked_choices

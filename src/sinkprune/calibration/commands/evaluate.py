@@ -31,13 +31,20 @@ from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
+from sinkprune.contract.command_line.table_console import (
+    TableConsole,
+    make_table,
+    median_text,
+    plain_text,
+    progress_bar,
+    spread_text,
+)
 from sinkprune.contract.command_line.written_files import write_each, write_output
 from sinkprune.contract.files.output_files import OutputFile
 from sinkprune.contract.reports.report import FEWEST_OF_P95
 from sinkprune.contract.reports.rows import in_order_of_rows
-from sinkprune.runtime.commands import load_pipeline, plain_text, write_report
+from sinkprune.runtime.commands import load_pipeline, write_report
 from sinkprune.runtime.commands.interrupts import NO_QUESTION, beside_earlier, interrupted_warnings
-from sinkprune.runtime.commands.table_console import TableConsole, make_table, median_text, progress_bar, spread_text
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
 
 _EXAMPLES = """\

@@ -25,15 +25,15 @@ from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, write_result
 from sinkprune.contract.command_line.progress_lines import status
+from sinkprune.contract.command_line.table_console import TableConsole, make_table, plain_text, progress_bar
 from sinkprune.contract.command_line.written_files import write_each
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.files.output_files import check_apart, check_outputs
 from sinkprune.contract.files.signature import Sign, read_private_key
 from sinkprune.contract.files.trust import sum_lines
 from sinkprune.contract.manifest import BUNDLE, Manifest
-from sinkprune.runtime.commands import BundleOptions, name_list, plain_text
+from sinkprune.runtime.commands import BundleOptions, name_list
 from sinkprune.runtime.commands.interrupts import explain_interrupt
-from sinkprune.runtime.commands.table_console import TableConsole, make_table, progress_bar
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 
 _EXAMPLES = """\

@@ -30,6 +30,7 @@ from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser, PathOrName
 from sinkprune.contract.command_line.progress_lines import status
+from sinkprune.contract.command_line.table_console import progress_bar
 from sinkprune.contract.command_line.written_files import write_each
 from sinkprune.contract.errors import OutputError, UsageError
 from sinkprune.contract.files.output_files import OutputFile, check_outputs
@@ -45,7 +46,6 @@ from sinkprune.runtime.commands import (
 )
 from sinkprune.runtime.commands.interrupts import beside_earlier, interrupted_warnings
 from sinkprune.runtime.commands.picture_notes import note_files, note_many_pictures
-from sinkprune.runtime.commands.table_console import progress_bar
 from sinkprune.runtime.profiling.plot import import_matplotlib
 from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings

@@ -19,6 +19,7 @@ from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.progress_lines import status
+from sinkprune.contract.command_line.table_console import TableConsole, make_table, plain_text
 from sinkprune.contract.files.folders import check_outside, check_replaceable
 from sinkprune.contract.files.output_files import check_apart, check_outputs
 from sinkprune.contract.files.signature import read_private_key
@@ -32,11 +33,9 @@ from sinkprune.runtime.commands import (
     BundleOptions,
     ReportOptions,
     add_report_options,
-    plain_text,
     write_report,
 )
 from sinkprune.runtime.commands.interrupts import explain_interrupt
-from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.fits import add_fit_option
 from sinkprune.runtime.profiling.plot import import_matplotlib

@@ -10,10 +10,10 @@ import numpy as np
 from rich.table import Table
 
 from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.command_line.table_console import TableConsole, make_table
 from sinkprune.contract.engines_manifest import EnginesManifest
 from sinkprune.contract.precision import Array, WeightForms
 from sinkprune.engines.gate.limits import Limit, OutputKind, Rounding
-from sinkprune.runtime.commands.table_console import TableConsole, make_table
 
 _ALIGNED_LEFT = ("engine", "in", "output", "method", "budget", "")
 

@@ -31,7 +31,7 @@ SEED = 0
 _FLOAT = ir.DataType.FLOAT
 
 Count = Callable[[], TokenCount]
-"""Returns the k tokens of each group that are kept, and writes k into the graph if it is no constant."""
+"""Returns k, the number of tokens of each group that are kept. Writes it into the graph if it is no constant."""
 Choose = Callable[[PlanFacts, Budget, Graph, TowerValues, Count], ir.Value]
 """Writes the choice of tokens into a sanitizer for the shares of a budget. Returns their index [G,k], or [1,k] if all
 groups are alike. The last argument returns k."""
@@ -79,7 +79,7 @@ def dart(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k:
     pivots = op.Min(as_vector(count), [PIVOTS])
     chosen = largest(graph, features.norms, pivots)
     similarity = cosines(op, unit_rows(op, op.Cast(features.tokens, to=_FLOAT)), chosen)
-    # The largest image has a share for the most pivots.
+    # As many steps as the largest image has pivots with a share.
     for pivot in range(min(PIVOTS, most - PIVOTS)):
         # If an image keeps fewer tokens than there are pivots, its last pivot repeats, with a share of 0.
         share = op.Max(op.Div(op.Sub(as_vector(count), [1 + pivot]), pivots), [0])
@@ -131,7 +131,12 @@ def _loneliest(graph: Graph, features: TowerValues) -> ir.Value:
 def build_before(
     choose: Choose, booked: Literal["reserve", "diverse"], facts: PlanFacts, budget: Budget
 ) -> PlanGraphs:
-    """Return the plan that keeps the tokens of `choose`, as the field `booked` of the budget."""
+    """Return the plan that keeps the tokens of `choose`.
+
+    `booked` is the field of the budget that counts them. `reserve` is for methods that keep the tokens of largest
+    salience: the overlay then calls tokens of large salience "kept for salience". It calls those of `diverse` "kept
+    for diversity".
+    """
     kept = kept_before(facts, budget, **{booked: tokens_into_llm(facts, budget)})
     graph, features = new_sanitizer(facts, kept)
 

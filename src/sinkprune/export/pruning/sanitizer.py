@@ -26,9 +26,10 @@ class TowerValues(NamedTuple):
     tokens: ir.Value
     """[G,N,D] float."""
     norms: ir.Value
-    """[G,N] fp32."""
+    """[G,N] fp32: the norm of each token where the family has its outliers, which need not be that of `tokens`
+    (docs/method.md)."""
     salience: ir.Value
-    """[G,N] fp32."""
+    """[G,N] fp32: the attention that each token receives."""
     rows: ir.Value
     """[G,N,D'] float: `tokens`, each followed by its DeepStack features, which play no part in the choice."""
 

@@ -19,6 +19,7 @@ from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.json_output import RunningOutput, json_outputs, write_result
 from sinkprune.contract.command_line.progress_lines import ProgressLines
+from sinkprune.contract.command_line.table_console import few_note
 from sinkprune.contract.errors import OutputError, UsageError
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.jetson.bags.answers_file import write_answers
@@ -31,7 +32,6 @@ from sinkprune.runtime.commands import BundleOptions, bundle_parser, load_pipeli
 from sinkprune.runtime.commands.form_options import FormOptions, add_form_options, read_form
 from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
-from sinkprune.runtime.commands.table_console import few_note
 from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.media.images import NEARLY_BLACK
 from sinkprune.runtime.overlay import overlay, picture_bytes

@@ -10,8 +10,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from rich.text import Text
-
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.checks.fields import to_json
@@ -283,8 +281,3 @@ def name_list(words: str) -> list[str]:
     if not names:
         raise ArgumentTypeError(f"found {format_value(words)}, expected names with commas between them")
     return names
-
-
-def plain_text(text: str) -> Text:
-    """Return untrusted text for rich's tables, in which markup and control characters have no effect."""
-    return Text(escaped(text))

@@ -22,11 +22,11 @@ from sinkprune.runtime.acting.deadline import check_costs, check_least_steps
 from sinkprune.runtime.acting.observation import SEED, STEPS
 from sinkprune.runtime.acting.report import ActionReport
 from sinkprune.runtime.commands import BundleOptions, add_costs, add_method, engine_parser
+from sinkprune.runtime.commands.answer_lines import late_chunks_line
 from sinkprune.runtime.commands.deadline_costs import (
     check_cost_options,
     costs_at,
     first_budgets,
-    late_chunks_line,
     place_here,
     saved_costs_lines,
 )

@@ -1,8 +1,7 @@
-"""The costs of requests with a deadline, as commands find them, and what they print about deadlines."""
+"""The costs of requests with a deadline, as commands find, keep and report them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +14,6 @@ from sinkprune.contract.costs.file import ANSWER_COSTS, C, CostsFormat, not_kept
 from sinkprune.contract.costs.model import Costs, Place
 from sinkprune.contract.errors import PruningError, UsageError
 from sinkprune.contract.files.trust import Trust
-from sinkprune.runtime.acting.report import ActionDeadline
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.compatibility import open_engines, own_engines, usual_backend
 from sinkprune.runtime.commands import BundleOptions
@@ -23,7 +21,6 @@ from sinkprune.runtime.deadline.cost_measuring import place_of
 from sinkprune.runtime.deadline.kept_costs import KeepsCosts
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.policy import Policy
-from sinkprune.runtime.steps.answer import Answer, DeadlineReport
 from sinkprune.runtime.steps.request import Request
 
 
@@ -99,49 +96,6 @@ def first_budgets(loaded: Pipeline | Policy, method: str, budget: str) -> list[s
     all up to `budget`."""
     budgets = [UNPRUNED, *loaded.bundle.manifest.plans[method]]
     return budgets[budgets.index(budget) :] if loaded.backend.compiles_lengths else budgets[-1:]
-
-
-def in_time(answer: Answer) -> str:
-    deadline = answer.deadline
-    if deadline is None:
-        return ""
-    tokens = f"{deadline.expected_tokens} tokens" if deadline.expected_tokens > 1 else "the first token"
-    return (
-        f"\ndeadline {deadline.deadline_ms:g} ms: answered in {_measured(deadline)} ms, with reading the "
-        f"picture, expected {tokens} in {deadline.predicted_ms:.0f} ms; {deadline.reason}"
-    )
-
-
-def late_line(deadline: DeadlineReport) -> str:
-    """Return a warning for a late answer, and nothing for one in time."""
-    if deadline.met:
-        return ""
-    soonest = "" if deadline.can_meet else f"a token sooner than in {deadline.predicted_first_ms:.0f} ms"
-    return f"late: {_late(deadline, soonest)}\n"
-
-
-def late_chunks_line(deadlines: Sequence[ActionDeadline]) -> str:
-    """Return a warning for the late ones of some chunks, and nothing where all were in time."""
-    late = [each for each in deadlines if not each.met]
-    if not late:
-        return ""
-    last = late[-1]
-    soonest = "" if last.can_meet else f"a chunk sooner than in {last.expected_ms:.0f} ms"
-    found = f"{len(late)} of {len(deadlines)} chunks; the last of them: " if len(deadlines) > 1 else ""
-    return f"late: {found}{_late(last, soonest)}\n"
-
-
-def _late(deadline: DeadlineReport | ActionDeadline, soonest: str) -> str:
-    """Return how late an answer or a chunk was, and what no budget was expected to bring, if anything."""
-    late = f"{_measured(deadline)} ms where {deadline.deadline_ms:g} were given, at budget {deadline.budget}."
-    return f"{late} No budget was expected to bring {soonest}." if soonest else late
-
-
-def _measured(deadline: DeadlineReport | ActionDeadline) -> str:
-    """Return the measured milliseconds, whole ones unless a late answer would look in time."""
-    measured = deadline.measured_ms
-    rounded = (f"{measured:.{digits}f}" for digits in range(6))
-    return next((text for text in rounded if deadline.met or float(text) > deadline.deadline_ms), str(measured))
 
 
 def saved_costs_lines(

@@ -8,25 +8,26 @@ from dataclasses import dataclass
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.format_value import counted, format_value
-from sinkprune.contract.errors import UsageError
-from sinkprune.contract.manifest import PolicyFacts
-from sinkprune.contract.reports.policy_report import PolicyBudgetReport, PolicyReport
-from sinkprune.runtime.acting.observation import STEPS
-from sinkprune.runtime.commands import BundleOptions, ReportOptions, name_list, plain_text, write_report
-from sinkprune.runtime.commands.interrupts import beside_earlier
-from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
-from sinkprune.runtime.commands.picture_notes import note_pictures
-from sinkprune.runtime.commands.policy_options import Observations, load_policy
-from sinkprune.runtime.commands.table_console import (
+from sinkprune.contract.command_line.table_console import (
     USUAL_REPEAT,
     TableConsole,
     few_note,
     make_table,
     median_text,
     noise_note,
+    plain_text,
     progress_bar,
     spread_text,
 )
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.manifest import PolicyFacts
+from sinkprune.contract.reports.policy_report import PolicyBudgetReport, PolicyReport
+from sinkprune.runtime.acting.observation import STEPS
+from sinkprune.runtime.commands import BundleOptions, ReportOptions, name_list, write_report
+from sinkprune.runtime.commands.interrupts import beside_earlier
+from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
+from sinkprune.runtime.commands.picture_notes import note_pictures
+from sinkprune.runtime.commands.policy_options import Observations, load_policy
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.profiling.policies import PolicyRounds, plot_policy
 from sinkprune.runtime.steps.pictures import decoded

@@ -11,6 +11,17 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
+from sinkprune.contract.command_line.table_console import (
+    USUAL_REPEAT,
+    TableConsole,
+    few_note,
+    make_table,
+    median_text,
+    noise_note,
+    plain_text,
+    progress_bar,
+    spread_text,
+)
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.reports.energy import BudgetEnergy
 from sinkprune.contract.reports.report import OF_TTFT, BudgetReport, ProfileReport
@@ -25,7 +36,6 @@ from sinkprune.runtime.commands import (
     new_parser,
     open_bundle,
     picture_sources,
-    plain_text,
     prompt_pieces,
     read_pictures,
     write_report,
@@ -56,16 +66,6 @@ from sinkprune.runtime.commands.rate import (
     print_rates,
     read_frames,
     wanted_camera,
-)
-from sinkprune.runtime.commands.table_console import (
-    USUAL_REPEAT,
-    TableConsole,
-    few_note,
-    make_table,
-    median_text,
-    noise_note,
-    progress_bar,
-    spread_text,
 )
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.profiling.plot import plot_report

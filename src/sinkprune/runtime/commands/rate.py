@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sinkprune.contract.command_line.table_console import TableConsole, make_table, plain_text
 from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.reports.rate_report import RateReport
 from sinkprune.contract.reports.report import FEWEST_OF_P95
-from sinkprune.runtime.commands import plain_text
 from sinkprune.runtime.commands.power import power_line
-from sinkprune.runtime.commands.table_console import TableConsole, make_table
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.profiling.frame_clock import DURATION, RATE, FrameClock, frame_clock

@@ -11,7 +11,6 @@ from typing import Any
 from sinkprune.contract.budgets import AUTO, UNPRUNED
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.format_value import counted
-from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import RunningOutput, json_outputs, prints_json, write_json
@@ -32,11 +31,10 @@ from sinkprune.runtime.commands import (
     prompt_pieces,
     read_pictures,
 )
+from sinkprune.runtime.commands.answer_lines import CUT_OFF, cut_off_line, late_line, readable, result_lines
 from sinkprune.runtime.commands.deadline_costs import (
     check_cost_options,
-    in_time,
     known_costs,
-    late_line,
     run_once,
     saved_costs_lines,
 )
@@ -74,8 +72,6 @@ _REQUEST = (
     *("system", "stop"),
 )
 """The options that are fields of a request."""
-_CUT_OFF = {"length": "--max-new-tokens", "deadline": "--deadline-ms"}
-"""The option that ended an answer, by `Answer.finish`, of an answer that was cut off."""
 
 
 @dataclass(kw_only=True)
@@ -128,15 +124,15 @@ def main(arguments: Sequence[str] | None) -> None:
     earlier = ""
     if answer.finish == "cancelled":
         options, earlier = beside_earlier(options, "json", "overlay")
-    output.write(_result(answer))
+    output.write(result_lines(answer))
     if not answer.text and answer.finish == "stop":
         sys.stderr.write("note: the answer is empty: the model or a stop string ended it at once.\n")
     unused = _unused_options(options, answer.budget)
-    cut_off = answer.finish in _CUT_OFF and request.follows_grammar
+    cut_off = answer.finish in CUT_OFF and request.follows_grammar
     drawn = options.overlay if answer.budget != UNPRUNED else None
     write_each(
         lambda: write_json(options.json, _summary(pipeline, answer, memory, notes + unused)),
-        lambda: sys.stderr.write(_cut_off_line(answer) if cut_off else ""),
+        lambda: sys.stderr.write(cut_off_line(answer) if cut_off else ""),
         lambda: _report_deadline(pipeline, answer, options, earlier_costs),
         *([lambda: write_output(drawn, picture_bytes(overlay(answer, images), drawn))] if drawn else []),
         lambda: sys.stderr.write("".join(f"note: {note}\n" for note in unused)),
@@ -144,13 +140,6 @@ def main(arguments: Sequence[str] | None) -> None:
     if answer.finish == "cancelled":
         raise KeyboardInterrupt(f"the answer has {counted(len(answer.token_ids), 'token')} so far.{earlier}")
     output.end()
-
-
-def _cut_off_line(answer: Answer) -> str:
-    return (
-        f"warning: the answer was cut off after {counted(len(answer.token_ids), 'token')}, so it may not have the "
-        "form. Give a larger --max-new-tokens or --deadline-ms.\n"
-    )
 
 
 def _report_deadline(pipeline: Pipeline, answer: Answer, options: _Options, earlier: Costs | None) -> None:
@@ -208,18 +197,11 @@ def _answered(pipeline: Pipeline, request: Request, options: _Options, output: R
             if not prints_json(options.json):
                 # Lines of progress would stand within the answer, where both go to one file.
                 lines.end()
-            output.write(_readable(piece))
+            output.write(readable(piece))
 
         stream = pipeline.answer(request, _TokenCount(lines, request.max_new_tokens))
         with ended_by_interrupt(stream):
             return stream.rest(on_text)
-
-
-def _result(answer: Answer) -> str:
-    """Return what stands below the text of an answer: its times, and the confidence of closed lists."""
-    tried = [f"tried {step.budget}: confidence {step.confidence:.3f}, {step.ms:.0f} ms\n" for step in answer.tried]
-    choices = [_readable(f"{share:.3f} {text}\n") for text, share in answer.choices.items()]
-    return f"\n{_timings(answer)}\n" + "".join(tried + choices)
 
 
 class _TokenCount(Observer):
@@ -241,25 +223,6 @@ def _budgets(options: _Options, bundle: Bundle, thresholds: Thresholds | None) -
         raise missing_thresholds(bundle.manifest, options.method)
     thresholds.check(bundle, options.method)
     return [*thresholds.least]
-
-
-def _readable(text: str) -> str:
-    # Only a terminal needs escapes; a program reads the answer unchanged.
-    return escaped(text, keep="\n\t") if sys.stdout.isatty() else text
-
-
-def _timings(answer: Answer) -> str:
-    per_token, ended = answer.ms["per_token"], ""
-    if answer.finish in _CUT_OFF and not answer.choices:
-        ended = f"; cut off after {counted(len(answer.token_ids), 'token')} ({_CUT_OFF[answer.finish]})"
-    return (
-        f"[{answer.budget}] TTFT {answer.ms['ttft']:.0f} ms ("
-        + ", ".join(f"{part} {answer.ms[part]:.0f}" for part in ("preprocess", "vision", "prefill"))
-        + "), "
-        + (f"{per_token:.1f} ms a token, " if per_token is not None else "")
-        + f"{answer.ms['latency']:.0f} ms in all; visual tokens {answer.visual_tokens} -> "
-        f"{answer.tokens_per_layer[0]} -> {answer.tokens_per_layer[-1]}{ended}{in_time(answer)}"
-    )
 
 
 def _unused_options(options: _Options, budget: str) -> list[str]:

@@ -22,8 +22,9 @@ Now = Callable[[], float]
 """Seconds of a clock that never jumps."""
 
 _ENOUGH_TOKENS = 8
-"""The first few tokens say little about later ones. So an answer with fewer after its first counts as one with so
-many. Those that it lacks have the ratio of the first token: then costs that are too high are corrected too."""
+"""The first few tokens say little about later ones. So an answer with fewer tokens after its first counts as one with
+this many. The tokens that it lacks get the first token's ratio of measured to predicted time, so that short answers
+correct costs that are too high."""
 _ADVICE = "set max_new_tokens (--max-new-tokens, the server's max_tokens) to the tokens that you need"
 
 

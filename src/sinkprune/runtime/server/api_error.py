@@ -25,3 +25,8 @@ class ApiError(Exception):
         """The JSON of the response."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": None}}
+
+
+def shutting_down() -> ApiError:
+    """Return the error of a request that a server did not answer before its end."""
+    return ApiError(503, "the server is shutting down. Send the request to another.")

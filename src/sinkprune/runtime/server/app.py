@@ -21,6 +21,7 @@ from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.errors import SinkpruneError
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.server.api_error import ApiError
+from sinkprune.runtime.server.bodies import Bodies
 from sinkprune.runtime.server.body_fields import field_of
 from sinkprune.runtime.server.chat_request import ChatReader, ChatRequest, model_names
 from sinkprune.runtime.server.metrics import Metrics
@@ -37,8 +38,6 @@ from sinkprune.runtime.text.tool_answer import ToolAnswerReader
 
 # A picture of the largest size takes up to 1 GB while it is decoded.
 _DECODED_AT_ONCE = 2
-_DISCARDING_S = 10.0
-"""How long the rest of a rejected body is read."""
 
 _Event = tuple[str, list[dict[str, object]] | None] | Answer | BaseException
 """A token's text with the log probabilities since the last, or how the request ended."""
@@ -72,12 +71,15 @@ class ServerSettings:
 def new_app(pipeline: Pipeline, settings: ServerSettings) -> Starlette:
     """Return the application, whose scheduler starts and ends with it.
 
-    `app.state.end_requests()` ends all requests with status 503 and returns after the model's current step.
+    While it runs, any thread may call `app.state.end_requests()`, which ends all requests with status 503 and returns
+    after the model's current step.
     """
     server = _Server(pipeline, settings)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        app.state.end_requests = lambda: server.end_requests(loop)
         try:
             yield
         finally:
@@ -92,9 +94,7 @@ def new_app(pipeline: Pipeline, settings: ServerSettings) -> Starlette:
         Route("/metrics", server.metrics_page),
     ]
     handlers = {HTTPException: server.http_error, Exception: server.our_error}
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)  # type: ignore[arg-type]
-    app.state.end_requests = server.scheduler.close
-    return app
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)  # type: ignore[arg-type]
 
 
 class _Server:
@@ -115,7 +115,8 @@ class _Server:
             ),
         )
         self.scheduler = Scheduler(self._session, most_jobs=settings.max_queue, most_active=settings.max_active)
-        self._bodies, self._decoding = 0, asyncio.Semaphore(_DECODED_AT_ONCE)
+        self._bodies = Bodies(settings.max_body_bytes, settings.max_body_seconds)
+        self._reading, self._decoding = 0, asyncio.Semaphore(_DECODED_AT_ONCE)
         self._started = int(time.time())
         self._metrics = Metrics(
             waiting=lambda: self.scheduler.waiting,
@@ -135,7 +136,7 @@ class _Server:
             except ApiError as error:
                 self._metrics.ended(error.status)
                 if error.status != 408:
-                    await _discard_body(http)
+                    await self._bodies.discard(http)
                 return _response(error)
             except ClientDisconnect:
                 # Nobody reads the response. nginx gives such requests this status.
@@ -143,6 +144,11 @@ class _Server:
                 return Response(status_code=499)
 
         return guarded
+
+    def end_requests(self, loop: asyncio.AbstractEventLoop) -> None:
+        """End all requests of `loop` with status 503; called in another thread."""
+        loop.call_soon_threadsafe(self._bodies.end)
+        self.scheduler.close()
 
     async def models(self, http: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model(name) for name in self._reader.models]})
@@ -187,27 +193,16 @@ class _Server:
 
     async def _read(self, http: Request) -> ChatRequest:
         """Return the request in the body. Few bodies are in memory, and fewer pictures are decoded, at once."""
-        if self._bodies >= self._settings.max_queue:
-            bodies = counted(self._bodies, "other request")
-            raise ApiError(429, f"the server is reading {bodies}. Try again later.", retry_after=RETRY_S)
-        self._bodies += 1
+        if self._reading >= self._settings.max_queue:
+            others = counted(self._reading, "other request")
+            raise ApiError(429, f"the server is reading {others}. Try again later.", retry_after=RETRY_S)
+        self._reading += 1
         try:
-            body = await asyncio.wait_for(self._body(http), self._settings.max_body_seconds)
+            body = await self._bodies.read(http)
             async with self._decoding:
                 return await run_in_threadpool(self._reader.read, body)
-        except asyncio.TimeoutError as error:
-            seconds = self._settings.max_body_seconds
-            raise ApiError(408, f"the body did not arrive within {seconds:g} seconds. Send it faster.") from error
         finally:
-            self._bodies -= 1
-
-    async def _body(self, http: Request) -> bytes:
-        most, data = self._settings.max_body_bytes, bytearray()
-        async for part in http.stream():
-            data += part
-            if len(data) > most:
-                raise ApiError(413, f"the body has more than {most} bytes. Send smaller pictures.")
-        return bytes(data)
+            self._reading -= 1
 
     def _job(self, chat: ChatRequest, completion: Completion, events: asyncio.Queue[_Event], arrived: float) -> Job:
         """Return the job of a request that arrived at that time, and has just been read."""
@@ -300,7 +295,7 @@ class _Server:
 
     async def http_error(self, http: Request, error: HTTPException) -> Response:
         """Return the response for an unknown path or a wrong method."""
-        await _discard_body(http)
+        await self._bodies.discard(http)
         return _response(ApiError(error.status_code, f"{error.detail}: {http.method} {http.url.path}."))
 
     async def our_error(self, http: Request, error: Exception) -> Response:
@@ -313,21 +308,6 @@ def _has_key(http: Request, key: str) -> bool:
     """Return whether a request has the key. The name of the scheme may be in any case (RFC 7235)."""
     scheme, _, given = http.headers.get("authorization", "").partition(" ")
     return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), key.encode())
-
-
-async def _discard_body(http: Request) -> None:
-    """Read the rest of the body of a rejected request, for some seconds.
-
-    If the connection closed while the client still sends, the client would find it reset, and not read the response.
-    """
-
-    async def read() -> None:
-        async for _ in http.stream():
-            pass
-
-    # RuntimeError: the body was read to its end before.
-    with suppress(RuntimeError, ClientDisconnect, asyncio.TimeoutError):
-        await asyncio.wait_for(read(), _DISCARDING_S)
 
 
 def _our_fault(error: BaseException) -> ApiError:

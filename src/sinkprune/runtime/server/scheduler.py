@@ -10,7 +10,7 @@ from itertools import count
 from threading import Condition, Thread
 
 from sinkprune.runtime.answering import Answering
-from sinkprune.runtime.server.api_error import ApiError
+from sinkprune.runtime.server.api_error import ApiError, shutting_down
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.request import Request
@@ -101,7 +101,7 @@ class Scheduler:
         """Queue a job; raises `ApiError` with status 429 for a full queue, and 503 after `close`."""
         with self._changed:
             if self._ends:
-                raise ApiError(503, "the server is shutting down. Send the request to another.")
+                raise shutting_down()
             if len(self._jobs) >= self._most_jobs:
                 raise ApiError(
                     429,
@@ -145,7 +145,7 @@ class Scheduler:
                 job.last_step = step
             self._step(job)
         for job in [*self._jobs]:
-            self._end(job, ApiError(503, "the server is shutting down. Send the request to another."))
+            self._end(job, shutting_down())
 
     def _next(self) -> Job:
         """Return the job whose turn it is."""

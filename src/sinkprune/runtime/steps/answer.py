@@ -28,7 +28,7 @@ class Kept:
     salience: Array = field(repr=False)
     """[G',N'] fp32: the attention each token receives in the vision tower."""
     after_stage: Mapping[int, Array] = field(repr=False)
-    """By pruning layer: the positions in `index` (flattened) that survived it, ascending."""
+    """By pruning layer: which tokens of `index` survived it, as positions in the flattened `index`, ascending."""
 
     def as_json(self) -> dict[str, Any]:
         """Return how many of the tokens the decoder received, and how many survived each stage, for `json.dumps`."""

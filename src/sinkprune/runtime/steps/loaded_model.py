@@ -37,9 +37,9 @@ class LoadedModel(NamedTuple):
     def for_request(self, request: Request, plan: Plan | None) -> LoadedModel:
         """Return the model that sees the pictures of `request` in the size of its `plan`.
 
-        Raises `UsageError` where the budget is chosen after the tower has run, and the tower needs it; and where it
-        is chosen by the number of tokens, which varies by picture. Raises `BudgetError` for a plan that was not
-        calibrated.
+        With a deadline or budget `auto`, the budget is chosen after the tower has run, by the number of tokens. So
+        this raises `UsageError` for a method whose tower runs at the budget's size, and for one whose counts vary by
+        picture. Raises `BudgetError` for a plan that was not calibrated.
         """
         if request.budget == AUTO or request.deadline_ms is not None:
             check_chosen_later(self.manifest, request.method)

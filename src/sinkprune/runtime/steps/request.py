@@ -33,8 +33,8 @@ from sinkprune.runtime.text.tools import Tools, check_call_id
 DEFAULT_METHOD = "sinkpruner"
 DEFAULT_NEW_TOKENS = 128
 """The default limit of an answer's tokens; lower where engines were built for fewer."""
-# More than any model has positions. The limit of a bundle's model is checked with the prompt.
 ROLES = ("user", "assistant")
+# More than any model has positions. The limit of a bundle's model is checked with the prompt.
 MAX_NEW_TOKENS = WholeNumber("max_new_tokens", 1, 10**7)
 MIN_NEW_TOKENS = WholeNumber("min_new_tokens", 0, 10**7)
 _EMPTY = "the prompt is empty. Ask something about the image, as in 'What is this?'."

@@ -9,12 +9,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.contract.reports.report import FEWEST_OF_P95, EngineHeader, ReportHeader, Spread
-from sinkprune.runtime.commands import plain_text
 
 USUAL_REPEAT = 5
 """The default for `--repeat`."""
@@ -72,6 +72,11 @@ def make_table(left: Sequence[str], right: Sequence[str] = ()) -> Table:
     for heading in right:
         table.add_column(plain_text(heading), justify="right", no_wrap=True)
     return table
+
+
+def plain_text(text: str) -> Text:
+    """Return untrusted text for rich's tables, in which markup and control characters have no effect."""
+    return Text(escaped(text))
 
 
 @contextmanager
