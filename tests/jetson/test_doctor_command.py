@@ -289,7 +289,7 @@ def test_a_board_may_run_on_its_processor(elsewhere: bool, tmp_path: Path) -> No
         (("llava-9b",), ("'llava-9b' is no folder and no preset", "llava-1.5-7b")),
         (
             ("--backend", "tensorrt"),
-            ("--backend is 'tensorrt'", "ort-cpu, ort-cpu+openvino, openvino", "--board NAME"),
+            ("--backend is 'tensorrt'", "a library for CPUs: ort-cpu, ", "--board NAME"),
         ),
         (("--picture", "big"), ("--picture is 'big'", "as in 640x480")),
         (("--picture", "0x480"), ("a side of --picture is 0",)),

@@ -91,7 +91,7 @@ def dart(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k:
 
 def uniform(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k: Count) -> ir.Value:
     """Keep the middle token of each of k equal parts: a baseline that ignores the content of the image."""
-    op, (tokens, count) = graph.op, _sizes(graph, features, k)
+    op, (tokens, count) = graph.op, _n_and_k(graph, features, k)
     part = op.Unsqueeze(op.Range(0, op.Squeeze(count), 1), [0])
     return op.Div(op.Mul(op.Add(op.Mul(part, 2), 1), tokens), op.Mul(count, 2))
 
@@ -106,12 +106,12 @@ def random(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, 
     # Ranks, because scores may tie after rounding to fp32.
     for rank, token in enumerate(sorted(range(len(scores)), key=scores.__getitem__)):
         ranks[token] = float(rank)
-    op, (tokens, count) = graph.op, _sizes(graph, features, k)
+    op, (tokens, count) = graph.op, _n_and_k(graph, features, k)
     own = op.Slice(op.Constant(value_floats=ranks), [0], tokens, [0])
     return ascending(graph, largest(graph, op.Unsqueeze(own, [0]), count), count)
 
 
-def _sizes(graph: Graph, features: TowerValues, k: Count) -> tuple[ir.Value, ir.Value]:
+def _n_and_k(graph: Graph, features: TowerValues, k: Count) -> tuple[ir.Value, ir.Value]:
     """Return N and k, each [1] int64."""
     count, tokens = k(), graph.op.Shape(features.norms, start=1, end=2)
     return tokens, graph.op.Constant(value_ints=as_vector(count)) if isinstance(count, int) else count
