@@ -57,17 +57,17 @@ class BudgetRun:
         """Return what each step kept of each picture's visual tokens; raises `BundleError`."""
         return kept_tokens(chain, self.choice.schedule, self.seen.layouts, self.encoded, self.rows, self.prefilled)
 
-    def store(self, chain: Chain, memory: PrefixCache) -> None:
+    def store(self, chain: Chain, prefixes: PrefixCache) -> None:
         """Store what later requests may share, where it is worth storing."""
-        if memory.stores(self.key, self.seen.prompt.texts[-1]):
-            self.put_prefix(chain, memory)
+        if prefixes.stores(self.key, self.seen.prompt.texts[-1]):
+            self.put_prefix(chain, prefixes)
         if self.new_lead:
-            memory.put_lead(self.lead_key, *lead_of(chain, len(self.lead_key.text), self.prefilled))
+            prefixes.put_lead(self.lead_key, *lead_of(chain, len(self.lead_key.text), self.prefilled))
 
-    def put_prefix(self, chain: Chain, memory: PrefixCache) -> None:
+    def put_prefix(self, chain: Chain, prefixes: PrefixCache) -> None:
         """Store the rows before the first select."""
         plan, text = self.choice.schedule.plan, self.seen.prompt.texts[-1]
-        memory.put_prefix(self.key, *prefix_of(chain, plan, self.rows, self.encoded, text, self.prefilled))
+        prefixes.put_prefix(self.key, *prefix_of(chain, plan, self.rows, self.encoded, text, self.prefilled))
 
 
 def run_budget(
@@ -76,17 +76,17 @@ def run_budget(
     choice: ScheduledBudget,
     clock: Stopwatch,
     observer: Observer,
-    own: PrefixCache,
-    memory: PrefixCache,
+    own_prefixes: PrefixCache,
+    prefixes: PrefixCache,
 ) -> BudgetRun:
-    """Run the steps at one budget, without rows that `own` or `memory` has; raises what `prefill` raises."""
+    """Run the steps at one budget, but for rows that `own_prefixes` or `prefixes` has; raises what `prefill` does."""
     manifest, _, family, _, embedding, chain, _ = model
     backend, schedule, texts = chain.backend, choice.schedule, seen.prompt.texts
     question = model.question_ids(schedule.plan, seen.request, seen.prompt)
     key = PrefixKey.of(manifest, schedule.plan, seen.digests, texts, question)
     lead_key = LeadKey.of(manifest, schedule.plan, texts)
-    stored, new_lead = [*memory.lead(lead_key)], memory.stores_lead(lead_key)
-    shared = own.shared(key, texts[-1]) or memory.shared(key, texts[-1])
+    stored, new_lead = [*prefixes.lead(lead_key)], prefixes.stores_lead(lead_key)
+    shared = own_prefixes.shared(key, texts[-1]) or prefixes.shared(key, texts[-1])
     if shared is None:
         words = backend.tensor(embedding(question)) if question else None
         encoded = [encode(chain, schedule.plan, tower, clock, words) for tower in seen.towers]

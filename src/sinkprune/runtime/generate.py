@@ -36,7 +36,7 @@ def generate(
     new_policy: Callable[[], BudgetPolicy],
     observer: Observer,
     state: StreamState,
-    memory: PrefixCache,
+    prefixes: PrefixCache,
 ) -> Generator[str, None, Answer]:
     """Run a request, and report each step to `observer`; returns and raises what `Pipeline.stream` does.
 
@@ -44,12 +44,11 @@ def generate(
 
     `model` is that of `LoadedModel.for_request`, `plans` are those of the request's budget or budgets, and `form` is
     what its answer must be. `new_policy` is called when the first piece is requested, because a deadline is counted
-    from then on. What requests about the same pictures share is read from and added to `memory`. Steps of one request
-    share it too.
+    from then on. What requests about the same pictures share is read from `prefixes` and added to it.
     """
     manifest, limits, family, _, _, chain, warnings = model
     backend, policy = chain.backend, new_policy()
-    clock, own = Stopwatch(backend, observer.during), PrefixCache(ANY_SIZE)
+    clock, own_prefixes = Stopwatch(backend, observer.during), PrefixCache(ANY_SIZE)
     for plan in plans:
         chain.load_plan(plan)
     uses = chain.first_uses
@@ -58,8 +57,8 @@ def generate(
 
     with clock.measure("ttft"):
         with clock.measure("preprocess"):
-            digests = memory.digests(pictures, plans[0].picture_share if plans[0] else None)
-            known = [memory.tower(digest) for digest in digests]
+            digests = prefixes.digests(pictures, plans[0].picture_share if plans[0] else None)
+            known = [prefixes.tower(digest) for digest in digests]
             inputs = [
                 tower_input(source, picture, family, manifest)
                 if tower is None
@@ -80,12 +79,15 @@ def generate(
                 for (arrays, _), tower in zip(inputs, known, strict=True)
             ]
             for digest, tower in zip(digests, towers, strict=True):
-                memory.put_tower(digest, tower, tower.norms.size * chain.visual_token_bytes)
+                prefixes.put_tower(digest, tower, tower.norms.size * chain.visual_token_bytes)
             reused_towers = sum(tower is not None for tower in known)
             del known, inputs
             seen = SeenPrompt(request, prompt, layouts, digests, towers)
             choice = policy.choose(choices, prompt.text_tokens, layouts)
-            run, sampler = run_budget(model, seen, choice, clock, observer, own, memory), request.new_sampler()
+            run, sampler = (
+                run_budget(model, seen, choice, clock, observer, own_prefixes, prefixes),
+                request.new_sampler(),
+            )
             # A closed list is compared later.
             ids = [] if isinstance(form, ChoiceTokens) else [sampler(run.logits, form.allowed(run.logits.size))]
     del towers
@@ -104,7 +106,7 @@ def generate(
         state.budget = choice.budget
         with backend.turn:
             kept = run.kept(chain)
-            run.store(chain, memory)
+            run.store(chain, prefixes)
         cache, cache_bytes = run.prefilled.cache, kv_bytes(chain, run.prefilled.cache)
         layers = [length - prompt.text_tokens for length in run.prefilled.tokens_per_layer]
         if not isinstance(form, ChoiceTokens):
@@ -128,13 +130,16 @@ def generate(
         tried.append(TriedBudget(choice.budget, confidence, written.choices, reused_rows, ms))
         earlier += ms
         with clock.measure("ttft"), backend.turn:
-            known_rows = memory.shared(run.key, prompt.texts[-1])
+            known_rows = prefixes.shared(run.key, prompt.texts[-1])
             if known_rows is None or known_rows[1] < run.rows.length:
-                run.put_prefix(chain, own)
-            run, sampler = run_budget(model, seen, following, clock, observer, own, memory), request.new_sampler()
+                run.put_prefix(chain, own_prefixes)
+            run, sampler = (
+                run_budget(model, seen, following, clock, observer, own_prefixes, prefixes),
+                request.new_sampler(),
+            )
 
     # Before the deadline's clock stops: a cache of openvino is freed only when no other thread runs the model.
-    del cache, own
+    del cache, own_prefixes
     spent = clock.ms()
     times = timings({**spent, "ttft": spent["ttft"] + between}, written.token_ms, written.other_ms)
     if request.budget == AUTO:

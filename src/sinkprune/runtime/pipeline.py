@@ -36,7 +36,7 @@ from sinkprune.runtime.steps.encoding import EncodedPicture, encode, run_tower
 from sinkprune.runtime.steps.loaded_model import check_chosen_later
 from sinkprune.runtime.steps.observer import NOBODY, Observer
 from sinkprune.runtime.steps.pictures import PictureLike, decoded, tower_input
-from sinkprune.runtime.steps.prefix_cache import NO_MEMORY, PrefixCache
+from sinkprune.runtime.steps.prefix_cache import NO_PREFIXES, PrefixCache
 from sinkprune.runtime.steps.request import (
     DEFAULT_NEW_TOKENS,
     REQUEST_OPTIONS,
@@ -140,10 +140,10 @@ class Pipeline(Answering, KeepsCosts[Costs]):
         return pipeline
 
     def answer(self, request: Request, observer: Observer = NOBODY) -> Stream:
-        return self.answer_with(NO_MEMORY, request, observer)
+        return self.answer_with(NO_PREFIXES, request, observer)
 
-    def answer_with(self, memory: PrefixCache, request: Request, observer: Observer = NOBODY) -> Stream:
-        """Do what `answer` does, with the `memory` of a session."""
+    def answer_with(self, prefixes: PrefixCache, request: Request, observer: Observer = NOBODY) -> Stream:
+        """Do what `answer` does, with the `prefixes` of a session."""
         began, state = time.perf_counter(), StreamState()
         plans = self.plans(request.method, request.budget)
         thresholds = self.thresholds if request.budget == AUTO else None
@@ -160,7 +160,7 @@ class Pipeline(Answering, KeepsCosts[Costs]):
                 return ConfidencePolicy(timed, thresholds)
             return self._policy(timed, costs, time.perf_counter() - state.prepared_s, passes)
 
-        stream = Stream(generate(model, request, plans, form, new_policy, observer, state, memory), state)
+        stream = Stream(generate(model, request, plans, form, new_policy, observer, state, prefixes), state)
         stream.count_from(began)
         return stream
 

@@ -52,12 +52,12 @@ class Session(Answering):
                 f"'{pipeline.backend.name}' do not. Use the pipeline without a session, or export with --dialect "
                 "opset24 and build again."
             )
-        self.pipeline, self._memory = pipeline, PrefixCache(_BYTES.check(max_bytes))
+        self.pipeline, self._prefixes = pipeline, PrefixCache(_BYTES.check(max_bytes))
 
     @property
     def nbytes(self) -> int:
         """The bytes in use, on the device and the host."""
-        return self._memory.nbytes
+        return self._prefixes.nbytes
 
     def new_request(
         self, image: PictureLike | Sequence[PictureLike], prompt: str | Sequence[str], **options: Any
@@ -65,4 +65,4 @@ class Session(Answering):
         return self.pipeline.new_request(image, prompt, **options)
 
     def answer(self, request: Request, observer: Observer = NOBODY) -> Stream:
-        return self.pipeline.answer_with(self._memory, request, observer)
+        return self.pipeline.answer_with(self._prefixes, request, observer)

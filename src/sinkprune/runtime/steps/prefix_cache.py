@@ -272,5 +272,5 @@ class PrefixCache:
                 self._bytes -= freed
 
 
-NO_MEMORY = PrefixCache(0)
+NO_PREFIXES = PrefixCache(0)
 """The cache of requests that share nothing."""
