@@ -168,7 +168,9 @@ def _fit(model: str, dialect: DialectName, target: TargetMachine, query: Query) 
         kind: ModelState = "engines" if bundle.engines else "bundle"
         return fit(model, kind, bundle.manifest, _own_target(model, bundle, target, query.backend), query.picture)
     if model not in presets:
-        raise UsageError(f"'{model}' is no folder and no preset; presets: {', '.join(presets)}.")
+        raise UsageError(
+            f"'{model}' is no folder and no preset of a model that answers; presets: {', '.join(presets)}."
+        )
     return fit(model, "preset", preset_manifest(model, presets[model], dialect), target, query.picture)
 
 

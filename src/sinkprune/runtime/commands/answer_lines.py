@@ -23,8 +23,9 @@ def result_lines(answer: Answer) -> str:
 
 def _timings(answer: Answer) -> str:
     per_token, ended = answer.ms["per_token"], ""
-    if answer.finish in CUT_OFF and not answer.choices:
-        ended = f"; cut off after {counted(len(answer.token_ids), 'token')} ({CUT_OFF[answer.finish]})"
+    if answer.finish in CUT_OFF:
+        tokens = counted(1 if answer.choices else len(answer.token_ids), "token")
+        ended = f"; cut off after {tokens} ({CUT_OFF[answer.finish]})"
     return (
         f"[{answer.budget}] TTFT {answer.ms['ttft']:.0f} ms ("
         + ", ".join(f"{part} {answer.ms[part]:.0f}" for part in ("preprocess", "vision", "prefill"))
@@ -48,7 +49,12 @@ def _in_time(answer: Answer) -> str:
 
 
 def cut_off_line(answer: Answer) -> str:
-    """Return a warning for an answer with a form that was cut off."""
+    """Return a warning for an answer with a form or from a closed list that was cut off."""
+    if answer.choices:
+        return (
+            "warning: the time ended before all answers were scored. So only the first token of each was compared, "
+            "and the confidence is that of first tokens. Give a larger --deadline-ms.\n"
+        )
     return (
         f"warning: the answer was cut off after {counted(len(answer.token_ids), 'token')}, so it may not have the "
         "form. Give a larger --max-new-tokens or --deadline-ms.\n"

@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None) -> None:
     if not answer.text and answer.finish == "stop":
         sys.stderr.write("note: the answer is empty: the model or a stop string ended it at once.\n")
     unused = _unused_options(options, answer.budget)
-    cut_off = answer.finish in CUT_OFF and request.follows_grammar
+    cut_off = answer.finish in CUT_OFF and (request.follows_grammar or answer.choices)
     drawn = options.overlay if answer.budget != UNPRUNED else None
     write_each(
         lambda: write_json(options.json, _summary(pipeline, answer, memory, notes + unused)),
