@@ -26,9 +26,9 @@ class Camera:
 
     A thread calls `read` repeatedly and keeps the last frame only. `read` takes no arguments and waits for the next
     frame. It returns a uint8 [height,width,3] array, or a flag and such an array, as in OpenCV. None or a false flag
-    ends the stream; OpenCV gives one also where a camera is lost. `order` is the order of its channels, "rgb" or
+    ends the stream; OpenCV's flag is false also if a camera is lost. `order` is the order of its channels, "rgb" or
     "bgr". Iteration yields RGB arrays, each frame at most once, and waits for a frame newer than the last. It raises
-    the errors of `read`, and `ImageError` for other values than frames and for a source without any frame. `frames`
+    the errors of `read`, and `ImageError` for other values than frames and for a first flag that is false. `frames`
     counts what was read, and `dropped` what was never taken. Creation raises `TypeError` and `UsageError`.
     """
 
@@ -82,9 +82,10 @@ class Camera:
     def _run(self) -> None:
         try:
             while not self._ended:
-                frame = _checked_frame(self._read())
+                read = self._read()
+                frame = _checked_frame(read)
                 if frame is None:
-                    if not self.frames:
+                    if read is not None and not self.frames:
                         raise ImageError("the camera returned no frame. Check that it is connected and open.")
                     break
                 with self._changed:

@@ -28,6 +28,7 @@ from support.programs.commands import assert_refused, own_process, run, wrote
 from support.programs.schedule_runs import schedule
 from support.programs.slow_cases import slow
 
+DRAWN = f"note: {schedule_command._DRAWN}\n"
 Bundles = Callable[..., Path]
 
 pytestmark = pytest.mark.usefixtures("no_note_of_load")
@@ -50,12 +51,14 @@ def test_what_became_of_the_costs_is_noted(own: Path, tmp_path: Path, monkeypatc
     ways = (("--budget-tokens", 16, "--dry-run"), ("--target-ms", 60_000))
     words = ("sinkprune-calibrate", "schedule", own, "--seconds", 0)
     for code, way in zip((0, 2), ways, strict=True):
-        refused = run(*words, *way).stderr
+        # Also where no budget is found.
+        drawn, refused = run(*words, *way).stderr.split("\n", 1)
+        assert f"{drawn}\n" == DRAWN
         assert re.match(r"warning: the costs could not be written to '/dev/null/.*, so later runs do not", refused)
         with monkeypatch.context() as context:
             context.setenv("XDG_CACHE_HOME", str(tmp_path))
             outcome = run(*words, *way)
-            kept = re.match(rf"note: the costs are kept in '({tmp_path}/.*\.json)'\.\n", outcome.stderr)
+            kept = re.search(rf"note: the costs are kept in '({tmp_path}/.*\.json)'\.\n", outcome.stderr)
             assert outcome.code == code and kept and Path(kept[1]).exists()
             # Costs of an idle machine are replaced by those of a busy one.
             found = json.loads(Path(kept[1]).read_text())
@@ -65,7 +68,9 @@ def test_what_became_of_the_costs_is_noted(own: Path, tmp_path: Path, monkeypatc
             said = (
                 "note: the costs were measured while other programs took 60 % of the processors, and replace costs "
             )
-            assert run(*words, *way).stderr.startswith(f"{said}measured at 0 %. Measure them again when the machine")
+            assert run(*words, *way).stderr.startswith(
+                f"{DRAWN}{said}measured at 0 %. Measure them again when the machine"
+            )
 
 
 @pytest.mark.usefixtures("any_prediction")
@@ -77,7 +82,7 @@ def test_a_budget_of_a_mean_is_added(
     assert (outcome.code, outcome.stderr) == (0, wrote(costs, report))
     found, told = read_bundle(own), json.loads(report.read_text())
     found.verify()
-    assert told["sha256"] == found.sha256
+    assert (told["sha256"], told["notes"]) == (found.sha256, [schedule_command._DRAWN])
     assert f"sha256 {found.sha256}" in outcome.stdout and "mean-16: predicted" in outcome.stdout
     assert re.search(r"; the prediction is \d+\.\d % too (low|high)\n", outcome.stdout)
     assert re.search(r"The sha256 is new: replace it where you give --sha256 .* engines", outcome.stdout)

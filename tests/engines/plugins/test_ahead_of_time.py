@@ -19,7 +19,7 @@ from sinkprune.engines.plugins import ahead_of_time, registry
 from sinkprune.engines.plugins.ahead_of_time import register_ahead_of_time
 from sinkprune.engines.plugins.binaries import Binary
 from sinkprune.engines.plugins.descriptions import PLUGINS
-from sinkprune.engines.plugins.launches import Launch, diversity_launches, top_rho_launches
+from sinkprune.engines.plugins.launches import diversity_launches, in_one_launch, top_rho_launches
 
 TOP_RHO, DIVERSITY_SELECT = PLUGINS
 SM = 87
@@ -99,14 +99,6 @@ def tensor(dtype: str, *shape: int) -> Any:
 def fields(**values: int) -> dict[str, Any]:
     """Return attributes as `tensorrt.plugin` passes them."""
     return {name: np.array([value], np.int32) for name, value in values.items()}
-
-
-def in_one_launch(phases: list[Launch]) -> list[Launch]:
-    """The launches of `diversity_launches` as one with one block a group."""
-    first, last = phases[0], phases[-1]
-    kernel = first.kernel.replace("diversity_phase", "diversity_select")
-    arguments = (*first.arguments[:9], last.arguments[9], *first.arguments[10:])
-    return [Launch(kernel, first.dtype, last.grid, arguments)]
 
 
 def test_signatures_are_what_tensorrt_reads(plugins: FakeTensorRTPlugin) -> None:

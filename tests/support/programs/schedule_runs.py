@@ -9,7 +9,7 @@ from support.programs.commands import Outcome, run
 
 
 def schedule(*arguments: object) -> Outcome:
-    """Return the outcome, without the line that says whether the costs were kept."""
+    """Return the outcome, without the lines on drawn scenes and on whether the costs were kept."""
     outcome = run("sinkprune-calibrate", "schedule", *arguments, "--seconds", 0)
-    kept = r"^(note: the costs are kept in|warning: the costs could not be written) .*\n"
-    return replace(outcome, stderr=re.sub(kept, "", outcome.stderr, flags=re.MULTILINE))
+    usual = r"^(note: \d drawn scenes|note: the costs are kept in|warning: the costs could not be written) .*\n"
+    return replace(outcome, stderr=re.sub(usual, "", outcome.stderr, flags=re.MULTILINE))

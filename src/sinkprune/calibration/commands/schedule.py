@@ -71,7 +71,10 @@ _MOST_LOST = 0.85
 """The share of attention above which a budget causes a warning."""
 _PICTURES = 8
 """Pictures whose attention is measured; a plan's share of it differs little between pictures."""
-_DRAWN = f"the attention is that of {_PICTURES} drawn scenes; --image and --data measure pictures like yours\n"
+_DRAWN = (
+    f"{_PICTURES} drawn scenes are measured, because no pictures were given. Others may take other times: give yours "
+    "with --image or --data."
+)
 
 
 @dataclass(kw_only=True)
@@ -143,6 +146,9 @@ def main(arguments: Sequence[str] | None) -> None:
         elif options.image:
             files = [Path(file) for file, _ in named]
             notes = note_pictures(pipeline.family, bundle.manifest, files, [prompt.image for prompt in prompts])
+        else:
+            notes = [_DRAWN]
+            sys.stderr.write(f"note: {_DRAWN}\n")
         shares = [pipeline.family.layout(prompt.image).seen_share for prompt in prompts]
         earlier_costs = ANSWER_COSTS.cached(pipeline.place)
         proposer, report = None, None
@@ -194,8 +200,7 @@ def main(arguments: Sequence[str] | None) -> None:
 
     def write_report() -> None:
         found = {**to_json(report), "sha256": sha256, "notes": notes}
-        drawn = "" if items or options.image else _DRAWN
-        text = report_text(report) + drawn + (_changed_text(options, name, sha256) if kept else "")
+        text = report_text(report) + (_changed_text(options, name, sha256) if kept else "")
         write_result(options.json, found, lambda: sys.stdout.write(text))
 
     few = [*accuracy_warnings(len(items)), *unseen_warnings(shares, "requests")] if items else []

@@ -85,6 +85,14 @@ def diversity_launches(addresses: Mapping[str, int], sizes: Mapping[str, int], d
     return launches
 
 
+def in_one_launch(phases: list[Launch]) -> list[Launch]:
+    """Return the launches of `diversity_launches` as one with one block a group, for an ahead-of-time plugin."""
+    first, last = phases[0], phases[-1]
+    kernel = first.kernel.replace("diversity_phase", "diversity_select")
+    arguments = (*first.arguments[:9], last.arguments[9], *first.arguments[10:])
+    return [Launch(kernel, first.dtype, last.grid, arguments)]
+
+
 def variant(kernel: str, width: int, tokens: int = 0) -> str:
     """Return the name of `kernel` for rows of `width` elements at address `tokens`: vector loads need alignment."""
     return kernel if width % ALIGNMENT == 0 and tokens % ALIGNMENT == 0 else f"{kernel}_unaligned"
