@@ -192,3 +192,16 @@ def test_a_missing_package_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(VideoError, match=r"sinkprune\[video\].* Only bundles of families with clips .* take either"):
         VideoFile(tmp_path / "clip.mp4")
+
+
+def test_a_gif_without_times_is_refused(tmp_path: Path) -> None:
+    """As Pillow writes it by default; FFmpeg reads it as one frame."""
+    photo = Image.effect_noise((160, 120), 80).convert("RGB")
+    pictures = [photo.rotate(20 * number) for number in range(5)]
+    file = tmp_path / "clip.gif"
+    for times in ({"duration": 100}, {"loop": 0}):
+        pictures[0].save(file, save_all=True, append_images=pictures[1:], **times)
+        assert VideoFile(file).count == 5
+    pictures[0].save(file, save_all=True, append_images=pictures[1:])
+    with pytest.raises(VideoError, match=r"has 5 frames, and 1 can be read, .* Write it with a duration for each"):
+        VideoFile(file)
