@@ -84,10 +84,8 @@ def generate(
             del known, inputs
             seen = SeenPrompt(request, prompt, layouts, digests, towers)
             choice = policy.choose(choices, prompt.text_tokens, layouts)
-            run, sampler = (
-                run_budget(model, seen, choice, clock, observer, own_prefixes, prefixes),
-                request.new_sampler(),
-            )
+            run = run_budget(model, seen, choice, clock, observer, own_prefixes, prefixes)
+            sampler = request.new_sampler()
             # A closed list is compared later.
             ids = [] if isinstance(form, ChoiceTokens) else [sampler(run.logits, form.allowed(run.logits.size))]
     del towers
@@ -133,10 +131,8 @@ def generate(
             known_rows = prefixes.shared(run.key, prompt.texts[-1])
             if known_rows is None or known_rows[1] < run.rows.length:
                 run.put_prefix(chain, own_prefixes)
-            run, sampler = (
-                run_budget(model, seen, following, clock, observer, own_prefixes, prefixes),
-                request.new_sampler(),
-            )
+            run = run_budget(model, seen, following, clock, observer, own_prefixes, prefixes)
+            sampler = request.new_sampler()
 
     # Before the deadline's clock stops: a cache of openvino is freed only when no other thread runs the model.
     del cache, own_prefixes

@@ -149,7 +149,7 @@ class VideoFile:
                 if not _WHOLE[kind](buffered):
                     raise self._broken("it ends too early, or blocks are missing in it")
         if kind == "gif" and stream.frames > self.count:
-            # FFmpeg reads a GIF whose frames have neither times nor a loop as one frame.
+            # FFmpeg reads a GIF without graphic control extensions, which hold the times, as one frame.
             raise VideoError(
                 f"video '{self._path}' has {stream.frames} frames, and {self.count} can be read, because its frames "
                 "have no times. Write it with a duration for each frame."
