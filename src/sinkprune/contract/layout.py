@@ -39,13 +39,18 @@ class VisualLayout:
     """The share of the picture's area in the model's input; 1 for the whole picture."""
     seen_size: tuple[int, int] | None = None
     """Width and height in pixels at which the model sees the picture, in families that keep its shape; else None."""
-    frames: int = 1
-    """How many frames of a clip the model sees; 1 for an image."""
+    frame_indices: tuple[int, ...] = ()
+    """The number in the clip of each frame that the model sees; empty for an image."""
     frames_at_rate: int = 0
     """How many the model's rate takes of the clip, without the bundle's limit; 0 for an image."""
     texts: tuple[str, ...] = ()
     """The texts around the groups in the prompt, from the model's template: one before each group and one after the
     last. Empty for adjacent groups. With texts, `places` and `extent` are relative to the first row of each group."""
+
+    @property
+    def frames(self) -> int:
+        """Return how many frames of a clip the model sees; 1 for an image."""
+        return max(1, len(self.frame_indices))
 
     @property
     def parts(self) -> int:

@@ -14,9 +14,10 @@ from PIL import Image, ImageDraw, ImageFont
 from sinkprune.contract.checks.arguments import check_type, checks_options
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.errors import UsageError
+from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.acting.report import ActionReport
-from sinkprune.runtime.media.clip import Clip, Picture, SampledFrames
+from sinkprune.runtime.media.clip import Clip, SampledFrames
 from sinkprune.runtime.media.images import read_image, to_rgb
 from sinkprune.runtime.media.video_file import VideoFile
 from sinkprune.runtime.steps.answer import Answer, Kept
@@ -40,11 +41,11 @@ _HATCH = 16
 def overlay(answer: Answer | ActionReport, picture: PictureLike | Sequence[PictureLike | None]) -> Image.Image:
     """Draw the fate of every visual token of an answer, or of a chunk of actions, with a legend, as an RGB image.
 
-    `picture` is the picture of the request: a Pillow image, a uint8 [height,width,3] RGB array or a file. For several
-    pictures give a list; they are drawn one above the other. For a chunk give the cameras as `Policy.act` took them;
-    None, a camera without a frame, is left out. For a clip give the frames that the model saw:
-    `sinkprune.runtime.steps.pictures.decoded(clip, pipeline.family)`. Raises `ImageError`, and `UsageError` for an
-    answer without pruning and for pictures of another number or size, and `TypeError` for an `answer` that is none.
+    `picture` is the picture of the request: a Pillow image, a uint8 [height,width,3] RGB array, a file, a `Clip` or a
+    `VideoFile`. For several pictures give a list; they are drawn one above the other. For a chunk give the cameras as
+    `Policy.act` took them; None, a camera without a frame, is left out. A clip is drawn on the frames that the model
+    saw. Raises `ImageError`, `VideoError`, and `UsageError` for an answer without pruning and for pictures of another
+    number or size, and `TypeError` for an `answer` that is none.
     """
     expected = "an Answer, as generate returns it, or an ActionReport, as act returns it"
     check_type("answer", answer, (Answer, ActionReport), expected)
@@ -60,27 +61,33 @@ def overlay(answer: Answer | ActionReport, picture: PictureLike | Sequence[Pictu
             "the answer ran without pruning, so there is nothing to draw. Choose a budget other than none."
         )
     drawn = []
-    for image, kept in zip(map(_drawable, pictures), answer.images, strict=True):
-        size = (image.size[0], image.size[1])
-        if size != kept.layout.size:
+    for image, kept in zip(pictures, answer.images, strict=True):
+        shown = _shown(image, kept.layout)
+        (width, height), expected_size = shown[0].size, kept.layout.size
+        if (width, height) != expected_size:
             raise UsageError(
-                f"found a picture of {size[0]}x{size[1]} pixels, the answer is about one of "
-                f"{kept.layout.size[0]}x{kept.layout.size[1]}. Give the pictures of the request, in their order."
+                f"found a picture of {width}x{height} pixels, the answer is about one of {expected_size[0]}x"
+                f"{expected_size[1]}. Give the pictures of the request, in their order."
             )
-        frames = image.frames if isinstance(image, SampledFrames) else [image] * len(kept.layout.views)
-        drawn.append(draw_overlay(frames, answer.method, kept))
+        drawn.append(draw_overlay(shown, answer.method, kept))
     return stacked(drawn)
 
 
-def _drawable(picture: PictureLike) -> Picture:
+def _shown(picture: PictureLike, layout: VisualLayout) -> list[Image.Image]:
+    """Return what the views of `layout` are drawn on: frames of a clip, or an image once for each view."""
     if isinstance(picture, SampledFrames):
-        return picture
+        return picture.frames
     if isinstance(picture, (Clip, VideoFile)):
-        raise UsageError(
-            "an overlay of a clip is drawn on the frames that the model was shown. Give "
-            "sinkprune.runtime.steps.pictures.decoded(clip, pipeline.family)."
-        )
-    return read_image(picture) if isinstance(picture, (str, os.PathLike)) else to_rgb(picture)
+        seen = layout.frame_indices
+        if not seen or picture.count <= seen[-1]:
+            expected = f"a clip of more than {seen[-1]} frames" if seen else "an image"
+            raise UsageError(
+                f"found a clip of {counted(picture.count, 'frame')}, the answer is about {expected}. Give the "
+                "pictures of the request, in their order."
+            )
+        return picture.read(seen)
+    image = read_image(picture) if isinstance(picture, (str, os.PathLike)) else to_rgb(picture)
+    return [image] * len(layout.views)
 
 
 def draw_overlay(images: Sequence[Image.Image], method: str, kept: Kept) -> Image.Image:

@@ -68,7 +68,7 @@ def test_what_cannot_be_drawn_is_refused(pipeline: Pipelines, photo: Image.Image
         overlay(pruned, [photo, photo])
     with pytest.raises(UsageError, match=r"found a picture of 10x20 pixels, the answer is about one of \d+x\d+"):
         overlay(pruned, photo.resize((10, 20)))
-    with pytest.raises(UsageError, match="the frames that the model was shown"):
+    with pytest.raises(UsageError, match="found a clip of 1 frame, the answer is about an image"):
         overlay(pruned, Clip([photo], 1.0))
     with pytest.raises(TypeError, match="answer is 3, expected an Answer"):
         overlay(3, photo)  # type: ignore[arg-type]

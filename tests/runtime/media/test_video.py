@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageChops
 
-from sinkprune import Clip, Pipeline
+from sinkprune import Clip, Pipeline, UsageError, VideoFile, overlay
 from sinkprune.contract.errors import BudgetError, PromptError, VideoError
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
+from sinkprune.runtime.overlay import draw_overlay
 from sinkprune.runtime.steps.request import new_request
 from support.models.clips import VIDEO_BUDGETS, frames
 from support.models.qwen_checkpoints import SPECIALS, VIDEO_TOKEN
@@ -194,6 +195,25 @@ def test_options_and_limits_that_are_for_video_only(checkpoint: Callable[[str], 
     ):
         refused = run("sinkprune-export", checkpoint(name), "-o", tmp_path / "bundle", "--max-frames", most)
         assert_refused(refused, message, "--max-frames")
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_the_overlay_of_a_clip_shows_the_frames_that_the_model_saw(
+    name: str, pipe: Callable[[str], Pipeline], photo: Image.Image, tmp_path: Path
+) -> None:
+    """Of 20 frames at 10 a second the model sees 4, and two of them share a token."""
+    ours, given = pipe(name), frames(20, SIZE, photo)
+    for clip in (Clip(given, fps=10), VideoFile(write_video(tmp_path / "clip.mp4", given))):
+        answer = ours.generate(clip, QUESTION, budget="prune-80", max_new_tokens=1)
+        shown = ours.family.sample_frames(clip).frames
+        found = overlay(answer, clip)
+        assert ImageChops.difference(found, draw_overlay(shown, answer.method, answer.kept)).getbbox() is None
+        assert ImageChops.difference(found, draw_overlay(shown[::-1], answer.method, answer.kept)).getbbox()
+    last = answer.kept.layout.frame_indices[-1]
+    with pytest.raises(
+        UsageError, match=f"found a clip of {last} frames, .* about a clip of more than {last} frames"
+    ):
+        overlay(answer, Clip(given[:last], fps=10))
 
 
 @pytest.mark.parametrize("name", TOKENS)

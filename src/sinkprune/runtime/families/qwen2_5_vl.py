@@ -58,7 +58,7 @@ class Qwen25VL:
         clip = picture if isinstance(picture, SampledFrames) else None
         times = self._times(grid.t, clip.size.fps) if clip else np.arange(grid.t)
         layout = self._layout(grid, self._windows(grid), (picture.size[0], picture.size[1]), times)
-        return replace(layout, frames=clip.size.frames, frames_at_rate=clip.at_rate) if clip else layout
+        return replace(layout, frame_indices=clip.indices, frames_at_rate=clip.at_rate) if clip else layout
 
     def inputs(self, picture: Picture) -> dict[str, Array]:
         """Return pixel patches, and index and rotary tables of their grid; raises `ImageError`."""

@@ -98,6 +98,8 @@ class SampledFrames:
     """The time of each of them after the video's first frame."""
     at_rate: int = 1
     """How many frames the model's rate takes of the video, without the bundle's limit."""
+    indices: tuple[int, ...] = ()
+    """The number of each of them in the video."""
 
 
 Picture = Image.Image | SampledFrames
@@ -167,4 +169,4 @@ def sample_frames(
     (width, height), fps = frames[0].size, len(indices) / video.count * video.fps
     seconds = tuple(index / video.fps for index in indices)
     at_rate = max(1, min(video.count, int(video.count / video.fps * settings["fps"])))
-    return SampledFrames(frames, ClipSize(width, height, len(indices), fps), seconds, at_rate)
+    return SampledFrames(frames, ClipSize(width, height, len(indices), fps), seconds, at_rate, tuple(indices))
