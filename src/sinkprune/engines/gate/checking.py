@@ -14,6 +14,7 @@ from sinkprune.engines.gate.limits import coarsest_rounding
 from sinkprune.engines.gate.question import GateQuestion
 from sinkprune.engines.gate.recording import Recording, record
 from sinkprune.engines.gate.report import ChunkReport, GateReport, TextReport, refusal, refusals_together
+from sinkprune.engines.gate.sensitive_chunks import judged_by_noise
 from sinkprune.engines.progress import SILENT, BuildProgress
 from sinkprune.runtime.backends import Backend, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines, backend_of, own_engines
@@ -42,7 +43,7 @@ def check_engines(
         progress.graph(graph, number, len(manifest.graphs), "comparing engines")
         graphs[graph] = compare_engine(graph, built, backend, recording)
     if not any(report.refused for report in graphs.values()):
-        together = _compare_together(own, backend, question, recording, progress)
+        together = _compare_together(own, built.bundle, backend, question, recording, progress)
     return GateReport(
         bundle=str(built.bundle.path),
         engines=str(engines.path),
@@ -72,6 +73,7 @@ class Gate:
     """Rejects engines during a build if they differ from their graphs on a question."""
 
     _recording: Recording
+    _bundle: Bundle
 
     def __init__(self, question: GateQuestion) -> None:
         self._question = question
@@ -87,7 +89,7 @@ class Gate:
         """
         if target not in ANY_SHAPE:
             open_device()
-        self._recording = record(bundle, self._question, folder, progress)
+        self._bundle, self._recording = bundle, record(bundle, self._question, folder, progress)
 
     def check_engine(self, graph: str, built: BuiltEngines) -> None:
         """Compare the new engine of `graph` with the recorded calls. Raises `EnginesError` if it differs."""
@@ -100,7 +102,7 @@ class Gate:
         """Compare the answers or chunks of all engines in the folder `root`. Raises `EnginesError` if they differ."""
         own = engines_alone(root)
         backend = load_backend(backend_of(own.engines.manifest.target), None, own)
-        together = _compare_together(own, backend, self._question, self._recording, progress)
+        together = _compare_together(own, self._bundle, backend, self._question, self._recording, progress)
         for refused in refusals_together(*together, own.engines.manifest):
             raise EnginesError(refused)
 
@@ -113,7 +115,12 @@ class _Together(NamedTuple):
 
 
 def _compare_together(
-    own: BuiltEngines, backend: Backend, question: GateQuestion, recording: Recording, progress: BuildProgress
+    own: BuiltEngines,
+    bundle: Bundle,
+    backend: Backend,
+    question: GateQuestion,
+    recording: Recording,
+    progress: BuildProgress,
 ) -> _Together:
     """Compare answers or chunks, with progress of its own: one takes longer than the comparison of an engine."""
     manifest, done = own.bundle.manifest, 0
@@ -128,6 +135,7 @@ def _compare_together(
 
     progress.part(what, 0, total, unit)
     if manifest.policy is not None:
-        return _Together([], compare_chunks(Policy(own.bundle, backend, own), question, recording, rounding, count))
+        chunks = compare_chunks(Policy(own.bundle, backend, own), question, recording, rounding, count)
+        return _Together([], judged_by_noise(chunks, recording, bundle, question, rounding, progress))
     pipeline = Pipeline(own.bundle, backend, own, fit=question.fit)
     return _Together(compare_texts(pipeline, question, recording, rounding, count), [])

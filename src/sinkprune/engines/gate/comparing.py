@@ -158,7 +158,7 @@ def compare_texts(
             same = int(equal.argmin())
             logits = recording.logits(number)[same].astype(np.float64)
             gap = float((logits[expected.token_ids[same]] - logits[found.token_ids[same]]) / logits.std())
-        alike = _kept_alike(found, expected)
+        alike = kept_alike(found, expected)
         limit = gap_limit(rounding, alike)
         reports.append(
             TextReport(
@@ -191,8 +191,8 @@ def compare_chunks(
     reports = []
     for expected in recording.chunks:
         found = act_on_question(policy, question, expected.method, expected.budget)
-        differences = np.abs(np.subtract(found.actions, expected.actions)).max(axis=1)
-        alike, worst = _kept_alike(found, expected), float(differences.max())
+        differences = chunk_differences(found, expected)
+        alike, worst = kept_alike(found, expected), float(differences.max())
         limit = chunk_limit(rounding, alike)
         reports.append(
             ChunkReport(
@@ -211,7 +211,13 @@ def compare_chunks(
     return reports
 
 
-def _kept_alike(found: GateAnswer | GateChunk, expected: GateAnswer | GateChunk) -> float:
+def chunk_differences(found: GateChunk, expected: GateChunk) -> Array:
+    """Return [actions] fp64, the largest difference of a number of each action."""
+    differences: Array = np.abs(np.subtract(found.actions, expected.actions)).max(axis=1)
+    return differences
+
+
+def kept_alike(found: GateAnswer | GateChunk, expected: GateAnswer | GateChunk) -> float:
     """Return the smallest share of equal kept tokens of all steps."""
     return min(len(set(own) & set(other)) / len(other) for own, other in zip(found.kept, expected.kept, strict=True))
 
