@@ -59,7 +59,7 @@ class TerminalProgress(BuildProgress, Progress):
             transient=True,
             disable=not console.is_terminal,
         )
-        self._lines = ProgressLines("reading")
+        self._lines = ProgressLines("reading", beside_bar=True)
         self._graphs = self.add_task("reading", total=None)
         self._phases: dict[str, TaskID] = {}
         self._depths: dict[str, int] = {}

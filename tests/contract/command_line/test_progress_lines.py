@@ -94,7 +94,7 @@ def test_a_line_has_minutes_hours_and_rounded_weights() -> None:
     assert ProgressLines("waiting").line(180) == "waiting: 3 min"
 
 
-def test_a_line_comes_each_time_and_none_after_the_end_or_on_a_terminal() -> None:
+def test_a_line_comes_each_time_and_none_after_the_end() -> None:
     assert progress_lines.SECONDS >= 10
     with redirect_stderr(io.StringIO()) as stderr:
         with ProgressLines("waiting", seconds=0.02):
@@ -141,10 +141,15 @@ def test_a_part_that_begins_has_steps_and_time_of_its_own() -> None:
     assert lines.line(2).startswith("checking sums: 0.5 of 2 GB in 2 s, 0.25 GB a second")
 
 
-def test_a_terminal_has_none() -> None:
-    with redirect_stderr(Terminal()) as terminal, ProgressLines("waiting", seconds=0.01):
-        time.sleep(0.1)
-    assert terminal.getvalue() == ""
+def test_a_terminal_has_lines_where_it_has_no_bar() -> None:
+    with redirect_stderr(Terminal()) as terminal, starting():
+        with ProgressLines("loading", seconds=0.01, beside_bar=True):
+            time.sleep(0.1)
+        # The bar ended a moment ago, so no line is due.
+        with ProgressLines("answering", seconds=1.0):
+            time.sleep(0.1)
+            assert terminal.getvalue() == ""
+            lines_after("answering: 0 s", terminal)
 
 
 def test_builds_and_exports_have_lines(soon: None) -> None:

@@ -31,14 +31,26 @@ class ProgressLines:
 
     The end of the block writes a line too if the last line is five seconds old, so that several blocks of nine
     seconds are not silent. In a command that is `starting`, the first line comes earlier if the command wrote none
-    for as long. Without effect if stderr is a terminal, which shows bars. Any thread may call the methods.
+    for as long. Any thread may call the methods.
     """
 
-    def __init__(self, what: str, total: float | None = None, unit: str = "", seconds: float | None = None) -> None:
-        """Name the work `what`. `total` is the number of its steps, each a `unit`; None if it is unknown."""
+    def __init__(
+        self,
+        what: str,
+        total: float | None = None,
+        unit: str = "",
+        seconds: float | None = None,
+        *,
+        beside_bar: bool = False,
+    ) -> None:
+        """Name the work `what`. `total` is the number of its steps, each a `unit`; None if it is unknown.
+
+        With `beside_bar`, a terminal shows a bar or a spinner, and no line is written to it.
+        """
         self._what, self._total, self._unit, self._done, self._updates = what, total, unit, 0.0, 0
         self._seconds = SECONDS if seconds is None else seconds
         self._began = self._written_at = time.monotonic()
+        self._beside_bar = beside_bar
         self._count = 0
         self._ended, self._writing = threading.Event(), threading.Lock()
         self._command = _STARTED.get()
@@ -59,6 +71,9 @@ class ProgressLines:
         """Stop the lines. Write a last one if the block succeeded after a long silence."""
         silent = self._ended.is_set()
         self.end()
+        if not self._shown:
+            # The bar was seen until now.
+            self._note_line(time.monotonic())
         if silent:
             return
         if error is None and time.monotonic() - self._written_at >= self._seconds / 2 and self._shown:
@@ -116,7 +131,7 @@ class ProgressLines:
 
     @property
     def _shown(self) -> bool:
-        return not sys.stderr.isatty()
+        return not (self._beside_bar and sys.stderr.isatty())
 
     def _run(self) -> None:
         wait = self._seconds / 5
@@ -147,14 +162,6 @@ class ProgressLines:
             sys.stderr.flush()
 
 
-class _StartLines(ProgressLines):
-    """The lines of a command's start. A terminal shows them too, because its bars begin later."""
-
-    @property
-    def _shown(self) -> bool:
-        return True
-
-
 _STARTED: ContextVar[ProgressLines | None] = ContextVar("_STARTED", default=None)
 """The lines of the start of the command that runs."""
 
@@ -166,7 +173,7 @@ def starting() -> Iterator[None]:
     The block imports the command's packages, which takes seconds on a slow machine, and then runs the command. Parts
     of the command that are each shorter than two seconds write a line if the command has written none for as long.
     """
-    with _StartLines("starting") as lines:
+    with ProgressLines("starting") as lines:
         token = _STARTED.set(lines)
         try:
             yield
@@ -193,7 +200,7 @@ def status(text: str) -> Iterator[OnProgress]:
     from rich.console import Console
     from rich.text import Text
 
-    with ProgressLines(text) as lines, Console(stderr=True).status(Text(escaped(text))) as spinner:
+    with ProgressLines(text, beside_bar=True) as lines, Console(stderr=True).status(Text(escaped(text))) as spinner:
 
         def report(what: str, done: float, total: float, unit: str) -> None:
             lines.report(what, done, total, unit)

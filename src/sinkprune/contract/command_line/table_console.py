@@ -89,7 +89,7 @@ def progress_bar(what: str, total: int, unit: str) -> Iterator[Callable[..., Non
     columns = [TextColumn("{task.description:<28}", markup=False), BarColumn(), MofNCompleteColumn()]
     times = [TimeElapsedColumn(), TimeRemainingColumn()]
     with (
-        ProgressLines(what, total, unit) as lines,
+        ProgressLines(what, total, unit, beside_bar=True) as lines,
         Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal) as bar,
     ):
         task = bar.add_task(what, total=total)
