@@ -31,7 +31,7 @@ class RhoSuggestion(NamedTuple):
     """rho for a tower's budgets."""
 
     per_mille: int
-    """Outliers in 1000 tokens, rounded up; 0 to remove none."""
+    """Outliers in 1000 tokens, rounded down; 0 to remove none."""
     reason: str
     """The reason in words."""
 

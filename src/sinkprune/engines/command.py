@@ -74,7 +74,9 @@ def main(arguments: Sequence[str] | None) -> None:
         "images": options.max_images,
     }
     limits = resolve_limits(bundle.manifest, **asked)
-    if options.max_prompt is not None:
+    given = [name for name, value in asked.items() if value is not None]
+    enforced = enforced_limits(limits, options.target, given)
+    if "prompt_tokens" in enforced:
         check_prompt_limit(bundle, limits.prompt_tokens)
     if options.check is None and options.check_prompt is not None:
         raise UsageError("--check-prompt is the question of --check about its picture. Add --check, or leave it out.")
@@ -85,11 +87,9 @@ def main(arguments: Sequence[str] | None) -> None:
     builder = new_builder(options.target, options.sm, timing_cache)
     builder.check_bundle(bundle)
     question = PROMPT if options.check_prompt is None else options.check_prompt
-    given = [name for name, value in asked.items() if value is not None]
     gate, seen_shares = None, tuple[float, ...]()
     if options.check is not None:
         files = picture_files([options.check], bundle.manifest)
-        enforced = enforced_limits(limits, options.target, given)
         checked = read_question(files, question, bundle, enforced, options.fit)
         note_pictures(load_family(bundle.manifest, options.fit), bundle.manifest, files, checked.images)
         gate, seen_shares = Gate(checked), checked.seen_shares(bundle.manifest)
@@ -203,7 +203,8 @@ def _parser() -> CommandParser:
         "--max-prompt",
         type=MAX_PROMPT,
         metavar="N",
-        help="most text tokens of a prompt (TensorRT's default: 512, or what the model takes; a policy's: 64)",
+        help="most text tokens of a prompt (TensorRT's default: 512, or what the model takes; a policy's: as in its "
+        "training)",
     )
     add(
         "--max-new-tokens",

@@ -16,6 +16,8 @@ MAX_IMAGES = WholeNumber("--max-images", 1, 10**4)
 _MOST_PROMPT = 512
 # Instructions are short, and buffers have room for the longest.
 _MOST_INSTRUCTION = 64
+_MOST_INSTRUCTION_AND_STATE = 200
+"""What pi0.5 was trained with, whose prompt has the state as text."""
 _MOST_NEW_TOKENS = 512
 
 
@@ -25,9 +27,9 @@ def resolve_limits(
     """Return the limits: text tokens of a prompt, new tokens, and images of a prompt.
 
     None means one image, or 512 tokens, or fewer if the largest unpruned pictures leave fewer positions. A policy has
-    all its cameras, no new tokens, and if None as many tokens of prompt as in its training, or 64.
-    Raises `UsageError` for values out of range, beyond the model's positions, or beyond the bundle's images, and for
-    limits that a policy does not have.
+    all its cameras, no new tokens, and if None as many tokens of prompt as in its training; if the checkpoint does
+    not say, 64, or 200 with the state in the prompt. Raises `UsageError` for values out of range, beyond the model's
+    positions, or beyond the bundle's images, and for limits that a policy does not have.
     """
     prompt_tokens = None if prompt_tokens is None else MAX_PROMPT.check(prompt_tokens)
     new_tokens = None if new_tokens is None else MAX_NEW_TOKENS.check(new_tokens)
@@ -44,7 +46,8 @@ def resolve_limits(
                 f"the option out, or export the checkpoint again with sinkprune-export --max-images {images}."
             )
         new_tokens, images = 0, manifest.max_images
-        most_prompt = manifest.policy.most_prompt_tokens or _MOST_INSTRUCTION
+        usual = _MOST_INSTRUCTION_AND_STATE if manifest.policy.state_in_prompt else _MOST_INSTRUCTION
+        most_prompt = manifest.policy.most_prompt_tokens or usual
     images = images or 1
     if images > manifest.max_images:
         raise UsageError(

@@ -265,8 +265,9 @@ class Policy(KeepsCosts[ActionCosts]):
         """Check that `act` takes these, without running the model; raises what `act` raises for them."""
         manifest = self.bundle.manifest
         check_plan_names(budget, method)
-        manifest.plan(method, budget)
+        plan = manifest.plan(method, budget)
         observation = observed(manifest, self.facts, cameras, instruction, state)
+        self._model.check_counted(plan, method, budget)
         check_chunk(self._model, observation, method, budget)
 
     def load_plans(self, method: str, progress: OnProgress = unreported) -> None:

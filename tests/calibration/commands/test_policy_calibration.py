@@ -68,9 +68,9 @@ def test_frames_of_several_are_noted(own: Path, photo: Image.Image, tmp_path: Pa
     assert f"{tmp_path}/a.gif: {said}\n" in outcome.stderr
 
 
-@pytest.mark.parametrize("command", [EVIDENCE, ATTENTION])
+@pytest.mark.parametrize("command", [EVIDENCE, (*ATTENTION, "--methods", "sinkpruner")])
 def test_an_instruction_that_is_too_long_is_refused_before_the_first_moment(
-    command: tuple[str, str], own: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    command: tuple[str, ...], own: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def act(*_: object, **__: object) -> None:
         raise AssertionError("no moment may run")
@@ -109,6 +109,9 @@ def test_without_thresholds_it_does_not_act(folder: Path) -> None:
     policy = Policy.load(folder / "bundle")
     with pytest.raises(BudgetError, match="sinkprune-calibrate evidence BUNDLE --method occamtoken"):
         acted(policy, folder, "occamtoken", "prune-66.7")
+    frame = folder / "a.png"
+    with pytest.raises(BudgetError, match="sinkprune-calibrate evidence BUNDLE --method occamtoken"):
+        policy.check([frame, None], "pick up the cup", STATE, method="occamtoken", budget="prune-66.7")
 
 
 def test_shares_of_sink_tokens_are_those_of_all_cameras(folder: Path) -> None:

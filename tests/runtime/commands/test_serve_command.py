@@ -23,6 +23,7 @@ from tests.runtime.server.test_chat_request import BODY
 
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
+from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend
 from sinkprune.runtime.commands import serve
 from support.programs.commands import assert_refused, own_process, run, without_progress
 
@@ -108,6 +109,39 @@ def test_the_end_waits_for_no_body(bundle: Callable[..., Path], tmp_path: Path) 
             assert [answer.status for answer in answers] == [503, 404]
             assert "the server is shutting down" in json.load(answers[0])["error"]["message"]
             assert 0.9 < time.monotonic() - began < 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_right_after_the_address_ends_it_too(number: int, bundle: Callable[..., Path]) -> None:
+    """Before uvicorn takes signals over."""
+    words = own_process("sinkprune-serve", bundle("gqa-112", "fp32", ("retain-64",)), "--port", 0, "--json")
+    with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            assert "http://" in server.stdout.readline()
+            server.send_signal(number)
+            _, errors = server.communicate(timeout=30)
+        finally:
+            server.kill()
+    assert server.returncode == 0 and "Traceback" not in errors
+    assert errors.endswith(" Ctrl-C ends it.\nThe server has ended.\n")
+
+
+def test_engines_that_take_no_later_rows_are_served_without_a_session(
+    bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As TensorRT's of dialect opset20, the only ones of JetPack 6."""
+
+    async def end(_: object) -> None:
+        return
+
+    monkeypatch.setattr(uvicorn.Server, "main_loop", end)
+    monkeypatch.setattr(OrtBackend, "resumes", False)
+    words = ("sinkprune-serve", bundle("gqa-112", "fp32", ("retain-64",)), "--port", 0)
+    for options, told in (((), True), (("--session-mb", 0), False)):
+        outcome = run(*words, *options)
+        assert outcome.code == 0
+        assert ("note: nothing is kept between requests (--session-mb), because" in outcome.stderr) == told
 
 
 def test_a_second_interrupt_ends_the_server_as_the_first(

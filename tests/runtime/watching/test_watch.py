@@ -104,6 +104,16 @@ def test_no_answer_depends_on_a_later_frame(pipe: Pipeline, photo: Image.Image) 
     assert watched(shown[:5]) == watched([*shown[:5], photo.resize((120, 80)).rotate(180), *shown[6:]])[:5]
 
 
+def test_a_memory_without_a_capacity_ends_at_the_models_positions(pipe: Pipeline, photo: Image.Image) -> None:
+    settings = WatchSettings(capacity=None, key_every=1, novelty=0.0)
+    shown = (photo.rotate(7 * number) for number in range(200))
+    answered, most = 0, pipe.bundle.manifest.language_model.max_positions
+    with pytest.raises(UsageError, match=rf"need \d+ positions; the model has {most}\. Give a capacity"):
+        for _ in pipe.watch(shown, INSTRUCTION, settings=settings, budget="retain-192", **NEW):
+            answered += 1
+    assert answered > 1
+
+
 @pytest.mark.parametrize("images", [1, 3])
 def test_memory_stays_within_the_capacity(images: int, pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
     pipe = pipeline("gqa-112", "fp32", ("retain-64",), max_images=images)

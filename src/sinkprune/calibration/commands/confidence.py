@@ -40,8 +40,8 @@ from sinkprune.runtime.text.answer_form import checked_choices
 
 _EXAMPLES = """\
 examples:
-  sinkprune-calibrate confidence llava-7b --data kitchen.jsonl --choice yes --choice no
-  sinkprune-calibrate confidence llava-7b --data kitchen.jsonl --share 0.98 --thresholds thresholds.json
+  sinkprune-calibrate confidence llava-7b --data kitchen.jsonl --choice yes --choice no --choice red --choice brown
+  sinkprune-calibrate confidence llava-7b --data scenes.jsonl --share 0.98 --thresholds thresholds.json
   sinkprune-run llava-7b --budget auto --thresholds thresholds.json --image kitchen.jpg \\
       --prompt "Is there a cup on the table?" --choice yes --choice no
 

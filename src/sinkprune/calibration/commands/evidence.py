@@ -13,7 +13,7 @@ from sinkprune.calibration.changed_bundle import changed_folder, check_changeabl
 from sinkprune.calibration.commands.measuring import LIMIT, add_changing_options, check_unpruned_memory
 from sinkprune.calibration.evaluation.report import Combination, task_head
 from sinkprune.calibration.evaluation.sample_size import mean_warnings
-from sinkprune.calibration.evidence.measuring import EvidenceRecorder, find_thresholds
+from sinkprune.calibration.evidence.measuring import NONE, EvidenceRecorder, find_thresholds, set_thresholds
 from sinkprune.calibration.evidence.report import EvidenceReport
 from sinkprune.calibration.tasks import check_own_questions
 from sinkprune.contract.budgets import UNPRUNED
@@ -80,13 +80,14 @@ def main(arguments: Sequence[str] | None) -> None:
     recorder = EvidenceRecorder()
     loaded = load_measured(options, bundle, recorder.wrap)
     shares, notes = note_samples(loaded, items)
-    for budget in budgets:
-        check_samples(loaded, items, [Combination(method, budget)])
+    pairs = [Combination(method, budget) for budget in budgets]
+    for pair in pairs:
+        # A request needs some.
+        set_thresholds(bundle.manifest, pair, NONE, NONE)
+        check_samples(loaded, items, [pair])
     kept = "nothing was kept, and the bundle is unchanged: thresholds need all questions."
     with explain_interrupt(kept), progress_bar("asking", len(items) * len(budgets), "questions") as count:
-        found = {
-            budget: find_thresholds(loaded, recorder, items, Combination(method, budget), count) for budget in budgets
-        }
+        found = {pair.budget: find_thresholds(loaded, recorder, items, pair, count) for pair in pairs}
     head = task_head(bundle.manifest, loaded.backend, options.data.name, [item.picture for item in items])
     report = EvidenceReport(
         **head,

@@ -12,7 +12,8 @@ from sinkprune.calibration.asking import Loaded, Sample, ask
 from sinkprune.calibration.evaluation.report import Combination
 from sinkprune.calibration.evidence.report import FoundThresholds
 from sinkprune.calibration.tasks import items_by_picture
-from sinkprune.contract.plans import exceeding
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.plans import Evidence, exceeding
 from sinkprune.contract.precision import Array
 from sinkprune.contract.reports.report import TokenSpread
 from sinkprune.runtime.backends import Backend, Engine, Tensor
@@ -54,15 +55,12 @@ def find_thresholds(
     is called before each question is asked. Raises what `ask` raises.
     """
     manifest = loaded.bundle.manifest
-    plan = manifest.plans[pair.method][pair.budget]
-    if plan.evidence is None:
-        raise ValueError(f"the counts of method '{pair.method}' do not vary")
-    own, layers = plan.evidence, manifest.language_model.num_layers
+    plan, own = manifest.plans[pair.method][pair.budget], _evidence(manifest, pair)
+    layers = manifest.language_model.num_layers
 
     def tokens_of(item: Sample, *thresholds: float) -> list[int]:
         """Return the visual tokens of each picture, at these thresholds."""
-        found = replace(own, thresholds=thresholds[: len(own.graphs)])
-        manifest.plans[pair.method][pair.budget] = replace(plan, evidence=found)
+        set_thresholds(manifest, pair, *thresholds)
         recorder.latest.clear()
         return [kept.layout.all_tokens for kept in ask(loaded, item, pair)]
 
@@ -97,9 +95,24 @@ def find_thresholds(
         after = threshold_for(wanted, evidence, rows)
         thresholds, left = (before, after), counts_at(after, evidence, rows)
         means = [(row * full + rest * (layers - full)) / layers for row, rest in zip(rows, left, strict=True)]
-    manifest.plans[pair.method][pair.budget] = replace(plan, evidence=replace(own, thresholds=thresholds))
+    set_thresholds(manifest, pair, *thresholds)
     requests = np.add.reduceat(means, starts).tolist()
     return FoundThresholds(thresholds, sum(aims) / len(items), sum(means) / len(items), TokenSpread.of(requests))
+
+
+def set_thresholds(manifest: Manifest, pair: Combination, *thresholds: float) -> None:
+    """Set the first thresholds, as many as the plan has graphs of evidence, in the plan in memory."""
+    own = _evidence(manifest, pair)
+    found = replace(own, thresholds=thresholds[: len(own.graphs)])
+    plans = manifest.plans[pair.method]
+    plans[pair.budget] = replace(plans[pair.budget], evidence=found)
+
+
+def _evidence(manifest: Manifest, pair: Combination) -> Evidence:
+    evidence = manifest.plans[pair.method][pair.budget].evidence
+    if evidence is None:
+        raise ValueError(f"the counts of method '{pair.method}' do not vary")
+    return evidence
 
 
 def counts_at(threshold: float, evidence: Sequence[Array], most: Sequence[int]) -> list[int]:

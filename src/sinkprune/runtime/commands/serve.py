@@ -7,7 +7,6 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Timer
@@ -75,19 +74,17 @@ def main(arguments: Sequence[str] | None) -> None:
         server = _server(load_app(options, found), options.drain_s)
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
+        # Requests have --drain-s seconds to end: that is no late end of the command.
+        signal.set_wakeup_fd(-1)
+        # uvicorn takes signals over later, when asyncio has begun, and raises them again when it has ended.
+        hangups = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else ()
+        for number in (signal.SIGINT, signal.SIGTERM, *hangups):
+            signal.signal(number, server.handle_exit)
         write_json(options.json, {"url": f"http://{shown}:{port}/v1", "models": found.models})
         page = f"http://{shown}:{port}/"
-        # uvicorn raises the signal again when it has ended.
-        with suppress(KeyboardInterrupt):
-            sys.stderr.write(
-                f"{escaped(found.name)} answers at {page}v1. {page} is a page to try it. Ctrl-C ends it.\n"
-            )
-            sys.stderr.flush()
-            # Requests have --drain-s seconds to end: that is no late end of the command.
-            signal.set_wakeup_fd(-1)
-            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-                signal.signal(signal.SIGHUP, server.handle_exit)
-            asyncio.run(server.serve([listener]))
+        sys.stderr.write(f"{escaped(found.name)} answers at {page}v1. {page} is a page to try it. Ctrl-C ends it.\n")
+        sys.stderr.flush()
+        asyncio.run(server.serve([listener]))
         sys.stderr.write("The server has ended.\n")
 
 

@@ -154,6 +154,11 @@ def load_app(options: AppOptions, found: AppBundle) -> Starlette:
             f"note: of a picture of {layout.size[0]}x{layout.size[1]} pixels, {seen_part(layout)}. Each response has "
             "the seen_share of its pictures. --fit pad shows them whole (docs/pictures.md).\n"
         )
+    if options.session_mb and not pipeline.backend.resumes:
+        sys.stderr.write(
+            f"note: nothing is kept between requests (--session-mb), because engines of dialect opset20 on "
+            f"'{pipeline.backend.name}' take no new rows after earlier ones.\n"
+        )
     app: Starlette = server.new_app(pipeline, settings)
     return app
 

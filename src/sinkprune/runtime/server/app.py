@@ -100,7 +100,9 @@ def new_app(pipeline: Pipeline, settings: ServerSettings) -> Starlette:
 class _Server:
     def __init__(self, pipeline: Pipeline, settings: ServerSettings) -> None:
         self._settings, self._pipeline = settings, pipeline
-        self._session = Session(pipeline, settings.session_bytes)
+        # TensorRT engines of opset20 take no new rows after earlier ones.
+        self._session = Session(pipeline, settings.session_bytes) if pipeline.backend.resumes else None
+        answering = self._session or pipeline
         self._reader = ChatReader(
             settings.name,
             model_names(
@@ -108,20 +110,20 @@ class _Server:
             ),
             settings.budget,
             settings.method,
-            self._session,
+            answering,
             pipeline.plans,
             PictureReader(
                 pipeline.family, pipeline.bundle.manifest, fetch_https if settings.allow_remote_images else None
             ),
         )
-        self.scheduler = Scheduler(self._session, most_jobs=settings.max_queue, most_active=settings.max_active)
+        self.scheduler = Scheduler(answering, most_jobs=settings.max_queue, most_active=settings.max_active)
         self._bodies = Bodies(settings.max_body_bytes, settings.max_body_seconds)
         self._reading, self._decoding = 0, asyncio.Semaphore(_DECODED_AT_ONCE)
         self._started = int(time.time())
         self._metrics = Metrics(
             waiting=lambda: self.scheduler.waiting,
             active=lambda: self.scheduler.active,
-            session_bytes=lambda: self._session.nbytes,
+            session_bytes=lambda: self._session.nbytes if self._session else 0,
         )
 
     def guarded(self, endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:

@@ -1,8 +1,8 @@
 """The Jinja environment of chat templates: an allow-list of operations, and a limit on computation.
 
-A template is an untrusted program. It can use only the filters, tests and methods of published templates, with the
-results of transformers. The size of an operation's values is counted before the operation runs, so that a rendering
-ends soon and stays small.
+A template is an untrusted program. It can use only the filters and methods of published templates, and the tests of
+Jinja, with the results of transformers. The size of an operation's values is counted before the operation runs, so
+that a rendering ends soon and stays small.
 """
 
 from __future__ import annotations

@@ -192,6 +192,7 @@ class Watch:
                 # The quotas of a bundle for several images count all frames as one.
                 rows = replace(rows, picture=np.zeros_like(rows.picture))
                 observer.laid_out(rows)
+                self._check_positions(number, rows, request)
                 result = prefill(chain, self._schedule(request, layout), rows, clock, tower.device_norms)
                 logits: Array = backend.numpy(first_logits(chain, result, clock))[0]
                 ids = [] if isinstance(form, ChoiceTokens) else [sampler(logits, form.allowed(logits.size))]
@@ -259,6 +260,15 @@ class Watch:
             )
         self._layout = layout
         return layout
+
+    def _check_positions(self, number: int, rows: PromptRows, request: Request) -> None:
+        """Raise `UsageError` if a memory without a capacity has outgrown the model's positions."""
+        most, needed = self._model.manifest.language_model.max_positions, rows.positions.next + request.max_new_tokens
+        if needed > most:
+            raise UsageError(
+                f"frame {number} and the memory of earlier frames, which has no capacity, need {needed} positions; "
+                f"the model has {most}. Give a capacity, as in WatchSettings(capacity=256)."
+            )
 
     def _schedule(self, request: Request, layout: VisualLayout) -> Schedule:
         """Return the schedule of all rows in memory: each stage keeps as many as of one picture."""
