@@ -107,7 +107,8 @@ class ChunkReport:
     difference: float
     """The largest difference of a number, in standard deviations of the training data's actions."""
     limit: float | None
-    """None if other tokens were kept: such a chunk has no limit. The unpruned chunk always has one."""
+    """None if other tokens were kept: such a chunk has no limit. The unpruned chunk always has one. A chunk that a
+    little noise changes much has a larger one (`sensitive_chunks`)."""
     kept_alike: float
     """The smallest share of equal kept tokens of all steps."""
     passed: bool

@@ -90,7 +90,7 @@ def add_app_options(parser: CommandParser) -> None:
         "--max-active",
         type=_MAX_ACTIVE,
         default=8,
-        help="requests that run at once, with KV caches (default: 8)",
+        help="requests that run at once, with KV caches; the first of a higher priority always does (default: 8)",
     )
     add("--max-body-mb", type=_MAX_BODY_MB, default=64, help="the largest request, in MiB (default: 64)")
     add(
