@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from sinkprune.contract.errors import PromptError, UsageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.schedule import schedule
 from sinkprune.contract.system.memory_need import ORT_CPU, BackendMemory, running_need, tower_bytes
+from sinkprune.engines import limits as limits_of_engines
 from sinkprune.engines.limits import resolve_limits
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
 from sinkprune.export.dialects import DIALECTS
@@ -99,6 +101,24 @@ def test_the_limits_of_a_policy(source: Callable[..., Path]) -> None:
         resolved(manifest, images=2)
     with pytest.raises(UsageError, match="exceed the model's 8192 positions"):
         resolved(manifest, 8001)
+
+
+def test_a_prompt_with_the_state_has_room_for_it(bundle: Callable[..., Path]) -> None:
+    """pi0.5 was trained with 200 tokens; its checkpoint in transformers' form does not say so."""
+    manifest = read_bundle(bundle("pi0.5", budgets=BUDGETS, max_images=3)).manifest
+    assert manifest.policy is not None and manifest.policy.most_prompt_tokens is None
+    assert resolved(manifest).prompt_tokens == 200
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorrt-rtx has wheels for x86-64 only")
+def test_a_limit_that_no_instruction_meets_is_found_before_a_build(
+    bundle: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the user gave none, on targets that enforce all limits."""
+    monkeypatch.setattr(limits_of_engines, "_MOST_INSTRUCTION_AND_STATE", 8)
+    command = ("sinkprune-build", bundle("pi0.5", budgets=BUDGETS, max_images=3), "-o", tmp_path / "engines")
+    said = "--max-prompt is 8, and the shortest instruction has"
+    assert_refused(run(*command, "--target", "tensorrt-rtx", "--sm", "89"), said)
 
 
 def test_engines_act_and_refuse_a_longer_instruction(
