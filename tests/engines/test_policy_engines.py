@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from sinkprune.engines.optimisation_profiles import optimisation_profiles
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.runtime.backends.kv_cache import ROOM, room_for
 from sinkprune.runtime.families import load_family
+from sinkprune.runtime.steps.context_length import check_prompt_length
 from support.programs.commands import assert_refused, run
 from support.references.shapes_sent import policy_shapes_outside_optimisation_profiles
 
@@ -101,6 +103,14 @@ def test_the_limits_of_a_policy(source: Callable[..., Path]) -> None:
         resolved(manifest, images=2)
     with pytest.raises(UsageError, match="exceed the model's 8192 positions"):
         resolved(manifest, 8001)
+    assert manifest.policy is not None
+    named = replace(manifest, policy=replace(manifest.policy, cameras=("a", "b", "c"), most_prompt_tokens=20))
+    # An export of named cameras takes no other number.
+    with pytest.raises(UsageError, match=r"acts on 3 cameras\. Leave the option out\.$"):
+        resolved(named, images=2)
+    # Engines for longer prompts would not help.
+    with pytest.raises(PromptError, match="52 text tokens .* more than the 20 of the policy's training"):
+        check_prompt_length(named, Limits(20, 0, 3), 52, 100)
 
 
 def test_a_prompt_with_the_state_has_room_for_it(bundle: Callable[..., Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
-from support.programs.commands import run
+from support.programs.commands import assert_refused, run
 from support.programs.repository import ROOT
 
 
@@ -109,3 +110,14 @@ def test_json_lists_what_no_plan_reaches(checkpoint: Callable[[str], Path], tmp_
     (missed,) = json.loads(outcome.stdout)["unreachable"]
     assert list(missed) == ["method", "budget", "why"]
     assert (missed["method"], missed["budget"]) == ("fastv", "retain-32")
+
+
+def test_an_export_into_a_bundle_or_its_source_is_refused(bundle: Callable[..., Path], tmp_path: Path) -> None:
+    own = Path(shutil.copytree(bundle("gqa-112"), tmp_path / "bundle"))
+    source = Path(shutil.copytree(ROOT / "demo" / "pocket", tmp_path / "pocket"))
+    assert_refused(run("sinkprune-export", source, "-o", own / "second"), "whose bundle.json lists all its files")
+    assert_refused(run("sinkprune-export", source, "-o", source / "x"), "which is read and stays as it is")
+    built = run("sinkprune-build", bundle("gqa-112"), "-o", own / "engines", "--target", "onnxruntime")
+    assert_refused(built, "whose bundle.json lists all its files")
+    read_bundle(own).verify()
+    assert not (source / "x").exists()

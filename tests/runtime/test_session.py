@@ -310,3 +310,12 @@ def test_an_answer_that_goes_on_leaves_the_memory_as_it_is(pipe: Pipeline, photo
     for found, question in zip(others, (SECOND, FIRST), strict=True):
         assert_same(found, answered(pipe, photo, question))
     assert long.rest().token_ids == pipe.generate(photo, FIRST, max_new_tokens=40, min_new_tokens=40).token_ids
+
+
+def test_arrays_of_an_answer_cannot_be_changed(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    """Later answers of the session have the same."""
+    session = Session(pipeline("gqa-112"))
+    kept = session.generate(photo, "What?", budget="retain-64", max_new_tokens=1).kept
+    for array in (kept.norms, kept.salience, kept.index):
+        with pytest.raises(ValueError, match="read-only"):
+            array[...] = 0

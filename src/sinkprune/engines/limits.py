@@ -41,9 +41,10 @@ def resolve_limits(
                 f"--max-new-tokens is {new_tokens}, and a robot policy generates no tokens. Leave the option out."
             )
         if images not in (None, manifest.max_images):
+            again = f", or export the checkpoint again with sinkprune-export --max-images {images}"
             raise UsageError(
                 f"--max-images is {images}, and this policy acts on {counted(manifest.max_images, 'camera')}. Leave "
-                f"the option out, or export the checkpoint again with sinkprune-export --max-images {images}."
+                f"the option out{'' if manifest.policy.cameras else again}."
             )
         new_tokens, images = 0, manifest.max_images
         usual = _MOST_INSTRUCTION_AND_STATE if manifest.policy.state_in_prompt else _MOST_INSTRUCTION

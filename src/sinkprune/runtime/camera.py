@@ -29,7 +29,7 @@ class Camera:
     ends the stream; OpenCV's flag is false also if a camera is lost. `order` is the order of its channels, "rgb" or
     "bgr". Iteration yields RGB arrays, each frame at most once, and waits for a frame newer than the last. It raises
     the errors of `read`, and `ImageError` for other values than frames and for a first flag that is false. `frames`
-    counts what was read, and `dropped` what was never taken. Creation raises `TypeError` and `UsageError`.
+    counts what was read, and `dropped` what a newer frame replaced. Creation raises `TypeError` and `UsageError`.
     """
 
     @checks_options

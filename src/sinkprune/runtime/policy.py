@@ -197,6 +197,7 @@ class Policy(KeepsCosts[ActionCosts]):
         Warns with `CostsWarning` if other programs kept the machine busy meanwhile, or if that folder cannot be
         written. Raises what `act` raises, and `UsageError` for a method whose counts vary by picture.
         """
+        check_plan_names(budget, method)
         earlier = ACTION_COSTS.cached(self.place, method)
         with shown_progress(MEASURING_COSTS, progress) as report:
             costs = self.measure_costs(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
@@ -64,14 +65,11 @@ class Stream(Generator[str, None, Answer]):
         calls this, so that none waits for a whole piece of another's text.
         """
         try:
-            return next(self._steps)
+            with _in_one_thread():
+                return next(self._steps)
         except StopIteration as end:
             if end.value is not None:
                 self._answer = end.value
-            raise
-        except ValueError as error:
-            if "already executing" in str(error):
-                raise RuntimeError("another thread reads this stream. Read it in one thread at a time.") from error
             raise
 
     def throw(
@@ -79,19 +77,21 @@ class Stream(Generator[str, None, Answer]):
     ) -> NoReturn:
         """End the request with an exception, and raise it."""
         error = kind if isinstance(kind, BaseException) else value if isinstance(value, BaseException) else kind()
-        self._steps.throw(error if traceback is None else error.with_traceback(traceback))
+        with _in_one_thread():
+            self._steps.throw(error if traceback is None else error.with_traceback(traceback))
         raise RuntimeError("a request went on after an exception")
 
     def close(self) -> None:
         """End the request at once, without an answer. Use `cancel` to get the answer so far."""
-        self._steps.close()
+        with _in_one_thread():
+            self._steps.close()
 
     def cancel(self) -> None:
         """End the stream after the current token; any thread may call this, at any time.
 
         The reader still gets the last pieces of text, and then `answer` with the finish reason `cancelled` and all
-        tokens so far. A request that is cancelled before its first token generates one token. Cancelling a complete
-        answer has no effect.
+        tokens so far. A request that is cancelled before its first token generates one token. An answer of a closed
+        list is completed, and cancelling a complete answer has no effect.
         """
         self._state.cancelled = True
 
@@ -119,3 +119,16 @@ class Stream(Generator[str, None, Answer]):
                 "answer."
             )
         return self._answer
+
+
+@contextmanager
+def _in_one_thread() -> Iterator[None]:
+    """Explain what Python raises where two threads use a generator at once."""
+    try:
+        yield
+    except ValueError as error:
+        if "already executing" in str(error):
+            raise RuntimeError(
+                "another thread reads this stream. Read it in one thread at a time; cancel() is for any thread."
+            ) from error
+        raise

@@ -111,6 +111,8 @@ def test_an_order_without_arrays_is_told(policy: Policy, photo: Image.Image) -> 
 def test_a_warm_up_names_a_wrong_budget(wrong: Any, policy: Policy, photo: Image.Image) -> None:
     with pytest.raises(UsageError, match=f"budget is {wrong}, expected a name"):
         policy.warm_up([photo, photo], "go", [0.5] * WIDTH, budget=wrong)
+    with pytest.raises(UsageError, match=f"method is {wrong}, expected a name"):
+        policy.warm_up([photo, photo], "go", [0.5] * WIDTH, method=wrong)
 
 
 def test_times_add_up(policy: Policy, photo: Image.Image) -> None:

@@ -17,6 +17,7 @@ from PIL import Image
 from transformers import Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
 
+from sinkprune import VideoFile
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import ImageError, VideoError
 from sinkprune.export.families import read_family
@@ -34,6 +35,7 @@ from sinkprune.runtime.processors.qwen import Qwen3Processor, QwenProcessor
 from sinkprune.runtime.steps.prompt_rows import positions
 from support.models.clips import LIMITS, frames
 from support.models.qwen_checkpoints import VIDEO_TOKEN
+from support.models.video_files import write_video
 
 QWEN, QWEN3 = (read_family("preset", PRESETS[name]) for name in ("qwen2.5-vl-7b", "qwen3-vl-2b"))
 HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
@@ -194,3 +196,12 @@ def test_positions_of_a_clip_equal_transformers(
         found = positions([5, 3], [(layout, np.arange(n))])
         assert found.rows.tolist() == expected[:, 0].tolist()
         assert found.next == ids.shape[1] + int(delta)
+
+
+def test_numbers_that_no_frame_has_are_refused(photo: Image.Image, tmp_path: Path) -> None:
+    given = frames(5, (112, 84), photo)
+    for clip in (Clip(given, fps=2), VideoFile(write_video(tmp_path / "clip.mp4", given))):
+        assert len(clip.read([1, 4])) == 2
+        for indices in ([5], [-1], [3, 1], [2, 2]):
+            with pytest.raises(VideoError, match="a clip of 5 frames has ascending frame numbers from 0 to 4"):
+                clip.read(indices)

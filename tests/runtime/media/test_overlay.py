@@ -32,6 +32,8 @@ def test_an_answer_about_no_picture_has_no_overlay(pipeline: Pipelines) -> None:
     answer = pipeline("gqa-112").generate((), "What?", max_new_tokens=1)
     with pytest.raises(UsageError, match="about no picture, so there is nothing to draw"):
         overlay(answer, ())
+    with pytest.raises(UsageError, match="about no picture, so nothing was kept"):
+        _ = answer.kept
 
 
 def test_what_the_sanitizer_dropped_is_grey(pipeline: Pipelines) -> None:

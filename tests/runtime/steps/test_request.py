@@ -17,7 +17,11 @@ from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.steps.decoding import prefill
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.request import new_request
+from sinkprune.runtime.text.prompt import Turn
+from sinkprune.runtime.text.tools import ToolCall
 from support.references.steps import QUESTION, watched
+
+CALL = ToolCall("1", "f", {"x": 1})
 
 
 def test_a_question_stands_behind_the_pictures_and_texts_around_them() -> None:
@@ -173,3 +177,20 @@ def test_what_observers_receive_is_consistent(
     assert answer.ms["latency"] is not None
     assert answer.ms["ttft"] is not None
     assert answer.ms["latency"] > answer.ms["ttft"]
+
+
+@pytest.mark.parametrize(
+    ("history", "error", "message"),
+    [
+        ([("user", ())], PromptError, "a turn without texts"),
+        ([Turn("user", ())], PromptError, "a turn without texts"),
+        ([("user", 5)], PromptError, "found int as the text of a turn"),
+        ([Turn("assistant", ("b",), CALL)], UsageError, "tool_calls of a Turn are .*, expected a tuple of ToolCall"),
+        ([Turn("assistant", ("b",), ({"id": "1"},))], UsageError, "expected a tuple of ToolCall"),
+        ([Turn("user", ("b",), (CALL,))], UsageError, "expected them of an assistant only"),
+        ([Turn("tool", ("b",), tool_call_id=5)], UsageError, "the id of a tool call is 5"),
+    ],
+)
+def test_a_wrong_turn_is_refused_at_once(history: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        new_request("kitchen.jpg", "And now?", history=history)

@@ -278,6 +278,13 @@ def test_other_wrong_values() -> None:
         ToolCall("", "f", {})
     with pytest.raises(UsageError, match="letters, digits"):
         ToolCall("1", 'f", "x', {})
+    with pytest.raises(TypeError, match="parallel is 'no', expected True or False"):
+        Tools(FUNCTIONS, parallel="no")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="a name is given, and the choice of tools is 'auto', expected 'required'"):
+        Tools(FUNCTIONS, name="stop")
+    for wrong in ('{"x": 1}', None, [1], {1: 2}, {"a": {1}}, {"a": float("nan")}, {"a": "\ud800"}):
+        with pytest.raises(UsageError, match="the arguments of a tool call"):
+            ToolCall("1", "f", wrong)  # type: ignore[arg-type]
     for arguments in ("[]", "{", "3", '"a"', "NaN", '{"a": "\\ud800"}', "\ud800", 3, None, {}, "[" * 5000):
         with pytest.raises(UsageError, match="arguments of a tool call"):
             read_arguments(arguments)

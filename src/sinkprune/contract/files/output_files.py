@@ -69,6 +69,17 @@ def check_place(path: Path) -> None:
         raise OutputError(
             f"'{path}' cannot be written: no permission, or a read-only file system, at '{path.absolute().parent}'."
         )
+    check_in_no_bundle(path)
+
+
+def check_in_no_bundle(path: Path) -> None:
+    """Reject a place within a bundle or engines, which may hold no other files. Raises `OutputError`."""
+    for folder in path.resolve().parents:
+        for manifest in ("bundle.json", "engines.json"):
+            if (folder / manifest).exists():
+                raise OutputError(
+                    f"'{path}' lies in '{folder}', whose {manifest} lists all its files. Choose a place outside it."
+                )
 
 
 def make_folder(folder: Path) -> None:

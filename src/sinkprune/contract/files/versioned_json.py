@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from sinkprune.contract.checks.fields import SchemaError, from_json, to_json
 from sinkprune.contract.checks.format_value import format_value
-from sinkprune.contract.errors import OutputError, UsageError
+from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_place, write_whole
 from sinkprune.contract.files.untrusted import UnreadableError, read_json
 
@@ -26,12 +26,6 @@ def write_versioned(path: str | os.PathLike[str], value: object) -> None:
     """
     file = Path(path)
     check_place(file)
-    for folder in file.resolve().parents:
-        for manifest in ("bundle.json", "engines.json"):
-            if (folder / manifest).exists():
-                raise OutputError(
-                    f"'{file}' lies in '{folder}', whose {manifest} lists all its files. Choose a place outside it."
-                )
     write_whole(file, (json.dumps(to_json(value), indent=1) + "\n").encode())
 
 

@@ -91,10 +91,12 @@ def read_question(
     if most is not None:
         tokens = _text_tokens(bundle, texts, layouts)
         if tokens > most:
+            policy = bundle.manifest.policy
+            trained = policy.most_prompt_tokens if policy else None
+            again = f", or build with --max-prompt {tokens}" if trained is None or tokens <= trained else ""
             raise PromptError(
                 f"the {_noun(bundle)} '{prompt}' has {tokens} text tokens with its template, and the engines take "
-                f"{most}. Give a shorter one (sinkprune check --prompt, sinkprune build --check-prompt), or build "
-                f"with --max-prompt {tokens}."
+                f"{most}. Give a shorter one (sinkprune check --prompt, sinkprune build --check-prompt){again}."
             )
     return GateQuestion(images, prompt, min(NEW_TOKENS, limits.get("new_tokens", NEW_TOKENS)), fit)
 

@@ -140,7 +140,7 @@ def _this_gpu() -> tuple[int, ...]:
     except BackendError as error:
         raise BackendError(
             f"no GPU was named and none found here: {error} To build for other machines, name their GPUs, as in: "
-            "--sm 86,89,120"
+            "--sm 86,89,120. To build for this machine's processor: --target onnxruntime"
         ) from error
 
 

@@ -69,7 +69,7 @@ class ActionDeadline:
     """The share of processor time that other programs took meanwhile; None if it is unknown."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ActionReport:
     """A chunk of actions, and how it came about.
 

@@ -180,7 +180,7 @@ class _Owned:
         weakref.finalize(self, destroy, handle).atexit = False
 
 
-_NEEDS_GPU = "The TensorRT backends need an NVIDIA GPU and its driver; without one use --backend ort-cpu."
+_NEEDS_GPU = "The TensorRT backends need an NVIDIA GPU and its driver; without one, run on ort-cpu."
 
 
 def _import_driver() -> Any:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
@@ -50,9 +51,13 @@ class Video(Protocol):
 
 
 @creation_checks_options
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Clip:
-    """Frames in memory, `fps` of them a second. An iterator is read at once. Raises `VideoError` for other types."""
+    """Frames in memory, `fps` of them a second. An iterator is read at once.
+
+    Raises `VideoError` for what cannot be iterated, and for an `fps` that is no positive number. A request checks the
+    frames.
+    """
 
     frames: Sequence[Image.Image | Array]
     fps: float
@@ -78,7 +83,11 @@ class Clip:
         return len(self.frames)
 
     def read(self, indices: Sequence[int]) -> list[Image.Image]:
-        """Return the frames at `indices` as RGB images; raises `ImageError`."""
+        """Return the frames at the ascending `indices` as RGB images.
+
+        Raises `ImageError` for a frame that is no picture, and `VideoError` for a number that no frame has.
+        """
+        check_indices(indices, self.count)
         for number in indices:
             if isinstance(self.frames[number], (str, os.PathLike)):
                 raise ImageError(
@@ -104,6 +113,12 @@ class SampledFrames:
 
 Picture = Image.Image | SampledFrames
 """The visual input of a model: an RGB image, or the frames of a clip."""
+
+
+def check_indices(indices: Sequence[int], count: int) -> None:
+    """Raise `VideoError` for numbers that are not ascending, or not those of `count` frames."""
+    if any(not 0 <= index < count for index in indices) or any(a >= b for a, b in pairwise(indices)):
+        raise VideoError(f"a clip of {count} frames has ascending frame numbers from 0 to {count - 1}. Give these.")
 
 
 def collected(frames: Iterable[Image.Image]) -> list[Image.Image]:

@@ -119,8 +119,8 @@ def to_rgb(image: Image.Image | Array) -> Image.Image:
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
             raise ImageError(
                 f"found an array {image.dtype}{list(image.shape)}, expected uint8 [height,width,3]. Transpose one "
-                "of [3,height,width], scale floats to 0 to 255, and give grey or RGBA as a Pillow image, with "
-                "Image.fromarray(array)."
+                "of [3,height,width], turn floats of 0 to 1 into bytes with (array * 255).astype('uint8'), and give "
+                "grey or RGBA as a Pillow image, with Image.fromarray(array)."
             )
         _check_size(image.shape[1], image.shape[0])
         return Image.fromarray(image)

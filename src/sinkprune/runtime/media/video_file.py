@@ -16,7 +16,7 @@ from sinkprune.contract.checks.arguments import check_path, checks_options
 from sinkprune.contract.checks.needed_package import needs_package
 from sinkprune.contract.errors import VideoError
 from sinkprune.contract.files.untrusted import ForbiddenError, MissingError, UnreadableError, open_regular
-from sinkprune.runtime.media.clip import collected
+from sinkprune.runtime.media.clip import check_indices, collected
 from sinkprune.runtime.media.keyframe_index import KeyframeIndex, LostFrameError
 from sinkprune.runtime.media.whole_files import gif_is_whole, matroska_is_whole
 
@@ -113,10 +113,12 @@ class VideoFile:
         return self._index.can_seek
 
     def read(self, indices: Sequence[int]) -> list[Image.Image]:
-        """Return the frames at `indices` as RGB images; raises `VideoError` if one cannot be decoded.
+        """Return the frames at the ascending `indices` as RGB images.
 
+        Raises `VideoError` if one cannot be decoded, and for a number that no frame has.
         If `can_seek` is false, or all frames are read, every frame must be decodable, and the stream complete.
         """
+        check_indices(indices, self.count)
         wanted = set(indices)
         if self.can_seek and len(wanted) < self.count:
             try:

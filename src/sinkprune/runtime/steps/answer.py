@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sinkprune.contract.checks.fields import to_json
+from sinkprune.contract.errors import UsageError
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.precision import Array
 from sinkprune.contract.reports.report import OF_TTFT, PARTS
@@ -140,11 +141,17 @@ class Answer:
 
     @property
     def kept(self) -> Kept:
-        """What each step kept of the first picture's tokens."""
+        """What each step kept of the first picture's tokens; raises `UsageError` for an answer without a picture."""
+        if not self.images:
+            raise UsageError("the answer is about no picture, so nothing was kept. Ask with a picture.")
         return self.images[0]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the answer without its arrays, for `json.dumps`; the keys are those of `sinkprune-run --json`."""
+        """Return the answer without its arrays, for `json.dumps`.
+
+        The keys are those of `sinkprune-run --json` about the answer: without `backend`, `precision`, `load_ms`,
+        `memory` and `notes`.
+        """
         return {
             "text": self.text,
             "token_ids": self.token_ids,

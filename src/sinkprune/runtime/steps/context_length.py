@@ -45,16 +45,16 @@ def check_prompt_length(manifest: Manifest, limits: Limits | None, text: int, vi
     """Reject a prompt of a policy that is too long, with `text` tokens of text and `visual` rows; raises
     `PromptError`.
     """
-    if limits is not None and text > limits.prompt_tokens:
-        raise PromptError(
-            f"{text} text tokens in the prompt are more than the {limits.prompt_tokens} the engines were built for. "
-            f"Give a shorter instruction, or {_build_again(manifest, limits, prompt_tokens=text)}."
-        )
     trained = manifest.policy.most_prompt_tokens if manifest.policy else None
     if trained is not None and text > trained:
         raise PromptError(
             f"{text} text tokens in the prompt are more than the {trained} of the policy's training. Give a shorter "
             "instruction."
+        )
+    if limits is not None and text > limits.prompt_tokens:
+        raise PromptError(
+            f"{text} text tokens in the prompt are more than the {limits.prompt_tokens} the engines were built for. "
+            f"Give a shorter instruction, or {_build_again(manifest, limits, prompt_tokens=text)}."
         )
     most = manifest.language_model.max_positions
     if text + visual > most:

@@ -224,8 +224,17 @@ def kept_tokens(
         own_rows = rows.picture == number
         visual, source = rows.visual[own_rows], rows.source[own_rows]
         after_stage = {layer: np.sort(source[np.isin(visual, left)]) for layer, left in survivors.items()}
-        kept.append(Kept(layout, picture, own.kept_index, own.norms, own.salience, after_stage))
+        # A session gives the same arrays to later answers.
+        index, norms, salience = map(_read_only, (own.kept_index, own.norms, own.salience))
+        kept.append(Kept(layout, picture, index, norms, salience, after_stage))
     return tuple(kept)
+
+
+def _read_only(array: Array) -> Array:
+    """Return a view of the array that cannot be changed."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def _check_rows(graph: str, found: int, expected: int) -> None:

@@ -22,8 +22,11 @@ class Observer:
     """
 
     def during(self, part: str) -> AbstractContextManager[Any]:
-        """Return a context that is entered while a part runs: one of the `PARTS` of
-        `sinkprune.contract.reports.report`, or `decode`, once for each token after the first. Parts may be nested."""
+        """Return a context that is entered while a part runs. Parts may be nested.
+
+        A part is one of the `PARTS` of `sinkprune.contract.reports.report`; `decode`, once for each token after the
+        first, or for each pass over a closed list; or `step_0`, `step_1`, ..., the denoising steps of a policy.
+        """
         return nullcontext()
 
     def seen(self, pictures: Sequence[TowerInput]) -> None:
@@ -39,13 +42,16 @@ class Observer:
         """Receives the KV caches, the number of rows of each layer, and the rows that survived each stage."""
 
     def chose(self, token: int, logits: Array) -> None:
-        """Receives a new token's id, and the logits [vocab] that it was chosen by; first those of the prefill."""
+        """Receives a new token's id, and the logits [vocab] that it was chosen by; first those of the prefill.
+
+        Of an answer from a closed list, only the first token.
+        """
 
     def acted(self, actions: Array) -> None:
         """Receives a policy's actions [1,chunk,action_dim] as its expert gives them, normalised."""
 
     def answered(self, answer: Answer) -> None:
-        """Receives the whole answer, with kept sets and milliseconds."""
+        """Receives the whole answer, with kept sets and milliseconds. A watch and a policy do not call it."""
 
 
 NOBODY = Observer()

@@ -28,7 +28,7 @@ from sinkprune.runtime.text.answer_form import (
 )
 from sinkprune.runtime.text.prompt import Turn
 from sinkprune.runtime.text.sampling import Sampler
-from sinkprune.runtime.text.tools import Tools, check_call_id
+from sinkprune.runtime.text.tools import ToolCall, Tools, check_call_id
 
 DEFAULT_METHOD = "sinkpruner"
 DEFAULT_NEW_TOKENS = 128
@@ -238,9 +238,20 @@ def _turns(given: object) -> tuple[Turn, ...]:
         if turn.role not in (*ROLES, "tool"):
             raise UsageError(f"history has a Turn of {format_value(turn.role)}, expected {', '.join(ROLES)} or tool.")
         texts = tuple(content) if isinstance(content, (tuple, list)) else (content,)
+        if not texts:
+            raise PromptError("history has a turn without texts. Give it a text; an empty one says nothing.")
         for text in texts:
-            _check_text("history", text)
-        turns.append(replace(turn, texts=texts))
+            _check_text("text of a turn", text)
+        calls = turn.tool_calls
+        if not isinstance(calls, (tuple, list)) or not all(isinstance(call, ToolCall) for call in calls):
+            raise UsageError(f"tool_calls of a Turn are {format_value(calls)}, expected a tuple of ToolCall.")
+        if calls and turn.role != "assistant":
+            raise UsageError(
+                f"history has a Turn of '{turn.role}' with tool_calls, expected them of an assistant only."
+            )
+        if turn.tool_call_id is not None:
+            check_call_id(turn.tool_call_id)
+        turns.append(replace(turn, texts=texts, tool_calls=tuple(calls)))
     return tuple(turns)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sinkprune.contract.checks.arguments import creation_checks_options
+from sinkprune.contract.checks.arguments import check_type, creation_checks_options
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
@@ -47,10 +47,24 @@ class ToolCall:
     """A text of the client's choice. The result of the call has the same."""
     name: str
     arguments: Mapping[str, Any]
+    """JSON values by parameter, as `json.loads` gives them."""
 
     def __post_init__(self) -> None:
         check_call_id(self.id)
         check_name(self.name)
+        if not isinstance(self.arguments, Mapping):
+            raise UsageError(
+                f"the arguments of a tool call are {format_value(self.arguments)}, expected a dict, as in "
+                '{"word": "sink"}. Use json.loads for a text.'
+            )
+        try:
+            json.dumps(dict(self.arguments), allow_nan=False, ensure_ascii=False).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UsageError(f"the arguments of a tool call are no JSON: {error}. Give JSON values.") from error
+        if not all(isinstance(name, str) for name in self.arguments):
+            raise UsageError(
+                "the arguments of a tool call have a name that is no text. Give a dict with texts as keys."
+            )
 
 
 @creation_checks_options
@@ -69,6 +83,7 @@ class Tools:
     """Whether an answer may have several calls."""
 
     def __post_init__(self) -> None:
+        check_type("parallel", self.parallel, (bool,), "True or False")
         given = self.functions
         if not isinstance(given, (tuple, list)) or not 0 < len(given) <= MOST_TOOLS:
             raise UsageError(f"tools is {format_value(given)}, expected 1 to {MOST_TOOLS} functions, as {_EXAMPLE}.")
@@ -79,7 +94,11 @@ class Tools:
             raise UsageError("tools has two functions of the same name. Name each differently.")
         if self.choice not in CHOICES:
             raise UsageError(f"the choice of tools is {format_value(self.choice)}, expected {', '.join(CHOICES)}.")
-        if self.name is not None and (self.choice != "required" or self.name not in names):
+        if self.name is not None and self.choice != "required":
+            raise UsageError(
+                f"a name is given, and the choice of tools is '{self.choice}', expected 'required'. Give that choice."
+            )
+        if self.name is not None and self.name not in names:
             raise UsageError(
                 f"the function to call is {format_value(self.name)}, expected one of tools: "
                 f"{format_value(', '.join(names))}."

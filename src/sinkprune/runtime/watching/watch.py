@@ -70,7 +70,7 @@ class WatchSettings:
 USUAL_SETTINGS = WatchSettings()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FrameAnswer:
     """The answer to a watch's instruction after one frame. No later frame takes part in it."""
 
