@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 import pytest
+from PIL import Image
 
-from sinkprune.calibration.evaluation.outliers import plant_outliers
+from sinkprune import Pipeline
+from sinkprune.calibration.evaluation.outliers import plant_in_vision, plant_outliers
 from sinkprune.calibration.norms import summarise
 from sinkprune.calibration.outlier_gap import OUTLIER
 from sinkprune.contract.errors import NumericsError
@@ -97,3 +102,13 @@ def test_groups_of_one_token_have_no_correlation() -> None:
     assert summarise("tower", 1, one, one).norm_salience_correlation == 0
     mixed = summarise("tower", 2, [*one, NORMS[0]], [*one, NORMS[0]])
     assert mixed.norm_salience_correlation == pytest.approx(1)
+
+
+@pytest.mark.parametrize("name", ["gqa-112", "qwen3-vl"])
+def test_planted_outliers_leave_what_else_a_tower_gives(
+    name: str, bundle: Callable[..., Path], photo: Image.Image
+) -> None:
+    """DeepStack's feature sets go with the tokens."""
+    pipeline = Pipeline.load(bundle(name), wrap=plant_in_vision)
+    answer = pipeline.generate(photo, "What?", max_new_tokens=1)
+    assert answer.kept.norms.max() > 3 * np.median(answer.kept.norms)

@@ -193,6 +193,7 @@ def test_a_folder_without_engines_is_never_replaced(bundle: Bundles, tmp_path: P
             "--max-new-tokens is 0, expected a whole number from 1",
         ),
         (["--target", "onnxruntime", "--max-images", "3"], "exported for up to 1 in a prompt"),
+        (["--target", "onnxruntime", "--check", "a.png", "--image", "b.png"], "--check takes one picture, found 2"),
     ],
 )
 def test_wrong_arguments_are_refused(options: list[str], said: str, bundle: Bundles, tmp_path: Path) -> None:

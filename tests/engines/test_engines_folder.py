@@ -120,6 +120,14 @@ def test_every_command_accepts_it_as_a_bundle(built: Built, photo_file: Path, tm
     assert calibrated.code == 0, calibrated.stderr
 
 
+def test_memory_is_that_of_the_engines_backend(built: Built, source: Path, photo_file: Path) -> None:
+    ask = ("sinkprune-run", source, "--image", photo_file, "--prompt", "What?", "--max-new-tokens", 1, "--json")
+    engines = ("--engines", built("openvino"))
+    needs = [json.loads(run(*ask, *engines, *named).stdout)["memory"] for named in ((), ("--backend", "openvino"))]
+    assert needs[0]["needed_bytes"] == needs[1]["needed_bytes"]
+    assert needs[0]["needed_bytes"] != json.loads(run(*ask).stdout)["memory"]["needed_bytes"]
+
+
 def test_commands_that_need_graphs_refuse_it(built: Built, tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="is a folder of engines, and this needs the bundle"):
         read_bundle(built("onnxruntime"))

@@ -109,7 +109,7 @@ def test_the_limits_of_a_policy(source: Callable[..., Path]) -> None:
     with pytest.raises(UsageError, match=r"acts on 3 cameras\. Leave the option out\.$"):
         resolved(named, images=2)
     # Engines for longer prompts would not help.
-    with pytest.raises(PromptError, match="52 text tokens .* more than the 20 of the policy's training"):
+    with pytest.raises(PromptError, match=r"52 text tokens .* more than the 20 of the policy's training"):
         check_prompt_length(named, Limits(20, 0, 3), 52, 100)
 
 

@@ -61,7 +61,11 @@ def main(arguments: Sequence[str] | None) -> None:
     from sinkprune.runtime.commands.picture_notes import note_pictures
     from sinkprune.runtime.families import load_family
 
-    read = [path for path in (options.check, options.sign, options.signed_by) if path]
+    if len(options.check or ()) > 1:
+        raise UsageError(
+            f"--check takes one picture, found {len(options.check)}. Give one, and the others to sinkprune-check."
+        )
+    read = [path for path in (*(options.check or ()), options.sign, options.signed_by) if path]
     check_outputs(json_outputs(options.json), read, [options.bundle, options.output])
     check_in_no_bundle(options.output)
     check_replaceable(options.output, ENGINES, force=options.force)
@@ -90,7 +94,7 @@ def main(arguments: Sequence[str] | None) -> None:
     question = PROMPT if options.check_prompt is None else options.check_prompt
     gate, seen_shares = None, tuple[float, ...]()
     if options.check is not None:
-        files = picture_files([options.check], bundle.manifest)
+        files = picture_files(options.check, bundle.manifest)
         checked = read_question(files, question, bundle, enforced, options.fit)
         note_pictures(load_family(bundle.manifest, options.fit), bundle.manifest, files, checked.images)
         gate, seen_shares = Gate(checked), checked.seen_shares(bundle.manifest)
@@ -224,6 +228,7 @@ def _parser() -> CommandParser:
         # The names that sinkprune-check has for both.
         "--image",
         type=Path,
+        action="append",
         metavar="PICTURE",
         help="compare engines with their graphs on this picture, and reject those that differ: see sinkprune-check",
     )

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from sinkprune.contract.errors import CheckpointError
-from sinkprune.contract.files.folders import check_outside, check_replaceable, replacing
+from sinkprune.contract.files.folders import check_replaceable, replacing
 from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.contract.files.output_files import check_in_no_bundle
 from sinkprune.contract.files.signature import Sign
@@ -67,7 +67,6 @@ def export_bundle(
     `requantised` receives each matrix that the checkpoint had quantised and that is rounded a second time.
     The export checks the request before it writes anything. After a later error, `output` is as it was.
     """
-    check_outside(output, Path(request.source), BUNDLE)
     check_in_no_bundle(output)
     check_replaceable(output, BUNDLE, force=force)
     with closing(_Export(request, progress, requantised)) as export:

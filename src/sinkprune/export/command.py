@@ -207,7 +207,7 @@ def _parser() -> CommandParser:
     add(
         "--tokenizer",
         metavar="FOLDER",
-        help="a local folder or a hub name with the tokenizer, for checkpoints of LeRobot (default: CHECKPOINT)",
+        help="a local folder or a hub name with the tokenizer, as LeRobot's checkpoints need (default: CHECKPOINT)",
     )
     add(
         "--max-images",

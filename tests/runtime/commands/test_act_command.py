@@ -309,6 +309,7 @@ def test_an_interrupted_warm_up_leaves_no_costs(path: Path, folder: Path, monkey
         (("--overlay", "x.png", "--budget", "prune-88.9"), ("base", "none"), "there are 3 moments"),
         (("--json", "FOLDER/base/x.json"), ("base", "none"), "which is read. Choose a place outside it."),
         (("--json", "FOLDER/one.json", "--state", "FOLDER/one.json"), ("base.png", "none"), "would be overwritten"),
+        (("--json", "FOLDER/one.json", "--costs", "FOLDER/one.json", "--deadline-ms=9"), ("base",), "overwritten"),
     ],
 )
 def test_wrong_options_are_refused(

@@ -104,6 +104,16 @@ def test_no_answer_depends_on_a_later_frame(pipe: Pipeline, photo: Image.Image) 
     assert watched(shown[:5]) == watched([*shown[:5], photo.resize((120, 80)).rotate(180), *shown[6:]])[:5]
 
 
+def test_no_capacity_is_advised_where_none_fits(pipe: Pipeline, photo: Image.Image) -> None:
+    """Of a few positions, many recent frames take more than all."""
+    for capacity in (16, 256, 4096):
+        settings = WatchSettings(capacity=capacity, recent=10_000)
+        with pytest.raises(
+            UsageError, match=r"take at most \d+ rows .* need \d+\. Give smaller frames, .* capacity=None"
+        ):
+            next(pipe.watch([photo], INSTRUCTION, settings=settings, budget="retain-64", **NEW))
+
+
 def test_a_memory_without_a_capacity_ends_at_the_models_positions(pipe: Pipeline, photo: Image.Image) -> None:
     settings = WatchSettings(capacity=None, key_every=1, novelty=0.0)
     shown = (photo.rotate(7 * number) for number in range(200))

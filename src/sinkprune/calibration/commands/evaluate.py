@@ -142,7 +142,7 @@ def _parser() -> CommandParser:
     add(
         "--plant-outliers",
         action="store_true",
-        help="turn 1 %% of each picture's background tokens into high-norm, salient outliers after the vision tower",
+        help="turn the least salient 1 %% of each picture's tokens into high-norm, salient outliers after the tower",
     )
     add(
         "--max-new-tokens",

@@ -171,7 +171,7 @@ def _parser() -> CommandParser:
         "moments of a robot policy (docs/policies.md)",
     )
     add("--method", help="a method whose counts vary by picture (default: the only one of the bundle)")
-    add("--budgets", type=name_list, help="comma-separated (default: all of the method)")
+    add("--budgets", type=name_list, help="comma-separated, without none (default: all of the method)")
     add("--limit", type=LIMIT, metavar="N", help="the first N questions only")
     parser.add_json("the report")
     add("--dry-run", action="store_true", help="report the thresholds, and leave the bundle unchanged")

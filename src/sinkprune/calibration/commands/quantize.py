@@ -49,7 +49,7 @@ examples:
   sinkprune-calibrate quantize llava-fp32 --data kitchen.jsonl -o llava-7b-calibrated --weights int4
   sinkprune-calibrate quantize llava-fp32 --data kitchen.jsonl -o small --weights int4 --block-size 32 \\
       --limit 64 --json errors.json --plot errors.png
-  sinkprune-calibrate quantize llava-fp32 --data kitchen.jsonl -o llava-7b-int8 --weights int8 --vision-weights fp16
+  sinkprune-calibrate quantize llava-fp32 --data kitchen.jsonl -o llava-7b-int8 --weights int8 --vision-weights fp32
 
 `sinkprune evaluate --help` shows a line of FILE.jsonl. The n-th picture is shown
 with its n-th question. Use pictures and questions like those of the application, and none of an evaluation.

@@ -323,7 +323,12 @@ def _parser() -> CommandParser:
     add_former_name(parser, "--questions", "limit", type=_LIMIT)
     add("--image", type=Path, action="append", help="an image file to measure; may be repeated (default: scenes)")
     add("--prompt", help=f"the question about it (default: {_PROMPT})")
-    add("--costs", type=Path, metavar="FILE.json", help="write the costs of requests on this machine")
+    add(
+        "--costs",
+        type=Path,
+        metavar="FILE.json",
+        help="write the costs of requests on this machine, which are also kept for later runs",
+    )
     parser.add_json("the report")
     add("--dry-run", action="store_true", help="report the budget, and leave the bundle unchanged")
     add("--force", action="store_true", help="replace a budget of that name that was added before")

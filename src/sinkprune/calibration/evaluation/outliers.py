@@ -27,12 +27,13 @@ def plant_in_vision(graph: str, engine: Engine, backend: Backend) -> Engine:
     """
     names = ("tokens", "norms", "salience")
 
-    def planted(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def with_outliers(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         features = engine(inputs)
         arrays = plant_outliers(*(backend.numpy(features[name]) for name in names))
-        return {name: backend.tensor(array) for name, array in zip(names, arrays, strict=True)}
+        planted = {name: backend.tensor(array) for name, array in zip(names, arrays, strict=True)}
+        return {**features, **planted}
 
-    return planted if graph == "vision" else engine
+    return with_outliers if graph == "vision" else engine
 
 
 def plant_outliers(tokens: NDArray[Any], norms: NDArray[Any], salience: NDArray[Any]) -> tuple[NDArray[Any], ...]:

@@ -43,7 +43,12 @@ def add_trust_options(parser: argparse.ArgumentParser) -> None:
         metavar="SUM",
         help="the sha256 that was printed when BUNDLE was written; other bundles are rejected",
     )
-    add("--signed-by", type=Path, metavar="KEY.pub", help="a public key; bundles that it did not sign are rejected")
+    add(
+        "--signed-by",
+        type=Path,
+        metavar="KEY.pub",
+        help="a public key; bundles and engines that it did not sign are rejected",
+    )
 
 
 def add_sign_option(parser: argparse.ArgumentParser, what: str) -> None:

@@ -22,6 +22,7 @@ from sinkprune.contract.command_line.written_files import write_each, write_outp
 from sinkprune.contract.files.output_files import OutputFile, check_outputs
 from sinkprune.contract.files.trust import Trust, add_trust_options
 from sinkprune.runtime.backends import THREADS
+from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines, own_engines, usual_backend
 from sinkprune.runtime.backends.known import BACKENDS, COMPUTES, Compute
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.loading import check_kind
@@ -39,7 +40,7 @@ R = TypeVar("R")
 _LONG_VIDEO = 300
 _COSTS = (
     "costs of requests on this machine, from sinkprune-calibrate schedule --costs or write_costs in Python "
-    "(default: those that --warm-up of sinkprune-run kept)"
+    "(default: those that --warm-up of sinkprune-run, or schedule, kept)"
 )
 IMAGE_PLACE = "{image}"
 """The place of an image in a prompt."""
@@ -148,6 +149,18 @@ def bundle_parser(name: str, description: str, examples: str) -> CommandParser:
     return parser
 
 
+def opened_engines(options: BundleOptions, bundle: Bundle) -> BuiltEngines | None:
+    """Return the engines of `--engines`, or those that `bundle` lies in; raises what `open_engines` raises."""
+    if options.engines is None:
+        return own_engines(bundle)
+    return open_engines(options.engines, bundle, Trust(options.engines_sha256, options.signed_by))
+
+
+def chosen_backend(options: BundleOptions, bundle: Bundle) -> str:
+    """Return the name of the backend that will run; raises what `opened_engines` raises."""
+    return options.backend or usual_backend(bundle, opened_engines(options, bundle))
+
+
 def engine_parser(name: str, description: str, examples: str) -> CommandParser:
     """Return a parser with the arguments of commands that run a bundle: those of `BundleOptions` without `--fit`."""
     parser = CommandParser(name, description, examples)
@@ -157,8 +170,9 @@ def engine_parser(name: str, description: str, examples: str) -> CommandParser:
     add(
         "--compute",
         choices=COMPUTES,
-        help="on CPUs and openvino-gpu: fastest rounds activations to 8 bits for int8 and int4 weights, fp32 does "
-        "not; bf16: openvino only (default: fastest)",
+        help="fastest: activations in 8 bits for int8 and int4 weights, and on openvino in bf16 where the processor "
+        "has it (openvino-gpu: fp16); fp32: neither, and not for engines of onnxruntime; bf16: openvino only "
+        "(default: fastest)",
     )
     add("--engines", type=Path, metavar="ENGINES", help="a folder written by sinkprune-build; TensorRT needs one")
     add("--threads", type=THREADS, help="CPU threads (default: all cores)")

@@ -86,7 +86,8 @@ def main(arguments: Sequence[str] | None) -> None:
     observations = given_observations(options.camera, options.state)
     overlays = [(options.overlay, PICTURE_SUFFIXES)] if options.overlay else []
     folders = [*options.folders, *observations.folders]
-    check_outputs([*json_outputs(options.json), *overlays], [*observations.files, *options.key_files], folders)
+    read = [*observations.files, *options.key_files, *([options.costs] if options.costs else [])]
+    check_outputs([*json_outputs(options.json), *overlays], read, folders)
     _check_combinations(options, observations)
     bundle, notes = _open(options, observations)
     manifest, (first, *_) = bundle.manifest, observations.moments
@@ -196,7 +197,8 @@ def _parse(arguments: Sequence[str] | None) -> _Options:
         "--min-steps",
         type=STEPS.named("--min-steps"),
         metavar="N",
-        help="the fewest denoising steps with --deadline-ms, before a smaller budget is taken (default: 5)",
+        help="the fewest denoising steps with --deadline-ms, before a smaller budget is taken (default: 5, or fewer "
+        "--steps)",
     )
     add("--overlay", type=Path, metavar="FILE.png", help="draw each camera's kept and dropped tokens, in one picture")
     parser.add_json("the actions and their figures")

@@ -13,10 +13,9 @@ from sinkprune.contract.costs.actions import ActionCosts
 from sinkprune.contract.costs.file import ANSWER_COSTS, C, CostsFormat, not_kept
 from sinkprune.contract.costs.model import Costs, Place
 from sinkprune.contract.errors import PruningError, UsageError
-from sinkprune.contract.files.trust import Trust
 from sinkprune.runtime.backends import load_backend
-from sinkprune.runtime.backends.compatibility import open_engines, own_engines, usual_backend
-from sinkprune.runtime.commands import BundleOptions
+from sinkprune.runtime.backends.compatibility import usual_backend
+from sinkprune.runtime.commands import BundleOptions, opened_engines
 from sinkprune.runtime.deadline.cost_measuring import place_of
 from sinkprune.runtime.deadline.kept_costs import KeepsCosts
 from sinkprune.runtime.pipeline import Pipeline
@@ -66,8 +65,7 @@ def place_here(options: BundleOptions, bundle: Bundle) -> Place:
 
     Raises what `Pipeline.load` raises for engines and backends.
     """
-    trust = Trust(options.engines_sha256, options.signed_by)
-    built = open_engines(options.engines, bundle, trust) if options.engines else own_engines(bundle)
+    built = opened_engines(options, bundle)
     name = options.backend or usual_backend(bundle, built)
     return place_of(bundle.manifest, load_backend(name, options.threads, built, options.compute))
 

@@ -11,11 +11,10 @@ from sinkprune.contract.errors import BackendError
 from sinkprune.contract.schedule import schedule
 from sinkprune.contract.system.memory_need import LEAST_REPORTED_BYTES, memory_line, running_need
 from sinkprune.contract.system.system_memory import available_bytes
-from sinkprune.runtime.backends.compatibility import usual_backend
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.backends.openvino.devices import Gpu
 from sinkprune.runtime.backends.openvino.library import import_openvino
-from sinkprune.runtime.commands import BundleOptions
+from sinkprune.runtime.commands import BundleOptions, chosen_backend
 from sinkprune.runtime.device import open_device
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.clip import Picture
@@ -51,7 +50,7 @@ def check_memory(options: BundleOptions, bundle: Bundle, planned: PlannedRequest
 
     Raises `TooLittleMemoryError`, and what `layout_of` raises.
     """
-    manifest, backend = bundle.manifest, options.backend or usual_backend(bundle)
+    manifest, backend = bundle.manifest, chosen_backend(options, bundle)
     family = load_family(manifest, options.fit)
     layouts = [layout_of(picture, picture, family, manifest) for picture in planned.pictures]
     letters = len(planned.prompt) if isinstance(planned.prompt, str) else sum(map(len, planned.prompt))

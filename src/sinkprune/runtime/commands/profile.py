@@ -25,12 +25,12 @@ from sinkprune.contract.command_line.table_console import (
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.reports.energy import BudgetEnergy
 from sinkprune.contract.reports.report import OF_TTFT, BudgetReport, ProfileReport
-from sinkprune.runtime.backends.compatibility import usual_backend
 from sinkprune.runtime.commands import (
     PictureOptions,
     add_new_tokens,
     add_report_options,
     check_report_options,
+    chosen_backend,
     load_pipeline,
     name_list,
     new_parser,
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None) -> None:
         return
     check_kind_options(options, bundle, _OF_POLICIES, ("image",) if options.camera else ())
     budgets = options.budgets or [UNPRUNED, *bundle.manifest.plans[options.method]]
-    sensor = wanted_sensor(options, options.backend or usual_backend(bundle))
+    sensor = wanted_sensor(options, chosen_backend(options, bundle))
     if options.frames:
         prompts = [[frame] for frame in read_frames(files, load_family(bundle.manifest, options.fit))]
     else:
@@ -196,7 +196,11 @@ def _parser() -> CommandParser:
         metavar="N,N",
         help="for a robot policy: denoising steps, comma-separated (default: the checkpoint's, 5 and 2)",
     )
-    add("--budgets", type=name_list, help="comma-separated, none included (default: all of the bundle)")
+    add(
+        "--budgets",
+        type=name_list,
+        help="comma-separated; none always runs, but with --rate only if named (default: none and all of the bundle)",
+    )
     add_new_tokens(parser, default=_NEW_TOKENS, note=", or the engines' limit")
     parser.set_defaults(new_tokens=None)
     add("--repeat", type=REPEAT, help=f"measured rounds (default: {USUAL_REPEAT})")

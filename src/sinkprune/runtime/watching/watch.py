@@ -240,18 +240,25 @@ class Watch:
         counts, groups = self._plan.keeps(layout.tokens, layout.groups)
         capacity, of_frame = self._settings.capacity, counts.kept * groups
         least = self._settings.recent * of_frame + counts.sink * groups
-        if capacity is not None and capacity < least:
-            raise UsageError(
-                f"capacity is {capacity}, expected at least {least} rows: {self._settings.recent} recent frames of "
-                f"{of_frame} rows at budget '{request.budget}', and {counts.sink * groups} for sinks. Raise it, or "
-                "choose a smaller budget."
-            )
         manifest = self._model.manifest
         one_frame = of_frame if layout.places is None else max(of_frame, layout.extent)
         check_length(manifest, self._model.limits, request, text, one_frame, [layout])
         room = manifest.language_model.max_positions - text - request.max_new_tokens
         # In the worst case each row in memory is of another frame, and each frame takes positions of its own.
         most = room - of_frame if layout.places is None else min(room - of_frame, room // layout.extent - 1)
+        if capacity is not None and most < least:
+            raise UsageError(
+                f"the model's {manifest.language_model.max_positions} positions take at most {most} rows of earlier "
+                f"frames, if each is of another one, and {self._settings.recent} recent frames of {of_frame} rows at "
+                f"budget '{request.budget}' need {least}. Give smaller frames, a smaller budget, fewer recent frames "
+                "(recent), or capacity=None, which goes on until the positions are used up."
+            )
+        if capacity is not None and capacity < least:
+            raise UsageError(
+                f"capacity is {capacity}, expected at least {least} rows: {self._settings.recent} recent frames of "
+                f"{of_frame} rows at budget '{request.budget}', and {counts.sink * groups} for sinks. Raise it, or "
+                "choose a smaller budget."
+            )
         if capacity is not None and capacity > most:
             raise UsageError(
                 f"capacity is {capacity}, expected at most {most} rows: with more, the rows of earlier frames may "
