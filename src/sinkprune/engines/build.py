@@ -31,6 +31,7 @@ from sinkprune.contract.files.folders import (
 )
 from sinkprune.contract.files.listed_files import remove_listed
 from sinkprune.contract.files.manifest_file import file_specs, sha256
+from sinkprune.contract.files.output_files import check_in_no_bundle
 from sinkprune.contract.files.signature import Sign
 from sinkprune.contract.files.untrusted import MANIFEST_BYTES, read_bytes
 from sinkprune.contract.manifest import BESIDE_GRAPHS, BUNDLE, MANIFEST
@@ -77,6 +78,7 @@ def build_engines(
     Raises `EnginesError`, and `BundleError` for a graph with an unknown dynamic dimension.
     """
     check_outside(output, bundle.path, ENGINES)
+    check_in_no_bundle(output)
     builder.check_bundle(bundle)
     profiles = optimisation_profiles(bundle.manifest, limits)
     asked = {ASKED_LIMITS: " ".join(asked_limits)} if asked_limits else {}

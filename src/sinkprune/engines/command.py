@@ -16,7 +16,7 @@ from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, write_result
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.files.output_files import check_in_no_bundle, check_outputs
+from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.files.trust import Trust, add_sign_option, add_trust_options, sum_lines
 
 if TYPE_CHECKING:
@@ -67,7 +67,6 @@ def main(arguments: Sequence[str] | None) -> None:
         )
     read = [path for path in (*(options.check or ()), options.sign, options.signed_by) if path]
     check_outputs(json_outputs(options.json), read, [options.bundle, options.output])
-    check_in_no_bundle(options.output)
     check_replaceable(options.output, ENGINES, force=options.force)
     # An earlier build with --move may have removed graphs.
     bundle = read_bundle(options.bundle, Trust(options.sha256, options.signed_by), whole=not is_begun(options.output))

@@ -67,8 +67,8 @@ def export_bundle(
     `requantised` receives each matrix that the checkpoint had quantised and that is rounded a second time.
     The export checks the request before it writes anything. After a later error, `output` is as it was.
     """
-    check_in_no_bundle(output)
     check_replaceable(output, BUNDLE, force=force)
+    check_in_no_bundle(output)
     with closing(_Export(request, progress, requantised)) as export:
         family, lm, precision = export.source.family, export.source.family.language_model, export.precision
         budgets = parse_budgets(family.name, request.budgets)

@@ -88,13 +88,13 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 
 def test_without_a_driver_there_is_one_sentence() -> None:
-    with pytest.raises(BackendError, match=r"no NVIDIA driver is installed here: .* use --backend ort-cpu"):
+    with pytest.raises(BackendError, match=r"no NVIDIA driver is installed here: .* run on ort-cpu"):
         CudaPythonDevice()
 
 
 def test_without_a_gpu_there_is_one_sentence(fake: FakeDriver) -> None:
     fake.statuses["cuInit"] = driver.CUresult.CUDA_ERROR_NO_DEVICE
-    with pytest.raises(BackendError, match=r"it broke \(CUDA_ERROR_NO_DEVICE\).* use --backend ort-cpu"):
+    with pytest.raises(BackendError, match=r"it broke \(CUDA_ERROR_NO_DEVICE\).* run on ort-cpu"):
         CudaPythonDevice()
 
 

@@ -19,8 +19,8 @@ OutputFile = tuple[Path, tuple[str, ...]]
 def check_outputs(outputs: Sequence[OutputFile], read: Iterable[Path] = (), folders: Iterable[Path] = ()) -> None:
     """Reject outputs that cannot be written, or that would replace an input. Raises `OutputError`.
 
-    An output may not be one of the files in `read`, lie in one of `folders`, or be the same file as another output.
-    Links and hard links are followed.
+    An output may not be one of the files in `read`, lie in one of `folders` or in any bundle, or be the same file as
+    another output. Links and hard links are followed.
     """
     for path, suffixes in outputs:
         check_writable(path, suffixes)
@@ -31,6 +31,7 @@ def check_outputs(outputs: Sequence[OutputFile], read: Iterable[Path] = (), fold
         for found in map(_identity, path.resolve().parents):
             if found in kept:
                 raise OutputError(f"'{path}' lies in '{kept[found]}', which is read. Choose a place outside it.")
+        check_in_no_bundle(path)
     for one, other in combinations(paths, 2):
         if one.resolve() == other.resolve() or (_identity(one) or one) == (_identity(other) or other):
             raise OutputError(f"'{one}' and '{other}' are the same file. Give each output a name of its own.")
@@ -69,7 +70,6 @@ def check_place(path: Path) -> None:
         raise OutputError(
             f"'{path}' cannot be written: no permission, or a read-only file system, at '{path.absolute().parent}'."
         )
-    check_in_no_bundle(path)
 
 
 def check_in_no_bundle(path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from sinkprune.contract.checks.fields import SchemaError, from_json, to_json
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.files.output_files import check_place, write_whole
+from sinkprune.contract.files.output_files import check_in_no_bundle, check_place, write_whole
 from sinkprune.contract.files.untrusted import UnreadableError, read_json
 
 T = TypeVar("T")
@@ -26,6 +26,7 @@ def write_versioned(path: str | os.PathLike[str], value: object) -> None:
     """
     file = Path(path)
     check_place(file)
+    check_in_no_bundle(file)
     write_whole(file, (json.dumps(to_json(value), indent=1) + "\n").encode())
 
 
