@@ -106,12 +106,12 @@ def test_another_user_runs_a_read_only_copy(target: str, built: Built, open_fold
 
 
 def test_every_command_accepts_it_as_a_bundle(built: Built, photo_file: Path, tmp_path: Path) -> None:
-    engines, report = built("openvino"), tmp_path / "report.json"
+    engines, report = built("onnxruntime"), tmp_path / "report.json"
     ask = (engines, "--image", photo_file, "--prompt", "What is this?")
     assert run("sinkprune-run", *ask, "--budget", "retain-64", "--max-new-tokens", 2).code == 0
     profile = run("sinkprune-profile", *ask, "--repeat", 1, "--new-tokens", 2, "--json", report)
     assert profile.code == 0, profile.stderr
-    assert json.loads(report.read_text())["backend"] == "openvino"
+    assert json.loads(report.read_text())["backend"] == "ort-cpu"
     task = tmp_path / "task.jsonl"
     task.write_text(json.dumps({"image": str(photo_file), "question": "What?", "answer": "a"}) + "\n")
     evaluated = run("sinkprune-evaluate", engines, "--task", task, "--budgets", "retain-64")

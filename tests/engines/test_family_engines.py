@@ -36,6 +36,7 @@ from support.models.heads_of_64 import (
 )
 from support.models.manifests import set_thresholds
 from support.programs.commands import run
+from support.programs.slow_cases import slow
 from support.references.shapes_sent import shapes_outside_optimisation_profiles
 
 needs_rtx = pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorrt-rtx has wheels for x86-64 only")
@@ -160,12 +161,12 @@ def test_tensorrt_rtx_builds_every_graph_for_several_images(family: str, dialect
     ("family", "dialect", "graphs"),
     [
         ("qwen2-vl", "opset24", ["vision"]),
-        ("qwen2-vl", "opset20", ["vision"]),
+        slow(("qwen2-vl", "opset20", ["vision"])),
         ("qwen3-vl", "opset24", ["vision", "decoder_0"]),
         ("pi0", "opset24", ["vision", "decoder_0", "decoder_3", "expert"]),
-        ("pi0", "opset20", ["decoder_0", "decoder_3", "expert"]),
+        slow(("pi0", "opset20", ["decoder_0", "decoder_3", "expert"])),
         ("pi0.5", "opset24", ["expert"]),
-        ("pi0.5", "opset20", ["expert"]),
+        slow(("pi0.5", "opset20", ["expert"])),
     ],
 )
 def test_tensorrt_rtx_builds_what_other_families_lack(

@@ -21,6 +21,7 @@ from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest, open_source
 from support.models.lerobot_checkpoints import use_small_sizes, write_lerobot_checkpoint
 from support.programs.commands import run
+from support.programs.slow_cases import slow
 from support.references.pi05 import state_text
 
 Array = np.ndarray[Any, Any]
@@ -70,7 +71,7 @@ def test_flops_are_those_of_the_matrices(path: Path) -> None:
     assert expert_flops(facts, cached) == expected
 
 
-@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("target", ["onnxruntime", slow("openvino")])
 def test_engines_pass_the_gate_and_act(
     target: str, path: Path, photo: Image.Image, photo_file: Path, tmp_path: Path
 ) -> None:
