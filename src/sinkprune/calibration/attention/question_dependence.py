@@ -98,8 +98,7 @@ def question_dependence(attention: Array) -> Array:
 
 def _entropy(shares: Array) -> Array:
     """Return the entropy of distributions along the last axis, in nats."""
-    entropy: Array = -(shares * np.log(np.where(shares > 0, shares, 1.0))).sum(axis=-1)
-    return entropy
+    return -(shares * np.log(np.where(shares > 0, shares, 1.0))).sum(axis=-1)
 
 
 def _attention(manifest: Manifest, watch: AttentionObserver) -> Iterator[tuple[str, Array]]:

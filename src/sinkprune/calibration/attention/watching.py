@@ -91,11 +91,9 @@ def _sink_rows(kept: Kept, *, unpruned: bool) -> Array:
     groups, tokens = kept.norms.shape
     source = kept.layout.unpruned_rows if unpruned else (kept.index + tokens * np.arange(groups)[:, None]).ravel()
     # Rows at the end of a line stand for no token.
-    marked: Array = np.where(source < 0, False, sink_tokens(kept.norms).ravel()[source])
-    return marked
+    return np.where(source < 0, False, sink_tokens(kept.norms).ravel()[source])
 
 
 def _salience_alone(kept: Kept) -> Array:
     """Return which of the most salient tokens, as many of each group as were kept, are sink tokens."""
-    marked: Array = sink_tokens(kept.norms)[mark_largest(kept.salience, kept.index.shape[1])]
-    return marked
+    return sink_tokens(kept.norms)[mark_largest(kept.salience, kept.index.shape[1])]

@@ -163,8 +163,7 @@ def _all_steps(asked: AskedQuestions) -> Iterator[tuple[tuple[int, ...], Array, 
 def _candidates(confidence: Array) -> Array:
     """Return the thresholds to compare: confidences that occur, evenly among the questions."""
     shares = np.linspace(0, 1, _CANDIDATES)
-    values: Array = np.unique(np.quantile(confidence, shares, method="higher"))
-    return values
+    return np.unique(np.quantile(confidence, shares, method="higher"))
 
 
 def _ms_by_last(asked: AskedQuestions, budgets: Sequence[int]) -> Array:

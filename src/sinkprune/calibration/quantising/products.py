@@ -103,5 +103,4 @@ def _numbers(value: ir.Value | None) -> list[int]:
     tensor = value.const_value if value is not None else None
     if tensor is None:
         raise ValueError("a matrix is split at places that are computed")
-    numbers: list[int] = tensor.numpy().tolist()
-    return numbers
+    return tensor.numpy().tolist()

@@ -109,5 +109,4 @@ def logit_error(exact: Sequence[Array], found: Sequence[Array]) -> LogitError:
 
 def _log_softmax(logits: Array) -> Array:
     shifted = logits - logits.max(axis=-1, keepdims=True)
-    found: Array = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return found
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

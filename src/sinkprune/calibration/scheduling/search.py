@@ -56,8 +56,7 @@ class MeanTokensPrice:
     """The decoder layers of each segment."""
 
     def __call__(self, sanitizer: int, rows: Array, stages: tuple[int, ...]) -> Array:
-        mean: Array = rows @ np.array(self.layers) / sum(self.layers)
-        return mean
+        return rows @ np.array(self.layers) / sum(self.layers)
 
 
 @dataclass(frozen=True)

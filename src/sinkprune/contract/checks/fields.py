@@ -165,8 +165,7 @@ def _required(kind: Any) -> Iterable[str]:
     """Return the names of the fields that every object of a dataclass or TypedDict has."""
     if dataclasses.is_dataclass(kind):
         return (field.name for field in dataclasses.fields(kind) if not field.metadata.get("optional"))
-    required: Iterable[str] = kind.__required_keys__
-    return required
+    return kind.__required_keys__
 
 
 @functools.cache

@@ -34,8 +34,7 @@ def run_verb(prog: str, description: str, verbs: Mapping[str, Verb], words: Sequ
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]
     if words and words[0] in verbs:
-        code: int = import_module(verbs[words[0]].module).main(words[1:])
-        return code
+        return import_module(verbs[words[0]].module).main(words[1:])
     return run_command(lambda given: _explain(prog, description, verbs, given or ()), words)
 
 

@@ -213,8 +213,7 @@ def compare_chunks(
 
 def chunk_differences(found: GateChunk, expected: GateChunk) -> Array:
     """Return [actions] fp64, the largest difference of a number of each action."""
-    differences: Array = np.abs(np.subtract(found.actions, expected.actions)).max(axis=1)
-    return differences
+    return np.abs(np.subtract(found.actions, expected.actions)).max(axis=1)
 
 
 def kept_alike(found: GateAnswer | GateChunk, expected: GateAnswer | GateChunk) -> float:
@@ -246,8 +245,7 @@ def row_differences(kind: OutputKind, found: Array, expected: Array) -> Array:
         floor = np.full_like(lengths, np.sqrt(np.mean(np.square(lengths))))
     else:
         floor = np.maximum(lengths, _FLOOR * np.median(lengths))
-    result: Array = np.linalg.norm(_rows(kind, found) - exact, axis=-1) / np.maximum(floor, np.finfo(np.float64).tiny)
-    return result
+    return np.linalg.norm(_rows(kind, found) - exact, axis=-1) / np.maximum(floor, np.finfo(np.float64).tiny)
 
 
 def _rows(kind: OutputKind, array: Array) -> Array:

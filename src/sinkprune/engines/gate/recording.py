@@ -107,8 +107,7 @@ class Recording:
 
     def logits(self, number: int) -> Array:
         """Return [tokens,vocab] fp32, the logits of each token of the answer `number`."""
-        logits: Array = np.load(_logits_file(self._folder, number), allow_pickle=False)
-        return logits
+        return np.load(_logits_file(self._folder, number), allow_pickle=False)
 
 
 def record(bundle: Bundle, question: GateQuestion, folder: Path, progress: BuildProgress) -> Recording:

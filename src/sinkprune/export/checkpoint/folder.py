@@ -223,8 +223,7 @@ class SafetensorsWeights:
             )
         if found.get_dtype() not in dtypes:
             raise self._error(f"tensor '{stored}' is {found.get_dtype()}, expected {expected}.")
-        array: Array = handle.get_tensor(stored)
-        return array
+        return handle.get_tensor(stored)
 
     def _shards(self) -> list[str]:
         if has_entry(self.folder, _INDEX):

@@ -34,8 +34,7 @@ class CheckpointTokenizer:
     @property
     def eos_id(self) -> int | None:
         """The id of `eos`."""
-        found: int | None = self.backend.token_to_id(self.eos)
-        return found
+        return self.backend.token_to_id(self.eos)
 
 
 def read_tokenizer(folder: Path) -> CheckpointTokenizer:

@@ -109,5 +109,4 @@ def read_family(source: str, config: Mapping[str, Any], salience: SalienceBlock 
             f"checkpoint '{source}' is a {found}, which is not supported; supported architectures: {supported}."
         )
     module = import_module(f"{__name__}.{rows[model_type].module}")
-    family: Family = module.FAMILY(source, config, salience)
-    return family
+    return module.FAMILY(source, config, salience)

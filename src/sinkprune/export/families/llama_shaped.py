@@ -190,13 +190,11 @@ class LlamaShaped(Family):
 
     @property
     def _image_token(self) -> int:
-        token: int = self._config.image_token_id
-        return token
+        return self._config.image_token_id
 
     def _known_tokens(self, text: Any) -> int:
         """Return the number of ids that the tokenizer of the decoder `text` may have."""
-        count: int = text.vocab_size
-        return count
+        return text.vocab_size
 
     def _config_class(self) -> Any:
         """Return transformers' class for the configuration."""

@@ -230,13 +230,11 @@ class Pi0(LlamaShaped):
 
     @property
     def _image_token(self) -> int:
-        token: int = self._config.vlm_config.image_token_id
-        return token
+        return self._config.vlm_config.image_token_id
 
     def _known_tokens(self, text: Any) -> int:
         # PaliGemma's image token follows the rows of the embedding table.
-        count: int = text.vocab_size + 1
-        return count
+        return text.vocab_size + 1
 
     def _settings(self) -> list[Setting]:
         vlm, expert = self._config.vlm_config, self._config.dit_config

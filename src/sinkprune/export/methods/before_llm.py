@@ -141,8 +141,7 @@ def build_before(
     graph, features = new_sanitizer(facts, kept)
 
     def count() -> TokenCount:
-        found: TokenCount = getattr(sanitizer_counts(graph.op, facts, kept, features.norms), booked)
-        return found
+        return getattr(sanitizer_counts(graph.op, facts, kept, features.norms), booked)
 
     output_tokens(graph, facts, kept, features, choose(facts, kept, graph, features, count))
     return PlanGraphs(kept, graph)

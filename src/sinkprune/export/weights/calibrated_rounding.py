@@ -117,8 +117,7 @@ def _off(exact: Array, errors: Array, inputs: InputProducts) -> tuple[Array, Arr
 
 
 def _along(left: Array, right: Array) -> Array:
-    found: Array = np.einsum("io,io->o", left, right)
-    return found
+    return np.einsum("io,io->o", left, right)
 
 
 def _searched_scales(exact: Array, weights: Array, most: int, block: int, dtype: np.dtype[Any]) -> Array:

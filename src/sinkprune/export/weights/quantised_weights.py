@@ -158,8 +158,7 @@ class QuantisedLayer:
     def _field(self, words: Array, place: int) -> Array:
         """Return the values in the same bits of all `words`."""
         bits = self._quantisation.bits
-        field: Array = (words.view(np.uint32) >> np.uint32(bits * place)) & np.uint32((1 << bits) - 1)
-        return field
+        return (words.view(np.uint32) >> np.uint32(bits * place)) & np.uint32((1 << bits) - 1)
 
     def _wrong(self, found: str, expected: str) -> CheckpointError:
         return CheckpointError(

@@ -106,8 +106,7 @@ def _in_chunks(weight: Array, block: int) -> Iterator[tuple[slice, Array]]:
 def stored_scales(scales: Array, dtype: np.dtype[Any]) -> Array:
     """Return `scales` in the range of `dtype`: finite, and never 0, because engines divide by them."""
     limits = np.finfo(dtype)
-    stored: Array = np.clip(scales, limits.tiny, limits.max).astype(dtype)
-    return stored
+    return np.clip(scales, limits.tiny, limits.max).astype(dtype)
 
 
 def packed(codes: Array) -> Array:
@@ -119,5 +118,4 @@ def packed(codes: Array) -> Array:
     if flat.size % 2:
         flat = np.append(flat, np.uint8(0))
     low, high = flat[0::2] & 15, flat[1::2] << 4
-    both: Array = low | high
-    return both
+    return low | high

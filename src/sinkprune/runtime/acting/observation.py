@@ -134,13 +134,11 @@ def robot_actions(policy: PolicyFacts, actions: Array) -> Array:
     """Return [chunk,width] fp32 in the robot's units, of the expert's `actions` [1,chunk,action_dim]."""
     if policy.action_range:
         low, extent = _extents(policy.action_range)
-        scaled: Array = (actions[0, :, : len(low)] + np.float32(1)) * extent / np.float32(2) + low
-        return scaled
+        return (actions[0, :, : len(low)] + np.float32(1)) * extent / np.float32(2) + low
     if not policy.action_mean:
         return actions[0]
     mean, std = (np.asarray(each, np.float32) for each in (policy.action_mean, policy.action_std))
-    found: Array = actions[0, :, : len(mean)] * (std + np.float32(1e-8)) + mean
-    return found
+    return actions[0, :, : len(mean)] * (std + np.float32(1e-8)) + mean
 
 
 def _extents(ranges: NumberRanges) -> tuple[Array, Array]:

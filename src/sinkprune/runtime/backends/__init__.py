@@ -166,10 +166,7 @@ def load_backend(
         _check_compute(name, compute, built)
     if built is not None:
         built.check_backend(name)
-    backend: Backend = import_module(f"{__name__}.{KNOWN[name].module}").open_backend(
-        name, threads, compute or "fastest", built
-    )
-    return backend
+    return import_module(f"{__name__}.{KNOWN[name].module}").open_backend(name, threads, compute or "fastest", built)
 
 
 def _check_compute(name: str, compute: Any, built: BuiltEngines | None) -> None:

@@ -159,8 +159,7 @@ def load_app(options: AppOptions, found: AppBundle) -> Starlette:
             f"note: nothing is kept between requests (--session-mb), because engines of dialect opset20 on "
             f"'{pipeline.backend.name}' take no new rows after earlier ones.\n"
         )
-    app: Starlette = server.new_app(pipeline, settings)
-    return app
+    return server.new_app(pipeline, settings)
 
 
 def _api_key(options: AppOptions) -> str | None:

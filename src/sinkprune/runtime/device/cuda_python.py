@@ -105,8 +105,7 @@ class CudaPythonDevice(Device):
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
         self._do(self._cuda.cuEventSynchronize, end.handle)
-        milliseconds: float = self._do(self._cuda.cuEventElapsedTime, start.handle, end.handle)
-        return milliseconds
+        return self._do(self._cuda.cuEventElapsedTime, start.handle, end.handle)
 
     def begin_capture(self) -> None:
         # Other threads, such as TensorRT's, may use CUDA during the capture.

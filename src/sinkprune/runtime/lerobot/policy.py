@@ -318,5 +318,4 @@ def _frame(name: str, frames: Tensor, row: int) -> Array:
 
 
 def _numbers(tensor: Tensor) -> Array:
-    numbers: Array = tensor.detach().float().cpu().numpy()
-    return numbers
+    return tensor.detach().float().cpu().numpy()

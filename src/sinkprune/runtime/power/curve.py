@@ -38,13 +38,11 @@ class EnergyCurve:
         """Return the mean power between every two adjacent readings from `start` to `end`."""
         inside = self._inside(start, end)
         seconds, joules = np.diff(self._seconds[inside]), np.diff(self._joules[inside])
-        watts: list[float] = (joules[seconds > 0] / seconds[seconds > 0]).tolist()
-        return watts
+        return (joules[seconds > 0] / seconds[seconds > 0]).tolist()
 
     def gaps(self) -> list[float]:
         """Return the seconds between every two adjacent readings."""
-        gaps: list[float] = np.diff(self._seconds).tolist()
-        return gaps
+        return np.diff(self._seconds).tolist()
 
     def _inside(self, start: float, end: float) -> Array:
         return (self._seconds >= start) & (self._seconds <= end)

@@ -66,5 +66,4 @@ def _interpolated(pixels: Array, length: int, axis: int) -> Array:
     first = np.minimum(places.astype(np.int64), old - 1)
     share = (places - first).astype(np.float32).reshape([-1 if one == axis else 1 for one in range(3)])
     near, far = (np.take(pixels, each, axis).astype(np.float32) for each in (first, np.minimum(first + 1, old - 1)))
-    mixed: Array = near * (np.float32(1) - share) + far * share
-    return mixed
+    return near * (np.float32(1) - share) + far * share

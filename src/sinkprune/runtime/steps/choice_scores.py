@@ -63,8 +63,7 @@ class ChoiceScores(NamedTuple):
     def probabilities(self) -> list[float]:
         """The probability of each answer among the answers; together 1."""
         shares = np.exp(self.log_probabilities - self.log_probabilities.max())
-        found: list[float] = (shares / shares.sum()).tolist()
-        return found
+        return (shares / shares.sum()).tolist()
 
 
 def score_choices(

@@ -36,8 +36,7 @@ class EncodedPicture:
     def source_tokens(self) -> Array:
         """[G'*n0] int64: the token of each row, numbered through all groups."""
         groups, tokens = self.norms.shape
-        source: Array = (self.kept_index + tokens * np.arange(groups)[:, None]).ravel()
-        return source
+        return (self.kept_index + tokens * np.arange(groups)[:, None]).ravel()
 
 
 @dataclass(frozen=True)

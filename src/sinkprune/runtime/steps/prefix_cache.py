@@ -207,8 +207,7 @@ class PrefixCache:
 
     def tower(self, digest: bytes) -> TowerOutput | None:
         """Return the tower's output for the picture with this `digest`, or None."""
-        found: TowerOutput | None = self._get(digest)
-        return found
+        return self._get(digest)
 
     def put_tower(self, digest: bytes, tower: TowerOutput, nbytes: int) -> None:
         """Store the tower's output for a picture."""
@@ -227,8 +226,7 @@ class PrefixCache:
 
     def lead(self, key: LeadKey) -> tuple[StoredRows, ...]:
         """Return the rows of the text before the first picture, in each decoder segment; none if they are unknown."""
-        found: tuple[StoredRows, ...] = self._get(key) or ()
-        return found
+        return self._get(key) or ()
 
     def stores_lead(self, key: LeadKey) -> bool:
         """Return whether this text is worth storing: there is one, and it is not stored."""

@@ -167,8 +167,7 @@ def reason(message: str) -> str:
 
 def written_grammar(rules: str) -> str:
     """Return rules in llguidance's syntax as one of its grammars; raises `UsageError` where it is not installed."""
-    written: str = load_llguidance().LLMatcher.grammar_from_lark(rules)
-    return written
+    return load_llguidance().LLMatcher.grammar_from_lark(rules)
 
 
 def _grammar(body: str, lead: str) -> str:

@@ -32,8 +32,7 @@ class RememberedFrame:
     @property
     def tokens(self) -> Array:
         """[n] int64: the token of each row, numbered through all groups of the frame."""
-        found: Array = self.encoded.kept_index[0]
-        return found
+        return self.encoded.kept_index[0]
 
     def only(self, backend: Backend, left: Array) -> RememberedFrame:
         """Return the frame with the rows `left` [n] bool, of which there is at least one."""

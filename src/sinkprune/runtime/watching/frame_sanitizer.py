@@ -83,8 +83,7 @@ def new_tokens(novelty: Array, norms: Array, counts: Counts, least: float) -> Ar
     np.put_along_axis(outliers, by_norm[:, : counts.outliers], True, axis=1)
     candidates = np.flatnonzero((novelty > least) & ~outliers.ravel())
     ranked = candidates[np.argsort(-novelty[candidates], kind="stable")]
-    found: Array = np.sort(ranked[: counts.kept * len(norms)])
-    return found
+    return np.sort(ranked[: counts.kept * len(norms)])
 
 
 def as_one_group(encoded: EncodedPicture) -> EncodedPicture:
@@ -105,5 +104,4 @@ def unit_rows(tokens: Array) -> Array:
     # By the largest value first, because squares of large values exceed fp32.
     largest = np.abs(rows).max(axis=1, keepdims=True)
     rows /= np.where(largest > 0, largest, 1)
-    found: Array = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), np.finfo(np.float32).tiny)
-    return found
+    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), np.finfo(np.float32).tiny)

@@ -287,8 +287,7 @@ class Watch:
         backend = self._model.chain.backend
         text = rows.text if len(rows.text) else np.array([rows.length - 1])
         query, key = (backend.numpy(result.scored[name])[0].astype(np.float32) for name in ("query", "key"))
-        found: Array = received_attention(query[:, text], key, text)[rows.visual]
-        return found
+        return received_attention(query[:, text], key, text)[rows.visual]
 
 
 def _last(steps: Generator[str, None, Written]) -> Written:
@@ -297,5 +296,4 @@ def _last(steps: Generator[str, None, Written]) -> Written:
         try:
             next(steps)
         except StopIteration as end:
-            written: Written = end.value
-            return written
+            return end.value

@@ -93,8 +93,7 @@ class CapturedEngine:
             else:
                 binding.bind_ortvalue_output(f"copy_{number}", targets[number])
         session.run_with_iobinding(binding)
-        copies: list[Any] = binding.get_outputs()
-        return copies
+        return binding.get_outputs()
 
 
 @dataclass

@@ -103,12 +103,10 @@ def _constant_value(openvino: Any, value: Output) -> Array:
     """Return the value of an output that is computed from constants."""
     node = value.get_node()
     if node.get_type_name() == "Constant":
-        data: Array = node.get_data()
-        return data
+        return node.get_data()
     result = openvino.Tensor(value.get_element_type(), value.get_shape())
     node.evaluate([result], [openvino.Tensor(_constant_value(openvino, part)) for part in node.input_values()])
-    computed: Array = result.data
-    return computed
+    return result.data
 
 
 def _rank(value: Output) -> int:
