@@ -10,7 +10,6 @@ from sinkprune.calibration.evaluation.report import Combination
 from sinkprune.calibration.moments import Moment, load_moments
 from sinkprune.calibration.pictures import note_items, seen_shares
 from sinkprune.calibration.tasks import Item, load_task, naming
-from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.runtime.commands import BundleOptions, load_pipeline
@@ -46,7 +45,17 @@ def ask(loaded: Loaded, sample: Sample, pair: Combination, observer: Observer = 
     Raises what `Pipeline.generate` and `Policy.act` raise, with the id of the question or moment.
     """
     if isinstance(loaded, Policy) and isinstance(sample, Moment):
-        return _act(loaded, sample, pair, observer)
+        with naming(f"moment '{sample.id}'"):
+            return loaded.act(
+                sample.cameras,
+                sample.prompt,
+                sample.state,
+                method=pair.method_of(loaded.bundle.manifest),
+                budget=pair.budget,
+                steps=1,
+                seed=0,
+                observer=observer,
+            ).images
     if isinstance(loaded, Pipeline) and isinstance(sample, Item):
         image = sample.load_image()
         return generate_answer(loaded, image, sample.question, pair, max_new_tokens=1, observer=observer).images
@@ -77,35 +86,13 @@ def check_samples(loaded: Loaded, samples: list[Sample], combinations: Sequence[
         return
     with status("checking the moments"):
         for moment in samples:
-            if isinstance(moment, Moment):
-                for pair in combinations:
-                    _check_moment(loaded, moment, pair)
+            if not isinstance(moment, Moment):
+                continue
+            for pair in combinations:
+                with naming(f"moment '{moment.id}'"):
+                    method = pair.method_of(loaded.bundle.manifest)
+                    loaded.check(moment.cameras, moment.prompt, moment.state, method=method, budget=pair.budget)
 
 
 def _questions(samples: list[Sample]) -> list[Item]:
     return [sample for sample in samples if isinstance(sample, Item)]
-
-
-def _check_moment(policy: Policy, moment: Moment, pair: Combination) -> None:
-    with naming(f"moment '{moment.id}'"):
-        method = _own_method(policy, pair)
-        policy.check(moment.cameras, moment.prompt, moment.state, method=method, budget=pair.budget)
-
-
-def _act(policy: Policy, moment: Moment, pair: Combination, observer: Observer) -> tuple[Kept, ...]:
-    with naming(f"moment '{moment.id}'"):
-        return policy.act(
-            moment.cameras,
-            moment.prompt,
-            moment.state,
-            method=_own_method(policy, pair),
-            budget=pair.budget,
-            steps=1,
-            seed=0,
-            observer=observer,
-        ).images
-
-
-def _own_method(policy: Policy, pair: Combination) -> str:
-    # The unpruned engines are the same for every method.
-    return next(iter(policy.bundle.manifest.plans)) if pair.budget == UNPRUNED else pair.method

@@ -6,7 +6,7 @@ frame; `instruction`; and `state`, a list of numbers in the robot's units. The d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -100,10 +100,7 @@ def _numbers(value: Any) -> bool:
 
 def _check(manifest: Manifest, moment: Moment) -> None:
     """Check a moment as `Policy.act` does; raises `ImageError`, `PromptError` and `UsageError`."""
-    if manifest.policy is None:
-        raise ValueError("moments are for policies")
-    cameras: Sequence[Path | None] = list(moment.cameras)
     missing = [path for path in moment.files if not path.is_file()]
     if missing:
         raise ImageError(f"'{missing[0]}' is no file, expected a frame. Paths are relative to the file of moments.")
-    observed(manifest, manifest.policy, cameras, moment.prompt, moment.state)
+    observed(manifest, moment.cameras, moment.prompt, moment.state)

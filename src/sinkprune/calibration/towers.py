@@ -12,6 +12,7 @@ from PIL import Image
 
 from sinkprune.calibration.token_features import TokenFeatures
 from sinkprune.contract.checks.format_value import format_value
+from sinkprune.contract.checks.needed_package import needs_package
 from sinkprune.contract.errors import CheckpointError, NumericsError, SinkpruneError, UsageError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.files.untrusted import UnreadableError, read_json
@@ -19,6 +20,7 @@ from sinkprune.runtime.processors.grid_boxes import grid_boxes
 
 CONFIG = "config.json"
 """A checkpoint's configuration file."""
+_INSTALL = "pip install 'sinkprune[towers]' (Python 3.11 or later)."
 
 
 class _TowerClasses(NamedTuple):
@@ -53,7 +55,9 @@ class VisionTower:
         torch or transformers.
         """
         kind = _kind(folder)
-        torch, transformers = _libraries()
+        with needs_package("measuring a tower without an LLM", _INSTALL, SinkpruneError):
+            import torch
+            import transformers
         if threads is not None:
             torch.set_num_threads(threads)
         with _as_checkpoint_error(folder):
@@ -129,19 +133,6 @@ def _kind(folder: Path) -> _TowerClasses:
         f"'{folder}' is a checkpoint of model_type {format_value(model_type)}, expected a vision tower's: "
         f"{', '.join(_KINDS)}. {remedy}."
     )
-
-
-def _libraries() -> tuple[Any, Any]:
-    """Import torch and transformers; raises `SinkpruneError` if one is not installed."""
-    try:
-        import torch
-        import transformers
-    except ModuleNotFoundError as error:
-        raise SinkpruneError(
-            f"measuring a tower without an LLM needs the package '{error.name}', which is not installed. Install it "
-            "with: pip install 'sinkprune[towers]' (Python 3.11 or later)."
-        ) from error
-    return torch, transformers
 
 
 @contextmanager

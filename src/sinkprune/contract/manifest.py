@@ -206,6 +206,13 @@ class Manifest:
         return self.policy is not None and MODULATION in self.graphs
 
     @property
+    def acting(self) -> PolicyFacts:
+        """Return the facts of a robot policy; raises `ValueError` for a model that answers questions."""
+        if self.policy is None:
+            raise ValueError("the bundle is no policy")
+        return self.policy
+
+    @property
     def last_graph(self) -> str:
         """Return the graph after the decoder: `head`, or `expert` in a policy."""
         return EXPERT if self.policy else "head"

@@ -107,10 +107,7 @@ class Policy(KeepsCosts[ActionCosts]):
     @property
     def facts(self) -> PolicyFacts:
         """The policy's facts: sizes of chunk, state and actions, and its statistics."""
-        facts = self.bundle.manifest.policy
-        if facts is None:
-            raise ValueError("a policy's bundle has facts of a policy")
-        return facts
+        return self.bundle.manifest.acting
 
     @checks_options_and(dict.fromkeys(_OF_LOADING, "Policy.load"))
     def act(
@@ -149,7 +146,7 @@ class Policy(KeepsCosts[ActionCosts]):
         check_type("observer", observer, (Observer,), "an Observer")
         plan = manifest.plan(method, budget)
         observation = observed(
-            manifest, self.facts, cameras, instruction, state, order=order, steps=steps, seed=seed, noise=noise
+            manifest, cameras, instruction, state, order=order, steps=steps, seed=seed, noise=noise
         )
         least = least_steps(min_steps, observation.steps, deadline_ms)
         deadline_ms = None if deadline_ms is None else DEADLINE_MS.check(deadline_ms)
@@ -232,7 +229,7 @@ class Policy(KeepsCosts[ActionCosts]):
         check_plan_names(budget, method)
         manifest.plan(method, budget)
         self._model.check_counts_known(method)
-        observation = observed(manifest, self.facts, cameras, instruction, state, order=order)
+        observation = observed(manifest, cameras, instruction, state, order=order)
         layouts = layouts_of(self._model, observation)
         choices = sorted(budgets_up_to(manifest, method, budget, layouts), key=lambda choice: -choice.rows)
 
@@ -267,7 +264,7 @@ class Policy(KeepsCosts[ActionCosts]):
         manifest = self.bundle.manifest
         check_plan_names(budget, method)
         plan = manifest.plan(method, budget)
-        observation = observed(manifest, self.facts, cameras, instruction, state)
+        observation = observed(manifest, cameras, instruction, state)
         self._model.check_counted(plan, method, budget)
         check_chunk(self._model, observation, method, budget)
 

@@ -103,11 +103,9 @@ def _entropy(shares: Array) -> Array:
 
 def _attention(manifest: Manifest, watch: AttentionObserver) -> Iterator[tuple[str, Array]]:
     """Yield each layer before a cut, and the attention [H,V] that its visual rows receive from the text."""
-    visual, text = watch.rows.visual, watch.rows.text
-    text = text if len(text) else np.array([watch.rows.length - 1])
     for number, layer in enumerate(manifest.cut_after):
-        query, key = (tensor[0].astype(np.float64) for tensor in watch.queries_and_keys[f"decoder_{number}"])
-        yield str(layer), received_by_head(query[:, text], key, text)[:, visual]
+        query, key = (tensor.astype(np.float64) for tensor in watch.queries_and_keys[f"decoder_{number}"])
+        yield str(layer), received_by_head(query, key, watch.rows)
 
 
 def _chosen(total: Mapping[str, Array], pictures: int) -> dict[str, LayerHeads]:

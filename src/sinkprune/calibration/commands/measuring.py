@@ -31,7 +31,7 @@ from sinkprune.runtime.commands import (
     check_report_options,
     name_list,
 )
-from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
+from sinkprune.runtime.commands.memory import check_memory
 from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.media.fits import add_fit_option
 
@@ -127,4 +127,4 @@ def check_unpruned_memory(
 ) -> None:
     """Check the memory that one unpruned request takes; raises `TooLittleMemoryError`."""
     method = next(iter(bundle.manifest.plans))
-    check_memory(options, bundle, PlannedRequests(pictures, method, [UNPRUNED], prompt, new_tokens))
+    check_memory(options, bundle, pictures, method, [UNPRUNED], prompt, new_tokens)

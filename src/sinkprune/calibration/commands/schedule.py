@@ -36,7 +36,7 @@ from sinkprune.export.packages import report_missing_package
 from sinkprune.runtime.commands import BundleOptions, add_new_tokens, load_pipeline
 from sinkprune.runtime.commands.deadline_costs import doubtful_costs, kept_line
 from sinkprune.runtime.commands.interrupts import beside_earlier
-from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
+from sinkprune.runtime.commands.memory import check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.media.images import read_image
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
@@ -128,9 +128,7 @@ def main(arguments: Sequence[str] | None) -> None:
         named = _prompts(options, items)
     prompts = [prompt for _, prompt in named]
     first = prompts[0]
-    check_memory(
-        options, bundle, PlannedRequests([first.image], METHOD, [UNPRUNED], first.question, options.new_tokens)
-    )
+    check_memory(options, bundle, [first.image], METHOD, [UNPRUNED], first.question, options.new_tokens)
     with TemporaryDirectory(prefix="sinkprune-") as folder:
         trials = Trials(bundle, Path(folder))
         pipeline = load_pipeline(options, trials.bundle)

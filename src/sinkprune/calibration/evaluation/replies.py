@@ -93,11 +93,11 @@ def check_question(pipeline: Pipeline, item: Item, combinations: Iterable[Combin
     drop nothing, with the question's place.
     """
     # Pixels change neither.
-    image, unpruned = with_grey_picture(item).load_image(), next(iter(pipeline.bundle.manifest.plans))
+    image = with_grey_picture(item).load_image()
     with naming(item.place):
-        for method, budget in combinations:
-            own = unpruned if budget == UNPRUNED else method
-            check_budgets(pipeline, image, item.prompt, [budget], method=own, new_tokens=max_new_tokens)
+        for pair in combinations:
+            method = pair.method_of(pipeline.bundle.manifest)
+            check_budgets(pipeline, image, item.prompt, [pair.budget], method=method, new_tokens=max_new_tokens)
 
 
 def collect_replies(
@@ -192,9 +192,7 @@ def generate_answer(
 
     Raises what `Pipeline.generate` raises, with the question's id.
     """
-    # The unpruned engines are the same for every method.
-    unpruned = combination.budget == UNPRUNED
-    method = next(iter(pipeline.bundle.manifest.plans)) if unpruned else combination.method
+    method = combination.method_of(pipeline.bundle.manifest)
     with naming(f"question '{question.id}'"):
         return pipeline.generate(image, question.prompt, method=method, budget=combination.budget, **options)
 

@@ -23,6 +23,10 @@ class Combination(NamedTuple):
     method: str
     budget: str
 
+    def method_of(self, manifest: Manifest) -> str:
+        """Return a method of the bundle for a request: the unpruned engines are the same for every method."""
+        return next(iter(manifest.plans)) if self.budget == UNPRUNED else self.method
+
 
 BASELINE = Combination(UNPRUNED, UNPRUNED)
 """The unpruned engines, with which every evaluation compares the others."""

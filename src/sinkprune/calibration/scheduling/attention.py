@@ -46,9 +46,8 @@ def measure_attention(
     clock = Stopwatch(backend)
     inputs, layout = tower_input(image, image, pipeline.family, manifest)
     tower = run_tower(chain, inputs, clock)
-    kept = []
-    for name in sanitizers:
-        kept.append(encode(chain, manifest.plans[TRIAL][name], tower, clock).source_tokens)
+    plans = [manifest.plans[TRIAL][name] for name in sanitizers]
+    kept = [encode(chain, plan, tower, clock).source_tokens for plan in plans]
     texts = pipeline.prompts.encode(["", question], [layout.texts]).texts
     shown, between = [(layout, encode(chain, None, tower, clock))], pipeline.family.between_rows
     rows = lay_out(backend, pipeline.embedding, between, texts, shown, pruned=False)
@@ -68,15 +67,13 @@ def measure_attention(
 def _received(pipeline: Pipeline, rows: PromptRows) -> list[Array]:
     """Return [V] for each cut: the attention that visual rows receive."""
     chain, backend = pipeline.chain, pipeline.backend
-    text = rows.text if len(rows.text) else np.array([rows.length - 1])
     cos, sin = (backend.tensor(table) for table in chain.rotary.tables(rows.positions.rows))
     hidden, added, found = rows.hidden, rows.deepstack_inputs, []
     for decoder in chain.decoders[:-1]:
         outputs = decoder({"hidden": hidden, "cos": cos, "sin": sin, **added}, decoder.new_cache())
         # DeepStack's rows are inputs of the first segment only.
         hidden, added = outputs["hidden_out"], {}
-        query, key = (backend.numpy(outputs[name])[0].astype(np.float32) for name in ("query", "key"))
-        found.append(received_attention(query[:, text], key, text)[rows.visual])
+        found.append(received_attention(backend, outputs, rows))
     return found
 
 

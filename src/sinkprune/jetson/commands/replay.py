@@ -30,7 +30,7 @@ from sinkprune.jetson.bags.replay import Summary, TopicReplay, summarise
 from sinkprune.jetson.bags.sampling import Sampling
 from sinkprune.runtime.commands import BundleOptions, bundle_parser, load_pipeline, prompt_pieces
 from sinkprune.runtime.commands.form_options import FormOptions, add_form_options, read_form
-from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
+from sinkprune.runtime.commands.memory import check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.media.images import NEARLY_BLACK
@@ -139,9 +139,7 @@ def main(arguments: Sequence[str] | None) -> None:
     bundle.manifest.plan(options.method, options.budget)
     texts = [options.system or "", *([prompt] if isinstance(prompt, str) else prompt)]
     new_tokens = options.max_new_tokens or DEFAULT_NEW_TOKENS
-    check_memory(
-        options, bundle, PlannedRequests([first.picture], options.method, [options.budget], texts, new_tokens)
-    )
+    check_memory(options, bundle, [first.picture], options.method, [options.budget], texts, new_tokens)
     with open_journal(options.output, _settings(options, form, bag, bundle)) as journal:
         pipeline = load_pipeline(options, bundle)
         answering = _Answering(pipeline, options, prompt, form)

@@ -43,7 +43,6 @@ class Observation:
 
 def observed(
     manifest: Manifest,
-    policy: PolicyFacts,
     cameras: Sequence[PictureLike | None],
     instruction: str,
     state: Sequence[float] | Array,
@@ -64,7 +63,7 @@ def observed(
     if not instruction.strip():
         raise PromptError("the instruction is empty. Name the task, as in 'pick up the cup'.")
     check_texts((instruction,), 0)
-    order = check_order(order)
+    order, policy = check_order(order), manifest.acting
     given = _frames(manifest, cameras)
     warn_of_order(order, given)
     frames = tuple(with_order(frame, order) for frame in given)

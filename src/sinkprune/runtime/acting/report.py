@@ -132,11 +132,9 @@ def chunk_flops(
     manifest: Manifest, steps: int, rows: int, layouts: Sequence[VisualLayout], lengths: Sequence[int]
 ) -> ActionFlops:
     """Return the FLOPs of a chunk: `rows` visual tokens go into the decoder, whose layers run on `lengths` tokens."""
-    if manifest.policy is None:
-        raise ValueError("chunks are a policy's")
     return ActionFlops(
         tower=sum(layout.tower_flops for layout in layouts),
         projector=rows * layouts[0].projector_flops,
         prefix=prefix_flops(manifest.language_model, lengths),
-        expert=steps * expert_flops(manifest.policy, lengths),
+        expert=steps * expert_flops(manifest.acting, lengths),
     )

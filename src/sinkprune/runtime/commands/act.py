@@ -31,7 +31,7 @@ from sinkprune.runtime.commands.deadline_costs import (
     saved_costs_lines,
 )
 from sinkprune.runtime.commands.interrupts import NO_COSTS, beside_earlier, explain_interrupt
-from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
+from sinkprune.runtime.commands.memory import check_memory
 from sinkprune.runtime.commands.picture_notes import decoded_facts, note_files, note_sizes
 from sinkprune.runtime.commands.policy_options import (
     Moment,
@@ -97,9 +97,7 @@ def main(arguments: Sequence[str] | None) -> None:
     pictures = [decoded(path, family) for path in given]
     notes += note_files(dict(observations.facts) | decoded_facts(given, pictures))
     notes += note_sizes(family, manifest, given, pictures)
-    memory = check_memory(
-        options, bundle, PlannedRequests(pictures, options.method, [options.budget], options.instruction, 0)
-    )
+    memory = check_memory(options, bundle, pictures, options.method, [options.budget], options.instruction, 0)
     policy = load_policy(options, bundle)
     earlier_costs = ACTION_COSTS.cached(policy.place, options.method)
     if options.deadline_ms is not None:
@@ -225,14 +223,12 @@ def _open(options: _Options, observations: Observations) -> tuple[Bundle, list[s
     Returns the bundle, and the notes on states that were printed.
     """
     bundle = read_runnable(options.bundle, options.trust)
-    manifest, facts = bundle.manifest, bundle.manifest.policy
+    manifest = bundle.manifest
     check_kind(bundle, acts=True)
-    if facts is None:
-        raise ValueError("check_kind accepts policies only")
     manifest.plan(options.method, options.budget)
-    notes = observations.check(manifest, facts, options.instruction, steps=options.steps)
+    notes = observations.check(manifest, options.instruction, steps=options.steps)
     if options.min_steps is not None:
-        check_least_steps(options.min_steps, options.steps or facts.steps, "--min-steps", "--steps")
+        check_least_steps(options.min_steps, options.steps or manifest.acting.steps, "--min-steps", "--steps")
     return bundle, notes
 
 

@@ -26,17 +26,6 @@ _LETTERS_A_TOKEN = 2
 _WAY_OUT = "give fewer or smaller pictures and fewer new tokens, or export with --weights int4"
 
 
-class PlannedRequests(NamedTuple):
-    """The requests of a command, as far as memory depends on them."""
-
-    pictures: Sequence[Picture]
-    """The pictures of one request."""
-    method: str
-    budgets: Sequence[str]
-    prompt: str | Sequence[str]
-    new_tokens: int
-
-
 class MemoryCheck(NamedTuple):
     """The memory that a command needs, and the free memory."""
 
@@ -45,20 +34,28 @@ class MemoryCheck(NamedTuple):
     """None where it is unknown."""
 
 
-def check_memory(options: BundleOptions, bundle: Bundle, planned: PlannedRequests) -> MemoryCheck:
-    """Check that the memory for `planned` is free, and print the need on stderr if it is large.
+def check_memory(
+    options: BundleOptions,
+    bundle: Bundle,
+    pictures: Sequence[Picture],
+    method: str,
+    budgets: Sequence[str],
+    prompt: str | Sequence[str],
+    new_tokens: int,
+) -> MemoryCheck:
+    """Check that the memory for a request at the largest of `budgets` is free, and print the need if it is large.
 
     Raises `TooLittleMemoryError`, and what `layout_of` raises.
     """
     manifest, backend = bundle.manifest, chosen_backend(options, bundle)
     family = load_family(manifest, options.fit)
-    layouts = [layout_of(picture, picture, family, manifest) for picture in planned.pictures]
-    letters = len(planned.prompt) if isinstance(planned.prompt, str) else sum(map(len, planned.prompt))
-    tokens = letters // _LETTERS_A_TOKEN + _TEMPLATE_TOKENS + planned.new_tokens
+    layouts = [layout_of(picture, picture, family, manifest) for picture in pictures]
+    letters = len(prompt) if isinstance(prompt, str) else sum(map(len, prompt))
+    tokens = letters // _LETTERS_A_TOKEN + _TEMPLATE_TOKENS + new_tokens
     # A longer request is rejected for its length, not for its memory.
     tokens = min(tokens, manifest.language_model.max_positions)
     built = options.engines is not None or bundle.engines is not None
-    schedules = [schedule(manifest, planned.method, budget, layouts) for budget in planned.budgets]
+    schedules = [schedule(manifest, method, budget, layouts) for budget in budgets]
     needs = [
         running_need(manifest, KNOWN[backend].memory, built=built, layouts=layouts, rows=rows, tokens=tokens)
         for rows in schedules

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from PIL import Image
 
-from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.families import Family
@@ -61,13 +60,13 @@ def note_files(facts: Mapping[Path, FileFacts]) -> list[str]:
 
     The second has the number of the other such files.
     """
-    notes = _note_darkest(facts)
-    several = [(file, own.frames) for file, own in facts.items() if own.frames > 1]
-    if not several:
-        return notes
-    others = len(several) - 1
-    more = f" {counted(others, 'more file')} {'have' if others > 1 else 'has'} several frames." if others else ""
-    return [*notes, _note(several[0][0], first_of(several[0][1]) + more)]
+    wide = [(file, own.largest) for file, own in facts.items() if own.largest is not None]
+    darkest = [(file, divided(largest)) for file, largest in sorted(wide, key=lambda each: each[1])]
+    several = [(file, first_of(own.frames)) for file, own in facts.items() if own.frames > 1]
+    return [
+        *_note_first(darkest, "file has 16 bits", "files have 16 bits"),
+        *_note_first(several, "file has several frames", "files have several frames"),
+    ]
 
 
 def note_many_pictures(family: Family, manifest: Manifest, pictures: Mapping[str, PictureFacts]) -> list[str]:
@@ -80,28 +79,20 @@ def note_many_pictures(family: Family, manifest: Manifest, pictures: Mapping[str
     of_size: dict[tuple[int, int], list[str]] = {}
     for name, facts in pictures.items():
         of_size.setdefault(facts.size, []).append(name)
-    found = list[tuple[str, str]]()
+    found = list[tuple[Path, str]]()
     for size, names in of_size.items():
         # A layout depends on the size alone, and data has thousands of pictures.
         unseen = unseen_notes(layout_of(names[0], Image.new("L", size), family, manifest))
-        found += [(name, unseen[0]) for name in names if unseen]
-    if not found:
-        return notes
-    others = len(found) - 1
-    are = "are" if others > 1 else "is"
-    more = f" {counted(others, 'more picture')} {are} seen in part or smaller." if others else ""
-    return [*notes, _note(Path(found[0][0]), found[0][1] + more)]
+        found += [(Path(name), unseen[0]) for name in names if unseen]
+    return notes + _note_first(found, "picture is seen in part or smaller", "pictures are seen in part or smaller")
 
 
-def _note_darkest(facts: Mapping[Path, FileFacts]) -> list[str]:
-    """Print a note on the darkest file of 16 bits, with the number of the others, and return it in a list."""
-    found = {file: own.largest for file, own in facts.items() if own.largest is not None}
+def _note_first(found: Sequence[tuple[Path, str]], one: str, several: str) -> list[str]:
+    """Print a note on the first file, with the number of the others, and return it in a list; none without files."""
     if not found:
         return []
-    darkest = min(found, key=found.__getitem__)
-    others = len(found) - 1
-    more = f" {counted(others, 'more file')} {'have' if others > 1 else 'has'} 16 bits." if others else ""
-    return [_note(darkest, divided(found[darkest]) + more)]
+    (file, text), others = found[0], len(found) - 1
+    return [_note(file, f"{text} {others} more {several if others > 1 else one}." if others else text)]
 
 
 def _note(file: Path, text: str) -> str:

@@ -15,7 +15,7 @@ from sinkprune.contract.command_line.command_parser import CommandParser, PathOr
 from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_text
-from sinkprune.contract.manifest import Manifest, PolicyFacts
+from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.acting.observation import observed, unusual_state
 from sinkprune.runtime.commands import BundleOptions
 from sinkprune.runtime.commands.rate import frame_files
@@ -49,7 +49,7 @@ class Observations(NamedTuple):
     facts: tuple[tuple[Path, FileFacts], ...] = ()
     """The files of the folders, each with its facts."""
 
-    def check(self, manifest: Manifest, facts: PolicyFacts, instruction: str, **options: Any) -> list[str]:
+    def check(self, manifest: Manifest, instruction: str, **options: Any) -> list[str]:
         """Check all moments before anything is loaded, with the `options` of `observed`.
 
         Prints a note about the first unusual state, and returns it in a list. Raises `ImageError`, `PromptError` and
@@ -58,12 +58,12 @@ class Observations(NamedTuple):
         notes = list[str]()
         for number, moment in enumerate(self.moments, 1):
             try:
-                observation = observed(manifest, facts, list(moment.cameras), instruction, moment.state, **options)
+                observation = observed(manifest, moment.cameras, instruction, moment.state, **options)
             except UsageError as error:
                 if len(self.moments) == 1:
                     raise
                 raise UsageError(f"moment {number} of {len(self.moments)}: {error}") from error
-            if not notes and (note := unusual_state(facts, observation.state)):
+            if not notes and (note := unusual_state(manifest.acting, observation.state)):
                 notes.append(f"moment {number}: {note}" if len(self.moments) > 1 else note)
                 sys.stderr.write(f"{notes[0]}\n")
         return notes

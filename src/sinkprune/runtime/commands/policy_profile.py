@@ -25,7 +25,7 @@ from sinkprune.contract.reports.policy_report import PolicyBudgetReport, PolicyR
 from sinkprune.runtime.acting.observation import STEPS
 from sinkprune.runtime.commands import BundleOptions, ReportOptions, name_list, write_report
 from sinkprune.runtime.commands.interrupts import beside_earlier
-from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
+from sinkprune.runtime.commands.memory import check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.commands.policy_options import Observations, load_policy
 from sinkprune.runtime.families import load_family
@@ -67,17 +67,15 @@ def profile_policy(options: PolicyProfileOptions, bundle: Bundle, observations: 
 
     Raises what `Policy.load` and `Policy.act` raise, and `KeyboardInterrupt` after the report of complete rounds.
     """
-    manifest, facts = bundle.manifest, bundle.manifest.policy
-    if facts is None:
-        raise ValueError("the bundle is no policy")
+    manifest = bundle.manifest
     if len(observations.moments) > 1:
         raise UsageError(
             f"found {len(observations.moments)} moments, expected one: all budgets are measured on the same frames. "
             "Give a file for each camera."
         )
     (moment,) = observations.moments
-    steps = options.steps or _usual_steps(facts)
-    notes = observations.check(manifest, facts, options.prompt)
+    steps = options.steps or _usual_steps(manifest.acting)
+    notes = observations.check(manifest, options.prompt)
     budgets = list(dict.fromkeys([UNPRUNED, *(options.budgets or manifest.plans[options.method])]))
     family = load_family(manifest, None)
     # Decoded once: files would count as part of no chunk, and take time between them.
@@ -85,7 +83,7 @@ def profile_policy(options: PolicyProfileOptions, bundle: Bundle, observations: 
     given = [frame for frame in frames if frame is not None]
     files = [path for path in moment.cameras if path is not None]
     notes += note_pictures(family, manifest, files, given)
-    check_memory(options, bundle, PlannedRequests(given, options.method, budgets, options.prompt, 0))
+    check_memory(options, bundle, given, options.method, budgets, options.prompt, 0)
     policy = load_policy(options, bundle)
     rounds = PolicyRounds(policy, frames, options.prompt, moment.state, budgets, steps, method=options.method)
     repeat, interrupted, earlier, outputs = options.repeat or USUAL_REPEAT, "", "", options

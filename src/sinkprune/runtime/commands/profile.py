@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from sinkprune.contract.budgets import UNPRUNED
@@ -41,7 +42,7 @@ from sinkprune.runtime.commands import (
     write_report,
 )
 from sinkprune.runtime.commands.interrupts import beside_earlier
-from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
+from sinkprune.runtime.commands.memory import check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.commands.policy_options import add_cameras, add_state, check_kind_options, given_observations
 from sinkprune.runtime.commands.policy_profile import (
@@ -60,7 +61,6 @@ from sinkprune.runtime.commands.power import (
 )
 from sinkprune.runtime.commands.rate import (
     RateOptions,
-    add_frames,
     add_rate_options,
     frame_files,
     print_rates,
@@ -125,9 +125,7 @@ def main(arguments: Sequence[str] | None) -> None:
         prompts = [read_pictures(picture_sources(options), options, bundle)]
     planned = list(dict.fromkeys([*([] if camera else [UNPRUNED]), *budgets]))
     largest = max(prompts, key=lambda pictures: sum(picture.size[0] * picture.size[1] for picture in pictures))
-    check_memory(
-        options, bundle, PlannedRequests(largest, options.method, planned, prompt, options.new_tokens or _NEW_TOKENS)
-    )
+    check_memory(options, bundle, largest, options.method, planned, prompt, options.new_tokens or _NEW_TOKENS)
     pipeline = load_pipeline(options, bundle)
 
     # Before the measurement, because it may take long.
@@ -226,7 +224,7 @@ def _parser() -> CommandParser:
 
 
 def _add_sources(group: Any) -> None:
-    add_frames(group)
+    group.add_argument("--frames", type=Path, help="with --rate: a folder of pictures, one for each frame in turn")
     add_cameras(group, " of a robot policy")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sinkprune.contract.command_line.table_console import TableConsole, make_table, plain_text
 from sinkprune.contract.errors import ImageError, UsageError
@@ -21,12 +20,6 @@ DURATION_SECONDS = 60.0
 _MOST_FRAME_BYTES = 1 << 30
 _CHANNELS = 3
 _FEWEST_OF_P99 = 100
-
-
-def add_frames(group: Any) -> None:
-    """Add `--frames`, which may replace images, to their group."""
-    help_text = "with --rate: a folder of pictures, one for each frame in turn"
-    group.add_argument("--frames", type=Path, help=help_text)
 
 
 def add_rate_options(parser: argparse.ArgumentParser) -> None:

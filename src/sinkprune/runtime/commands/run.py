@@ -40,7 +40,7 @@ from sinkprune.runtime.commands.deadline_costs import (
 )
 from sinkprune.runtime.commands.form_options import FormOptions, add_form_options, read_form, stop_text
 from sinkprune.runtime.commands.interrupts import NO_COSTS, beside_earlier, ended_by_interrupt, explain_interrupt
-from sinkprune.runtime.commands.memory import MemoryCheck, PlannedRequests, check_memory
+from sinkprune.runtime.commands.memory import MemoryCheck, check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.confidence.thresholds import Thresholds, missing_thresholds, read_thresholds
 from sinkprune.runtime.deadline.cost_measuring import MEASURING_COSTS
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None) -> None:
     images = read_pictures(sources, options, bundle)
     texts = [options.system or "", *([prompt] if isinstance(prompt, str) else prompt)]
     new_tokens = options.max_new_tokens or DEFAULT_NEW_TOKENS
-    memory = check_memory(options, bundle, PlannedRequests(images, options.method, budgets, texts, new_tokens))
+    memory = check_memory(options, bundle, images, options.method, budgets, texts, new_tokens)
 
     pipeline = load_pipeline(options, bundle)
     request = pipeline.new_request(images, prompt, **_given_fields(options), **form)

@@ -19,7 +19,7 @@ from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.costs.file import read_costs
 from sinkprune.contract.errors import UsageError
 from sinkprune.runtime.commands import BundleOptions, add_costs, load_pipeline
-from sinkprune.runtime.commands.memory import PlannedRequests, check_memory
+from sinkprune.runtime.commands.memory import check_memory
 from sinkprune.runtime.confidence.thresholds import Thresholds, missing_thresholds, read_thresholds
 from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.session import MAX_BYTES
@@ -130,8 +130,7 @@ def load_app(options: AppOptions, found: AppBundle) -> Starlette:
     """
     server = import_server()
     budgets = [UNPRUNED, *([options.budget] if options.budget != AUTO else [])]
-    planned = PlannedRequests([_USUAL_PICTURE], options.method, budgets, "", DEFAULT_NEW_TOKENS)
-    check_memory(options, found.bundle, planned)
+    check_memory(options, found.bundle, [_USUAL_PICTURE], options.method, budgets, "", DEFAULT_NEW_TOKENS)
     pipeline = load_pipeline(options, found.bundle)
     pipeline.thresholds = found.thresholds
     if options.costs:

@@ -9,7 +9,7 @@ class ApiError(Exception):
     """A request that the server rejects, with an HTTP status and one message."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, retry_after: int | None = None
+        self, message: str, param: str | None = None, *, status: int = 400, retry_after: int | None = None
     ) -> None:
         """Reject with `status`. `param` is the field of the body that is wrong; `retry_after` is in seconds."""
         super().__init__(message)
@@ -29,4 +29,9 @@ class ApiError(Exception):
 
 def shutting_down() -> ApiError:
     """Return the error of a request that a server did not answer before its end."""
-    return ApiError(503, "the server is shutting down. Send the request to another.")
+    return ApiError("the server is shutting down. Send the request to another.", status=503)
+
+
+def wrong(message: str) -> ApiError:
+    """Return the error of a request whose field `messages` is wrong."""
+    return ApiError(message, "messages")

@@ -133,7 +133,9 @@ class _Server:
             try:
                 key = self._settings.api_key
                 if key is not None and not _has_key(http, key):
-                    raise ApiError(401, "the API key is missing or wrong. Send the header Authorization: Bearer KEY.")
+                    raise ApiError(
+                        "the API key is missing or wrong. Send the header Authorization: Bearer KEY.", status=401
+                    )
                 return await endpoint(http)
             except ApiError as error:
                 self._metrics.ended(error.status)
@@ -197,7 +199,7 @@ class _Server:
         """Return the request in the body. Few bodies are in memory, and fewer pictures are decoded, at once."""
         if self._reading >= self._settings.max_queue:
             others = counted(self._reading, "other request")
-            raise ApiError(429, f"the server is reading {others}. Try again later.", retry_after=RETRY_S)
+            raise ApiError(f"the server is reading {others}. Try again later.", status=429, retry_after=RETRY_S)
         self._reading += 1
         try:
             body = await self._bodies.read(http)
@@ -253,7 +255,7 @@ class _Server:
             self.scheduler.cancel(job)
             raise
         if isinstance(found, SinkpruneError):
-            raise ApiError(400, str(found), param=field_of(found, job.fields)) from found
+            raise ApiError(str(found), field_of(found, job.fields)) from found
         if isinstance(found, BaseException):
             raise found
         return job.from_arrival(found) if isinstance(found, Answer) else found
@@ -298,7 +300,7 @@ class _Server:
     async def http_error(self, http: Request, error: HTTPException) -> Response:
         """Return the response for an unknown path or a wrong method."""
         await self._bodies.discard(http)
-        return _response(ApiError(error.status_code, f"{error.detail}: {http.method} {http.url.path}."))
+        return _response(ApiError(f"{error.detail}: {http.method} {http.url.path}.", status=error.status_code))
 
     async def our_error(self, http: Request, error: Exception) -> Response:
         """Return the response for a bug of ours."""
@@ -314,7 +316,7 @@ def _has_key(http: Request, key: str) -> bool:
 
 def _our_fault(error: BaseException) -> ApiError:
     traceback.print_exception(error)
-    return ApiError(500, f"the server has a bug: {type(error).__name__}. Its log has the traceback.")
+    return ApiError(f"the server has a bug: {type(error).__name__}. Its log has the traceback.", status=500)
 
 
 def _response(error: ApiError) -> Response:

@@ -31,7 +31,7 @@ class Bodies:
             return await self._until_end(self._whole(http), self._max_seconds)
         except asyncio.TimeoutError as error:
             late = f"the body did not arrive within {self._max_seconds:g} seconds. Send it faster."
-            raise ApiError(408, late) from error
+            raise ApiError(late, status=408) from error
 
     async def discard(self, http: Request) -> None:
         """Read the rest of the body of a rejected request, for some seconds.
@@ -59,7 +59,7 @@ class Bodies:
         async for part in http.stream():
             data += part
             if len(data) > self._max_bytes:
-                raise ApiError(413, f"the body has more than {self._max_bytes} bytes. Send smaller pictures.")
+                raise ApiError(f"the body has more than {self._max_bytes} bytes. Send smaller pictures.", status=413)
         return bytes(data)
 
     async def _until_end(self, reading: Coroutine[Any, Any, T], seconds: float) -> T:

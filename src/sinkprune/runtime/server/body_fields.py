@@ -54,7 +54,7 @@ def read_flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> 
     """Return a field that is true or false; raises `ApiError`."""
     value = given.get(name, default)
     if not isinstance(value, bool):
-        raise ApiError(400, f"{name} is {format_json(value)}, expected true or false.", param=name)
+        raise ApiError(f"{name} is {format_json(value)}, expected true or false.", name)
     return value
 
 
@@ -62,7 +62,7 @@ def read_object(given: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return a field that is an object, or an empty one; raises `ApiError`."""
     value = given.get(name, {})
     if not isinstance(value, dict):
-        raise ApiError(400, f"{name} is {format_json(value)}, expected an object.", param=name)
+        raise ApiError(f"{name} is {format_json(value)}, expected an object.", name)
     return value
 
 
@@ -78,10 +78,9 @@ def read_schema(given: Mapping[str, Any]) -> Any:
         case {"type": "json_schema", "json_schema": {"schema": schema}}:
             return schema
     raise ApiError(
-        400,
         f"response_format is {format_json(response_format)}, expected type text, json_object, or json_schema with "
         "json_schema.schema.",
-        param="response_format",
+        "response_format",
     )
 
 
@@ -103,16 +102,14 @@ def rejection(error: SinkpruneError, given: Mapping[str, Any]) -> ApiError:
         except SinkpruneError as wrong:
             # Checks of options write values as in Python.
             is_value = f"{name} is {format_value(given[name])}"
-            return ApiError(400, str(wrong).replace(is_value, f"{name} is {format_json(given[name])}", 1), param=name)
+            return ApiError(str(wrong).replace(is_value, f"{name} is {format_json(given[name])}", 1), name)
     least, most = (next((name for name in names if name in given), None) for names in (LEAST_TOKENS, MOST_TOKENS))
     if least and most and given[least] > given[most]:
         return ApiError(
-            400,
-            f"{least} is {given[least]}, and {most} is {given[most]}. Lower {least}, or raise {most}.",
-            param=least,
+            f"{least} is {given[least]}, and {most} is {given[most]}. Lower {least}, or raise {most}.", least
         )
     first = str(error).split()[0]
-    return ApiError(400, str(error), param=first if first in given else field_of(error, given))
+    return ApiError(str(error), first if first in given else field_of(error, given))
 
 
 def read_either(given: Mapping[str, Any], names: Sequence[str]) -> Any:
@@ -121,7 +118,7 @@ def read_either(given: Mapping[str, Any], names: Sequence[str]) -> Any:
     one, *others = sent.values() or [None]
     if any(other != one for other in others):
         found = ", and ".join(f"{name} is {format_json(value)}" for name, value in sent.items())
-        raise ApiError(400, f"{found}. Give one of them.", param=[*sent][-1])
+        raise ApiError(f"{found}. Give one of them.", [*sent][-1])
     return one
 
 

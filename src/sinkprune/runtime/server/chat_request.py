@@ -16,7 +16,7 @@ from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
 from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.answering import Answering
 from sinkprune.runtime.media.clip import Picture
-from sinkprune.runtime.server.api_error import ApiError
+from sinkprune.runtime.server.api_error import ApiError, wrong
 from sinkprune.runtime.server.body_fields import (
     LEAST_TOKENS,
     MOST_TOKENS,
@@ -123,9 +123,9 @@ class ChatReader:
         try:
             fields = parsed_json(body)
         except UnreadableError as error:
-            raise ApiError(400, f"the body {error}. Send JSON: an object with model and messages.") from error
+            raise ApiError(f"the body {error}. Send JSON: an object with model and messages.") from error
         if not isinstance(fields, dict):
-            raise ApiError(400, f"the body is {json_kind(fields)}, expected an object with model and messages.")
+            raise ApiError(f"the body is {json_kind(fields)}, expected an object with model and messages.")
         given = _given(fields)
         self._check_names(given)
         model, budget = self._model(given)
@@ -147,11 +147,11 @@ class ChatReader:
         method = given.get("method", self.method)
         for field, value, planned in (("method", method, UNPRUNED), ("budget", budget, budget)):
             if not isinstance(value, str):
-                raise ApiError(400, f"{field} is {format_json(value)}, expected a name.", param=field)
+                raise ApiError(f"{field} is {format_json(value)}, expected a name.", field)
             try:
                 self.plan(method, planned)
             except SinkpruneError as error:
-                raise ApiError(400, str(error), param=field) from error
+                raise ApiError(str(error), field) from error
         try:
             forms = {**{name: name in given for name in _GUIDED}, "response_format": schema is not None}
             check_one_form(forms, options.get("stop"))
@@ -179,14 +179,12 @@ class ChatReader:
         except SinkpruneError as error:
             raise rejection(error, given) from error
         if listed is None and "top_logprobs" in given:
-            raise ApiError(400, "top_logprobs needs logprobs. Set logprobs to true.", param="top_logprobs")
+            raise ApiError("top_logprobs needs logprobs. Set logprobs to true.", "top_logprobs")
         streamed = read_object(given, "stream_options")
         for name, value in streamed.items():
             if name != "include_usage" and value:
                 raise ApiError(
-                    400,
-                    f"stream_options has {format_json(name)}, which is not supported. Leave it out.",
-                    param="stream_options",
+                    f"stream_options has {format_json(name)}, which is not supported. Leave it out.", "stream_options"
                 )
         include_usage = read_flag(streamed, "include_usage")
         return ChatRequest(
@@ -206,35 +204,31 @@ class ChatReader:
         """Raise `ApiError` with status 404 for a name that is no model's."""
         if name not in self.models:
             raise ApiError(
-                404,
                 f"model is {format_json(name)}, the server has {', '.join(self.models)}. Name one.",
-                param="model",
+                "model",
+                status=404,
             )
 
     def _check_names(self, given: Mapping[str, Any]) -> None:
         for name, value in given.items():
             if name not in _KNOWN:
-                raise ApiError(400, unsupported_field(name, _KNOWN, _OF_PYTHON), param=name)
+                raise ApiError(unsupported_field(name, _KNOWN, _OF_PYTHON), name)
             taken = _NEUTRAL.get(name, (...,))
             if ... not in taken and value not in taken:
                 only = " or ".join(json.dumps(one) for one in taken)
-                raise ApiError(400, f"{name} is {format_json(value)}, supported is {only}. Leave it out.", param=name)
+                raise ApiError(f"{name} is {format_json(value)}, supported is {only}. Leave it out.", name)
 
     def _model(self, given: Mapping[str, Any]) -> tuple[str, str]:
         """Return the model's name as given, and the budget."""
         model = given.get("model")
         if model is None:
-            raise ApiError(
-                400, f"model is missing, the server has {', '.join(self.models)}. Name one.", param="model"
-            )
+            raise ApiError(f"model is missing, the server has {', '.join(self.models)}. Name one.", "model")
         self.check_model(model)
         _, colon, named = str(model)[len(self.name) :].partition(":")
         budget = given.get("budget", named if colon else self.budget)
         if colon and budget != named:
             raise ApiError(
-                400,
-                f"model names the budget {named}, and budget is {format_json(budget)}. Name one.",
-                param="budget",
+                f"model names the budget {named}, and budget is {format_json(budget)}. Name one.", "budget"
             )
         return str(model), budget
 
@@ -243,7 +237,7 @@ class ChatReader:
         messages = given.get("messages")
         if not isinstance(messages, list) or not 0 < len(messages) <= _MOST_MESSAGES:
             found = format_field(given, "messages")
-            raise _wrong(f"messages is {found}, expected an array of 1 to {_MOST_MESSAGES} messages.")
+            raise wrong(f"messages is {found}, expected an array of 1 to {_MOST_MESSAGES} messages.")
         pictures: list[Picture] = []
         turns: list[Turn] = []
         system: str | None = None
@@ -251,7 +245,7 @@ class ChatReader:
         for number, message in enumerate(messages):
             where = f"messages[{number}]"
             if not isinstance(message, dict):
-                raise _wrong(f"{where} is {json_kind(message)}, expected an object with role and content.")
+                raise wrong(f"{where} is {json_kind(message)}, expected an object with role and content.")
             role = message.get("role")
             _check_keys(message, where)
             if role == "tool":
@@ -260,21 +254,21 @@ class ChatReader:
             calls.check_none(where)
             if role in ("system", "developer"):
                 if system is not None or turns:
-                    raise _wrong("messages has a system message after others. Give one, as the first message.")
+                    raise wrong("messages has a system message after others. Give one, as the first message.")
                 system = _text_of(message, where)
             elif role in ("user", "assistant"):
                 called = calls.read(message, where) if role == "assistant" else ()
                 # Clients leave out the content of calls.
                 texts = self._texts({"content": ""} | _given(message) if called else message, where, pictures)
                 if role == "assistant" and len(texts) > 1:
-                    raise _wrong(f"{where} is the assistant's and has a picture. Pictures are the user's.")
+                    raise wrong(f"{where} is the assistant's and has a picture. Pictures are the user's.")
                 turns.append(Turn(role, texts, called))
             else:
                 found = format_field(message, "role")
-                raise _wrong(f"{where}.role is {found}, expected system, user, assistant or tool.")
+                raise wrong(f"{where}.role is {found}, expected system, user, assistant or tool.")
         calls.check_none("the end of messages")
         if not turns or turns[-1].role not in ("user", "tool"):
-            raise _wrong(
+            raise wrong(
                 "the last message is not the user's, and no tool's. End messages with a question or a result."
             )
         return pictures, turns, system
@@ -292,10 +286,10 @@ class ChatReader:
                 try:
                     pictures.append(read(url.get("url") if isinstance(url, dict) else url))
                 except ApiError as error:
-                    raise _wrong(f"{place}: {error}") from error
+                    raise wrong(f"{place}: {error}") from error
                 texts.append("")
             else:
-                raise _wrong(f"{place} is {format_json(part)}, expected a text, an image_url or a video_url.")
+                raise wrong(f"{place} is {format_json(part)}, expected a text, an image_url or a video_url.")
         return tuple(texts)
 
 
@@ -314,14 +308,14 @@ def _check_keys(message: Mapping[str, Any], where: str) -> None:
     for name, value in message.items():
         if not (name in own or value is None or (name in _EMPTY and not value)):
             what = f"{where}.{name}" if name.isidentifier() else f"the key {format_json(name)} of {where}"
-            raise _wrong(f"{what} is not supported. Leave it out.")
+            raise wrong(f"{what} is not supported. Leave it out.")
 
 
 def _text_of(message: Mapping[str, Any], where: str) -> str:
     parts = _parts(message, where)
     for place, part in parts:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            raise _wrong(f"{place} is {format_json(part)}, expected a text, because the role is {message['role']}.")
+            raise wrong(f"{place} is {format_json(part)}, expected a text, because the role is {message['role']}.")
     return "".join(part["text"] for _, part in parts)
 
 
@@ -332,9 +326,5 @@ def _parts(message: Mapping[str, Any], where: str) -> list[tuple[str, Any]]:
         return [(where, {"type": "text", "text": content})]
     if not isinstance(content, list):
         found = format_field(message, "content")
-        raise _wrong(f"{where}.content is {found}, expected a string or an array of parts.")
+        raise wrong(f"{where}.content is {found}, expected a string or an array of parts.")
     return [(f"{where}.content[{number}]", part) for number, part in enumerate(content)]
-
-
-def _wrong(message: str) -> ApiError:
-    return ApiError(400, message, param="messages")

@@ -22,7 +22,7 @@ from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.clip import SampledFrames
 from sinkprune.runtime.media.images import read_image_bytes
 from sinkprune.runtime.media.video_file import VideoFile
-from sinkprune.runtime.server.api_error import ApiError
+from sinkprune.runtime.server.api_error import wrong
 from sinkprune.runtime.server.json_values import format_json
 from sinkprune.runtime.steps.pictures import layout_of
 
@@ -53,7 +53,7 @@ class PictureReader:
             layout_of(picture, picture, self.family, self.manifest)
             return picture
         except ImageError as error:
-            raise _wrong(str(error)) from error
+            raise wrong(str(error)) from error
 
     def video(self, url: object) -> SampledFrames:
         """Return the frames that the model sees of a `video_url`; raises `ApiError` for bytes that are no video."""
@@ -67,30 +67,30 @@ class PictureReader:
             return frames
         except ImageError as error:
             # The message names the temporary file.
-            raise _wrong(re.sub(r"'[^']*/sinkprune-[^']*'", "video_url", str(error))) from error
+            raise wrong(re.sub(r"'[^']*/sinkprune-[^']*'", "video_url", str(error))) from error
 
     def _bytes(self, field: str, url: object) -> bytes:
         """Return the bytes of a data URI, or of an https address; raises `ApiError` for other addresses."""
         if not isinstance(url, str):
-            raise _wrong(f"{field}.url is {format_json(url)}. Give a data URI: data:image/jpeg;base64,...")
+            raise wrong(f"{field}.url is {format_json(url)}. Give a data URI: data:image/jpeg;base64,...")
         if url[:5].lower() == "data:":
             return data_uri_bytes(url)
         if self.fetch is not None and url[:8].lower() == "https://":
             return self.fetch(url)
         remote = "" if self.fetch else ", or start the server with --allow-remote-images and give an https address"
-        raise _wrong(f"{field}.url is {format_json(url)}, no data URI. Give data:image/jpeg;base64,...{remote}.")
+        raise wrong(f"{field}.url is {format_json(url)}, no data URI. Give data:image/jpeg;base64,...{remote}.")
 
 
 def data_uri_bytes(uri: str) -> bytes:
     """Return the bytes of a data URI (RFC 2397); raises `ApiError`."""
     head, comma, content = uri[5:].partition(",")
     if not comma:
-        raise _wrong("the data URI has no comma. Give data:image/jpeg;base64,...")
+        raise wrong("the data URI has no comma. Give data:image/jpeg;base64,...")
     try:
         raw = unquote_to_bytes(content)
         return base64.b64decode(raw, validate=True) if head.lower().endswith(";base64") else raw
     except (binascii.Error, ValueError, UnicodeError) as error:
-        raise _wrong(f"the data URI is no valid base64 ({error}). Encode the file's bytes again.") from error
+        raise wrong(f"the data URI is no valid base64 ({error}). Encode the file's bytes again.") from error
 
 
 def fetch_https(url: str) -> bytes:
@@ -108,17 +108,17 @@ def fetch_https(url: str) -> bytes:
             connection.request("GET", path, headers={"User-Agent": "sinkprune", "Accept": "image/*"})
             response = connection.getresponse()
             if response.status != 200:
-                raise _wrong(f"the picture's server answered {response.status}, expected 200 without a redirect.")
+                raise wrong(f"the picture's server answered {response.status}, expected 200 without a redirect.")
             data = io.BytesIO()
             while block := response.read(_BLOCK):
                 data.write(block)
                 if data.tell() > MOST_REMOTE_BYTES:
-                    raise _wrong(f"the picture has more than {MOST_REMOTE_BYTES} bytes. Scale it down.")
+                    raise wrong(f"the picture has more than {MOST_REMOTE_BYTES} bytes. Scale it down.")
             return data.getvalue()
         finally:
             connection.close()
     except (OSError, HTTPException, ValueError) as error:
-        raise _wrong(f"the picture could not be fetched: {' '.join(str(error).split())[:200]}.") from error
+        raise wrong(f"the picture could not be fetched: {' '.join(str(error).split())[:200]}.") from error
 
 
 class _CheckedConnection(HTTPSConnection):
@@ -141,9 +141,5 @@ def _public_address(host: str, port: int) -> str:
     for address in found:
         numeric = ipaddress.ip_address(address.partition("%")[0])
         if numeric.is_multicast or not numeric.is_global:
-            raise _wrong(f"'{host}' is an address of a private network. Give a picture on a public host.")
+            raise wrong(f"'{host}' is an address of a private network. Give a picture on a public host.")
     return min(found)
-
-
-def _wrong(message: str) -> ApiError:
-    return ApiError(400, message, param="messages")

@@ -104,8 +104,8 @@ class Scheduler:
                 raise shutting_down()
             if len(self._jobs) >= self._most_jobs:
                 raise ApiError(
-                    429,
                     f"{self._most_jobs} requests wait or run already. Try again later.",
+                    status=429,
                     retry_after=RETRY_S,
                 )
             job.number = next(self._numbers)

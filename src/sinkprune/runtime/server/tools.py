@@ -8,7 +8,8 @@ from typing import Any
 
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import UsageError
-from sinkprune.runtime.server.api_error import ApiError
+from sinkprune.runtime.server.api_error import ApiError, wrong
+from sinkprune.runtime.server.body_fields import read_flag
 from sinkprune.runtime.server.json_values import format_field, format_json
 from sinkprune.runtime.text.prompt import Turn
 from sinkprune.runtime.text.tool_answer import AnswerPart
@@ -20,9 +21,7 @@ TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 def read_tools(given: Mapping[str, Any]) -> Tools | None:
     """Return the tools of a request with the fields `given`, or None; raises `ApiError`."""
     functions, choice = given.get("tools", []), given.get("tool_choice", "auto")
-    parallel = given.get("parallel_tool_calls", True)
-    if not isinstance(parallel, bool):
-        raise _wrong("parallel_tool_calls", format_json(parallel), "true or false")
+    parallel = read_flag(given, "parallel_tool_calls", default=True)
     name: str | None = None
     match choice:
         case "auto" | "none" | "required":
@@ -33,12 +32,12 @@ def read_tools(given: Mapping[str, Any]) -> Tools | None:
             raise _wrong("tool_choice", format_json(choice), "auto, none, required or a function by its name")
     if functions == []:
         if choice == "required":
-            raise ApiError(400, "tool_choice needs a call, and there are no tools. Give tools.", param="tool_choice")
+            raise ApiError("tool_choice needs a call, and there are no tools. Give tools.", "tool_choice")
         return None
     try:
         return Tools(functions, choice, name, parallel)
     except UsageError as error:
-        raise ApiError(400, str(error), param="tools") from error
+        raise ApiError(str(error), "tools") from error
 
 
 class OpenCalls:
@@ -56,13 +55,16 @@ class OpenCalls:
         for one in given:
             match one:
                 case {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}:
-                    call = self._call(id_, name, arguments, where)
+                    try:
+                        call = ToolCall(id_, name, read_arguments(arguments))
+                    except UsageError as error:
+                        raise wrong(f"{where}: {error}") from error
                 case _:
                     raise _wrong(
                         f"{where}.tool_calls", format_json(one), "calls with id, type function, and function"
                     )
             if call.id in self._ids:
-                raise ApiError(400, f"{where} has two tool calls of the same id. Send each once.", param="messages")
+                raise wrong(f"{where} has two tool calls of the same id. Send each once.")
             self._ids.add(call.id)
             calls.append(call)
         return tuple(calls)
@@ -80,17 +82,9 @@ class OpenCalls:
         """Reject `where`, a message or the end, as a place that calls without results precede."""
         if self._ids:
             missing = format_value(", ".join(sorted(self._ids)))
-            raise ApiError(
-                400,
-                f"{where} comes before the results of the tool calls {missing}. Send a tool message for each call.",
-                param="messages",
+            raise wrong(
+                f"{where} comes before the results of the tool calls {missing}. Send a tool message for each call."
             )
-
-    def _call(self, id_: Any, name: Any, arguments: Any, where: str) -> ToolCall:
-        try:
-            return ToolCall(id_, name, read_arguments(arguments))
-        except UsageError as error:
-            raise ApiError(400, f"{where}: {error}", param="messages") from error
 
 
 def part_delta(part: AnswerPart) -> dict[str, Any]:
@@ -119,4 +113,4 @@ def _call(name: str) -> dict[str, Any]:
 
 
 def _wrong(name: str, found: str, expected: str) -> ApiError:
-    return ApiError(400, f"{name} is {found}, expected {expected}.", param=name.partition("[")[0])
+    return ApiError(f"{name} is {found}, expected {expected}.", name.partition("[")[0])

@@ -51,16 +51,7 @@ def checked_schema(given: object) -> dict[str, Any] | None:
             f"schema is {format_value(given)}, expected a JSON schema as a dict, as in "
             '{"type": "object", "properties": {"colour": {"type": "string"}}}.'
         )
-    try:
-        data = json.dumps(dict(given), allow_nan=False).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"schema is no JSON: {error}. Give a dict of JSON values.") from error
-    if len(data) > SCHEMA_BYTES:
-        raise UsageError(f"schema has {len(data)} bytes, expected at most {SCHEMA_BYTES}. Leave out parts of it.")
-    try:
-        copy: dict[str, Any] = parsed_json(data) or {"type": "object"}
-    except UnreadableError as error:
-        raise UsageError(f"schema {error}. Simplify it.") from error
+    copy: dict[str, Any] = json_copy("schema", dict(given), SCHEMA_BYTES) or {"type": "object"}
     check_keywords(copy)
     _check_content(copy)
     if problem := _problem(schema_grammar(copy)):
@@ -69,6 +60,20 @@ def checked_schema(given: object) -> dict[str, Any] | None:
             "docs/structured-output.md has the limits."
         )
     return copy
+
+
+def json_copy(name: str, given: object, most_bytes: int) -> Any:
+    """Return a copy of what stands for JSON of at most so many bytes; raises `UsageError`, which calls it `name`."""
+    try:
+        data = json.dumps(given, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"{name} is no JSON: {error}. Give JSON values.") from error
+    if len(data) > most_bytes:
+        raise UsageError(f"{name} has {len(data)} bytes of JSON, expected at most {most_bytes}. Leave out parts.")
+    try:
+        return parsed_json(data)
+    except UnreadableError as error:
+        raise UsageError(f"{name} {error}. Simplify it.") from error
 
 
 def read_schema(path: Path) -> dict[str, Any] | None:

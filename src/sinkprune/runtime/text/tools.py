@@ -19,7 +19,7 @@ from sinkprune.contract.checks.arguments import check_type, creation_checks_opti
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
-from sinkprune.runtime.text.answer_form import checked_schema, json_rule, written_grammar
+from sinkprune.runtime.text.answer_form import checked_schema, json_copy, json_rule, written_grammar
 
 CALL_MARKS = BEGIN, END = "<tool_call>", "</tool_call>"
 """The texts around a call. Many tokenizers have a token for each."""
@@ -87,7 +87,8 @@ class Tools:
         given = self.functions
         if not isinstance(given, (tuple, list)) or not 0 < len(given) <= MOST_TOOLS:
             raise UsageError(f"tools is {format_value(given)}, expected 1 to {MOST_TOOLS} functions, as {_EXAMPLE}.")
-        functions = tuple(_checked_function(one, number) for number, one in enumerate(_copy(given)))
+        copies = json_copy("tools", given, TOOLS_BYTES)
+        functions = tuple(_checked_function(one, number) for number, one in enumerate(copies))
         object.__setattr__(self, "functions", functions)
         names = [one["function"]["name"] for one in functions]
         if len(set(names)) < len(names):
@@ -172,19 +173,6 @@ def read_arguments(given: object) -> dict[str, Any]:
 def call_text(name: str, arguments: str) -> str:
     """Return a call as a model writes it."""
     return BEGIN + NAME_BEFORE + name + ARGUMENTS_BEFORE + arguments + CALL_AFTER
-
-
-def _copy(functions: Sequence[Any]) -> Any:
-    try:
-        data = json.dumps([*functions], allow_nan=False).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"tools is no JSON: {error}. Give dicts of JSON values.") from error
-    if len(data) > TOOLS_BYTES:
-        raise UsageError(f"tools has {len(data)} bytes of JSON, expected at most {TOOLS_BYTES}. Leave out parts.")
-    try:
-        return parsed_json(data)
-    except UnreadableError as error:
-        raise UsageError(f"tools {error}. Simplify it.") from error
 
 
 def _checked_function(given: Any, number: int) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.steps.encoding import EncodedPicture
@@ -72,10 +71,6 @@ class FrameMemory:
         """[V,2] int64: the frame and the token of each row, in order."""
         parts = [np.stack([np.full(len(frame.tokens), frame.number), frame.tokens], axis=1) for frame in self.frames]
         return np.concatenate([np.zeros((0, 2), np.int64), *parts])
-
-    def encoded_frames(self, layout: VisualLayout) -> Sequence[tuple[VisualLayout, EncodedPicture]]:
-        """Return each frame with the `layout` that all frames have, for `lay_out`."""
-        return [(layout, frame.encoded) for frame in self.frames]
 
     def add(self, number: int, found: FrameTokens, novelty: float) -> None:
         """Add the rows of frame `number`.

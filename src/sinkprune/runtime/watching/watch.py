@@ -21,7 +21,7 @@ from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.steps.answer import timings
 from sinkprune.runtime.steps.choice_scores import ChoiceTokens
 from sinkprune.runtime.steps.context_length import check_length
-from sinkprune.runtime.steps.decoding import Prefill, first_logits, prefill, surviving_rows
+from sinkprune.runtime.steps.decoding import first_logits, prefill, surviving_rows
 from sinkprune.runtime.steps.encoding import run_tower
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.observer import Observer
@@ -61,10 +61,8 @@ class WatchSettings:
     def __post_init__(self) -> None:
         if self.capacity is not None:
             _CAPACITY.check(self.capacity)
-        for name, limits in (("key_every", _KEY_EVERY), ("recent", _RECENT)):
-            limits.check(getattr(self, name))
-        for name, numbers in (("novelty", _NOVELTY), ("decay", _DECAY)):
-            numbers.check(getattr(self, name))
+        for limits in (_KEY_EVERY, _RECENT, _NOVELTY, _DECAY):
+            limits.check(getattr(self, limits.name))
 
 
 USUAL_SETTINGS = WatchSettings()
@@ -187,7 +185,7 @@ class Watch:
                 memory.add(number, found, self._settings.novelty)
                 observer.encoded([each.encoded for each in memory.frames])
                 texts = [prompt.texts[0], *[()] * (len(memory.frames) - 1), prompt.texts[1]]
-                shown = memory.encoded_frames(layout)
+                shown = [(layout, frame.encoded) for frame in memory.frames]
                 rows = lay_out(backend, embedding, family.between_rows, texts, shown, pruned=True)
                 # The quotas of a bundle for several images count all frames as one.
                 rows = replace(rows, picture=np.zeros_like(rows.picture))
@@ -199,7 +197,7 @@ class Watch:
         observer.prefilled(result)
         for token in ids:
             observer.chose(token, logits)
-        tokens, received = memory.tokens, self._received(rows, result)
+        tokens, received = memory.tokens, received_attention(backend, result.scored, rows)
         with backend.turn:
             survivors = surviving_rows(chain, self._schedule(request, layout), result)
             memory.score(received)
@@ -281,13 +279,6 @@ class Watch:
         """Return the schedule of all rows in memory: each stage keeps as many as of one picture."""
         picture = schedule(self._model.manifest, request.method, request.budget, [layout]).pictures[0]
         return Schedule(self._plan, (replace(picture, rows=self._memory.rows),))
-
-    def _received(self, rows: PromptRows, result: Prefill) -> Array:
-        """Return [V]: the attention of the instruction to each visual row, in the layer before the first select."""
-        backend = self._model.chain.backend
-        text = rows.text if len(rows.text) else np.array([rows.length - 1])
-        query, key = (backend.numpy(result.scored[name])[0].astype(np.float32) for name in ("query", "key"))
-        return received_attention(query[:, text], key, text)[rows.visual]
 
 
 def _last(steps: Generator[str, None, Written]) -> Written:
