@@ -10,7 +10,7 @@ from typing import NamedTuple
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import ANY_SHAPE, OptimisationProfiles, Target
 from sinkprune.contract.errors import OutOfMemoryError
-from sinkprune.contract.manifest import BESIDE_GRAPHS, GraphSpec, Manifest
+from sinkprune.contract.manifest import BESIDE_GRAPHS, Manifest
 from sinkprune.contract.system.system_memory import available_bytes
 
 _ITEM_BYTES = {"float32": 4, "float16": 2, "int64": 8, "bool": 1}
@@ -127,18 +127,15 @@ def _activation_bytes(bundle: Bundle, graph: str, profiles: OptimisationProfiles
     Fused attention has no [S,T] matrix, and layers reuse each other's memory.
     """
     spec, lm = bundle.manifest.graphs[graph], bundle.manifest.language_model
+    item_bytes = {tensor.name: _ITEM_BYTES[tensor.dtype] for tensor in spec.inputs}
     largest = 0
     for ranges in profiles.values():
-        inputs = sum(_item_bytes(spec, name) * prod(shape.max) for name, shape in ranges.items())
+        inputs = sum(item_bytes[name] * prod(shape.max) for name, shape in ranges.items())
         # Caches are inputs and outputs.
         needed = 2 * inputs
         if graph.startswith("decoder_"):
             rows = ranges["hidden"].max[1]
             states = 4 * lm.hidden_size + 3 * lm.intermediate_size + 3 * lm.num_heads * lm.head_dim
-            needed += rows * states * _item_bytes(spec, "hidden")
+            needed += rows * states * item_bytes["hidden"]
         largest = max(largest, needed)
     return largest
-
-
-def _item_bytes(spec: GraphSpec, name: str) -> int:
-    return next(_ITEM_BYTES[tensor.dtype] for tensor in spec.inputs if tensor.name == name)

@@ -35,7 +35,7 @@ from sinkprune.export.graph import ReadTensor, WeightedGraph
 from sinkprune.export.planning import Unreachable, parse_budgets, plan_graphs, save_plan
 from sinkprune.export.precision import PRECISIONS, Precision
 from sinkprune.export.pruning.plan import PlanFacts
-from sinkprune.export.source import ExportRequest, open_source
+from sinkprune.export.source import ExportRequest, OpenCheckpoint, open_source
 from sinkprune.export.weights.quantised_weights import QuantisedWeights
 from sinkprune.export.weights.repacked_form import CheckpointForm, RepackedForm
 from sinkprune.export.weights.requantised import Requantised
@@ -69,8 +69,10 @@ def export_bundle(
     """
     check_replaceable(output, BUNDLE, force=force)
     check_in_no_bundle(output)
-    with closing(_Export(request, progress, requantised)) as export:
-        family, lm, precision = export.source.family, export.source.family.language_model, export.precision
+    source = open_source(request)
+    with closing(source.weights):
+        export = _Export(request, source, progress, requantised)
+        family, lm, precision = source.family, source.family.language_model, export.precision
         budgets = parse_budgets(family.name, request.budgets)
         planned = plan_graphs(export.facts, request.methods, budgets, left_out)
         plans_of_all = [plan for plans in planned.values() for plan in plans.values()]
@@ -82,7 +84,7 @@ def export_bundle(
         needed = weight_bytes_of(family, shallow, precision) + _SMALL_FILES_BYTES
         with replacing(output, BUNDLE, needed, "export with --weights int4", force=force) as root:
             needs(memory, needed)
-            export.expect(weights_of(family, shallow))
+            export.expected = _whole(family, shallow, lambda graph: graph.values) + _table_size(family)
             built = export.weight_graphs(decoder_segments(cut_after, lm.num_layers))
             graphs = {graph.name: graph.save(root, f"graphs/{graph.name}.onnx") for graph in built}
             plans: dict[str, dict[str, Plan]] = {method: {} for method in planned}
@@ -91,7 +93,7 @@ def export_bundle(
                     plans[method][name], own = save_plan(root, export.facts, method, name, plan)
                     graphs |= own
             _save_embedding(root / EMBEDDING, family, precision, export.read)
-            text = export.source.text
+            text = source.text
             (root / TOKENIZER).write_text(text.tokenizer_json, encoding="utf-8")
             (root / CHAT_TEMPLATE).write_text(text.chat_template, encoding="utf-8")
             manifest = Manifest(
@@ -102,72 +104,64 @@ def export_bundle(
                 weights=export.forms,
                 dialect=request.dialect,
                 cache=export.dialect.CACHE,
-                checkpoint=export.source.checkpoint,
+                checkpoint=source.checkpoint,
                 language_model=lm,
                 vision=family.vision,
                 most_visual_tokens=export.facts.most_in_group,
-                max_images=export.source.max_images,
+                max_images=source.max_images,
                 projector=family.projector,
-                processor=export.source.processor,
+                processor=source.processor,
                 tokens=Tokens(family.image_token, text.stop, text.bos, text.eos),
                 cut_after=cut_after,
                 budgets=budgets,
                 plans=plans,
                 graphs=graphs,
                 files=file_specs(root, progress=progress),
-                policy=export.source.policy,
+                policy=source.policy,
             )
             BUNDLE.write(root, manifest, sign)
         return manifest
 
 
 class _Export:
-    """A checkpoint, opened and checked, with the choices of a request."""
+    """An opened checkpoint, with the choices of a request."""
 
     def __init__(
-        self, request: ExportRequest, progress: OnProgress, requantised: Callable[[Requantised], None]
+        self,
+        request: ExportRequest,
+        source: OpenCheckpoint,
+        progress: OnProgress,
+        requantised: Callable[[Requantised], None],
     ) -> None:
-        """Open and check. Raises `UsageError` for forms of weights that conflict with each other or the dialect."""
-        self._request, self._progress, self._requantised = request, progress, requantised
+        """Raise `UsageError` for forms of weights that conflict with each other or the dialect."""
+        self._request, self._source, self._progress, self._requantised = request, source, progress, requantised
         self.precision, self.dialect = PRECISIONS[request.precision], DIALECTS[request.dialect]
-        self.source = open_source(request)
-        self._weights = self._read = 0
-        try:
-            self.forms = self._chosen_forms()
-            self.facts = self._plan_facts()
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Close the checkpoint."""
-        self.source.weights.close()
-
-    def expect(self, weights: int) -> None:
-        """Report progress as a share of so many weights."""
-        self._weights = weights
+        self.expected = self._read = 0
+        """The weights that the export reads, for `progress`; 0 until they are known."""
+        self.forms = self._chosen_forms()
+        self.facts = self._plan_facts()
 
     def weight_graphs(self, segments: Sequence[range]) -> Iterator[WeightedGraph]:
         """Build the graphs with weights one at a time."""
-        for name, write in self.source.family.graphs(segments, self.source.weights).items():
+        for name, write in self._source.family.graphs(segments, self._source.weights).items():
             graph = WeightedGraph(name, self.precision, self.dialect, self._form(name), self.read)
             write(graph)
             yield graph
 
     def read(self, name: str, shape: Sequence[int]) -> Array:
         """Read a tensor of the checkpoint, and report it to `progress`."""
-        array = self.source.weights.tensor(name, shape)
+        array = self._source.weights.tensor(name, shape)
         self._count(array.size)
         return array
 
     def _count(self, weights: int) -> None:
         self._read += weights
         # Some are read before their number is known.
-        if self._weights:
-            self._progress("exporting", self._read / 1e6, self._weights / 1e6, "M weights")
+        if self.expected:
+            self._progress("exporting", self._read / 1e6, self.expected / 1e6, "M weights")
 
     def _chosen_forms(self) -> WeightForms:
-        request, quantisation = self._request, self.source.quantisation
+        request, quantisation = self._request, self._source.quantisation
         forms = chosen_forms(
             self.precision, request.weights, request.vision_weights, request.block_size, quantisation
         )
@@ -177,7 +171,7 @@ class _Export:
 
     def _form(self, graph: str) -> WeightForm:
         """Return the form of the matrices of a weight graph."""
-        weights, requested, forms = self.source.weights, self._request.weights, self.forms
+        weights, requested, forms = self._source.weights, self._request.weights, self.forms
 
         def on_rounded(name: str, weight: Array, found: RoundedMatrix) -> None:
             if isinstance(weights, QuantisedWeights) and weights.quantised(name):
@@ -191,7 +185,7 @@ class _Export:
         return CheckpointForm(weights, form, form_of(requested or self.precision.name, forms.block_size))
 
     def _plan_facts(self) -> PlanFacts:
-        family, processor = self.source.family, self.source.processor
+        family, processor = self._source.family, self._source.processor
         groups = family.groups_of(processor)
         return PlanFacts(
             language_model=family.language_model,
@@ -200,7 +194,7 @@ class _Export:
             precision=self.precision,
             dialect=self.dialect,
             groups=groups,
-            images=self.source.max_images,
+            images=self._source.max_images,
             joined=family.groups_are_frames and groups > 1,
             deepstack=family.deepstack,
             causal=family.causal,
@@ -214,18 +208,12 @@ def weight_bytes_of(family: Family, shallow: Sequence[Sequence[WeightedGraph]], 
     `shallow` are the weight graphs of the decoder's last layer, and of its last two. All layers before the last have
     equal sizes, and a configuration may have more layers than any disk can hold.
     """
-    one, two = (sum(graph.bytes for graph in graphs) for graphs in shallow)
-    return _whole(family, one, two) + _table_size(family) * precision.numpy.itemsize
+    return _whole(family, shallow, lambda graph: graph.bytes) + _table_size(family) * precision.numpy.itemsize
 
 
-def weights_of(family: Family, shallow: Sequence[Sequence[WeightedGraph]]) -> int:
-    """Return how many weights an export of `family` reads; `shallow` as in `weight_bytes_of`."""
-    one, two = (sum(graph.values for graph in graphs) for graphs in shallow)
-    return _whole(family, one, two) + _table_size(family)
-
-
-def _whole(family: Family, one: int, two: int) -> int:
-    """Return the sum over the graphs of the whole model, from those with the last decoder layer and the last two."""
+def _whole(family: Family, shallow: Sequence[Sequence[WeightedGraph]], size: Callable[[WeightedGraph], int]) -> int:
+    """Return the sum of `size` over the graphs of the whole model; `shallow` as in `weight_bytes_of`."""
+    one, two = (sum(map(size, graphs)) for graphs in shallow)
     return one + (family.language_model.num_layers - 1) * (two - one)
 
 

@@ -194,14 +194,19 @@ class _ConfigurationFiles:
 
 def _processor_settings(source: str, files: _ConfigurationFiles, family: Family) -> dict[str, Any]:
     """Return the settings of the checkpoint's image processor, and of its video processor if the family has one."""
-    nested = _NESTED in files and _SINGLE not in files
+    name = _NESTED if _NESTED in files and _SINGLE not in files else _SINGLE
+    data = files.read(name)
 
-    def read(name: str, kind: type) -> dict[str, Any]:
-        return dict(read_fields(kind, files.read(name), f"checkpoint '{source}': {name}"))
+    def read(kind: type, name: str, data: Mapping[str, Any], own: str) -> dict[str, Any]:
+        # processor_config.json nests what the other files have at the top.
+        found, place = (data[own], f"{own} of {name}") if own in data else (data, name)
+        return dict(read_fields(kind, found, f"checkpoint '{source}': {place}"))
 
-    settings = read(_NESTED if nested else _SINGLE, family.processor_fields)
+    settings = read(family.processor_fields, name, data, "image_processor")
     if family.video_fields and _VIDEO in files:
-        settings["video_processor"] = read(_VIDEO, family.video_fields)
+        settings["video_processor"] = read(family.video_fields, _VIDEO, files.read(_VIDEO), "video_processor")
+    elif family.video_fields and "video_processor" in data:
+        settings["video_processor"] = read(family.video_fields, name, data, "video_processor")
     return settings
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
+from collections.abc import Callable
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -29,6 +32,7 @@ from sinkprune.export.methods import load_method
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.presets import PRESETS
 from sinkprune.export.pruning.plan import PlanFacts
+from sinkprune.export.source import ExportRequest, open_source
 from sinkprune.runtime.families.rotary import Rotary
 from support.models.graphs import parameters_of
 from support.models.published_configs import PINPOINTS, PROCESSORS, PUBLISHED, with_value
@@ -300,7 +304,33 @@ def test_clips_have_the_limits_of_their_own_processor() -> None:
 
 def test_the_processor_may_name_its_limits_in_either_way() -> None:
     family = read_family("hub", PUBLISHED["qwen2.5-vl-7b"])
-    named = family.processor({"size": {"shortest_edge": 3136, "longest_edge": 376320}})
-    nested = family.processor({"image_processor": {"min_pixels": 3136, "max_pixels": 376320}})
-    assert named == nested
-    assert (named["min_pixels"], named["max_pixels"]) == (3136, 376320)
+    by_size = family.processor({"size": {"shortest_edge": 3136, "longest_edge": 376320}})
+    assert by_size == family.processor({"min_pixels": 3136, "max_pixels": 376320})
+    assert (by_size["min_pixels"], by_size["max_pixels"]) == (3136, 376320)
+
+
+@pytest.mark.parametrize("name", ["gqa-112", "next", "qwen-tied", "qwen3-vl"])
+def test_settings_may_lie_in_processor_config(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint(name), tmp_path / "checkpoint"))
+    at_the_top = opened(folder)
+    nested = {"image_processor": json.loads((folder / "preprocessor_config.json").read_text())}
+    (folder / "preprocessor_config.json").unlink()
+    video = folder / "video_preprocessor_config.json"
+    if video.exists():
+        nested["video_processor"] = json.loads(video.read_text())
+        video.unlink()
+    (folder / "processor_config.json").write_text(json.dumps(nested))
+    assert opened(folder) == at_the_top
+    (folder / "processor_config.json").write_text(json.dumps({"image_processor": 5}))
+    with pytest.raises(
+        CheckpointError, match=r"image_processor of processor_config\.json is malformed at \$: found 5"
+    ):
+        opened(folder)
+
+
+def opened(folder: Path) -> dict[str, Any]:
+    """Return the processor's settings of a checkpoint, for clips too where its family has them."""
+    frames = 4 if "qwen" in json.loads((folder / "config.json").read_text())["model_type"] else 0
+    source = open_source(ExportRequest(str(folder), max_frames=frames))
+    source.weights.close()
+    return source.processor

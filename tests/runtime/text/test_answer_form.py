@@ -32,7 +32,7 @@ def many_patterns(count: int) -> list[dict[str, str]]:
         ({"schema": {"const": {1}}}, "schema is no JSON: Object of type set is not JSON serializable."),
         ({"schema": {"minimum": float("nan")}}, "schema is no JSON: Out of range float values"),
         ({"schema": {"const": "\ud800"}}, "schema holds half of a surrogate pair"),
-        ({"schema": {"const": "a" * SCHEMA_BYTES}}, f"bytes, expected at most {SCHEMA_BYTES}."),
+        ({"schema": {"const": "a" * SCHEMA_BYTES}}, f"bytes of JSON, expected at most {SCHEMA_BYTES}."),
         ({"schema": deep(70)}, "schema is nested more than 64 deep. Simplify it."),
         ({"schema": deep(5000)}, "schema is no JSON: "),
         ({"schema": {"type": "objet"}}, "schema is not supported: Invalid type: objet. Change the schema"),

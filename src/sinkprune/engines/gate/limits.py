@@ -31,12 +31,7 @@ OutputKind = Literal["rows", "values", "logits", "actions", "indices"]
 indices."""
 
 _LIMITS: dict[Rounding, dict[OutputKind, Limit]] = {
-    "fp32": {
-        "rows": Limit(1e-4, 1e-3),
-        "values": Limit(1e-4, 1e-3),
-        "logits": Limit(1e-4, 1e-3),
-        "actions": Limit(1e-4, 1e-3),
-    },
+    "fp32": dict.fromkeys(("rows", "values", "logits", "actions"), Limit(1e-4, 1e-3)),
     "fp16": {
         "rows": Limit(0.005, 0.03),
         "values": Limit(0.01, 0.06),

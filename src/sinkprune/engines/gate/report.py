@@ -241,30 +241,20 @@ def refusals_together(
     texts: Sequence[TextReport], chunks: Sequence[ChunkReport], manifest: EnginesManifest
 ) -> list[str]:
     """Return a message for each answer and chunk of all engines that differs by more than its limit."""
-    messages = [text_refusal(text, manifest) for text in texts if not text.passed]
-    return messages + [chunk_refusal(chunk, manifest) for chunk in chunks if not chunk.passed]
-
-
-def chunk_refusal(chunk: ChunkReport, manifest: EnginesManifest) -> str:
-    """Return the message for engines whose chunk differs from the graphs' chunk by more than the limit."""
-    return (
-        f"each engine passes alone, but the chunk of all, by {manifest.target} {manifest.library_version}, differs "
-        f"from the ONNX graphs at action {chunk.worst_action} of budget '{chunk.budget}' of method '{chunk.method}': "
-        f"by {chunk.difference:.2g} standard deviations of the training data's actions, and it may by "
-        f"{chunk.limit:g}. Try another picture; if the chunks differ there too, build with another version of the "
-        "library, or from a bundle of a finer --precision or --weights."
-    )
-
-
-def text_refusal(text: TextReport, manifest: EnginesManifest) -> str:
-    """Return the message for engines whose answer differs from the graphs' answer by more than the limit."""
-    return (
-        f"each engine passes alone, but the answer of all, by {manifest.target} {manifest.library_version}, differs "
-        f"from the ONNX graphs at token {text.same_tokens + 1} of budget '{text.budget}' of method '{text.method}': "
-        f"a token less likely by {text.gap:.2g} standard deviations of the logits, and it may be by "
-        f"{text.gap_limit:g}. Try another picture; if the answers differ there too, build with another version of "
-        "the library, or from a bundle of a finer --precision or --weights."
-    )
+    found: list[tuple[TextReport | ChunkReport, str, str, str]] = []
+    for text in (text for text in texts if not text.passed):
+        by = f"a token less likely by {text.gap:.2g} standard deviations of the logits, and it may be by"
+        found.append((text, "answer", f"token {text.same_tokens + 1}", f"{by} {text.gap_limit:g}"))
+    for chunk in (chunk for chunk in chunks if not chunk.passed):
+        by = f"by {chunk.difference:.2g} standard deviations of the training data's actions, and it may by"
+        found.append((chunk, "chunk", f"action {chunk.worst_action}", f"{by} {chunk.limit:g}"))
+    return [
+        f"each engine passes alone, but the {what} of all, by {manifest.target} {manifest.library_version}, differs "
+        f"from the ONNX graphs at {place} of budget '{report.budget}' of method '{report.method}': {by}. Try another "
+        f"picture; if the {what}s differ there too, build with another version of the library, or from a bundle of a "
+        "finer --precision or --weights."
+        for report, what, place, by in found
+    ]
 
 
 def _advice(graph: str, report: GraphReport, output: OutputReport, manifest: EnginesManifest) -> str:

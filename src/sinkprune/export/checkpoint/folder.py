@@ -167,24 +167,19 @@ class SafetensorsWeights:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._stack = ExitStack()
         self._owners: dict[str, tuple[Any, str]] = {}
-        try:
-            self._open_all()
-        except BaseException:
-            self.close()
-            raise
-
-    def _open_all(self) -> None:
-        for shard in self._shards():
-            handle = self._open(shard)
-            for name in handle.keys():  # noqa: SIM118  (a safetensors handle is no dict)
-                if _canonical(name) in self._owners:
-                    raise self._error(
-                        f"shard '{shard}' holds tensor '{name}', which has been there before, under this name or "
-                        "another version's. Expected one of each; download it again."
-                    )
-                self._owners[_canonical(name)] = (handle, name)
+        with ExitStack() as self._stack:
+            for shard in self._shards():
+                handle = self._stack.enter_context(_open(folder, shard))
+                for name in handle.keys():  # noqa: SIM118  (a safetensors handle is no dict)
+                    if _canonical(name) in self._owners:
+                        raise self._error(
+                            f"shard '{shard}' holds tensor '{name}', which has been there before, under this name or "
+                            "another version's. Expected one of each; download it again."
+                        )
+                    self._owners[_canonical(name)] = (handle, name)
+            # Without an error they stay open.
+            self._stack = self._stack.pop_all()
         if _TIED_EMBEDDING in self._owners:
             self._owners.setdefault("language_model.embed_tokens.weight", self._owners[_TIED_EMBEDDING])
 
@@ -235,21 +230,6 @@ class SafetensorsWeights:
             "save_pretrained."
         )
 
-    def _open(self, shard: str) -> Any:
-        path = file_of(self.folder, shard)
-        try:
-            _check_header(path)
-            return self._stack.enter_context(safe_open(path, framework="np"))
-        except MissingError as error:
-            raise self._error(f"shard '{shard}' is missing, though {_INDEX} names it. Download it again.") from error
-        except UnreadableError as error:
-            raise _refused(self.folder / shard, error) from error
-        except (SafetensorError, OSError) as error:
-            size = path.stat().st_size
-            raise self._error(
-                f"shard '{shard}' is damaged ({error}). It has {size} bytes; download it again."
-            ) from error
-
     def _error(self, what: str) -> CheckpointError:
         return CheckpointError(f"checkpoint '{self.folder}': {what}")
 
@@ -259,17 +239,29 @@ def read_tensors(folder: Path, name: str, prefix: str) -> dict[str, Array]:
 
     For statistics: tensors of another rank, and of more than 4096 numbers, are left out. Raises `CheckpointError`.
     """
-    path = file_of(folder, name)
+    with _open(folder, name) as file:
+        shapes = {one: file.get_slice(one).get_shape() for one in file.keys() if one.startswith(prefix)}  # noqa: SIM118
+        vectors = [one for one, shape in shapes.items() if len(shape) == 1 and shape[0] <= _VECTOR]
+        return {one: file.get_tensor(one) for one in vectors}
+
+
+def _open(folder: Path, shard: str) -> Any:
+    """Open a safetensors file of a checkpoint folder, whose header is then known to fit; raises `CheckpointError`."""
+    path = file_of(folder, shard)
     try:
         _check_header(path)
-        with safe_open(path, framework="np") as file:
-            shapes = {one: file.get_slice(one).get_shape() for one in file.keys() if one.startswith(prefix)}  # noqa: SIM118
-            vectors = [one for one, shape in shapes.items() if len(shape) == 1 and shape[0] <= _VECTOR]
-            return {one: file.get_tensor(one) for one in vectors}
+        return safe_open(path, framework="np")
+    except MissingError as error:
+        raise CheckpointError(
+            f"checkpoint '{folder}': shard '{shard}' is missing, though another file names it. Download it again."
+        ) from error
     except UnreadableError as error:
-        raise _refused(folder / name, error) from error
+        raise _refused(folder / shard, error) from error
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"'{folder / name}' is damaged ({error}). Download it again.") from error
+        size = path.stat().st_size
+        raise CheckpointError(
+            f"'{folder / shard}' is damaged ({error}). It has {size} bytes; download it again."
+        ) from error
 
 
 class _Index(TypedDict):

@@ -35,20 +35,12 @@ STATE, ACTION = "observation.state", "action"
 
 _EPSILON = 1e-8
 _MODES = {
-    "MEAN_STD": ("mean", "std"),
-    "MIN_MAX": ("min", "max"),
-    "QUANTILES": ("q01", "q99"),
-    "QUANTILE10": ("q10", "q90"),
+    "MEAN_STD": {"mean": "mean", "std": "std"},
+    "MIN_MAX": {"min": "low", "max": "high"},
+    "QUANTILES": {"q01": "low", "q99": "high"},
+    "QUANTILE10": {"q10": "low", "q90": "high"},
 }
-_UNSUPPORTED = (
-    "use_relative_actions",
-    "adapt_to_pi_aloha",
-    "use_delta_joint_actions_aloha",
-    "use_peft",
-    "use_visual_memory",
-    "use_proprioceptive_memory",
-)
-"""Settings that change what a policy computes. All are false by default."""
+"""LeRobot's statistics of each way to normalise, and their names in processor_config.json."""
 _FILES = {STATE: "policy_preprocessor.json", ACTION: "policy_postprocessor.json"}
 _NORMALISERS = {STATE: "normalizer_processor", ACTION: "unnormalizer_processor"}
 _FORMER_TENSORS = {
@@ -76,7 +68,29 @@ class _Feature(TypedDict):
     shape: Annotated[list[Annotated[int, Bounds(1, 1 << 20)]], Bounds(0, 8)]
 
 
-class _Fields(TypedDict, total=False):
+class _Switches(TypedDict, total=False):
+    """Settings that change what a policy computes. All are false by default, and must be."""
+
+    use_relative_actions: bool | None
+    adapt_to_pi_aloha: bool | None
+    use_delta_joint_actions_aloha: bool | None
+    use_peft: bool | None
+    use_visual_memory: bool | None
+    use_proprioceptive_memory: bool | None
+
+
+class PolicyFields(TypedDict, total=False):
+    """Fields of a policy that LeRobot and transformers name alike."""
+
+    chunk_size: Annotated[int, Bounds(1, 1 << 10)]
+    max_state_dim: _Dimension
+    max_action_dim: _Dimension
+    num_inference_steps: Annotated[int, Bounds(1, 1 << 10)]
+    min_period: _Period
+    max_period: _Period
+
+
+class _Fields(PolicyFields, _Switches, total=False):
     type: Name
     n_obs_steps: Annotated[int, Bounds(1, 1)]
     input_features: dict[str, _Feature] | None
@@ -84,23 +98,11 @@ class _Fields(TypedDict, total=False):
     normalization_mapping: dict[str, Name] | None
     paligemma_variant: Name
     action_expert_variant: Name
-    chunk_size: Annotated[int, Bounds(1, 1 << 10)]
-    max_state_dim: _Dimension
-    max_action_dim: _Dimension
-    num_inference_steps: Annotated[int, Bounds(1, 1 << 10)]
     num_steps: Annotated[int, Bounds(1, 1 << 10)]
-    min_period: _Period
-    max_period: _Period
     image_resolution: Annotated[list[Side], Bounds(2, 2)]
     resize_imgs_with_padding: Annotated[list[Side], Bounds(2, 2)]
     empty_cameras: Annotated[int, Bounds(0, 64)]
     tokenizer_max_length: Annotated[int, Bounds(1, 1 << 14)]
-    use_relative_actions: bool | None
-    adapt_to_pi_aloha: bool | None
-    use_delta_joint_actions_aloha: bool | None
-    use_peft: bool | None
-    use_visual_memory: bool | None
-    use_proprioceptive_memory: bool | None
 
 
 class _StepConfig(TypedDict, total=False):
@@ -138,11 +140,9 @@ def translated_config(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
     vlm["projection_dim"] = vlm["vision_config"]["projection_dim"] = width
     vlm["vision_config"]["image_size"] = _side(source, known)
     made["dit_config"] |= VARIANTS[expert]
-    steps = known.get("num_inference_steps") or known.get("num_steps")
-    for name in ("chunk_size", "max_state_dim", "max_action_dim", "min_period", "max_period"):
-        if name in known:
-            made[name] = known[name]
-    return {**made, "num_inference_steps": steps or made["num_inference_steps"]}
+    if "num_steps" in known:
+        made["num_inference_steps"] = known["num_steps"]
+    return {**made, **{name: known[name] for name in PolicyFields.__annotations__ if name in known}}
 
 
 def translated_files(source: str, folder: Path, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -202,7 +202,7 @@ def _read(source: str, config: Mapping[str, Any]) -> Any:
     kind = known.get("type")
     if kind not in POLICIES:
         raise _error(source, f"it is a policy of LeRobot's type '{kind}'", f"Supported types: {', '.join(POLICIES)}.")
-    for name in _UNSUPPORTED:
+    for name in _Switches.__annotations__:
         if known.get(name):
             raise _error(source, f"{name} is true, expected false", _DIFFERENT)
     return known
@@ -276,13 +276,8 @@ def _normalisation(
     if mode == "IDENTITY" or not statistics:
         # LeRobot leaves what has no statistics as it is.
         return {f"{own}_mean": [0.0] * width, f"{own}_std": [1.0] * width}
-    names = (
-        {"mean": "mean", "std": "std"}
-        if mode == "MEAN_STD"
-        else dict(zip(_MODES[mode], ("low", "high"), strict=True))
-    )
     found = {}
-    for name, wanted in names.items():
+    for name, wanted in _MODES[mode].items():
         values = np.asarray(statistics.get(name, []), np.float32)
         if values.shape != (width,) or not np.isfinite(values).all():
             raise _error(

@@ -84,9 +84,8 @@ class TextFields(DecoderFields, total=False):
 
 
 class ConfigFields(TypedDict, total=False):
-    """Fields of every config.json, without the sections for tower and decoder."""
+    """Fields of every config.json, without `model_type` and the sections for tower and decoder."""
 
-    model_type: Name
     tie_word_embeddings: bool
 
 
@@ -144,11 +143,15 @@ class LlamaShaped(Family):
     """The activation of the decoder's MLP."""
     config_fields: type
     """The TypedDict of the fields read from config.json."""
+    configured_as: str | None = None
+    """The family whose configuration in transformers this one has; None for its own."""
 
     def __init__(self, source: str, config: Mapping[str, Any]) -> None:
         self._source = source
         known: Any = read_fields(self.config_fields, config, f"checkpoint '{source}': config.json")
-        kind = self._config_class()
+        from transformers import CONFIG_MAPPING
+
+        kind: Any = CONFIG_MAPPING[FAMILIES[self.configured_as or self.name].model_type]
         try:
             self._config: Any = kind.from_dict(known)
         except Exception as error:
@@ -195,12 +198,6 @@ class LlamaShaped(Family):
     def _known_tokens(self, text: Any) -> int:
         """Return the number of ids that the tokenizer of the decoder `text` may have."""
         return text.vocab_size
-
-    def _config_class(self) -> Any:
-        """Return transformers' class for the configuration."""
-        from transformers import CONFIG_MAPPING
-
-        return CONFIG_MAPPING[FAMILIES[self.name].model_type]
 
     @abstractmethod
     def _settings(self) -> list[Setting]:

@@ -59,12 +59,6 @@ class _ProcessorFields(PixelFields, total=False):
     image_grid_pinpoints: Pinpoints | None
 
 
-class _NestingFields(_ProcessorFields, total=False):
-    """Fields of either file: processor_config.json nests what preprocessor_config.json has at the top."""
-
-    image_processor: _ProcessorFields
-
-
 class Llava(LlamaShaped):
     """A `LlavaForConditionalGeneration` configuration."""
 
@@ -75,7 +69,7 @@ class Llava(LlamaShaped):
     decoders: Sequence[str] = ("llama",)
     processors: Sequence[str] = ("CLIPImageProcessor", "LlavaImageProcessor")
     config_fields: type = _LlavaFields
-    processor_fields: type = _NestingFields
+    processor_fields: type = _ProcessorFields
     chat_template = (
         "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
         "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}"
@@ -133,7 +127,6 @@ class Llava(LlamaShaped):
         return {**own, **super().graphs(segments, held)}
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        settings = settings.get("image_processor", settings)
         # null means false for a flag, and the default for any other setting.
         given = {key: value for key, value in settings.items() if value is not None or key.startswith("do_")}
         known = {key: given.get(key, value) for key, value in self.default_processor.items()}

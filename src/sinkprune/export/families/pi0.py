@@ -9,10 +9,11 @@ from types import MappingProxyType
 from typing import Annotated, Any, TypedDict, get_args
 
 from sinkprune.contract.checks.fields import Bounds
-from sinkprune.contract.image_settings import LeRobotResize, Number
+from sinkprune.contract.image_settings import LeRobotResize
 from sinkprune.contract.manifest import PolicyFacts
 from sinkprune.contract.towers import Side, SiglipTower
 from sinkprune.export.checkpoint.folder import Name
+from sinkprune.export.checkpoint.lerobot import PolicyFields
 from sinkprune.export.checkpoint.text import SpecialTokens
 from sinkprune.export.families import WriteGraph
 from sinkprune.export.families.llama_shaped import (
@@ -33,8 +34,6 @@ from sinkprune.export.models.action_expert import ActionExpert, build_expert
 from sinkprune.export.models.llama import Llama
 from sinkprune.export.models.siglip import build_vision
 
-_Dimension = Annotated[int, Bounds(1, 1 << 12)]
-
 
 class _VisionFields(SquareTowerFields, total=False):
     num_channels: Annotated[int, Bounds(1, 64)]
@@ -51,15 +50,9 @@ class _PaliGemmaFields(TypedDict, total=False):
     image_token_id: Token
 
 
-class _Pi0Fields(ConfigFields, total=False):
+class _Pi0Fields(ConfigFields, PolicyFields, total=False):
     vlm_config: _PaliGemmaFields | None
     dit_config: TextFields | None
-    chunk_size: Annotated[int, Bounds(1, 1 << 10)]
-    max_state_dim: _Dimension
-    max_action_dim: _Dimension
-    num_inference_steps: Annotated[int, Bounds(1, 1 << 10)]
-    min_period: Annotated[Number, Bounds(1e-6, 1e6)]
-    max_period: Annotated[Number, Bounds(1e-6, 1e6)]
 
 
 class _Sides(TypedDict, total=False):
@@ -77,12 +70,6 @@ class _ProcessorFields(PixelFields, total=False):
     pad_size: _Sides | None
 
 
-class _NestingFields(_ProcessorFields, total=False):
-    """Fields of either file: processor_config.json nests what preprocessor_config.json has at the top."""
-
-    image_processor: _ProcessorFields
-
-
 WriteExpert = Callable[[WeightedGraph, ActionExpert, Sequence[range]], None]
 """Writes a graph of an expert, over the caches of the decoder's segments."""
 
@@ -98,7 +85,7 @@ class Pi0(LlamaShaped):
     state_in_prompt = False
     expert_graphs: Mapping[str, WriteExpert] = MappingProxyType({"expert": build_expert})
     config_fields: type = _Pi0Fields
-    processor_fields: type = _NestingFields
+    processor_fields: type = _ProcessorFields
     # transformers' PI0Processor: every camera, BOS, the instruction, the end of the line.
     chat_template = (
         "{% for message in messages %}"
@@ -159,7 +146,6 @@ class Pi0(LlamaShaped):
         }
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        settings = settings.get("image_processor", settings)
         side = self.vision.image_size
         within, square = {"max_height": side, "max_width": side}, {"height": side, "width": side}
         if settings.get("image_processor_type") in get_args(LeRobotResize):

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
-from sinkprune.contract.families import FAMILIES
 from sinkprune.export.families.pi0 import Pi0, WriteExpert
 from sinkprune.export.models.adaptive_expert import build_adaptive_expert, build_modulation
 
@@ -18,6 +16,7 @@ class Pi05(Pi0):
     """A configuration of pi0.5."""
 
     name = "pi0.5"
+    configured_as = "pi0"
     state_in_prompt = True
     expert_graphs: Mapping[str, WriteExpert] = MappingProxyType(
         {"modulation": build_modulation, "expert": build_adaptive_expert}
@@ -30,15 +29,6 @@ class Pi05(Pi0):
         "{% for content in message['content'] if content['type'] == 'text' %}{{ content['text'] }}{% endfor %}"
         "{% endfor %}"
     )
-
-    def __init__(self, source: str, config: Mapping[str, Any], salience: str | None = None) -> None:
-        """Read `config`. `salience` is the block whose attention is the salience, by default `penultimate`."""
-        super().__init__(source, {**config, "model_type": FAMILIES["pi0"].model_type}, salience)
-
-    def _config_class(self) -> Any:
-        from transformers import CONFIG_MAPPING
-
-        return CONFIG_MAPPING[FAMILIES["pi0"].model_type]
 
 
 FAMILY = Pi05

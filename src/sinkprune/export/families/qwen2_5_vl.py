@@ -80,13 +80,6 @@ class _ProcessorFields(PixelFields, total=False):
     max_frames: Frames | None
 
 
-class _NestingFields(_ProcessorFields, total=False):
-    """Fields of either file: processor_config.json nests what preprocessor_config.json has at the top."""
-
-    image_processor: _ProcessorFields
-    video_processor: _ProcessorFields
-
-
 class _AxialFields(TypedDict, total=False):
     rope_type: Name
     rope_theta: Theta
@@ -146,7 +139,7 @@ class Qwen25VL(LlamaShaped):
     image_processors: Sequence[str] = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
     """The names of supported image processors. Each name may end in `Fast`."""
     config_fields: type = _ConfigFields
-    processor_fields: type = _NestingFields
+    processor_fields: type = _ProcessorFields
     video_fields: type = _ProcessorFields
     width_setting = "out_hidden_size"
     """The name of the setting for the width after the merger."""
@@ -192,7 +185,6 @@ class Qwen25VL(LlamaShaped):
         return {"vision": partial(build_vision, vision=self.vision), **super().graphs(segments, held)}
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        settings = {**settings.get("image_processor", {}), **settings}
         size = {key: pixels for key, pixels in (settings.get("size") or {}).items() if pixels is not None}
         known = dict(self.image_defaults)
         known["min_pixels"] = size.get("shortest_edge", known["min_pixels"])
@@ -249,24 +241,10 @@ class Qwen25VL(LlamaShaped):
         return max(most, isqrt(200 * (most + 1)), rounded_up)
 
     def _video(self, settings: Mapping[str, Any], image: Mapping[str, Any]) -> dict[str, Any]:
-        """Return Qwen2VLVideoProcessor's limits of a frame, and how clips are sampled (qwen-vl-utils' defaults).
+        """Return the limits of a clip's frames, and how clips are sampled (qwen-vl-utils' defaults).
 
-        Like transformers, this reads preprocessor_config.json where a checkpoint has no file for videos.
-        """
-        given, size, frames = self._video_settings(settings, image)
-        each = self._pixels_each
-        most = min(given.get("max_pixels") or size.get("longest_edge") or 768 * each, image["max_pixels"])
-        least = min(given.get("min_pixels") or size.get("shortest_edge") or 128 * each, most)
-        self._check_frame(most)
-        limits = {"min_pixels": least, "max_pixels": most}
-        return {**limits, "most_tokens": self._most_tokens(limits), **frames}
-
-    def _video_settings(
-        self, settings: Mapping[str, Any], image: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Return the checkpoint's settings of its video processor, their `size`, and how clips are sampled.
-
-        Raises `UsageError` and `CheckpointError`.
+        Like transformers, this reads preprocessor_config.json where a checkpoint has no file for videos. Raises
+        `UsageError` and `CheckpointError`.
         """
         given = settings.get("video_processor") or settings
         given = {key: value for key, value in given.items() if value is not None}
@@ -284,12 +262,21 @@ class Qwen25VL(LlamaShaped):
             "min_frames": given.get("min_frames") or 4,
             "max_frames": min(frames, given.get("max_frames") or 768),
         }
-        return given, given.get("size") or {}, sampling
-
-    def _check_frame(self, most: int) -> None:
-        """Raise `CheckpointError` if a frame of `most` pixels is smaller than a token."""
-        each = self._pixels_each
+        limits, of_a_frame = self._clip_limits(given, sampling["max_frames"], image["max_pixels"])
+        each, most = self._pixels_each, limits["max_pixels"]
         self._check([(f"a frame of a clip may have the {each} pixels of a token", each <= most, most)])
+        return {**limits, "most_tokens": self._most_tokens(of_a_frame), **sampling}
+
+    def _clip_limits(self, given: Mapping[str, Any], frames: int, most: int) -> tuple[dict[str, int], dict[str, int]]:
+        """Return Qwen2VLVideoProcessor's limits for clips of up to `frames` frames, and those of one frame: the same.
+
+        `given` are the checkpoint's settings. No frame has more than `most` pixels.
+        """
+        size, each = given.get("size") or {}, self._pixels_each
+        most = min(given.get("max_pixels") or size.get("longest_edge") or 768 * each, most)
+        least = min(given.get("min_pixels") or size.get("shortest_edge") or 128 * each, most)
+        limits = {"min_pixels": least, "max_pixels": most}
+        return limits, limits
 
     @property
     def _pixels_each(self) -> int:

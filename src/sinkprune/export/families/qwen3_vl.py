@@ -113,20 +113,16 @@ class Qwen3VL(Qwen25VL):
             "deepstack_blocks": blocks,
         }
 
-    def _video(self, settings: Mapping[str, Any], image: Mapping[str, Any]) -> dict[str, Any]:
-        """Return Qwen3VLVideoProcessor's limits, and how clips are sampled.
+    def _clip_limits(self, given: Mapping[str, Any], frames: int, most: int) -> tuple[dict[str, int], dict[str, int]]:
+        """Return Qwen3VLVideoProcessor's limits, and those of one frame.
 
         Its limits hold for all frames together, and so does `min_pixels` here. `max_pixels` is the limit of a frame
         in the longest clip, so that graphs need not take shorter clips in larger frames.
         """
-        _, size, frames = self._video_settings(settings, image)
-        together = self.vision.temporal_patch_size
-        longest = size.get("longest_edge") or 768 * 32 * 32
-        most = min(longest // max(together, frames["max_frames"]), image["max_pixels"])
-        self._check_frame(most)
+        size, together = given.get("size") or {}, self.vision.temporal_patch_size
+        most = min((size.get("longest_edge") or 768 * 32 * 32) // max(together, frames), most)
         least = min(size.get("shortest_edge") or 128 * 32 * 32, together * most)
-        of_a_frame = {"min_pixels": -(-least // together), "max_pixels": most}
-        return {"min_pixels": least, "max_pixels": most, "most_tokens": self._most_tokens(of_a_frame), **frames}
+        return {"min_pixels": least, "max_pixels": most}, {"min_pixels": -(-least // together), "max_pixels": most}
 
 
 FAMILY = Qwen3VL

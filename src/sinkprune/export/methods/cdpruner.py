@@ -14,10 +14,11 @@ import onnx_ir as ir
 from sinkprune.contract.budgets import Budget
 from sinkprune.export.graph import Graph
 from sinkprune.export.methods.before_llm import Count, build_before
+from sinkprune.export.pruning.functions import gathered
 from sinkprune.export.pruning.plan import PlanFacts
 from sinkprune.export.pruning.question import mean_cosines, rows_in_llm
 from sinkprune.export.pruning.sanitizer import TowerValues
-from sinkprune.export.pruning.serial import best_token, chosen_in_rounds, round_function, row_of
+from sinkprune.export.pruning.serial import best_token, chosen_in_rounds
 
 EQUAL = 2.0**-18
 """Relevances, and gains of at most 1, that differ by no more are equal."""
@@ -29,8 +30,7 @@ def cdpruner(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues
     L' = diag(r) L diag(r) [G,N,N]. L are the cosines of the tokens as the LLM receives them. The relevance r [G,N] is
     the mean cosine of a token with the words of the question, scaled to 0 to 1; 1 if all are equally relevant.
     """
-    most, op = facts.most_counts(kept).kept, graph.op
-    facts.check_rounds(most)
+    op = graph.op
     tokens, question = rows_in_llm(facts, graph, features)
     relevance = op.Unsqueeze(_scaled(op, mean_cosines(op, tokens, question)), [2])
     weighted = op.Mul(tokens, relevance)
@@ -38,8 +38,7 @@ def cdpruner(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues
     gain = op.ReduceSumSquare(weighted, [-1], keepdims=0)
     # A row of zeros stands for the factor before the first round.
     factor = op.Unsqueeze(op.Mul(gain, 0.0), [1])
-    function = round_function("DeterminantRound", _round, ["place", "kernel", "factor", "gain"], facts.dialect.OPSET)
-    return chosen_in_rounds(graph, function, most, [kernel], [factor, gain], k)
+    return chosen_in_rounds(facts, kept, graph, "DeterminantRound", _round, [kernel], [factor, gain], k)
 
 
 METHODS = {"cdpruner": partial(build_before, cdpruner, "diverse")}
@@ -63,7 +62,7 @@ def _round(op: Any, place: ir.Value, kernel: ir.Value, factor: ir.Value, gain: i
     index = best_token(op, gain, EQUAL)
     taken = op.Equal(place, index)
     own = op.MatMul(factor, op.Unsqueeze(op.Cast(taken, to=ir.DataType.FLOAT), [2]))
-    rest = op.Sub(row_of(op, kernel, index), op.MatMul(op.Transpose(own, perm=[0, 2, 1]), factor))
+    rest = op.Sub(gathered(op, kernel, index), op.MatMul(op.Transpose(own, perm=[0, 2, 1]), factor))
     pivot = op.GatherElements(gain, index, axis=1)
     root = op.Sqrt(op.Where(op.Greater(pivot, EQUAL), pivot, float("inf")))
     added = op.Div(rest, op.Unsqueeze(root, [2]))

@@ -14,11 +14,11 @@ import onnx_ir as ir
 from sinkprune.contract.budgets import Budget
 from sinkprune.export.graph import Graph
 from sinkprune.export.methods.before_llm import Count, build_before
-from sinkprune.export.pruning.functions import unit_rows
+from sinkprune.export.pruning.functions import gathered, unit_rows
 from sinkprune.export.pruning.plan import PlanFacts, VariableTokens
 from sinkprune.export.pruning.question import rows_in_llm
 from sinkprune.export.pruning.sanitizer import TowerValues
-from sinkprune.export.pruning.serial import best_token, chosen_in_rounds, round_function, row_of
+from sinkprune.export.pruning.serial import best_token, chosen_in_rounds
 
 TEXT_TEMPERATURE, TEXT_TEMPERATURE_OF_QWEN, VISUAL_TEMPERATURE = 0.02, 0.01, 0.2
 """The temperatures of the published code, for LLaVA, for Qwen, and of visual tokens."""
@@ -36,8 +36,7 @@ def mmtok(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k
     temperature. The coverage is the mean over words plus `VISUAL_WEIGHT` times the mean over visual tokens. Words
     are compared with tokens as the LLM receives both, and tokens with each other as the tower gives them.
     """
-    most, op = facts.most_counts(kept).kept, graph.op
-    facts.check_rounds(most)
+    op = graph.op
     tokens, question = rows_in_llm(facts, graph, features)
     from_tower = unit_rows(op, op.Cast(features.tokens, to=_FLOAT))
     text_temperature = TEXT_TEMPERATURE_OF_QWEN if isinstance(facts.tokens, VariableTokens) else TEXT_TEMPERATURE
@@ -48,9 +47,7 @@ def mmtok(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k
     tolerance = op.Mul(op.ReduceMax(first, [-1], keepdims=1), EQUAL)
     covered = op.Mul(op.ReduceMax(cover, [1], keepdims=1), 0.0)
     free = op.Mul(first, 0.0)
-    inputs = ["place", "cover", "tolerance", "covered", "free"]
-    function = round_function("CoverageRound", _round, inputs, facts.dialect.OPSET)
-    return chosen_in_rounds(graph, function, most, [cover, tolerance], [covered, free], k)
+    return chosen_in_rounds(facts, kept, graph, "CoverageRound", _round, [cover, tolerance], [covered, free], k)
 
 
 METHODS = {"mmtok": partial(build_before, mmtok, "diverse")}
@@ -73,5 +70,5 @@ def _round(
     """
     gain = op.ReduceSum(op.Relu(op.Sub(cover, covered)), [-1], keepdims=0)
     index = best_token(op, op.Add(gain, free), tolerance)
-    covered = op.Max(covered, row_of(op, cover, index))
+    covered = op.Max(covered, gathered(op, cover, index))
     return [index, covered, op.Where(op.Equal(place, index), float("-inf"), free)]

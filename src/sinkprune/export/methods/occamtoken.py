@@ -18,9 +18,9 @@ from sinkprune.contract.plans import MAX_TOP_K
 from sinkprune.export.graph import Graph
 from sinkprune.export.pruning.equal_mean import third_after
 from sinkprune.export.pruning.evidence import build_tested_selects, evidence_of_tokens
-from sinkprune.export.pruning.functions import top_rho
+from sinkprune.export.pruning.functions import gathered, top_rho
 from sinkprune.export.pruning.plan import EvidenceGraphs, PlanFacts, PlanGraphs
-from sinkprune.export.pruning.sanitizer import ascending, gather_rows, largest, new_sanitizer, output_rows
+from sinkprune.export.pruning.sanitizer import ascending, largest, new_sanitizer, output_rows
 from sinkprune.export.pruning.select import every_text_row
 
 STAGE = 15
@@ -65,6 +65,6 @@ def _sanitizer(facts: PlanFacts, kept: Budget) -> Graph:
     low = op.Sub(op.Shape(norms, start=1, end=2), [1])
     count = op.Min(op.Sub(op.Shape(quota), [1]), low, [MAX_TOP_K])
     index = ascending(graph, largest(graph, op.Where(outlier, float("-inf"), features.salience), count), count)
-    rows = op.Concat(register, gather_rows(graph, features.rows, index), axis=1)
+    rows = op.Concat(register, gathered(op, features.rows, index), axis=1)
     output_rows(graph, facts, kept, rows, op.Concat(largest(graph, norms, 1), index, axis=1), "n0")
     return graph

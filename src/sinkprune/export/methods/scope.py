@@ -14,10 +14,10 @@ import onnx_ir as ir
 from sinkprune.contract.budgets import Budget
 from sinkprune.export.graph import Graph
 from sinkprune.export.methods.before_llm import Count, build_before
-from sinkprune.export.pruning.functions import unit_rows
+from sinkprune.export.pruning.functions import gathered, unit_rows
 from sinkprune.export.pruning.plan import PlanFacts
 from sinkprune.export.pruning.sanitizer import TowerValues
-from sinkprune.export.pruning.serial import best_token, chosen_in_rounds, round_function, row_of
+from sinkprune.export.pruning.serial import best_token, chosen_in_rounds
 
 EQUAL = 2.0**-16
 """Gains that differ by no more are equal, as a share of the largest gain of the first round."""
@@ -30,8 +30,7 @@ def scope(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k
 
     The coverage of a set is the sum over all tokens of their largest cosine with a token of the set, at least 0.
     """
-    most, op = facts.most_counts(kept).kept, graph.op
-    facts.check_rounds(most)
+    op = graph.op
     unit = unit_rows(op, op.Cast(features.tokens, to=_FLOAT))
     similar = op.MatMul(unit, op.Transpose(unit, perm=[0, 2, 1]))
     largest = op.ReduceMax(op.Abs(features.salience), [-1], keepdims=1)
@@ -41,9 +40,8 @@ def scope(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k
     tolerance = op.Mul(op.ReduceMax(op.Abs(first), [-1], keepdims=1), EQUAL)
     free = op.Mul(salience, 0.0)
     covered = op.Unsqueeze(free, [1])
-    inputs = ["place", "similar", "salience", "tolerance", "covered", "free"]
-    function = round_function("SaliencyCoverageRound", _round, inputs, facts.dialect.OPSET)
-    return chosen_in_rounds(graph, function, most, [similar, salience, tolerance], [covered, free], k)
+    fixed, state = [similar, salience, tolerance], [covered, free]
+    return chosen_in_rounds(facts, kept, graph, "SaliencyCoverageRound", _round, fixed, state, k)
 
 
 METHODS = {"scope": partial(build_before, scope, "diverse")}
@@ -66,5 +64,5 @@ def _round(
     """
     gain = op.ReduceSum(op.Relu(op.Sub(similar, covered)), [-1], keepdims=0)
     index = best_token(op, op.Add(op.Mul(gain, salience), free), tolerance)
-    covered = op.Max(covered, row_of(op, similar, index))
+    covered = op.Max(covered, gathered(op, similar, index))
     return [index, covered, op.Where(op.Equal(place, index), float("-inf"), free)]

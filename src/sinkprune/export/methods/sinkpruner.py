@@ -17,16 +17,9 @@ from sinkprune.contract.errors import BudgetError
 from sinkprune.export.graph import Graph
 from sinkprune.export.pruning.chosen_heads import HOW_TO_CHOOSE, NAMES
 from sinkprune.export.pruning.equal_mean import fewer_stages, without_stages
-from sinkprune.export.pruning.functions import diversity_select, top_rho
+from sinkprune.export.pruning.functions import diversity_select, gathered, top_rho
 from sinkprune.export.pruning.plan import Method, PlanFacts, PlanGraphs
-from sinkprune.export.pruning.sanitizer import (
-    TowerValues,
-    ascending,
-    gather_rows,
-    largest,
-    new_sanitizer,
-    output_rows,
-)
+from sinkprune.export.pruning.sanitizer import TowerValues, ascending, largest, new_sanitizer, output_rows
 from sinkprune.export.pruning.select import build_selects, every_text_row
 from sinkprune.export.pruning.shares import as_vector, sanitizer_counts
 
@@ -119,7 +112,7 @@ def _sanitizer(facts: PlanFacts, budget: Budget, score: Score) -> Graph:
     # 5: Z = [sink ; RES ; DIV]
     if budget.order == "raster":
         index = ascending(graph, index, op.Shape(index, start=1, end=2))
-    kept = gather_rows(graph, rows, index)
+    kept = gathered(op, rows, index)
     if most.sink:
         first = largest(graph, norms, 1)
         kept = op.Concat(sink, kept, axis=1)

@@ -15,12 +15,11 @@ import onnx_ir as ir
 from sinkprune.contract.budgets import Budget, Counts
 from sinkprune.export.graph import Graph
 from sinkprune.export.pruning.equal_mean import UnreachableMean, shares_of, tokens_into_llm
-from sinkprune.export.pruning.functions import top_rho
+from sinkprune.export.pruning.functions import gathered, top_rho
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 from sinkprune.export.pruning.sanitizer import (
     TowerValues,
     ascending,
-    gather_rows,
     in_every_group,
     largest,
     mask_of,
@@ -67,7 +66,7 @@ def _build(facts: PlanFacts, options: Budget, count: int) -> PlanGraphs:
         salience = op.Where(outlier, float("-inf"), salience)
     index = ascending(graph, largest(graph, salience, counts.reserve), counts.reserve)
     index = in_every_group(graph, features, index)
-    rows = gather_rows(graph, features.rows, index)
+    rows = gathered(op, features.rows, index)
     if most.diverse:
         dropped = mask_of(graph, features, index)
         unmerged = dropped if outlier is None else op.Or(dropped, outlier)
@@ -75,7 +74,7 @@ def _build(facts: PlanFacts, options: Budget, count: int) -> PlanGraphs:
         index, rows = op.Concat(index, targets, axis=1), op.Concat(rows, merged, axis=1)
     if kept.order == "raster":
         order = smallest(graph, op.Cast(index, to=_FLOAT), op.Shape(index, start=1, end=2))
-        index, rows = op.GatherElements(index, order, axis=1), gather_rows(graph, rows, order)
+        index, rows = op.GatherElements(index, order, axis=1), gathered(op, rows, order)
     output_rows(graph, facts, kept, rows, index)
     return PlanGraphs(kept, graph)
 
@@ -100,6 +99,6 @@ def _merged(
     free = op.Not(op.Or(taken, mask_of(graph, features, targets)))
     sums, sizes = sums_of_similar(graph, features, targets, free)
     rows = op.Cast(features.rows, to=_FLOAT)
-    merged = op.Add(gather_rows(graph, rows, targets), op.Div(sums, op.Max(sizes, 1.0)))
+    merged = op.Add(gathered(op, rows, targets), op.Div(sums, op.Max(sizes, 1.0)))
     merged, targets = (op.Slice(x, [0], as_vector(contextual), [1]) for x in (merged, targets))
     return op.CastLike(merged, features.tokens), targets

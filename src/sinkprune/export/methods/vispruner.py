@@ -12,10 +12,10 @@ import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget, Counts
 from sinkprune.export.pruning.equal_mean import kept_before, tokens_into_llm
-from sinkprune.export.pruning.functions import unit_rows
+from sinkprune.export.pruning.functions import gathered, local_function, unit_rows
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 from sinkprune.export.pruning.sanitizer import ascending, largest, new_sanitizer, output_tokens
-from sinkprune.export.pruning.serial import round_function
+from sinkprune.export.pruning.serial import DOMAIN
 from sinkprune.export.pruning.shares import as_vector, sanitizer_counts
 
 AT_ONCE = 8
@@ -41,7 +41,7 @@ def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     salient, rest = op.Slice(order, [0], reserve, [1]), op.Slice(order, reserve, tokens, [1])
     unit = unit_rows(op, op.Cast(features.tokens, to=_FLOAT))
     similar = op.Min(op.MatMul(unit, op.Transpose(unit, perm=[0, 2, 1])), SAME)
-    function = round_function("MatchingRound", _round, ["similar", "rest", "left"], facts.dialect.OPSET)
+    function = local_function(DOMAIN, "MatchingRound", _round, facts.dialect.OPSET)
     wanted = as_vector(counts.diverse)
     left = op.Constant(value_ints=wanted) if isinstance(wanted, list) else wanted
     for _ in range(rounds(facts, kept)):
@@ -86,7 +86,7 @@ def _round(op: Any, similar: ir.Value, rest: ir.Value, left: ir.Value) -> list[i
     number = op.Shape(first, start=1, end=2)
     nowhere = op.Expand(0, op.Slice(op.Shape(similar), [0], [2]))
     among = op.Cast(op.ScatterElements(nowhere, second, op.Expand(1, op.Shape(second)), axis=1), to=_BOOL)
-    rows = op.GatherND(similar, op.Unsqueeze(first, [-1]), batch_dims=1)
+    rows = gathered(op, similar, first)
     nearest = op.ReduceMax(op.Where(op.Unsqueeze(among, [1]), rows, float("-inf")), [-1], keepdims=0)
     _, order = op.TopK(nearest, number, axis=-1, largest=1, sorted=1, _outputs=2)
     dropped = op.Min([AT_ONCE], op.Sub(size, left), number)

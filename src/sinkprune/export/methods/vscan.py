@@ -21,10 +21,10 @@ import onnx_ir as ir
 from sinkprune.contract.budgets import Budget, Counts, scaled_layers
 from sinkprune.export.graph import Graph
 from sinkprune.export.pruning.equal_mean import shares_of, third_after
+from sinkprune.export.pruning.functions import gathered
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 from sinkprune.export.pruning.sanitizer import (
     TowerValues,
-    gather_rows,
     in_every_group,
     largest,
     mask_of,
@@ -68,7 +68,7 @@ def _sanitizer(facts: PlanFacts, kept: Budget) -> Graph:
     index = in_every_group(graph, features, index)
 
     sums, sizes = sums_of_similar(graph, features, index, op.Not(chosen))
-    own = gather_rows(graph, op.Cast(features.rows, to=_FLOAT), index)
+    own = gathered(op, op.Cast(features.rows, to=_FLOAT), index)
     merged = op.Div(op.Add(own, sums), op.Add(sizes, 1.0))
     output_rows(graph, facts, kept, op.CastLike(merged, features.tokens), index)
     return graph

@@ -7,6 +7,8 @@ tokens of every type.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import onnx_ir as ir
@@ -34,12 +36,12 @@ def top_rho(opset: int) -> ir.Function:
     def body(op: Any, norms: ir.Value, tokens: ir.Value) -> list[ir.Value]:
         count = outlier_count(op, op.Shape(norms, start=1, end=2), _attribute(op, "per_mille"))
         _, top = op.TopK(norms, count, axis=-1, largest=1, sorted=1, _outputs=2)
-        members = op.GatherND(op.Cast(tokens, to=_FLOAT), op.Unsqueeze(top, [-1]), batch_dims=1)
+        members = gathered(op, op.Cast(tokens, to=_FLOAT), top)
         sink = op.CastLike(op.ReduceMean(members, [1], keepdims=1), tokens)
         nowhere, ones = op.Expand(0, op.Shape(norms)), op.Expand(1, op.Shape(top))
         return [sink, op.Cast(op.ScatterElements(nowhere, top, ones, axis=1), to=_BOOL)]
 
-    return _function("TopRho", body, ["norms", "tokens"], ["per_mille"], opset)
+    return local_function(DOMAIN, "TopRho", body, opset, ["per_mille"])
 
 
 def diversity_select(rounds: int, opset: int) -> ir.Function:
@@ -86,7 +88,7 @@ def diversity_select(rounds: int, opset: int) -> ir.Function:
         ascending, _ = op.TopK(order, count, axis=-1, largest=0, sorted=1, _outputs=2)
         return op.Cast(ascending, to=_INT64)
 
-    return _function("DiversitySelect", body, ["tokens", "candidate", "reserved", "count"], ["batch"], opset)
+    return local_function(DOMAIN, "DiversitySelect", body, opset, ["batch"])
 
 
 def unit_rows(op: Any, x: ir.Value) -> ir.Value:
@@ -99,8 +101,12 @@ def unit_rows(op: Any, x: ir.Value) -> ir.Value:
 
 def cosines(op: Any, unit: ir.Value, index: ir.Value) -> ir.Value:
     """Return [G,N,K]: the cosine of every row of `unit` [G,N,D] with its rows `index` [G,K], at most `_SAME`."""
-    rows = op.GatherND(unit, op.Unsqueeze(index, [-1]), batch_dims=1)
-    return op.Min(op.MatMul(unit, op.Transpose(rows, perm=[0, 2, 1])), _SAME)
+    return op.Min(op.MatMul(unit, op.Transpose(gathered(op, unit, index), perm=[0, 2, 1])), _SAME)
+
+
+def gathered(op: Any, rows: ir.Value, index: ir.Value) -> ir.Value:
+    """Return [G,K,D]: the rows `index` [G,K] of `rows` [G,N,D]."""
+    return op.GatherND(rows, op.Unsqueeze(index, [-1]), batch_dims=1)
 
 
 def _attribute(op: Any, name: str) -> ir.Value:
@@ -108,7 +114,13 @@ def _attribute(op: Any, name: str) -> ir.Value:
     return op.Unsqueeze(op.Constant(value_int=ir.RefAttr("value_int", name, ir.AttributeType.INT)), [0])
 
 
-def _function(name: str, body: Any, inputs: list[str], attributes: list[str], opset: int) -> ir.Function:
+def local_function(
+    domain: str, name: str, body: Callable[..., Any], opset: int, attributes: Sequence[str] = ()
+) -> ir.Function:
+    """Return `body` as a function of an ONNX file, with integer `attributes`.
+
+    The first parameter of `body` are the operators. The others name the function's inputs.
+    """
+    values = [ir.Value(name=parameter) for parameter in [*signature(body).parameters][1:]]
     declared = [ir.Attr(attribute, ir.AttributeType.INT, None) for attribute in attributes]
-    values = [ir.Value(name=value) for value in inputs]
-    return build_function(body, values, domain=DOMAIN, name=name, attributes=declared, opset_imports={"": opset})
+    return build_function(body, values, domain=domain, name=name, attributes=declared, opset_imports={"": opset})

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget
 from sinkprune.export.graph import Dim, Graph
-from sinkprune.export.pruning.functions import cosines, unit_rows
+from sinkprune.export.pruning.functions import cosines, gathered, unit_rows
 from sinkprune.export.pruning.plan import PlanFacts
 from sinkprune.export.pruning.shares import TokenCount, as_vector, rows_kept
 
@@ -50,7 +50,7 @@ def new_sanitizer(facts: PlanFacts, kept: Budget) -> tuple[Graph, TowerValues]:
 def output_tokens(graph: Graph, facts: PlanFacts, kept: Budget, features: TowerValues, index: ir.Value) -> None:
     """Output the tokens `index` [G,n0], or [1,n0] for all groups alike, in this order."""
     index = in_every_group(graph, features, index)
-    output_rows(graph, facts, kept, gather_rows(graph, features.rows, index), index)
+    output_rows(graph, facts, kept, gathered(graph.op, features.rows, index), index)
 
 
 def output_rows(
@@ -74,11 +74,6 @@ def in_every_group(graph: Graph, features: TowerValues, index: ir.Value) -> ir.V
     """Return `index` [1,K] or [G,K] as [G,K]."""
     op = graph.op
     return op.Expand(index, op.Concat(op.Slice(_sizes(graph, features), [0], [1]), [1], axis=0))
-
-
-def gather_rows(graph: Graph, rows: ir.Value, index: ir.Value) -> ir.Value:
-    """Return [G,K,D]: the rows `index` of `rows` [G,N,D]."""
-    return graph.op.GatherND(rows, graph.op.Unsqueeze(index, [-1]), batch_dims=1)
 
 
 def largest(graph: Graph, values: ir.Value, count: TokenCount) -> ir.Value:

@@ -10,21 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx_ir as ir
-from onnxscript import build_function
 
+from sinkprune.contract.budgets import Budget
 from sinkprune.export.graph import Graph
+from sinkprune.export.pruning.functions import local_function
+from sinkprune.export.pruning.plan import PlanFacts
 from sinkprune.export.pruning.sanitizer import ascending, places
 from sinkprune.export.pruning.shares import TokenCount, as_vector
 
 DOMAIN = "sinkprune.rounds"
-
-
-def round_function(
-    name: str, body: Callable[..., Sequence[ir.Value]], inputs: Sequence[str], opset: int
-) -> ir.Function:
-    """Return a round: `body`, given operators and the values `inputs`, as a local function of `DOMAIN`."""
-    values = [ir.Value(name=value) for value in inputs]
-    return build_function(body, values, domain=DOMAIN, name=name, opset_imports={"": opset})
 
 
 def best_token(op: Any, gain: ir.Value, tolerance: ir.Value | float) -> ir.Value:
@@ -37,24 +31,25 @@ def best_token(op: Any, gain: ir.Value, tolerance: ir.Value | float) -> ir.Value
     return index
 
 
-def row_of(op: Any, matrix: ir.Value, index: ir.Value) -> ir.Value:
-    """Return [G,1,R]: the row `index` [G,1] of `matrix` [G,N,R]."""
-    return op.GatherND(matrix, op.Unsqueeze(index, [-1]), batch_dims=1)
-
-
 def chosen_in_rounds(
+    facts: PlanFacts,
+    kept: Budget,
     graph: Graph,
-    function: ir.Function,
-    most: int,
+    name: str,
+    body: Callable[..., Sequence[ir.Value]],
     fixed: Sequence[ir.Value],
     state: Sequence[ir.Value],
     count: Callable[[], TokenCount],
 ) -> ir.Value:
-    """Return [G,count]: the first `count` of the tokens that `most` rounds choose, in ascending order.
+    """Return [G,count]: the first `count` of the tokens that as many rounds as `kept` needs choose, ascending.
 
-    A round takes the numbers of the tokens [N], the values `fixed` and the `state`, the last of which is [G,N]. It
-    returns the token [G,1] and the new state.
+    A round is the function `name`. Its `body` takes the operators, the numbers of the tokens [N], the values `fixed`
+    and the `state`, the last of which is [G,N]. It returns the token [G,1] and the new state. Raises `BudgetError`
+    for too many rounds.
     """
+    most = facts.most_counts(kept).kept
+    facts.check_rounds(most)
+    function = local_function(DOMAIN, name, body, facts.dialect.OPSET)
     op, place, chosen = graph.op, places(graph, state[-1]), []
     for _ in range(most):
         index, *state = op.call(function, place, *fixed, *state)

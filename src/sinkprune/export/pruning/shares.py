@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget, Share
-from sinkprune.export.graph import Dim, Graph
+from sinkprune.export.graph import Dim
 from sinkprune.export.pruning.plan import PlanFacts
 
 TokenCount = int | ir.Value
@@ -41,9 +41,9 @@ def sanitizer_counts(op: Any, facts: PlanFacts, kept: Budget, norms: ir.Value) -
         return SanitizerCounts(counts.reserve, counts.diverse, facts.tokens - counts.outliers - counts.reserve)
     tokens = op.Shape(norms, start=1, end=2)
     low = op.Sub(tokens, outlier_count(op, tokens, [kept.outlier_per_mille])) if kept.remove_outliers else tokens
-    reserve = op.Min(_share(op, tokens, kept.reserve), low)
+    reserve = op.Min(share_of(op, tokens, kept.reserve), low)
     others = op.Sub(low, reserve)
-    return SanitizerCounts(reserve, op.Min(_share(op, tokens, kept.diverse), others), others)
+    return SanitizerCounts(reserve, op.Min(share_of(op, tokens, kept.diverse), others), others)
 
 
 def rows_kept(facts: PlanFacts, kept: Budget) -> Dim:
@@ -62,21 +62,7 @@ def of_all_groups(kept: int | Share, facts: PlanFacts) -> int | Share:
     return Share(kept, facts.nominal_tokens) if isinstance(kept, int) and facts.groups > 1 else kept
 
 
-def surviving(graph: Graph, rows: ir.Value, kept: int | Share, tokens: Dim) -> ir.Value:
-    """Return [1] int64: the number of an image's visual `rows` [V] that survive a stage that keeps `kept`.
-
-    A share is of all G*N tokens of the image. Their number is the shape of the input `norms` [G,`tokens`], which is
-    declared here.
-    """
-    op = graph.op
-    if isinstance(kept, Share):
-        norms = graph.input("norms", ["G", tokens], ir.DataType.FLOAT)
-        most = _share(op, op.Mul(op.Shape(norms, start=0, end=1), op.Shape(norms, start=1, end=2)), kept)
-    # If K_s >= V, every visual row survives.
-    return op.Min(op.Shape(rows), most if isinstance(kept, Share) else [kept])
-
-
-def _share(op: Any, tokens: ir.Value, part: Share) -> ir.Value:
+def share_of(op: Any, tokens: ir.Value, part: Share) -> ir.Value:
     """Return `part` of `tokens` [1] int64, rounded as in `Share.of`."""
     if part.numerator == 0:
         return op.Mul(tokens, [0])

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from sinkprune.contract.budgets import Share
 from sinkprune.contract.plans import MAX_TOP_K
 from sinkprune.export.graph import Dim, Graph
-from sinkprune.export.pruning.shares import surviving
+from sinkprune.export.pruning.shares import share_of
 
 _FLOAT = ir.DataType.FLOAT
 _INT64 = ir.DataType.INT64
@@ -30,11 +30,15 @@ SelectionRule = Callable[[Graph, ir.Value], Survivors]
 
 
 def best_of_one_image(kept: int | Share, tokens: Dim = "N") -> SelectionRule:
-    """Return a choice of the `kept` best of one image. A share is of the tokens of `norms` [G,`tokens`]."""
+    """Return a choice of the `kept` best of one image. A share is of all G*N tokens of `norms` [G,`tokens`]."""
 
     def choose(graph: Graph, scores: ir.Value) -> Survivors:
         op = graph.op
-        count = surviving(graph, scores, kept, tokens)
+        if isinstance(kept, Share):
+            norms = graph.input("norms", ["G", tokens], _FLOAT)
+            most = share_of(op, op.Mul(op.Shape(norms, start=0, end=1), op.Shape(norms, start=1, end=2)), kept)
+        # If K_s >= V, every visual row survives.
+        count = op.Min(op.Shape(scores), most if isinstance(kept, Share) else [kept])
         _, index = op.TopK(scores, count, axis=-1, largest=1, sorted=1, _outputs=2)
         nobody = op.Expand(0, op.Shape(scores))
         return Survivors(op.ScatterElements(nobody, index, op.Expand(1, op.Shape(index)), axis=0), count)

@@ -158,34 +158,24 @@ def dequantised(
     shapes = {matrix.name: (dtype, codes), f"{matrix.name}.scale": (graph.precision.onnx, each)}
     if form == "uint4":
         shapes[f"{matrix.name}.zero"] = (dtype, each)
-    arrays = _ReadTogether(read)
-    operands = [
-        graph.stored(name, of_type, shape, partial(arrays.tensor, place, of_type, shape))
-        for place, (name, (of_type, shape)) in enumerate(shapes.items())
-    ]
+    waiting: dict[str, Array] = {}
+
+    def tensor(name: str) -> ir.TensorProtocol:
+        """Return one of the arrays that a call reads. Each is released when it is written, in any order."""
+        if name not in waiting:
+            waiting.update(zip(shapes, read(), strict=True))
+        array, (of_type, shape) = waiting.pop(name), shapes[name]
+        if of_type in (ir.DataType.INT4, ir.DataType.UINT4):
+            # Two codes in a byte
+            return ir.PackedTensor(packed(array), of_type, shape=ir.Shape(shape))
+        return ir.Tensor(array.reshape(shape))
+
+    operands = [graph.stored(name, *described, partial(tensor, name)) for name, described in shapes.items()]
     axes: dict[str, int] = {"axis": 1} if block is None else {"axis": 0, "block_size": block}
     floats: ir.Value = graph.op.DequantizeLinear(*operands, **axes)
     # Not every opset infers them, and dialects need shapes.
     floats.shape, floats.type = operands[0].shape, ir.TensorType(graph.precision.onnx)
     return floats
-
-
-class _ReadTogether:
-    """Weights that one call reads. Each array is released when it is written, and the order of writing is free."""
-
-    def __init__(self, read: Callable[[], Sequence[Array]]) -> None:
-        self._read = read
-        self._waiting: dict[int, Array] = {}
-
-    def tensor(self, place: int, dtype: ir.DataType, shape: Sequence[int]) -> ir.TensorProtocol:
-        """Return the array `place` of those that the call returns, as a tensor of `dtype` and `shape`."""
-        if place not in self._waiting:
-            self._waiting = dict(enumerate(self._read()))
-        array = self._waiting.pop(place)
-        if dtype in (ir.DataType.INT4, ir.DataType.UINT4):
-            # Two codes in a byte
-            return ir.PackedTensor(packed(array), dtype, shape=ir.Shape(shape))
-        return ir.Tensor(array.reshape(shape))
 
 
 def concatenated(parts: Sequence[Array]) -> Array:
