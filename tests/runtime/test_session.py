@@ -16,6 +16,7 @@ from sinkprune.contract.precision import WeightsName
 from sinkprune.runtime.backends import Engine
 from sinkprune.runtime.steps import prefix_cache
 from sinkprune.runtime.steps.prefix_cache import (
+    LeadKey,
     PrefixCache,
     StoredRows,
 )
@@ -251,10 +252,10 @@ def test_a_cache_counts_what_it_holds() -> None:
     cache = PrefixCache(100)
     tower: object = object()
     for number, size in enumerate([40, 40, 101, 40, 10]):
-        cache.put_tower(bytes([number]), tower, size)  # type: ignore[arg-type]
+        cache.put(bytes([number]), tower, size)
         assert cache.nbytes == [40, 80, 80, 80, 90][number]
     assert [cache.tower(bytes([number])) is tower for number in range(5)] == [False, True, False, True, True]
-    cache.put_tower(bytes([1]), tower, 101)  # type: ignore[arg-type]
+    cache.put(bytes([1]), tower, 101)
     assert cache.nbytes == 50 and cache.tower(bytes([1])) is None
 
 
@@ -263,7 +264,12 @@ def test_the_bytes_of_the_text_before_a_picture(
     budget: str, pipe: Pipeline, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put: list[tuple[Sequence[StoredRows], int]] = []
-    monkeypatch.setattr(PrefixCache, "put_lead", lambda _self, _key, lead, nbytes: put.append((lead, nbytes)))
+
+    def noted(_cache: PrefixCache, key: object, value: Any, nbytes: int) -> None:
+        if isinstance(key, LeadKey):
+            put.append((value, nbytes))
+
+    monkeypatch.setattr(PrefixCache, "put", noted)
     answered(Session(pipe), photo, FIRST, budget=budget)
     ((lead, nbytes),) = put
     arrays = [array for stored in lead for array in stored.scored.values()]

@@ -62,12 +62,12 @@ class BudgetRun:
         if prefixes.stores(self.key, self.seen.prompt.texts[-1]):
             self.put_prefix(chain, prefixes)
         if self.new_lead:
-            prefixes.put_lead(self.lead_key, *lead_of(chain, len(self.lead_key.text), self.prefilled))
+            prefixes.put(self.lead_key, *lead_of(chain, len(self.lead_key.text), self.prefilled))
 
     def put_prefix(self, chain: Chain, prefixes: PrefixCache) -> None:
         """Store the rows before the first select."""
         plan, text = self.choice.schedule.plan, self.seen.prompt.texts[-1]
-        prefixes.put_prefix(self.key, *prefix_of(chain, plan, self.rows, self.encoded, text, self.prefilled))
+        prefixes.put(self.key, *prefix_of(chain, plan, self.rows, self.encoded, text, self.prefilled))
 
 
 def run_budget(

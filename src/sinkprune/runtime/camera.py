@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import numpy as np
 
@@ -17,7 +18,7 @@ Read = Callable[[], Array | tuple[bool, Array | None] | None]
 """Waits for the next frame and returns a uint8 [height,width,3] array, alone or after a flag; None at the end."""
 
 
-class Camera:
+class Camera(Iterator[Array], AbstractContextManager["Camera"]):
     """Iterator over the newest frames of a source, for readers that are slower; stale frames are dropped.
 
         with Camera(cv2.VideoCapture(0).read, order="bgr") as camera:
@@ -48,10 +49,6 @@ class Camera:
         self._thread = threading.Thread(target=self._run, name="sinkprune camera", daemon=True)
         self._thread.start()
 
-    def __iter__(self) -> Iterator[Array]:
-        """Return the camera."""
-        return self
-
     def __next__(self) -> Array:
         """Return the newest frame that was not taken, as uint8 [height,width,3] in RGB; waits for one."""
         with self._changed:
@@ -70,10 +67,6 @@ class Camera:
         with self._changed:
             self._ended, self._frame = True, None
             self._changed.notify_all()
-
-    def __enter__(self) -> Camera:
-        """Return the camera."""
-        return self
 
     def __exit__(self, *error: object) -> None:
         """Close the camera."""

@@ -79,7 +79,7 @@ def generate(
                 for (arrays, _), tower in zip(inputs, known, strict=True)
             ]
             for digest, tower in zip(digests, towers, strict=True):
-                prefixes.put_tower(digest, tower, tower.norms.size * chain.visual_token_bytes)
+                prefixes.put(digest, tower, tower.norms.size * chain.visual_token_bytes)
             reused_towers = sum(tower is not None for tower in known)
             del known, inputs
             seen = SeenPrompt(request, prompt, layouts, digests, towers)
@@ -105,7 +105,7 @@ def generate(
         with backend.turn:
             kept = run.kept(chain)
             run.store(chain, prefixes)
-        cache, cache_bytes = run.prefilled.cache, kv_bytes(chain, run.prefilled.cache)
+        cache, cache_bytes = run.prefilled.cache, kv_bytes(chain, run.prefilled.cache.lengths)
         layers = [length - prompt.text_tokens for length in run.prefilled.tokens_per_layer]
         if not isinstance(form, ChoiceTokens):
             # Embeddings take no memory while the answer is decoded.

@@ -37,23 +37,14 @@ class TokenFates:
     sink: Array
     salience: Array
     diversity: Array
+    kept: Array
+    """The tokens that the LLM received, without the sink."""
+    survived: Array
+    """The tokens that reached the last layer."""
     dropped_after: dict[int, Array]
     """By pruning layer: the tokens that its stage dropped."""
     sink_dropped_after: int | None
     """The layer of the stage that dropped the sink token, if one did."""
-
-    @property
-    def kept(self) -> Array:
-        """The tokens that the LLM received, without the sink."""
-        return self.salience | self.diversity
-
-    @property
-    def survived(self) -> Array:
-        """The tokens that reached the last layer."""
-        alive = self.kept.copy()
-        for dropped in self.dropped_after.values():
-            alive &= ~dropped
-        return alive
 
 
 def token_fates(kept: Kept) -> TokenFates:
@@ -77,8 +68,10 @@ def token_fates(kept: Kept) -> TokenFates:
         before = after
         if counts.sink and sink_dropped_after is None and not sink_rows[rows].any():
             sink_dropped_after = layer
-    alive, salience = alive.ravel(), salience.ravel()
-    return TokenFates(sink.ravel(), salience & alive, alive & ~salience, dropped_after, sink_dropped_after)
+    kept_all, salience = alive.ravel(), salience.ravel() & alive.ravel()
+    return TokenFates(
+        sink.ravel(), salience, kept_all & ~salience, kept_all, before, dropped_after, sink_dropped_after
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from PIL import Image
 
 from sinkprune.contract.errors import ImageError
 from sinkprune.jetson.bags.images import read_frame
-from sinkprune.runtime.media.images import had_16_bits
+from sinkprune.runtime.media.images import largest_of_16_bits
 from support.models.bags import COMPRESSED, IMAGE, START_NS, compressed_image, raw_image, typestore
 
 HEIGHT, WIDTH = 5, 7
@@ -54,7 +54,7 @@ def test_16_bits_are_divided_by_257_in_either_order_of_bytes(encoding: str, big:
     message = raw_image(DEEP.astype(">u2" if big else "<u2"), encoding, is_bigendian=int(big))
     expected = np.repeat(((DEEP.astype(np.uint32) + 128) // 257)[..., None], 3, 2)
     assert np.array_equal(pixels(message), expected)
-    assert had_16_bits(read_frame(IMAGE, data_of(message)).picture)
+    assert largest_of_16_bits(read_frame(IMAGE, data_of(message)).picture) is not None
 
 
 @pytest.mark.parametrize(("encoding", "given"), [("bgr8", RGB[..., ::-1]), ("mono16", DEEP)])

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from sinkprune import DividedPictureWarning, Pipeline
-from sinkprune.runtime.media.images import had_16_bits, read_image, read_image_bytes, to_rgb
+from sinkprune.runtime.media.images import largest_of_16_bits, read_image, read_image_bytes, to_rgb
 from sinkprune.runtime.steps.picture_warnings import notes_on
 from support.programs.commands import run
 
@@ -68,9 +68,9 @@ def test_a_bright_picture_hides_no_dark_one(bundle: Callable[..., Path]) -> None
 def test_pictures_of_8_bits_were_not_scaled(depth: Path, tmp_path: Path) -> None:
     grey = tmp_path / "grey.png"
     Image.new("L", (4, 4), 9).save(grey)
-    assert not had_16_bits(read_image(grey))
+    assert largest_of_16_bits(read_image(grey)) is None
     with Image.open(depth) as opened:
-        assert had_16_bits(to_rgb(opened)) and had_16_bits(read_image(depth))
+        assert None not in (largest_of_16_bits(to_rgb(opened)), largest_of_16_bits(read_image(depth)))
 
 
 def png_of_16_bits(values: np.ndarray, colours: int) -> bytes:
@@ -123,7 +123,7 @@ def test_colour_of_16_bits_is_noted_where_it_is_nearly_black(kind: str) -> None:
         data = files_in_colour(20, most)[kind]
         with Image.open(io.BytesIO(data)) as opened:
             for image in (read_image_bytes(data), to_rgb(opened)):
-                assert had_16_bits(image) == noted
+                assert (largest_of_16_bits(image) is not None) == noted
                 (text,) = notes_on([image]) or [""]
                 assert (f"The largest value is now {np.asarray(image).max()} of 255." in text) == noted
 

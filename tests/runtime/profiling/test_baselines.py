@@ -66,7 +66,7 @@ def test_baselines_run_in_the_same_rounds(varied: Path, photo: Image.Image) -> N
     rounds.measure(2, 0, order.append)
     report = rounds.report()
     assert order == ["none", *["prune-88.9"] * 3, *["prune-88.9"] * 3, "none"]
-    assert (report.method, rounds.rows, list(report.budgets)) == ("sinkpruner", 4, ["none", "prune-88.9"])
+    assert (report.method, rounds.kinds, list(report.budgets)) == ("sinkpruner", 4, ["none", "prune-88.9"])
     assert {name: list(each) for name, each in report.baselines.items()} == {
         name: ["prune-88.9"] for name in METHODS[1:]
     }

@@ -14,7 +14,7 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import Limits
 from sinkprune.contract.errors import PromptError
 from sinkprune.contract.manifest import Manifest
-from sinkprune.runtime.steps.context_length import RequestLength, check_length, check_picture_count, too_long_error
+from sinkprune.runtime.steps.context_length import check_length, check_picture_count, too_long_error
 from sinkprune.runtime.steps.request import new_request
 from support.models.clips import VIDEO_BUDGETS, frames
 from support.references.picture_prompts import BUDGETS
@@ -24,29 +24,29 @@ from support.references.steps import QUESTION
 @pytest.mark.parametrize(
     ("length", "kept", "said"),
     [
-        (RequestLength(100, 600, 400, 1024), {"a": 300, "b": 500, "c": 600}, "324 new tokens. Budget 'b' keeps 500"),
+        ((100, 600, 400, 1024), {"a": 300, "b": 500, "c": 600}, "324 new tokens. Budget 'b' keeps 500"),
         (
-            RequestLength(100, 1000, 24, 1024),
+            (100, 1000, 24, 1024),
             {"a": 300, "b": 500},
             "positions. Shorten the prompt. Budget 'b' keeps 500",
         ),
         (
-            RequestLength(20, 2000, 504, 1024),
+            (20, 2000, 504, 1024),
             {"a": 600, "b": 800},
             "'a' keeps fewest, 600 visual tokens, .* 500. Smaller!$",
         ),
         (
-            RequestLength(300, 2000, 224, 1024),
+            (300, 2000, 224, 1024),
             {"a": 600},
             "600 visual tokens, .* 500. Smaller! Or shorten the prompt.$",
         ),
-        (RequestLength(2000, 50, 4, 1024), {"a": 30}, "1024 positions. Shorten the prompt.$"),
-        (RequestLength(100, 1000, 24, 1024), {}, "1024 positions. Shorten the prompt.$"),
+        ((2000, 50, 4, 1024), {"a": 30}, "1024 positions. Shorten the prompt.$"),
+        ((100, 1000, 24, 1024), {}, "1024 positions. Shorten the prompt.$"),
     ],
 )
-def test_what_would_fit_is_said(length: RequestLength, kept: dict[str, int], said: str) -> None:
+def test_what_would_fit_is_said(length: tuple[int, int, int, int], kept: dict[str, int], said: str) -> None:
     with pytest.raises(PromptError, match=said):
-        raise too_long_error(length, kept, "Smaller!")
+        raise too_long_error(*length, kept, "Smaller!")
 
 
 @pytest.mark.parametrize(

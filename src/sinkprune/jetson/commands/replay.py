@@ -33,11 +33,10 @@ from sinkprune.runtime.commands.form_options import FormOptions, add_form_option
 from sinkprune.runtime.commands.memory import check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.loading import check_kind
-from sinkprune.runtime.media.images import NEARLY_BLACK
+from sinkprune.runtime.media.images import NEARLY_BLACK, largest_of_16_bits
 from sinkprune.runtime.overlay import overlay, picture_bytes
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.profile import model_name
-from sinkprune.runtime.steps.picture_warnings import largest_of_16_bits
 from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS, check_texts
 
 _SUFFIX = ".mcap"

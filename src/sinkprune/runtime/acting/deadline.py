@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.format_value import counted
@@ -42,41 +42,33 @@ class ChosenChunk:
     reason: str
 
 
+@dataclass
 class ChunkDeadline:
     """The deadline of one chunk: it chooses a budget and a number of steps, and reports whether they were in time."""
 
-    _chosen: ChosenChunk
-
-    def __init__(
-        self,
-        costs: ActionCosts,
-        history: RequestHistory,
-        *,
-        began: float,
-        deadline_ms: float,
-        budget: str,
-        most_steps: int,
-        least_steps: int,
-        frames: int,
-    ) -> None:
-        """Count `deadline_ms` from `began`, a time of `time.perf_counter`. `frames` are the cameras with a frame.
-
-        The others are those of `choose_chunk`.
-        """
-        self._costs, self._history, self._began, self._deadline_ms = costs, history, began, deadline_ms
-        self._frames = frames
-        self._budget, self._most_steps, self._least_steps = budget, most_steps, least_steps
+    costs: ActionCosts
+    history: RequestHistory
+    _: KW_ONLY
+    began: float
+    """The time of `time.perf_counter` from which `deadline_ms` count."""
+    frames: int
+    """The number of cameras with a frame."""
+    deadline_ms: float
+    budget: str
+    most_steps: int
+    least_steps: int
+    _chosen: ChosenChunk = field(init=False)
 
     def choose(self, text: int) -> BudgetAndSteps:
         """Choose for a prompt with so many text tokens; called when the vision tower is done."""
         chosen = choose_chunk(
-            self._costs.of_chunk(text, self._frames),
-            self._history.slower,
+            self.costs.of_chunk(text, self.frames),
+            self.history.slower,
             spent_ms=self._elapsed(),
-            deadline_ms=self._deadline_ms,
-            budget=self._budget,
-            most_steps=self._most_steps,
-            least_steps=self._least_steps,
+            deadline_ms=self.deadline_ms,
+            budget=self.budget,
+            most_steps=self.most_steps,
+            least_steps=self.least_steps,
         )
         self._chosen = chosen
         return BudgetAndSteps(chosen.budget, chosen.steps)
@@ -89,24 +81,24 @@ class ChunkDeadline:
         """
         measured, chosen = self._elapsed(), self._chosen
         if comparable:
-            self._history.add(chosen.usual, measured - chosen.spent_ms - step_ms, step_ms, chosen.steps)
+            self.history.add(chosen.usual, measured - chosen.spent_ms - step_ms, step_ms, chosen.steps)
         return ActionDeadline(
-            deadline_ms=self._deadline_ms,
+            deadline_ms=self.deadline_ms,
             budget=chosen.budget,
             steps=chosen.steps,
             reason=chosen.reason,
             can_meet=chosen.can_meet,
-            met=measured <= self._deadline_ms,
+            met=measured <= self.deadline_ms,
             expected_ms=chosen.expected_ms,
             measured_ms=measured,
             slower=chosen.slower,
-            costs_age_s=self._costs.age_s,
-            costs_load=self._costs.load,
+            costs_age_s=self.costs.age_s,
+            costs_load=self.costs.load,
         )
 
     def _elapsed(self) -> float:
         """Milliseconds since `act` was called."""
-        return (time.perf_counter() - self._began) * 1e3
+        return (time.perf_counter() - self.began) * 1e3
 
 
 def choose_chunk(

@@ -11,7 +11,7 @@ from sinkprune.contract.flops import expert_flops, prefix_flops
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.steps.answer import Kept
+from sinkprune.runtime.steps.answer import DeadlineOutcome, Kept
 
 PARTS = ("preprocess", "vision", "sanitizer", "projector", "prefill", "select", "expert", "rest", "latency")
 """The timed parts of a chunk. `select` is part of `prefill`. All others add up to `latency`, the time from decoded
@@ -38,7 +38,7 @@ class ActionFlops:
 
 
 @dataclass(frozen=True)
-class ActionDeadline:
+class ActionDeadline(DeadlineOutcome):
     """How a chunk met or missed its deadline. Milliseconds count from the call of `act`, with reading frames.
 
     `met`: the chunk took at most `deadline_ms`. `can_meet`: it was expected to, when `budget` and `steps` were
@@ -46,27 +46,10 @@ class ActionDeadline:
     margin. docs/json-act.md explains each field.
     """
 
-    deadline_ms: float
-    budget: str
-    """The chosen budget, which is the one that ran."""
     steps: int
     """The chosen number of denoising steps."""
-    reason: str
-    """Why they were chosen, in words."""
-    can_meet: bool
-    """Whether a chunk was expected in time at all."""
-    met: bool
-    """Whether the chunk was complete in time."""
     expected_ms: float
-    """The expected time of the chunk."""
-    measured_ms: float
-    """Its measured time."""
-    slower: float
-    """The factor by which recent chunks were slower than the machine's costs, with a margin."""
-    costs_age_s: float | None
-    """Seconds since the costs were measured; None if their time is unknown."""
-    costs_load: float | None
-    """The share of processor time that other programs took meanwhile; None if it is unknown."""
+    """When the chunk was expected, predicted when budget and steps were chosen."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,18 +89,11 @@ class ActionReport:
         The keys are those of a chunk of `sinkprune-act --json`, without `cameras`.
         """
         return {
-            "budget": self.budget,
-            "steps": self.steps,
+            **{name: to_json(value) for name, value in vars(self).items() if name not in ("method", "images")},
             "actions": self.actions.tolist(),
-            "prompt_tokens": self.prompt_tokens,
-            "visual_tokens": self.visual_tokens,
-            "tokens_per_layer": self.tokens_per_layer,
-            "ms": dict(self.ms),
-            "step_ms": self.step_ms,
             "rate_hz": 1e3 / self.ms["latency"],
             "flops": {**vars(self.flops), "total": self.flops.total},
             "kept": [kept.as_json() for kept in self.images],
-            "deadline": to_json(self.deadline),
         }
 
 

@@ -5,27 +5,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import numpy as np
 
 from sinkprune.contract.precision import Array
 
 
-class RowRun(NamedTuple):
-    """Rows that are adjacent in their tensor and in the new order."""
+def row_runs(lengths: Sequence[int], order: Array) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the runs of `order` [S] int64, which numbers rows through tensors of these `lengths`.
 
-    part: int
-    """The tensor they come from."""
-    first: int
-    """Their first row in it."""
-    length: int
-    place: int
-    """Their first row in the new order."""
-
-
-def row_runs(lengths: Sequence[int], order: Array) -> Iterator[RowRun]:
-    """Yield the runs of `order` [S] int64, which numbers rows through tensors of these `lengths`."""
+    A run is rows that are adjacent in their tensor and in the new order: the number of the tensor, their first row in
+    it, how many they are, and their first row in the new order.
+    """
     starts = [0, *accumulate(lengths)]
     breaks = np.flatnonzero(order[1:] != order[:-1] + 1) + 1
     for place, end in pairwise([0, *breaks.tolist(), len(order)]):
@@ -33,7 +24,7 @@ def row_runs(lengths: Sequence[int], order: Array) -> Iterator[RowRun]:
             row = int(order[place])
             part = bisect_right(starts, row) - 1
             length = min(end - place, starts[part + 1] - row)
-            yield RowRun(part, row - starts[part], length, place)
+            yield part, row - starts[part], length, place
             place += length
 
 

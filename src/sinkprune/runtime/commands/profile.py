@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None) -> None:
     with maybe_measuring(options, sensor) as meter:
         if camera is None:
             run = ProfileRounds(pipeline, prompts[0], prompt, planned, warm=options.warm, meter=meter, **common)
-            measure, runs = partial(run.measure, repeat, options.warmup), run.rows * (options.warmup + repeat)
+            measure, runs = partial(run.measure, repeat, options.warmup), run.kinds * (options.warmup + repeat)
         else:
             run = RateRun(pipeline, prompts, prompt, planned, camera, meter=meter, **common)
             measure, runs = partial(run.measure, options.warmup), len(planned) * camera.frames

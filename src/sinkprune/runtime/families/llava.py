@@ -6,7 +6,6 @@ from copy import copy
 from dataclasses import replace
 
 import numpy as np
-from PIL import Image
 
 from sinkprune.contract.flops import vit_flops
 from sinkprune.contract.layout import VisualLayout
@@ -23,6 +22,7 @@ from sinkprune.runtime.processors.torchvision_resize import PixelSize
 class Llava(SquarePictures):
     """The image side of a LLaVA-1.5 bundle."""
 
+    _processor: SquareProcessor
     no_video = "this bundle takes no video: its model is made for images. Give images, or another bundle."
 
     def __init__(self, manifest: Manifest) -> None:
@@ -36,9 +36,6 @@ class Llava(SquarePictures):
         other = copy(self)
         other._processor = self._processor.fitted(fit, self._tower.image_size)
         return other
-
-    def _pixels(self, image: Image.Image) -> Array:
-        return self._processor(image)[None]
 
     def _layout(self, size: PixelSize) -> VisualLayout:
         area = self._processor.source_box(size)

@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 import numpy as np
-from PIL import Image
 
 from sinkprune.contract.flops import vit_flops
 from sinkprune.contract.image_settings import LeRobotResize
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.precision import Array
 from sinkprune.contract.towers import SiglipTower
 from sinkprune.runtime.families.square_pictures import SquarePictures
 from sinkprune.runtime.media.fits import Fit
@@ -25,6 +23,7 @@ from sinkprune.runtime.processors.torchvision_resize import PixelSize
 class Pi0(SquarePictures):
     """The image side of a pi0 bundle. A picture is the frame of a camera, in one group of tokens."""
 
+    _processor: PaddedProcessor | ResizeWithPad
     no_video = "a policy takes no video: it acts on the last frame of each camera. Give images."
 
     def __init__(self, manifest: Manifest) -> None:
@@ -35,9 +34,6 @@ class Pi0(SquarePictures):
     def fitted(self, fit: Fit) -> Pi0 | None:
         """Return None: policies are trained with one way to turn pictures into squares."""
         return None
-
-    def _pixels(self, image: Image.Image) -> Array:
-        return self._processor(image)[None]
 
     def _layout(self, size: PixelSize) -> VisualLayout:
         tokens = np.arange(self._tower.tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 
 from PIL import Image
 
@@ -24,6 +25,7 @@ class SquarePictures(Family):
     between_rows: str | None = None
     no_video: str
     """Why the family takes no video."""
+    _processor: Callable[[Image.Image], Array]
 
     def __init__(self, manifest: Manifest, tower: SquareTower) -> None:
         """Take the bundle's `tower`; raises `BundleError` if it has other than one token for each patch."""
@@ -66,9 +68,9 @@ class SquarePictures(Family):
         """Return no dimensions, because every image has the same size."""
         return {}
 
-    @abstractmethod
     def _pixels(self, image: Image.Image) -> Array:
         """Return [G,3,image_size,image_size] fp32."""
+        return self._processor(image)[None]
 
     @abstractmethod
     def _layout(self, size: PixelSize) -> VisualLayout:

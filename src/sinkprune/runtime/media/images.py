@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -58,19 +58,10 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
     return _read(path, _decoded)
 
 
-class ImageHeader(NamedTuple):
-    """What an image file tells before its pixels are decoded."""
+def read_header(path: str | os.PathLike[str]) -> tuple[int, bool]:
+    """Return how many frames or pages an image file has, and whether a channel has more than 8 bits.
 
-    frames: int
-    """The number of frames or pages."""
-    wide: bool
-    """Whether a channel has more than 8 bits."""
-
-
-def read_header(path: str | os.PathLike[str]) -> ImageHeader:
-    """Return the header of an image file.
-
-    Raises `ImageError` as `read_image` does, but not for what only decoding finds.
+    Decodes no pixels. Raises `ImageError` as `read_image` does, but not for what only decoding finds.
     """
     return _read(path, _header)
 
@@ -145,16 +136,15 @@ def to_rgb(image: Image.Image | Array) -> Image.Image:
         return _with_facts(found, frames, wide)
 
 
-def had_16_bits(image: Image.Image) -> bool:
-    """Return whether `read_image` or `to_rgb` scaled this image from 16 bits a channel to 8.
+def largest_of_16_bits(image: Image.Image) -> int | None:
+    """Return the largest value, of 255, of an image that `read_image` or `to_rgb` scaled from 16 bits a channel.
 
-    Of images in colour it is true for those that are nearly black now.
+    None for any other. Of those in colour only images that are nearly black now count.
     """
-    return _HAD_16_BITS in image.info
+    return _largest_value(image) if _HAD_16_BITS in image.info else None
 
 
-def largest_value(image: Image.Image) -> int:
-    """Return the largest value of all channels of an RGB image."""
+def _largest_value(image: Image.Image) -> int:
     return max(int(most) for _, most in cast(Any, image).getextrema())
 
 
@@ -175,10 +165,9 @@ def _decoded(file: BinaryIO) -> Image.Image:
         return _with_facts(found, count_frames(image), wide)
 
 
-def _header(file: BinaryIO) -> ImageHeader:
-    """Return the header of an open file; raises as `_decoded` does."""
+def _header(file: BinaryIO) -> tuple[int, bool]:
     with _damage_as_error(), Image.open(file, formats=FORMATS) as image:
-        return ImageHeader(count_frames(image), _has_wide_channels(image) or image.mode in _MODES_OF_16_BITS)
+        return count_frames(image), _has_wide_channels(image) or image.mode in _MODES_OF_16_BITS
 
 
 def _has_wide_channels(image: Image.Image) -> bool:
@@ -198,9 +187,9 @@ def _has_wide_channels(image: Image.Image) -> bool:
 
 
 def _with_facts(image: Image.Image, frames: int, wide: bool) -> Image.Image:
-    """Return the RGB `image` with its `frame_count`, and whether it `had_16_bits`. Others stay equal to arrays."""
+    """Return the RGB `image` with its `frame_count`, and whether it had 16 bits. Others stay equal to arrays."""
     note_frames(image, frames)
-    if wide and largest_value(image) < NEARLY_BLACK:
+    if wide and _largest_value(image) < NEARLY_BLACK:
         image.info[_HAD_16_BITS] = True
     return image
 

@@ -97,10 +97,7 @@ class SquareProcessor:
         """Return the central crop. A smaller image is padded with zeros."""
         crop = self._settings["crop_size"]
         height, width = crop["height"], crop["width"]
-        padded = np.zeros((max(height, pixels.shape[0]), max(width, pixels.shape[1]), 3), pixels.dtype)
-        top = -(-(padded.shape[0] - pixels.shape[0]) // 2)
-        left = -(-(padded.shape[1] - pixels.shape[1]) // 2)
-        padded[top : top + pixels.shape[0], left : left + pixels.shape[1]] = pixels
-        top += (pixels.shape[0] - height) // 2
-        left += (pixels.shape[1] - width) // 2
-        return padded[max(0, top) : max(0, top) + height, max(0, left) : max(0, left) + width]
+        missing = (max(0, height - pixels.shape[0]), max(0, width - pixels.shape[1]), 0)
+        pixels = np.pad(pixels, [(-(-count // 2), count // 2) for count in missing])
+        top, left = (pixels.shape[0] - height) // 2, (pixels.shape[1] - width) // 2
+        return pixels[top : top + height, left : left + width]

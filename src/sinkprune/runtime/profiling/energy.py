@@ -38,20 +38,16 @@ def _uses(request: StageSpans, curve: EnergyCurve) -> Mapping[str, _Use] | None:
     """Return the energy of each part of a request; None without readings."""
     (first,) = request.parts["ttft"]
     assert request.end is not None
-    whole = _use([Span(first.start, request.end)], curve)
-    if whole is None:
+    spans = {part: own for part, own in request.parts.items() if part in PARTS}
+    spans |= {"latency": [Span(first.start, request.end)], "per_token": [Span(first.end, request.end)]}
+    uses = {part: use for part, own in spans.items() if (use := _use(own, curve)) is not None}
+    if len(uses) < len(spans):
         return None
-    uses = {"latency": whole}
-    for part, spans in request.parts.items():
-        use = _use(spans, curve) if part in PARTS else None
-        if use is not None:
-            uses[part] = use
-    known, ttft = [uses[part] for part in OF_TTFT if part in uses], uses["ttft"]
+    known, ttft, later = [uses[part] for part in OF_TTFT if part in uses], uses["ttft"], uses.pop("per_token")
     rest = ttft.seconds - sum(use.seconds for use in known), ttft.joules - sum(use.joules for use in known)
     # The rest is many short stretches, without two readings in one of them.
     uses["rest"] = _Use(*rest, sampled_seconds=0.0)
-    later = _use([Span(first.end, request.end)], curve)
-    if request.tokens > 1 and later is not None:
+    if request.tokens > 1:
         uses["per_token"] = _Use(*(value / (request.tokens - 1) for value in later))
     return uses
 

@@ -58,10 +58,8 @@ class FrameClock:
         self._wait_until(start + self.duration)
 
     def _wait_until(self, moment: float) -> None:
-        left = moment - self.clock()
-        while left > 0:
+        while (left := moment - self.clock()) > 0:
             self.sleep(left)
-            left = moment - self.clock()
 
 
 def frame_clock(rate: float, duration: float) -> FrameClock:

@@ -38,12 +38,14 @@ class PeakMemory:
 
 
 class PeaksOfStages(Observer):
-    """The peak of resident memory of each stage of a request, while `watching` is True."""
+    """The peak of resident memory of a request, and of each of its stages while `watching` is True."""
 
     STAGES = ("vision", "sanitizer", "projector", "prefill", "decode")
 
     def __init__(self) -> None:
         self.watching = False
+        self.whole = PeakMemory()
+        """The peak of whole requests."""
         self._peaks = {stage: PeakMemory() for stage in self.STAGES}
 
     def during(self, part: str) -> AbstractContextManager[Any]:

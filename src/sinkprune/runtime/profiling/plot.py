@@ -107,16 +107,9 @@ def figure_bytes(figure: Any, suffix: str) -> bytes:
 
 def _widths(budget: BudgetReport, new_tokens: int) -> dict[str, float]:
     """Return the milliseconds of all parts, scaled to their median sum: medians of parts need not add up to it."""
-    widths, latency = {part: _width(budget, part, new_tokens) for part in _PARTS}, budget.ms["latency"]
-    scale = latency.median / sum(widths.values()) if latency else 1.0
+    ms = {part: spread.median if spread else 0.0 for part, spread in budget.ms.items()}
+    ms["decode"] = ms["per_token"] * (new_tokens - 1)
+    ms["prefill"] -= ms["select"]
+    widths = {part: ms[part] for part in _PARTS}
+    scale = ms["latency"] / sum(widths.values()) if ms["latency"] else 1.0
     return {part: scale * width for part, width in widths.items()}
-
-
-def _width(budget: BudgetReport, part: str, new_tokens: int) -> float:
-    """Return the milliseconds of a part: `prefill` without its selects, `decode` for all later tokens."""
-    if part == "decode":
-        per_token = budget.ms["per_token"]
-        return per_token.median * (new_tokens - 1) if per_token else 0.0
-    spread, select = budget.ms[part], budget.ms["select"]
-    width = spread.median if spread else 0.0
-    return width - (select.median if select else 0.0) if part == "prefill" else width

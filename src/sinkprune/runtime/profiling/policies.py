@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 
 from sinkprune.contract.budgets import UNPRUNED
@@ -21,7 +22,7 @@ from sinkprune.contract.reports.rows import Row, by_method, profile_rows
 from sinkprune.runtime.acting.report import ActionReport
 from sinkprune.runtime.policy import Policy
 from sinkprune.runtime.profiling.plot import stacked_bars
-from sinkprune.runtime.profiling.profile import REPEAT, WARMUP, engine_header
+from sinkprune.runtime.profiling.profile import Rounds, engine_header, ratio
 from sinkprune.runtime.steps.pictures import PictureLike
 
 _SEED = 0
@@ -30,11 +31,10 @@ Kind = tuple[Row, int]
 """A method at a budget, and a number of denoising steps."""
 
 
-class PolicyRounds:
-    """Chunks of `method` at all `budgets` and unpruned, at each number of `steps`, in rounds.
+class PolicyRounds(Rounds[Kind, ActionReport]):
+    """Chunks of `method` at all `budgets` and unpruned, at each number of `steps`. A bundle's `BASELINES` run too.
 
-    A bundle's `BASELINES` run too. An interrupt of `measure` leaves complete rounds. All chunks are of one moment:
-    `cameras`, `instruction` and `state` as `Policy.act` takes them.
+    All chunks are of one moment: `cameras`, `instruction` and `state` as `Policy.act` takes them.
     """
 
     def __init__(
@@ -48,61 +48,20 @@ class PolicyRounds:
         *,
         method: str,
     ) -> None:
-        self._policy, self._cameras, self._instruction, self._state = policy, cameras, instruction, state
-        self._method = method
-        rows = profile_rows(policy.bundle.manifest.plans, method, budgets)
-        self._kinds: list[Kind] = [*product(rows, dict.fromkeys(steps))]
-        self._first: ActionReport | None = None
-        self._rounds: list[dict[Kind, ActionReport]] = []
-        """The complete rounds that count."""
+        super().__init__(product(profile_rows(policy.bundle.manifest.plans, method, budgets), dict.fromkeys(steps)))
+        self._policy, self._method = policy, method
+        self._act = partial(policy.act, cameras, instruction, state, seed=_SEED)
 
-    @property
-    def count(self) -> int:
-        """The number of complete rounds, without warm-up."""
-        return len(self._rounds)
-
-    @property
-    def kinds(self) -> int:
-        """The number of chunks of a round."""
-        return len(self._kinds)
-
-    def measure(self, repeat: int, warmup: int, on_run: Callable[[str], None]) -> None:
-        """Run each kind of chunk once in `warmup` rounds that do not count, and in `repeat` rounds that count.
-
-        `on_run` is called with the budget before each chunk. Raises `UsageError`, and what `Policy.act` raises.
-        """
-        repeat, warmup = REPEAT.check(repeat), WARMUP.check(warmup)
-        for turn in range(-warmup, repeat):
-            # Rotate the order, so that a round's first chunk favours no kind.
-            shift = turn % len(self._kinds)
-            found = {}
-            for row, steps in [*self._kinds[shift:], *self._kinds[:shift]]:
-                on_run(row.budget)
-                found[row, steps] = self._run(row, steps)
-            if turn >= 0:
-                self._rounds.append(found)
-
-    def _run(self, row: Row, steps: int) -> ActionReport:
-        report = self._policy.act(
-            self._cameras,
-            self._instruction,
-            self._state,
-            budget=row.budget,
-            method=row.method,
-            steps=steps,
-            seed=_SEED,
-        )
-        self._first = self._first or report
-        return report
+    def _run(self, kind: Kind, turn: int, on_run: Callable[[str], None]) -> ActionReport:
+        row, steps = kind
+        on_run(row.budget)
+        return self._act(budget=row.budget, method=row.method, steps=steps)
 
     def report(self) -> PolicyReport:
         """Return the report of the complete rounds, one at least."""
         policy, first = self._policy, self._first
         runs = {kind: [found[kind] for found in self._rounds] for kind in self._kinds}
         any_run = self._rounds[0][self._kinds[0]]
-        head = engine_header(
-            policy.bundle.manifest, policy.backend, policy.load_ms, self._method, any_run.prompt_tokens
-        )
         of_row: dict[Row, dict[int, list[ActionReport]]] = {}
         for (row, steps), own in runs.items():
             of_row.setdefault(row, {})[steps] = own
@@ -110,7 +69,7 @@ class PolicyRounds:
         reports = by_method({row: _budget_report(own, unpruned) for row, own in of_row.items()})
         load_ms = policy.load_ms
         return PolicyReport(
-            **vars(head),
+            **vars(engine_header(policy, self._method, any_run.prompt_tokens)),
             cameras=len(any_run.images),
             actions=policy.facts.chunk,
             repeat=self.count,
@@ -127,7 +86,7 @@ def _budget_report(
     ms, base_ms = _spreads(runs), _spreads(unpruned)
     flops, base_flops = _flops(runs), _flops(unpruned)
     one = next(iter(runs.values()))[0]
-    speedup = PrefixAndStep(_ratio(base_ms["prefill"], ms["prefill"]), _ratio(base_ms["step"], ms["step"]))
+    speedup = PrefixAndStep(ratio(base_ms["prefill"], ms["prefill"]), ratio(base_ms["step"], ms["step"]))
     ideal = PrefixAndStep(base_flops.prefix / flops.prefix, base_flops.step / flops.step)
     return PolicyBudgetReport(
         visual_tokens=one.visual_tokens,
@@ -167,13 +126,9 @@ def _chunk_report(
         ms=ms,
         rate_hz=1e3 / ms.median,
         jitter_ms=ms.p95 - ms.median,
-        speedup=_ratio(base, ms),
+        speedup=ratio(base, ms),
         flops_speedup=flops_speedup,
     )
-
-
-def _ratio(slow: Spread, fast: Spread) -> float:
-    return slow.median / fast.median
 
 
 def plot_policy(report: PolicyReport, suffix: str) -> bytes:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.flops import decode_bytes, prefill_flops
-from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.reports.energy import BudgetEnergy
 from sinkprune.contract.reports.report import (
     PARTS,
@@ -27,9 +26,10 @@ from sinkprune.contract.reports.rows import Row, by_method, profile_rows
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.deadline.choices import runnable, scheduled_budget
 from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.policy import Policy
 from sinkprune.runtime.power.meter import EnergyMeter
 from sinkprune.runtime.profiling.energy import budget_energy
-from sinkprune.runtime.profiling.peak_memory import PeakMemory, PeaksOfStages
+from sinkprune.runtime.profiling.peak_memory import PeaksOfStages
 from sinkprune.runtime.profiling.stage_spans import StageSpans
 from sinkprune.runtime.session import Session
 from sinkprune.runtime.steps.answer import Answer
@@ -41,16 +41,66 @@ REPEAT = WholeNumber("repeat", 1, 100_000)
 WARMUP = WholeNumber("warmup", 0, 100_000)
 EARLIER = "Describe the picture."
 """The question that a session answers before a warm run."""
+Kind = TypeVar("Kind")
+Run = TypeVar("Run")
 
 
-class ProfileRounds:
-    """Runs of the unpruned engines and of `method` at all `budgets`, in rounds. A bundle's `BASELINES` run too.
+class Rounds(Generic[Kind, Run]):
+    """Runs of several kinds in rounds, each kind once a round. An interrupt of `measure` leaves complete rounds."""
 
-    An interrupt of `measure` leaves complete rounds.
+    def __init__(self, kinds: Iterable[Kind]) -> None:
+        self._kinds = list(kinds)
+        self._first: Run | None = None
+        self._rounds: list[dict[Kind, Run]] = []
+        """The complete rounds that count."""
+
+    @property
+    def count(self) -> int:
+        """The number of complete rounds, without warm-up."""
+        return len(self._rounds)
+
+    @property
+    def kinds(self) -> int:
+        """The number of runs of a round."""
+        return len(self._kinds)
+
+    def measure(self, repeat: int, warmup: int, on_run: Callable[[str], None]) -> None:
+        """Run each kind once in `warmup` rounds that do not count, and in `repeat` rounds that count.
+
+        `on_run` is called with the budget before each run. Raises `UsageError`, and what `Pipeline.generate` or
+        `Policy.act` raises.
+        """
+        repeat, warmup = REPEAT.check(repeat), WARMUP.check(warmup)
+        for turn in range(-warmup, repeat):
+            # Rotate the order, so that a round's first run favours no kind.
+            shift = turn % len(self._kinds)
+            found = {}
+            for kind in [*self._kinds[shift:], *self._kinds[:shift]]:
+                found[kind] = self._run(kind, turn, on_run)
+                self._first = self._first or found[kind]
+            if turn >= 0:
+                self._rounds.append(found)
+
+    def _run(self, kind: Kind, turn: int, on_run: Callable[[str], None]) -> Run:
+        raise NotImplementedError
+
+
+class _Run(NamedTuple):
+    """One run of one row."""
+
+    answer: Answer
+    spans: StageSpans | None
+    """None without a power sensor."""
+    warm_ttft: float | None
+    """Milliseconds; None if warm runs are not measured."""
+
+
+class ProfileRounds(Rounds[Row, _Run]):
+    """Runs of the unpruned engines and of `method` at all `budgets`. A bundle's `BASELINES` run too.
 
     Every answer has exactly `new_tokens`: stop tokens are ignored. With `warm`, each run is followed by the same
-    request in a new session that has answered `EARLIER`; raises `UsageError` for engines that `Session` rejects.
-    `meter` measures the joules of every run. If its sensor dies, later runs have none, and the report has the reason.
+    request in a new session that has answered `EARLIER`. `meter` measures the joules of every run. If its sensor
+    dies, later runs have none, and the report has the reason.
     """
 
     def __init__(
@@ -65,53 +115,26 @@ class ProfileRounds:
         warm: bool = False,
         meter: EnergyMeter | None = None,
     ) -> None:
+        """Check the requests; raises `UsageError`, also for `warm` with engines that `Session` rejects.
+
+        Raises what `Pipeline.generate` raises before it runs.
+        """
         if warm:
             Session(pipeline)
+        super().__init__(profile_rows(pipeline.bundle.manifest.plans, method, budgets))
         self._pipeline, self._image, self._prompt = pipeline, image, prompt
         self._method, self._new_tokens, self._warm, self._meter = method, new_tokens, warm, meter
-        self._memory = {row: _Memory() for row in profile_rows(pipeline.bundle.manifest.plans, method, budgets)}
-        self._first: Answer | None = None
-        self._rounds: list[dict[Row, _Run]] = []
-        """The complete rounds that count."""
+        self._memory = {row: PeaksOfStages() for row in self._kinds}
+        for each, own in by_method(self._memory).items():
+            check_budgets(pipeline, image, prompt, list(own), method=each, new_tokens=new_tokens)
 
-    @property
-    def count(self) -> int:
-        """The number of complete rounds, without warm-up."""
-        return len(self._rounds)
-
-    @property
-    def rows(self) -> int:
-        """The number of runs of a round."""
-        return len(self._memory)
-
-    def measure(self, repeat: int, warmup: int, on_run: Callable[[str], None]) -> None:
-        """Run each row once in `warmup` rounds that do not count, and in `repeat` rounds that count.
-
-        `on_run` is called with the row's budget before each run. Raises `UsageError`, and what `Pipeline.generate`
-        raises.
-        """
-        repeat, warmup = REPEAT.check(repeat), WARMUP.check(warmup)
-        rows = list(self._memory)
-        for method, budgets in by_method(self._memory).items():
-            check_budgets(
-                self._pipeline, self._image, self._prompt, list(budgets), method=method, new_tokens=self._new_tokens
-            )
-        for turn in range(-warmup, repeat):
-            # Rotate the order, so that a round's first run favours no row.
-            shift = turn % len(rows)
-            found = {}
-            for row in [*rows[shift:], *rows[:shift]]:
-                on_run(row.budget)
-                # In earlier rounds, and in the first of all without any, memory depends on the order of the rows.
-                self._memory[row].stages.watching = turn == 0
-                found[row] = self._run(row)
-            if turn >= 0:
-                self._rounds.append(found)
-
-    def _run(self, row: Row) -> _Run:
-        own, pipeline = self._memory[row], self._pipeline
-        spans = None if self._meter is None else StageSpans(pipeline.backend, also=own.stages)
-        with own.peak.watch():
+    def _run(self, row: Row, turn: int, on_run: Callable[[str], None]) -> _Run:
+        on_run(row.budget)
+        memory, pipeline = self._memory[row], self._pipeline
+        # In earlier rounds, and in the first of all without any, memory depends on the order of the rows.
+        memory.watching = turn == 0
+        spans = None if self._meter is None else StageSpans(pipeline.backend, also=memory)
+        with memory.whole.watch():
             answer = pipeline.generate(
                 self._image,
                 self._prompt,
@@ -119,17 +142,16 @@ class ProfileRounds:
                 method=row.method,
                 max_new_tokens=self._new_tokens,
                 min_new_tokens=self._new_tokens,
-                observer=spans or own.stages,
+                observer=spans or memory,
             )
-        self._first = self._first or answer
         warm = _warm_ttft(pipeline, self._image, self._prompt, row) if self._warm else None
         return _Run(answer, spans, warm)
 
     def report(self) -> ProfileReport:
         """Return the report of the complete rounds, one at least."""
-        pipeline, meter, first = self._pipeline, self._meter, self._first
+        pipeline, meter = self._pipeline, self._meter
         curve = meter.curve() if meter else None
-        runs = {row: [found[row] for found in self._rounds] for row in self._memory}
+        runs = {row: [found[row] for found in self._rounds] for row in self._kinds}
         unpruned = runs[Row(self._method, UNPRUNED)]
         answer = unpruned[0].answer
 
@@ -147,7 +169,7 @@ class ProfileRounds:
         return ProfileReport(
             **vars(report_header(pipeline, self._method, answer.prompt_tokens, self._new_tokens, meter)),
             repeat=self.count,
-            first_answer_ms=_sum(pipeline.load_ms, first.ms["ttft"] if first else None),
+            first_answer_ms=_sum(pipeline.load_ms, self._first.answer.ms["ttft"] if self._first else None),
             seen_share=tuple(kept.layout.seen_share for kept in answer.images),
             budgets=reports.pop(self._method),
             baselines=reports,
@@ -177,23 +199,6 @@ def check_budgets(
         runnable(manifest, pipeline.limits, request, [choice], text, layouts)
 
 
-class _Memory:
-    """The memory of one row's runs."""
-
-    def __init__(self) -> None:
-        self.peak, self.stages = PeakMemory(), PeaksOfStages()
-
-
-class _Run(NamedTuple):
-    """One run of one row."""
-
-    answer: Answer
-    spans: StageSpans | None
-    """None without a power sensor."""
-    warm_ttft: float | None
-    """Milliseconds; None if warm runs are not measured."""
-
-
 def _warm_ttft(
     pipeline: Pipeline,
     image: PictureLike | Sequence[PictureLike],
@@ -211,14 +216,13 @@ def report_header(
     pipeline: Pipeline, method: str, prompt_tokens: int, new_tokens: int, meter: EnergyMeter | None
 ) -> ReportHeader:
     """Return the head of a report about `pipeline`, with the readings of `meter` so far."""
-    head = engine_header(pipeline.bundle.manifest, pipeline.backend, pipeline.load_ms, method, prompt_tokens)
-    return ReportHeader(**vars(head), new_tokens=new_tokens, power=None if meter is None else meter.report())
+    head = vars(engine_header(pipeline, method, prompt_tokens))
+    return ReportHeader(**head, new_tokens=new_tokens, power=None if meter is None else meter.report())
 
 
-def engine_header(
-    manifest: Manifest, backend: Backend, load_ms: float | None, method: str, prompt_tokens: int
-) -> EngineHeader:
-    """Return the head of a report about a bundle on a backend."""
+def engine_header(loaded: Pipeline | Policy, method: str, prompt_tokens: int) -> EngineHeader:
+    """Return the head of a report about a loaded bundle."""
+    manifest, backend = loaded.bundle.manifest, loaded.backend
     return EngineHeader(
         model=model_name(manifest.checkpoint.source),
         backend=backend.name,
@@ -230,7 +234,7 @@ def engine_header(
         machine=backend.machine,
         threads=backend.threads,
         prompt_tokens=prompt_tokens,
-        load_ms=load_ms,
+        load_ms=loaded.load_ms,
         versions=used_versions(backend),
     )
 
@@ -246,12 +250,8 @@ def model_name(source: str) -> str:
 
 
 def _measured(runs: Sequence[Answer]) -> dict[str, Spread | None]:
-    spreads: dict[str, Spread | None] = {}
-    for part in PARTS:
-        values = [run.ms[part] for run in runs]
-        known = [value for value in values if value is not None]
-        spreads[part] = Spread.of(known) if known else None
-    return spreads
+    values = {part: [ms for run in runs if (ms := run.ms[part]) is not None] for part in PARTS}
+    return {part: Spread.of(known) if known else None for part, known in values.items()}
 
 
 def _flops(pipeline: Pipeline, answer: Answer) -> PrefillAndTtft:
@@ -263,16 +263,20 @@ def _flops(pipeline: Pipeline, answer: Answer) -> PrefillAndTtft:
 
 
 def _budget_report(
-    pipeline: Pipeline, memory: _Memory, runs: Sequence[_Run], unpruned: Sequence[_Run], energy: BudgetEnergy | None
+    pipeline: Pipeline,
+    memory: PeaksOfStages,
+    runs: Sequence[_Run],
+    unpruned: Sequence[_Run],
+    energy: BudgetEnergy | None,
 ) -> BudgetReport:
     answer, base = runs[0].answer, unpruned[0].answer
     ms, base_ms = _measured([run.answer for run in runs]), _measured([run.answer for run in unpruned])
     flops, base_flops = _flops(pipeline, answer), _flops(pipeline, base)
     flops_speedup = PrefillAndTtft(base_flops.prefill / flops.prefill, base_flops.ttft / flops.ttft)
-    speedup = PrefillAndTtft(*(_ratio(base_ms[part], ms[part]) for part in ("prefill", "ttft")))
+    speedup = PrefillAndTtft(*(ratio(base_ms[part], ms[part]) for part in ("prefill", "ttft")))
     per_token = ms["per_token"]
     step_bytes = decode_bytes(pipeline.bundle.manifest, answer.kv_bytes)
-    peak, stages = memory.peak.bytes, memory.stages.bytes
+    peak, stages = memory.whole.bytes, memory.bytes
     warm = [run.warm_ttft for run in runs if run.warm_ttft is not None]
     return BudgetReport(
         visual_tokens=answer.visual_tokens,
@@ -299,7 +303,8 @@ def _sum(load: float | None, ttft: float | None) -> float | None:
     return None if load is None or ttft is None else load + ttft
 
 
-def _ratio(slow: Spread | None, fast: Spread | None) -> float:
+def ratio(slow: Spread | None, fast: Spread | None) -> float:
+    """Return how many times as long `slow` takes, by medians; both must have been measured."""
     if slow is None or fast is None:
         raise ValueError("prefill and ttft are measured in every run")
     return slow.median / fast.median

@@ -90,10 +90,7 @@ class RateRun:
             pictures=len(self._pictures),
             warmup=self._warmup,
             seen_share=self._seen_share,
-            rates={
-                name: _budget_rate(self._first[name], source, frames, start, meter, curve)
-                for name, frames in served.items()
-            },
+            rates={name: self._budget_rate(name, start, curve) for name in served},
             conditions=self._log.report(start),
         )
 
@@ -109,39 +106,33 @@ class RateRun:
         self._seen_share = min([self._seen_share, *(kept.layout.seen_share for kept in answer.images)])
         return self._first.setdefault(budget, answer)
 
+    def _budget_rate(self, name: str, start: float, curve: EnergyCurve | None) -> BudgetRate:
+        answer, served, source = self._first[name], self._served[name], self._source
+        latencies = [1e3 * (done.ended - done.came) for done in served]
+        began, last = served[0].came, served[-1]
+        # An interrupt leaves frames that never came.
+        whole = last.frame == source.frames - 1
+        came = source.frames if whole else last.frame + 1
+        ended = max(last.ended, began + source.duration) if whole else last.ended
+        return BudgetRate(
+            visual_tokens=answer.visual_tokens,
+            kept_after_sanitizer=answer.tokens_per_layer[0],
+            tokens_per_layer=tuple(answer.tokens_per_layer),
+            start_s=began - start,
+            seconds=ended - began,
+            frames=came,
+            answered=len(served),
+            missed=came - len(served),
+            latency_ms=Latency.of(latencies),
+            busy_ms=Latency.of([1e3 * (done.ended - done.began) for done in served]),
+            answered_frames=tuple(done.frame for done in served),
+            answer_latency_ms=tuple(latencies),
+            energy=self._energy(began, ended, len(served), curve),
+        )
 
-def _budget_rate(
-    answer: Answer,
-    source: FrameClock,
-    served: Sequence[ServedFrame],
-    start: float,
-    meter: EnergyMeter | None,
-    curve: EnergyCurve | None,
-) -> BudgetRate:
-    latencies = [1e3 * (done.ended - done.came) for done in served]
-    began = served[0].came
-    # An interrupt leaves frames that never came.
-    whole = served[-1].frame == source.frames - 1
-    came = source.frames if whole else served[-1].frame + 1
-    ended = max(served[-1].ended, began + source.duration) if whole else served[-1].ended
-    joules = curve.joules(began, ended) if curve else None
-    return BudgetRate(
-        visual_tokens=answer.visual_tokens,
-        kept_after_sanitizer=answer.tokens_per_layer[0],
-        tokens_per_layer=tuple(answer.tokens_per_layer),
-        start_s=began - start,
-        seconds=ended - began,
-        frames=came,
-        answered=len(served),
-        missed=came - len(served),
-        latency_ms=Latency.of(latencies),
-        busy_ms=Latency.of([1e3 * (done.ended - done.began) for done in served]),
-        answered_frames=tuple(done.frame for done in served),
-        answer_latency_ms=tuple(latencies),
-        energy=None if meter is None or joules is None else _energy(joules, ended - began, len(served), meter),
-    )
-
-
-def _energy(joules: float, seconds: float, answered: int, meter: EnergyMeter) -> RateEnergy:
-    idle = meter.idle.watts * seconds
-    return RateEnergy((joules - idle) / answered, joules / answered, joules / seconds)
+    def _energy(self, began: float, ended: float, answered: int, curve: EnergyCurve | None) -> RateEnergy | None:
+        joules = curve.joules(began, ended) if curve else None
+        if self._meter is None or joules is None:
+            return None
+        idle = self._meter.idle.watts * (ended - began)
+        return RateEnergy((joules - idle) / answered, joules / answered, joules / (ended - began))

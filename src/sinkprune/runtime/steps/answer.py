@@ -41,7 +41,30 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class DeadlineReport:
+class DeadlineOutcome:
+    """What the reports on the deadlines of answers and of chunks of actions have in common."""
+
+    deadline_ms: float
+    budget: str
+    """The chosen budget, which is the one that ran."""
+    reason: str
+    """Why it was chosen, in words."""
+    can_meet: bool
+    """Whether the first token, or the chunk, was expected in time at all."""
+    met: bool
+    """Whether the whole answer or chunk was in time, also an answer that the deadline cut off."""
+    measured_ms: float
+    """When it was complete."""
+    slower: float
+    """The factor by which recent load was expected to delay it, compared with the machine's costs."""
+    costs_age_s: float | None
+    """Seconds since the costs were measured; None where they do not say."""
+    costs_load: float | None
+    """The share of the machine's processor time that other programs took while costs were measured, if known."""
+
+
+@dataclass(frozen=True)
+class DeadlineReport(DeadlineOutcome):
     """How a request met or missed its deadline. Milliseconds count from the beginning of the request, including the
     decoding of picture files.
 
@@ -50,15 +73,6 @@ class DeadlineReport:
     token was expected to take. docs/json.md explains each field.
     """
 
-    deadline_ms: float
-    budget: str
-    """The chosen budget, which is the one that ran."""
-    reason: str
-    """Why the budget was chosen, in words."""
-    can_meet: bool
-    """Whether a first token was expected in time, at any budget."""
-    met: bool
-    """Whether the answer ended in time, also where the deadline cut it off: then `finish` is "deadline"."""
     expected_tokens: int
     """How many new tokens were expected in time; the answer may have more or fewer."""
     predicted_first_ms: float
@@ -67,14 +81,6 @@ class DeadlineReport:
     """When the first token was complete."""
     predicted_ms: float
     """When the last of `expected_tokens` was expected."""
-    measured_ms: float
-    """When the whole answer was complete."""
-    slower: float
-    """The factor by which recent load was expected to delay the first token, compared with the machine's costs."""
-    costs_age_s: float | None
-    """Seconds since the costs were measured; None where they do not say."""
-    costs_load: float | None
-    """The share of the machine's processor time that other programs took while costs were measured, if known."""
 
 
 @dataclass(frozen=True)
@@ -152,25 +158,14 @@ class Answer:
         The keys are those of `sinkprune-run --json` about the answer: without `backend`, `precision`, `load_ms`,
         `memory` and `notes`.
         """
+        left_out = ("images", "reused_towers", "reused_rows")
         return {
-            "text": self.text,
-            "token_ids": self.token_ids,
-            "finish": self.finish,
+            **{name: to_json(value) for name, value in vars(self).items() if name not in left_out},
             "confidence": self.confidence,
-            "choices": dict(self.choices),
-            "method": self.method,
-            "budget": self.budget,
-            "prompt_tokens": self.prompt_tokens,
-            "visual_tokens": self.visual_tokens,
             "seen_share": [kept.layout.seen_share for kept in self.images],
             "seen_size": [kept.layout.seen_size for kept in self.images],
             "seen_frames": [kept.layout.frames for kept in self.images],
             "kept_after_sanitizer": self.tokens_per_layer[0],
-            "tokens_per_layer": self.tokens_per_layer,
-            "kv_bytes": self.kv_bytes,
-            "ms": self.ms,
-            "deadline": to_json(self.deadline),
-            "tried": to_json(self.tried),
         }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -56,8 +55,6 @@ class ChoiceScores(NamedTuple):
     """[choices] float64: not normalised, because the model may give other answers too."""
     complete: bool
     """Whether all tokens count; else only the first of each answer does."""
-    pass_ms: list[float]
-    """The milliseconds of each pass after the prompt."""
 
     @property
     def probabilities(self) -> list[float]:
@@ -80,7 +77,7 @@ def score_choices(
     `late` receives the number of passes so far, with that of the prompt, and returns whether there is no time for
     another. Then only the first token of each answer counts. Raises `NumericsError`.
     """
-    scores, scored, pass_ms, passes = np.zeros(len(choices.ids)), set[_Ids](), list[float](), choices.passes
+    scores, scored, passes = np.zeros(len(choices.ids)), set[_Ids](), choices.passes
 
     def count(prefix: _Ids, logits: Array) -> None:
         """Add the probability of what follows `prefix`, with these `logits`, to each answer that it begins."""
@@ -90,7 +87,7 @@ def score_choices(
             for number, ids in enumerate(choices.ids):
                 if ids[: len(prefix)] == prefix:
                     following = ids[len(prefix) : len(prefix) + 1] or (choices.stop if choices.stop_counts else ())
-                    scores[number] += _log_probability(logits, following)
+                    scores[number] += _log_probability(logits, following) if following else 0.0
 
     count((), logits)
     first = scores.copy()
@@ -102,8 +99,7 @@ def score_choices(
     lengths, positions = cache.lengths, [*cache.next_positions]
     for number, tokens in enumerate(passes, 1):
         if late(number):
-            return ChoiceScores(first, False, pass_ms)
-        began = time.perf_counter()
+            return ChoiceScores(first, False)
         with chain.backend.turn, observer.during("decode"):
             own = cache
             if number < len(passes):
@@ -112,8 +108,7 @@ def score_choices(
                 own = KVCache(restored, [*positions])
             for place, following in enumerate(logits_of_rows(chain, own, embedding(tokens)), 1):
                 count(tokens[:place], following)
-        pass_ms.append((time.perf_counter() - began) * 1e3)
-    return ChoiceScores(scores, True, pass_ms)
+    return ChoiceScores(scores, True)
 
 
 def logits_of_rows(chain: Chain, cache: KVCache, rows: Array) -> Iterator[Array]:
@@ -129,9 +124,7 @@ def logits_of_rows(chain: Chain, cache: KVCache, rows: Array) -> Iterator[Array]
 
 
 def _log_probability(logits: Array, tokens: Sequence[int]) -> float:
-    """Return the log probability that one of `tokens` comes next; 0 without tokens, as nothing is asked for."""
-    if not tokens:
-        return 0.0
+    """Return the log probability that one of `tokens` comes next."""
     below_best = logits.astype(np.float64) - logits.max()
     return float(np.logaddexp.reduce(below_best[list(tokens)]) - np.log(np.exp(below_best).sum()))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.engines_manifest import LIMIT_OPTIONS, MOST_TOKENS, Limits
@@ -15,16 +14,6 @@ from sinkprune.runtime.media.clip import Clip, SampledFrames
 from sinkprune.runtime.media.video_file import VideoFile
 from sinkprune.runtime.steps.pictures import PictureLike
 from sinkprune.runtime.steps.request import Request
-
-
-class RequestLength(NamedTuple):
-    """The length of a request in tokens, and its limit."""
-
-    text: int
-    visual: int
-    new: int
-    limit: int
-    """The number of the model's positions."""
 
 
 def check_picture_count(manifest: Manifest, limits: Limits | None, pictures: int) -> None:
@@ -87,11 +76,11 @@ def check_length(
                 raise error(
                     f"{wanted} {what} are more than the {most} the engines were built for. Ask for less, or {again}."
                 )
-    length = RequestLength(text, visual, request.max_new_tokens, manifest.language_model.max_positions)
-    if sum(length[:3]) > length.limit:
+    new, limit = request.max_new_tokens, manifest.language_model.max_positions
+    if text + visual + new > limit:
         budgets = manifest.plans[request.method]
         kept = {name: schedule(manifest, request.method, name, layouts).rows for name in budgets}
-        raise too_long_error(length, kept, _fewer_tokens(manifest, request.pictures))
+        raise too_long_error(text, visual, new, limit, kept, _fewer_tokens(manifest, request.pictures))
 
 
 def _build_again(manifest: Manifest, limits: Limits, **wanted: int) -> str:
@@ -119,12 +108,13 @@ def _fewer_tokens(manifest: Manifest, pictures: Sequence[PictureLike]) -> str:
     return f"Give {fewer}." if fewer else "Ask for fewer new tokens."
 
 
-def too_long_error(length: RequestLength, kept: Mapping[str, int], fewer_tokens: str) -> PromptError:
-    """Return the error for a prompt that is too long.
+def too_long_error(
+    text: int, visual: int, new: int, limit: int, kept: Mapping[str, int], fewer_tokens: str
+) -> PromptError:
+    """Return the error for a prompt that is too long for the model's `limit` of positions.
 
     `kept` are the visual tokens that each budget keeps; `fewer_tokens` is advice on how to have fewer.
     """
-    text, visual, new, limit = length
     room = limit - text - new
     fit = {tokens: name for name, tokens in kept.items() if tokens <= room}
     if room > 0 and kept and not fit:

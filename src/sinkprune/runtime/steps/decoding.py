@@ -175,7 +175,7 @@ def prefix_of(
     saved = tuple(decoder.save(cache, rows.length) for decoder, cache in pairs)
     prefix = Prefix(tuple(encoded), tuple(text), rows.length - len(text), saved, scored)
     visual = sum(one.kept_index.size for one in encoded) * (model.hidden_size * item + chain.visual_token_bytes)
-    nbytes = _saved_bytes(chain, segments, rows.length) + sum(array.nbytes for array in scored.values())
+    nbytes = kv_bytes(chain, [rows.length] * segments) + sum(array.nbytes for array in scored.values())
     return prefix, nbytes + visual
 
 
@@ -187,13 +187,7 @@ def lead_of(chain: Chain, rows: int, result: Prefill) -> tuple[tuple[StoredRows,
     saved = [decoder.save(cache, rows) for decoder, cache in zip(chain.decoders, result.cache.segments, strict=True)]
     stored = tuple(StoredRows(rows, own, result.lead.get(segment, {})) for segment, own in enumerate(saved))
     nbytes = sum(array.nbytes for one in stored for array in one.scored.values())
-    return stored, _saved_bytes(chain, len(stored), rows) + nbytes
-
-
-def _saved_bytes(chain: Chain, segments: int, rows: int) -> int:
-    """Return the bytes of the first `rows` rows of the first `segments` segments, as `Decoder.save` copies them."""
-    model, layers = chain.model, sum(map(len, chain.segments[:segments]))
-    return 2 * layers * model.num_kv_heads * model.head_dim * rows * chain.dtype.itemsize
+    return stored, kv_bytes(chain, [rows] * len(stored)) + nbytes
 
 
 def surviving_rows(chain: Chain, schedule: Schedule, result: Prefill) -> dict[int, Array]:
@@ -270,8 +264,8 @@ def run_rows(chain: Chain, cache: KVCache, rows: Array) -> Tensor:
     return hidden
 
 
-def kv_bytes(chain: Chain, cache: KVCache) -> int:
-    """Return the bytes of all keys and values in `cache`, without unused capacity."""
+def kv_bytes(chain: Chain, lengths: Sequence[int]) -> int:
+    """Return the bytes of the keys and values of so many rows in each of the first segments."""
     model = chain.model
     row = 2 * model.num_kv_heads * model.head_dim * chain.dtype.itemsize
-    return sum(row * length * len(layers) for length, layers in zip(cache.lengths, chain.segments, strict=True))
+    return sum(row * length * len(layers) for length, layers in zip(lengths, chain.segments, strict=False))

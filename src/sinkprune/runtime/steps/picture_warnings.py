@@ -21,13 +21,7 @@ from sinkprune.contract.errors import (
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.media.frame_count import frame_count
-from sinkprune.runtime.media.images import (
-    NEARLY_BLACK,
-    had_16_bits,
-    largest_value,
-    read_header,
-    read_image,
-)
+from sinkprune.runtime.media.images import NEARLY_BLACK, largest_of_16_bits, read_header, read_image
 
 _CLEARLY_SMALLER = 0.9
 """The scale of each side, and the share of a clip's frames, below which it is worth a warning."""
@@ -168,11 +162,6 @@ def notes_on(pictures: Sequence[object]) -> list[str]:
 def first_of(frames: int) -> str:
     """Return sentences about a picture whose file has several frames or pages."""
     return f"the model sees the first of {frames} frames. Give frames as files of their own."
-
-
-def largest_of_16_bits(picture: Image.Image) -> int | None:
-    """Return the largest value of a decoded picture that `had_16_bits`, of 255; None for any other."""
-    return largest_value(picture) if had_16_bits(picture) else None
 
 
 def divided(largest: int) -> str:

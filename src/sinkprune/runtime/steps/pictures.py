@@ -24,10 +24,6 @@ PictureLike = Picture | Array | str | os.PathLike[str] | Clip | VideoFile
 `decoded`. Values of 16 bits are scaled to 8 bits."""
 
 
-ORDERS = ("rgb", "bgr")
-"""The orders that an array's channels may have; OpenCV's is `bgr`."""
-
-
 def decoded(source: PictureLike, family: Family) -> Picture:
     """Return an RGB image, or the frames of a clip that a model of `family` sees; raises `ImageError`."""
     if isinstance(source, SampledFrames):
@@ -39,22 +35,17 @@ def decoded(source: PictureLike, family: Family) -> Picture:
 
 def check_order(order: object) -> str:
     """Return the order of an array's channels; raises `UsageError` for anything but "rgb" and "bgr"."""
-    if not isinstance(order, str) or order not in ORDERS:
+    if not isinstance(order, str) or order not in ("rgb", "bgr"):
         raise UsageError(
             f"order is {format_value(order)}, expected 'rgb' or 'bgr', the order of an array's channels."
         )
     return order
 
 
-def has_array(source: object) -> bool:
-    """Return whether `source` is an array or a clip with one, so that the order of channels matters."""
-    frames = source.frames if isinstance(source, Clip) else [source]
-    return any(isinstance(frame, np.ndarray) for frame in frames)
-
-
 def warn_of_order(order: str, given: Iterable[object]) -> None:
-    """Warn where the `order` of channels says nothing about the `given` pictures."""
-    if order == "bgr" and not any(map(has_array, given)):
+    """Warn where the `order` of channels says nothing about the `given` pictures, as none of them has an array."""
+    frames = (frame for source in given for frame in (source.frames if isinstance(source, Clip) else [source]))
+    if order == "bgr" and not any(isinstance(frame, np.ndarray) for frame in frames):
         warn_user(
             "order changed nothing, because no picture is an array. Files and Pillow images have an order of their "
             "own: leave it out."
@@ -71,11 +62,7 @@ def with_order(source: PictureLike, order: str) -> PictureLike:
     if isinstance(source, np.ndarray) and source.ndim == 3:
         return in_rgb(source, order)
     if isinstance(source, Clip) and order != "rgb":
-        arrays = (isinstance(frame, np.ndarray) and frame.ndim == 3 for frame in source.frames)
-        return Clip(
-            [in_rgb(frame, order) if array else frame for frame, array in zip(source.frames, arrays, strict=True)],  # type: ignore[arg-type]
-            source.fps,
-        )
+        return Clip([with_order(frame, order) for frame in source.frames], source.fps)  # type: ignore[misc]
     return source
 
 

@@ -201,17 +201,13 @@ class PrefixCache:
         last = self._get(_LAST)
         if last is None or last[0] != contents:
             last = contents, [picture_digest(content) for content in contents]
-            self._put(_LAST, last, sum(len(part) for content in contents for part in content))
+            self.put(_LAST, last, sum(len(part) for content in contents for part in content))
         smaller = b"" if share is None else repr(share).encode()
         return tuple(digest + smaller for digest in last[1])
 
     def tower(self, digest: bytes) -> TowerOutput | None:
         """Return the tower's output for the picture with this `digest`, or None."""
         return self._get(digest)
-
-    def put_tower(self, digest: bytes, tower: TowerOutput, nbytes: int) -> None:
-        """Store the tower's output for a picture."""
-        self._put(digest, tower, nbytes)
 
     def shared(self, key: PrefixKey, text: Sequence[int]) -> tuple[Prefix, int] | None:
         """Return a stored prompt and how many rows a prompt shares with it, or None.
@@ -232,10 +228,6 @@ class PrefixCache:
         """Return whether this text is worth storing: there is one, and it is not stored."""
         return self._most > 0 and bool(key.text) and not self._get(key)
 
-    def put_lead(self, key: LeadKey, lead: tuple[StoredRows, ...], nbytes: int) -> None:
-        """Store the rows of a text before the first picture."""
-        self._put(key, lead, nbytes)
-
     def stores(self, key: PrefixKey, text: Sequence[int]) -> bool:
         """Return whether the prefix of a prompt is worth storing; `text` are its ids after the last picture.
 
@@ -248,10 +240,6 @@ class PrefixCache:
         same = found.same(text)
         return same < len(text) - 1 and 2 * same >= len(found.text)
 
-    def put_prefix(self, key: PrefixKey, prefix: Prefix, nbytes: int) -> None:
-        """Store a prefix in the place of the stored one."""
-        self._put(key, prefix, nbytes)
-
     def _get(self, key: bytes | PrefixKey | LeadKey) -> Any:
         with self._lock:
             if key not in self._stored:
@@ -259,7 +247,8 @@ class PrefixCache:
             self._stored.move_to_end(key)
             return self._stored[key][0]
 
-    def _put(self, key: bytes | PrefixKey | LeadKey, value: Any, nbytes: int) -> None:
+    def put(self, key: bytes | PrefixKey | LeadKey, value: Any, nbytes: int) -> None:
+        """Store a picture's tower by its digest, a `Prefix`, or a text's rows, in the place of what is stored."""
         with self._lock:
             self._bytes -= self._stored.pop(key, (None, 0))[1]
             if nbytes <= self._most:

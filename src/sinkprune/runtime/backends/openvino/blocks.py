@@ -17,8 +17,12 @@ import numpy as np
 
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends.openvino.layers import quantised_layers
-from sinkprune.runtime.backends.openvino.nodes import Input, Node, Output
 
+Node = Any
+"""An operator or a constant of a model. OpenVINO declares no types."""
+Input = Any
+"""An input of a node; its source is an output of another node."""
+Output = Any
 BLOCK = 128
 """Rows of a block."""
 FEW = 64
