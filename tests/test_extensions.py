@@ -73,21 +73,12 @@ def test_a_backend_is_a_module_and_a_row(bundle: Callable[..., Path], photo_file
 _EXPORT = '''
 """Viola: a LLaVA-1.5 by another name, which transformers does not know."""
 
-from typing import Any
-
 from sinkprune.export.families.llava import Llava
 
 
 class Viola(Llava):
     name = "viola"
-
-    def _config_class(self) -> Any:
-        from transformers import LlavaConfig
-
-        class ViolaConfig(LlavaConfig):
-            model_type = "viola"
-
-        return ViolaConfig
+    configured_as = "llava"
 
 
 FAMILY = Viola
