@@ -24,9 +24,9 @@ from pocket_training.qwen_tower import tower_states as qwen_states
 from pocket_training.stages import LEAST_FACTOR, LLAVA_STAGES, MEASURED_KINDS, OUTLIER_STAGES, QWEN_STAGES, Stage
 from sinkprune import demo
 from sinkprune.contract.text.questions import Question
-from sinkprune.demo.scene_questions import KINDS, draw_questions
+from sinkprune.demo.scene_questions import KINDS, LESSONS, draw_questions
 from sinkprune.demo.scenes import Scene, make_scene
-from sinkprune.demo.varied_questions import VARIED_KINDS, VARIED_LESSONS
+from sinkprune.demo.varied_questions import VARIED_KINDS
 from sinkprune.demo.varied_scenes import MOST_TOKENS, SIZES, compose_varied, make_varied, shrink
 
 POCKET = Path(demo.__file__).parent / "pocket"
@@ -186,7 +186,7 @@ class QwenRecipe(Recipe):
         return make_varied("validation", index)
 
     def ask(self, scene: Scene, rng: Random, count: int, kinds: tuple[str, ...]) -> list[Question]:
-        return draw_questions(scene, rng, count, kinds, VARIED_KINDS | VARIED_LESSONS)
+        return draw_questions(scene, rng, count, kinds, VARIED_KINDS | LESSONS)
 
     def see(self, model: Any, probe: Any, drawn: Drawn, shown: int, seed: int) -> Seen:
         seen = varied_pictures(drawn, shown, model.model.visual.num_grid_per_side, seed)

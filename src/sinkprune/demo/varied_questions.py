@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import chain
+from operator import attrgetter
 from random import Random
 
 from PIL import Image
 
 from sinkprune.contract.text.questions import Question
-from sinkprune.demo.scene_questions import APART, KINDS, LESSONS, Draft, QuestionMaker, all_by, ask, named
+from sinkprune.demo.scene_questions import APART, KINDS, Draft, QuestionMaker, all_by, ask, named
 from sinkprune.demo.scenes import Scene, SceneObject
 from sinkprune.demo.varied_scenes import TEST_PICTURES, make_varied
 
@@ -92,30 +92,16 @@ def _one_of_two(number: int) -> QuestionMaker:
     """Ask about thing `number` of two things of a scene, which are the same two for 0 and 1."""
 
     def ask_about(scene: Scene, rng: Random) -> Draft | None:
-        drafts = list(
-            chain(
-                ((t, Draft(f"What colour is the {t.shape}?", t.colour)) for t in all_by(scene.objects, _by_shape)),
-                (
-                    (t, Draft(f"What shape is the {t.colour} object?", t.shape))
-                    for t in all_by(scene.objects, _by_colour)
-                ),
-                ((t, _read(t)) for t in (*scene.plates, *scene.labels)),
-            )
-        )
+        by_shape, by_colour = (all_by(scene.objects, attrgetter(name)) for name in ("shape", "colour"))
+        drafts = [(t, Draft(f"What colour is the {t.shape}?", t.colour)) for t in by_shape]
+        drafts += [(t, Draft(f"What shape is the {t.colour} object?", t.shape)) for t in by_colour]
+        drafts += [(t, _read(t)) for t in (*scene.plates, *scene.labels)]
         # Both questions must come from the same order, whatever was drawn between them.
         Random(repr(scene)).shuffle(drafts)
         things = list(dict.fromkeys(thing for thing, _ in drafts))
         return next(draft for thing, draft in drafts if thing == things[number]) if len(things) > 1 else None
 
     return ask_about
-
-
-def _by_shape(thing: SceneObject) -> str:
-    return thing.shape
-
-
-def _by_colour(thing: SceneObject) -> str:
-    return thing.colour
 
 
 VARIED_KINDS: dict[str, QuestionMaker] = {
@@ -128,4 +114,3 @@ VARIED_KINDS: dict[str, QuestionMaker] = {
     "second-of-two": _one_of_two(1),
 }
 """The kinds of questions by name. The last two ask about different things of one picture."""
-VARIED_LESSONS: dict[str, QuestionMaker] = LESSONS
