@@ -26,12 +26,12 @@ from tokenizers import Tokenizer
 from pocket_training.attention import looking_loss
 from pocket_training.batches import turns, words
 from pocket_training.decoding import answer_loss, read, right_turns
+from pocket_training.lessons import description
 from pocket_training.losses import naming_loss
 from pocket_training.recipes import RECIPES, Drawn, Recipe
 from pocket_training.records import report, write_table
 from pocket_training.stages import Stage, rate_at, schedule
 from sinkprune.contract.text.questions import Question
-from sinkprune.demo.scene_questions import description
 from sinkprune.demo.scenes import Scene
 
 _SAVE_EVERY = 100

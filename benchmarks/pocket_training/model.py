@@ -13,8 +13,9 @@ from torch import nn
 from transformers import CLIPImageProcessorPil, LlavaConfig, LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
 from pocket_training.chunks import IN_CHUNKS
+from pocket_training.lessons import description, draw_questions
 from pocket_training.tokenizer import VOCABULARY, train_tokenizer
-from sinkprune.demo.scene_questions import KINDS, description, draw_questions
+from sinkprune.demo.scene_questions import KINDS
 from sinkprune.demo.scenes import SIDE, compose_scene
 
 SPECIAL = ("<unk>", "<s>", "</s>", "<image>", "<pad>")

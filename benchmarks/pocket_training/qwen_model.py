@@ -18,10 +18,10 @@ from transformers import (
 )
 
 from pocket_training.chunks import IN_CHUNKS
+from pocket_training.lessons import description, draw_questions
 from pocket_training.model import Dialogue
 from pocket_training.stages import FIRST_LAYERS, MEASURED_KINDS
 from pocket_training.tokenizer import VOCABULARY, train_tokenizer
-from sinkprune.demo.scene_questions import description, draw_questions
 from sinkprune.demo.varied_questions import VARIED_KINDS
 from sinkprune.demo.varied_scenes import MOST_TOKENS, UNIT, compose_varied
 

@@ -16,6 +16,7 @@ from pocket_training import qwen_model
 from pocket_training.attention import Lessons
 from pocket_training.batches import Names, first_of, pictures, training_scenes
 from pocket_training.decoding import Sight
+from pocket_training.lessons import LESSONS, draw_questions, shrink
 from pocket_training.losses import PatchProbe, Probe, tower_states
 from pocket_training.model import Dialogue
 from pocket_training.outliers import OutlierProbe
@@ -24,10 +25,10 @@ from pocket_training.qwen_tower import tower_states as qwen_states
 from pocket_training.stages import LEAST_FACTOR, LLAVA_STAGES, MEASURED_KINDS, OUTLIER_STAGES, QWEN_STAGES, Stage
 from sinkprune import demo
 from sinkprune.contract.text.questions import Question
-from sinkprune.demo.scene_questions import KINDS, LESSONS, draw_questions
+from sinkprune.demo.scene_questions import KINDS
 from sinkprune.demo.scenes import Scene, make_scene
 from sinkprune.demo.varied_questions import VARIED_KINDS
-from sinkprune.demo.varied_scenes import MOST_TOKENS, SIZES, compose_varied, make_varied, shrink
+from sinkprune.demo.varied_scenes import MOST_TOKENS, SIZES, compose_varied, make_varied
 
 POCKET = Path(demo.__file__).parent / "pocket"
 """The checkpoint of the pocket LLaVA."""

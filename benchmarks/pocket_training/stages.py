@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sinkprune.demo.scene_questions import KINDS, LESSONS
+from pocket_training.lessons import LESSONS
+from sinkprune.demo.scene_questions import KINDS
 from sinkprune.demo.varied_questions import VARIED_KINDS
 
 

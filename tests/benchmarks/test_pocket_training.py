@@ -18,11 +18,12 @@ from pocket_training.attention import looking_loss
 from pocket_training.batches import pictures, turns, words
 from pocket_training.chunks import IN_CHUNKS
 from pocket_training.decoding import Sight, answer_loss, read, right_turns
+from pocket_training.lessons import draw_questions
 from pocket_training.losses import tower_states
 from pocket_training.recipes import RECIPES
 from pocket_training.stages import Stage
 from sinkprune.contract.text.questions import Question
-from sinkprune.demo.scene_questions import KINDS, draw_questions
+from sinkprune.demo.scene_questions import KINDS
 from sinkprune.demo.scenes import COLOURS, SHAPES, Scene, make_scene
 from train_pocket_model import Training
 

@@ -8,7 +8,7 @@ MMBench.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
 from random import Random
@@ -72,22 +72,6 @@ def one_of_each_kind(scene: Scene, rng: Random, name: str) -> Iterator[Question]
         yield from ask(make, scene, rng, kind, f"{name}-{kind}")
 
 
-def draw_questions(
-    scene: Scene, rng: Random, count: int, kinds: Sequence[str], makers: Mapping[str, QuestionMaker] | None = None
-) -> list[Question]:
-    """Return up to `count` questions of kinds drawn from `kinds`; `makers` are those of this module by default."""
-    known = makers or KINDS | LESSONS
-    drawn = rng.choices(kinds, k=count)
-    return [question for i, kind in enumerate(drawn) for question in ask(known[kind], scene, rng, kind, str(i))]
-
-
-def description(scene: Scene) -> Question:
-    """Return a question whose answer lists all things from the top down, for training only."""
-    things = sorted(scene.things, key=lambda thing: (thing.y, thing.x))
-    said = [f"{named(t.pair)} {t.text}" if t.text else f"{t.size} {named(t.pair)}" for t in things]
-    return Question("description", "description", "What is in the picture?", (", ".join(said),))
-
-
 def plural(thing: str) -> str:
     """Return the plural of a shape."""
     return f"{thing}es" if thing == "cross" else f"{thing}s"
@@ -131,19 +115,6 @@ def _about_one(key: Callable[[SceneObject], object], ask: Callable[[SceneObject]
 
 def _size(thing: SceneObject) -> Draft:
     return Draft(f"Is the {named(thing.pair)} {' or '.join(RADII)}?", thing.size)
-
-
-def _place(scene: Scene, rng: Random) -> Draft | None:
-    """Ask for a thing's place, as a lesson for relations."""
-    unique = all_by(scene.objects, lambda thing: thing.pair)
-    if not unique:
-        return None
-    thing, (width, height) = rng.choice(unique), scene.size
-    row, column = (
-        ("top", "middle", "bottom")[3 * thing.y // height],
-        ("left", "centre", "right")[3 * thing.x // width],
-    )
-    return Draft(f"Where is the {named(thing.pair)}?", f"{row} {column}")
 
 
 _colour = _about_one(lambda t: t.shape, lambda t: Draft(f"What colour is the {t.shape}?", t.colour))
@@ -235,6 +206,3 @@ KINDS: dict[str, QuestionMaker] = {
     "choice": _choice,
 }
 """The kinds of questions by name."""
-
-LESSONS: dict[str, QuestionMaker] = {"place": _place}
-"""Kinds for training only, which prepare for the others."""

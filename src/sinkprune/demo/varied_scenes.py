@@ -5,7 +5,6 @@ Things are drawn as in `scenes`, at the same sizes in pixels. A larger picture h
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 
 from PIL import Image
@@ -19,7 +18,6 @@ from sinkprune.demo.scenes import (
     WORDS,
     Placer,
     Scene,
-    SceneObject,
     draw_pairs,
     draw_scene,
     plate_points,
@@ -53,32 +51,6 @@ def make_varied(split: str, index: int) -> tuple[Scene, Image.Image]:
     width, height = scene.size
     side = max(scene.size)
     return scene, draw_scene(scene, background(rng, side, PHOTOS[split]).crop((0, 0, width, height)))
-
-
-def shrink(scene: Scene, picture: Image.Image, factor: float) -> tuple[Scene, Image.Image]:
-    """Return a scene and its picture in about `factor` of their size, in whole visual tokens.
-
-    Models see such pictures with `--method downsample`.
-    """
-    size = tuple(max(1, round(side * factor / UNIT)) * UNIT for side in scene.size)
-    across, down = (new / old for new, old in zip(size, scene.size, strict=True))
-
-    def smaller(things: tuple[SceneObject, ...]) -> tuple[SceneObject, ...]:
-        return tuple(
-            replace(
-                thing,
-                x=int(thing.x * across),
-                y=int(thing.y * down),
-                half_width=round(thing.half_width * across),
-                half_height=round(thing.half_height * down),
-            )
-            for thing in things
-        )
-
-    parts = [smaller(things) for things in (scene.objects, scene.plates, scene.labels)]
-    return Scene(parts[0], parts[1], parts[2], (size[0], size[1])), picture.resize(
-        (size[0], size[1]), Image.Resampling.BICUBIC
-    )
 
 
 def _compose(rng: Random) -> Scene:
