@@ -16,7 +16,7 @@ from sinkprune import Pipeline
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import BudgetError, BundleError
 from sinkprune.contract.manifest import BUNDLE, CHAT_TEMPLATE, EMBEDDING, FORMAT_VERSION, MANIFEST, TOKENIZER
-from support.models.manifests import changed, manifest_data, refusal, write_data
+from support.models.manifests import changed, file_of, manifest_data, refusal, write_data
 
 Bundles = Callable[..., Path]
 VALUES = st.recursive(
@@ -64,7 +64,7 @@ def test_a_bundle_is_what_was_written(original: Path, copied: Path) -> None:
     BUNDLE.write(copied, before.manifest)
     assert read_bundle(copied).manifest == before.manifest
     assert (copied / MANIFEST).read_bytes() == (original / MANIFEST).read_bytes()
-    assert before.graph_path("vision") == original / "graphs" / "vision.onnx"
+    assert file_of(before, "vision") == original / "graphs" / "vision.onnx"
     on_disk = {str(path.relative_to(original)) for path in original.rglob("*") if path.is_file()}
     assert set(before.manifest.files) == on_disk - {MANIFEST}
     for name, spec in before.manifest.files.items():

@@ -21,7 +21,7 @@ from sinkprune.contract.engines_manifest import (
 )
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.files.manifest_file import file_specs
-from support.models.manifests import changed
+from support.models.manifests import changed, file_of
 
 ENGINE = "engines/head.engine"
 
@@ -78,7 +78,7 @@ def test_engines_are_what_was_written(tmp_path: Path) -> None:
     written, progress = write_engines(tmp_path), list[tuple[object, ...]]()
     found = read_engines(str(tmp_path))
     assert found.manifest == written
-    assert found.engine_path("head").read_bytes() == b"machine code"
+    assert file_of(found, "head").read_bytes() == b"machine code"
     found.verify(lambda *given: progress.append(given))
     size = len(b"machine code") / 1e9
     assert progress == [("checking sums", size, size, "GB")]

@@ -29,6 +29,7 @@ from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.compatibility import open_engines
 from support.models.heads_of_64 import export_random
+from support.models.manifests import file_of
 from support.programs.commands import assert_refused, run
 from support.references.same_answers import assert_equal_at_both_ends
 
@@ -80,8 +81,8 @@ def test_optimised_models_are_optimised(bundle: Bundles, optimised: Callable[[st
     onnx = pytest.importorskip("onnx")
     source, engines = read_bundle(bundle("gqa-112")), optimised("fp32")
     for graph in ("vision", "decoder_0", "sinkpruner/retain-64/sanitizer"):
-        before = onnx.load(source.graph_path(graph), load_external_data=False)
-        after = onnx.load(engines.engine_path(graph), load_external_data=False)
+        before = onnx.load(file_of(source, graph), load_external_data=False)
+        after = onnx.load(file_of(engines, graph), load_external_data=False)
         assert not after.functions
         assert {value.name for value in after.graph.input} == {value.name for value in before.graph.input}
         assert {node.op_type for node in after.graph.node} != {node.op_type for node in before.graph.node}

@@ -18,6 +18,7 @@ from sinkprune.engines.build import build_engines
 from sinkprune.engines.progress import BuildProgress
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
 from sinkprune.engines.unfinished import UnfinishedBuild
+from support.models.manifests import file_of
 from support.programs.commands import assert_refused, run
 from support.programs.killed_commands import kill_when, left
 from support.programs.slow_cases import slow
@@ -116,7 +117,7 @@ def test_a_killed_build_goes_on(move: bool, source: Path, tmp_path: Path) -> Non
     found = read_engines(output)
     found.verify()
     for name, stamp in stamps.items():
-        assert found.engine_path(name).stat().st_mtime_ns == stamp, name
+        assert file_of(found, name).stat().st_mtime_ns == stamp, name
     assert source.exists() != move
     assert left(output) == []
 

@@ -44,10 +44,6 @@ class Bundle(Folder[Manifest]):
         else:
             self.engines.verify(progress)
 
-    def graph_path(self, graph: str) -> Path:
-        """Return the path of the ONNX file of the graph that the manifest calls `graph`."""
-        return self.path / self.manifest.graphs[graph].file
-
 
 def read_bundle(path: str | os.PathLike[str], trust: Trust = ANY, *, whole: bool = True) -> Bundle:
     """Return the bundle at `path`: its manifest validated, and every file of its size and held open.

@@ -150,10 +150,6 @@ class Engines(Folder[EnginesManifest]):
 
     kind = ENGINES
 
-    def engine_path(self, graph: str) -> Path:
-        """Return the path of the engine of the bundle's graph `graph`."""
-        return self.path / self.manifest.engines[graph].file
-
 
 def read_engines(path: str | os.PathLike[str], trust: Trust = ANY) -> Engines:
     """Return the engines in the folder `path`: their manifest validated, and every file of its size and held open.

@@ -25,6 +25,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.export.rewriting import read_graph
 from sinkprune.export.weights.calibrated_rounding import InputProducts, calibrated
 from sinkprune.export.weights.rounding import rounded
+from support.models.manifests import file_of
 from support.models.tasks import PHOTOS, write_task
 from support.programs.commands import assert_refused, run, without_notes
 from support.programs.killed_commands import kill_when, left
@@ -81,7 +82,7 @@ def test_all_but_the_matrices_is_as_it_was(bundle: Bundles, quantised: Path) -> 
 
 def weights(bundle: Bundle, graph: str) -> dict[str, Array]:
     """What a graph holds, by name."""
-    model = onnx.load(bundle.graph_path(graph))
+    model = onnx.load(file_of(bundle, graph))
     return {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
 
 

@@ -21,6 +21,7 @@ from sinkprune.calibration.tasks import Item
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.text.questions import Question
 from sinkprune.runtime.steps.picture_warnings import picture_facts
+from support.models.manifests import file_of
 from support.references.steps import watched
 
 Bundles = Callable[..., Path]
@@ -71,7 +72,7 @@ def test_products_are_those_of_each_layers_inputs(bundle: Bundles) -> None:
     np.testing.assert_allclose(products(first).products, seen.T @ seen, rtol=1e-4, atol=1e-3)
     held = {
         tensor.name: numpy_helper.to_array(tensor)
-        for tensor in onnx.load(read.graph_path("projector")).graph.initializer
+        for tensor in onnx.load(file_of(read, "projector")).graph.initializer
     }
     inner = seen @ held[first] + held[first.replace(".weight", ".bias")]
     # GELU, by the error function's integral.

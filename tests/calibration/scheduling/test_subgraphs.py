@@ -18,6 +18,7 @@ from sinkprune.calibration.quantising.products import Layer, linear_layers
 from sinkprune.calibration.quantising.subgraphs import GraphRun, GraphSession, split_graph
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.runtime.families import load_family
+from support.models.manifests import file_of
 
 Bundles = Callable[..., Path]
 NAMES = [("gqa-112", "opset24"), ("gqa-112", "opset20"), ("qwen", "opset24"), ("qwen3-vl", "opset24")]
@@ -50,7 +51,7 @@ def test_a_graph_gives_what_it_gives_in_one_piece_and_loads_each_matrix_once(nam
     family, graph, folder = (
         load_family(read.manifest),
         graphs_of(read).read("vision"),
-        read.graph_path("vision").parent,
+        file_of(read, "vision").parent,
     )
     feeds = [dict(family.inputs(picture.resize(size))) for size in ((200, 150), (90, 210))]
     matrices, loaded = linear_layers(graph), list[str]()

@@ -27,6 +27,7 @@ from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import BuildJob, EngineFacts
 from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
 from sinkprune.runtime.backends.models import Model
+from support.models.manifests import file_of
 
 LIMITS = Limits(prompt_tokens=60, new_tokens=20, images=1)
 
@@ -45,7 +46,7 @@ def head(small: Bundle, tmp_path: Path) -> Callable[..., BuildJob]:
         spec: GraphSpec = small.manifest.graphs["head"],
         **of_job: Any,
     ) -> BuildJob:
-        model = onnx.load(small.graph_path("head"))
+        model = onnx.load(file_of(small, "head"))
         change(model)
         onnx.save(model, tmp_path / "head.onnx")
         changed = {"head.onnx": HeldFile(tmp_path / "head.onnx", BundleError)}

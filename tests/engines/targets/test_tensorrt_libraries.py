@@ -29,6 +29,7 @@ from sinkprune.contract.manifest import BUNDLE, MANIFEST
 from sinkprune.engines.plugins import registry
 from sinkprune.engines.targets import tensorrt_libraries
 from sinkprune.engines.targets.tensorrt_libraries import TensorRT
+from support.models.manifests import file_of
 
 Libraries = Callable[..., TensorRT]
 
@@ -119,9 +120,9 @@ def test_every_operator_of_opset20_graphs_is_checked(
 ) -> None:
     changed = export_random(tmp_path, budgets=("retain-64",), dialect="opset20", precision="fp16")
     library("10.3.0").check_bundle(changed)
-    model = onnx.load(changed.graph_path("head"), load_external_data=False)
+    model = onnx.load(file_of(changed, "head"), load_external_data=False)
     model.graph.node[0].op_type = "NonZero"
-    onnx.save(model, changed.graph_path("head"))
+    onnx.save(model, file_of(changed, "head"))
     sums = {name: spec for name, spec in file_specs(changed.path).items() if name != MANIFEST}
     BUNDLE.write(changed.path, replace(changed.manifest, files=sums))
     with pytest.raises(EnginesError, match="NonZero"):
@@ -164,10 +165,10 @@ def test_sanitizers_are_fitted_to_plugins_and_nothing_else_is(
 
     monkeypatch.setattr(registry, "register_for_build", register_for_build)
     trt, source = library("10.3.0", 87), bundle("opset20")
-    plain = onnx.load(source.graph_path("head"), load_external_data=False)
+    plain = onnx.load(file_of(source, "head"), load_external_data=False)
     assert trt.fit(plain) is plain
     assert (trt.plugins, asked) == ({}, [])
-    sanitizer = onnx.load(source.graph_path("sinkpruner/retain-64/sanitizer"), load_external_data=False)
+    sanitizer = onnx.load(file_of(source, "sinkpruner/retain-64/sanitizer"), load_external_data=False)
     fitted = trt.fit(sanitizer)
     assert sanitizer.functions
     assert not fitted.functions

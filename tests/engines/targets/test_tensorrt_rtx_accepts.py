@@ -39,6 +39,7 @@ from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.methods import all_methods
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends.models import Model
+from support.models.manifests import file_of
 
 BUDGETS = ("retain-192", "retain-128", "retain-64", "retain-32", "retain-64+raster+visual-keys+compact")
 # Deep enough for the layers that every method prunes after.
@@ -78,7 +79,7 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Gra
             distinct: dict[object, str] = {}
             one_of_each: dict[object, str] = {}
             for graph, profiles in optimisation_profiles(bundle.manifest, LIMITS).items():
-                distinct.setdefault((bundle.graph_path(graph).read_bytes(), repr(profiles)), graph)
+                distinct.setdefault((file_of(bundle, graph).read_bytes(), repr(profiles)), graph)
                 inputs = {name: tuple(ranges) for name, ranges in profiles.items()}
                 one_of_each.setdefault((operators(bundle, graph), repr(inputs)), graph)
             sets = (frozenset(graphs.values()) for graphs in (distinct, one_of_each))

@@ -18,6 +18,7 @@ from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.trt10_checker import MAX_OPSET, OPERATORS, check_trt10
 from support.models.chosen_heads import every_method
 from support.models.heads_of_64 import CONFIG, export_random
+from support.models.manifests import file_of
 
 # Deep enough for every method.
 DEEP = {**CONFIG, "text_config": {**CONFIG["text_config"], "num_hidden_layers": 8}}
@@ -48,7 +49,7 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Export:
 
 
 def graphs_of(bundle: Bundle) -> Graphs:
-    return {name: onnx.load(bundle.graph_path(name), load_external_data=False) for name in bundle.manifest.graphs}
+    return {name: onnx.load(file_of(bundle, name), load_external_data=False) for name in bundle.manifest.graphs}
 
 
 def refusal(model: onnx.ModelProto, graph: str = "small") -> str:

@@ -20,6 +20,7 @@ from sinkprune.export.rewriting import RewrittenGraph, read_graph
 from sinkprune.export.weights.rounding import RoundedMatrix, rounded, to_nearest
 from sinkprune.export.weights.weight_forms import form_of
 from sinkprune.runtime.backends.models import Model
+from support.models.manifests import file_of
 from support.programs.slow_cases import slow
 
 Bundles = Callable[..., Path]
@@ -75,7 +76,7 @@ def test_it_is_what_the_export_writes(
     exported = bundle(name, precision, dialect=dialect, weights=weights)
     for graph in graphs:
         path = rewritten(floats, graph, "int8" if graph == "vision" else weights, tmp_path)
-        found, expected = content(path), content(read_bundle(exported).graph_path(graph))
+        found, expected = content(path), content(file_of(read_bundle(exported), graph))
         assert found[:2] == expected[:2]
         assert found[2].keys() == expected[2].keys()
         for weight, array in expected[2].items():

@@ -20,6 +20,7 @@ from sinkprune.engines.limits import resolve_limits
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest, open_source
 from support.models.lerobot_checkpoints import use_small_sizes, write_lerobot_checkpoint
+from support.models.manifests import file_of
 from support.programs.commands import run
 from support.programs.slow_cases import slow
 from support.references.pi05 import state_text
@@ -62,7 +63,7 @@ def test_flops_are_those_of_the_matrices(path: Path) -> None:
     assert facts is not None
     rows, cached = facts.chunk, [100, 70, *[30] * 6]
     expected = 0
-    for weight in onnx.load(opened.graph_path("expert"), load_external_data=False).graph.initializer:
+    for weight in onnx.load(file_of(opened, "expert"), load_external_data=False).graph.initializer:
         assert ".dense" not in weight.name and "time_mlp" not in weight.name
         if len(weight.dims) == 2:
             expected += 2 * rows * weight.dims[0] * weight.dims[1]

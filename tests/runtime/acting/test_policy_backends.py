@@ -16,6 +16,7 @@ from PIL import Image
 from sinkprune import Policy
 from sinkprune.runtime.acting.report import ActionReport
 from sinkprune.runtime.steps.observer import Observer
+from support.models.manifests import file_of
 from support.models.small_models import PI0_SHAPES
 from support.models.stored_matrices import stored_matrices
 from support.programs.slow_cases import slow_except
@@ -118,7 +119,7 @@ def store_weights(reference: Pi0Reference, policy: Policy) -> int:
     parameters, taken = dict(reference.model.named_parameters()), 0
     manifest = policy.bundle.manifest
     for graph in filter(manifest.weight_bytes, manifest.graphs):
-        for name, (matrix, _) in stored_matrices(policy.bundle.graph_path(graph)).items():
+        for name, (matrix, _) in stored_matrices(file_of(policy.bundle, graph)).items():
             stem, joint, last = name.rpartition("self_attn.")
             own = [name]
             if last in ("qkv_proj.weight", "kv_proj.weight"):

@@ -24,6 +24,7 @@ from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.backends.tensorrt import backend as tensorrt
 from sinkprune.runtime.backends.tensorrt.backend import TensorRTBackend
 from sinkprune.runtime.system.processor import architecture, instructions
+from support.models.manifests import file_of
 from support.programs.commands import assert_refused, run
 from support.stand_ins.fake_device import FakeDevice
 from support.stand_ins.fake_tensorrt import ACTIVATIONS, VERSION, FakeBuild, FakeTensorRT, build_fake_engines
@@ -235,7 +236,7 @@ def test_onnxruntime_loads_its_engines_without_limits(
 ) -> None:
     without_graphs = read_bundle(shutil.copytree(small.path, tmp_path / "bundle"))
     for graph in without_graphs.manifest.graphs:
-        file = without_graphs.graph_path(graph)
+        file = file_of(without_graphs, graph)
         file.write_bytes(bytes(file.stat().st_size))
     options = {"budget": "retain-64", "max_new_tokens": 3}
     plain = Pipeline.load(small).generate(photo, "What is this?", **options)

@@ -18,6 +18,7 @@ from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.onnx_file import read_onnx_file
 from sinkprune.runtime.backends.onnxruntime.library import import_onnxruntime, session_options
+from support.models.manifests import file_of
 
 FLOATS = [
     helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n"]),
@@ -90,7 +91,7 @@ def test_weights_are_read_as_onnx_reads_them(bundle: Callable[..., Path]) -> Non
     found = read_bundle(bundle("gqa-112"))
     for graph in ("vision", "decoder_1"):
         model = Model.of_bundle(found, graph)
-        expected = {tensor.name: tensor for tensor in onnx.load(found.graph_path(graph)).graph.initializer}
+        expected = {tensor.name: tensor for tensor in onnx.load(file_of(found, graph)).graph.initializer}
         assert model.weights
         for weight in model.weights:
             assert np.array_equal(model.weight(weight), numpy_helper.to_array(expected[weight.name]))

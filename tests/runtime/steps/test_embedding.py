@@ -47,7 +47,7 @@ def with_header(path: Path, header: Any, data: bytes, length: int | None = None)
 
 def test_rows_are_those_of_the_table(opened: Bundle) -> None:
     embedding = Embedding(opened.files[EMBEDDING], opened.manifest)
-    table = load_file(opened.file(EMBEDDING))["weight"]
+    table = load_file(opened.path / EMBEDDING)["weight"]
     ids = [0, 5, 5, len(table) - 1]
     assert embedding(ids).dtype == table.dtype
     assert np.array_equal(embedding(ids), table[ids])
@@ -107,7 +107,7 @@ def test_a_damaged_file_is_refused(
 @given(data=st.data())
 @settings(max_examples=80, deadline=None)
 def test_any_damage_is_refused_or_read(opened: Bundle, tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
-    original = opened.file(EMBEDDING).read_bytes()
+    original = (opened.path / EMBEDDING).read_bytes()
     path = tmp_path_factory.getbasetemp() / "damaged-table"
     damaged = bytearray(original)
     for _ in range(data.draw(st.integers(1, 3))):

@@ -139,7 +139,7 @@ def export_random(folder: Path, config: dict[str, Any] = CONFIG, **request: Any)
 
 def operators(bundle: Bundle, graph: str) -> tuple[tuple[str, ...], ...]:
     """The operators of a graph and of its functions, in order, each with the names of its attributes."""
-    model = onnx.load(bundle.graph_path(graph), load_external_data=False)
+    model = onnx.load(bundle.path / bundle.manifest.graphs[graph].file, load_external_data=False)
     return tuple(
         tuple(f"{node.op_type} {sorted(attribute.name for attribute in node.attribute)}" for node in part.node)
         for part in (model.graph, *model.functions)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.bundle import Bundle, read_bundle
+from sinkprune.contract.engines_manifest import Engines
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.manifest import MANIFEST
 
@@ -22,6 +23,12 @@ def manifest_data(root: Path) -> dict[str, Any]:
 
 def write_data(root: Path, data: Any) -> None:
     (root / MANIFEST).write_text(json.dumps(data), encoding="utf-8")
+
+
+def file_of(folder: Bundle | Engines, graph: str) -> Path:
+    """The file of a graph of a bundle, or of its engine."""
+    specs = folder.manifest.graphs if isinstance(folder, Bundle) else folder.manifest.engines
+    return folder.path / specs[graph].file
 
 
 def set_thresholds(root: Path, *thresholds: float) -> None:

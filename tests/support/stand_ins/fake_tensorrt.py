@@ -292,7 +292,7 @@ def build_fake_engines(
         need = activations.get(graph, 2000)
         description = {
             "graph": graph,
-            "onnx": str(bundle.graph_path(graph)),
+            "onnx": str(bundle.path / bundle.manifest.graphs[graph].file),
             "optimisation_profiles": [
                 {name: [taken.min, taken.opt, taken.max] for name, taken in ranges.items()} for ranges in own.values()
             ],

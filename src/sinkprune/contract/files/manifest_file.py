@@ -221,10 +221,6 @@ class Folder(Generic[M]):
     trust: Trust
     """The sum and the key that the manifest was compared with."""
 
-    def file(self, name: str) -> Path:
-        """Return the path of the file that the manifest calls `name`."""
-        return self.path / name
-
     def verify(self, progress: OnProgress = unreported) -> None:
         """Compare every file with its sha256. Raises `kind.error`."""
         self.kind.check_sums(self.path, self.files, self.manifest.files, progress)
