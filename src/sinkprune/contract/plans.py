@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import zip_longest
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from sinkprune.contract.budgets import AUTO, UNPRUNED, Budget, Counts, Share
 from sinkprune.contract.checks.fields import OPTIONAL, Bounds, Count
@@ -29,15 +29,6 @@ _OF_MACHINE = re.compile(r"(in|mean)-([0-9.]+)(?:ms)?")
 """Names of budgets that sinkprune-calibrate schedule writes."""
 
 
-class EvidenceTest(NamedTuple):
-    """A step that keeps the tokens whose evidence exceeds a threshold."""
-
-    graph: str
-    """The graph that measures the evidence."""
-    threshold: float
-    """In units of the register's evidence."""
-
-
 @dataclass(frozen=True)
 class Evidence:
     """How a method counts the tokens of each picture: by a test of each, before the LLM and after each pruning layer.
@@ -51,13 +42,14 @@ class Evidence:
     aims: tuple[Share, ...]
     """The share of a picture's tokens that each test keeps, as the mean over pictures."""
     thresholds: tuple[Annotated[float, Bounds(-1, 3.5e38)], ...] | None
-    """The threshold of each test; None until `sinkprune-calibrate evidence` finds those that meet the aims."""
+    """The threshold of each test, in units of the register's evidence; None until `sinkprune-calibrate evidence`
+    finds those that meet the aims."""
 
-    def test(self, number: int) -> EvidenceTest:
-        """Return the test `number`: 0 before the LLM, then one for each pruning layer. Needs thresholds."""
+    def test(self, number: int) -> tuple[str, float]:
+        """Return graph and threshold of a test: 0 before the LLM, then one a pruning layer. Needs thresholds."""
         if self.thresholds is None:
             raise ValueError("a plan that was not calibrated has no thresholds")
-        return EvidenceTest(self.graphs[number], self.thresholds[number])
+        return self.graphs[number], self.thresholds[number]
 
     def aimed_mean(self, tokens: int, cuts: list[int], num_layers: int) -> Fraction:
         """Return the aimed mean over the layers of the visual tokens of a picture with `tokens` in all groups."""
