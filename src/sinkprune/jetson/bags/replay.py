@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from sinkprune.contract.errors import BagError, ImageError, OutputError
 from sinkprune.contract.reports.report import PARTS, Spread
@@ -95,7 +96,8 @@ class TopicReplay:
         `on_frame` receives each frame's result, and None for a frame that is not answered now. Raises what `answer`
         raises, except `ImageError`.
         """
-        chooser, fates, earlier = FrameChooser(self.sampling), Counter[Fate](), _first(journal)
+        chooser, fates = FrameChooser(self.sampling), Counter[Fate]()
+        earlier = islice(journal.results(), journal.count)
         for number, message in enumerate(self.bag.messages(self.topic)):
             fate = chooser.fate(message.time_ns)
             fates[fate] += 1
@@ -150,9 +152,3 @@ def summarise(results: Iterable[FrameResult], fates: Mapping[Fate, int]) -> Summ
         {part: Spread.of(found) if found else None for part, found in times.items()},
         seen_share,
     )
-
-
-def _first(journal: Journal) -> Iterator[FrameResult]:
-    """Yield the results that the journal has now."""
-    count = journal.count
-    return (result for result, _ in zip(journal.results(), range(count), strict=False))
