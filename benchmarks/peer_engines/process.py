@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
+import select
 import subprocess
-import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -41,16 +40,6 @@ class Process:
         except BrokenPipeError as error:
             raise NotRunError(self._ended()) from error
         return self._receive(ANSWERING_SECONDS)
-
-    @property
-    def resident_bytes(self) -> int:
-        """Resident memory, with mapped files; 0 if the system does not report it."""
-        try:
-            status = Path(f"/proc/{self._process.pid}/status").read_text()
-        except OSError:
-            return 0
-        sizes = [line.split()[1] for line in status.splitlines() if line.startswith("VmRSS:")]
-        return int(sizes[0]) * 1024 if sizes else 0
 
     def close(self) -> None:
         """Kill the process."""
@@ -113,9 +102,5 @@ def _start(form: Form, place: Path, threads: int, log: IO[bytes], *more: str) ->
 
 def _line(stream: IO[bytes], seconds: float) -> bytes | None:
     """Return the next line; empty at the end of the stream, None after a timeout."""
-    until = time.monotonic() + seconds
-    with selectors.DefaultSelector() as selector:
-        selector.register(stream, selectors.EVENT_READ)
-        if not selector.select(max(0.0, until - time.monotonic())):
-            return None
-    return stream.readline()
+    ready, _, _ = select.select([stream], [], [], seconds)
+    return stream.readline() if ready else None
