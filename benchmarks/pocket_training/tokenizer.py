@@ -1,4 +1,4 @@
-"""The tokenizer of both pocket models: byte-level BPE, trained on their own texts."""
+"""The tokenizer of the pocket models: byte-level BPE, trained on their own texts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Iterable, Sequence
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCABULARY = 768
-"""Tokens of a pocket model, special ones included."""
+"""Tokens of a pocket model that answers, special ones included."""
 
 
-def train_tokenizer(texts: Iterable[str], special: Sequence[str], unknown: str | None = None) -> Tokenizer:
-    """Return a byte-level BPE tokenizer of `VOCABULARY` tokens, trained on `texts`.
+def train_tokenizer(
+    texts: Iterable[str], special: Sequence[str], unknown: str | None = None, vocabulary: int = VOCABULARY
+) -> Tokenizer:
+    """Return a byte-level BPE tokenizer of up to `vocabulary` tokens, trained on `texts`.
 
     `special` are the first tokens, in this order. `unknown` is the one for unknown text, if the model has one. A
     decoded text does not begin with a space.
@@ -20,7 +22,7 @@ def train_tokenizer(texts: Iterable[str], special: Sequence[str], unknown: str |
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from torch import nn
 from transformers import PI0Config, PI0ForConditionalGeneration, PreTrainedTokenizerFast
 
+from pocket_training.tokenizer import train_tokenizer
 from sinkprune.demo.robot_table import SIDE
 from sinkprune.demo.scenes import COLOURS, SHAPES
 
@@ -164,16 +165,5 @@ def _write(path: Path, fields: dict[str, Any]) -> None:
 
 def new_tokenizer() -> Tokenizer:
     """Return a byte-level BPE tokenizer with one token for each word of an instruction."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=_VOCABULARY,
-        special_tokens=list(_SPECIAL),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
     texts = (f"pick the {colour} {shape}\n" for colour in COLOURS for shape in SHAPES)
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
-    return tokenizer
+    return train_tokenizer(texts, _SPECIAL, vocabulary=_VOCABULARY)
