@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from peer_engines.rounds import Measured, Plan, Row
-from sinkprune.contract.reports.report import Spread
+from sinkprune.contract.command_line.table_console import make_table, median_text, spread_text
 from sinkprune.runtime.profiling.plot import figure_bytes, import_matplotlib
 from sinkprune.runtime.system.processor import processor_name
 
@@ -87,18 +87,16 @@ def read_line(measured: Measured) -> str:
 
 def table(measured: Measured, reference: str, words: Words) -> Table:
     """Return a row for each form and way, fastest first; medians in milliseconds, 95th percentiles in brackets."""
-    made = Table(box=None, header_style="bold", pad_edge=False)
     first, prefill, step, _ = words
-    headings = ["engine", "input", first, "vision", prefill, "select", f"a {step}", "GB/s", "peak GB", "load s"]
-    for heading in [*headings, f"{first} x", f"{step} x", "agrees"]:
-        made.add_column(heading, justify="left" if heading == "engine" else "right", no_wrap=True)
+    headings = ["input", first, "vision", prefill, "select", f"a {step}", "GB/s", "peak GB", "load s"]
+    made = make_table(["engine"], [*headings, f"{first} x", f"{step} x", "agrees"])
     for row in _fastest_first(measured):
         made.add_row(
             row.label,
             str(row.answers[0]["input_tokens"]),
-            _milliseconds(row.spread("ttft")),
-            *(_milliseconds(row.spread(part), brackets=False) for part in ("vision", "prefill", "select")),
-            _milliseconds(row.spread("per_token")),
+            spread_text(row.spread("ttft")),
+            *(median_text(row.spread(part)) for part in ("vision", "prefill", "select")),
+            spread_text(row.spread("per_token")),
             _number(row.decode_gb_per_s, 1),
             _number(row.peak_bytes, 1, 1e9),
             _number(row.facts["load_seconds"], 1),
@@ -112,13 +110,6 @@ def table(measured: Measured, reference: str, words: Words) -> Table:
 def _fastest_first(measured: Measured) -> list[Row]:
     medians = {id(row): spread.median for row in measured.rows if (spread := row.spread("ttft"))}
     return sorted(measured.rows, key=lambda row: medians[id(row)])
-
-
-def _milliseconds(spread: Spread | None, *, brackets: bool = True) -> str:
-    if spread is None:
-        return "-"
-    digits = 0 if spread.median >= 100 else 1
-    return f"{spread.median:.{digits}f}" + (f" ({spread.p95:.{digits}f})" if brackets else "")
 
 
 def _number(value: float | None, digits: int, unit: float = 1.0) -> str:
