@@ -20,7 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs
@@ -33,12 +33,8 @@ from sinkprune.runtime.pipeline import Pipeline
 _TABLE_WIDTH = 140
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark with `arguments`, or the process's own if None; returns the exit code."""
-    return run_command(_benchmark, arguments)
-
-
-def _benchmark(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--rows", type=_counts, default=[60, 600], help="counts (default: 60,600)")

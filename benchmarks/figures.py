@@ -26,7 +26,7 @@ from typing import Any
 from figure_parts import PARTS
 from figure_rows import FIRST, plot_of, with_rows
 from figure_tables import Figures
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import write_whole
 from sinkprune.runtime.system.processor import instructions
@@ -37,12 +37,8 @@ KEPT = Path("docs/measurements/figures")
 BLOCK = re.compile(r"(<!-- figures: ([a-z-]+) -->\n?).*?(\n?<!-- end of figures -->)", re.DOTALL)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program with `arguments`, or the process's own if None; returns the exit code."""
-    return run_command(_figures, arguments)
-
-
-def _figures(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--render", action="store_true", help="write the tables of kept measurements, measure none")

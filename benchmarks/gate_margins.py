@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import get_args
 
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.engines_manifest import Target
 from sinkprune.contract.precision import WeightsName
 from sinkprune.engines.build import build_engines
@@ -57,12 +57,8 @@ def reports(checkpoint: str, form: str, image: Path, folder: Path) -> Iterator[G
             yield check_engines(built, engines_alone(folder / target), backend, question, recording)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark with `arguments`, or the process's own if None; returns the exit code."""
-    return run_command(_run, arguments)
-
-
-def _run(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoints", nargs="+")
     parser.add_argument("--image", type=Path, required=True)

@@ -30,7 +30,7 @@ from jsonschema_specifications import REGISTRY
 from PIL import Image
 
 from sinkprune import Pipeline, UsageError
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.runtime.text.answer_form import checked_schema
@@ -173,12 +173,8 @@ def measure(pipeline: Pipeline, drawn: Iterator[Case], count: int, budget: str, 
     return {"schemas": ends, "values": values, "reasons": reasons, "violations": violations}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    return run_command(_run, arguments)
-
-
-def _run(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--bundle", type=Path, required=True)

@@ -18,7 +18,7 @@ import numpy as np
 
 from sinkprune import Answer, Pipeline
 from sinkprune.calibration.tasks import load_task
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.runtime.commands import name_list
 
@@ -31,12 +31,8 @@ def heights(answer: Answer) -> list[float]:
     return [float(rows.mean()), *(float(rows[left].mean()) for left in kept.after_stage.values())]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    return run_command(_run, arguments)
-
-
-def _run(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--budgets", type=name_list, default=["retain-64", "retain-32"])

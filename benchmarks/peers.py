@@ -27,7 +27,7 @@ from peer_engines.checkpoint import make_checkpoint, weight_bytes
 from peer_engines.engine import ENGINES, Form, NotRunError, engine
 from peer_engines.report import ACTIONS, ANSWERS, Words, as_json, plot, read_line, table
 from peer_engines.rounds import PlainRead, Plan, measure, sittings
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs, write_whole
@@ -58,11 +58,6 @@ _UNKNOWN = 1 << 34
 """Free memory if the system does not report it."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark with `arguments`, or the process's own if None; returns the exit code."""
-    return run_command(_peers, arguments)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -87,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _peers(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
     least = {"--side": 28, "--new-tokens": 2, "--repeat": 1, "--warmup": 0, "--threads": 1}
     for name, least_count in least.items():

@@ -23,7 +23,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.contract.files.output_files import check_writable, write_whole
 from sinkprune.engines.plugins import launches
@@ -140,12 +140,8 @@ def _rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return values.gather(1, index[..., None].expand(-1, -1, values.shape[-1]))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark with `arguments`, or the process's own if None; returns the exit code."""
-    return run_command(_benchmark, arguments)
-
-
-def _benchmark(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--groups", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=576)

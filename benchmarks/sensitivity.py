@@ -24,7 +24,7 @@ from sinkprune.calibration.evaluation.replies import collect_replies
 from sinkprune.calibration.evaluation.report import BASELINE, Combination, Reply
 from sinkprune.calibration.tasks import SCENES, load_task
 from sinkprune.contract.checks.ranges import WholeNumber
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.schedule import PictureSchedule
@@ -60,12 +60,8 @@ class Variant:
     """By bootstrap over the pictures; None for a single picture."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark with `arguments`, or the process's own if None; returns the exit code."""
-    return run_command(_measure, arguments)
-
-
-def _measure(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--checkpoint", default="demo/pocket", help="of a LLaVA (default: demo/pocket)")

@@ -29,7 +29,7 @@ from burning import burning
 from sinkprune import Pipeline, Policy
 from sinkprune.contract.bundle import read_runnable
 from sinkprune.contract.checks.ranges import WholeNumber
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
 from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.files.output_files import check_outputs
@@ -135,12 +135,8 @@ def _load(text: str) -> tuple[int, float, float]:
     return int(processes), float(on), float(off)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    return run_command(_run, arguments)
-
-
-def _run(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--backend")

@@ -34,7 +34,7 @@ from PIL import Image
 
 from rows_table import PARTS, rows_table
 from sinkprune import Pipeline, Policy
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.files.output_files import check_writable, write_whole
 from sinkprune.export.presets import PRESETS
 
@@ -245,12 +245,8 @@ def device_work(rows: Mapping[str, Row], seed: int) -> dict[str, dict[str, float
     return work
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark with `arguments`, or the process's own if None; returns the exit code."""
-    return run_command(_benchmark, arguments)
-
-
-def _benchmark(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", choices=sorted(name for name in PRESETS if name.startswith(("llava-1", "pi0"))))
     parser.add_argument("bundle", type=Path, help="the bundle of this preset")

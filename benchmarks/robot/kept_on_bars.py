@@ -18,19 +18,15 @@ import numpy as np
 from PIL import Image
 
 from sinkprune import Kept, Policy
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.precision import Array
 from sinkprune.demo.robot_table import RobotTable
 
 SHAPES = ((4, 3), (16, 9))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program with `arguments`, or the process's own if None; returns the exit code."""
-    return run_command(_measure, arguments)
-
-
-def _measure(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--tables", type=int, default=100)

@@ -18,7 +18,7 @@ from pathlib import Path
 from PIL import Image
 
 from sinkprune import Policy, overlay
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.files.output_files import check_outputs, write_whole
 from sinkprune.demo.robot_table import RobotTable
 
@@ -27,12 +27,8 @@ RUN = 4
 _LOOKS_MS, _MOVES_MS, _ENDS_MS = 900, 200, 2000
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program with `arguments`, or the process's own if None; returns the exit code."""
-    return run_command(_draw, arguments)
-
-
-def _draw(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--budget", default="prune-77.8")

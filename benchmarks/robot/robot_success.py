@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from sinkprune import Policy
 from sinkprune.calibration.evaluation.intervals import PictureBootstrap, wilson
 from sinkprune.contract.checks.format_value import counted
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.json_output import write_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.demo.robot_table import RobotTable
@@ -53,12 +53,8 @@ class _Options:
     json: Path | None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program with `arguments`, or the process's own if None; returns the exit code."""
-    return run_command(_measure, arguments)
-
-
-def _measure(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--episodes", type=int, default=500)

@@ -15,18 +15,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.demo.robot_table import RobotTable
 
 MOST_STEPS = 7
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program with `arguments`, or the process's own if None; returns the exit code."""
-    return run_command(_write, arguments)
-
-
-def _write(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tables", type=int, default=100)

@@ -27,7 +27,7 @@ from PIL import Image
 
 from serving import served
 from sinkprune import Pipeline
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
 from sinkprune.contract.files.output_files import check_outputs
 
@@ -104,12 +104,8 @@ def expected(pipeline: Pipeline, payload: dict[str, Any], budget: str) -> str:
     return pipeline.generate(pictures, texts, budget=budget, **tokens).text
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    return run_command(_run, arguments)
-
-
-def _run(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--aiperf", type=Path, required=True, help="the installed command")

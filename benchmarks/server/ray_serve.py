@@ -33,7 +33,7 @@ import httpx
 import numpy as np
 
 from serving import FIRST, SECOND, body, first_event_ms, picture, served
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
 from sinkprune.contract.files.output_files import check_outputs
 
@@ -145,12 +145,8 @@ def measure(servers: dict[str, tuple[str, str]], rounds: int, budget: str) -> di
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    return run_command(_run, arguments)
-
-
-def _run(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--budget", default="retain-64")

@@ -28,7 +28,7 @@ import httpx
 import numpy as np
 from PIL import Image
 
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.system.child_processes import python_command
@@ -128,12 +128,8 @@ def measure(url: str, model: str, rounds: int, streams: int) -> dict[str, list[f
     return {name: values[1:] for name, values in found.items()}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    return run_command(_run, arguments)
-
-
-def _run(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--budget", default="retain-64")

@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 from sinkprune import Pipeline, Session
-from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
 from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.files.output_files import check_outputs
@@ -43,12 +43,8 @@ def measure(pipeline: Pipeline, questions: Sequence[str], budget: str, rounds: i
     return {name: times[1:] for name, times in found.items()}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    return run_command(_run, arguments)
-
-
-def _run(arguments: Sequence[str] | None) -> None:
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--backend")
