@@ -36,6 +36,7 @@ def _misfit(graph: str, role: str, found: TensorSpec | None, expected: TensorSpe
 
 
 def _expert(manifest: Manifest, policy: PolicyFacts) -> tuple[list[TensorSpec], list[TensorSpec]]:
+    """Return the inputs and outputs of a policy's action expert."""
     lm, dtype = manifest.language_model, DTYPES[manifest.precision].name
     actions = (1, policy.chunk, policy.action_dim)
     takes = [TensorSpec(f"{table}", dtype, (1, policy.expert_rows, lm.head_dim // 2)) for table in ("cos", "sin")]  # type: ignore[arg-type]

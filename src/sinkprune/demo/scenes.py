@@ -230,5 +230,6 @@ def _font(points: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def _text_size(text: str, points: int) -> tuple[int, int]:
+    """Return the width and height of a text in pixels."""
     left, top, right, bottom = _font(points).getbbox(text)
     return math.ceil(right - left), math.ceil(bottom - top)

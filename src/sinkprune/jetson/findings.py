@@ -164,6 +164,7 @@ def _smaller(model: ModelFit) -> str:
 
 
 def _build_findings(model: ModelFit, memory: int) -> Iterator[Finding]:
+    """Yield a finding if a model fits, but its engines cannot be built on this machine."""
     forms = [form for form, _ in model.fitting() if (form.exported or model.kind == "preset")]
     wanted = [form for form in forms if not refused_by_backend(model, form)]
     if not wanted or any(form in wanted for form in usable_forms(model)):
@@ -266,6 +267,7 @@ def _library_findings(machine: Machine) -> Iterator[Finding]:
 
 
 def _dialect_findings(model: ModelFit, jetpack: JetPack) -> Iterator[Finding]:
+    """Yield a finding if the bundle's dialect is too new for the JetPack's libraries."""
     library = _limiting(model.backend, jetpack)
     if library and model.dialect != "opset20":
         yield _stop_model(

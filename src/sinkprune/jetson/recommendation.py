@@ -109,6 +109,7 @@ def _answer(fit: BudgetFit) -> TimeRange | None:
 
 
 def _why(model: ModelFit, form: FormFit, budget: str, compared: list[FormFit], as_it_is: bool) -> str:
+    """Return the reason for a choice, as a sentence."""
     if as_it_is:
         return f"'{model.name}' fits as it is. sinkprune-run compares the sums of its files."
     if len(compared) == 1:

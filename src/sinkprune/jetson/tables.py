@@ -65,6 +65,7 @@ def print_report(report: DoctorReport) -> None:
 
 
 def _print_advice(console: TableConsole, report: DoctorReport) -> None:
+    """Print recommendations, and either what to do first or the commands to run next."""
     if report.recommendations and not report.overview:
         console.print("\nRecommended:", style="bold")
         for found in report.recommendations:

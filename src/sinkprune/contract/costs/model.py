@@ -263,5 +263,6 @@ def predict(
 
 
 def _mean(manifest: Manifest, rows: Sequence[int]) -> float:
+    """Return the mean over all layers of the `rows` of each segment."""
     layers = manifest.language_model.num_layers
     return sum(len(segment) * count for segment, count in zip(manifest.segments, rows, strict=True)) / layers

@@ -175,6 +175,7 @@ def _line(value: Mapping[str, Any]) -> bytes:
 
 
 def _different(line: bytes, settings: Mapping[str, object]) -> list[str]:
+    """Return the names of the settings that differ from those in a line."""
     try:
         found = json.loads(line)
     except ValueError:

@@ -156,6 +156,8 @@ def main(arguments: Sequence[str] | None) -> None:
 
 
 class _Answering:
+    """Answers the question about each frame."""
+
     def __init__(self, pipeline: Pipeline, options: _Options, prompt: str | list[str], form: dict[str, Any]) -> None:
         self.pipeline, self.options, self._prompt = pipeline, options, prompt
         self._fields = {**form, "budget": options.budget, "method": options.method, "system": options.system}
@@ -200,6 +202,7 @@ class _Answering:
 
 
 def _answer_all(topic: TopicReplay, journal: Journal, answering: _Answering) -> ReplayReport:
+    """Answer what the journal does not have yet, and write the output. Raises what these raise."""
     options, resumed, began = answering.options, journal.count, time.monotonic()
     if resumed:
         sys.stderr.write(f"goes on after {counted(resumed, 'frame')} of an earlier replay\n")

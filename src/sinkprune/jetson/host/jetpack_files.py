@@ -52,6 +52,7 @@ def _l4t(files: SystemFiles) -> str | None:
 
 
 def _system_python(files: SystemFiles) -> str | None:
+    """Return the version of /usr/bin/python3."""
     found = re.fullmatch(r"python(3\.\d+)", files.target("usr/bin/python3") or "")
     return found[1] if found else None
 
@@ -67,6 +68,7 @@ def _cuda(files: SystemFiles) -> str | None:
 
 
 def _packages(files: SystemFiles) -> dict[str, str]:
+    """Return the versions of installed packages, by name."""
     versions = {}
     for paragraph in (files.text("var/lib/dpkg/status") or "").split("\n\n"):
         fields = dict(re.findall(r"^(Package|Status|Version): (.+)$", paragraph, re.MULTILINE))
