@@ -64,3 +64,7 @@ def test_without_thresholds_there_is_no_auto(pipe: Pipeline, photo: Image.Image,
     path = pipe.bundle.path
     assert_refused(run("sinkprune-serve", path, "--budget", "auto"), "sinkprune-calibrate confidence")
     assert_refused(run("sinkprune-serve", path, "--thresholds", tmp_path / "other.json"), "this bundle's is")
+    write_thresholds(tmp_path / "other.json", replace(thresholds, compute="bf16"))
+    assert_refused(
+        run("sinkprune-serve", path, "--thresholds", tmp_path / "other.json"), "engines that compute in 'bf16'"
+    )

@@ -150,39 +150,39 @@ def main(arguments: Sequence[str] | None) -> None:
         shares = [pipeline.family.layout(prompt.image).seen_share for prompt in prompts]
         earlier_costs = ANSWER_COSTS.cached(pipeline.place)
         proposer, report = None, None
-        with status("measuring") as progress:
-            try:
+        try:
+            with status("measuring") as progress:
                 if options.wants_budget:
                     proposer = Proposer(trials, pipeline, prompts, options.seconds, progress)
                     report = replace(proposer.propose(name, target, items), seen_share=min(shares))
                 else:
                     pipeline.measure_costs(new_request(*first), options.seconds, progress)
-            except BudgetError as error:
-                if proposer:
-                    refusal = {
-                        "costs": to_json(proposer.times.costs),
-                        "error": str(error),
-                        "requests": proposer.times.requests,
-                        "nearest_target_ms": None if target.ms is None else proposer.nearest,
-                        "nearest_budget_tokens": proposer.nearest if target.ms is None else None,
-                    }
-                    write_json(options.json, refusal)
-                raise
-            except KeyboardInterrupt as interrupt:
-                costs = proposer.times.costs if proposer else pipeline.costs
-                if not costs:
-                    raise KeyboardInterrupt("no costs were kept: they need all rounds.") from interrupt
-                counts = "no budget was added; the costs were measured."
-                options, earlier = beside_earlier(options, "json", "costs")
-                write_json(options.json, {"costs": to_json(costs), "interrupted": counts})
-                raise KeyboardInterrupt(counts + earlier) from interrupt
-            finally:
-                # Costs are useful even if no budget is found.
-                if pipeline.costs:
-                    sys.stderr.write(doubtful_costs(pipeline.costs, earlier_costs, option=""))
-                    sys.stderr.write(kept_line(pipeline.save_costs(), pipeline.costs))
-                if report is None:
-                    _write_costs(options, proposer.times.costs if proposer else pipeline.costs)
+        except BudgetError as error:
+            if proposer:
+                refusal = {
+                    "costs": to_json(proposer.times.costs),
+                    "error": str(error),
+                    "requests": proposer.times.requests,
+                    "nearest_target_ms": None if target.ms is None else proposer.nearest,
+                    "nearest_budget_tokens": proposer.nearest if target.ms is None else None,
+                }
+                write_json(options.json, refusal)
+            raise
+        except KeyboardInterrupt as interrupt:
+            costs = proposer.times.costs if proposer else pipeline.costs
+            if not costs:
+                raise KeyboardInterrupt("no costs were kept: they need all rounds.") from interrupt
+            counts = "no budget was added; the costs were measured."
+            options, earlier = beside_earlier(options, "json", "costs")
+            write_json(options.json, {"costs": to_json(costs), "interrupted": counts})
+            raise KeyboardInterrupt(counts + earlier) from interrupt
+        finally:
+            # Costs are useful even if no budget is found.
+            if pipeline.costs:
+                sys.stderr.write(doubtful_costs(pipeline.costs, earlier_costs, option=""))
+                sys.stderr.write(kept_line(pipeline.save_costs(), pipeline.costs))
+            if report is None:
+                _write_costs(options, proposer.times.costs if proposer else pipeline.costs)
     if report is None:
         write_json(options.json, {"costs": to_json(pipeline.costs)})
         return

@@ -126,12 +126,16 @@ def read_app_bundle(options: AppOptions) -> AppBundle:
 def load_app(options: AppOptions, found: AppBundle) -> Starlette:
     """Load the graphs and return the application; prints a note on stderr if the model sees pictures in part.
 
-    Raises `TooLittleMemoryError`, and what `load_pipeline` raises.
+    Raises `TooLittleMemoryError`, `UsageError` for thresholds or costs of other engines, and what `load_pipeline`
+    raises.
     """
     server = import_server()
     budgets = [UNPRUNED, *([options.budget] if options.budget != AUTO else [])]
     check_memory(options, found.bundle, [_USUAL_PICTURE], options.method, budgets, "", DEFAULT_NEW_TOKENS)
     pipeline = load_pipeline(options, found.bundle)
+    if found.thresholds:
+        # What the backend computes in is known now.
+        found.thresholds.check(found.bundle, options.method, pipeline.backend.compute)
     pipeline.thresholds = found.thresholds
     if options.costs:
         pipeline.costs = read_costs(options.costs, pipeline.place)
