@@ -34,11 +34,14 @@ def best_of_one_image(kept: int | Share, tokens: Dim = "N") -> SelectionRule:
 
     def choose(graph: Graph, scores: ir.Value) -> Survivors:
         op = graph.op
+        most: ir.Value | list[int]
         if isinstance(kept, Share):
             norms = graph.input("norms", ["G", tokens], _FLOAT)
             most = share_of(op, op.Mul(op.Shape(norms, start=0, end=1), op.Shape(norms, start=1, end=2)), kept)
+        else:
+            most = [kept]
         # If K_s >= V, every visual row survives.
-        count = op.Min(op.Shape(scores), most if isinstance(kept, Share) else [kept])
+        count = op.Min(op.Shape(scores), most)
         _, index = op.TopK(scores, count, axis=-1, largest=1, sorted=1, _outputs=2)
         nobody = op.Expand(0, op.Shape(scores))
         return Survivors(op.ScatterElements(nobody, index, op.Expand(1, op.Shape(index)), axis=0), count)
