@@ -52,8 +52,8 @@ class KernelRunner:
         """Enqueue `launches`, in order, on the stream with this handle."""
         for launch in launches:
             function, code = self._load(launch.kernel, launch.dtype)
-            values = [np.array(argument) for argument in launch.arguments]
-            parameters = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
+            values = [_c_value(argument) for argument in launch.arguments]
+            parameters = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
             self._do(
                 "cuLaunchKernel",
                 function,
@@ -89,3 +89,9 @@ class KernelRunner:
             self._driver.cuGetErrorString(status, ctypes.byref(text))
             reason = (text.value or b"unknown error").decode()
             raise BackendError(f"CUDA refused {function} for a plugin kernel: {reason} (error {status}).")
+
+
+def _c_value(argument: np.uint64 | np.int32) -> ctypes.c_uint64 | ctypes.c_int32:
+    if isinstance(argument, np.uint64):
+        return ctypes.c_uint64(int(argument))
+    return ctypes.c_int32(int(argument))
