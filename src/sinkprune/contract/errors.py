@@ -105,7 +105,7 @@ class DividedPictureWarning(PictureWarning):
 
 
 class ScaledDownWarning(PictureWarning):
-    """A picture was larger than the bundle's limit, and the model sees it scaled down."""
+    """A picture was larger than the bundle's limit: the model sees it scaled down to less than 81 % of its pixels."""
 
 
 class FewerFramesWarning(PictureWarning):
