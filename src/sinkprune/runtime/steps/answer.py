@@ -52,11 +52,11 @@ class DeadlineOutcome:
     can_meet: bool
     """Whether the first token, or the chunk, was expected in time at all."""
     met: bool
-    """Whether the whole answer or chunk was in time, also an answer that the deadline cut off."""
+    """Whether the whole answer or chunk was in time, also an answer that the deadline cut off (`finish`)."""
     measured_ms: float
-    """When it was complete."""
+    """When the whole answer or chunk was complete."""
     slower: float
-    """The factor by which recent load was expected to delay it, compared with the machine's costs."""
+    """The factor by which recent load was expected to delay the first token or the chunk, compared with the costs."""
     costs_age_s: float | None
     """Seconds since the costs were measured; None where they do not say."""
     costs_load: float | None
