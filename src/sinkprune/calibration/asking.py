@@ -72,7 +72,7 @@ def note_samples(loaded: Loaded, samples: list[Sample]) -> tuple[list[float], li
         files = [file for sample in samples if isinstance(sample, Moment) for file in sample.files]
         return [1.0] * len(samples), note_files({file: file_facts(file) for file in files})
     items = _questions(samples)
-    notes = note_items(loaded.family, loaded.bundle.manifest, items)
+    notes = note_items(loaded.family, items)
     return seen_shares(loaded.family, items), notes
 
 

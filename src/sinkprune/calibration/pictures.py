@@ -11,7 +11,6 @@ from PIL import Image
 
 from sinkprune.calibration.tasks import Item, items_by_picture, load_task
 from sinkprune.contract.errors import ImageError
-from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.commands.picture_notes import note_many_pictures
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.images import read_image
@@ -43,9 +42,9 @@ def seen_shares(family: Family, items: Sequence[Item]) -> list[float]:
     return [shares[item.picture] for item in items]
 
 
-def note_items(family: Family, manifest: Manifest, items: Sequence[Item]) -> list[str]:
+def note_items(family: Family, items: Sequence[Item]) -> list[str]:
     """Print and return the notes of `note_many_pictures` on the items' pictures; raises what it raises."""
-    return note_many_pictures(family, manifest, {item.picture: item.facts for item in items})
+    return note_many_pictures(family, {item.picture: item.facts for item in items})
 
 
 def file_pictures(paths: Sequence[Path]) -> list[NamedPicture]:

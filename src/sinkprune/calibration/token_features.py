@@ -10,7 +10,6 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.encoding import run_tower
-from sinkprune.runtime.steps.pictures import tower_input
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,6 @@ class TokenFeatures:
 
 def bundle_features(pipeline: Pipeline, image: Image.Image) -> TokenFeatures:
     """Return the features of an RGB image in a bundle's tower; raises `ImageError` and `NumericsError`."""
-    inputs, layout = tower_input(image, image, pipeline.family, pipeline.bundle.manifest)
-    tower = run_tower(pipeline.chain, inputs, Stopwatch(pipeline.backend))
+    layout = pipeline.family.layout(image)
+    tower = run_tower(pipeline.chain, pipeline.family.inputs(image), Stopwatch(pipeline.backend))
     return TokenFeatures(image, layout.boxes, layout.views, tower.norms, tower.salience)

@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None) -> None:
     if options.check is not None:
         files = picture_files(options.check, bundle.manifest)
         checked = read_question(files, question, bundle, enforced, options.fit)
-        note_pictures(load_family(bundle.manifest, options.fit), bundle.manifest, files, checked.images)
+        note_pictures(load_family(bundle.manifest, options.fit), files, checked.images)
         gate, seen_shares = Gate(checked), checked.seen_shares(bundle.manifest)
     with TerminalProgress() as progress:
         bundle.verify(progress.part)

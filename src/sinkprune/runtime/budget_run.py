@@ -11,7 +11,7 @@ from sinkprune.runtime.deadline.choices import ScheduledBudget
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.steps.answer import Kept
 from sinkprune.runtime.steps.chain import Chain
-from sinkprune.runtime.steps.decoding import Prefill, first_logits, kept_tokens, lead_of, prefill, prefix_of
+from sinkprune.runtime.steps.decoding import Prefill, first_logits, kept_tokens, kv_bytes, lead_of, prefill, prefix_of
 from sinkprune.runtime.steps.encoding import EncodedPicture, TowerOutput, encode
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.observer import Observer
@@ -34,6 +34,19 @@ class SeenPrompt:
 
 
 @dataclass(frozen=True)
+class BudgetReport:
+    """What an `Answer` reports of its prompt at its budget. Refers to nothing on the device."""
+
+    budget: str
+    images: tuple[Kept, ...]
+    tokens_per_layer: list[int]
+    kv_bytes: int
+    reused_rows: int
+    knew_pictures: bool
+    """Whether rows of the pictures were reused."""
+
+
+@dataclass(frozen=True)
 class BudgetRun:
     """A prompt after the prefill at one budget."""
 
@@ -53,9 +66,17 @@ class BudgetRun:
     new_lead: bool
     """Whether the text before the first picture is worth storing."""
 
-    def kept(self, chain: Chain) -> tuple[Kept, ...]:
-        """Return what each step kept of each picture's visual tokens; raises `BundleError`."""
-        return kept_tokens(chain, self.choice.schedule, self.seen.layouts, self.encoded, self.rows, self.prefilled)
+    def report(self, chain: Chain) -> BudgetReport:
+        """Return what each step kept of each picture's visual tokens, and sizes; raises `BundleError`."""
+        result, text = self.prefilled, self.seen.prompt.text_tokens
+        return BudgetReport(
+            self.choice.budget,
+            kept_tokens(chain, self.choice.schedule, self.seen.layouts, self.encoded, self.rows, result),
+            [length - text for length in result.tokens_per_layer],
+            kv_bytes(chain, result.cache.lengths),
+            self.reused_rows,
+            self.knew_pictures,
+        )
 
     def store(self, chain: Chain, prefixes: PrefixCache) -> None:
         """Store what later requests may share, where it is worth storing."""

@@ -16,11 +16,10 @@ from sinkprune.runtime.families import TowerInput
 from sinkprune.runtime.steps.answer import Answer, TriedBudget, timings
 from sinkprune.runtime.steps.choice_scores import ChoiceTokens
 from sinkprune.runtime.steps.context_length import check_picture_count
-from sinkprune.runtime.steps.decoding import kv_bytes
 from sinkprune.runtime.steps.encoding import run_tower
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.observer import Observer
-from sinkprune.runtime.steps.pictures import decoded, layout_of, tower_input
+from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.steps.prefix_cache import ANY_SIZE, PrefixCache
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.stream import StreamState
@@ -60,10 +59,8 @@ def generate(
             digests = prefixes.digests(pictures, plans[0].picture_share if plans[0] else None)
             known = [prefixes.tower(digest) for digest in digests]
             inputs = [
-                tower_input(source, picture, family, manifest)
-                if tower is None
-                else TowerInput({}, layout_of(source, picture, family, manifest))
-                for source, picture, tower in zip(request.pictures, pictures, known, strict=True)
+                TowerInput(family.inputs(picture) if tower is None else {}, family.layout(picture))
+                for picture, tower in zip(pictures, known, strict=True)
             ]
             layouts = [layout for _, layout in inputs]
             prompt = model.encode_prompt(request, layouts)
@@ -99,22 +96,18 @@ def generate(
         observer.prefilled(run.prefilled)
         for token in ids:
             observer.chose(token, run.logits)
-        choice, logits = run.choice, run.logits
-        reused_rows, knew_pictures = run.reused_rows, run.knew_pictures
-        state.budget = choice.budget
         with backend.turn:
-            kept = run.kept(chain)
+            report = run.report(chain)
             run.store(chain, prefixes)
-        cache, cache_bytes = run.prefilled.cache, kv_bytes(chain, run.prefilled.cache.lengths)
-        layers = [length - prompt.text_tokens for length in run.prefilled.tokens_per_layer]
+        state.budget, cache = report.budget, run.prefilled.cache
         if not isinstance(form, ChoiceTokens):
             # Embeddings take no memory while the answer is decoded.
             del seen, run
             written = yield from write(model, request, form, sampler, policy, observer, state, cache, ids)
             break
-        written = choose(model, form, sampler, policy, observer, cache, logits)
+        written = choose(model, form, sampler, policy, observer, cache, run.logits)
         confidence = max(written.choices.values())
-        following, took = policy.following(choice, confidence), (time.perf_counter() - began) * 1e3
+        following, took = policy.following(run.choice, confidence), (time.perf_counter() - began) * 1e3
         if following is not None:
             # A server answers other requests meanwhile.
             yield ""
@@ -125,7 +118,7 @@ def generate(
             break
         between += took
         ms = clock.ms()["ttft"] + between - earlier
-        tried.append(TriedBudget(choice.budget, confidence, written.choices, reused_rows, ms))
+        tried.append(TriedBudget(report.budget, confidence, written.choices, report.reused_rows, ms))
         earlier += ms
         with clock.measure("ttft"), backend.turn:
             known_rows = prefixes.shared(run.key, prompt.texts[-1])
@@ -140,22 +133,22 @@ def generate(
     times = timings({**spent, "ttft": spent["ttft"] + between}, written.token_ms, written.other_ms)
     if request.budget == AUTO:
         last = (times["latency"] or 0.0) - earlier
-        tried.append(TriedBudget(choice.budget, confidence, written.choices, reused_rows, last))
+        tried.append(TriedBudget(report.budget, confidence, written.choices, report.reused_rows, last))
     answer = Answer(
         text=written.text,
         token_ids=written.token_ids,
         finish=written.finish,
         method=request.method,
-        budget=choice.budget,
+        budget=report.budget,
         prompt_tokens=prompt.text_tokens,
         visual_tokens=sum(layout.all_tokens for layout in layouts),
-        tokens_per_layer=layers,
-        kv_bytes=cache_bytes,
+        tokens_per_layer=report.tokens_per_layer,
+        kv_bytes=report.kv_bytes,
         ms=times,
-        images=kept,
+        images=report.images,
         reused_towers=reused_towers,
-        reused_rows=reused_rows,
-        deadline=policy.ended(written.token_ms, comparable=not knew_pictures and chain.first_uses == uses),
+        reused_rows=report.reused_rows,
+        deadline=policy.ended(written.token_ms, comparable=not report.knew_pictures and chain.first_uses == uses),
         choices=written.choices,
         tried=tuple(tried),
     )

@@ -35,7 +35,7 @@ from sinkprune.runtime.steps.choice_scores import ChoiceTokens
 from sinkprune.runtime.steps.encoding import EncodedPicture, encode, run_tower
 from sinkprune.runtime.steps.loaded_model import check_chosen_later
 from sinkprune.runtime.steps.observer import NOBODY, Observer
-from sinkprune.runtime.steps.pictures import PictureLike, decoded, tower_input
+from sinkprune.runtime.steps.pictures import PictureLike, decoded
 from sinkprune.runtime.steps.prefix_cache import NO_PREFIXES, PrefixCache
 from sinkprune.runtime.steps.request import (
     DEFAULT_NEW_TOKENS,
@@ -56,9 +56,9 @@ class Pipeline(Answering, KeepsCosts[Costs]):
     that the request gets alone. On `ort-cpu` threads compute at the same time. On other backends they take turns,
     for a prefill or for one token.
 
-    The parts are public (`family`, `prompts`, `embedding`, `chain`). `tower_input`, `encode`, `lay_out`, `prefill`
-    and `decode_one_token` run the steps of a request on them, one by one. Threads that call these hold
-    `backend.turn`.
+    The parts are public (`family`, `prompts`, `embedding`, `chain`). `family.inputs`, `run_tower`, `encode`,
+    `lay_out`, `prefill` and `decode_one_token` run the steps of a request on them, one by one. Threads that call
+    these hold `backend.turn`.
     """
 
     @checks_options
@@ -196,7 +196,7 @@ class Pipeline(Answering, KeepsCosts[Costs]):
 
     def encode(self, image: PictureLike) -> EncodedPicture:
         """Return an image as the unpruned LLM receives it, with norms and salience; raises `ImageError`."""
-        inputs, _ = tower_input(image, decoded(image, self.family), self.family, self.bundle.manifest)
+        inputs = self.family.inputs(decoded(image, self.family))
         clock = Stopwatch(self.backend)
         with self.backend.turn:
             return encode(self.chain, None, run_tower(self.chain, inputs, clock), clock)

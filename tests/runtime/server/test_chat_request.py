@@ -55,7 +55,7 @@ def reader(pipeline: Callable[..., Pipeline]) -> ChatReader:
         "sinkpruner",
         pipe,
         pipe.bundle.manifest.plan,
-        PictureReader(pipe.family, pipe.bundle.manifest, None),
+        PictureReader(pipe.family, None),
     )
 
 

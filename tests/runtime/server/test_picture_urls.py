@@ -65,7 +65,7 @@ def fetch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], bytes]]:
 def test_a_picture_is_fetched(fetch: Callable[[str], bytes], pipeline: Callable[..., Pipeline]) -> None:
     pipe = pipeline("gqa-112", "fp32", ("retain-64",))
     assert fetch("/a.png?size=1") == png()
-    reader = PictureReader(pipe.family, pipe.bundle.manifest, lambda url: fetch(url.removeprefix("https://x")))
+    reader = PictureReader(pipe.family, lambda url: fetch(url.removeprefix("https://x")))
     assert reader.image("https://x/a.png").size == (8, 6)
     with pytest.raises(ApiError, match="no known format"):
         reader.image("https://x/text")
@@ -73,7 +73,7 @@ def test_a_picture_is_fetched(fetch: Callable[[str], bytes], pipeline: Callable[
 
 def test_a_picture_that_the_model_rejects_is_refused_before_its_request(pipeline: Callable[..., Pipeline]) -> None:
     pipe = pipeline("qwen-tied", "fp32", ("prune-66.7",))
-    reader = PictureReader(pipe.family, pipe.bundle.manifest, None)
+    reader = PictureReader(pipe.family, None)
     with pytest.raises(ApiError, match="1x5000") as refused:
         reader.image(data_uri(Image.new("RGB", (1, 5000))))
     assert refused.value.param == "messages"

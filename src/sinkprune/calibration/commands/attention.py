@@ -31,11 +31,10 @@ from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.table_console import TableConsole, make_table, plain_text, progress_bar
-from sinkprune.contract.command_line.written_files import note_written, write_each
+from sinkprune.contract.command_line.written_files import note_written
 from sinkprune.contract.manifest import Manifest
 from sinkprune.export.pruning.chosen_heads import ChosenHeads, write_heads
-from sinkprune.runtime.commands import write_report
-from sinkprune.runtime.commands.interrupts import NO_QUESTION, beside_earlier, interrupted_warnings
+from sinkprune.runtime.commands.interrupts import NO_QUESTION, interrupted_warnings, write_measured
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 
 _EXAMPLES = """\
@@ -94,7 +93,7 @@ def main(arguments: Sequence[str] | None) -> None:
     loaded = load_measured(options, task.bundle, watch.wrap)
     shares, notes = note_samples(loaded, items)
     check_samples(loaded, items, [BASELINE, *task.combinations])
-    heads, interrupted, earlier = None, "", ""
+    heads, interrupted = None, ""
     observed: list[dict[Combination, Observation]] = []
     try:
         with progress_bar("asking", len(items), "questions") as count:
@@ -110,7 +109,6 @@ def main(arguments: Sequence[str] | None) -> None:
             raise KeyboardInterrupt(NO_QUESTION) from interrupt
         no_heads = " No heads were chosen: they need all questions." if options.heads else ""
         interrupted = f"the report counts the first {len(observed)} of {counted(len(items), 'question')}.{no_heads}"
-        options, earlier = beside_earlier(options, "json", "plot")
     report = _report(loaded, Path(options.data).name, items, observed, shares)
     report = replace(report, warnings=(*interrupted_warnings(interrupted), *report.warnings))
 
@@ -125,10 +123,7 @@ def main(arguments: Sequence[str] | None) -> None:
             _print_heads(heads)
         sys.stdout.write(_advice(task.bundle.manifest))
 
-    more = {"interrupted": interrupted or None, "notes": notes}
-    write_each(keep_heads, lambda: write_report(options, report, plot_attention, print_tables, more))
-    if interrupted:
-        raise KeyboardInterrupt(interrupted + earlier)
+    write_measured(options, report, plot_attention, print_tables, notes, interrupted, first=lambda _: keep_heads())
 
 
 def _first_pictures(items: Sequence[Sample]) -> list[Sample]:

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None) -> None:
     check_apart([path for path, _ in outputs], (Path(item.picture) for item in items))
     check_unpruned_memory(options, bundle, [items[0].load_image()], items[0].question.text, 1)
     pipeline = load_pipeline(options, bundle)
-    notes = note_items(pipeline.family, manifest, items)
+    notes = note_items(pipeline.family, items)
     with explain_interrupt(NO_QUESTION), progress_bar("asking", len(items), "questions") as count:
         names, means, asked = ask_questions(pipeline, items, options.method, budgets, count)
     complete = len(asked.right)

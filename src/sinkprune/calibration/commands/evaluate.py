@@ -39,12 +39,12 @@ from sinkprune.contract.command_line.table_console import (
     progress_bar,
     spread_text,
 )
-from sinkprune.contract.command_line.written_files import write_each, write_output
+from sinkprune.contract.command_line.written_files import write_output
 from sinkprune.contract.files.output_files import OutputFile
 from sinkprune.contract.reports.report import FEWEST_OF_P95
 from sinkprune.contract.reports.rows import in_order_of_rows
-from sinkprune.runtime.commands import load_pipeline, write_report
-from sinkprune.runtime.commands.interrupts import NO_QUESTION, beside_earlier, interrupted_warnings
+from sinkprune.runtime.commands import load_pipeline
+from sinkprune.runtime.commands.interrupts import NO_QUESTION, interrupted_warnings, write_measured
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
 
 _EXAMPLES = """\
@@ -79,12 +79,12 @@ def main(arguments: Sequence[str] | None) -> None:
     task = open_task(options, new_tokens, lambda bundle, data, limit: load_task(data, limit), *answers)
     items = [with_grey_picture(item) for item in task.items] if options.blind else task.items
     pipeline = load_pipeline(options, task.bundle, plant_in_vision if options.plant_outliers else None)
-    notes = [] if options.blind else note_items(pipeline.family, task.bundle.manifest, items)
+    notes = [] if options.blind else note_items(pipeline.family, items)
     most = pipeline.limits.new_tokens if pipeline.limits else NEW_TOKENS
     new_tokens = options.max_new_tokens or min(NEW_TOKENS, most)
     check_questions(pipeline, items, [BASELINE, *task.combinations], new_tokens)
     by_question: list[list[Reply]] = []
-    interrupted = earlier = ""
+    interrupted = ""
     try:
         with progress_bar("warming up", (1 + len(items)) * (1 + len(task.combinations)), "answers") as count:
             for own in replies_by_question(
@@ -112,20 +112,19 @@ def main(arguments: Sequence[str] | None) -> None:
         fit=options.fit,
     )
     if interrupted:
-        options, earlier = beside_earlier(options, "json", "plot", "answers")
         result = replace(result, warnings=(*interrupted_warnings(interrupted), *result.warnings))
 
-    def write_answers() -> None:
-        if options.answers:
-            write_output(options.answers, "".join(map(_answer_line, replies)).encode())
+    def write_answers(moved: _Options) -> None:
+        if moved.answers:
+            write_output(moved.answers, "".join(map(_answer_line, replies)).encode())
 
     def print_tables() -> None:
         _print_tables(result, papers=options.table)
 
-    more = {"interrupted": interrupted or None, "notes": notes}
-    write_each(write_answers, lambda: write_report(options, result, plot_evaluation, print_tables, more))
-    if interrupted:
-        raise KeyboardInterrupt(interrupted + earlier)
+    outputs = ("json", "plot", "answers")
+    write_measured(
+        *(options, result, plot_evaluation, print_tables, notes, interrupted), first=write_answers, outputs=outputs
+    )
 
 
 def _parser() -> CommandParser:

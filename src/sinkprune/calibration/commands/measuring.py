@@ -32,6 +32,7 @@ from sinkprune.runtime.commands import (
     name_list,
 )
 from sinkprune.runtime.commands.memory import check_memory
+from sinkprune.runtime.families import load_family
 from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.media.fits import add_fit_option
 
@@ -125,6 +126,6 @@ def open_task(
 def check_unpruned_memory(
     options: BundleOptions, bundle: Bundle, pictures: Sequence[Image.Image], prompt: str = "", new_tokens: int = 0
 ) -> None:
-    """Check the memory that one unpruned request takes; raises `TooLittleMemoryError`."""
-    method = next(iter(bundle.manifest.plans))
-    check_memory(options, bundle, pictures, method, [UNPRUNED], prompt, new_tokens)
+    """Check the memory that one unpruned request takes; raises `TooLittleMemoryError` and `ImageError`."""
+    method, family = next(iter(bundle.manifest.plans)), load_family(bundle.manifest, options.fit)
+    check_memory(options, bundle, [*map(family.layout, pictures)], method, [UNPRUNED], prompt, new_tokens)

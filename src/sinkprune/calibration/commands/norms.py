@@ -31,7 +31,6 @@ from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser, PathOrName
 from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.command_line.table_console import progress_bar
-from sinkprune.contract.command_line.written_files import write_each
 from sinkprune.contract.errors import OutputError, UsageError
 from sinkprune.contract.files.output_files import OutputFile, check_outputs
 from sinkprune.contract.manifest import MANIFEST
@@ -42,9 +41,8 @@ from sinkprune.runtime.commands import (
     bundle_parser,
     check_report_options,
     load_pipeline,
-    write_report,
 )
-from sinkprune.runtime.commands.interrupts import beside_earlier, interrupted_warnings
+from sinkprune.runtime.commands.interrupts import interrupted_warnings, write_measured
 from sinkprune.runtime.commands.picture_notes import note_files, note_many_pictures
 from sinkprune.runtime.profiling.plot import import_matplotlib
 from sinkprune.runtime.profiling.profile import model_name
@@ -93,7 +91,7 @@ def main(arguments: Sequence[str] | None) -> None:
         _bundle_tower(options, bundle, pictures) if bundle else _lone_tower(options, pictures)
     )
     heatmaps = HeatmapFolder(options.heatmaps) if options.heatmaps else None
-    measured, interrupted, earlier = list[TokenFeatures](), "", ""
+    measured, interrupted = list[TokenFeatures](), ""
     try:
         with progress_bar("looking", len(pictures), "pictures") as count:
             for number, picture in enumerate(pictures):
@@ -109,18 +107,15 @@ def main(arguments: Sequence[str] | None) -> None:
                 heatmaps.remove_empty()
             raise KeyboardInterrupt("no whole picture was measured, so nothing was kept.") from interrupt
         interrupted = f"the report counts the first {len(measured)} of {counted(len(pictures), 'picture')}."
-        options, earlier = beside_earlier(options, "json", "plot")
     norms, salience = ([group for one in measured for group in getattr(one, name)] for name in ("norms", "salience"))
     report, shares = summarise(model, len(measured), norms, salience), shares[: len(measured)]
     warnings = (*interrupted_warnings(interrupted), *report.warnings, *unseen_warnings(shares, "cases"))
     report = replace(report, warnings=warnings, seen_share=min(shares, default=1.0))
-    text, more = escaped(_text(report), keep="\n"), {"interrupted": interrupted or None, "notes": notes}
-    write_each(
-        heatmaps.end if heatmaps else lambda: None,
-        lambda: write_report(options, report, plot_norms, lambda: sys.stdout.write(text), more),
+    text = escaped(_text(report), keep="\n")
+    end = heatmaps.end if heatmaps else lambda: None
+    write_measured(
+        options, report, plot_norms, lambda: sys.stdout.write(text), notes, interrupted, first=lambda _: end()
     )
-    if interrupted:
-        raise KeyboardInterrupt(interrupted + earlier)
 
 
 def _parser() -> CommandParser:
@@ -195,9 +190,7 @@ def _bundle_tower(
     """Return the model's name, the features of a bundle's tower, the share that it sees of each picture, notes."""
     check_unpruned_memory(options, bundle, [pictures[0].load()])
     pipeline = load_pipeline(options, bundle)
-    notes = note_many_pictures(
-        pipeline.family, bundle.manifest, {picture.name: picture.facts for picture in pictures}
-    )
+    notes = note_many_pictures(pipeline.family, {picture.name: picture.facts for picture in pictures})
     shares = [pipeline.family.layout(picture.load()).seen_share for picture in pictures]
     model = model_name(bundle.manifest.checkpoint.source)
     return model, lambda image: bundle_features(pipeline, image), shares, notes

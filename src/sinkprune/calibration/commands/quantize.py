@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None) -> None:
         check_apart([path for path, _ in options.outputs], (Path(item.picture) for item in items))
         prompts = encode_prompts(bundle, items, options.fit)
     family = load_family(bundle.manifest, options.fit)
-    notes = note_items(family, bundle.manifest, items)
+    notes = note_items(family, items)
     with status("checking sums") as progress:
         bundle.verify(progress)
     with explain_interrupt("no bundle was written: it needs all layers."), status("reading") as progress:

@@ -38,9 +38,9 @@ from sinkprune.runtime.commands.deadline_costs import doubtful_costs, kept_line
 from sinkprune.runtime.commands.interrupts import beside_earlier
 from sinkprune.runtime.commands.memory import check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
+from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.images import read_image
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
-from sinkprune.runtime.steps.pictures import layout_of
 from sinkprune.runtime.steps.request import new_request
 
 if TYPE_CHECKING:
@@ -128,22 +128,22 @@ def main(arguments: Sequence[str] | None) -> None:
         named = _prompts(options, items)
     prompts = [prompt for _, prompt in named]
     first = prompts[0]
-    check_memory(options, bundle, [first.image], METHOD, [UNPRUNED], first.question, options.new_tokens)
+    layout = load_family(bundle.manifest, options.fit).layout(first.image)
+    check_memory(options, bundle, [layout], METHOD, [UNPRUNED], first.question, options.new_tokens)
     with TemporaryDirectory(prefix="sinkprune-") as folder:
         trials = Trials(bundle, Path(folder))
         pipeline = load_pipeline(options, trials.bundle)
         if target.tokens is not None:
             # Known before anything is measured.
-            tokens = layout_of(first.image, first.image, pipeline.family, bundle.manifest).all_tokens
-            target.check_unmet(tokens, TOKENS_A_LAYER)
+            target.check_unmet(layout.all_tokens, TOKENS_A_LAYER)
         notes = list[str]()
         # Own pictures are few.
         if options.data:
-            notes = note_items(pipeline.family, bundle.manifest, items)
+            notes = note_items(pipeline.family, items)
             check_questions(pipeline, items, [BASELINE])
         elif options.image:
             files = [Path(file) for file, _ in named]
-            notes = note_pictures(pipeline.family, bundle.manifest, files, [prompt.image for prompt in prompts])
+            notes = note_pictures(pipeline.family, files, [prompt.image for prompt in prompts])
         else:
             notes = [_DRAWN]
             sys.stderr.write(f"note: {_DRAWN}\n")

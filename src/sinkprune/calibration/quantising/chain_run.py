@@ -21,7 +21,6 @@ from sinkprune.runtime.families.rotary import Rotary
 from sinkprune.runtime.media.fits import Fit
 from sinkprune.runtime.steps.embedding import Embedding
 from sinkprune.runtime.steps.encoding import EncodedPicture
-from sinkprune.runtime.steps.pictures import decoded, tower_input
 from sinkprune.runtime.steps.prompt_rows import lay_out
 from sinkprune.runtime.text.prompt import PromptEncoder
 
@@ -43,7 +42,7 @@ def encode_prompts(bundle: Bundle, items: Iterable[Item], fit: Fit | None = None
     prompts = []
     for item in items:
         picture = item.load_image()
-        tower = tower_input(picture, decoded(picture, family), family, bundle.manifest)
+        tower = TowerInput(family.inputs(picture), family.layout(picture))
         prompts.append(EncodedPrompt(tower, encoder.encode(["", item.question.prompt], [tower.layout.texts]).texts))
     return prompts
 

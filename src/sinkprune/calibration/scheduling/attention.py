@@ -18,7 +18,6 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.encoding import encode, run_tower
-from sinkprune.runtime.steps.pictures import tower_input
 from sinkprune.runtime.steps.prompt_rows import PromptRows, lay_out
 from sinkprune.runtime.steps.received_attention import received_attention
 
@@ -44,8 +43,7 @@ def measure_attention(
     """
     manifest, chain, backend = pipeline.bundle.manifest, pipeline.chain, pipeline.backend
     clock = Stopwatch(backend)
-    inputs, layout = tower_input(image, image, pipeline.family, manifest)
-    tower = run_tower(chain, inputs, clock)
+    layout, tower = pipeline.family.layout(image), run_tower(chain, pipeline.family.inputs(image), clock)
     plans = [manifest.plans[TRIAL][name] for name in sanitizers]
     kept = [encode(chain, plan, tower, clock).source_tokens for plan in plans]
     texts = pipeline.prompts.encode(["", question], [layout.texts]).texts

@@ -17,7 +17,6 @@ from sinkprune.contract.reports.report import Spread
 from sinkprune.contract.schedule import Schedule, schedule
 from sinkprune.runtime.deadline.cost_measuring import MeasurementRounds
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.steps.pictures import layout_of
 from sinkprune.runtime.steps.request import new_request
 
 UNPRUNED_MODEL = Combination(METHOD, UNPRUNED)
@@ -46,7 +45,7 @@ class RequestTimes:
         self.requests = 0
         """The requests of each combination of the last measured times."""
         self._measured = 0
-        self.layout = layout_of(prompt.image, prompt.image, pipeline.family, pipeline.bundle.manifest)
+        self.layout = pipeline.family.layout(prompt.image)
         self.text_tokens = pipeline.prompts.encode(request.texts).text_tokens
 
     def schedule(self, combination: Combination) -> Schedule:

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None) -> None:
     built = open_engines(options.engines, bundle, trust)
     files = picture_files(options.image, bundle.manifest)
     question = read_question(files, options.prompt, bundle, built.engines.manifest.enforced_limits, options.fit)
-    note_pictures(load_family(bundle.manifest, options.fit), bundle.manifest, files, question.images)
+    note_pictures(load_family(bundle.manifest, options.fit), files, question.images)
     name = options.backend or backend_of(built.engines.manifest.target)
     backend = load_backend(name, options.threads, built, options.compute)
     with (

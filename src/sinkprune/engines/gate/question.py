@@ -19,7 +19,7 @@ from sinkprune.runtime.acting.observation import state_prompt
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.media.fits import Fit
-from sinkprune.runtime.steps.pictures import decoded, layout_of
+from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.steps.request import check_texts
 from sinkprune.runtime.text.prompt import PromptEncoder
 
@@ -42,9 +42,9 @@ class GateQuestion:
     """How a picture becomes a square; None is the checkpoint's own way."""
 
     def seen_shares(self, manifest: Manifest) -> tuple[float, ...]:
-        """Return the share of each picture's area that the model sees. Raises what `layout_of` raises."""
+        """Return the share of each picture's area that the model sees. Raises `ImageError`."""
         family = load_family(manifest, self.fit)
-        return tuple(layout_of(image, image, family, manifest).seen_share for image in self.images)
+        return tuple(family.layout(image).seen_share for image in self.images)
 
     def sha256(self, bundle: Bundle) -> str:
         """Return the sum of the question and the bundle, in hexadecimal."""
@@ -86,10 +86,9 @@ def read_question(
     check_texts(texts, len(files))
     family = load_family(bundle.manifest, fit)
     images = [decoded(file, family) for file in files]
-    layouts = [layout_of(file, image, family, bundle.manifest) for file, image in zip(files, images, strict=True)]
     most = limits.get("prompt_tokens")
     if most is not None:
-        tokens = _text_tokens(bundle, texts, layouts)
+        tokens = _text_tokens(bundle, texts, [*map(family.layout, images)])
         if tokens > most:
             policy = bundle.manifest.policy
             trained = policy.most_prompt_tokens if policy else None

@@ -34,7 +34,6 @@ from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.policy import Policy
 from sinkprune.runtime.steps.answer import Kept
 from sinkprune.runtime.steps.observer import Observer
-from sinkprune.runtime.steps.pictures import layout_of
 
 REFERENCE = "ort-cpu"
 """The backend that runs the graphs, in fp32."""
@@ -273,7 +272,7 @@ def _check_graphs_and_memory(bundle: Bundle, question: GateQuestion, plans: Sequ
             "cannot be compared with it. Export the bundle again."
         )
     manifest, family = bundle.manifest, load_family(bundle.manifest, question.fit)
-    layouts = [layout_of(image, image, family, manifest) for image in question.images]
+    layouts = [*map(family.layout, question.images)]
     tokens = _PROMPT_TOKENS + question.new_tokens
     for method, budget in plans:
         rows = schedule(manifest, method, budget, layouts)

@@ -32,6 +32,7 @@ from sinkprune.runtime.commands import BundleOptions, bundle_parser, load_pipeli
 from sinkprune.runtime.commands.form_options import FormOptions, add_form_options, read_form
 from sinkprune.runtime.commands.memory import check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
+from sinkprune.runtime.families import load_family
 from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.media.images import NEARLY_BLACK, largest_of_16_bits
 from sinkprune.runtime.overlay import overlay, picture_bytes
@@ -138,7 +139,8 @@ def main(arguments: Sequence[str] | None) -> None:
     bundle.manifest.plan(options.method, options.budget)
     texts = [options.system or "", *([prompt] if isinstance(prompt, str) else prompt)]
     new_tokens = options.max_new_tokens or DEFAULT_NEW_TOKENS
-    check_memory(options, bundle, [first.picture], options.method, [options.budget], texts, new_tokens)
+    layout = load_family(bundle.manifest, options.fit).layout(first.picture)
+    check_memory(options, bundle, [layout], options.method, [options.budget], texts, new_tokens)
     with open_journal(options.output, _settings(options, form, bag, bundle)) as journal:
         pipeline = load_pipeline(options, bundle)
         answering = _Answering(pipeline, options, prompt, form)
@@ -175,8 +177,7 @@ class _Answering:
         kind = (*frame.picture.size, largest is not None and largest < NEARLY_BLACK)
         if kind not in self._noted:
             self._noted.add(kind)
-            manifest, topic = self.pipeline.bundle.manifest, Path(self.options.topic)
-            self.notes += note_pictures(self.pipeline.family, manifest, [topic], [frame.picture])
+            self.notes += note_pictures(self.pipeline.family, [Path(self.options.topic)], [frame.picture])
 
     def __call__(self, result: FrameResult, frame: Frame) -> FrameResult:
         self.note(frame)

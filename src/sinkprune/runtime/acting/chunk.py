@@ -14,12 +14,13 @@ from sinkprune.runtime.acting.observation import Observation, robot_actions
 from sinkprune.runtime.acting.report import ActionReport, by_part, chunk_flops
 from sinkprune.runtime.acting.step_times import StepTimes
 from sinkprune.runtime.device.stopwatch import Stopwatch
+from sinkprune.runtime.families import TowerInput
 from sinkprune.runtime.steps.context_length import check_prompt_length
 from sinkprune.runtime.steps.decoding import kept_tokens, prefill
 from sinkprune.runtime.steps.encoding import encode, of_each_group, run_tower
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.observer import Observer
-from sinkprune.runtime.steps.pictures import decoded, joined_inputs, layout_of, tower_input
+from sinkprune.runtime.steps.pictures import decoded, joined_inputs
 from sinkprune.runtime.steps.prompt_rows import lay_out
 from sinkprune.runtime.text.prompt import Prompt
 
@@ -51,10 +52,7 @@ def run_chunk(
     pictures = [decoded(frame, family) for frame in observation.cameras]
     with clock.measure("latency"):
         with clock.measure("preprocess"):
-            inputs = [
-                tower_input(frame, picture, family, manifest)
-                for frame, picture in zip(observation.cameras, pictures, strict=True)
-            ]
+            inputs = [TowerInput(family.inputs(picture), family.layout(picture)) for picture in pictures]
             layouts = [layout for _, layout in inputs]
             prompt = _encoded(model, observation, layouts)
         observer.seen(inputs)
@@ -101,9 +99,8 @@ def run_chunk(
 
 
 def layouts_of(model: LoadedModel, observation: Observation) -> list[VisualLayout]:
-    """Return the layouts of the cameras' frames; reads sizes only. Raises `ImageError`."""
-    manifest, family = model.manifest, model.family
-    return [layout_of(frame, decoded(frame, family), family, manifest) for frame in observation.cameras]
+    """Return the layouts of the cameras' frames; raises `ImageError`."""
+    return [model.family.layout(decoded(frame, model.family)) for frame in observation.cameras]
 
 
 def check_chunk(model: LoadedModel, observation: Observation, method: str, budget: str) -> None:

@@ -96,8 +96,9 @@ def main(arguments: Sequence[str] | None) -> None:
     family = load_family(manifest, None)
     pictures = [decoded(path, family) for path in given]
     notes += note_files(dict(observations.facts) | decoded_facts(given, pictures))
-    notes += note_sizes(family, manifest, given, pictures)
-    memory = check_memory(options, bundle, pictures, options.method, [options.budget], options.instruction, 0)
+    notes += note_sizes(family, given, pictures)
+    layouts = [*map(family.layout, pictures)]
+    memory = check_memory(options, bundle, layouts, options.method, [options.budget], options.instruction, 0)
     policy = load_policy(options, bundle)
     earlier_costs = ACTION_COSTS.cached(policy.place, options.method)
     if options.deadline_ms is not None:

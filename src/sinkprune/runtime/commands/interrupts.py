@@ -1,20 +1,25 @@
-"""Ctrl-C ends an answer early, and never replaces an earlier result by a part of a new one."""
+"""Ctrl-C ends an answer or a measurement early, and never replaces an earlier result by a part of a new one."""
 
 from __future__ import annotations
 
 import dataclasses
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, TypeVar
 
 from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.command_line.table_console import progress_bar
+from sinkprune.contract.command_line.written_files import write_each
+from sinkprune.runtime.commands import ReportOptions, write_report
 from sinkprune.runtime.stream import Stream
 
 Options = TypeVar("Options")
+Reported = TypeVar("Reported", bound=ReportOptions)
+R = TypeVar("R")
 NO_COSTS = "no costs were kept: they need all rounds of the measurement."
 NO_QUESTION = "no whole question was measured, so nothing was kept."
 
@@ -48,6 +53,45 @@ def explain_interrupt(kept: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt as interrupt:
         raise KeyboardInterrupt(str(interrupt) or kept) from interrupt
+
+
+def until_interrupt(
+    measure: Callable[[Callable[..., None]], object], total: int, unit: str
+) -> KeyboardInterrupt | None:
+    """Call `measure` with a bar of progress; returns Ctrl-C where that ended it.
+
+    `measure` takes a function that it calls with the name of what was measured, and the number of new steps (default:
+    one). There are `total` steps, each a `unit`.
+    """
+    try:
+        with progress_bar("measuring", total, unit) as count:
+            measure(lambda name, steps=1: count(f"measuring {name}", steps))
+    except KeyboardInterrupt as interrupt:
+        return interrupt
+    return None
+
+
+def write_measured(
+    options: Reported,
+    report: R,
+    plot: Callable[[R, str], bytes],
+    in_words: Callable[[], object],
+    notes: Sequence[str],
+    interrupted: str,
+    *,
+    first: Callable[[Reported], object] = lambda options: None,
+    outputs: Sequence[str] = ("json", "plot"),
+) -> None:
+    """Write a report as `write_report` does, with the keys `interrupted` and `notes`.
+
+    `interrupted` is what the report counts after Ctrl-C, else "". After Ctrl-C the files of the options `outputs`
+    replace none that are there, and this raises `KeyboardInterrupt` in the end. `first` is called with the options.
+    """
+    moved, earlier = beside_earlier(options, *outputs) if interrupted else (options, "")
+    more = {"interrupted": interrupted or None, "notes": notes}
+    write_each(lambda: first(moved), lambda: write_report(moved, report, plot, in_words, more))
+    if interrupted:
+        raise KeyboardInterrupt(interrupted + earlier)
 
 
 def interrupted_warnings(counts: str) -> tuple[str, ...]:

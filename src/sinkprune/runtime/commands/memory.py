@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import BackendError
+from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.schedule import schedule
 from sinkprune.contract.system.memory_need import LEAST_REPORTED_BYTES, memory_line, running_need
 from sinkprune.contract.system.system_memory import available_bytes
@@ -16,9 +17,6 @@ from sinkprune.runtime.backends.openvino.devices import Gpu
 from sinkprune.runtime.backends.openvino.library import import_openvino
 from sinkprune.runtime.commands import BundleOptions, chosen_backend
 from sinkprune.runtime.device import open_device
-from sinkprune.runtime.families import load_family
-from sinkprune.runtime.media.clip import Picture
-from sinkprune.runtime.steps.pictures import layout_of
 
 _TEMPLATE_TOKENS = 64
 """A generous estimate of what a chat template adds to a question."""
@@ -37,7 +35,7 @@ class MemoryCheck(NamedTuple):
 def check_memory(
     options: BundleOptions,
     bundle: Bundle,
-    pictures: Sequence[Picture],
+    layouts: Sequence[VisualLayout],
     method: str,
     budgets: Sequence[str],
     prompt: str | Sequence[str],
@@ -45,11 +43,9 @@ def check_memory(
 ) -> MemoryCheck:
     """Check that the memory for a request at the largest of `budgets` is free, and print the need if it is large.
 
-    Raises `TooLittleMemoryError`, and what `layout_of` raises.
+    `layouts` are those of its pictures. Raises `TooLittleMemoryError`, and what `opened_engines` raises.
     """
     manifest, backend = bundle.manifest, chosen_backend(options, bundle)
-    family = load_family(manifest, options.fit)
-    layouts = [layout_of(picture, picture, family, manifest) for picture in pictures]
     letters = len(prompt) if isinstance(prompt, str) else sum(map(len, prompt))
     tokens = letters // _LETTERS_A_TOKEN + _TEMPLATE_TOKENS + new_tokens
     # A longer request is rejected for its length, not for its memory.

@@ -10,7 +10,6 @@ from pathlib import Path
 from PIL import Image
 
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.steps.picture_warnings import (
@@ -21,20 +20,18 @@ from sinkprune.runtime.steps.picture_warnings import (
     picture_facts,
     unseen_notes,
 )
-from sinkprune.runtime.steps.pictures import layout_of
+from sinkprune.runtime.steps.pictures import file_named_in_errors
 
 
-def note_pictures(
-    family: Family, manifest: Manifest, files: Sequence[Path], pictures: Sequence[Picture]
-) -> list[str]:
+def note_pictures(family: Family, files: Sequence[Path], pictures: Sequence[Picture]) -> list[str]:
     """Print the notes of `note_files` and of `note_sizes`, and return them.
 
     `pictures` are those read from `files`, in the same order. Raises `ImageError` for what the family rejects.
     """
-    return note_files(decoded_facts(files, pictures)) + note_sizes(family, manifest, files, pictures)
+    return note_files(decoded_facts(files, pictures)) + note_sizes(family, files, pictures)
 
 
-def note_sizes(family: Family, manifest: Manifest, files: Sequence[Path], pictures: Sequence[Picture]) -> list[str]:
+def note_sizes(family: Family, files: Sequence[Path], pictures: Sequence[Picture]) -> list[str]:
     """Print notes on the first picture of each size that is cropped, scaled down, or a clip shown with fewer frames.
 
     Returns them. `pictures` are those read from `files`, in the same order. Raises `ImageError` for what the family
@@ -45,7 +42,7 @@ def note_sizes(family: Family, manifest: Manifest, files: Sequence[Path], pictur
     for file, picture in zip(files, pictures, strict=True):
         first.setdefault(picture.size, (file, picture))
     for file, picture in first.values():
-        notes += [_note(file, text) for text in unseen_notes(layout_of(file, picture, family, manifest))]
+        notes += [_note(file, text) for text in _unseen(family, file, picture)]
     return notes
 
 
@@ -69,7 +66,7 @@ def note_files(facts: Mapping[Path, FileFacts]) -> list[str]:
     ]
 
 
-def note_many_pictures(family: Family, manifest: Manifest, pictures: Mapping[str, PictureFacts]) -> list[str]:
+def note_many_pictures(family: Family, pictures: Mapping[str, PictureFacts]) -> list[str]:
     """Print the notes of `note_files`, and one on the first picture that is cropped or scaled down; return them.
 
     It has the number of the other such pictures. `pictures` are all pictures by name. Raises `ImageError` for the
@@ -82,9 +79,15 @@ def note_many_pictures(family: Family, manifest: Manifest, pictures: Mapping[str
     found = list[tuple[Path, str]]()
     for size, names in of_size.items():
         # A layout depends on the size alone, and data has thousands of pictures.
-        unseen = unseen_notes(layout_of(names[0], Image.new("L", size), family, manifest))
+        unseen = _unseen(family, names[0], Image.new("L", size))
         found += [(Path(name), unseen[0]) for name in names if unseen]
     return notes + _note_first(found, "picture is seen in part or smaller", "pictures are seen in part or smaller")
+
+
+def _unseen(family: Family, file: str | Path, picture: Picture) -> list[str]:
+    """Return what `unseen_notes` does; raises `ImageError` with the file's name for what the family rejects."""
+    with file_named_in_errors(file):
+        return unseen_notes(family.layout(picture))
 
 
 def _note_first(found: Sequence[tuple[Path, str]], one: str, several: str) -> list[str]:

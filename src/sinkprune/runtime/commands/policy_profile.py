@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from argparse import ArgumentTypeError
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle
@@ -16,20 +18,20 @@ from sinkprune.contract.command_line.table_console import (
     median_text,
     noise_note,
     plain_text,
-    progress_bar,
     spread_text,
 )
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import PolicyFacts
 from sinkprune.contract.reports.policy_report import PolicyBudgetReport, PolicyReport
 from sinkprune.runtime.acting.observation import STEPS
-from sinkprune.runtime.commands import BundleOptions, ReportOptions, name_list, write_report
-from sinkprune.runtime.commands.interrupts import beside_earlier
+from sinkprune.runtime.commands import BundleOptions, ReportOptions, name_list
+from sinkprune.runtime.commands.interrupts import until_interrupt, write_measured
 from sinkprune.runtime.commands.memory import check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.commands.policy_options import Observations, load_policy
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.profiling.policies import PolicyRounds, plot_policy
+from sinkprune.runtime.profiling.profile import Rounds
 from sinkprune.runtime.steps.pictures import decoded
 
 _FEWER_STEPS = (5, 2)
@@ -82,24 +84,25 @@ def profile_policy(options: PolicyProfileOptions, bundle: Bundle, observations: 
     frames = [None if path is None else decoded(path, family) for path in moment.cameras]
     given = [frame for frame in frames if frame is not None]
     files = [path for path in moment.cameras if path is not None]
-    notes += note_pictures(family, manifest, files, given)
-    check_memory(options, bundle, given, options.method, budgets, options.prompt, 0)
+    notes += note_pictures(family, files, given)
+    check_memory(options, bundle, [*map(family.layout, given)], options.method, budgets, options.prompt, 0)
     policy = load_policy(options, bundle)
     rounds = PolicyRounds(policy, frames, options.prompt, moment.state, budgets, steps, method=options.method)
-    repeat, interrupted, earlier, outputs = options.repeat or USUAL_REPEAT, "", "", options
-    try:
-        with progress_bar("measuring", rounds.kinds * (options.warmup + repeat), "chunks") as count:
-            rounds.measure(repeat, options.warmup, lambda name: count(f"measuring {name}"))
-    except KeyboardInterrupt as interrupt:
-        if not rounds.count:
-            raise KeyboardInterrupt("no whole round was measured, so nothing was kept.") from interrupt
-        interrupted = f"the report counts {rounds.count} of {counted(repeat, 'round')}."
-        outputs, earlier = beside_earlier(options, "json", "plot")
+    interrupted = measured_rounds(rounds, options.repeat or USUAL_REPEAT, options.warmup, "chunks")
     report = rounds.report()
-    more = {"interrupted": interrupted or None, "notes": notes}
-    write_report(outputs, report, plot_policy, lambda: _print_tables(report), more)
-    if interrupted:
-        raise KeyboardInterrupt(interrupted + earlier)
+    write_measured(options, report, plot_policy, lambda: _print_tables(report), notes, interrupted)
+
+
+def measured_rounds(rounds: Rounds[Any, Any], repeat: int, warmup: int, unit: str) -> str:
+    """Measure `rounds`, with progress in a `unit`; returns what their report counts after Ctrl-C, else "".
+
+    Raises `KeyboardInterrupt` before the first round is complete, and what `Rounds.measure` raises.
+    """
+    measure = partial(rounds.measure, repeat, warmup)
+    interrupt = until_interrupt(measure, rounds.kinds * (warmup + repeat), unit)
+    if interrupt and not rounds.count:
+        raise KeyboardInterrupt("no whole round was measured, so nothing was kept.") from interrupt
+    return f"the report counts {rounds.count} of {counted(repeat, 'round')}." if interrupt else ""
 
 
 def _usual_steps(facts: PolicyFacts) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ from sinkprune.contract.command_line.table_console import (
     median_text,
     noise_note,
     plain_text,
-    progress_bar,
     spread_text,
 )
 from sinkprune.contract.files.output_files import check_outputs
@@ -38,15 +37,14 @@ from sinkprune.runtime.commands import (
     open_bundle,
     picture_sources,
     prompt_pieces,
-    read_pictures,
-    write_report,
 )
-from sinkprune.runtime.commands.interrupts import beside_earlier
+from sinkprune.runtime.commands.interrupts import until_interrupt, write_measured
 from sinkprune.runtime.commands.memory import check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.commands.policy_options import add_cameras, add_state, check_kind_options, given_observations
 from sinkprune.runtime.commands.policy_profile import (
     PolicyProfileOptions,
+    measured_rounds,
     profile_policy,
     step_list,
 )
@@ -72,6 +70,7 @@ from sinkprune.runtime.profiling.plot import plot_report
 from sinkprune.runtime.profiling.profile import REPEAT, WARMUP, ProfileRounds
 from sinkprune.runtime.profiling.rate import RateRun
 from sinkprune.runtime.profiling.rate_plot import plot_rate
+from sinkprune.runtime.steps.pictures import decoded
 
 _EXAMPLES = """\
 examples:
@@ -119,61 +118,63 @@ def main(arguments: Sequence[str] | None) -> None:
     check_kind_options(options, bundle, _OF_POLICIES, ("image",) if options.camera else ())
     budgets = options.budgets or [UNPRUNED, *bundle.manifest.plans[options.method]]
     sensor = wanted_sensor(options, chosen_backend(options, bundle))
+    family = load_family(bundle.manifest, options.fit)
     if options.frames:
-        prompts = [[frame] for frame in read_frames(files, load_family(bundle.manifest, options.fit))]
+        prompts = [[frame] for frame in read_frames(files, family)]
     else:
-        prompts = [read_pictures(picture_sources(options), options, bundle)]
+        prompts = [[decoded(source, family) for source in picture_sources(options, family)]]
     planned = list(dict.fromkeys([*([] if camera else [UNPRUNED]), *budgets]))
     largest = max(prompts, key=lambda pictures: sum(picture.size[0] * picture.size[1] for picture in pictures))
-    check_memory(options, bundle, largest, options.method, planned, prompt, options.new_tokens or _NEW_TOKENS)
+    layouts = [*map(family.layout, largest)]
+    check_memory(options, bundle, layouts, options.method, planned, prompt, options.new_tokens or _NEW_TOKENS)
     pipeline = load_pipeline(options, bundle)
 
     # Before the measurement, because it may take long.
     pictures = [picture for own in prompts for picture in own]
-    notes = note_pictures(pipeline.family, pipeline.bundle.manifest, files, pictures)
+    notes = note_pictures(family, files, pictures)
     most = pipeline.limits.new_tokens if pipeline.limits else _NEW_TOKENS
     new_tokens = min(_NEW_TOKENS, most) if options.new_tokens is None else options.new_tokens
     common: dict[str, Any] = {"method": options.method, "new_tokens": new_tokens}
-    run: ProfileRounds | RateRun
-    measure: Callable[[Callable[[str, int], None]], object]
-    repeat = options.repeat or USUAL_REPEAT
-    interrupted = earlier = ""
     with maybe_measuring(options, sensor) as meter:
         if camera is None:
-            run = ProfileRounds(pipeline, prompts[0], prompt, planned, warm=options.warm, meter=meter, **common)
-            measure, runs = partial(run.measure, repeat, options.warmup), run.kinds * (options.warmup + repeat)
+            rounds = ProfileRounds(pipeline, prompts[0], prompt, planned, warm=options.warm, meter=meter, **common)
+            _profile_rounds(options, rounds, notes)
         else:
             run = RateRun(pipeline, prompts, prompt, planned, camera, meter=meter, **common)
-            measure, runs = partial(run.measure, options.warmup), len(planned) * camera.frames
-        try:
-            with progress_bar("measuring", runs, "answers" if camera is None else "frames") as count:
+            _profile_rate(options, run, len(planned) * camera.frames, notes)
 
-                def on_run(name: str, steps: int = 1) -> None:
-                    count(f"measuring {name}", steps)
 
-                measure(on_run)
-        except KeyboardInterrupt as interrupt:
-            if not run.count:
-                unit = "round" if camera is None else "answer"
-                raise KeyboardInterrupt(f"no whole {unit} was measured, so nothing was kept.") from interrupt
-            interrupted = (
-                f"the report counts {run.count} of {counted(repeat, 'round')}."
-                if camera is None
-                else f"the report has the {counted(run.count, 'answer')} so far."
-            )
-            options, earlier = beside_earlier(options, "json", "plot")
-        more = {"interrupted": interrupted or None, "notes": notes}
-        if isinstance(run, RateRun):
-            rates = run.report()
-            write_report(options, rates, plot_rate, lambda: print_rates(rates), more)
-            power = rates.power
-        else:
-            report = run.report()
-            write_report(options, report, plot_report, lambda: _print_table(report), more)
-            power = report.power
-    check_lived(power)
-    if interrupted:
-        raise KeyboardInterrupt(interrupted + earlier)
+def _profile_rounds(options: _Options, rounds: ProfileRounds, notes: list[str]) -> None:
+    """Measure the budgets in turn, and write the report; raises what `write_measured` raises, and `PowerError`."""
+    interrupted = measured_rounds(rounds, options.repeat or USUAL_REPEAT, options.warmup, "answers")
+    report = rounds.report()
+    write_measured(
+        options,
+        report,
+        plot_report,
+        lambda: _print_table(report),
+        notes,
+        interrupted,
+        first=lambda _: check_lived(report.power),
+    )
+
+
+def _profile_rate(options: _Options, run: RateRun, frames: int, notes: list[str]) -> None:
+    """Answer the camera's `frames`, and write the report; raises what `write_measured` raises, and `PowerError`."""
+    interrupt = until_interrupt(partial(run.measure, options.warmup), frames, "frames")
+    if interrupt and not run.count:
+        raise KeyboardInterrupt("no whole answer was measured, so nothing was kept.") from interrupt
+    interrupted = f"the report has the {counted(run.count, 'answer')} so far." if interrupt else ""
+    report = run.report()
+    write_measured(
+        options,
+        report,
+        plot_rate,
+        lambda: print_rates(report),
+        notes,
+        interrupted,
+        first=lambda _: check_lived(report.power),
+    )
 
 
 def _parser() -> CommandParser:

@@ -29,7 +29,6 @@ from sinkprune.runtime.commands import (
     open_bundle,
     picture_sources,
     prompt_pieces,
-    read_pictures,
 )
 from sinkprune.runtime.commands.answer_lines import CUT_OFF, cut_off_line, late_line, readable, result_lines
 from sinkprune.runtime.commands.deadline_costs import (
@@ -44,11 +43,13 @@ from sinkprune.runtime.commands.memory import MemoryCheck, check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.confidence.thresholds import Thresholds, missing_thresholds, read_thresholds
 from sinkprune.runtime.deadline.cost_measuring import MEASURING_COSTS
+from sinkprune.runtime.families import load_family
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, overlay, picture_bytes
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.loaded_model import check_chosen_later
 from sinkprune.runtime.steps.observer import Observer
+from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.steps.request import DEADLINE_MS, DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS, Request
 from sinkprune.runtime.system.cores import usable_cores
 from sinkprune.runtime.text.sampling import SEED, TEMPERATURE, TOP_P
@@ -102,16 +103,18 @@ def main(arguments: Sequence[str] | None) -> None:
         check_chosen_later(bundle.manifest, options.method)
     budgets = _budgets(options, bundle, thresholds)
     costs = known_costs(options, options.costs, bundle) if options.deadline_ms and not options.warm_up else None
-    sources = picture_sources(options)
-    images = read_pictures(sources, options, bundle)
+    family = load_family(bundle.manifest, options.fit)
+    sources = picture_sources(options, family)
+    images = [decoded(source, family) for source in sources]
     texts = [options.system or "", *([prompt] if isinstance(prompt, str) else prompt)]
     new_tokens = options.max_new_tokens or DEFAULT_NEW_TOKENS
-    memory = check_memory(options, bundle, images, options.method, budgets, texts, new_tokens)
+    layouts = [*map(family.layout, images)]
+    memory = check_memory(options, bundle, layouts, options.method, budgets, texts, new_tokens)
 
     pipeline = load_pipeline(options, bundle)
     request = pipeline.new_request(images, prompt, **_given_fields(options), **form)
     # Before a long answer.
-    notes = note_pictures(pipeline.family, pipeline.bundle.manifest, options.picture_files, images)
+    notes = note_pictures(family, options.picture_files, images)
     pipeline.thresholds, pipeline.costs = thresholds, costs
     earlier_costs = ANSWER_COSTS.cached(pipeline.place) if options.warm_up else None
     _warm_up(pipeline, request, options)

@@ -21,6 +21,7 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.runtime.commands import BundleOptions, add_costs, load_pipeline
 from sinkprune.runtime.commands.memory import check_memory
 from sinkprune.runtime.confidence.thresholds import Thresholds, missing_thresholds, read_thresholds
+from sinkprune.runtime.families import load_family
 from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.session import MAX_BYTES
 from sinkprune.runtime.steps.picture_warnings import seen_part
@@ -131,7 +132,8 @@ def load_app(options: AppOptions, found: AppBundle) -> Starlette:
     """
     server = import_server()
     budgets = [UNPRUNED, *([options.budget] if options.budget != AUTO else [])]
-    check_memory(options, found.bundle, [_USUAL_PICTURE], options.method, budgets, "", DEFAULT_NEW_TOKENS)
+    usual = load_family(found.bundle.manifest, options.fit).layout(_USUAL_PICTURE)
+    check_memory(options, found.bundle, [usual], options.method, budgets, "", DEFAULT_NEW_TOKENS)
     pipeline = load_pipeline(options, found.bundle)
     if found.thresholds:
         # What the backend computes in is known now.

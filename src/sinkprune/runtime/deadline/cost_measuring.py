@@ -20,7 +20,7 @@ from sinkprune.runtime.deadline.choices import ScheduledBudget, budgets_up_to, r
 from sinkprune.runtime.deadline.decoder_times import DecoderTimes
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.loaded_model import LoadedModel
-from sinkprune.runtime.steps.pictures import decoded, layout_of
+from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.steps.request import Request
 
 MEASURING_COSTS = "measuring what budgets cost on this machine"
@@ -53,7 +53,7 @@ def measure_costs(
             "costs are those of pictures, and the request has none. Give one like those of your requests."
         )
     pictures = tuple(decoded(source, family) for source in request.pictures)
-    layouts = [layout_of(picture, picture, family, manifest) for picture in pictures]
+    layouts = [*map(family.layout, pictures)]
     text = model.encode_prompt(request, layouts).text_tokens
     plain = replace(request, pictures=pictures, deadline_ms=None, max_new_tokens=1, temperature=0.0)
     # The form of an answer adds little, and may be too long for one token.

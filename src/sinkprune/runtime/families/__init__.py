@@ -24,7 +24,7 @@ class TowerInput(NamedTuple):
     """A picture as inputs of a model's vision tower."""
 
     inputs: dict[str, Array]
-    """The inputs of the graph `vision` by name, fp32 and int64."""
+    """The inputs of the graph `vision` by name, as `Family.inputs` returns them; none where its output is known."""
     layout: VisualLayout
     """The picture's tokens and their places."""
 
@@ -36,10 +36,16 @@ class Family(Protocol):
     """The name, in the embedding table's file, of the learned row that ends each unpruned line."""
 
     def layout(self, picture: Picture) -> VisualLayout:
-        """Return the tokens and places of an image or of a clip's frames; raises `ImageError`. Reads no pixels."""
+        """Return the tokens and places of an image or of a clip's frames; reads no pixels.
+
+        Raises `ImageError` for all that `inputs` rejects, and for more tokens than the bundle's graphs take.
+        """
 
     def inputs(self, picture: Picture) -> dict[str, Array]:
-        """Return the inputs of the graph `vision` by name, fp32 and int64; raises `ImageError`."""
+        """Return the inputs of the graph `vision` by name: floats in the bundle's precision, and int64.
+
+        Raises `ImageError`.
+        """
 
     def check_video(self) -> None:
         """Raise `VideoError` if the bundle takes no video, before a file is opened."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sinkprune.contract.budgets import Share
-from sinkprune.contract.errors import BundleError, VideoError
+from sinkprune.contract.errors import BundleError, ImageError, VideoError
 from sinkprune.contract.flops import qwen_tower_flops
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
@@ -38,7 +38,8 @@ class Qwen25VL:
     def __init__(self, manifest: Manifest) -> None:
         self._tower = manifest.tower(QwenTower)
         self._most_tokens = manifest.most_visual_tokens
-        check_settings(manifest.processor, DTYPES[manifest.precision])
+        self._dtype = DTYPES[manifest.precision]
+        check_settings(manifest.processor, self._dtype)
         self._processor = self._processing(manifest.processor)
         for name in ("patch_size", "temporal_patch_size", "merge_size"):
             if manifest.processor[name] != getattr(self._tower, name):
@@ -50,14 +51,23 @@ class Qwen25VL:
         self._windowed_blocks = self._tower.num_blocks - len(self._tower.full_attention_blocks)
         head = self._tower.hidden_size // self._tower.num_heads
         # Half of a head rotates with the row, half with the column.
-        self._rotary = Rotary(self._tower.rope_theta, head // 2, np.dtype(np.float32))
+        self._rotary = Rotary(self._tower.rope_theta, head // 2, self._dtype)
 
     def layout(self, picture: Picture) -> VisualLayout:
-        """Return a group for each temporal patch; raises `ImageError` for a shape that the model cannot take."""
+        """Return a group for each temporal patch.
+
+        Raises `ImageError` for a shape that the model cannot take, and for more tokens than the bundle's graphs take.
+        """
         grid = self._processor.grid(picture.size)
         clip = picture if isinstance(picture, SampledFrames) else None
         times = self._times(grid.t, clip.size.fps) if clip else np.arange(grid.t)
-        layout = self._layout(grid, self._windows(grid), (picture.size[0], picture.size[1]), times)
+        width, height = picture.size[:2]
+        layout = self._layout(grid, self._windows(grid), (width, height), times)
+        if layout.tokens > self._most_tokens:
+            raise ImageError(
+                f"the image has {width}x{height} pixels, which make {layout.tokens} visual tokens; this bundle's "
+                f"graphs take up to {self._most_tokens}. Scale it down, or export again with a larger --max-pixels."
+            )
         return replace(layout, frame_indices=clip.indices, frames_at_rate=clip.at_rate) if clip else layout
 
     def inputs(self, picture: Picture) -> dict[str, Array]:
@@ -65,8 +75,9 @@ class Qwen25VL:
         grid = self._processor.grid(picture.size)
         tables = [self._rotary.tables(axis) for axis in self._patch_positions(grid)]
         cos, sin = (np.concatenate(table, axis=-1) for table in zip(*tables, strict=True))
+        pixels = self._processor(picture).astype(self._dtype, copy=False)
         inputs = {
-            "pixel_values": self._processor(picture).reshape(grid.t, grid.h * grid.w, -1),
+            "pixel_values": pixels.reshape(grid.t, grid.h * grid.w, -1),
             "cos": cos.repeat(grid.t, axis=0),
             "sin": sin.repeat(grid.t, axis=0),
         }

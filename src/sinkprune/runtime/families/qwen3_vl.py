@@ -53,7 +53,7 @@ class Qwen3VL(Qwen25VL):
         return (stamps[0], *(f"{_END}{stamp}" for stamp in stamps[1:]), _END)
 
     def _corners(self, grid: Grid) -> tuple[Array, Array]:
-        """Return [patches,4] int64 and fp32: each patch's four neighbours in the position table, and their shares.
+        """Return [patches,4] int64 and float: each patch's four neighbours in the position table, and their shares.
 
         Interpolation is bilinear. The corners of the table are those of the picture.
         """
@@ -67,7 +67,8 @@ class Qwen3VL(Qwen25VL):
         rows, columns = (np.stack(ends, axis=1) for ends in zip(low, high, strict=True))
         down, right = (np.stack([1 - part, part], axis=1) for part in share)
         index = rows[:, :, None] * self._side + columns[:, None, :]
-        return index.reshape(-1, 4), (down[:, :, None] * right[:, None, :]).reshape(-1, 4)
+        weight = down[:, :, None] * right[:, None, :]
+        return index.reshape(-1, 4), weight.reshape(-1, 4).astype(self._dtype)
 
 
 FAMILY = Qwen3VL

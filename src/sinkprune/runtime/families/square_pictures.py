@@ -36,15 +36,16 @@ class SquarePictures(Family):
                 f"the bundle's `vision` has {tower.tokens} tokens, expected {self._side**2}, one for each "
                 f"patch of {tower.patch_size} pixels in a picture of {tower.image_size}. Export it again."
             )
-        check_settings(manifest.processor, DTYPES[manifest.precision])
+        self._dtype = DTYPES[manifest.precision]
+        check_settings(manifest.processor, self._dtype)
 
     def layout(self, picture: Picture) -> VisualLayout:
         """Return one group, or several for tiles; raises `VideoError` for a clip."""
         return self._layout(self._image(picture).size)
 
     def inputs(self, picture: Picture) -> dict[str, Array]:
-        """Return `pixel_values` [G,3,image_size,image_size] fp32 of an image; raises `ImageError`."""
-        return {"pixel_values": self._pixels(self._image(picture))}
+        """Return `pixel_values` [G,3,image_size,image_size] of an image; raises `ImageError`."""
+        return {"pixel_values": self._pixels(self._image(picture)).astype(self._dtype, copy=False)}
 
     def check_video(self) -> None:
         """Raise `VideoError`."""

@@ -47,11 +47,14 @@ class SquareProcessor:
         return SquareProcessor(fitted_settings(self._settings, fit, side))
 
     def source_box(self, size: PixelSize) -> tuple[float, float, float, float]:
-        """Return the area of an image of `size` that the model sees: left, top, right, bottom in its pixels."""
+        """Return the area of an image of `size` that the model sees: left, top, right, bottom in its pixels.
+
+        Raises `ImageError` if the image is too long.
+        """
         width, height = size
         shift_x = shift_y = 0.0
         if self._settings["do_pad"]:
-            side = max(size)
+            side = _padded_side(size)
             shift_x, shift_y = (side - width) // 2, (side - height) // 2
             width = height = side
         resized = self._resized_size((width, height)) if self._settings["do_resize"] else (width, height)
@@ -66,12 +69,7 @@ class SquareProcessor:
         return left, top, right, bottom
 
     def _padded(self, image: Image.Image) -> Image.Image:
-        side = max(image.size)
-        if side**2 > _MAX_RESIZED_PIXELS:
-            raise ImageError(
-                f"the image has {image.width}x{image.height} pixels; padded to a square as the model wants it, it "
-                f"would have {side}x{side}. Scale it to at most {int(_MAX_RESIZED_PIXELS**0.5)} pixels a side."
-            )
+        side = _padded_side(image.size)
         background = tuple(int(value * 255) for value in self._settings["image_mean"])
         square = Image.new("RGB", (side, side), background)
         square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
@@ -101,3 +99,14 @@ class SquareProcessor:
         pixels = np.pad(pixels, [(-(-count // 2), count // 2) for count in missing])
         top, left = (pixels.shape[0] - height) // 2, (pixels.shape[1] - width) // 2
         return pixels[top : top + height, left : left + width]
+
+
+def _padded_side(size: PixelSize) -> int:
+    """Return the side of the square that an image of `size` is padded to; raises `ImageError`."""
+    side = max(size)
+    if side**2 > _MAX_RESIZED_PIXELS:
+        raise ImageError(
+            f"the image has {size[0]}x{size[1]} pixels; padded to a square as the model wants it, it would have "
+            f"{side}x{side}. Scale it to at most {int(_MAX_RESIZED_PIXELS**0.5)} pixels a side."
+        )
+    return side

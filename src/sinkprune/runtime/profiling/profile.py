@@ -34,7 +34,7 @@ from sinkprune.runtime.profiling.stage_spans import StageSpans
 from sinkprune.runtime.session import Session
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.context_length import check_picture_count
-from sinkprune.runtime.steps.pictures import PictureLike, decoded, layout_of
+from sinkprune.runtime.steps.pictures import PictureLike, decoded
 
 # The upper limits bound the memory of the answers, which are kept until the report.
 REPEAT = WholeNumber("repeat", 1, 100_000)
@@ -192,7 +192,7 @@ def check_budgets(
     manifest, family = pipeline.bundle.manifest, pipeline.family
     request = pipeline.new_request(image, prompt, method=method, max_new_tokens=new_tokens)
     check_picture_count(manifest, pipeline.limits, len(request.pictures))
-    layouts = [layout_of(source, decoded(source, family), family, manifest) for source in request.pictures]
+    layouts = [family.layout(decoded(source, family)) for source in request.pictures]
     text = pipeline.prompts.encode(request.texts, [layout.texts for layout in layouts], request.system).text_tokens
     choices = [scheduled_budget(manifest, method, budget, layouts) for budget in budgets]
     for choice in sorted(choices, key=lambda choice: -choice.schedule.rows):

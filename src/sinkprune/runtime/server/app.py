@@ -112,9 +112,7 @@ class _Server:
             settings.method,
             answering,
             pipeline.plans,
-            PictureReader(
-                pipeline.family, pipeline.bundle.manifest, fetch_https if settings.allow_remote_images else None
-            ),
+            PictureReader(pipeline.family, fetch_https if settings.allow_remote_images else None),
         )
         self.scheduler = Scheduler(answering, most_jobs=settings.max_queue, most_active=settings.max_active)
         self._bodies = Bodies(settings.max_body_bytes, settings.max_body_seconds)

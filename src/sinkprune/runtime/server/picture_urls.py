@@ -17,14 +17,12 @@ from urllib.parse import unquote_to_bytes, urlsplit
 from PIL import Image
 
 from sinkprune.contract.errors import ImageError
-from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.clip import SampledFrames
 from sinkprune.runtime.media.images import read_image_bytes
 from sinkprune.runtime.media.video_file import VideoFile
 from sinkprune.runtime.server.api_error import wrong
 from sinkprune.runtime.server.json_values import format_json
-from sinkprune.runtime.steps.pictures import layout_of
 
 MOST_REMOTE_BYTES = 32 << 20
 """The most bytes of a picture that is fetched."""
@@ -40,7 +38,6 @@ class PictureReader:
     """Reads the pictures and videos of requests for a model of one family."""
 
     family: Family
-    manifest: Manifest
     fetch: Fetch | None
     """Reads https addresses; None where the server fetches nothing."""
 
@@ -50,7 +47,7 @@ class PictureReader:
         try:
             picture = read_image_bytes(data)
             # Before the request runs, because the reader of messages names the part.
-            layout_of(picture, picture, self.family, self.manifest)
+            self.family.layout(picture)
             return picture
         except ImageError as error:
             raise wrong(str(error)) from error
@@ -63,7 +60,7 @@ class PictureReader:
                 file.write(self._bytes("video_url", url))
                 file.flush()
                 frames = self.family.sample_frames(VideoFile(file.name))
-            layout_of(frames, frames, self.family, self.manifest)
+            self.family.layout(frames)
             return frames
         except ImageError as error:
             # The message names the temporary file.

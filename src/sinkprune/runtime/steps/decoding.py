@@ -9,7 +9,7 @@ import numpy as np
 
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.layout import VisualLayout
-from sinkprune.contract.plans import Plan, exceeding
+from sinkprune.contract.plans import Evidence, Plan, exceeding
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import Schedule
 from sinkprune.runtime.backends import Cache, Tensor
@@ -76,20 +76,11 @@ def prefill(
     _check_rows("the step before the LLM", len(rows.visual), schedule.rows)
     text = rows.length - len(rows.visual)
     with clock.measure("prefill"):
-        tables = dict(zip(("cos", "sin"), chain.rotary.tables(rows.positions.rows), strict=True))
-        state = {
-            "hidden": rows.hidden,
-            **{name: backend.tensor(table) for name, table in tables.items()},
-            "visual_index": backend.tensor(rows.visual.astype(np.int64)),
-            "text_index": backend.tensor(rows.text.astype(np.int64)),
-        }
-        norms_input = {} if norms is None else {"norms": norms}
-        given, start = {"hidden": rows.hidden, "cos": state["cos"], "sin": state["sin"], **rows.deepstack_inputs}, 0
-        result = Prefill(None, KVCache([], []))
-        picture = rows.picture
+        selects, result = _Selects(chain, schedule, rows, norms), Prefill(None, KVCache([], []))
+        given, start = {**selects.left, **rows.deepstack_inputs}, 0
         for segment, (decoder, layers) in enumerate(zip(chain.decoders, chain.segments, strict=True)):
             # From the schedule: reading a shape from the device would wait for it.
-            length = text + schedule.reaching(layers.start)
+            length, last = text + selects.schedule.reaching(layers.start), layers[-1]
             earlier = stored[segment] if segment < len(stored) else None
             cache = decoder.restore(earlier.saved, earlier.rows, length) if earlier else decoder.new_cache()
             outputs: Mapping[str, Tensor] = {}
@@ -102,9 +93,7 @@ def prefill(
             result.cache.segments.append(cache)
             result.cache.next_positions.append(length if compact else rows.positions.next)
             result.tokens_per_layer += [length] * len(layers)
-            last = layers[-1]
-            if plan is not None and str(last) in plan.select_after:
-                select, kept_rows = chain.plan_engine(plan.select_after[str(last)]), schedule.kept_after(last)
+            if selects.follow(last):
                 if earlier:
                     outputs = earlier.joined(backend, outputs)
                 result.scored = result.scored or {name: outputs[name] for name in SCORED}
@@ -112,25 +101,56 @@ def prefill(
                     whole = {name: backend.numpy(outputs[name]) for name in SCORED}
                     result.lead[segment] = {name: array[..., :lead, :].copy() for name, array in whole.items()}
                 with clock.measure("select"):
-                    scored = {"query": outputs["query"], "key": outputs["key"], **norms_input}
-                    given = {**state, "hidden": outputs["hidden_out"], **scored}
-                    if plan.evidence is not None:
-                        scored["evidence"], kept_rows = _tested(chain, plan, rows, given, kept_rows)
-                        schedule = schedule.with_left(last, kept_rows)
-                    if chain.several_images or plan.evidence is not None:
-                        quota = np.repeat(np.arange(len(kept_rows)), kept_rows)
-                        scored |= {"visual_group": backend.tensor(picture), "quota": backend.tensor(quota)}
-                        picture = quota
-                    selected = select({**given, **scored})
-                state = {name: selected[f"{name}_out"] for name in state}
-                result.keep_index[last] = selected["keep_index"]
-                given, start = {name: state[name] for name in ("hidden", "cos", "sin")}, 0
+                    result.keep_index[last] = selects(last, outputs)
+                given, start = selects.left, 0
             elif "hidden_out" in outputs:
                 given = {"hidden": outputs["hidden_out"], "cos": given["cos"], "sin": given["sin"]}
         result.hidden = given["hidden"]
-    result.schedule = schedule
+    result.schedule = selects.schedule
     chain.note_prefill(plan, text, len(rows.visual))
     return result
+
+
+class _Selects:
+    """The selects of a plan, and the rows of one prompt that are left between them."""
+
+    def __init__(self, chain: Chain, schedule: Schedule, rows: PromptRows, norms: Tensor | None) -> None:
+        """Begin with all `rows`; `norms` are those of `prefill`."""
+        plan = schedule.plan
+        self._after, self._evidence = (plan.select_after, plan.evidence) if plan else ({}, None)
+        self._chain, self._rows, self._picture = chain, rows, rows.picture
+        self._norms = {} if norms is None else {"norms": norms}
+        self.schedule = schedule
+        """What is kept: where counts vary by picture, as the selects found so far."""
+        cos, sin = chain.rotary.tables(rows.positions.rows)
+        indices = {"visual_index": rows.visual.astype(np.int64), "text_index": rows.text.astype(np.int64)}
+        on_host = {"cos": cos, "sin": sin, **indices}
+        self._state = {"hidden": rows.hidden} | {name: chain.backend.tensor(own) for name, own in on_host.items()}
+
+    @property
+    def left(self) -> dict[str, Tensor]:
+        """The inputs of the next segment, with the rows that are left."""
+        return {name: self._state[name] for name in ("hidden", "cos", "sin")}
+
+    def follow(self, layer: int) -> bool:
+        """Return whether a select follows this layer."""
+        return str(layer) in self._after
+
+    def __call__(self, layer: int, outputs: Mapping[str, Tensor]) -> Tensor:
+        """Run the select after `layer` on the `outputs` of its segment, and return its `keep_index`."""
+        chain, kept_rows = self._chain, self.schedule.kept_after(layer)
+        scored = {name: outputs[name] for name in ("query", "key")}
+        given = {**self._state, "hidden": outputs["hidden_out"], **scored, **self._norms}
+        if self._evidence is not None:
+            given["evidence"], kept_rows = _tested(chain, self._evidence, self._rows, given, kept_rows)
+            self.schedule = self.schedule.with_left(layer, kept_rows)
+        if chain.several_images or self._evidence is not None:
+            quota = np.repeat(np.arange(len(kept_rows)), kept_rows)
+            given |= {"visual_group": chain.backend.tensor(self._picture), "quota": chain.backend.tensor(quota)}
+            self._picture = quota
+        selected = chain.plan_engine(self._after[str(layer)])(given)
+        self._state = {name: selected[f"{name}_out"] for name in self._state}
+        return selected["keep_index"]
 
 
 def first_logits(chain: Chain, prefilled: Prefill, clock: Stopwatch) -> Tensor:
@@ -140,19 +160,19 @@ def first_logits(chain: Chain, prefilled: Prefill, clock: Stopwatch) -> Tensor:
 
 
 def _tested(
-    chain: Chain, plan: Plan, rows: PromptRows, given: Mapping[str, Tensor], most: Sequence[int]
+    chain: Chain, evidence: Evidence, rows: PromptRows, given: Mapping[str, Tensor], most: Sequence[int]
 ) -> tuple[Tensor, list[int]]:
     """Return the evidence of the visual rows, and how many of each picture's pass the test of the plan's stage.
 
     `given` are the inputs of its select. At most `most` rows of each picture pass.
     """
-    graph, threshold = plan.evidence.test(1) if plan.evidence is not None else ("", 0.0)
+    graph, threshold = evidence.test(1)
     # The sanitizer's first row of a picture is the mean of its outliers: its register.
     registers = np.flatnonzero(rows.source == 0)[rows.picture]
     measured = chain.plan_engine(graph)({**given, "register": chain.backend.tensor(registers)})["evidence"]
-    evidence = chain.backend.numpy(measured)
+    values = chain.backend.numpy(measured)
     return measured, [
-        exceeding(evidence[rows.picture == picture], threshold, count) for picture, count in enumerate(most)
+        exceeding(values[rows.picture == picture], threshold, count) for picture, count in enumerate(most)
     ]
 
 

@@ -11,10 +11,8 @@ import numpy as np
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.checks.user_warnings import warn_user
 from sinkprune.contract.errors import ImageError, UsageError
-from sinkprune.contract.layout import VisualLayout
-from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.precision import DTYPES, Array
-from sinkprune.runtime.families import Family, TowerInput
+from sinkprune.contract.precision import Array
+from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.clip import Clip, Picture, SampledFrames
 from sinkprune.runtime.media.images import read_image, to_rgb
 from sinkprune.runtime.media.video_file import VideoFile
@@ -25,12 +23,19 @@ PictureLike = Picture | Array | str | os.PathLike[str] | Clip | VideoFile
 
 
 def decoded(source: PictureLike, family: Family) -> Picture:
-    """Return an RGB image, or the frames of a clip that a model of `family` sees; raises `ImageError`."""
+    """Return an RGB image, or the frames of a clip that a model of `family` sees.
+
+    Raises `ImageError`, also for a picture that the family rejects; of a file, the message has its name.
+    """
     if isinstance(source, SampledFrames):
-        return source
-    if isinstance(source, (Clip, VideoFile)):
-        return family.sample_frames(source)
-    return read_image(source) if isinstance(source, (str, os.PathLike)) else to_rgb(source)
+        picture: Picture = source
+    elif isinstance(source, (Clip, VideoFile)):
+        picture = family.sample_frames(source)
+    else:
+        picture = read_image(source) if isinstance(source, (str, os.PathLike)) else to_rgb(source)
+    with file_named_in_errors(source):
+        family.layout(picture)
+    return picture
 
 
 def check_order(order: object) -> str:
@@ -66,44 +71,13 @@ def with_order(source: PictureLike, order: str) -> PictureLike:
     return source
 
 
-def tower_input(source: PictureLike, picture: Picture, family: Family, manifest: Manifest) -> TowerInput:
-    """Return the vision tower's inputs for `picture`, decoded from `source`, with floats in the bundle's precision.
-
-    Raises what `layout_of` raises.
-    """
-    layout, dtype = layout_of(source, picture, family, manifest), DTYPES[manifest.precision]
-    with _file_named_in_errors(source):
-        inputs = family.inputs(picture)
-    in_precision = {
-        name: array.astype(dtype, copy=False) if np.issubdtype(array.dtype, np.floating) else array
-        for name, array in inputs.items()
-    }
-    return TowerInput(in_precision, layout)
-
-
 def joined_inputs(inputs: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
     """Return the vision tower's inputs for several pictures in one call, joined along the axis of groups."""
     return {name: np.concatenate([one[name] for one in inputs]) for name in inputs[0]}
 
 
-def layout_of(source: PictureLike, picture: Picture, family: Family, manifest: Manifest) -> VisualLayout:
-    """Return the layout of `picture`, decoded from `source`; reads sizes only, no pixels.
-
-    Raises `ImageError` for a picture that the family rejects, or with more tokens than the bundle's graphs take.
-    """
-    with _file_named_in_errors(source):
-        layout, most = family.layout(picture), manifest.most_visual_tokens
-        if layout.tokens > most:
-            raise ImageError(
-                f"the image has {picture.size[0]}x{picture.size[1]} pixels, which make {layout.tokens} visual "
-                f"tokens; this bundle's graphs take up to {most}. Scale it down, or export again with a larger "
-                "--max-pixels."
-            )
-    return layout
-
-
 @contextmanager
-def _file_named_in_errors(source: PictureLike) -> Iterator[None]:
+def file_named_in_errors(source: PictureLike) -> Iterator[None]:
     """Begin the messages of an `ImageError` with the file's name, where `source` is a file."""
     try:
         yield

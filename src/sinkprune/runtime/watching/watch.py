@@ -18,6 +18,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import Schedule, schedule
 from sinkprune.runtime.deadline.policy import BudgetPolicy
 from sinkprune.runtime.device.stopwatch import Stopwatch
+from sinkprune.runtime.families import TowerInput
 from sinkprune.runtime.steps.answer import timings
 from sinkprune.runtime.steps.choice_scores import ChoiceTokens
 from sinkprune.runtime.steps.context_length import check_length
@@ -25,7 +26,7 @@ from sinkprune.runtime.steps.decoding import first_logits, prefill, surviving_ro
 from sinkprune.runtime.steps.encoding import run_tower
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.observer import Observer
-from sinkprune.runtime.steps.pictures import PictureLike, decoded, tower_input
+from sinkprune.runtime.steps.pictures import PictureLike, decoded
 from sinkprune.runtime.steps.prompt_rows import PromptRows, lay_out
 from sinkprune.runtime.steps.received_attention import received_attention
 from sinkprune.runtime.steps.request import Request
@@ -161,17 +162,17 @@ class Watch:
             yield self._answer(number, frame)
 
     def _answer(self, number: int, frame: PictureLike) -> FrameAnswer:
-        manifest, _, family, _, embedding, chain, warnings = self._model
+        _, _, family, _, embedding, chain, warnings = self._model
         observer, memory, backend = self._observer, self._memory, chain.backend
         request, form = self._new_form(self._new_request(frame))
         if len(request.pictures) != 1:
             raise ImageError(f"frame {number} has {len(request.pictures)} pictures, expected one. Give one a frame.")
-        source, policy, sampler = request.pictures[0], BudgetPolicy(request), request.new_sampler()
+        policy, sampler = BudgetPolicy(request), request.new_sampler()
         clock = Stopwatch(backend, observer.during)
-        picture = decoded(source, family)
+        picture = decoded(request.pictures[0], family)
         with clock.measure("ttft"):
             with clock.measure("preprocess"):
-                seen = tower_input(source, picture, family, manifest)
+                seen = TowerInput(family.inputs(picture), family.layout(picture))
                 prompt = self._model.encode_prompt(request, [seen.layout])
             layout = self._checked_layout(number, seen.layout, request, prompt.text_tokens)
             observer.seen([seen])
