@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from sinkprune.contract.budgets import Counts
+from sinkprune.contract.budgets import UNPRUNED, Counts
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.plans import Plan
@@ -60,6 +60,7 @@ class PictureSchedule:
 class Schedule:
     """What a method keeps at a budget, for all pictures of a request."""
 
+    budget: str
     plan: Plan | None
     """The graphs of the method; None for the unpruned engines."""
     pictures: tuple[PictureSchedule, ...]
@@ -79,6 +80,10 @@ class Schedule:
     def per_layer(self, num_layers: int) -> list[int]:
         """Return the visual rows of all pictures for each of `num_layers` decoder layers."""
         return [self.reaching(layer) for layer in range(num_layers)]
+
+    def size(self, num_layers: int) -> int:
+        """Return the visual rows of all `num_layers` decoder layers together: they order budgets."""
+        return sum(self.per_layer(num_layers))
 
     def with_rows(self, rows: Sequence[int]) -> Schedule:
         """Return this schedule where the sanitizer kept `rows` of each picture, if counts vary by picture."""
@@ -101,8 +106,20 @@ def schedule(manifest: Manifest, method: str, budget: str, layouts: Sequence[Vis
     """Return the schedule of `method` at `budget` for pictures of these layouts. Raises `BudgetError`."""
     plan = manifest.plan(method, budget)
     if plan is None:
-        return Schedule(None, tuple(PictureSchedule(len(layout.unpruned_rows), {}) for layout in layouts))
-    return Schedule(plan, tuple(_planned(plan, layout) for layout in layouts))
+        pictures = tuple(PictureSchedule(len(layout.unpruned_rows), {}) for layout in layouts)
+        return Schedule(budget, None, pictures)
+    return Schedule(budget, plan, tuple(_planned(plan, layout) for layout in layouts))
+
+
+def schedules_up_to(manifest: Manifest, method: str, budget: str, layouts: Sequence[VisualLayout]) -> list[Schedule]:
+    """Return the schedules of `budget` and of all budgets of `method` that keep no more of such pictures.
+
+    The largest is first. Raises `BudgetError` for an unknown method or budget.
+    """
+    layers = manifest.language_model.num_layers
+    most = schedule(manifest, method, budget, layouts).size(layers)
+    every = [schedule(manifest, method, name, layouts) for name in (UNPRUNED, *manifest.plans[method])]
+    return sorted((one for one in every if one.size(layers) <= most), key=lambda one: -one.size(layers))
 
 
 def _planned(plan: Plan, layout: VisualLayout) -> PictureSchedule:

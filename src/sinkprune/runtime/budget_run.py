@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.deadline.choices import ScheduledBudget
+from sinkprune.contract.schedule import Schedule
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.steps.answer import Kept
 from sinkprune.runtime.steps.chain import Chain
@@ -50,8 +50,6 @@ class BudgetReport:
 class BudgetRun:
     """A prompt after the prefill at one budget."""
 
-    choice: ScheduledBudget
-    """The budget, with the counts that were kept."""
     seen: SeenPrompt
     key: PrefixKey
     lead_key: LeadKey
@@ -70,8 +68,8 @@ class BudgetRun:
         """Return what each step kept of each picture's visual tokens, and sizes; raises `BundleError`."""
         result, text = self.prefilled, self.seen.prompt.text_tokens
         return BudgetReport(
-            self.choice.budget,
-            kept_tokens(chain, self.choice.schedule, self.seen.layouts, self.encoded, self.rows, result),
+            result.schedule.budget,
+            kept_tokens(chain, self.seen.layouts, self.encoded, self.rows, result),
             [length - text for length in result.tokens_per_layer],
             kv_bytes(chain, result.cache.lengths),
             self.reused_rows,
@@ -87,44 +85,43 @@ class BudgetRun:
 
     def put_prefix(self, chain: Chain, prefixes: PrefixCache) -> None:
         """Store the rows before the first select."""
-        plan, text = self.choice.schedule.plan, self.seen.prompt.texts[-1]
+        plan, text = self.prefilled.schedule.plan, self.seen.prompt.texts[-1]
         prefixes.put(self.key, *prefix_of(chain, plan, self.rows, self.encoded, text, self.prefilled))
 
 
 def run_budget(
     model: LoadedModel,
     seen: SeenPrompt,
-    choice: ScheduledBudget,
+    planned: Schedule,
     clock: Stopwatch,
     observer: Observer,
     own_prefixes: PrefixCache,
     prefixes: PrefixCache,
 ) -> BudgetRun:
-    """Run the steps at one budget, but for rows that `own_prefixes` or `prefixes` has; raises what `prefill` does."""
+    """Run the steps at the `planned` budget, but for rows that `own_prefixes` or `prefixes` has.
+
+    Raises what `prefill` does.
+    """
     manifest, _, family, _, embedding, chain, _ = model
-    backend, schedule, texts = chain.backend, choice.schedule, seen.prompt.texts
-    question = model.question_ids(schedule.plan, seen.request, seen.prompt)
-    key = PrefixKey.of(manifest, schedule.plan, seen.digests, texts, question)
-    lead_key = LeadKey.of(manifest, schedule.plan, texts)
+    backend, plan, texts = chain.backend, planned.plan, seen.prompt.texts
+    question = model.question_ids(plan, seen.request, seen.prompt)
+    key, lead_key = PrefixKey.of(manifest, plan, seen.digests, texts, question), LeadKey.of(manifest, plan, texts)
     stored, new_lead = [*prefixes.lead(lead_key)], prefixes.stores_lead(lead_key)
     shared = own_prefixes.shared(key, texts[-1]) or prefixes.shared(key, texts[-1])
     if shared is None:
         words = backend.tensor(embedding(question)) if question else None
-        encoded = [encode(chain, schedule.plan, tower, clock, words) for tower in seen.towers]
+        encoded = [encode(chain, plan, tower, clock, words) for tower in seen.towers]
     else:
         prefix, rows_shared = shared
         encoded = [*prefix.encoded]
         stored[: len(prefix.saved)] = prefix.stored(rows_shared)
     observer.encoded(encoded)
-    schedule = schedule.with_rows([one.kept_index.size for one in encoded])
-    shown, pruned = list(zip(seen.layouts, encoded, strict=True)), schedule.plan is not None
-    rows = lay_out(backend, embedding, family.between_rows, texts, shown, pruned=pruned)
+    planned = planned.with_rows([one.kept_index.size for one in encoded])
+    shown = list(zip(seen.layouts, encoded, strict=True))
+    rows = lay_out(backend, embedding, family.between_rows, texts, shown, pruned=plan is not None)
     observer.laid_out(rows)
     norms, lead = encoded[0].device_norms if encoded else None, len(lead_key.text) if new_lead else 0
-    prefilled = prefill(chain, schedule, rows, clock, norms, stored, lead)
+    prefilled = prefill(chain, planned, rows, clock, norms, stored, lead)
     logits: Array = backend.numpy(first_logits(chain, prefilled, clock))[0]
-    choice = choice._replace(schedule=prefilled.schedule or schedule)
     reused = stored[0].rows if stored else 0
-    return BudgetRun(
-        choice, seen, key, lead_key, encoded, rows, prefilled, logits, reused, shared is not None, new_lead
-    )
+    return BudgetRun(seen, key, lead_key, encoded, rows, prefilled, logits, reused, shared is not None, new_lead)

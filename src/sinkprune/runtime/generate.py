@@ -9,13 +9,12 @@ from dataclasses import replace
 from sinkprune.contract.budgets import AUTO
 from sinkprune.contract.plans import Plan
 from sinkprune.runtime.budget_run import SeenPrompt, run_budget
-from sinkprune.runtime.deadline.choices import runnable
 from sinkprune.runtime.deadline.policy import BudgetPolicy
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import TowerInput
 from sinkprune.runtime.steps.answer import Answer, TriedBudget, timings
 from sinkprune.runtime.steps.choice_scores import ChoiceTokens
-from sinkprune.runtime.steps.context_length import check_picture_count
+from sinkprune.runtime.steps.context_length import check_picture_count, runnable
 from sinkprune.runtime.steps.encoding import run_tower
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.observer import Observer
@@ -80,8 +79,8 @@ def generate(
             reused_towers = sum(tower is not None for tower in known)
             del known, inputs
             seen = SeenPrompt(request, prompt, layouts, digests, towers)
-            choice = policy.choose(choices, prompt.text_tokens, layouts)
-            run = run_budget(model, seen, choice, clock, observer, own_prefixes, prefixes)
+            planned = policy.choose(choices, prompt.text_tokens, layouts)
+            run = run_budget(model, seen, planned, clock, observer, own_prefixes, prefixes)
             sampler = request.new_sampler()
             # A closed list is compared later.
             ids = [] if isinstance(form, ChoiceTokens) else [sampler(run.logits, form.allowed(run.logits.size))]
@@ -107,7 +106,7 @@ def generate(
             break
         written = choose(model, form, sampler, policy, observer, cache, run.logits)
         confidence = max(written.choices.values())
-        following, took = policy.following(run.choice, confidence), (time.perf_counter() - began) * 1e3
+        following, took = policy.following(run.prefilled.schedule, confidence), (time.perf_counter() - began) * 1e3
         if following is not None:
             # A server answers other requests meanwhile.
             yield ""

@@ -17,6 +17,7 @@ from sinkprune.contract.costs.file import ACTION_COSTS
 from sinkprune.contract.manifest import PolicyFacts
 from sinkprune.contract.precision import Array
 from sinkprune.contract.reports.progress import OnProgress, reporting, unreported
+from sinkprune.contract.schedule import schedules_up_to
 from sinkprune.runtime.acting.chunk import BudgetAndSteps, Choose, check_chunk, layouts_of, run_chunk
 from sinkprune.runtime.acting.costs import measure_costs
 from sinkprune.runtime.acting.deadline import ChunkDeadline, check_costs, least_steps
@@ -26,7 +27,6 @@ from sinkprune.runtime.acting.step_times import StepTimes
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import Compute
-from sinkprune.runtime.deadline.choices import budgets_up_to
 from sinkprune.runtime.deadline.cost_measuring import MEASURING_COSTS, SECONDS, SECONDS_RANGE
 from sinkprune.runtime.deadline.kept_costs import KeepsCosts, warn_of_load
 from sinkprune.runtime.loading import During, check_kind, load_model, open_with_backend
@@ -231,7 +231,7 @@ class Policy(KeepsCosts[ActionCosts]):
         self._model.check_counts_known(method)
         observation = observed(manifest, cameras, instruction, state, order=order)
         layouts = layouts_of(self._model, observation)
-        choices = sorted(budgets_up_to(manifest, method, budget, layouts), key=lambda choice: -choice.rows)
+        schedules = schedules_up_to(manifest, method, budget, layouts)
 
         def act(name: str, steps: int) -> tuple[float, ActionReport]:
             seen = list[float]()
@@ -243,7 +243,7 @@ class Policy(KeepsCosts[ActionCosts]):
             report = self._run(observation, method, choose, NOBODY)
             return seen[0], report
 
-        names = [choice.budget for choice in choices]
+        names = [planned.budget for planned in schedules]
         with self.backend.turn:
             self._times.load(self.facts.steps)
         return self._keep_measured(

@@ -12,10 +12,11 @@ import pytest
 
 from sinkprune import Pipeline
 from sinkprune.contract.costs.model import Costs, Curve, Place, predict
-from sinkprune.runtime.deadline.choices import runnable, scheduled_budget
+from sinkprune.contract.schedule import schedule
 from sinkprune.runtime.deadline.policy import BudgetPolicy, DeadlinePolicy
 from sinkprune.runtime.deadline.request_history import WINDOW, RequestHistory
 from sinkprune.runtime.steps.answer import DeadlineReport
+from sinkprune.runtime.steps.context_length import runnable
 from sinkprune.runtime.steps.request import Request, new_request
 
 Pipelines = Callable[..., Pipeline]
@@ -54,7 +55,7 @@ class Machine:
         possible = runnable(self._manifest, None, request, candidates, TEXT, layouts)
         self.seconds += slow * TOWER_MS / 1e3
         chosen = policy.choose(possible, TEXT, layouts)
-        expected = predict(self.costs, self._manifest, chosen.schedule, TEXT, layouts)
+        expected = predict(self.costs, self._manifest, chosen, TEXT, layouts)
         self.seconds += slow * expected.first / 1e3
         policy.first_token()
         steps: list[float] = []
@@ -87,7 +88,7 @@ def budgets(found: Sequence[DeadlineReport]) -> list[str]:
 def first_ms(small: Pipeline, budget: str) -> float:
     """When the first token comes at a budget, on a quiet machine."""
     manifest, layouts = small.bundle.manifest, [*small.family.largest().values()]
-    planned = scheduled_budget(manifest, "sinkpruner", budget, layouts).schedule
+    planned = schedule(manifest, "sinkpruner", budget, layouts)
     return TOWER_MS + predict(Machine(small, quiet).costs, manifest, planned, TEXT, layouts).first
 
 
@@ -276,7 +277,7 @@ def test_a_slow_request_changes_no_earliest_first_token(small: Pipeline, first: 
     machine = Machine(small, quiet)
     report, _ = machine.answer(asked(), 40.0)
     manifest, layouts = small.bundle.manifest, machine.layouts
-    planned = scheduled_budget(manifest, "sinkpruner", report.budget, layouts).schedule
+    planned = schedule(manifest, "sinkpruner", report.budget, layouts)
     usual = predict(machine.costs, manifest, planned, TEXT, layouts)
     machine.history.add(usual, first * usual.first, token * usual.token, 1)
     assert machine.answer(asked(), 40.0)[0].budget == report.budget == "retain-32"
@@ -287,7 +288,7 @@ def test_passes_of_a_closed_list_count_by_their_rows(small: Pipeline) -> None:
     costs = replace(machine.costs, token_start=(1.5,), pass_row=2.0)
     request = asked(1 + len(passes), choice=("yes", "no"))
     policy = DeadlinePolicy(request, 10_000, manifest, costs, machine.history, machine.now, passes=passes)
-    none = scheduled_budget(manifest, "sinkpruner", "none", machine.layouts)
+    none = schedule(manifest, "sinkpruner", "none", machine.layouts)
     policy.choose([none], TEXT, machine.layouts)
     policy.first_token()
     report = policy.ended([])
@@ -304,9 +305,9 @@ def test_short_answers_say_little_about_long_ones(tokens: tuple[float, ...], rat
     """All before the first token takes twice as long as its costs, and each later token three times."""
     machine, manifest = Machine(small, quiet), small.bundle.manifest
     policy = DeadlinePolicy(asked(40), 10_000, manifest, machine.costs, machine.history, machine.now)
-    none = scheduled_budget(manifest, "sinkpruner", "none", machine.layouts)
+    none = schedule(manifest, "sinkpruner", "none", machine.layouts)
     policy.choose([none], TEXT, machine.layouts)
-    machine.seconds += 2 * predict(machine.costs, manifest, none.schedule, TEXT, machine.layouts).first / 1e3
+    machine.seconds += 2 * predict(machine.costs, manifest, none, TEXT, machine.layouts).first / 1e3
     policy.first_token()
     policy.ended(tokens)
     assert machine.history.recent.first == pytest.approx([2.0])
@@ -329,7 +330,7 @@ def test_tokens_end_in_time_also_where_they_are_slower_than_expected(small: Pipe
     machine = Machine(small, quiet, tokens=1000)
     policy = DeadlinePolicy(asked(100), 1000.0, small.bundle.manifest, machine.costs, RequestHistory(), machine.now)
     layouts = [*small.family.largest().values()]
-    policy.choose([scheduled_budget(small.bundle.manifest, "sinkpruner", "retain-64", layouts)], TEXT, layouts)
+    policy.choose([schedule(small.bundle.manifest, "sinkpruner", "retain-64", layouts)], TEXT, layouts)
     policy.first_token()
     count = 1
     while not policy.finish(count):

@@ -14,7 +14,8 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import Limits
 from sinkprune.contract.errors import PromptError
 from sinkprune.contract.manifest import Manifest
-from sinkprune.runtime.steps.context_length import check_length, check_picture_count, too_long_error
+from sinkprune.contract.schedule import schedules_up_to
+from sinkprune.runtime.steps.context_length import check_length, check_picture_count, runnable, too_long_error
 from sinkprune.runtime.steps.request import new_request
 from support.models.clips import VIDEO_BUDGETS, frames
 from support.references.picture_prompts import BUDGETS
@@ -95,3 +96,15 @@ def test_errors_about_engines_keep_the_other_limits(bundle: Callable[..., Path])
     request = new_request(Image.new("RGB", (8, 6)), QUESTION, max_new_tokens=9)
     with pytest.raises(PromptError, match=rf"than the 8 .* with {flags.replace(' 8 ', ' 9 ')} 1 added"):
         check_length(two, limits, request, 30, 8, [])
+
+
+def test_the_budgets_up_to_another_the_largest_first(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    small, request = pipeline("gqa-112"), new_request(photo, "What?", max_new_tokens=4)
+    layouts, manifest = [*small.family.largest().values()], small.bundle.manifest
+    for budget, count in (("none", 5), ("retain-64", 2)):
+        expected = ["none", "retain-192", "retain-128", "retain-64", "retain-32"][-count:]
+        schedules = schedules_up_to(manifest, "sinkpruner", budget, layouts)
+        assert [planned.budget for planned in schedules] == expected
+        # Whatever the order of the candidates.
+        found = runnable(manifest, None, request, schedules[::-1], 20, layouts)
+        assert [planned.budget for planned in found] == expected

@@ -140,7 +140,8 @@ def test_prefill_and_decode_equal_the_masked_full_sequence(
     text = rows - COUNTS[name][budget][0]
     assert rows == len(sequence.rows)
     planned = schedule(pipe.bundle.manifest, "sinkpruner", budget, [layout_of(pipe.family, photo.size)])
-    survivors = surviving_rows(pipe.chain, planned, result)
+    assert result.schedule == planned
+    survivors = surviving_rows(pipe.chain, result)
     assert {layer: kept.tolist() for layer, kept in survivors.items()} == masked.survivors
     logits = [pipe.backend.numpy(first_logits(pipe.chain, result, Stopwatch(pipe.backend)))[0]]
     assert np.abs(logits[0] - masked.logits[-1]).max() < 1e-3

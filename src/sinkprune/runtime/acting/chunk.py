@@ -78,9 +78,8 @@ def run_chunk(
             actions = denoise(chain, policy, times, own, prefix, rows.positions.next, clock)
     observer.prefilled(prefix)
     observer.acted(actions)
-    planned = prefix.schedule or planned
     with backend.turn:
-        kept = kept_tokens(chain, planned, layouts, encoded, rows, prefix)
+        kept = kept_tokens(chain, layouts, encoded, rows, prefix)
     ms = clock.ms()
     step_ms = [ms[f"step_{number}"] for number in range(steps)]
     return ActionReport(
@@ -93,7 +92,7 @@ def run_chunk(
         tokens_per_layer=[length - prompt.text_tokens for length in prefix.tokens_per_layer],
         ms=by_part(ms, sum(step_ms)),
         step_ms=step_ms,
-        flops=chunk_flops(manifest, steps, planned.rows, layouts, prefix.tokens_per_layer),
+        flops=chunk_flops(manifest, steps, prefix.schedule.rows, layouts, prefix.tokens_per_layer),
         images=kept,
     )
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.schedule import Schedule, schedule
 from sinkprune.runtime.confidence.thresholds import Thresholds
-from sinkprune.runtime.deadline.choices import ScheduledBudget, scheduled_budget
 from sinkprune.runtime.deadline.policy import BudgetPolicy
 from sinkprune.runtime.steps.request import Request
 
@@ -18,19 +18,17 @@ class ConfidencePolicy(BudgetPolicy):
     def __init__(self, request: Request, thresholds: Thresholds) -> None:
         super().__init__(request)
         self._least = thresholds.least
-        self._larger: list[ScheduledBudget] = []
+        self._larger: list[Schedule] = []
 
-    def candidates(self, manifest: Manifest, layouts: Sequence[VisualLayout]) -> list[ScheduledBudget]:
-        return [scheduled_budget(manifest, self._request.method, budget, layouts) for budget in self._least]
+    def candidates(self, manifest: Manifest, layouts: Sequence[VisualLayout]) -> list[Schedule]:
+        return [schedule(manifest, self._request.method, budget, layouts) for budget in self._least]
 
-    def choose(
-        self, choices: Sequence[ScheduledBudget], text: int, layouts: Sequence[VisualLayout]
-    ) -> ScheduledBudget:
+    def choose(self, choices: Sequence[Schedule], text: int, layouts: Sequence[VisualLayout]) -> Schedule:
         runnable = {choice.budget: choice for choice in choices}
         first, *self._larger = [runnable[budget] for budget in self._least if budget in runnable]
         return first
 
-    def following(self, chosen: ScheduledBudget, confidence: float) -> ScheduledBudget | None:
+    def following(self, chosen: Schedule, confidence: float) -> Schedule | None:
         if confidence >= self._least[chosen.budget] or not self._larger:
             return None
         return self._larger.pop(0)

@@ -15,10 +15,11 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.reports.progress import OnProgress, unreported
 from sinkprune.contract.reports.report import PARTS
+from sinkprune.contract.schedule import Schedule, schedules_up_to
 from sinkprune.runtime.backends import Backend
-from sinkprune.runtime.deadline.choices import ScheduledBudget, budgets_up_to, runnable
 from sinkprune.runtime.deadline.decoder_times import DecoderTimes
 from sinkprune.runtime.steps.answer import Answer
+from sinkprune.runtime.steps.context_length import runnable
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.steps.request import Request
@@ -58,13 +59,13 @@ def measure_costs(
     plain = replace(request, pictures=pictures, deadline_ms=None, max_new_tokens=1, temperature=0.0)
     # The form of an answer adds little, and may be too long for one token.
     plain = replace(plain, schema=None, regex=None, choice=())
-    candidates = budgets_up_to(manifest, request.method, request.budget, layouts)
+    candidates = schedules_up_to(manifest, request.method, request.budget, layouts)
     possible = runnable(manifest, limits, plain, candidates, text, layouts)[::-1]
     requests = _fast_enough(ask, plain, possible, request.deadline_ms or float("inf"), progress)
-    planned = [choice.schedule for choice in possible[: len(requests)]]
+    planned = possible[: len(requests)]
     least = min(one.reaching(manifest.language_model.num_layers) for one in planned)
     # The costs serve later deadlines too, with which larger budgets may run.
-    most = max(choice.schedule.rows for choice in possible)
+    most = max(choice.rows for choice in possible)
     counts = {round(count) for count in np.geomspace(text + least, text + most, _COUNTS)}
     decoder, runs = DecoderTimes(chain, embedding, [*counts]), [list[_Ms]() for _ in requests]
     rounds = MeasurementRounds("measuring costs", seconds, len(requests) + 1, progress)
@@ -153,7 +154,7 @@ def place_of(manifest: Manifest, backend: Backend) -> Place:
 
 
 def _fast_enough(
-    ask: Ask, plain: Request, possible: Sequence[ScheduledBudget], most_ms: float, progress: OnProgress
+    ask: Ask, plain: Request, possible: Sequence[Schedule], most_ms: float, progress: OnProgress
 ) -> list[Request]:
     """Return the request at the smallest of the `possible` budgets, and at all before the first far above `most_ms`.
 

@@ -13,7 +13,7 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.costs.model import Costs, Prediction, predict
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
-from sinkprune.runtime.deadline.choices import ScheduledBudget, budgets_up_to, scheduled_budget
+from sinkprune.contract.schedule import Schedule, schedule, schedules_up_to
 from sinkprune.runtime.deadline.request_history import RequestHistory, Slowdown
 from sinkprune.runtime.steps.answer import DeadlineReport
 from sinkprune.runtime.steps.request import Request
@@ -34,17 +34,15 @@ class BudgetPolicy:
     def __init__(self, request: Request) -> None:
         self._request = request
 
-    def candidates(self, manifest: Manifest, layouts: Sequence[VisualLayout]) -> list[ScheduledBudget]:
+    def candidates(self, manifest: Manifest, layouts: Sequence[VisualLayout]) -> list[Schedule]:
         """Return the budgets that the request may run at; raises `BudgetError` for an unknown budget."""
-        return [scheduled_budget(manifest, self._request.method, self._request.budget, layouts)]
+        return [schedule(manifest, self._request.method, self._request.budget, layouts)]
 
-    def choose(
-        self, choices: Sequence[ScheduledBudget], text: int, layouts: Sequence[VisualLayout]
-    ) -> ScheduledBudget:
+    def choose(self, choices: Sequence[Schedule], text: int, layouts: Sequence[VisualLayout]) -> Schedule:
         """Choose from at least one choice, the largest first; called when the vision tower is done."""
         return choices[0]
 
-    def following(self, chosen: ScheduledBudget, confidence: float) -> ScheduledBudget | None:
+    def following(self, chosen: Schedule, confidence: float) -> Schedule | None:
         """Return the budget to answer at again, or None where the answer stands.
 
         Called after an answer from a closed list at the `chosen` budget. `confidence` is the probability of the
@@ -119,15 +117,13 @@ class DeadlinePolicy(BudgetPolicy):
         self._deadline_ms, self._manifest, self._costs, self._history = deadline_ms, manifest, costs, history
         self._now, self._began = now, now() if began is None else began
 
-    def candidates(self, manifest: Manifest, layouts: Sequence[VisualLayout]) -> list[ScheduledBudget]:
-        return budgets_up_to(manifest, self._request.method, self._request.budget, layouts)
+    def candidates(self, manifest: Manifest, layouts: Sequence[VisualLayout]) -> list[Schedule]:
+        return schedules_up_to(manifest, self._request.method, self._request.budget, layouts)
 
-    def choose(
-        self, choices: Sequence[ScheduledBudget], text: int, layouts: Sequence[VisualLayout]
-    ) -> ScheduledBudget:
+    def choose(self, choices: Sequence[Schedule], text: int, layouts: Sequence[VisualLayout]) -> Schedule:
         tower_ms, slower, wanted = self._elapsed(), self._history.slower, self._request.max_new_tokens
         left = self._deadline_ms - tower_ms
-        usual = [predict(self._costs, self._manifest, choice.schedule, text, layouts) for choice in choices]
+        usual = [predict(self._costs, self._manifest, choice, text, layouts) for choice in choices]
         if self._passes:
             usual = [each.of_passes(self._passes, self._costs.pass_row) for each in usual]
         expected = [slower.of(prediction) for prediction in usual]
@@ -151,7 +147,7 @@ class DeadlinePolicy(BudgetPolicy):
             reason += f"; budget {choices[larger].budget} would bring {fitting}: {advice}"
         elif advice and can_meet and not whole:
             reason += f"; {advice}"
-        reason += self._costs.far_above(text + choices[0].schedule.rows)
+        reason += self._costs.far_above(text + choices[0].rows)
         self._decision = _Decision(
             choices[chosen].budget,
             tower_ms,

@@ -23,8 +23,8 @@ from sinkprune.contract.reports.report import (
     Spread,
 )
 from sinkprune.contract.reports.rows import Row, by_method, profile_rows
+from sinkprune.contract.schedule import schedule
 from sinkprune.runtime.backends import Backend
-from sinkprune.runtime.deadline.choices import runnable, scheduled_budget
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.policy import Policy
 from sinkprune.runtime.power.meter import EnergyMeter
@@ -33,7 +33,7 @@ from sinkprune.runtime.profiling.peak_memory import PeaksOfStages
 from sinkprune.runtime.profiling.stage_spans import StageSpans
 from sinkprune.runtime.session import Session
 from sinkprune.runtime.steps.answer import Answer
-from sinkprune.runtime.steps.context_length import check_picture_count
+from sinkprune.runtime.steps.context_length import check_picture_count, runnable
 from sinkprune.runtime.steps.pictures import PictureLike, decoded
 
 # The upper limits bound the memory of the answers, which are kept until the report.
@@ -194,9 +194,9 @@ def check_budgets(
     check_picture_count(manifest, pipeline.limits, len(request.pictures))
     layouts = [family.layout(decoded(source, family)) for source in request.pictures]
     text = pipeline.prompts.encode(request.texts, [layout.texts for layout in layouts], request.system).text_tokens
-    choices = [scheduled_budget(manifest, method, budget, layouts) for budget in budgets]
-    for choice in sorted(choices, key=lambda choice: -choice.schedule.rows):
-        runnable(manifest, pipeline.limits, request, [choice], text, layouts)
+    schedules = [schedule(manifest, method, budget, layouts) for budget in budgets]
+    for planned in sorted(schedules, key=lambda planned: -planned.rows):
+        runnable(manifest, pipeline.limits, request, [planned], text, layouts)
 
 
 def _warm_ttft(

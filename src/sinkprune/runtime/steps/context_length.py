@@ -1,15 +1,16 @@
-"""Checks that a request fits the model's context and the engines; errors say what would fit."""
+"""Checks that a request fits the model's context and the engines, and that pruning drops something."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.engines_manifest import LIMIT_OPTIONS, MOST_TOKENS, Limits
-from sinkprune.contract.errors import NewTokensError, PromptError
+from sinkprune.contract.errors import NewTokensError, PromptError, PruningError
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.schedule import schedule
+from sinkprune.contract.schedule import Schedule, schedule
 from sinkprune.runtime.media.clip import Clip, SampledFrames
 from sinkprune.runtime.media.video_file import VideoFile
 from sinkprune.runtime.steps.pictures import PictureLike
@@ -81,6 +82,48 @@ def check_length(
         budgets = manifest.plans[request.method]
         kept = {name: schedule(manifest, request.method, name, layouts).rows for name in budgets}
         raise too_long_error(text, visual, new, limit, kept, _fewer_tokens(manifest, request.pictures))
+
+
+def runnable(
+    manifest: Manifest,
+    limits: Limits | None,
+    request: Request,
+    schedules: Iterable[Schedule],
+    text: int,
+    layouts: Sequence[VisualLayout],
+) -> list[Schedule]:
+    """Return the `schedules` at which a request with `text` tokens of text can run, the largest first.
+
+    Raises the `PromptError` or `PruningError` of the last where none can run.
+    """
+    found, refusal, layers = [], None, manifest.language_model.num_layers
+    for planned in schedules:
+        try:
+            check_length(manifest, limits, request, text, planned.rows, layouts)
+            _check_pruning(planned, layouts, layers)
+        except (PromptError, PruningError) as error:
+            refusal = error
+        else:
+            found.append(planned)
+    if not found and refusal is not None:
+        raise refusal
+    return sorted(found, key=lambda planned: -planned.size(layers))
+
+
+def _check_pruning(planned: Schedule, layouts: Sequence[VisualLayout], num_layers: int) -> None:
+    """Reject a plan that would drop nothing; raises `PruningError`."""
+    left = planned.reaching(num_layers)
+    drops = planned.plan is not None and planned.plan.picture_share is None
+    if drops and not layouts:
+        raise PruningError(
+            f"pruning was asked for, and the request has no picture. Leave out the budget, or give '{UNPRUNED}'."
+        )
+    varies = planned.plan is not None and planned.plan.evidence is not None
+    if drops and not varies and left == sum(layout.all_tokens for layout in layouts):
+        raise PruningError(
+            f"pruning was asked for and nothing was pruned: the image has {counted(left, 'visual token')} and "
+            f"the budget keeps as many. Use budget '{UNPRUNED}', or a smaller one."
+        )
 
 
 def _build_again(manifest: Manifest, limits: Limits, **wanted: int) -> str:

@@ -43,6 +43,8 @@ class Prefill:
     """[1,S,d] float on the device: the rows after the last layer. In a policy, whose last segment gives none, those
     before that segment."""
     cache: KVCache
+    schedule: Schedule
+    """What was kept, also where counts vary by picture."""
     tokens_per_layer: list[int] = field(default_factory=list)
     """The sequence length each layer ran on."""
     keep_index: dict[int, Tensor] = field(default_factory=dict)
@@ -51,8 +53,6 @@ class Prefill:
     """The outputs of all rows that the first select read; empty without a select."""
     lead: dict[int, dict[str, Array]] = field(default_factory=dict)
     """By segment with a select: its `SCORED` outputs of the prompt's first rows, on the host."""
-    schedule: Schedule | None = None
-    """What was kept, also where counts vary by picture; None before the end."""
 
 
 def prefill(
@@ -76,7 +76,7 @@ def prefill(
     _check_rows("the step before the LLM", len(rows.visual), schedule.rows)
     text = rows.length - len(rows.visual)
     with clock.measure("prefill"):
-        selects, result = _Selects(chain, schedule, rows, norms), Prefill(None, KVCache([], []))
+        selects, result = _Selects(chain, schedule, rows, norms), Prefill(None, KVCache([], []), schedule)
         given, start = {**selects.left, **rows.deepstack_inputs}, 0
         for segment, (decoder, layers) in enumerate(zip(chain.decoders, chain.segments, strict=True)):
             # From the schedule: reading a shape from the device would wait for it.
@@ -210,12 +210,12 @@ def lead_of(chain: Chain, rows: int, result: Prefill) -> tuple[tuple[StoredRows,
     return stored, kv_bytes(chain, [rows] * len(stored)) + nbytes
 
 
-def surviving_rows(chain: Chain, schedule: Schedule, result: Prefill) -> dict[int, Array]:
+def surviving_rows(chain: Chain, result: Prefill) -> dict[int, Array]:
     """Return, by pruning layer, the rows of the prefill's input that survived so far, ascending.
 
     Raises `BundleError` where a graph kept another number of rows than the schedule: the report would be wrong.
     """
-    rows = np.arange(result.tokens_per_layer[0])
+    rows, schedule = np.arange(result.tokens_per_layer[0]), result.schedule
     text, survivors = len(rows) - schedule.rows, {}
     for layer, keep in result.keep_index.items():
         rows = rows[chain.backend.numpy(keep)]
@@ -226,15 +226,14 @@ def surviving_rows(chain: Chain, schedule: Schedule, result: Prefill) -> dict[in
 
 def kept_tokens(
     chain: Chain,
-    schedule: Schedule,
     layouts: Sequence[VisualLayout],
     encoded: Sequence[EncodedPicture],
     rows: PromptRows,
     result: Prefill,
 ) -> tuple[Kept, ...]:
     """Return what each step kept of each picture's visual tokens; raises what `surviving_rows` raises."""
-    survivors, kept = surviving_rows(chain, schedule, result), []
-    for number, (layout, own, picture) in enumerate(zip(layouts, encoded, schedule.pictures, strict=True)):
+    survivors, kept = surviving_rows(chain, result), []
+    for number, (layout, own, picture) in enumerate(zip(layouts, encoded, result.schedule.pictures, strict=True)):
         own_rows = rows.picture == number
         visual, source = rows.visual[own_rows], rows.source[own_rows]
         after_stage = {layer: np.sort(source[np.isin(visual, left)]) for layer, left in survivors.items()}

@@ -200,7 +200,7 @@ class Watch:
             observer.chose(token, logits)
         tokens, received = memory.tokens, received_attention(backend, result.scored, rows)
         with backend.turn:
-            survivors = surviving_rows(chain, self._schedule(request, layout), result)
+            survivors = surviving_rows(chain, result)
             memory.score(received)
             evicted = memory.evict(number)
         after_stage = {layer: np.flatnonzero(np.isin(rows.visual, left)) for layer, left in survivors.items()}
@@ -278,8 +278,8 @@ class Watch:
 
     def _schedule(self, request: Request, layout: VisualLayout) -> Schedule:
         """Return the schedule of all rows in memory: each stage keeps as many as of one picture."""
-        picture = schedule(self._model.manifest, request.method, request.budget, [layout]).pictures[0]
-        return Schedule(self._plan, (replace(picture, rows=self._memory.rows),))
+        planned = schedule(self._model.manifest, request.method, request.budget, [layout])
+        return replace(planned, pictures=(replace(planned.pictures[0], rows=self._memory.rows),))
 
 
 def _last(steps: Generator[str, None, Written]) -> Written:
