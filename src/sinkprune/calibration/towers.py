@@ -16,7 +16,7 @@ from sinkprune.contract.checks.needed_package import needs_package
 from sinkprune.contract.errors import CheckpointError, NumericsError, SinkpruneError, UsageError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.files.untrusted import UnreadableError, read_json
-from sinkprune.runtime.processors.grid_boxes import grid_boxes
+from sinkprune.contract.layout import grid_boxes
 
 CONFIG = "config.json"
 """A checkpoint's configuration file."""

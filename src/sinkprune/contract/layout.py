@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
 
 from sinkprune.contract.precision import Array
 
@@ -61,3 +64,19 @@ class VisualLayout:
     def all_tokens(self) -> int:
         """Return G*N, the number of visual tokens before pruning."""
         return self.groups * self.tokens
+
+
+@lru_cache(8)
+def grid_boxes(area: tuple[float, float, float, float], rows: int, columns: int) -> Array:
+    """Return [rows*columns,4]: the equal boxes that tile `area`, in raster order.
+
+    A box and the area are left, top, right, bottom. The array is read-only: the next picture of this size has the
+    same.
+    """
+    left, top, right, bottom = area
+    xs, ys = np.linspace(left, right, columns + 1), np.linspace(top, bottom, rows + 1)
+    tops, lefts = np.meshgrid(ys[:-1], xs[:-1], indexing="ij")
+    bottoms, rights = np.meshgrid(ys[1:], xs[1:], indexing="ij")
+    boxes: Array = np.stack([lefts, tops, rights, bottoms], axis=-1).reshape(-1, 4)
+    boxes.flags.writeable = False
+    return boxes

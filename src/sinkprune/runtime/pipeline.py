@@ -158,7 +158,12 @@ class Pipeline(Answering, KeepsCosts[Costs]):
         def new_policy() -> BudgetPolicy:
             if thresholds is not None:
                 return ConfidencePolicy(timed, thresholds)
-            return self._policy(timed, costs, time.perf_counter() - state.prepared_s, passes)
+            if timed.deadline_ms is None or costs is None:
+                return BudgetPolicy(timed)
+            history, began = self._history_of(costs), time.perf_counter() - state.prepared_s
+            return DeadlinePolicy(
+                timed, timed.deadline_ms, model.manifest, costs, history, began=began, passes=passes
+            )
 
         stream = Stream(generate(model, request, plans, form, new_policy, observer, state, prefixes), state)
         stream.count_from(began)
@@ -283,11 +288,3 @@ class Pipeline(Answering, KeepsCosts[Costs]):
             return [manifest.plan(method, budget)]
         thresholds = usable_thresholds(self.thresholds, self.bundle, method, self.backend.compute)
         return [manifest.plan(method, each) for each in thresholds.least]
-
-    def _policy(self, request: Request, costs: Costs | None, began: float, passes: Sequence[int]) -> BudgetPolicy:
-        if request.deadline_ms is None or costs is None:
-            return BudgetPolicy(request)
-        history = self._history_of(costs)
-        return DeadlinePolicy(
-            request, request.deadline_ms, self.bundle.manifest, costs, history, began=began, passes=passes
-        )

@@ -8,13 +8,12 @@ from dataclasses import replace
 import numpy as np
 
 from sinkprune.contract.flops import vit_flops
-from sinkprune.contract.layout import VisualLayout
+from sinkprune.contract.layout import VisualLayout, grid_boxes
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.contract.towers import ViTTower
 from sinkprune.runtime.families.square_pictures import SquarePictures
 from sinkprune.runtime.media.fits import Fit, share_within
-from sinkprune.runtime.processors.grid_boxes import grid_boxes
 from sinkprune.runtime.processors.square import SquareProcessor
 from sinkprune.runtime.processors.torchvision_resize import PixelSize
 

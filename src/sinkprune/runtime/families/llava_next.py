@@ -7,12 +7,11 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image
 
-from sinkprune.contract.layout import VisualLayout
+from sinkprune.contract.layout import VisualLayout, grid_boxes
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.families.llava import Llava
 from sinkprune.runtime.media.fits import Fit
-from sinkprune.runtime.processors.grid_boxes import grid_boxes
 from sinkprune.runtime.processors.llava_next import Canvas, LlavaNextProcessor, unpadded
 from sinkprune.runtime.processors.torchvision_resize import PixelSize
 

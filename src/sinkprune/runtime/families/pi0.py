@@ -9,12 +9,11 @@ import numpy as np
 
 from sinkprune.contract.flops import vit_flops
 from sinkprune.contract.image_settings import LeRobotResize
-from sinkprune.contract.layout import VisualLayout
+from sinkprune.contract.layout import VisualLayout, grid_boxes
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.towers import SiglipTower
 from sinkprune.runtime.families.square_pictures import SquarePictures
 from sinkprune.runtime.media.fits import Fit
-from sinkprune.runtime.processors.grid_boxes import grid_boxes
 from sinkprune.runtime.processors.padded import PaddedProcessor
 from sinkprune.runtime.processors.resize_with_pad import ResizeWithPad
 from sinkprune.runtime.processors.torchvision_resize import PixelSize

@@ -11,14 +11,13 @@ import numpy as np
 from sinkprune.contract.budgets import Share
 from sinkprune.contract.errors import BundleError, ImageError, VideoError
 from sinkprune.contract.flops import qwen_tower_flops
-from sinkprune.contract.layout import VisualLayout
+from sinkprune.contract.layout import VisualLayout, grid_boxes
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import DTYPES, Array
 from sinkprune.contract.towers import QwenTower
 from sinkprune.runtime.families.rotary import Rotary
 from sinkprune.runtime.media.clip import Picture, SampledFrames, Sampling, Video, evenly_spaced_indices, sample_frames
 from sinkprune.runtime.media.fits import Fit
-from sinkprune.runtime.processors.grid_boxes import grid_boxes
 from sinkprune.runtime.processors.pixel_values import check_settings
 from sinkprune.runtime.processors.qwen import Grid, QwenProcessor, Windows, window_index
 
