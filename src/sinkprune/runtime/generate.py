@@ -67,7 +67,7 @@ def generate(
         warnings.warn(pictures, layouts)
         # Freeing a large picture takes milliseconds, which costs after the tower do not include.
         del pictures
-        candidates = policy.candidates(manifest, layouts)
+        candidates = policy.candidates(layouts)
         choices = runnable(manifest, limits, request, candidates, prompt.text_tokens, layouts)
         with backend.turn:
             towers = [
@@ -79,7 +79,7 @@ def generate(
             reused_towers = sum(tower is not None for tower in known)
             del known, inputs
             seen = SeenPrompt(request, prompt, layouts, digests, towers)
-            planned = policy.choose(choices, prompt.text_tokens, layouts)
+            planned = policy.choose(choices, prompt.text_tokens)
             run = run_budget(model, seen, planned, clock, observer, own_prefixes, prefixes)
             sampler = request.new_sampler()
             # A closed list is compared later.

@@ -30,10 +30,11 @@ from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.generate import generate
 from sinkprune.runtime.loading import During, check_kind, load_model, open_with_backend
 from sinkprune.runtime.media.fits import Fit, check_fit
+from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.chain import Wrap
 from sinkprune.runtime.steps.choice_scores import ChoiceTokens
 from sinkprune.runtime.steps.encoding import EncodedPicture, encode, run_tower
-from sinkprune.runtime.steps.loaded_model import check_chosen_later
+from sinkprune.runtime.steps.loaded_model import check_chosen_after_tower
 from sinkprune.runtime.steps.observer import NOBODY, Observer
 from sinkprune.runtime.steps.pictures import PictureLike, decoded
 from sinkprune.runtime.steps.prefix_cache import NO_PREFIXES, PrefixCache
@@ -139,31 +140,26 @@ class Pipeline(Answering, KeepsCosts[Costs]):
         pipeline.load_ms = (time.perf_counter() - began) * 1e3
         return pipeline
 
-    def answer(self, request: Request, observer: Observer = NOBODY) -> Stream:
-        return self.answer_with(NO_PREFIXES, request, observer)
+    def answer(self, request: Request, observer: Observer = NOBODY, prefixes: PrefixCache = NO_PREFIXES) -> Stream:
+        """Return the stream of a request, with each step reported to `observer`; raises what `stream` does.
 
-    def answer_with(self, prefixes: PrefixCache, request: Request, observer: Observer = NOBODY) -> Stream:
-        """Do what `answer` does, with the `prefixes` of a session."""
+        What earlier requests of a session share with it is in `prefixes`.
+        """
         began, state = time.perf_counter(), StreamState()
         plans = self.plans(request.method, request.budget)
         thresholds = self.thresholds if request.budget == AUTO else None
         request, form = self._formed(request)
-        model, timed = self._model.for_request(request, plans[0]), request
+        manifest, model = self.bundle.manifest, self._model.for_request(request, plans[0])
         costs = None if request.deadline_ms is None else self._known_costs()
-        passes = [len(tokens) for tokens in form.passes] if isinstance(form, ChoiceTokens) else []
-        if isinstance(form, ChoiceTokens):
-            # A deadline counts passes in place of tokens.
-            timed = replace(request, max_new_tokens=1 + len(passes))
+        passes = form.passes if isinstance(form, ChoiceTokens) else None
 
         def new_policy() -> BudgetPolicy:
             if thresholds is not None:
-                return ConfidencePolicy(timed, thresholds)
-            if timed.deadline_ms is None or costs is None:
-                return BudgetPolicy(timed)
+                return ConfidencePolicy(manifest, request, passes, thresholds)
+            if request.deadline_ms is None or costs is None:
+                return BudgetPolicy(manifest, request, passes)
             history, began = self._history_of(costs), time.perf_counter() - state.prepared_s
-            return DeadlinePolicy(
-                timed, timed.deadline_ms, model.manifest, costs, history, began=began, passes=passes
-            )
+            return DeadlinePolicy(manifest, request, passes, request.deadline_ms, costs, history, began=began)
 
         stream = Stream(generate(model, request, plans, form, new_policy, observer, state, prefixes), state)
         stream.count_from(began)
@@ -245,16 +241,18 @@ class Pipeline(Answering, KeepsCosts[Costs]):
     def measure_costs(self, request: Request, seconds: float = SECONDS, progress: OnProgress = unreported) -> Costs:
         """Do what `warm_up` does, for a `Request`; raises what `answer` raises, and `UsageError` for `seconds`."""
         seconds = SECONDS_RANGE.check(seconds)
-        check_chosen_later(self.bundle.manifest, request.method)
+        check_chosen_after_tower(self.bundle.manifest, request.method)
         self.load_plans(request.method, progress)
         # The first form of an answer reads the tokenizer, which a request with a deadline has no time for.
         # The longest match is kept too.
         self._formed(request)
         if request.regex is not None:
             self._grammars.most_tokens(request.regex, request.max_new_tokens)
-        return self._keep_measured(
-            lambda: measure_costs(self._model, lambda one: self.answer(one).rest(), request, seconds, progress)
-        )
+
+        def ask(one: Request) -> Answer:
+            return self.answer(one).rest()
+
+        return self._keep_measured(lambda: measure_costs(self._model, ask, request, self.place, seconds, progress))
 
     def load_plans(self, method: str, progress: OnProgress = unreported) -> None:
         """Load the pruning graphs of all budgets of a method, so that no request waits for them.

@@ -31,6 +31,7 @@ from sinkprune.runtime.deadline.cost_measuring import MEASURING_COSTS, SECONDS, 
 from sinkprune.runtime.deadline.kept_costs import KeepsCosts, warn_of_load
 from sinkprune.runtime.loading import During, check_kind, load_model, open_with_backend
 from sinkprune.runtime.steps.chain import Wrap
+from sinkprune.runtime.steps.loaded_model import check_counts_known
 from sinkprune.runtime.steps.observer import NOBODY, Observer
 from sinkprune.runtime.steps.pictures import PictureLike
 from sinkprune.runtime.steps.request import DEADLINE_MS, OPTIONS_OF_LOADING
@@ -228,7 +229,7 @@ class Policy(KeepsCosts[ActionCosts]):
         manifest = self.bundle.manifest
         check_plan_names(budget, method)
         manifest.plan(method, budget)
-        self._model.check_counts_known(method)
+        check_counts_known(manifest, method)
         observation = observed(manifest, cameras, instruction, state, order=order)
         layouts = layouts_of(self._model, observation)
         schedules = schedules_up_to(manifest, method, budget, layouts)

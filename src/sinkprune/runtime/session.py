@@ -65,4 +65,4 @@ class Session(Answering):
         return self.pipeline.new_request(image, prompt, **options)
 
     def answer(self, request: Request, observer: Observer = NOBODY) -> Stream:
-        return self.pipeline.answer_with(self._prefixes, request, observer)
+        return self.pipeline.answer(request, observer, self._prefixes)

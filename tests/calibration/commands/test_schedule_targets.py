@@ -199,12 +199,11 @@ def slower_machine(times_as_slow: float, late_ms: float) -> Measure:
 
     def measure(times: RequestTimes, combinations: Sequence[Combination], new_tokens: int) -> list[Spread]:
         pipeline, times.requests = times._pipeline, 20
-        costs, layouts = pipeline.measure_costs(None, 0.0).slower(times_as_slow), [times.layout]  # type: ignore[arg-type]
-        each = [
-            predict(costs, pipeline.bundle.manifest, times.schedule(one), times.text_tokens, layouts)
-            for one in combinations
-        ]
-        return [Spread(one.latency(new_tokens), one.latency(new_tokens) + late_ms) for one in each]
+        # `simulated` costs have no tower.
+        costs, manifest = pipeline.measure_costs(None, 0.0).slower(times_as_slow), pipeline.bundle.manifest  # type: ignore[arg-type]
+        each = [predict(costs, manifest, times.schedule(one), times.text_tokens) for one in combinations]
+        predicted = [one.first + one.later(new_tokens - 1) for one in each]
+        return [Spread(ms, ms + late_ms) for ms in predicted]
 
     return measure
 

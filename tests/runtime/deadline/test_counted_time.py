@@ -65,10 +65,16 @@ def test_a_warm_up_measures_for_later_deadlines_too(
 ) -> None:
     pipeline = Pipeline.load(bundle("gqa-112"))
     # Whole requests are measured at the smallest budget alone.
-    monkeypatch.setattr(cost_measuring, "_FAR_ABOVE", 0.0)
+    monkeypatch.setattr(cost_measuring, "_FAR_TOO_SLOW", 0.0)
     costs = pipeline.warm_up(photo, QUESTION, seconds=0, deadline_ms=1000)
     unpruned = pipeline.generate(photo, QUESTION, max_new_tokens=1)
     assert costs.most_rows == unpruned.prompt_tokens + unpruned.visual_tokens
+
+
+def test_a_warm_up_takes_requests_for_many_tokens(bundle: Bundles, photo: Image.Image) -> None:
+    pipeline = Pipeline.load(bundle("gqa-112"))
+    costs = pipeline.warm_up(photo, QUESTION, seconds=0, max_new_tokens=8, min_new_tokens=8)
+    assert costs is pipeline.costs
 
 
 def test_a_warm_up_with_a_form_reads_the_tokenizer(bundle: Bundles, photo: Image.Image) -> None:

@@ -34,11 +34,9 @@ class Machine:
         manifest = pipeline.bundle.manifest
         self.layouts = [*pipeline.family.largest().values()]
         place = Place("", manifest.cut_after, "fp32", "fp32", "ort-cpu", "fp32", 1, "simulated")
-        nothing = Curve(0.0, 0.0, 0.0)
-        segment = Curve(2.0, 0.1, 0.0)
-        self.costs = Costs(
-            1, place, nothing, nothing, nothing, (segment,) * len(manifest.segments), nothing, 30.0, Curve(5.0, 0, 0)
-        )
+        nothing, token = Curve(0.0, 0.0, 0.0), Curve(5.0, 0, 0)
+        segments = (Curve(2.0, 0.1, 0.0),) * len(manifest.segments)
+        self.costs = Costs(1, place, nothing, nothing, nothing, segments, nothing, 30.0, token)
         self._manifest, self._slowness, self._tokens = manifest, slowness, tokens
         self.seconds, self.history, self.number = 0.0, RequestHistory(), 0
 
@@ -49,13 +47,14 @@ class Machine:
         """The report on one request, and why it ended, as a pipeline runs it."""
         slow = self._slowness(self.number)
         self.number += 1
-        policy = DeadlinePolicy(request, deadline_ms, self._manifest, self.costs, self.history, self.now)
-        layouts = self.layouts
-        candidates = policy.candidates(self._manifest, layouts)
-        possible = runnable(self._manifest, None, request, candidates, TEXT, layouts)
+        # Passes of one row take as long as tokens.
+        passes = [(0,)] * (request.max_new_tokens - 1) if request.choice else None
+        policy = DeadlinePolicy(self._manifest, request, passes, deadline_ms, self.costs, self.history, self.now)
+        candidates = policy.candidates(self.layouts)
+        possible = runnable(self._manifest, None, request, candidates, TEXT, self.layouts)
         self.seconds += slow * TOWER_MS / 1e3
-        chosen = policy.choose(possible, TEXT, layouts)
-        expected = predict(self.costs, self._manifest, chosen, TEXT, layouts)
+        chosen = policy.choose(possible, TEXT)
+        expected = predict(self.costs, self._manifest, chosen, TEXT)
         self.seconds += slow * expected.first / 1e3
         policy.first_token()
         steps: list[float] = []
@@ -89,7 +88,7 @@ def first_ms(small: Pipeline, budget: str) -> float:
     """When the first token comes at a budget, on a quiet machine."""
     manifest, layouts = small.bundle.manifest, [*small.family.largest().values()]
     planned = schedule(manifest, "sinkpruner", budget, layouts)
-    return TOWER_MS + predict(Machine(small, quiet).costs, manifest, planned, TEXT, layouts).first
+    return TOWER_MS + predict(Machine(small, quiet).costs, manifest, planned, TEXT).first
 
 
 def quiet(number: int) -> float:
@@ -278,18 +277,18 @@ def test_a_slow_request_changes_no_earliest_first_token(small: Pipeline, first: 
     report, _ = machine.answer(asked(), 40.0)
     manifest, layouts = small.bundle.manifest, machine.layouts
     planned = schedule(manifest, "sinkpruner", report.budget, layouts)
-    usual = predict(machine.costs, manifest, planned, TEXT, layouts)
+    usual = predict(machine.costs, manifest, planned, TEXT)
     machine.history.add(usual, first * usual.first, token * usual.token, 1)
     assert machine.answer(asked(), 40.0)[0].budget == report.budget == "retain-32"
 
 
 def test_passes_of_a_closed_list_count_by_their_rows(small: Pipeline) -> None:
-    machine, manifest, passes = Machine(small, quiet), small.bundle.manifest, [1, 4, 9]
+    machine, manifest, passes = Machine(small, quiet), small.bundle.manifest, [(0,) * count for count in (1, 4, 9)]
     costs = replace(machine.costs, token_start=(1.5,), pass_row=2.0)
-    request = asked(1 + len(passes), choice=("yes", "no"))
-    policy = DeadlinePolicy(request, 10_000, manifest, costs, machine.history, machine.now, passes=passes)
+    request = asked(1, choice=("yes", "no"))
+    policy = DeadlinePolicy(manifest, request, passes, 10_000, costs, machine.history, machine.now)
     none = schedule(manifest, "sinkpruner", "none", machine.layouts)
-    policy.choose([none], TEXT, machine.layouts)
+    policy.choose([none], TEXT)
     policy.first_token()
     report = policy.ended([])
     # A token takes 5 ms, and the first after the prompt 7.5.
@@ -304,10 +303,10 @@ def test_passes_of_a_closed_list_count_by_their_rows(small: Pipeline) -> None:
 def test_short_answers_say_little_about_long_ones(tokens: tuple[float, ...], ratio: float, small: Pipeline) -> None:
     """All before the first token takes twice as long as its costs, and each later token three times."""
     machine, manifest = Machine(small, quiet), small.bundle.manifest
-    policy = DeadlinePolicy(asked(40), 10_000, manifest, machine.costs, machine.history, machine.now)
+    policy = DeadlinePolicy(manifest, asked(40), None, 10_000, machine.costs, machine.history, machine.now)
     none = schedule(manifest, "sinkpruner", "none", machine.layouts)
-    policy.choose([none], TEXT, machine.layouts)
-    machine.seconds += 2 * predict(machine.costs, manifest, none, TEXT, machine.layouts).first / 1e3
+    policy.choose([none], TEXT)
+    machine.seconds += 2 * predict(machine.costs, manifest, none, TEXT).first / 1e3
     policy.first_token()
     policy.ended(tokens)
     assert machine.history.recent.first == pytest.approx([2.0])
@@ -328,9 +327,11 @@ def test_tokens_end_in_time(small: Pipeline) -> None:
 
 def test_tokens_end_in_time_also_where_they_are_slower_than_expected(small: Pipeline) -> None:
     machine = Machine(small, quiet, tokens=1000)
-    policy = DeadlinePolicy(asked(100), 1000.0, small.bundle.manifest, machine.costs, RequestHistory(), machine.now)
+    policy = DeadlinePolicy(
+        small.bundle.manifest, asked(100), None, 1000.0, machine.costs, RequestHistory(), machine.now
+    )
     layouts = [*small.family.largest().values()]
-    policy.choose([schedule(small.bundle.manifest, "sinkpruner", "retain-64", layouts)], TEXT, layouts)
+    policy.choose([schedule(small.bundle.manifest, "sinkpruner", "retain-64", layouts)], TEXT)
     policy.first_token()
     count = 1
     while not policy.finish(count):
@@ -343,7 +344,7 @@ def test_tokens_end_in_time_also_where_they_are_slower_than_expected(small: Pipe
 
 def test_a_request_without_a_deadline_runs_at_its_own_budget(small: Pipeline) -> None:
     request = asked(7, budget="retain-128")
-    policy, manifest = BudgetPolicy(request), small.bundle.manifest
-    assert [choice.budget for choice in policy.candidates(manifest, [])] == ["retain-128"]
+    policy = BudgetPolicy(small.bundle.manifest, request)
+    assert [choice.budget for choice in policy.candidates([])] == ["retain-128"]
     assert [policy.finish(tokens) for tokens in (1, 6, 7, 8)] == ["", "", "length", "length"]
     assert policy.ended([1.0]) is None

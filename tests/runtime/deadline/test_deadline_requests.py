@@ -224,7 +224,7 @@ def test_costs_of_a_request_are_separated(bundle: Bundles, photo: Image.Image) -
     assert pipeline.costs is costs
     manifest, layouts = pipeline.bundle.manifest, [*pipeline.family.largest().values()]
     firsts = [
-        predict(costs, manifest, schedule(manifest, "sinkpruner", budget, layouts), 20, layouts).first
+        predict(costs, manifest, schedule(manifest, "sinkpruner", budget, layouts), 20).first
         for budget in ("retain-32", "none")
     ]
     assert min(firsts) > 0

@@ -17,7 +17,7 @@ from sinkprune.runtime.profiling.frame_clock import frame_clock
 from sinkprune.runtime.profiling.profile import EARLIER, ProfileRounds
 from sinkprune.runtime.profiling.rate import RateRun
 from sinkprune.runtime.steps.observer import Observer
-from sinkprune.runtime.steps.prefix_cache import PrefixCache
+from sinkprune.runtime.steps.prefix_cache import NO_PREFIXES, PrefixCache
 from support.programs.commands import run, without_notes
 
 
@@ -77,17 +77,17 @@ def test_warm_runs_reuse_the_pictures_of_a_question_before(
     prompt: str | list[str], pipeline: Callable[..., Pipeline], photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[tuple[str, int, int]] = []
-    answer_with = Pipeline.answer_with
+    answer = Pipeline.answer
 
-    def recorded(self: Pipeline, memory: PrefixCache, request: Request, observer: Observer) -> Stream:
-        stream = answer_with(self, memory, request, observer)
+    def recorded(self: Pipeline, request: Request, observer: Observer, prefixes: PrefixCache = NO_PREFIXES) -> Stream:
+        stream = answer(self, request, observer, prefixes)
         found.append((request.texts[-1], stream.rest().reused_towers, request.max_new_tokens))
         return stream
 
     pictures = photo if isinstance(prompt, str) else [photo, photo.rotate(90)]
     count = len(pictures) if isinstance(pictures, list) else 1
     pipe = pipeline("gqa-112", "fp32", max_images=count)
-    monkeypatch.setattr(Pipeline, "answer_with", recorded)
+    monkeypatch.setattr(Pipeline, "answer", recorded)
     report = profiled(pipe, pictures, prompt, ["retain-64"], new_tokens=2, repeat=2, warmup=1, warm=True)
     assert found == [("What?", 0, 2), (EARLIER, 0, 1), ("What?", count, 1)] * 6
     for budget in report.budgets.values():

@@ -319,7 +319,7 @@ def test_a_bug_of_ours_is_a_500_without_details(
         raise RuntimeError("secret path")
 
     with served(pipe) as address:
-        monkeypatch.setattr(pipe, "answer_with", broken)
+        monkeypatch.setattr(pipe, "answer", broken)
         for stream in (False, True):
             found = post(address, stream=stream)
             assert found.status_code == 500

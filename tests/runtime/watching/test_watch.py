@@ -171,11 +171,15 @@ def test_another_scene_is_a_key_frame(pipe: Pipeline, photo: Image.Image) -> Non
     assert set(found[1].tokens[:, 0]) == {0, 1}
 
 
-def test_a_closed_list_is_scored(pipe: Pipeline, photo: Image.Image) -> None:
+@pytest.mark.parametrize(
+    "choice",
+    [["What", "is"], [f"{first} {last}" for first in ("What", "is", "a", "the", "Is") for last in ("is", "a")]],
+)
+def test_a_closed_list_is_scored(choice: list[str], pipe: Pipeline, photo: Image.Image) -> None:
     picture = photo.resize((120, 80))
-    first = next(pipe.watch([picture], INSTRUCTION, budget="retain-64", choice=["What", "is"], settings=ALL))
-    alone = pipe.generate(picture, INSTRUCTION, budget="retain-64", choice=["What", "is"])
-    assert first.text == alone.text
+    first = next(pipe.watch([picture], INSTRUCTION, budget="retain-64", choice=choice, settings=ALL))
+    alone = pipe.generate(picture, INSTRUCTION, budget="retain-64", choice=choice)
+    assert (first.text, first.finish) == (alone.text, alone.finish) == (alone.text, "stop")
     assert first.confidence == pytest.approx(alone.confidence)
     assert first.choices == pytest.approx(alone.choices)
 

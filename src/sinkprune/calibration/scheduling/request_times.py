@@ -59,9 +59,11 @@ class RequestTimes:
         return LatencyPrice(self.costs, layers, self.text_tokens, self.layout.all_tokens, projector, new_tokens)
 
     def predict(self, combination: Combination, new_tokens: int) -> float:
-        """Return the median time, from the costs."""
-        planned, manifest = self.schedule(combination), self._pipeline.bundle.manifest
-        return predict(self.costs, manifest, planned, self.text_tokens, [self.layout]).latency(new_tokens)
+        """Return the median time of an answer with `new_tokens`, from the costs."""
+        manifest = self._pipeline.bundle.manifest
+        predicted = predict(self.costs, manifest, self.schedule(combination), self.text_tokens)
+        tower_ms: float = self.costs.tower.ms(self.layout.all_tokens)
+        return tower_ms + predicted.first + predicted.later(new_tokens - 1)
 
     def measure(self, combinations: Sequence[Combination], new_tokens: int) -> list[Spread]:
         """Return the measured times of each combination; the combinations take turns in each round."""

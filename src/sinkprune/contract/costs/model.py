@@ -15,7 +15,6 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 
 from sinkprune.contract.checks.fields import Bounds, Count
-from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.schedule import Schedule
 
@@ -203,10 +202,8 @@ class Costs(MeasuredCosts):
 
 
 class Prediction(NamedTuple):
-    """The predicted milliseconds of a request."""
+    """The predicted milliseconds of a request after its vision tower, which all budgets share."""
 
-    tower: float
-    """Up to the end of the vision tower, which all budgets share."""
     first: float
     """From the end of the vision tower to the first token."""
     token: float
@@ -230,10 +227,6 @@ class Prediction(NamedTuple):
         """Return how many tokens after the first, up to `most`, take at most `ms`."""
         return bisect_right(range(1, most + 1), ms, key=self.later)
 
-    def latency(self, tokens: int) -> float:
-        """Return the milliseconds of a whole answer of `tokens` tokens."""
-        return self.tower + self.first + self.later(tokens - 1)
-
 
 def later_tokens(start: Sequence[float], tokens: int) -> float:
     """Return the time of so many tokens after the first, as a multiple of a late one's.
@@ -243,10 +236,8 @@ def later_tokens(start: Sequence[float], tokens: int) -> float:
     return sum(start[:tokens]) + max(0, tokens - len(start))
 
 
-def predict(
-    costs: Costs, manifest: Manifest, planned: Schedule, text: int, layouts: Sequence[VisualLayout]
-) -> Prediction:
-    """Predict a request of pictures with these `layouts`, pruned as `planned`, and `text` tokens."""
+def predict(costs: Costs, manifest: Manifest, planned: Schedule, text: int) -> Prediction:
+    """Predict a request with `text` tokens, and pictures pruned as `planned`."""
     rows = [text + planned.reaching(layers.start) for layers in manifest.segments]
     first = costs.rest
     for picture in planned.pictures:
@@ -258,8 +249,8 @@ def predict(
         first += curve.ms(count)
         if planned.plan is not None and str(layers[-1]) in planned.plan.select_after:
             first += costs.select.ms(count)
-    tower, token = sum(costs.tower.ms(layout.all_tokens) for layout in layouts), costs.token.ms(_mean(manifest, rows))
-    return Prediction(tower, max(first, _LEAST_MS), max(token, _LEAST_MS), costs.token_start)
+    token = costs.token.ms(_mean(manifest, rows))
+    return Prediction(max(first, _LEAST_MS), max(token, _LEAST_MS), costs.token_start)
 
 
 def _mean(manifest: Manifest, rows: Sequence[int]) -> float:

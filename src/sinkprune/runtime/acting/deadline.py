@@ -120,7 +120,7 @@ def choose_chunk(
     """
     names = list(costs)
     usual = {
-        name: Prediction(tower=0.0, first=costs[name].before_ms, token=costs[name].step_ms)
+        name: Prediction(first=costs[name].before_ms, token=costs[name].step_ms)
         for name in names[names.index(budget) :]
     }
     expected = {name: slower.of(prediction) for name, prediction in usual.items()}

@@ -25,7 +25,6 @@ from sinkprune.runtime.commands import BundleOptions, add_costs, add_method, eng
 from sinkprune.runtime.commands.answer_lines import late_chunks_line
 from sinkprune.runtime.commands.deadline_costs import (
     check_cost_options,
-    costs_at,
     first_budgets,
     place_here,
     saved_costs_lines,
@@ -92,7 +91,7 @@ def main(arguments: Sequence[str] | None) -> None:
     bundle, notes = _open(options, observations)
     manifest, (first, *_) = bundle.manifest, observations.moments
     given = [path for path in first.cameras if path is not None]
-    costs = _known_costs(options, bundle, len(given)) if options.deadline_ms is not None else None
+    costs = _usable_costs(options, bundle, len(given)) if options.deadline_ms is not None else None
     family = load_family(manifest, None)
     pictures = [decoded(path, family) for path in given]
     notes += note_files(dict(observations.facts) | decoded_facts(given, pictures))
@@ -233,13 +232,16 @@ def _open(options: _Options, observations: Observations) -> tuple[Bundle, list[s
     return bundle, notes
 
 
-def _known_costs(options: _Options, bundle: Bundle, frames: int) -> ActionCosts | None:
+def _usable_costs(options: _Options, bundle: Bundle, frames: int) -> ActionCosts | None:
     """Return the costs of `--costs`, or kept ones, before anything is loaded; None if they must be measured.
 
     Raises `UsageError` for a file, and `DeadlineError` for one of other chunks.
     """
     place = place_here(options, bundle)
-    costs = None if options.warm_up else costs_at(ACTION_COSTS, options.costs, place, options.method)
+    if options.warm_up:
+        return None
+    file = options.costs
+    costs = ACTION_COSTS.read(file, place) if file else ACTION_COSTS.cached(place, options.method)
     if costs is None:
         return None
     try:

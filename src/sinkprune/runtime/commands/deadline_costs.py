@@ -10,14 +10,13 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.costs.actions import ActionCosts
-from sinkprune.contract.costs.file import ANSWER_COSTS, C, CostsFormat, not_kept
+from sinkprune.contract.costs.file import ANSWER_COSTS, not_kept
 from sinkprune.contract.costs.model import Costs, Place
 from sinkprune.contract.errors import PruningError, UsageError
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.compatibility import usual_backend
 from sinkprune.runtime.commands import BundleOptions, opened_engines
-from sinkprune.runtime.deadline.cost_measuring import place_of
-from sinkprune.runtime.deadline.kept_costs import KeepsCosts
+from sinkprune.runtime.deadline.kept_costs import KeepsCosts, place_of
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.policy import Policy
 from sinkprune.runtime.steps.request import Request
@@ -34,21 +33,16 @@ _DAY_S = 86_400.0
 _OLD_S = 30 * _DAY_S
 
 
-def known_costs(options: BundleOptions, file: Path | None, bundle: Bundle) -> Costs:
+def costs_before_loading(options: BundleOptions, file: Path | None, bundle: Bundle) -> Costs:
     """Return the costs in `file`, or else those that `--warm-up` kept, before anything is loaded.
 
     Raises `DeadlineError`, `UsageError` for other files, and what `Pipeline.load` raises for engines and backends.
     """
     place = place_here(options, bundle)
-    costs = costs_at(ANSWER_COSTS, file, place)
+    costs = ANSWER_COSTS.read(file, place) if file else ANSWER_COSTS.cached(place)
     if costs is None:
         raise ANSWER_COSTS.missing(place)
     return costs
-
-
-def costs_at(kind: CostsFormat[C], file: Path | None, place: Place, method: str = "") -> C | None:
-    """Return the costs in `file`, or those kept for `place` and `method`, if any; raises `UsageError` for a file."""
-    return kind.read(file, place) if file else kind.cached(place, method)
 
 
 def check_cost_options(warm_up: bool, costs: Path | None, deadline_ms: float | None) -> None:
@@ -79,9 +73,7 @@ def run_once(pipeline: Pipeline, request: Request) -> None:
     """
     # A method that takes no deadline is rejected for that, not for what its last budget lacks.
     pipeline.answer(request)
-    plain = replace(request, deadline_ms=None, max_new_tokens=1, min_new_tokens=0)
-    # The form of an answer may be too long for one token.
-    plain = replace(plain, schema=None, regex=None, choice=())
+    plain = request.for_one_token()
     for budget in first_budgets(pipeline, request.method, request.budget):
         try:
             pipeline.answer(replace(plain, budget=budget)).rest()

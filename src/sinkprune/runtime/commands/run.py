@@ -33,7 +33,7 @@ from sinkprune.runtime.commands import (
 from sinkprune.runtime.commands.answer_lines import CUT_OFF, cut_off_line, late_line, readable, result_lines
 from sinkprune.runtime.commands.deadline_costs import (
     check_cost_options,
-    known_costs,
+    costs_before_loading,
     run_once,
     saved_costs_lines,
 )
@@ -47,7 +47,7 @@ from sinkprune.runtime.families import load_family
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, overlay, picture_bytes
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.answer import Answer
-from sinkprune.runtime.steps.loaded_model import check_chosen_later
+from sinkprune.runtime.steps.loaded_model import check_chosen_after_tower
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.steps.request import DEADLINE_MS, DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS, Request
@@ -100,9 +100,10 @@ def main(arguments: Sequence[str] | None) -> None:
     thresholds = read_thresholds(options.thresholds) if options.thresholds else None
     bundle = open_bundle(options, [] if options.budget == AUTO else [options.budget])
     if options.budget == AUTO or options.deadline_ms is not None:
-        check_chosen_later(bundle.manifest, options.method)
+        check_chosen_after_tower(bundle.manifest, options.method)
     budgets = _budgets(options, bundle, thresholds)
-    costs = known_costs(options, options.costs, bundle) if options.deadline_ms and not options.warm_up else None
+    reads_costs = options.deadline_ms is not None and not options.warm_up
+    costs = costs_before_loading(options, options.costs, bundle) if reads_costs else None
     family = load_family(bundle.manifest, options.fit)
     sources = picture_sources(options, family)
     images = [decoded(source, family) for source in sources]
@@ -219,7 +220,10 @@ class _TokenCount(Observer):
 
 
 def _budgets(options: _Options, bundle: Bundle, thresholds: Thresholds | None) -> list[str]:
-    """Return the budgets that may run; raises `UsageError` for budget `auto` without thresholds of this bundle."""
+    """Return the budgets whose memory is checked: all that `auto` may run at, or the largest.
+
+    Raises `UsageError` for budget `auto` without thresholds of this bundle.
+    """
     if options.budget != AUTO:
         return [options.budget]
     if thresholds is None:

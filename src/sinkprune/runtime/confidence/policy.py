@@ -15,15 +15,17 @@ from sinkprune.runtime.steps.request import Request
 class ConfidencePolicy(BudgetPolicy):
     """Starts at the first budget of the thresholds, and goes on until an answer reaches its budget's threshold."""
 
-    def __init__(self, request: Request, thresholds: Thresholds) -> None:
-        super().__init__(request)
+    def __init__(
+        self, manifest: Manifest, request: Request, passes: Sequence[Sequence[int]] | None, thresholds: Thresholds
+    ) -> None:
+        super().__init__(manifest, request, passes)
         self._least = thresholds.least
         self._larger: list[Schedule] = []
 
-    def candidates(self, manifest: Manifest, layouts: Sequence[VisualLayout]) -> list[Schedule]:
-        return [schedule(manifest, self._request.method, budget, layouts) for budget in self._least]
+    def candidates(self, layouts: Sequence[VisualLayout]) -> list[Schedule]:
+        return [schedule(self._manifest, self._request.method, budget, layouts) for budget in self._least]
 
-    def choose(self, choices: Sequence[Schedule], text: int, layouts: Sequence[VisualLayout]) -> Schedule:
+    def choose(self, choices: Sequence[Schedule], text: int) -> Schedule:
         runnable = {choice.budget: choice for choice in choices}
         first, *self._larger = [runnable[budget] for budget in self._least if budget in runnable]
         return first

@@ -15,7 +15,7 @@ from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.versioned_json import read_versioned, write_versioned
 from sinkprune.contract.manifest import Manifest
-from sinkprune.runtime.steps.loaded_model import check_chosen_later
+from sinkprune.runtime.steps.loaded_model import check_chosen_after_tower
 from sinkprune.runtime.steps.prefix_cache import ladders
 
 THRESHOLDS_VERSION = 1
@@ -89,7 +89,7 @@ def missing_thresholds(manifest: Manifest, method: str) -> UsageError:
 
     Raises `UsageError` for a method that no thresholds would help.
     """
-    check_chosen_later(manifest, method)
+    check_chosen_after_tower(manifest, method)
     return UsageError(
         f"budget '{AUTO}' needs thresholds of confidence, and there are none. They depend on model and questions, so "
         f"measure them: {_MEASURE}. Then give --thresholds thresholds.json, or in Python pipeline.thresholds = "

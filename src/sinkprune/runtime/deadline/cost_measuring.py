@@ -12,11 +12,9 @@ import numpy as np
 from sinkprune.contract.checks.ranges import RealNumber
 from sinkprune.contract.costs.model import COSTS_VERSION, Costs, Place, fit_measured
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.reports.progress import OnProgress, unreported
 from sinkprune.contract.reports.report import PARTS
 from sinkprune.contract.schedule import Schedule, schedules_up_to
-from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.deadline.decoder_times import DecoderTimes
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.context_length import runnable
@@ -32,7 +30,7 @@ SECONDS_RANGE = RealNumber("seconds", 0, 86_400, "a number of seconds, from 0 to
 _ROUNDS = (3, 100)
 """The fewest and the most rounds, however long a round takes."""
 _COUNTS = 6
-_FAR_ABOVE = 2.0
+_FAR_TOO_SLOW = 2.0
 
 _Ms = Mapping[str, float | None]
 Ask = Callable[[Request], Answer]
@@ -40,9 +38,14 @@ Ask = Callable[[Request], Answer]
 
 
 def measure_costs(
-    model: LoadedModel, ask: Ask, request: Request, seconds: float = SECONDS, progress: OnProgress = unreported
+    model: LoadedModel,
+    ask: Ask,
+    request: Request,
+    place: Place,
+    seconds: float = SECONDS,
+    progress: OnProgress = unreported,
 ) -> Costs:
-    """Return the costs of requests like this one, as medians over about `seconds`.
+    """Return the costs of requests like this one at this `place`, as medians over about `seconds`.
 
     Whole requests and the decoder alone run in turn. Whole requests leave out larger budgets whose first token takes
     far longer than the request's deadline. The decoder runs on several numbers of rows, from those of the smallest to
@@ -56,9 +59,7 @@ def measure_costs(
     pictures = tuple(decoded(source, family) for source in request.pictures)
     layouts = [*map(family.layout, pictures)]
     text = model.encode_prompt(request, layouts).text_tokens
-    plain = replace(request, pictures=pictures, deadline_ms=None, max_new_tokens=1, temperature=0.0)
-    # The form of an answer adds little, and may be too long for one token.
-    plain = replace(plain, schema=None, regex=None, choice=())
+    plain = replace(request.for_one_token(), pictures=pictures, temperature=0.0)
     candidates = schedules_up_to(manifest, request.method, request.budget, layouts)
     possible = runnable(manifest, limits, plain, candidates, text, layouts)[::-1]
     requests = _fast_enough(ask, plain, possible, request.deadline_ms or float("inf"), progress)
@@ -95,7 +96,7 @@ def measure_costs(
     tower = median(ms["preprocess"] + ms["vision"] for ms in found) / number
     return Costs(
         costs_version=COSTS_VERSION,
-        place=place_of(manifest, chain.backend),
+        place=place,
         tower=fit_measured([(tokens, tower)]),
         sanitizer=fit_measured(points["sanitizer"]),
         projector=fit_measured(points["projector"]),
@@ -139,20 +140,6 @@ class MeasurementRounds:
         self._progress(self._what, done, max(done, self._total), "rounds")
 
 
-def place_of(manifest: Manifest, backend: Backend) -> Place:
-    """Return the model, backend and machine for which costs of this bundle on this backend are valid."""
-    return Place(
-        config_sha256=manifest.checkpoint.config_sha256,
-        cut_after=manifest.cut_after,
-        precision=manifest.precision,
-        weights=manifest.weights.name,
-        backend=backend.name,
-        compute=backend.compute,
-        threads=backend.threads,
-        machine=backend.machine,
-    )
-
-
 def _fast_enough(
     ask: Ask, plain: Request, possible: Sequence[Schedule], most_ms: float, progress: OnProgress
 ) -> list[Request]:
@@ -166,7 +153,7 @@ def _fast_enough(
         request = replace(plain, budget=choice.budget)
         # Warm-up: an engine's first run is slower.
         ask(request)
-        if requests and (ask(request).ms["ttft"] or 0.0) > _FAR_ABOVE * most_ms:
+        if requests and (ask(request).ms["ttft"] or 0.0) > _FAR_TOO_SLOW * most_ms:
             break
         requests.append(request)
     return requests

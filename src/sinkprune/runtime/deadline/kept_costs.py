@@ -14,8 +14,8 @@ from sinkprune.contract.checks.user_warnings import warn_user
 from sinkprune.contract.costs.file import C, CostsFormat, cache_costs, not_kept
 from sinkprune.contract.costs.model import MeasuredCosts, Place
 from sinkprune.contract.errors import CostsWarning
+from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.backends import Backend
-from sinkprune.runtime.deadline.cost_measuring import place_of
 from sinkprune.runtime.deadline.other_load import OtherLoad
 from sinkprune.runtime.deadline.request_history import RequestHistory
 
@@ -23,10 +23,10 @@ from sinkprune.runtime.deadline.request_history import RequestHistory
 class KeepsCosts(Generic[C]):
     """What pipelines and policies have in common: costs that later processes find."""
 
-    def __init__(self, bundle: Bundle, backend: Backend, kind: CostsFormat[C]) -> None:
-        """Hold no costs yet, of `bundle` on `backend`; `kind` is how they are written."""
+    def __init__(self, bundle: Bundle, backend: Backend, costs_format: CostsFormat[C]) -> None:
+        """Hold no costs yet, of `bundle` on `backend`; `costs_format` is how they are written."""
         self.bundle, self.backend = bundle, backend
-        self._kind: CostsFormat[C] = kind
+        self._format: CostsFormat[C] = costs_format
         self.costs: C | None = None
         """What requests cost on this machine, for those with a deadline. `warm_up` measures it. Without it, the first
         such request reads earlier costs from the user's cache folder."""
@@ -72,16 +72,15 @@ class KeepsCosts(Generic[C]):
 
         Raises `DeadlineError`, `UsageError` for costs of another place, and `TypeError`.
         """
-        kind = self._kind
-        self.costs = kind.cached(self.place, method) if self.costs is None else self.costs
+        self.costs = self._format.cached(self.place, method) if self.costs is None else self.costs
         if self.costs is None:
-            raise kind.missing(self.place, method)
+            raise self._format.missing(self.place, method)
         return self._checked(self.costs)
 
     def _checked(self, costs: C) -> C:
-        kind = self._kind
-        check_type("costs", costs, (kind.kind,), f"{kind.kind.__name__}, as {kind.reader} and warm_up return")
-        kind.check_place(costs, self.place, "the costs")
+        kind, reader = self._format.kind, self._format.reader
+        check_type("costs", costs, (kind,), f"{kind.__name__}, as {reader} and warm_up return")
+        self._format.check_place(costs, self.place, "the costs")
         return costs
 
     def _history_of(self, costs: C) -> RequestHistory:
@@ -95,3 +94,17 @@ def warn_of_load(costs: MeasuredCosts, earlier: MeasuredCosts | None) -> None:
     """Warn with `CostsWarning` if `costs`, which replace `earlier` ones, were measured on a busy machine."""
     if doubt := costs.load_doubt(earlier):
         warn_user(f"the costs {doubt}. Measure them again with warm_up when the machine is idle.", CostsWarning)
+
+
+def place_of(manifest: Manifest, backend: Backend) -> Place:
+    """Return the model, backend and machine for which costs of this bundle on this backend are valid."""
+    return Place(
+        config_sha256=manifest.checkpoint.config_sha256,
+        cut_after=manifest.cut_after,
+        precision=manifest.precision,
+        weights=manifest.weights.name,
+        backend=backend.name,
+        compute=backend.compute,
+        threads=backend.threads,
+        machine=backend.machine,
+    )

@@ -31,14 +31,17 @@ _ADVICE = "set max_new_tokens (--max-new-tokens, the server's max_tokens) to the
 class BudgetPolicy:
     """The policy without a deadline: the requested budget, and up to `max_new_tokens` tokens."""
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
+    def __init__(self, manifest: Manifest, request: Request, passes: Sequence[Sequence[int]] | None = None) -> None:
+        """Choose for a `request` to a bundle; `passes` are those of its closed list (`ChoiceTokens.passes`)."""
+        self._manifest, self._request, self._passes = manifest, request, passes
+        # The prompt gives the first token, and is the first pass.
+        self._most = request.max_new_tokens if passes is None else 1 + len(passes)
 
-    def candidates(self, manifest: Manifest, layouts: Sequence[VisualLayout]) -> list[Schedule]:
+    def candidates(self, layouts: Sequence[VisualLayout]) -> list[Schedule]:
         """Return the budgets that the request may run at; raises `BudgetError` for an unknown budget."""
-        return [schedule(manifest, self._request.method, self._request.budget, layouts)]
+        return [schedule(self._manifest, self._request.method, self._request.budget, layouts)]
 
-    def choose(self, choices: Sequence[Schedule], text: int, layouts: Sequence[VisualLayout]) -> Schedule:
+    def choose(self, choices: Sequence[Schedule], text: int) -> Schedule:
         """Choose from at least one choice, the largest first; called when the vision tower is done."""
         return choices[0]
 
@@ -54,8 +57,8 @@ class BudgetPolicy:
         """Called when the first token is complete."""
 
     def finish(self, tokens: int) -> str:
-        """Return why the answer ends after so many tokens, or "" where it may go on."""
-        return "length" if tokens >= self._request.max_new_tokens else ""
+        """Return why the answer ends after so many tokens, or passes of a closed list; "" where it may go on."""
+        return "length" if tokens >= self._most else ""
 
     def ended(self, token_ms: Sequence[float], *, comparable: bool = True) -> DeadlineReport | None:
         """Called when the answer is complete, with the milliseconds of each token after the first.
@@ -98,67 +101,71 @@ class DeadlinePolicy(BudgetPolicy):
 
     def __init__(
         self,
-        request: Request,
-        deadline_ms: float,
         manifest: Manifest,
+        request: Request,
+        passes: Sequence[Sequence[int]] | None,
+        deadline_ms: float,
         costs: Costs,
         history: RequestHistory,
         now: Now = time.perf_counter,
         began: float | None = None,
-        passes: Sequence[int] = (),
     ) -> None:
         """Count the deadline from `began`, a time of the clock `now` (default: from this call on).
 
-        The request's own times are added to `history`. `passes` are the rows of each pass after the first token, of a
-        request with a closed list.
+        The request's own times are added to `history`.
         """
-        super().__init__(request)
-        self._passes = passes
-        self._deadline_ms, self._manifest, self._costs, self._history = deadline_ms, manifest, costs, history
+        super().__init__(manifest, request, passes)
+        self._deadline_ms, self._costs, self._history = deadline_ms, costs, history
         self._now, self._began = now, now() if began is None else began
 
-    def candidates(self, manifest: Manifest, layouts: Sequence[VisualLayout]) -> list[Schedule]:
-        return schedules_up_to(manifest, self._request.method, self._request.budget, layouts)
+    def candidates(self, layouts: Sequence[VisualLayout]) -> list[Schedule]:
+        return schedules_up_to(self._manifest, self._request.method, self._request.budget, layouts)
 
-    def choose(self, choices: Sequence[Schedule], text: int, layouts: Sequence[VisualLayout]) -> Schedule:
-        tower_ms, slower, wanted = self._elapsed(), self._history.slower, self._request.max_new_tokens
+    def choose(self, choices: Sequence[Schedule], text: int) -> Schedule:
+        tower_ms, slower = self._elapsed(), self._history.slower
         left = self._deadline_ms - tower_ms
-        usual = [predict(self._costs, self._manifest, choice, text, layouts) for choice in choices]
+        usual = [predict(self._costs, self._manifest, choice, text) for choice in choices]
         if self._passes:
-            usual = [each.of_passes(self._passes, self._costs.pass_row) for each in usual]
+            rows = [*map(len, self._passes)]
+            usual = [each.of_passes(rows, self._costs.pass_row) for each in usual]
         expected = [slower.of(prediction) for prediction in usual]
-        whole = [number for number, each in enumerate(expected) if each.first + each.later(wanted - 1) <= left]
+        whole = [number for number, each in enumerate(expected) if each.first + each.later(self._most - 1) <= left]
         chosen = whole[0] if whole else min(range(len(choices)), key=lambda number: expected[number].first)
         can_meet = expected[chosen].first <= left
-        # The length of a closed list's answers is no choice of the user.
-        advice = "" if self._request.choice else _ADVICE
-        cap = up_to(self._request.budget)
-        earliest = "in time, so the budget with the earliest first token runs"
-        if whole:
-            reason = f"the largest budget{cap} that is expected to bring {_counted(wanted)} in time"
-        elif can_meet:
-            reason = f"no budget{cap} is expected to bring {_counted(wanted)} {earliest}"
-        else:
-            reason = f"no budget{cap} is expected to bring a token {earliest}"
-        # The largest budget that brings any token.
-        larger = next((number for number in range(chosen) if expected[number].first <= left), None)
-        if advice and larger is not None:
-            fitting = self._tokens_within(left, expected[larger])
-            reason += f"; budget {choices[larger].budget} would bring {fitting}: {advice}"
-        elif advice and can_meet and not whole:
-            reason += f"; {advice}"
-        reason += self._costs.far_above(text + choices[0].rows)
+        reason = self._reason(choices, expected, chosen, left, whole=bool(whole))
         self._decision = _Decision(
-            choices[chosen].budget,
-            tower_ms,
-            slower,
-            usual[chosen],
-            expected[chosen],
-            self._tokens_within(left, expected[chosen]),
-            can_meet,
-            reason,
+            budget=choices[chosen].budget,
+            tower_ms=tower_ms,
+            slower=slower,
+            usual=usual[chosen],
+            expected=expected[chosen],
+            tokens=self._tokens_within(left, expected[chosen]),
+            can_meet=can_meet,
+            reason=reason + self._costs.far_above(text + choices[0].rows),
         )
         return choices[chosen]
+
+    def _reason(
+        self, choices: Sequence[Schedule], expected: Sequence[Prediction], chosen: int, left: float, *, whole: bool
+    ) -> str:
+        """Return why a budget was `chosen`, with advice; `whole` is whether all tokens are expected in time."""
+        cap, can_meet = up_to(self._request.budget), expected[chosen].first <= left
+        earliest = "in time, so the budget with the earliest first token runs"
+        if whole:
+            reason = f"the largest budget{cap} that is expected to bring {_counted(self._most)} in time"
+        elif can_meet:
+            reason = f"no budget{cap} is expected to bring {_counted(self._most)} {earliest}"
+        else:
+            reason = f"no budget{cap} is expected to bring a token {earliest}"
+        if self._passes is not None:
+            # The length of a closed list's answers is no choice of the user.
+            return reason
+        # The largest budget that brings any token.
+        larger = next((number for number in range(chosen) if expected[number].first <= left), None)
+        if larger is not None:
+            fitting = self._tokens_within(left, expected[larger])
+            return f"{reason}; budget {choices[larger].budget} would bring {fitting}: {_ADVICE}"
+        return f"{reason}; {_ADVICE}" if can_meet and not whole else reason
 
     def first_token(self) -> None:
         self._first_ms = self._elapsed()
@@ -193,7 +200,7 @@ class DeadlinePolicy(BudgetPolicy):
 
     def _tokens_within(self, left: float, expected: Prediction) -> int:
         """Return how many tokens fit into `left` milliseconds after the tower; one is always written."""
-        return 1 + expected.within(left - expected.first, self._request.max_new_tokens - 1)
+        return 1 + expected.within(left - expected.first, self._most - 1)
 
     def _elapsed(self) -> float:
         """Milliseconds since the request began."""

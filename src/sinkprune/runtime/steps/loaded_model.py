@@ -42,7 +42,7 @@ class LoadedModel(NamedTuple):
         picture. Raises `BudgetError` for a plan that was not calibrated.
         """
         if request.budget == AUTO or request.deadline_ms is not None:
-            check_chosen_later(self.manifest, request.method)
+            check_chosen_after_tower(self.manifest, request.method)
         self.check_counted(plan, request.method, request.budget)
         share = plan.picture_share if plan is not None else None
         return self if share is None else self._replace(family=self.family.smaller(share))
@@ -55,10 +55,6 @@ class LoadedModel(NamedTuple):
                 f"of budget '{budget}' is not known yet. Find it on pictures like yours: sinkprune-calibrate "
                 f"evidence BUNDLE --method {method} --data FILE.jsonl"
             )
-
-    def check_counts_known(self, method: str) -> None:
-        """Raise `UsageError` for a method whose counts vary by picture: costs are predicted by counts."""
-        _check_counts_known(self.manifest, method)
 
     def load_plans(self, method: str, progress: OnProgress) -> None:
         """Load the pruning graphs of all budgets of a method, so that no request waits for them.
@@ -93,13 +89,13 @@ class LoadedModel(NamedTuple):
         return self.prompts.question_ids(asked[-1] if asked else ()) or prompt.texts[-1]
 
 
-def check_chosen_later(manifest: Manifest, method: str) -> None:
+def check_chosen_after_tower(manifest: Manifest, method: str) -> None:
     """Raise `UsageError` for a method whose budget cannot be chosen after the vision tower, by its tokens.
 
     Deadlines and budget `auto` choose so. Raises `BudgetError` for a method that the bundle does not have.
     """
     manifest.plan(method, UNPRUNED)
-    _check_counts_known(manifest, method)
+    check_counts_known(manifest, method)
     if any(each.picture_share for each in manifest.plans[method].values()):
         raise UsageError(
             f"method '{method}' makes pictures smaller before the vision tower runs, and budget '{AUTO}' and "
@@ -107,7 +103,8 @@ def check_chosen_later(manifest: Manifest, method: str) -> None:
         )
 
 
-def _check_counts_known(manifest: Manifest, method: str) -> None:
+def check_counts_known(manifest: Manifest, method: str) -> None:
+    """Raise `UsageError` for a method whose counts vary by picture: costs are predicted by counts."""
     if any(each.evidence for each in manifest.plans[method].values()):
         raise UsageError(
             f"method '{method}' keeps another number of tokens of each picture, and deadlines, costs, budget "

@@ -97,6 +97,10 @@ class Request:
     """Milliseconds until the whole answer must be complete. The largest budget whose predicted time for
     `max_new_tokens` meets it is chosen, so set both. The answer ends in time; None for no deadline."""
 
+    def for_one_token(self) -> Request:
+        """Return this request for one token of any form, without a deadline."""
+        return replace(self, deadline_ms=None, max_new_tokens=1, min_new_tokens=0, schema=None, regex=None, choice=())
+
     def __post_init__(self) -> None:
         for name in ("pictures", "texts"):
             check_type(name, getattr(self, name), (tuple, list), "a tuple, or what new_request takes")

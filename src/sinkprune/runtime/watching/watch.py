@@ -24,7 +24,7 @@ from sinkprune.runtime.steps.choice_scores import ChoiceTokens
 from sinkprune.runtime.steps.context_length import check_length
 from sinkprune.runtime.steps.decoding import first_logits, prefill, surviving_rows
 from sinkprune.runtime.steps.encoding import run_tower
-from sinkprune.runtime.steps.loaded_model import LoadedModel
+from sinkprune.runtime.steps.loaded_model import LoadedModel, check_counts_known
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.pictures import PictureLike, decoded
 from sinkprune.runtime.steps.prompt_rows import PromptRows, lay_out
@@ -142,7 +142,7 @@ class Watch:
                 f"a watch needs a budget that prunes inside the decoder, and '{request.budget}' of method "
                 f"'{request.method}' does not. Choose another, as in budget='retain-64'."
             )
-        model.check_counts_known(request.method)
+        check_counts_known(model.manifest, request.method)
         if request.deadline_ms is not None:
             raise UsageError("a watch takes no deadline. A smaller capacity or budget makes each frame faster.")
         if not backend.any_length:
@@ -167,7 +167,8 @@ class Watch:
         request, form = self._new_form(self._new_request(frame))
         if len(request.pictures) != 1:
             raise ImageError(f"frame {number} has {len(request.pictures)} pictures, expected one. Give one a frame.")
-        policy, sampler = BudgetPolicy(request), request.new_sampler()
+        passes = form.passes if isinstance(form, ChoiceTokens) else None
+        policy, sampler = BudgetPolicy(self._model.manifest, request, passes), request.new_sampler()
         clock = Stopwatch(backend, observer.during)
         picture = decoded(request.pictures[0], family)
         with clock.measure("ttft"):
