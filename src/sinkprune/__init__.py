@@ -64,7 +64,8 @@ if TYPE_CHECKING:
     from sinkprune.runtime.pipeline import Pipeline
     from sinkprune.runtime.policy import Policy
     from sinkprune.runtime.session import Session
-    from sinkprune.runtime.steps.answer import Answer, DeadlineReport, Kept, TriedBudget
+    from sinkprune.runtime.steps.answer import Answer, DeadlineReport, TriedBudget
+    from sinkprune.runtime.steps.kept import Kept
     from sinkprune.runtime.steps.observer import Observer
     from sinkprune.runtime.steps.request import Request
     from sinkprune.runtime.stream import Stream

@@ -14,7 +14,7 @@ from tests.runtime.server.test_server import asked, served
 
 from sinkprune import Pipeline
 from sinkprune.runtime.overlay import draw_overlay
-from sinkprune.runtime.steps.answer import Kept
+from sinkprune.runtime.steps.kept import Kept
 from sinkprune.runtime.token_map import token_fates
 
 CASES = {

@@ -17,8 +17,8 @@ from sinkprune.runtime.commands.picture_notes import note_files
 from sinkprune.runtime.commands.policy_options import load_policy
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.policy import Policy
-from sinkprune.runtime.steps.answer import Kept
 from sinkprune.runtime.steps.chain import Wrap
+from sinkprune.runtime.steps.kept import Kept
 from sinkprune.runtime.steps.observer import NOBODY, Observer
 from sinkprune.runtime.steps.picture_warnings import file_facts
 

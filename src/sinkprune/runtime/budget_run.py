@@ -9,13 +9,20 @@ from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import Schedule
 from sinkprune.runtime.device.stopwatch import Stopwatch
-from sinkprune.runtime.steps.answer import Kept
 from sinkprune.runtime.steps.chain import Chain
-from sinkprune.runtime.steps.decoding import Prefill, first_logits, kept_tokens, kv_bytes, lead_of, prefill, prefix_of
+from sinkprune.runtime.steps.decoding import Prefill, first_logits, kv_bytes, prefill
 from sinkprune.runtime.steps.encoding import EncodedPicture, TowerOutput, encode
+from sinkprune.runtime.steps.kept import Kept, kept_tokens
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.observer import Observer
-from sinkprune.runtime.steps.prefix_cache import LeadKey, PrefixCache, PrefixKey
+from sinkprune.runtime.steps.prefix_cache import (
+    LeadKey,
+    Prefix,
+    PrefixCache,
+    PrefixKey,
+    StoredRows,
+    segments_before_select,
+)
 from sinkprune.runtime.steps.prompt_rows import PromptRows, lay_out
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.text.prompt import Prompt
@@ -34,7 +41,7 @@ class SeenPrompt:
 
 
 @dataclass(frozen=True)
-class BudgetReport:
+class PromptReport:
     """What an `Answer` reports of its prompt at its budget. Refers to nothing on the device."""
 
     budget: str
@@ -64,13 +71,13 @@ class BudgetRun:
     new_lead: bool
     """Whether the text before the first picture is worth storing."""
 
-    def report(self, chain: Chain) -> BudgetReport:
+    def report(self, chain: Chain) -> PromptReport:
         """Return what each step kept of each picture's visual tokens, and sizes; raises `BundleError`."""
-        result, text = self.prefilled, self.seen.prompt.text_tokens
-        return BudgetReport(
+        result, layers = self.prefilled, chain.model.num_layers
+        return PromptReport(
             result.schedule.budget,
-            kept_tokens(chain, self.seen.layouts, self.encoded, self.rows, result),
-            [length - text for length in result.tokens_per_layer],
+            kept_tokens(chain.backend, self.seen.layouts, self.encoded, self.rows, result),
+            result.schedule.per_layer(layers),
             kv_bytes(chain, result.cache.lengths),
             self.reused_rows,
             self.knew_pictures,
@@ -81,12 +88,29 @@ class BudgetRun:
         if prefixes.stores(self.key, self.seen.prompt.texts[-1]):
             self.put_prefix(chain, prefixes)
         if self.new_lead:
-            prefixes.put(self.lead_key, *lead_of(chain, len(self.lead_key.text), self.prefilled))
+            self._put_lead(chain, prefixes)
 
     def put_prefix(self, chain: Chain, prefixes: PrefixCache) -> None:
-        """Store the rows before the first select."""
-        plan, text = self.prefilled.schedule.plan, self.seen.prompt.texts[-1]
-        prefixes.put(self.key, *prefix_of(chain, plan, self.rows, self.encoded, text, self.prefilled))
+        """Store the rows after the segments before the first select. The cache may have grown since the prefill."""
+        result, text, length = self.prefilled, self.seen.prompt.texts[-1], self.rows.length
+        segments = segments_before_select(chain.segments, result.schedule.plan)
+        pairs = zip(chain.decoders[:segments], result.cache.segments[:segments], strict=True)
+        saved = tuple(decoder.save(cache, length) for decoder, cache in pairs)
+        scored = {name: chain.backend.numpy(tensor) for name, tensor in result.scored.items()}
+        visual_bytes = chain.model.hidden_size * chain.dtype.itemsize + chain.visual_token_bytes
+        nbytes = kv_bytes(chain, [length] * segments) + sum(array.nbytes for array in scored.values())
+        nbytes += visual_bytes * sum(one.kept_index.size for one in self.encoded)
+        prefix = Prefix(tuple(self.encoded), tuple(text), length - len(text), saved, scored)
+        prefixes.put(self.key, prefix, nbytes)
+
+    def _put_lead(self, chain: Chain, prefixes: PrefixCache) -> None:
+        """Store the rows of the text before the first picture, in all segments."""
+        rows, result = len(self.lead_key.text), self.prefilled
+        pairs = zip(chain.decoders, result.cache.segments, strict=True)
+        saved = [decoder.save(cache, rows) for decoder, cache in pairs]
+        stored = tuple(StoredRows(rows, own, result.lead.get(segment, {})) for segment, own in enumerate(saved))
+        nbytes = sum(array.nbytes for one in stored for array in one.scored.values())
+        prefixes.put(self.lead_key, stored, kv_bytes(chain, [rows] * len(stored)) + nbytes)
 
 
 def run_budget(
@@ -117,10 +141,9 @@ def run_budget(
         stored[: len(prefix.saved)] = prefix.stored(rows_shared)
     observer.encoded(encoded)
     planned = planned.with_rows([one.kept_index.size for one in encoded])
-    shown = list(zip(seen.layouts, encoded, strict=True))
-    rows = lay_out(backend, embedding, family.between_rows, texts, shown, pruned=plan is not None)
+    rows = lay_out(backend, embedding, family.between_rows, texts, seen.layouts, encoded, pruned=plan is not None)
     observer.laid_out(rows)
-    norms, lead = encoded[0].device_norms if encoded else None, len(lead_key.text) if new_lead else 0
+    norms, lead = seen.towers[0].device_norms if seen.towers else None, len(lead_key.text) if new_lead else 0
     prefilled = prefill(chain, planned, rows, clock, norms, stored, lead)
     logits: Array = backend.numpy(first_logits(chain, prefilled, clock))[0]
     reused = stored[0].rows if stored else 0

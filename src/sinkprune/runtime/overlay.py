@@ -20,7 +20,8 @@ from sinkprune.runtime.acting.report import ActionReport
 from sinkprune.runtime.media.clip import Clip, SampledFrames
 from sinkprune.runtime.media.images import read_image, to_rgb
 from sinkprune.runtime.media.video_file import VideoFile
-from sinkprune.runtime.steps.answer import Answer, Kept
+from sinkprune.runtime.steps.answer import Answer
+from sinkprune.runtime.steps.kept import Kept
 from sinkprune.runtime.steps.pictures import PictureLike
 from sinkprune.runtime.token_map import Colour, TokenClass, token_map
 

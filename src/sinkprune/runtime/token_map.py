@@ -11,7 +11,7 @@ from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.plans import AVERAGING
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.steps.answer import Kept
+from sinkprune.runtime.steps.kept import Kept
 
 Colour = tuple[int, int, int]
 
@@ -58,7 +58,7 @@ def token_fates(kept: Kept) -> TokenFates:
     by_salience = np.argsort(np.where(sink, np.inf, -kept.salience), axis=1, kind="stable")
     np.put_along_axis(salience, by_salience[:, : counts.reserve], True, axis=1)
     np.put_along_axis(alive, kept.index[:, counts.sink :], True, axis=1)
-    sources = (kept.index + np.arange(groups)[:, None] * n).ravel()
+    sources = kept.tokens
     sink_rows = np.tile(np.arange(kept.index.shape[1]) < counts.sink, groups)
     before, dropped_after, sink_dropped_after = alive.ravel(), {}, None
     for layer, rows in kept.after_stage.items():

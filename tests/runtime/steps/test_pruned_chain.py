@@ -19,7 +19,9 @@ from sinkprune.contract.schedule import schedule
 from sinkprune.runtime.backends import Backend, Engine
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.steps.answer import Answer
-from sinkprune.runtime.steps.decoding import Prefill, decode_one_token, first_logits, surviving_rows
+from sinkprune.runtime.steps.decoding import Prefill, decode_one_token, first_logits
+from sinkprune.runtime.steps.kept import surviving_rows
+from sinkprune.runtime.steps.prompt_rows import PromptRows
 from support.models.small_models import SHAPES
 from support.programs.slow_cases import slow_except
 from support.references.masking import Sequence, assert_survivors, embedded, masked_forward
@@ -105,10 +107,10 @@ def lengths_of(name: str, budget: str, text: int) -> list[int]:
     return [text + COUNTS[name][budget][sum(layer > cut for cut in cuts)] for layer in range(SHAPES[name].num_layers)]
 
 
-def run_prefill(pipe: Pipeline, image: Image.Image, budget: str) -> tuple[Prefill, int]:
-    """The chain's own prefill of the image and `PROMPT`; also its number of rows."""
+def run_prefill(pipe: Pipeline, image: Image.Image, budget: str) -> tuple[Prefill, PromptRows]:
+    """The chain's own prefill of the image and `PROMPT`; also its rows."""
     steps = watched(pipe, image, PROMPT, budget=budget, max_new_tokens=1)
-    return steps.prefill, steps.rows.length
+    return steps.prefill, steps.rows
 
 
 def plan_of(pipe: Pipeline, budget: str) -> Plan | None:
@@ -136,17 +138,17 @@ def test_prefill_and_decode_equal_the_masked_full_sequence(
     stages = stages_of(name, budget)
     masked = masked_forward(torch_model, sequence, budget, stages)
 
-    result, rows = run_prefill(pipe, photo, budget)
+    result, laid_out = run_prefill(pipe, photo, budget)
+    rows = laid_out.length
     text = rows - COUNTS[name][budget][0]
     assert rows == len(sequence.rows)
     planned = schedule(pipe.bundle.manifest, "sinkpruner", budget, [layout_of(pipe.family, photo.size)])
     assert result.schedule == planned
-    survivors = surviving_rows(pipe.chain, result)
+    survivors = surviving_rows(pipe.backend, laid_out, result)
     assert {layer: kept.tolist() for layer, kept in survivors.items()} == masked.survivors
     logits = [pipe.backend.numpy(first_logits(pipe.chain, result, Stopwatch(pipe.backend)))[0]]
     assert np.abs(logits[0] - masked.logits[-1]).max() < 1e-3
     lengths = lengths_of(name, budget, text)
-    assert result.tokens_per_layer == lengths
     assert cache_lengths(result) == lengths
     position = [length if "compact" in budget else rows for length in lengths]
     assert positions_of(result) == position

@@ -164,7 +164,7 @@ def test_what_observers_receive_is_consistent(
     assert steps.pictures[0].layout is answer.kept.layout
     np.testing.assert_array_equal(features.kept_index, answer.kept.index)
     hidden = pipe.backend.numpy(steps.rows.hidden)[0]
-    assert len(hidden) == steps.rows.length == steps.prefill.tokens_per_layer[0]
+    assert len(hidden) == steps.rows.length
     embeddings = pipe.backend.numpy(features.embeddings)
     np.testing.assert_array_equal(hidden[steps.rows.visual], embeddings.reshape(-1, embeddings.shape[-1]))
     text = np.setdiff1d(np.arange(len(hidden)), steps.rows.visual)

@@ -89,7 +89,7 @@ def test_memory(
         # A row's embedding is its frame and token, so that rows cannot be mixed up.
         embeddings = np.array([[[number, token] for token in tokens]], np.float32)
         norms = np.zeros((1, 4), np.float32)
-        encoded = EncodedPicture(embeddings, norms, np.array([tokens]), norms, norms)
+        encoded = EncodedPicture(embeddings, np.array([tokens]), norms, norms)
         memory.add(number, FrameTokens(key, encoded, sinks, features), LEAST)
 
         if key:

@@ -14,8 +14,8 @@ from sinkprune.calibration.sink_tokens import mark_largest, sink_tokens
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Engine, Tensor
-from sinkprune.runtime.steps.answer import Kept
 from sinkprune.runtime.steps.decoding import Prefill
+from sinkprune.runtime.steps.kept import Kept
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.prompt_rows import PromptRows
 
@@ -88,8 +88,7 @@ def observe(loaded: Loaded, watch: AttentionObserver, item: Sample, combination:
 
 def _sink_rows(kept: Kept, *, unpruned: bool) -> Array:
     """Return [V] bool: the rows in front of the LLM that are sink tokens. Their average counts as one."""
-    groups, tokens = kept.norms.shape
-    source = kept.layout.unpruned_rows if unpruned else (kept.index + tokens * np.arange(groups)[:, None]).ravel()
+    source = kept.layout.unpruned_rows if unpruned else kept.tokens
     # Rows at the end of a line stand for no token.
     return np.where(source < 0, False, sink_tokens(kept.norms).ravel()[source])
 

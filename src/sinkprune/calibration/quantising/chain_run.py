@@ -86,9 +86,8 @@ def _steps(
     groups, count = tower["norms"].shape
     every = np.broadcast_to(np.arange(count), (groups, count))
     deepstack = backend.tensor(tower["deepstack"]) if "deepstack" in tower else None
-    encoded = EncodedPicture(backend.tensor(tokens), None, every, tower["norms"], tower["salience"], deepstack)
-    pictures = [(prompt.picture.layout, encoded)]
-    rows = lay_out(backend, embedding, between_rows, prompt.texts, pictures, pruned=False)
+    encoded = EncodedPicture(backend.tensor(tokens), every, tower["norms"], tower["salience"], deepstack)
+    rows = lay_out(backend, embedding, between_rows, prompt.texts, [prompt.picture.layout], [encoded], pruned=False)
     hidden, added = backend.numpy(rows.hidden), {name: backend.numpy(x) for name, x in rows.deepstack_inputs.items()}
     lm = manifest.language_model
     rotary = Rotary(lm.rope_theta, lm.head_dim, DTYPES[manifest.precision], lm.rope_sections)

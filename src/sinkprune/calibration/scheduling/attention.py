@@ -47,8 +47,8 @@ def measure_attention(
     plans = [manifest.plans[TRIAL][name] for name in sanitizers]
     kept = [encode(chain, plan, tower, clock).source_tokens for plan in plans]
     texts = pipeline.prompts.encode(["", question], [layout.texts]).texts
-    shown, between = [(layout, encode(chain, None, tower, clock))], pipeline.family.between_rows
-    rows = lay_out(backend, pipeline.embedding, between, texts, shown, pruned=False)
+    encoded, between = encode(chain, None, tower, clock), pipeline.family.between_rows
+    rows = lay_out(backend, pipeline.embedding, between, texts, [layout], [encoded], pruned=False)
     # Rows at the end of a line have no token.
     source, received = layout.unpruned_rows, []
     for attention in _received(pipeline, rows):

@@ -32,7 +32,7 @@ from sinkprune.runtime.backends.kv_cache import cache_names
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.policy import Policy
-from sinkprune.runtime.steps.answer import Kept
+from sinkprune.runtime.steps.kept import Kept
 from sinkprune.runtime.steps.observer import Observer
 
 REFERENCE = "ort-cpu"
@@ -181,9 +181,7 @@ def act_on_question(policy: Policy, question: GateQuestion, method: str, budget:
 
 def _kept_by_step(own: Kept) -> list[Array]:
     """Return the tokens of a picture that are left after each step, numbered across its groups."""
-    groups, tokens = own.norms.shape
-    first = (own.index + tokens * np.arange(groups)[:, None]).ravel()
-    return [first, *(first[rows] for _, rows in sorted(own.after_stage.items()))]
+    return [own.tokens, *(own.tokens[rows] for _, rows in sorted(own.after_stage.items()))]
 
 
 class _LogitsObserver(Observer):

@@ -16,8 +16,9 @@ from sinkprune.runtime.acting.step_times import StepTimes
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import TowerInput
 from sinkprune.runtime.steps.context_length import check_prompt_length
-from sinkprune.runtime.steps.decoding import kept_tokens, prefill
+from sinkprune.runtime.steps.decoding import prefill
 from sinkprune.runtime.steps.encoding import encode, of_each_group, run_tower
+from sinkprune.runtime.steps.kept import kept_tokens
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.pictures import decoded, joined_inputs
@@ -68,19 +69,22 @@ def run_chunk(
             chain.load_plan(plan)
             asked = prompts.question_ids([observation.instruction]) if manifest.reads_question(plan) else []
             words = backend.tensor(embedding(asked)) if asked else None
-            encoded = [encode(chain, plan, each, clock, words) for each in of_each_group(backend, tower)]
+            towers = of_each_group(backend, tower)
+            encoded = [encode(chain, plan, each, clock, words) for each in towers]
             observer.encoded(encoded)
             planned = planned.with_rows([one.kept_index.size for one in encoded])
-            shown = list(zip(layouts, encoded, strict=True))
-            rows = lay_out(backend, embedding, family.between_rows, prompt.texts, shown, pruned=plan is not None)
+            between, pruned = family.between_rows, plan is not None
+            rows = lay_out(backend, embedding, between, prompt.texts, layouts, encoded, pruned=pruned)
             observer.laid_out(rows)
-            prefix = prefill(chain, planned, rows, clock, encoded[0].device_norms)
+            prefix = prefill(chain, planned, rows, clock, towers[0].device_norms)
             actions = denoise(chain, policy, times, own, prefix, rows.positions.next, clock)
     observer.prefilled(prefix)
     observer.acted(actions)
     with backend.turn:
-        kept = kept_tokens(chain, layouts, encoded, rows, prefix)
+        kept = kept_tokens(backend, layouts, encoded, rows, prefix)
     ms = clock.ms()
+    visual = prefix.schedule.per_layer(manifest.language_model.num_layers)
+    rows_per_layer = [prompt.text_tokens + count for count in visual]
     step_ms = [ms[f"step_{number}"] for number in range(steps)]
     return ActionReport(
         actions=robot_actions(policy, actions),
@@ -89,10 +93,10 @@ def run_chunk(
         steps=steps,
         prompt_tokens=prompt.text_tokens,
         visual_tokens=sum(layout.all_tokens for layout in layouts),
-        tokens_per_layer=[length - prompt.text_tokens for length in prefix.tokens_per_layer],
+        tokens_per_layer=visual,
         ms=by_part(ms, sum(step_ms)),
         step_ms=step_ms,
-        flops=chunk_flops(manifest, steps, prefix.schedule.rows, layouts, prefix.tokens_per_layer),
+        flops=chunk_flops(manifest, steps, prefix.schedule.rows, layouts, rows_per_layer),
         images=kept,
     )
 

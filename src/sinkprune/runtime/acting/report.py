@@ -11,7 +11,8 @@ from sinkprune.contract.flops import expert_flops, prefix_flops
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.steps.answer import DeadlineOutcome, Kept
+from sinkprune.runtime.steps.answer import DeadlineOutcome
+from sinkprune.runtime.steps.kept import Kept
 
 PARTS = ("preprocess", "vision", "sanitizer", "projector", "prefill", "select", "expert", "rest", "latency")
 """The timed parts of a chunk. `select` is part of `prefill`. All others add up to `latency`, the time from decoded

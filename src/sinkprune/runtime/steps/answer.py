@@ -1,4 +1,4 @@
-"""An answer, and what each step kept of the visual tokens."""
+"""An answer: its text, its times, and how it met a deadline."""
 
 from __future__ import annotations
 
@@ -8,36 +8,8 @@ from typing import Any
 
 from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.layout import VisualLayout
-from sinkprune.contract.precision import Array
 from sinkprune.contract.reports.report import OF_TTFT, PARTS
-from sinkprune.contract.schedule import PictureSchedule
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What each step kept of a picture's visual tokens: G' groups of N' tokens, with indices into the N'."""
-
-    layout: VisualLayout = field(repr=False)
-    """Tokens, groups and places of the picture."""
-    schedule: PictureSchedule
-    """How many tokens the budget keeps at each step."""
-    index: Array = field(repr=False)
-    """[G',n0] the tokens the LLM received; with a sink, row 0 represents all outliers."""
-    norms: Array = field(repr=False)
-    """[G',N'] fp32: the norm of each token in the vision tower."""
-    salience: Array = field(repr=False)
-    """[G',N'] fp32: the attention each token receives in the vision tower."""
-    after_stage: Mapping[int, Array] = field(repr=False)
-    """By pruning layer: which tokens of `index` survived it, as positions in the flattened `index`, ascending."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return how many of the tokens the decoder received, and how many survived each stage, for `json.dumps`."""
-        return {
-            "visual_tokens": self.layout.all_tokens,
-            "kept_after_sanitizer": self.index.size,
-            "after_stage": {str(layer): len(rows) for layer, rows in self.after_stage.items()},
-        }
+from sinkprune.runtime.steps.kept import Kept
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sinkprune.contract.errors import BundleError
-from sinkprune.contract.layout import VisualLayout
-from sinkprune.contract.plans import Evidence, Plan, exceeding
+from sinkprune.contract.plans import Evidence, exceeding
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import Schedule
 from sinkprune.runtime.backends import Cache, Tensor
 from sinkprune.runtime.device.stopwatch import Stopwatch
-from sinkprune.runtime.steps.answer import Kept
 from sinkprune.runtime.steps.chain import Chain
-from sinkprune.runtime.steps.encoding import EncodedPicture
-from sinkprune.runtime.steps.prefix_cache import SCORED, Prefix, StoredRows, segments_before_select
+from sinkprune.runtime.steps.prefix_cache import SCORED, StoredRows
 from sinkprune.runtime.steps.prompt_rows import PromptRows
 
 
@@ -45,8 +42,6 @@ class Prefill:
     cache: KVCache
     schedule: Schedule
     """What was kept, also where counts vary by picture."""
-    tokens_per_layer: list[int] = field(default_factory=list)
-    """The sequence length each layer ran on."""
     keep_index: dict[int, Tensor] = field(default_factory=dict)
     """After each pruning layer: the rows that survived it, among its input rows."""
     scored: dict[str, Tensor] = field(default_factory=dict)
@@ -73,7 +68,7 @@ def prefill(
     """
     backend, plan = chain.backend, schedule.plan
     compact = plan is not None and plan.positions == "compact"
-    _check_rows("the step before the LLM", len(rows.visual), schedule.rows)
+    check_rows("the step before the LLM", len(rows.visual), schedule.rows)
     text = rows.length - len(rows.visual)
     with clock.measure("prefill"):
         selects, result = _Selects(chain, schedule, rows, norms), Prefill(None, KVCache([], []), schedule)
@@ -92,7 +87,6 @@ def prefill(
                 outputs = decoder(given, cache)
             result.cache.segments.append(cache)
             result.cache.next_positions.append(length if compact else rows.positions.next)
-            result.tokens_per_layer += [length] * len(layers)
             if selects.follow(last):
                 if earlier:
                     outputs = earlier.joined(backend, outputs)
@@ -176,81 +170,8 @@ def _tested(
     ]
 
 
-def prefix_of(
-    chain: Chain,
-    plan: Plan | None,
-    rows: PromptRows,
-    encoded: Sequence[EncodedPicture],
-    text: Sequence[int],
-    result: Prefill,
-) -> tuple[Prefix, int]:
-    """Return the rows of a prompt after the segments before the first select, for other prompts, and their bytes.
-
-    `text` are the token ids after the last picture. The cache of `result` may have grown since.
-    """
-    model, item = chain.model, chain.dtype.itemsize
-    segments = segments_before_select(chain.segments, plan)
-    pairs = zip(chain.decoders[:segments], result.cache.segments[:segments], strict=True)
-    scored = {name: chain.backend.numpy(tensor) for name, tensor in result.scored.items()}
-    saved = tuple(decoder.save(cache, rows.length) for decoder, cache in pairs)
-    prefix = Prefix(tuple(encoded), tuple(text), rows.length - len(text), saved, scored)
-    visual = sum(one.kept_index.size for one in encoded) * (model.hidden_size * item + chain.visual_token_bytes)
-    nbytes = kv_bytes(chain, [rows.length] * segments) + sum(array.nbytes for array in scored.values())
-    return prefix, nbytes + visual
-
-
-def lead_of(chain: Chain, rows: int, result: Prefill) -> tuple[tuple[StoredRows, ...], int]:
-    """Return the first `rows` rows of a prompt in all segments, for other prompts, and their bytes.
-
-    They are the text before its first picture, and `result` is of a prefill with `lead` of so many rows.
-    """
-    saved = [decoder.save(cache, rows) for decoder, cache in zip(chain.decoders, result.cache.segments, strict=True)]
-    stored = tuple(StoredRows(rows, own, result.lead.get(segment, {})) for segment, own in enumerate(saved))
-    nbytes = sum(array.nbytes for one in stored for array in one.scored.values())
-    return stored, kv_bytes(chain, [rows] * len(stored)) + nbytes
-
-
-def surviving_rows(chain: Chain, result: Prefill) -> dict[int, Array]:
-    """Return, by pruning layer, the rows of the prefill's input that survived so far, ascending.
-
-    Raises `BundleError` where a graph kept another number of rows than the schedule: the report would be wrong.
-    """
-    rows, schedule = np.arange(result.tokens_per_layer[0]), result.schedule
-    text, survivors = len(rows) - schedule.rows, {}
-    for layer, keep in result.keep_index.items():
-        rows = rows[chain.backend.numpy(keep)]
-        _check_rows(f"the select after layer {layer}", len(rows) - text, sum(schedule.kept_after(layer)))
-        survivors[layer] = rows
-    return survivors
-
-
-def kept_tokens(
-    chain: Chain,
-    layouts: Sequence[VisualLayout],
-    encoded: Sequence[EncodedPicture],
-    rows: PromptRows,
-    result: Prefill,
-) -> tuple[Kept, ...]:
-    """Return what each step kept of each picture's visual tokens; raises what `surviving_rows` raises."""
-    survivors, kept = surviving_rows(chain, result), []
-    for number, (layout, own, picture) in enumerate(zip(layouts, encoded, result.schedule.pictures, strict=True)):
-        own_rows = rows.picture == number
-        visual, source = rows.visual[own_rows], rows.source[own_rows]
-        after_stage = {layer: np.sort(source[np.isin(visual, left)]) for layer, left in survivors.items()}
-        # A session gives the same arrays to later answers.
-        index, norms, salience = map(_read_only, (own.kept_index, own.norms, own.salience))
-        kept.append(Kept(layout, picture, index, norms, salience, after_stage))
-    return tuple(kept)
-
-
-def _read_only(array: Array) -> Array:
-    """Return a view of the array that cannot be changed."""
-    view = array.view()
-    view.flags.writeable = False
-    return view
-
-
-def _check_rows(graph: str, found: int, expected: int) -> None:
+def check_rows(graph: str, found: int, expected: int) -> None:
+    """Raise `BundleError` where a `graph` kept another number of rows than the schedule."""
     if found != expected:
         raise BundleError(
             f"{graph} kept {found} visual tokens, the bundle says {expected}. Its graphs and its manifest do not "

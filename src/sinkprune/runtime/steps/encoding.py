@@ -21,8 +21,6 @@ class EncodedPicture:
 
     embeddings: Tensor
     """[G',n0,d] float on the device, in the decoder's width."""
-    device_norms: Tensor
-    """[G,N] fp32 on the device, from the tower: an input of some selects."""
     kept_index: Array
     """[G',n0] int64: the token of each row, numbered within its group."""
     norms: Array
@@ -97,22 +95,19 @@ def encode(
 
     `question` [T,d] are its words as the decoder receives them, for sanitizers that read it.
     """
-    backend, tokens, deepstack, sanitized = chain.backend, tower.tokens, tower.deepstack, None
-    if plan is not None and plan.sanitizer is not None:
-        sanitizer = chain.plan_engine(plan.sanitizer)
-        inputs = {"tokens": tokens, "norms": tower.device_norms, "salience": tower.device_salience}
-        if deepstack is not None:
-            inputs["deepstack"] = deepstack
-        if question is not None:
-            inputs |= {"question": question, "embeddings": _in_llm(chain, tokens, clock)}
-        with clock.measure("sanitizer"):
-            sanitized = sanitizer(inputs | _quota(chain, plan, tower))
-        tokens, deepstack = sanitized["kept_tokens"], sanitized.get("kept_deepstack")
-    if sanitized is None:
-        kept_index = np.broadcast_to(np.arange(tower.norms.shape[1]), tower.norms.shape)
-    else:
-        kept_index = backend.numpy(sanitized["kept_index"])
-    return _projected(chain, tower, tokens, deepstack, kept_index, clock)
+    if plan is None or plan.sanitizer is None:
+        every = np.broadcast_to(np.arange(tower.norms.shape[1]), tower.norms.shape)
+        return _projected(chain, tower, tower.tokens, tower.deepstack, every, clock)
+    sanitizer = chain.plan_engine(plan.sanitizer)
+    inputs = {"tokens": tower.tokens, "norms": tower.device_norms, "salience": tower.device_salience}
+    if tower.deepstack is not None:
+        inputs["deepstack"] = tower.deepstack
+    if question is not None:
+        inputs |= {"question": question, "embeddings": _in_llm(chain, tower.tokens, clock)}
+    with clock.measure("sanitizer"):
+        kept = sanitizer(inputs | _quota(chain, plan, tower))
+    index = chain.backend.numpy(kept["kept_index"])
+    return _projected(chain, tower, kept["kept_tokens"], kept.get("kept_deepstack"), index, clock)
 
 
 def _quota(chain: Chain, plan: Plan, tower: TowerOutput) -> dict[str, Tensor]:
@@ -147,7 +142,7 @@ def _projected(
     # Frames that the sanitizer treats as one are one group from here on.
     groups = len(kept_index)
     norms, salience = (values.reshape(groups, -1) for values in (tower.norms, tower.salience))
-    return EncodedPicture(embeddings, tower.device_norms, kept_index, norms, salience, deepstack)
+    return EncodedPicture(embeddings, kept_index, norms, salience, deepstack)
 
 
 def _in_llm(chain: Chain, tokens: Tensor, clock: Stopwatch) -> Tensor:

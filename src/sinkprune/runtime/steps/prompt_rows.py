@@ -46,11 +46,12 @@ def lay_out(
     embedding: Embedding,
     between_rows: str | None,
     texts: Sequence[Sequence[int]],
-    pictures: Sequence[tuple[VisualLayout, EncodedPicture]],
+    layouts: Sequence[VisualLayout],
+    encoded: Sequence[EncodedPicture],
     *,
     pruned: bool,
 ) -> PromptRows:
-    """Join `texts` (token ids) and `pictures`: one text before each part of a picture, and one after the last.
+    """Join `texts` (token ids) and pictures: one text before each part of a picture, and one after the last.
 
     Unpruned rows of a picture are in the order of the model's own prompt, with the learned row `between_rows` at the
     end of each line. In a picture of several parts, each row belongs to the part of its token's group. Rows are
@@ -60,7 +61,7 @@ def lay_out(
     if between_rows is not None:
         table = np.concatenate([table, embedding.named(between_rows)[None]])
     line_end, starts = len(table) - 1, [0, *accumulate(map(len, texts))]
-    shown = [*_parts(pictures, len(table), pruned=pruned)]
+    shown = [*_parts(layouts, encoded, len(table), pruned=pruned)]
     # A prompt without pictures has no visual rows.
     no_rows = np.arange(0)
     order, visual, place = [], [no_rows], 0
@@ -74,11 +75,11 @@ def lay_out(
             place += len(rows)
     whole = np.concatenate(order)
     deepstack_inputs = {
-        name: backend.join([backend.tensor(zeros), *(encoded.deepstack for _, encoded in pictures)], whole)
+        name: backend.join([backend.tensor(zeros), *(one.deepstack for one in encoded)], whole)
         for name, zeros in embedding.deepstack_zeros(len(table)).items()
     }
     return PromptRows(
-        hidden=backend.join([backend.tensor(table), *(encoded.embeddings for _, encoded in pictures)], whole),
+        hidden=backend.join([backend.tensor(table), *(one.embeddings for one in encoded)], whole),
         visual=np.concatenate(visual),
         picture=np.concatenate([no_rows, *(np.full(len(part.rows), part.picture) for part in shown)]),
         source=np.concatenate([no_rows, *(part.rows for part in shown)]),
@@ -102,18 +103,20 @@ class _Part(NamedTuple):
     """The token of each row, numbered through all groups."""
 
 
-def _parts(pictures: Sequence[tuple[VisualLayout, EncodedPicture]], first: int, *, pruned: bool) -> Iterator[_Part]:
+def _parts(
+    layouts: Sequence[VisualLayout], encoded: Sequence[EncodedPicture], first: int, *, pruned: bool
+) -> Iterator[_Part]:
     """Yield the parts of all pictures; `first` is the number of the first picture's first row."""
-    for number, (layout, encoded) in enumerate(pictures):
-        rows = np.arange(encoded.kept_index.size) if pruned else layout.unpruned_rows
-        tokens = encoded.source_tokens if pruned else rows
+    for number, (layout, own) in enumerate(zip(layouts, encoded, strict=True)):
+        rows = np.arange(own.kept_index.size) if pruned else layout.unpruned_rows
+        tokens = own.source_tokens if pruned else rows
         if layout.parts == 1:
             yield _Part(layout, number, first, rows, tokens)
         else:
             for group in range(layout.parts):
-                own = tokens // layout.tokens == group
-                yield _Part(layout, number, first, rows[own], tokens[own])
-        first += encoded.kept_index.size
+                inside = tokens // layout.tokens == group
+                yield _Part(layout, number, first, rows[inside], tokens[inside])
+        first += own.kept_index.size
 
 
 def positions(texts: Sequence[int], pictures: Sequence[tuple[VisualLayout, Array]]) -> Positions:

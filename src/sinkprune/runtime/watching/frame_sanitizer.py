@@ -90,7 +90,6 @@ def as_one_group(encoded: EncodedPicture) -> EncodedPicture:
     """Return the rows of all groups as those of one group, with tokens numbered through all groups."""
     return EncodedPicture(
         encoded.embeddings,
-        encoded.device_norms,
         encoded.source_tokens[None],
         encoded.norms.reshape(1, -1),
         encoded.salience.reshape(1, -1),

@@ -22,8 +22,9 @@ from sinkprune.runtime.families import TowerInput
 from sinkprune.runtime.steps.answer import timings
 from sinkprune.runtime.steps.choice_scores import ChoiceTokens
 from sinkprune.runtime.steps.context_length import check_length
-from sinkprune.runtime.steps.decoding import first_logits, prefill, surviving_rows
+from sinkprune.runtime.steps.decoding import first_logits, prefill
 from sinkprune.runtime.steps.encoding import run_tower
+from sinkprune.runtime.steps.kept import surviving_rows
 from sinkprune.runtime.steps.loaded_model import LoadedModel, check_counts_known
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.pictures import PictureLike, decoded
@@ -185,10 +186,11 @@ class Watch:
                 words = backend.tensor(embedding(question)) if question else None
                 found = self._sanitizer(tower, counts, groups, clock, words)
                 memory.add(number, found, self._settings.novelty)
-                observer.encoded([each.encoded for each in memory.frames])
+                encoded = [frame.encoded for frame in memory.frames]
+                observer.encoded(encoded)
                 texts = [prompt.texts[0], *[()] * (len(memory.frames) - 1), prompt.texts[1]]
-                shown = [(layout, frame.encoded) for frame in memory.frames]
-                rows = lay_out(backend, embedding, family.between_rows, texts, shown, pruned=True)
+                layouts = [layout] * len(encoded)
+                rows = lay_out(backend, embedding, family.between_rows, texts, layouts, encoded, pruned=True)
                 # The quotas of a bundle for several images count all frames as one.
                 rows = replace(rows, picture=np.zeros_like(rows.picture))
                 observer.laid_out(rows)
@@ -201,11 +203,11 @@ class Watch:
             observer.chose(token, logits)
         tokens, received = memory.tokens, received_attention(backend, result.scored, rows)
         with backend.turn:
-            survivors = surviving_rows(chain, result)
+            survivors = surviving_rows(backend, rows, result)
             memory.score(received)
             evicted = memory.evict(number)
         after_stage = {layer: np.flatnonzero(np.isin(rows.visual, left)) for layer, left in survivors.items()}
-        layers = [length - prompt.text_tokens for length in result.tokens_per_layer]
+        layers = result.schedule.per_layer(self._model.manifest.language_model.num_layers)
         if isinstance(form, ChoiceTokens):
             written = choose(self._model, form, sampler, policy, observer, result.cache, logits)
         else:

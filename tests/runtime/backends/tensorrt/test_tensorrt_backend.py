@@ -116,7 +116,7 @@ def test_nothing_waits_between_embeddings_and_logits(rig: Rig, photo: Image.Imag
     encoded = encode(chain, planned.plan, run_tower(chain, inputs, clock), clock)
     rig.clear()
     texts = [list(range(10)), list(range(20))]
-    rows = lay_out(chain.backend, pipeline.embedding, None, texts, [(layout, encoded)], pruned=True)
+    rows = lay_out(chain.backend, pipeline.embedding, None, texts, [layout], [encoded], pruned=True)
     result = prefill(chain, planned, rows, clock)
     # The host goes on at once: it may change what it handed over.
     rows.visual[:] = rows.text[:] = 0
