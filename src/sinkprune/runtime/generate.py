@@ -57,29 +57,29 @@ def generate(
         with clock.measure("preprocess"):
             digests = prefixes.digests(pictures, plans[0].picture_share if plans[0] else None)
             known = [prefixes.tower(digest) for digest in digests]
+            layouts = [*map(family.layout, pictures)]
             inputs = [
-                TowerInput(family.inputs(picture) if tower is None else {}, family.layout(picture))
+                family.inputs(picture) if tower is None else {}
                 for picture, tower in zip(pictures, known, strict=True)
             ]
-            layouts = [layout for _, layout in inputs]
             prompt = model.encode_prompt(request, layouts)
-        observer.seen(inputs)
+        observer.seen([*map(TowerInput, inputs, layouts)])
         warnings.warn(pictures, layouts)
         # Freeing a large picture takes milliseconds, which costs after the tower do not include.
         del pictures
         candidates = policy.candidates(layouts)
-        choices = runnable(manifest, limits, request, candidates, prompt.text_tokens, layouts)
+        possible = runnable(manifest, limits, request, candidates, prompt.text_tokens, layouts)
         with backend.turn:
             towers = [
-                run_tower(chain, arrays, clock) if tower is None else tower
-                for (arrays, _), tower in zip(inputs, known, strict=True)
+                run_tower(chain, own, clock) if tower is None else tower
+                for own, tower in zip(inputs, known, strict=True)
             ]
             for digest, tower in zip(digests, towers, strict=True):
                 prefixes.put(digest, tower, tower.norms.size * chain.visual_token_bytes)
             reused_towers = sum(tower is not None for tower in known)
             del known, inputs
             seen = SeenPrompt(request, prompt, layouts, digests, towers)
-            planned = policy.choose(choices, prompt.text_tokens)
+            planned = policy.choose(possible, prompt.text_tokens)
             run = run_budget(model, seen, planned, clock, observer, own_prefixes, prefixes)
             sampler = request.new_sampler()
             # A closed list is compared later.

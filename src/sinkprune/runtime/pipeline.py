@@ -226,10 +226,10 @@ class Pipeline(Answering, KeepsCosts[Costs]):
         written. Raises what `generate` raises.
         """
         check_request_options(options, "seconds", "progress")
-        request, earlier = self.new_request(image, prompt, **options), ANSWER_COSTS.cached(self.place)
+        request = self.new_request(image, prompt, **options)
         with shown_progress(MEASURING_COSTS, progress) as report:
             costs = self.measure_costs(request, seconds, report)
-        warn_of_load(costs, earlier)
+        warn_of_load(costs, self.replaced_costs)
         return costs
 
     def new_request(

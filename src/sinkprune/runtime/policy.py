@@ -196,7 +196,6 @@ class Policy(KeepsCosts[ActionCosts]):
         written. Raises what `act` raises, and `UsageError` for a method whose counts vary by picture.
         """
         check_plan_names(budget, method)
-        earlier = ACTION_COSTS.cached(self.place, method)
         with shown_progress(MEASURING_COSTS, progress) as report:
             costs = self.measure_costs(
                 cameras,
@@ -208,7 +207,7 @@ class Policy(KeepsCosts[ActionCosts]):
                 seconds=seconds,
                 progress=report,
             )
-        warn_of_load(costs, earlier)
+        warn_of_load(costs, self.replaced_costs)
         return costs
 
     @checks_options
@@ -248,7 +247,7 @@ class Policy(KeepsCosts[ActionCosts]):
         with self.backend.turn:
             self._times.load(self.facts.steps)
         return self._keep_measured(
-            lambda: measure_costs(act, method, names, len(layouts), self.place, seconds, progress)
+            lambda: measure_costs(act, method, names, len(layouts), self.place, seconds, progress), method
         )
 
     @checks_options

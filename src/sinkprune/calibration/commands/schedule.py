@@ -25,7 +25,7 @@ from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, write_json, write_result
 from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.command_line.written_files import note_written, write_each
-from sinkprune.contract.costs.file import ANSWER_COSTS, write_costs
+from sinkprune.contract.costs.file import write_costs
 from sinkprune.contract.costs.model import Costs
 from sinkprune.contract.errors import BudgetError, UsageError
 from sinkprune.contract.files.output_files import OutputFile, check_apart, check_outputs
@@ -148,7 +148,6 @@ def main(arguments: Sequence[str] | None) -> None:
             notes = [_DRAWN]
             sys.stderr.write(f"note: {_DRAWN}\n")
         shares = [pipeline.family.layout(prompt.image).seen_share for prompt in prompts]
-        earlier_costs = ANSWER_COSTS.cached(pipeline.place)
         proposer, report = None, None
         try:
             with status("measuring") as progress:
@@ -179,7 +178,7 @@ def main(arguments: Sequence[str] | None) -> None:
         finally:
             # Costs are useful even if no budget is found.
             if pipeline.costs:
-                sys.stderr.write(doubtful_costs(pipeline.costs, earlier_costs, option=""))
+                sys.stderr.write(doubtful_costs(pipeline.costs, pipeline.replaced_costs, option=""))
                 sys.stderr.write(kept_line(pipeline.save_costs(), pipeline.costs))
             if report is None:
                 _write_costs(options, proposer.times.costs if proposer else pipeline.costs)

@@ -53,16 +53,15 @@ def run_chunk(
     pictures = [decoded(frame, family) for frame in observation.cameras]
     with clock.measure("latency"):
         with clock.measure("preprocess"):
-            inputs = [TowerInput(family.inputs(picture), family.layout(picture)) for picture in pictures]
-            layouts = [layout for _, layout in inputs]
+            inputs, layouts = [*map(family.inputs, pictures)], [*map(family.layout, pictures)]
             prompt = _encoded(model, observation, layouts)
-        observer.seen(inputs)
+        observer.seen([*map(TowerInput, inputs, layouts)])
         warnings.warn(pictures, layouts)
         # Freeing a large picture takes milliseconds, which costs after the tower do not include.
         del pictures
         with backend.turn:
             # One call for all cameras.
-            tower = run_tower(chain, joined_inputs([arrays for arrays, _ in inputs]), clock)
+            tower = run_tower(chain, joined_inputs(inputs), clock)
             budget, steps = choose(prompt.text_tokens)
             own = replace(observation, steps=steps)
             plan, planned = manifest.plan(method, budget), _planned(model, prompt, layouts, method, budget)

@@ -99,7 +99,6 @@ def main(arguments: Sequence[str] | None) -> None:
     layouts = [*map(family.layout, pictures)]
     memory = check_memory(options, bundle, layouts, options.method, [options.budget], options.instruction, 0)
     policy = load_policy(options, bundle)
-    earlier_costs = ACTION_COSTS.cached(policy.place, options.method)
     if options.deadline_ms is not None:
         _prepare(policy, costs, first, options)
     chunks, interrupted, earlier, outputs = list[ActionReport](), "", "", options
@@ -124,7 +123,7 @@ def main(arguments: Sequence[str] | None) -> None:
         output.write(f"deadline {options.deadline_ms:g} ms: {_met(chunks)}\n")
     if policy.costs is not None:
         sys.stderr.write(late_chunks_line([chunk.deadline for chunk in chunks if chunk.deadline is not None]))
-        sys.stderr.write(saved_costs_lines(policy, options, measured=costs is None, earlier=earlier_costs))
+        sys.stderr.write(saved_costs_lines(policy, options, measured=costs is None))
     summary = {
         "method": options.method,
         "backend": policy.backend.name,

@@ -93,16 +93,15 @@ def saved_costs_lines(
     options: CostOptions,
     *,
     measured: bool,
-    earlier: Costs | ActionCosts | None,
 ) -> str:
     """Keep the costs of a pipeline or a policy for later runs, unless they are a file's; return lines about them.
 
-    `measured` is whether this command measured them; `earlier` are the kept costs that they replaced.
+    `measured` is whether this command measured them.
     """
     costs = keeper.costs
     if costs is None:
         return ""
-    doubt = doubtful_costs(costs, earlier if measured else None)
+    doubt = doubtful_costs(costs, keeper.replaced_costs)
     if options.costs:
         return doubt
     file = keeper.save_costs()
@@ -128,13 +127,13 @@ def _lost_times_line(file: Path | None, costs: Costs | ActionCosts) -> str:
 
 
 def doubtful_costs(
-    costs: Costs | ActionCosts, earlier: Costs | ActionCosts | None, option: str = " with --warm-up"
+    costs: Costs | ActionCosts, replaced: Costs | ActionCosts | None, option: str = " with --warm-up"
 ) -> str:
     """Return a line about `costs` that are old or were measured under load, and nothing about others.
 
-    `earlier` are the kept costs that these replaced, if any. `option` is the one that measures costs again.
+    `replaced` are the kept costs that these replaced, if any. `option` is the one that measures costs again.
     """
-    age, load_doubt = costs.age_s or 0.0, costs.load_doubt(earlier)
+    age, load_doubt = costs.age_s or 0.0, costs.load_doubt(replaced)
     old = f"are {age / _DAY_S:.0f} days old" if age > _OLD_S else ""
     doubts = [doubt for doubt in (old, load_doubt) if doubt]
     if not doubts:

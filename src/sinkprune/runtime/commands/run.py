@@ -16,8 +16,6 @@ from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import RunningOutput, json_outputs, prints_json, write_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines, status
 from sinkprune.contract.command_line.written_files import write_each, write_output
-from sinkprune.contract.costs.file import ANSWER_COSTS
-from sinkprune.contract.costs.model import Costs
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.precision import Array
@@ -117,7 +115,6 @@ def main(arguments: Sequence[str] | None) -> None:
     # Before a long answer.
     notes = note_pictures(family, options.picture_files, images)
     pipeline.thresholds, pipeline.costs = thresholds, costs
-    earlier_costs = ANSWER_COSTS.cached(pipeline.place) if options.warm_up else None
     _warm_up(pipeline, request, options)
     if options.deadline_ms is not None:
         # A deadline counts the reading of the pictures, so they are read anew.
@@ -137,7 +134,7 @@ def main(arguments: Sequence[str] | None) -> None:
     write_each(
         lambda: write_json(options.json, _summary(pipeline, answer, memory, notes + unused)),
         lambda: sys.stderr.write(cut_off_line(answer) if cut_off else ""),
-        lambda: _report_deadline(pipeline, answer, options, earlier_costs),
+        lambda: _report_deadline(pipeline, answer, options),
         *([lambda: write_output(drawn, picture_bytes(overlay(answer, images), drawn))] if drawn else []),
         lambda: sys.stderr.write("".join(f"note: {note}\n" for note in unused)),
     )
@@ -146,11 +143,11 @@ def main(arguments: Sequence[str] | None) -> None:
     output.end()
 
 
-def _report_deadline(pipeline: Pipeline, answer: Answer, options: _Options, earlier: Costs | None) -> None:
+def _report_deadline(pipeline: Pipeline, answer: Answer, options: _Options) -> None:
     """Print whether the answer was late, and keep what it took for later runs."""
     if answer.deadline is not None:
         sys.stderr.write(late_line(answer.deadline))
-        sys.stderr.write(saved_costs_lines(pipeline, options, measured=options.warm_up, earlier=earlier))
+        sys.stderr.write(saved_costs_lines(pipeline, options, measured=options.warm_up))
 
 
 def _check_options(options: _Options) -> None:

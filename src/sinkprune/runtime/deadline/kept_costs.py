@@ -30,6 +30,8 @@ class KeepsCosts(Generic[C]):
         self.costs: C | None = None
         """What requests cost on this machine, for those with a deadline. `warm_up` measures it. Without it, the first
         such request reads earlier costs from the user's cache folder."""
+        self.replaced_costs: C | None = None
+        """The costs in the user's cache folder before the last measurement, if any."""
         self._history: tuple[C, RequestHistory] | None = None
 
     @property
@@ -51,12 +53,13 @@ class KeepsCosts(Generic[C]):
         costs = self._checked(self.costs)
         return self._cache(replace(costs, recent=self._history_of(costs).recent))
 
-    def _keep_measured(self, measure: Callable[[], C]) -> C:
-        """Measure `costs` and the load meanwhile, and write them to the user's cache folder, if possible."""
+    def _keep_measured(self, measure: Callable[[], C], method: str = "") -> C:
+        """Measure `costs` (of actions, of a `method`) and the load meanwhile, and cache them, if possible."""
+        replaced = self._format.cached(self.place, method)
         with self.backend.turn:
             others = OtherLoad()
             found = measure()
-        self.costs = replace(found, measured_at=time.time(), load=others.share())
+        self.costs, self.replaced_costs = replace(found, measured_at=time.time(), load=others.share()), replaced
         self._cache(self.costs)
         return self.costs
 
@@ -90,9 +93,9 @@ class KeepsCosts(Generic[C]):
         return self._history[1]
 
 
-def warn_of_load(costs: MeasuredCosts, earlier: MeasuredCosts | None) -> None:
-    """Warn with `CostsWarning` if `costs`, which replace `earlier` ones, were measured on a busy machine."""
-    if doubt := costs.load_doubt(earlier):
+def warn_of_load(costs: MeasuredCosts, replaced: MeasuredCosts | None) -> None:
+    """Warn with `CostsWarning` if `costs`, which `replaced` others, were measured on a busy machine."""
+    if doubt := costs.load_doubt(replaced):
         warn_user(f"the costs {doubt}. Measure them again with warm_up when the machine is idle.", CostsWarning)
 
 
