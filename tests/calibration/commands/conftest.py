@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sinkprune.calibration.commands import schedule as schedule_command
-from sinkprune.calibration.scheduling import grid
+from sinkprune.calibration.scheduling import grid, questions, report_text
 from sinkprune.calibration.scheduling import report as report_module
 from sinkprune.contract.costs import model as costs_model
 
@@ -37,11 +36,11 @@ def any_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
 def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two scenes and every third sanitizer: the choice among all is that of tests/calibration/scheduling."""
     sanitizers = grid.sanitizers
-    monkeypatch.setattr(schedule_command, "_PICTURES", 2)
+    monkeypatch.setattr(questions, "PICTURES", 2)
     monkeypatch.setattr(grid, "sanitizers", lambda manifest: sanitizers(manifest)[::3])
 
 
 @pytest.fixture(autouse=True)
 def any_attention_may_be_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The attention of random weights is spread over all tokens, so that small budgets drop most of it."""
-    monkeypatch.setattr(schedule_command, "_MOST_LOST", 1.0)
+    monkeypatch.setattr(report_text, "_MOST_LOST", 1.0)

@@ -115,7 +115,7 @@ def test_a_budget_of_a_mean_is_added(
     again = schedule(own, "--budget-tokens", 16, "--json", report)
     assert_refused(again, "holds a budget 'mean-16' already", "--force")
     with monkeypatch.context() as patch:
-        patch.setattr("sinkprune.calibration.commands.schedule._MOST_LOST", 0.0)
+        patch.setattr("sinkprune.calibration.scheduling.report_text._MOST_LOST", 0.0)
         worse = schedule(own, "--budget-tokens", 12, "--name", "mean-16", "--force")
     assert worse.code == 0
     assert re.search(r"warning: the budget drops \d+\.\d % of the text's attention", worse.stderr)
@@ -233,6 +233,11 @@ def test_what_cannot_be_is_refused(own: Path, tmp_path: Path) -> None:
     for arguments, said in [
         ((), ("neither a budget nor costs were requested", "--target-ms")),
         (("--json", tmp_path / "r.json"), ("neither a budget nor costs were requested",)),
+        *(
+            (("--costs", tmp_path / "c.json", *option), (f"{option[0]} is about a budget", "--target-ms"))
+            for option in (("--name", "x"), ("--force",), ("--dry-run",), ("--sign", data))
+        ),
+        (("--budget-tokens", 10, "--dry-run", "--sign", data), ("--sign signs the changed bundle",)),
         (("--budget-tokens", 10, "--max-new-tokens", 0), ("--new-tokens is 0",)),
         (("--budget-tokens", 10, "--data", "scenes"), ("the test set",)),
         (("--budget-tokens", 10, "--data", data, "--prompt", "What?"), ("--data", "--prompt")),
@@ -309,7 +314,10 @@ def test_an_interrupt_before_there_are_costs_writes_nothing(
 ) -> None:
     monkeypatch.setattr(Pipeline, "measure_costs", interrupted)
     outcome = schedule(own, *wanted, "--costs", tmp_path / "costs.json", "--json", tmp_path / "x.json")
-    assert (outcome.code, outcome.stderr) == (130, "interrupted; no costs were kept: they need all rounds.\n")
+    assert (outcome.code, outcome.stderr) == (
+        130,
+        "interrupted; no costs were kept: they need all rounds of the measurement.\n",
+    )
     assert not [*tmp_path.glob("*.json")]
 
 

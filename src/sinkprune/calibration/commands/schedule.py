@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING
 from sinkprune.calibration.commands.measuring import add_changing_options, add_former_name, check_answers
 from sinkprune.calibration.evaluation.sample_size import accuracy_warnings, mean_warnings
 from sinkprune.calibration.pictures import note_items
-from sinkprune.calibration.scheduling.report import NEAR, ScheduleReport
-from sinkprune.calibration.scheduling.report_text import missed_text, report_text
-from sinkprune.calibration.tasks import Item, check_own_questions, items_by_picture, load_task
+from sinkprune.calibration.scheduling.questions import PICTURES, PictureQuestion, questions_to_measure
+from sinkprune.calibration.scheduling.report import ScheduleReport
+from sinkprune.calibration.scheduling.report_text import doubts, missed_text, report_text
+from sinkprune.calibration.tasks import Item, check_own_questions, load_task
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.checks.fields import to_json
@@ -35,17 +37,17 @@ from sinkprune.contract.manifest import BUNDLE
 from sinkprune.export.packages import report_missing_package
 from sinkprune.runtime.commands import BundleOptions, add_new_tokens, load_pipeline
 from sinkprune.runtime.commands.deadline_costs import doubtful_costs, kept_line
-from sinkprune.runtime.commands.interrupts import beside_earlier
+from sinkprune.runtime.commands.interrupts import NO_COSTS, beside_earlier, explain_interrupt
 from sinkprune.runtime.commands.memory import check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.families import load_family
-from sinkprune.runtime.media.images import read_image
+from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 from sinkprune.runtime.steps.request import new_request
 
 if TYPE_CHECKING:
     from sinkprune.calibration.scheduling.propose import BudgetTarget
-    from sinkprune.calibration.scheduling.request_times import PictureQuestion
+    from sinkprune.calibration.scheduling.trials import Trials
 
 _EXAMPLES = """\
 examples:
@@ -67,12 +69,8 @@ _LIMIT = WholeNumber("--limit", 1, 10**6)
 _QUESTIONS = 64
 """Questions of --data that are measured, unless --limit says otherwise."""
 _PROMPT = "What is in the picture?"
-_MOST_LOST = 0.85
-"""The share of attention above which a budget causes a warning."""
-_PICTURES = 8
-"""Pictures whose attention is measured; a plan's share of it differs little between pictures."""
 _DRAWN = (
-    f"{_PICTURES} drawn scenes are measured, because no pictures were given. Others may take other times: give yours "
+    f"{PICTURES} drawn scenes are measured, because no pictures were given. Others may take other times: give yours "
     "with --image or --data."
 )
 
@@ -113,7 +111,7 @@ def main(arguments: Sequence[str] | None) -> None:
         from sinkprune.calibration.evaluation.replies import check_questions
         from sinkprune.calibration.evaluation.report import BASELINE
         from sinkprune.calibration.scheduling.named_budget import METHOD, add_budget, check_addable, check_name
-        from sinkprune.calibration.scheduling.propose import TOKENS_A_LAYER, BudgetTarget, Proposer
+        from sinkprune.calibration.scheduling.propose import TOKENS_A_LAYER, BudgetTarget
         from sinkprune.calibration.scheduling.trials import Trials
     target = BudgetTarget(options.target_ms, options.budget_tokens, options.new_tokens)
     bundle = read_bundle(options.bundle, options.trust)
@@ -125,7 +123,7 @@ def main(arguments: Sequence[str] | None) -> None:
     with status("checking the pictures"):
         items = load_task(str(options.data), options.limit or _QUESTIONS) if options.data else []
         check_apart([path for path, _ in options.outputs], (Path(item.picture) for item in items))
-        named = _prompts(options, items)
+        named = questions_to_measure(items, options.image or [], options.prompt or _PROMPT)
     prompts = [prompt for _, prompt in named]
     first = prompts[0]
     layout = load_family(bundle.manifest, options.fit).layout(first.image)
@@ -136,55 +134,14 @@ def main(arguments: Sequence[str] | None) -> None:
         if target.tokens is not None:
             # Known before anything is measured.
             target.check_unmet(layout.all_tokens, TOKENS_A_LAYER)
-        notes = list[str]()
-        # Own pictures are few.
+        notes = _notes(options, pipeline, items, named)
         if options.data:
-            notes = note_items(pipeline.family, items)
             check_questions(pipeline, items, [BASELINE])
-        elif options.image:
-            files = [Path(file) for file, _ in named]
-            notes = note_pictures(pipeline.family, files, [prompt.image for prompt in prompts])
-        else:
-            notes = [_DRAWN]
-            sys.stderr.write(f"note: {_DRAWN}\n")
         shares = [pipeline.family.layout(prompt.image).seen_share for prompt in prompts]
-        proposer, report = None, None
-        try:
-            with status("measuring") as progress:
-                if options.wants_budget:
-                    proposer = Proposer(trials, pipeline, prompts, options.seconds, progress)
-                    report = replace(proposer.propose(name, target, items), seen_share=min(shares))
-                else:
-                    pipeline.measure_costs(new_request(*first), options.seconds, progress)
-        except BudgetError as error:
-            if proposer:
-                refusal = {
-                    "costs": to_json(proposer.times.costs),
-                    "error": str(error),
-                    "requests": proposer.times.requests,
-                    "nearest_target_ms": None if target.ms is None else proposer.nearest,
-                    "nearest_budget_tokens": proposer.nearest if target.ms is None else None,
-                }
-                write_json(options.json, refusal)
-            raise
-        except KeyboardInterrupt as interrupt:
-            costs = proposer.times.costs if proposer else pipeline.costs
-            if not costs:
-                raise KeyboardInterrupt("no costs were kept: they need all rounds.") from interrupt
-            counts = "no budget was added; the costs were measured."
-            options, earlier = beside_earlier(options, "json", "costs")
-            write_json(options.json, {"costs": to_json(costs), "interrupted": counts})
-            raise KeyboardInterrupt(counts + earlier) from interrupt
-        finally:
-            # Costs are useful even if no budget is found.
-            if pipeline.costs:
-                sys.stderr.write(doubtful_costs(pipeline.costs, pipeline.replaced_costs, option=""))
-                sys.stderr.write(kept_line(pipeline.save_costs(), pipeline.costs))
-            if report is None:
-                _write_costs(options, proposer.times.costs if proposer else pipeline.costs)
-    if report is None:
-        write_json(options.json, {"costs": to_json(pipeline.costs)})
-        return
+        if not options.wants_budget:
+            _measure_costs(options, pipeline, first)
+            return
+        report = replace(_proposed(options, trials, pipeline, prompts, name, target, items), seen_share=min(shares))
     # Only a default name promises a time.
     kept, sha256 = report.meets(target.ms) or bool(options.name), None
 
@@ -207,12 +164,89 @@ def main(arguments: Sequence[str] | None) -> None:
         lambda: _write_costs(options, report.costs),
         change_bundle,
         write_report,
-        lambda: _warn([*few, *_doubts(report)]),
+        lambda: _warn([*few, *doubts(report)]),
     )
     if report.meets(target.ms):
         return
     done = "added, and misses its target" if sha256 else "found and not added"
     raise BudgetError(f"budget '{name}' was {done}: {missed_text(report, target.wanted)}")
+
+
+def _notes(
+    options: _Options, pipeline: Pipeline, items: Sequence[Item], named: Sequence[tuple[str, PictureQuestion]]
+) -> list[str]:
+    """Print notes on the pictures, and return them. Own pictures are few."""
+    if options.data:
+        return note_items(pipeline.family, items)
+    if options.image:
+        files = [Path(file) for file, _ in named]
+        return note_pictures(pipeline.family, files, [prompt.image for _, prompt in named])
+    sys.stderr.write(f"note: {_DRAWN}\n")
+    return [_DRAWN]
+
+
+@contextmanager
+def _kept_costs(pipeline: Pipeline) -> Iterator[None]:
+    """Keep the costs that the block measures for later runs, also where it fails, and print where they are."""
+    try:
+        yield
+    finally:
+        if pipeline.costs:
+            sys.stderr.write(doubtful_costs(pipeline.costs, pipeline.replaced_costs, option=""))
+            sys.stderr.write(kept_line(pipeline.save_costs(), pipeline.costs))
+
+
+def _measure_costs(options: _Options, pipeline: Pipeline, prompt: PictureQuestion) -> None:
+    """Measure and write what requests cost."""
+    with _kept_costs(pipeline), explain_interrupt(NO_COSTS), status("measuring") as progress:
+        costs = pipeline.measure_costs(new_request(*prompt), options.seconds, progress)
+    _write_costs(options, costs)
+    write_json(options.json, {"costs": to_json(costs)})
+
+
+def _proposed(
+    options: _Options,
+    trials: Trials,
+    pipeline: Pipeline,
+    prompts: Sequence[PictureQuestion],
+    name: str,
+    target: BudgetTarget,
+    items: Sequence[Item],
+) -> ScheduleReport:
+    """Find a budget; without one, write what was measured and raise `BudgetError` or `KeyboardInterrupt`."""
+    from sinkprune.calibration.scheduling.propose import Proposer
+
+    proposer = None
+    try:
+        with _kept_costs(pipeline), status("measuring") as progress:
+            proposer = Proposer(trials, pipeline, prompts, options.seconds, progress)
+            return proposer.propose(name, target, items)
+    except Exception as error:
+        if proposer:
+            # Costs are useful even if no budget is found.
+            costs = proposer.times.costs
+            found = {
+                "costs": to_json(costs),
+                "error": str(error),
+                "requests": proposer.times.requests,
+                "nearest_target_ms": None if target.ms is None else proposer.nearest,
+                "nearest_budget_tokens": proposer.nearest if target.ms is None else None,
+            }
+            is_report = isinstance(error, BudgetError)
+            write_each(
+                *([lambda: write_json(options.json, found)] if is_report else []),
+                lambda: _write_costs(options, costs),
+            )
+        raise
+    except KeyboardInterrupt as interrupt:
+        measured = proposer.times.costs if proposer else pipeline.costs
+        if not measured:
+            raise KeyboardInterrupt(NO_COSTS) from interrupt
+        counts = "no budget was added; the costs were measured."
+        moved, earlier = beside_earlier(options, "json", "costs")
+        partial = {"costs": to_json(measured), "interrupted": counts}
+        write_each(lambda: write_json(moved.json, partial), lambda: _write_costs(moved, measured))
+        raise KeyboardInterrupt(counts + earlier) from interrupt
 
 
 def _write_costs(options: _Options, costs: Costs | None) -> None:
@@ -235,20 +269,6 @@ def _changed_text(options: _Options, name: str, sha256: str | None) -> str:
     )
 
 
-def _doubts(report: ScheduleReport) -> Iterator[str]:
-    """Yield a warning for a budget that drops much, and for one whose measured time is far from the predicted."""
-    if report.chosen.lost > _MOST_LOST:
-        yield (
-            f"the budget drops {100 * report.chosen.lost:.1f} % of the text's attention to the picture, so many "
-            "answers may be wrong. Compare it with others: sinkprune-evaluate."
-        )
-    if not report.accurate:
-        yield (
-            f"the prediction misses the measurement by {100 * abs(report.off):.1f} %, more than {100 * NEAR:.0f} %: "
-            "the machine's speed changed meanwhile. Measure again when the machine does nothing else."
-        )
-
-
 def _warn(warnings: Iterable[str]) -> None:
     sys.stderr.write("".join(f"warning: {warning}\n" for warning in warnings))
 
@@ -260,6 +280,12 @@ def _check_options(options: _Options) -> None:
             "neither a budget nor costs were requested. Give --target-ms or --budget-tokens for a budget, or --costs "
             "for what requests cost here."
         )
+    about_budget = {"--name": options.name, "--sign": options.sign, "--force": options.force}
+    given = [option for option, value in {**about_budget, "--dry-run": options.dry_run}.items() if value]
+    if given and not options.wants_budget:
+        raise UsageError(f"{given[0]} is about a budget. Give --target-ms or --budget-tokens, or leave it out.")
+    if options.dry_run and options.sign:
+        raise UsageError("--sign signs the changed bundle, and --dry-run changes none. Leave out one of the two.")
     if options.data and (options.image or options.prompt):
         raise UsageError("--data holds pictures and questions. Leave out --image and --prompt, or --data.")
     if options.limit is not None and options.data is None:
@@ -272,29 +298,6 @@ def _check_options(options: _Options) -> None:
 def _name(target: BudgetTarget) -> str:
     """Return the default name of a budget for a target."""
     return f"in-{target.ms:g}ms" if target.ms is not None else f"mean-{target.tokens or 0:g}"
-
-
-def _prompts(options: _Options, items: Sequence[Item]) -> list[tuple[str, PictureQuestion]]:
-    """Return one question about each picture of --data, each --image, or drawn scenes; first one of median length.
-
-    Before each is the name of its picture's file, "" for a scene.
-    """
-    from sinkprune.calibration.scheduling.request_times import PictureQuestion
-
-    if items:
-        chosen = [group[0] for group in items_by_picture(items)[:_PICTURES]]
-        prompts = [(item.picture, PictureQuestion(item.load_image(), item.question.prompt)) for item in chosen]
-    elif options.image:
-        prompts = [
-            (str(path), PictureQuestion(read_image(path), options.prompt or _PROMPT)) for path in options.image
-        ]
-    else:
-        from sinkprune.demo.scenes import make_scene
-
-        scenes = [make_scene("validation", number)[1] for number in range(_PICTURES)]
-        prompts = [("", PictureQuestion(scene, options.prompt or _PROMPT)) for scene in scenes]
-    median = sorted(range(len(prompts)), key=lambda number: len(prompts[number][1].question))[len(prompts) // 2]
-    return [prompts[median], *prompts[:median], *prompts[median + 1 :]]
 
 
 def _parser() -> CommandParser:

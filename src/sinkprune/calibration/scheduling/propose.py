@@ -19,9 +19,10 @@ from sinkprune.calibration.scheduling.attention import (
 )
 from sinkprune.calibration.scheduling.named_budget import METHOD
 from sinkprune.calibration.scheduling.other_cuts import other_cuts
+from sinkprune.calibration.scheduling.questions import PictureQuestion
 from sinkprune.calibration.scheduling.report import Candidate, ScheduleReport
 from sinkprune.calibration.scheduling.report_text import few_requests
-from sinkprune.calibration.scheduling.request_times import UNPRUNED_MODEL, PictureQuestion, RequestTimes
+from sinkprune.calibration.scheduling.request_times import UNPRUNED_MODEL, RequestTimes
 from sinkprune.calibration.scheduling.search import (
     FoundPlan,
     LatencyPrice,

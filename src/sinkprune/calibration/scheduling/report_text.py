@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from sinkprune.calibration.scheduling.report import Candidate, ScheduleReport
+from sinkprune.calibration.scheduling.report import NEAR, Candidate, ScheduleReport
 from sinkprune.contract.reports.report import FEWEST_OF_P95, Spread
 
 _WORTH_A_CUT = 0.005
 """The share of attention that other cuts must save to be printed."""
+_MOST_LOST = 0.85
+"""The share of attention above which a budget causes a warning."""
 
 
 def report_text(report: ScheduleReport) -> str:
@@ -89,3 +91,17 @@ def _ms(value: float) -> str:
 def _layers(layers: Sequence[int]) -> str:
     listed = ", ".join(map(str, layers))
     return f"layer{'s' if len(layers) > 1 else ''} {listed}" if listed else "no layer"
+
+
+def doubts(report: ScheduleReport) -> Iterator[str]:
+    """Yield a warning for a budget that drops much, and for one whose measured time is far from the predicted."""
+    if report.chosen.lost > _MOST_LOST:
+        yield (
+            f"the budget drops {100 * report.chosen.lost:.1f} % of the text's attention to the picture, so many "
+            "answers may be wrong. Compare it with others: sinkprune-evaluate."
+        )
+    if not report.accurate:
+        yield (
+            f"the prediction misses the measurement by {100 * abs(report.off):.1f} %, more than {100 * NEAR:.0f} %: "
+            "the machine's speed changed meanwhile. Measure again when the machine does nothing else."
+        )

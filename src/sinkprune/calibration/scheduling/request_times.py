@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
-
-from PIL import Image
 
 from sinkprune.calibration.evaluation.report import Combination
 from sinkprune.calibration.scheduling.named_budget import METHOD
+from sinkprune.calibration.scheduling.questions import PictureQuestion
 from sinkprune.calibration.scheduling.search import LatencyPrice
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.costs.model import predict
@@ -20,13 +18,6 @@ from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.request import new_request
 
 UNPRUNED_MODEL = Combination(METHOD, UNPRUNED)
-
-
-class PictureQuestion(NamedTuple):
-    """A picture and a question about it."""
-
-    image: Image.Image
-    question: str
 
 
 class RequestTimes:
