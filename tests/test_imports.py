@@ -71,7 +71,7 @@ def test_commands_start_with_few_modules(tmp_path: Path) -> None:
         *("sinkprune", "sinkprune.contract", "sinkprune.contract.errors", "sinkprune.contract.command_line"),
         *(
             "sinkprune.contract.command_line.command",
-            "sinkprune.contract.command_line.late_interrupts",
+            "sinkprune.contract.command_line.interrupts",
             "sinkprune.contract.checks",
             "sinkprune.contract.checks.terminal",
         ),

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from sinkprune.contract.command_line.late_interrupts import INTERRUPTS
+from sinkprune.contract.command_line.interrupts import INTERRUPTS
 from sinkprune.contract.command_line.progress_lines import ProgressLines
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.command_line import command, late_interrupts
+from sinkprune.contract.command_line import interrupts
 from sinkprune.contract.command_line.command import INTERRUPTED, run_command
 from sinkprune.contract.errors import BackendError, UsageError
 from support.programs.commands import own_process, without_progress
@@ -126,7 +126,7 @@ def test_an_interrupt_that_a_library_makes_an_error_of_stays_one(capsys: pytest.
 def test_an_interrupt_that_a_library_delays_is_noted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(late_interrupts, "SECONDS", 0.1)
+    monkeypatch.setattr(interrupts, "SECONDS", 0.1)
 
     def body(arguments: object) -> None:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -187,7 +187,7 @@ def test_later_interrupts_do_not_stop_the_clean_up(capsys: pytest.CaptureFixture
 
 
 def test_an_interrupt_after_a_while_stops_the_clean_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_CLEAN_UP_S", 0.0)
+    monkeypatch.setattr(interrupts, "_CLEAN_UP_S", 0.0)
     assert interrupted_in_clean_up() == []
 
 

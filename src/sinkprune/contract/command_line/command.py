@@ -10,26 +10,18 @@ import errno
 import os
 import re
 import signal
-import stat
 import sys
-import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
 from importlib import import_module
-from importlib.machinery import ExtensionFileLoader
-from traceback import walk_stack
-from types import FrameType
 
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.command_line.late_interrupts import INTERRUPTS, late_interrupts_noted
+from sinkprune.contract.command_line.interrupts import INTERRUPTS, signals_as_interrupts
 from sinkprune.contract.errors import CostsWarning, PictureWarning, SinkpruneError, UnusualStateWarning
 
 INTERRUPTED = 130
-_CLEAN_UP_S = 3.0
-"""How long a clean-up may take before another Ctrl-C stops it."""
 
 # Errors of the disk or of permissions, which users can mend.
 _DISK_ERRORS = ("ENOSPC", "EDQUOT", "EFBIG", "EACCES", "EPERM", "EROFS", "EIO", "ENAMETOOLONG")
@@ -98,7 +90,7 @@ def run_command(body: Callable[[Sequence[str] | None], None], arguments: Sequenc
     for category in (CostsWarning, PictureWarning, UnusualStateWarning):
         warnings.simplefilter("ignore", category)
     try:
-        with _signals_as_interrupts():
+        with signals_as_interrupts():
             body(arguments)
             # Output that cannot be written is an error of the command.
             with naming_stdout():
@@ -168,89 +160,6 @@ def _shortage(error: BaseException | None) -> str | None:
                 return message.format(last.rstrip(".")[-160:])
         error = error.__cause__
     return None
-
-
-@contextmanager
-def _signals_as_interrupts() -> Iterator[None]:
-    """Raise KeyboardInterrupt on all `INTERRUPTS`, so that half-written files are removed and results kept.
-
-    An interrupt that a library turns into another error stays an interrupt. One that Python drops, as in `__del__`,
-    is repeated.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    present = signal.getsignal(signal.SIGTERM)
-    # `start` runs a command within its own block.
-    handler = present if isinstance(present, _Interrupts) else _Interrupts()
-
-    def on_dropped(dropped: sys.UnraisableHookArgs) -> None:
-        if issubclass(dropped.exc_type, KeyboardInterrupt):
-            handler.interrupted_at = None
-            _repeat(signal.SIGTERM)
-        else:
-            hook(dropped)
-
-    # Background jobs of a shell ignore Ctrl-C, and those of nohup the end of the terminal.
-    numbers = [
-        number for number in INTERRUPTS if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN
-    ]
-    hook, sys.unraisablehook = sys.unraisablehook, on_dropped
-    earlier = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        with late_interrupts_noted():
-            yield
-    except Exception as error:
-        if handler.interrupted_at is not None:
-            raise KeyboardInterrupt from error
-        raise
-    finally:
-        sys.unraisablehook = hook
-        for number, former in earlier.items():
-            signal.signal(number, former)
-
-
-class _Interrupts:
-    """Raises KeyboardInterrupt at each of `INTERRUPTS`, and ignores those that follow within `_CLEAN_UP_S`."""
-
-    def __init__(self) -> None:
-        self.interrupted_at: float | None = None
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if number == signal.SIGHUP:
-            _leave_terminal()
-        # A second Ctrl-C would stop the clean-up of the first. Later ones stop what still runs.
-        if self.interrupted_at is not None and now - self.interrupted_at < _CLEAN_UP_S:
-            return
-        if _loads_extension(frame):
-            # An exception in Python code that C++ calls may end the process.
-            _repeat(number)
-        else:
-            self.interrupted_at = now
-            raise KeyboardInterrupt
-
-
-def _leave_terminal() -> None:
-    """Drop what is printed from now on to a terminal that has ended: there, each write would be an error."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in (1, 2):
-        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
-            os.dup2(nowhere, descriptor)
-    os.close(nowhere)
-
-
-def _repeat(number: int) -> None:
-    threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
-
-
-def _loads_extension(frame: FrameType | None) -> bool:
-    """Return whether `frame` or a caller imports a compiled module."""
-    return any(
-        caller.f_code.co_name in ("create_module", "exec_module")
-        and isinstance(caller.f_locals.get("self"), ExtensionFileLoader)
-        for caller, _ in walk_stack(frame)
-    )
 
 
 def _open_closed_streams() -> None:

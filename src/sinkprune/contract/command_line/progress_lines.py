@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from _thread import start_new_thread
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -60,9 +61,10 @@ class ProgressLines:
         if self._command:
             self._command.end()
         if self._shown:
-            # If threads run out, the command goes on without lines.
+            # If threads run out, the command goes on without lines. `Thread.start` would wait for the thread, and for
+            # good where it has too little memory to begin.
             with suppress(RuntimeError):
-                threading.Thread(target=self._run, name="sinkprune progress", daemon=True).start()
+                start_new_thread(self._run, ())
         return self
 
     def __exit__(
