@@ -171,6 +171,6 @@ def test_the_memory_of_a_policy_has_all_cameras_in_the_tower(source: Callable[..
         layouts = [layout] * cameras
         rows = schedule(manifest, "sinkpruner", BUDGETS[0], layouts[:1])
         memory = BackendMemory(ORT_CPU)
-        return running_need(manifest, memory, built=False, layouts=layouts, rows=rows, tokens=9).activations
+        return running_need(manifest, memory, built=False, layouts=layouts, planned=rows, tokens=9).activations
 
     assert activations(3) - activations(1) == pytest.approx(1.1 * 2 * tower_bytes(manifest, layout), rel=1e-3)

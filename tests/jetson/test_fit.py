@@ -73,7 +73,7 @@ def test_a_need_is_the_contract_s(bundle: Callable[..., Path]) -> None:
     for backend, board in (("tensorrt", NANO), ("ort-cpu", None), ("ort-cpu+openvino", None), ("openvino", None)):
         here = fit("it", "bundle", manifest, TargetMachine(backend, 0, board), PICTURE).forms[0]
         expected = running_need(
-            manifest, KNOWN[backend].memory, built=False, layouts=[layout], rows=rows, tokens=tokens
+            manifest, KNOWN[backend].memory, built=False, layouts=[layout], planned=rows, tokens=tokens
         )
         assert here.exported
         assert (here.budgets["retain-64"].bounds is None) == (board is None)
@@ -144,7 +144,7 @@ def test_the_longest_text_is_the_last_that_fits() -> None:
         assert found.longest_text is not None
         assert found.longest_context == rows.rows + found.longest_text
         needs = [
-            running_need(manifest, None, built=False, layouts=[layout], rows=rows, tokens=tokens).bytes
+            running_need(manifest, None, built=False, layouts=[layout], planned=rows, tokens=tokens).bytes
             for tokens in (found.longest_text, found.longest_text + 1)
         ]
         assert needs[0] <= 7_150_000_000 < needs[1]

@@ -264,7 +264,7 @@ def _budget_fit(
     def need(tokens: int) -> MemoryNeed:
         built = kind == "engines"
         memory = KNOWN[target.backend].memory
-        return running_need(stored, memory, built=built, layouts=[layout], rows=planned, tokens=tokens)
+        return running_need(stored, memory, built=built, layouts=[layout], planned=planned, tokens=tokens)
 
     lengths = target.text
     here = need(lengths.prompt + lengths.new)

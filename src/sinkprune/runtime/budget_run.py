@@ -75,12 +75,12 @@ class BudgetRun:
         """Return what each step kept of each picture's visual tokens, and sizes; raises `BundleError`."""
         result, layers = self.prefilled, chain.model.num_layers
         return PromptReport(
-            result.schedule.budget,
-            kept_tokens(chain.backend, self.seen.layouts, self.encoded, self.rows, result),
-            result.schedule.per_layer(layers),
-            kv_bytes(chain, result.cache.lengths),
-            self.reused_rows,
-            self.knew_pictures,
+            budget=result.schedule.budget,
+            images=kept_tokens(chain.backend, self.seen.layouts, self.encoded, self.rows, result),
+            tokens_per_layer=result.schedule.per_layer(layers),
+            kv_bytes=kv_bytes(chain, result.cache.lengths),
+            reused_rows=self.reused_rows,
+            knew_pictures=self.knew_pictures,
         )
 
     def store(self, chain: Chain, prefixes: PrefixCache) -> None:
@@ -126,8 +126,8 @@ def run_budget(
 
     Raises what `prefill` does.
     """
-    manifest, _, family, _, embedding, chain, _ = model
-    backend, plan, texts = chain.backend, planned.plan, seen.prompt.texts
+    manifest, embedding, chain, backend = model.manifest, model.embedding, model.chain, model.chain.backend
+    plan, texts = planned.plan, seen.prompt.texts
     question = model.question_ids(plan, seen.request, seen.prompt)
     key, lead_key = PrefixKey.of(manifest, plan, seen.digests, texts, question), LeadKey.of(manifest, plan, texts)
     stored, new_lead = [*prefixes.lead(lead_key)], prefixes.stores_lead(lead_key)
@@ -141,10 +141,23 @@ def run_budget(
         stored[: len(prefix.saved)] = prefix.stored(rows_shared)
     observer.encoded(encoded)
     planned = planned.with_rows([one.kept_index.size for one in encoded])
-    rows = lay_out(backend, embedding, family.between_rows, texts, seen.layouts, encoded, pruned=plan is not None)
+    rows = lay_out(
+        backend, embedding, model.family.between_rows, texts, seen.layouts, encoded, pruned=plan is not None
+    )
     observer.laid_out(rows)
     norms, lead = seen.towers[0].device_norms if seen.towers else None, len(lead_key.text) if new_lead else 0
     prefilled = prefill(chain, planned, rows, clock, norms, stored, lead)
     logits: Array = backend.numpy(first_logits(chain, prefilled, clock))[0]
     reused = stored[0].rows if stored else 0
-    return BudgetRun(seen, key, lead_key, encoded, rows, prefilled, logits, reused, shared is not None, new_lead)
+    return BudgetRun(
+        seen=seen,
+        key=key,
+        lead_key=lead_key,
+        encoded=encoded,
+        rows=rows,
+        prefilled=prefilled,
+        logits=logits,
+        reused_rows=reused,
+        knew_pictures=shared is not None,
+        new_lead=new_lead,
+    )

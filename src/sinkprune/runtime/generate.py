@@ -44,13 +44,12 @@ def generate(
     what its answer must be. `new_policy` is called when the first piece is requested, because a deadline is counted
     from then on. What requests about the same pictures share is read from `prefixes` and added to it.
     """
-    manifest, limits, family, _, _, chain, warnings = model
-    backend, policy = chain.backend, new_policy()
+    family, chain, backend, policy = model.family, model.chain, model.chain.backend, new_policy()
     clock, own_prefixes = Stopwatch(backend, observer.during), PrefixCache(ANY_SIZE)
     for plan in plans:
         chain.load_plan(plan)
     uses = chain.first_uses
-    check_picture_count(manifest, limits, len(request.pictures))
+    check_picture_count(model.manifest, model.limits, len(request.pictures))
     pictures = [decoded(source, family) for source in request.pictures]
 
     with clock.measure("ttft"):
@@ -64,11 +63,11 @@ def generate(
             ]
             prompt = model.encode_prompt(request, layouts)
         observer.seen([*map(TowerInput, inputs, layouts)])
-        warnings.warn(pictures, layouts)
+        model.warnings.warn(pictures, layouts)
         # Freeing a large picture takes milliseconds, which costs after the tower do not include.
         del pictures
         candidates = policy.candidates(layouts)
-        possible = runnable(manifest, limits, request, candidates, prompt.text_tokens, layouts)
+        possible = runnable(model.manifest, model.limits, request, candidates, prompt.text_tokens, layouts)
         with backend.turn:
             towers = [
                 run_tower(chain, own, clock) if tower is None else tower

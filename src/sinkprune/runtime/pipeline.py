@@ -158,8 +158,8 @@ class Pipeline(Answering, KeepsCosts[Costs]):
                 return ConfidencePolicy(manifest, request, passes, thresholds)
             if request.deadline_ms is None or costs is None:
                 return BudgetPolicy(manifest, request, passes)
-            history, began = self._history_of(costs), time.perf_counter() - state.prepared_s
-            return DeadlinePolicy(manifest, request, passes, request.deadline_ms, costs, history, began=began)
+            history = self._history_of(costs)
+            return DeadlinePolicy(manifest, request, passes, request.deadline_ms, costs, history, began=state.began())
 
         stream = Stream(generate(model, request, plans, form, new_policy, observer, state, prefixes), state)
         stream.count_from(began)

@@ -28,6 +28,10 @@ class StreamState:
     """How many seconds the call took that made the stream. A deadline counts them. It does not count the time from
     then until the first piece is read."""
 
+    def began(self) -> float:
+        """Return when the request began, by `time.perf_counter`; called when the first piece is requested."""
+        return time.perf_counter() - self.prepared_s
+
 
 class Stream(Generator[str, None, Answer]):
     """The pieces of text of one answer, in order.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,11 +15,13 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline, write_costs
+from sinkprune.contract.costs.model import Prediction
 from sinkprune.runtime import generate
 from sinkprune.runtime.deadline import cost_measuring, decoder_times
 from sinkprune.runtime.deadline.decoder_times import DecoderTimes
 from sinkprune.runtime.deadline.other_load import OtherLoad
 from sinkprune.runtime.deadline.policy import DeadlinePolicy
+from sinkprune.runtime.deadline.request_history import RequestHistory
 from sinkprune.runtime.steps import pictures
 from sinkprune.runtime.steps.choice_scores import logits_of_rows
 from sinkprune.runtime.steps.observer import Observer
@@ -69,6 +72,12 @@ def test_a_warm_up_measures_for_later_deadlines_too(
     costs = pipeline.warm_up(photo, QUESTION, seconds=0, deadline_ms=1000)
     unpruned = pipeline.generate(photo, QUESTION, max_new_tokens=1)
     assert costs.most_rows == unpruned.prompt_tokens + unpruned.visual_tokens
+
+
+def test_a_history_takes_costs_of_passes_without_time() -> None:
+    history = RequestHistory()
+    history.add(Prediction(1.0, 1.0, (0.0,) * 9), 1.0, 5.0, 9)
+    assert 0 < history.slower.token < math.inf
 
 
 def test_a_warm_up_takes_requests_for_many_tokens(bundle: Bundles, photo: Image.Image) -> None:

@@ -228,7 +228,7 @@ def test_what_needs_counts_before_the_request_is_refused(
         lambda: pipe.warm_up(photo, QUESTION, seconds=0, **options),
         lambda: next(pipe.watch([photo], QUESTION, **options)),
         # Thresholds would not help a deadline.
-        lambda: run_once(uncounted, uncounted.new_request(photo, QUESTION, deadline_ms=500.0, **options)),
+        lambda: run_once(uncounted, uncounted.new_request(photo, QUESTION, deadline_ms=500.0, **options), []),
     )
     for call in calls:
         with pytest.raises(UsageError, match="keeps another number of tokens of each picture"):

@@ -58,7 +58,7 @@ def need_of(
 ) -> MemoryNeed:
     layouts = [next(iter(load_family(manifest).largest().values()))]
     rows = schedule(manifest, "sinkpruner", budget, layouts)
-    return running_need(manifest, KNOWN[backend].memory, built=built, layouts=layouts, rows=rows, tokens=tokens)
+    return running_need(manifest, KNOWN[backend].memory, built=built, layouts=layouts, planned=rows, tokens=tokens)
 
 
 def test_the_cache_is_counted_by_the_rows_that_each_layer_keeps(bundle: Callable[..., Path]) -> None:

@@ -54,7 +54,7 @@ class RequestTimes:
         manifest = self._pipeline.bundle.manifest
         predicted = predict(self.costs, manifest, self.schedule(combination), self.text_tokens)
         tower_ms: float = self.costs.tower.ms(self.layout.all_tokens)
-        return tower_ms + predicted.first + predicted.later(new_tokens - 1)
+        return tower_ms + predicted.whole(new_tokens)
 
     def measure(self, combinations: Sequence[Combination], new_tokens: int) -> list[Spread]:
         """Return the measured times of each combination; the combinations take turns in each round."""

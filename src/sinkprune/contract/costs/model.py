@@ -45,8 +45,8 @@ class Curve:
         return Curve(times * self.constant, times * self.linear, times * self.quadratic)
 
 
-# Less is absent, or below the clock's resolution.
-_LEAST_MS = 1e-4
+LEAST_MS = 1e-4
+"""Less is absent, or below the clock's resolution."""
 # Fewer parts first: they win if they fit equally well. A single measurement gives a linear curve.
 _PARTS = ((1,), (0,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2))
 
@@ -74,7 +74,7 @@ def fit(rows: Sequence[float], ms: Sequence[float]) -> Curve:
 
 def fit_measured(points: Iterable[tuple[float, float]]) -> Curve:
     """Return the curve of measurements (rows, milliseconds). Without any above 0 ms, the curve is 0."""
-    known = [(rows, ms) for rows, ms in points if ms >= _LEAST_MS]
+    known = [(rows, ms) for rows, ms in points if ms >= LEAST_MS]
     return fit(*zip(*known, strict=True)) if known else Curve(0.0, 0.0, 0.0)
 
 
@@ -223,6 +223,10 @@ class Prediction(NamedTuple):
         first = self.later(1) / self.token
         return self._replace(start=tuple(first + (count - 1) * row_ms / self.token for count in rows))
 
+    def whole(self, tokens: int) -> float:
+        """Return the milliseconds of an answer of so many tokens, after the vision tower."""
+        return self.first + self.later(tokens - 1)
+
     def within(self, ms: float, most: int) -> int:
         """Return how many tokens after the first, up to `most`, take at most `ms`."""
         return bisect_right(range(1, most + 1), ms, key=self.later)
@@ -250,7 +254,7 @@ def predict(costs: Costs, manifest: Manifest, planned: Schedule, text: int) -> P
         if planned.plan is not None and str(layers[-1]) in planned.plan.select_after:
             first += costs.select.ms(count)
     token = costs.token.ms(_mean(manifest, rows))
-    return Prediction(max(first, _LEAST_MS), max(token, _LEAST_MS), costs.token_start)
+    return Prediction(max(first, LEAST_MS), max(token, LEAST_MS), costs.token_start)
 
 
 def _mean(manifest: Manifest, rows: Sequence[int]) -> float:

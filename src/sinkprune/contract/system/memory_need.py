@@ -134,20 +134,20 @@ def running_need(
     *,
     built: bool,
     layouts: Sequence[VisualLayout],
-    rows: Schedule,
+    planned: Schedule,
     tokens: int,
 ) -> MemoryNeed:
     """Return the memory of an answer about pictures of these `layouts`, or of a chunk, on the backend's device.
 
     `memory` describes the backend (`KNOWN[name].memory`); None for a GPU. With `built`, engines replace the bundle's
-    graphs: those of onnxruntime are mapped, and those of openvino are read and packed like a bundle. `rows` is what a
-    budget keeps of the pictures. `tokens` counts the text of prompt and answer.
+    graphs: those of onnxruntime are mapped, and those of openvino are read and packed like a bundle. `planned` is
+    what a budget keeps of the pictures. `tokens` counts the text of prompt and answer.
     """
     copies = {graph: _copies(manifest, memory, graph, built) if memory else _GPU for graph in manifest.graphs}
     held = sum(each.held * manifest.weight_bytes(graph) for graph, each in copies.items())
     loading = max(each.loading * manifest.weight_bytes(graph) for graph, each in copies.items())
-    cache = cache_bytes(manifest, rows, tokens)
-    given = max(rows.per_layer(manifest.language_model.num_layers)) + tokens
+    cache = cache_bytes(manifest, planned, tokens)
+    given = max(planned.per_layer(manifest.language_model.num_layers)) + tokens
     activations = decoder_bytes(manifest, given) + _deepstack_bytes(manifest, layouts, given)
     towers = [tower_bytes(manifest, one) for one in layouts]
     # A policy's tower runs once, on all cameras.

@@ -274,7 +274,9 @@ def _check_graphs_and_memory(bundle: Bundle, question: GateQuestion, plans: Sequ
     tokens = _PROMPT_TOKENS + question.new_tokens
     for method, budget in plans:
         rows = schedule(manifest, method, budget, layouts)
-        need = running_need(manifest, KNOWN[REFERENCE].memory, built=False, layouts=layouts, rows=rows, tokens=tokens)
+        need = running_need(
+            manifest, KNOWN[REFERENCE].memory, built=False, layouts=layouts, planned=rows, tokens=tokens
+        )
         way_out = "check the engines with sinkprune-check where there is more, and build without --check here"
         need.check(f"running the graphs of '{bundle.path}' to compare engines with", available_bytes(), way_out)
 

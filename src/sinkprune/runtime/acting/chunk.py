@@ -48,15 +48,15 @@ def run_chunk(
     observer: Observer,
 ) -> ActionReport:
     """Run the steps of a chunk, in order; raises what `Policy.act` raises."""
-    manifest, _, family, prompts, embedding, chain, warnings = model
-    backend, clock = chain.backend, Stopwatch(chain.backend, observer.during)
+    manifest, family, chain, backend = model.manifest, model.family, model.chain, model.chain.backend
+    embedding, clock = model.embedding, Stopwatch(backend, observer.during)
     pictures = [decoded(frame, family) for frame in observation.cameras]
     with clock.measure("latency"):
         with clock.measure("preprocess"):
             inputs, layouts = [*map(family.inputs, pictures)], [*map(family.layout, pictures)]
             prompt = _encoded(model, observation, layouts)
         observer.seen([*map(TowerInput, inputs, layouts)])
-        warnings.warn(pictures, layouts)
+        model.warnings.warn(pictures, layouts)
         # Freeing a large picture takes milliseconds, which costs after the tower do not include.
         del pictures
         with backend.turn:
@@ -66,7 +66,7 @@ def run_chunk(
             own = replace(observation, steps=steps)
             plan, planned = manifest.plan(method, budget), _planned(model, prompt, layouts, method, budget)
             chain.load_plan(plan)
-            asked = prompts.question_ids([observation.instruction]) if manifest.reads_question(plan) else []
+            asked = model.prompts.question_ids([observation.instruction]) if manifest.reads_question(plan) else []
             words = backend.tensor(embedding(asked)) if asked else None
             towers = of_each_group(backend, tower)
             encoded = [encode(chain, plan, each, clock, words) for each in towers]

@@ -18,6 +18,7 @@ from sinkprune.contract.costs.actions import ActionCosts
 from sinkprune.contract.costs.file import ACTION_COSTS
 from sinkprune.contract.errors import DeadlineError, SinkpruneError, UsageError
 from sinkprune.contract.files.output_files import check_outputs
+from sinkprune.contract.layout import VisualLayout
 from sinkprune.runtime.acting.deadline import check_costs, check_least_steps
 from sinkprune.runtime.acting.observation import SEED, STEPS
 from sinkprune.runtime.acting.report import ActionReport
@@ -100,7 +101,7 @@ def main(arguments: Sequence[str] | None) -> None:
     memory = check_memory(options, bundle, layouts, options.method, [options.budget], options.instruction, 0)
     policy = load_policy(options, bundle)
     if options.deadline_ms is not None:
-        _prepare(policy, costs, first, options)
+        _prepare(policy, costs, first, layouts, options)
     chunks, interrupted, earlier, outputs = list[ActionReport](), "", "", options
     total, ended, kept = len(observations.moments), None, ""
     output = RunningOutput(options.json, options.overlay)
@@ -252,7 +253,9 @@ def _usable_costs(options: _Options, bundle: Bundle, frames: int) -> ActionCosts
     return costs
 
 
-def _prepare(policy: Policy, costs: ActionCosts | None, moment: Moment, options: _Options) -> None:
+def _prepare(
+    policy: Policy, costs: ActionCosts | None, moment: Moment, layouts: Sequence[VisualLayout], options: _Options
+) -> None:
     """Give the policy its `costs`, or measure them; and run it once, because a process's first chunk is slower."""
     given = list(moment.cameras), options.instruction, moment.state
     if costs is None:
@@ -263,7 +266,7 @@ def _prepare(policy: Policy, costs: ActionCosts | None, moment: Moment, options:
     with status("loading the budgets' graphs") as progress:
         policy.load_plans(options.method, progress)
     with status("running a chunk once before it counts"):
-        for budget in first_budgets(policy, options.method, options.budget):
+        for budget in first_budgets(policy, options.method, options.budget, layouts):
             policy.act(*given, method=options.method, budget=budget, steps=1)
 
 

@@ -41,7 +41,8 @@ def _in_time(answer: Answer) -> str:
     deadline = answer.deadline
     if deadline is None:
         return ""
-    tokens = f"{deadline.expected_tokens} tokens" if deadline.expected_tokens > 1 else "the first token"
+    unit = "passes over the list" if answer.choices else "tokens"
+    tokens = f"{deadline.expected_tokens} {unit}" if deadline.expected_tokens > 1 else "the first token"
     return (
         f"\ndeadline {deadline.deadline_ms:g} ms: answered in {_measured(deadline)} ms, with reading the "
         f"picture, expected {tokens} in {deadline.predicted_ms:.0f} ms; {deadline.reason}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -13,6 +14,8 @@ from sinkprune.contract.costs.actions import ActionCosts
 from sinkprune.contract.costs.file import ANSWER_COSTS, not_kept
 from sinkprune.contract.costs.model import Costs, Place
 from sinkprune.contract.errors import PruningError, UsageError
+from sinkprune.contract.layout import VisualLayout
+from sinkprune.contract.schedule import schedules_up_to
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.compatibility import usual_backend
 from sinkprune.runtime.commands import BundleOptions, opened_engines
@@ -64,28 +67,29 @@ def place_here(options: BundleOptions, bundle: Bundle) -> Place:
     return place_of(bundle.manifest, load_backend(name, options.threads, built, options.compute))
 
 
-def run_once(pipeline: Pipeline, request: Request) -> None:
+def run_once(pipeline: Pipeline, request: Request, layouts: Sequence[VisualLayout]) -> None:
     """Answer one token at each budget of `first_budgets`: such requests are slower than their costs say.
 
-    A picture of which a budget would drop nothing is answered unpruned.
-
-    Raises what `request` itself raises.
+    `layouts` are those of its pictures. A picture of which a budget would drop nothing is answered unpruned. Raises
+    what `request` itself raises.
     """
     # A method that takes no deadline is rejected for that, not for what its last budget lacks.
     pipeline.answer(request)
     plain = request.for_one_token()
-    for budget in first_budgets(pipeline, request.method, request.budget):
+    for budget in first_budgets(pipeline, request.method, request.budget, layouts):
         try:
             pipeline.answer(replace(plain, budget=budget)).rest()
         except PruningError:
             pipeline.answer(replace(plain, budget=UNPRUNED)).rest()
 
 
-def first_budgets(loaded: Pipeline | Policy, method: str, budget: str) -> list[str]:
-    """Return the budgets to run before a deadline counts: the last, or, where engines compile what they first meet,
-    all up to `budget`."""
-    budgets = [UNPRUNED, *loaded.bundle.manifest.plans[method]]
-    return budgets[budgets.index(budget) :] if loaded.backend.compiles_lengths else budgets[-1:]
+def first_budgets(loaded: Pipeline | Policy, method: str, budget: str, layouts: Sequence[VisualLayout]) -> list[str]:
+    """Return the budgets to run before a deadline counts: the smallest for pictures of these `layouts`.
+
+    Where engines compile what they first meet, all up to `budget`.
+    """
+    budgets = [planned.budget for planned in schedules_up_to(loaded.bundle.manifest, method, budget, layouts)]
+    return budgets if loaded.backend.compiles_lengths else budgets[-1:]
 
 
 def saved_costs_lines(

@@ -53,8 +53,8 @@ def check_memory(
     built = options.engines is not None or bundle.engines is not None
     schedules = [schedule(manifest, method, budget, layouts) for budget in budgets]
     needs = [
-        running_need(manifest, KNOWN[backend].memory, built=built, layouts=layouts, rows=rows, tokens=tokens)
-        for rows in schedules
+        running_need(manifest, KNOWN[backend].memory, built=built, layouts=layouts, planned=planned, tokens=tokens)
+        for planned in schedules
     ]
     need, free = max(needs, key=lambda need: need.bytes), free_bytes(backend)
     need.check(f"'{bundle.path}' on {backend}", free, _WAY_OUT)

@@ -18,6 +18,7 @@ from sinkprune.contract.command_line.progress_lines import ProgressLines, status
 from sinkprune.contract.command_line.written_files import write_each, write_output
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs
+from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.commands import (
     PictureOptions,
@@ -115,7 +116,7 @@ def main(arguments: Sequence[str] | None) -> None:
     # Before a long answer.
     notes = note_pictures(family, options.picture_files, images)
     pipeline.thresholds, pipeline.costs = thresholds, costs
-    _warm_up(pipeline, request, options)
+    _warm_up(pipeline, request, layouts, options)
     if options.deadline_ms is not None:
         # A deadline counts the reading of the pictures, so they are read anew.
         request = replace(request, pictures=tuple(sources))
@@ -176,7 +177,7 @@ def _given_fields(options: _Options) -> dict[str, Any]:
     return fields
 
 
-def _warm_up(pipeline: Pipeline, request: Request, options: _Options) -> None:
+def _warm_up(pipeline: Pipeline, request: Request, layouts: Sequence[VisualLayout], options: _Options) -> None:
     """Measure costs if asked, and do before a request with a deadline what would make it late."""
     if options.warm_up:
         with explain_interrupt(NO_COSTS), status(MEASURING_COSTS) as progress:
@@ -187,7 +188,7 @@ def _warm_up(pipeline: Pipeline, request: Request, options: _Options) -> None:
         if not options.warm_up:
             # The first request of a process is slower than its costs say.
             with status("running the request once before it counts"):
-                run_once(pipeline, request)
+                run_once(pipeline, request, layouts)
 
 
 def _answered(pipeline: Pipeline, request: Request, options: _Options, output: RunningOutput) -> Answer:

@@ -25,9 +25,8 @@ class ConfidencePolicy(BudgetPolicy):
     def candidates(self, layouts: Sequence[VisualLayout]) -> list[Schedule]:
         return [schedule(self._manifest, self._request.method, budget, layouts) for budget in self._least]
 
-    def choose(self, choices: Sequence[Schedule], text: int) -> Schedule:
-        runnable = {choice.budget: choice for choice in choices}
-        first, *self._larger = [runnable[budget] for budget in self._least if budget in runnable]
+    def choose(self, possible: Sequence[Schedule], text: int) -> Schedule:
+        first, *self._larger = possible
         return first
 
     def following(self, chosen: Schedule, confidence: float) -> Schedule | None:

@@ -51,7 +51,7 @@ def measure_costs(
     far longer than the request's deadline. The decoder runs on several numbers of rows, from those of the smallest to
     those of the largest budget. Raises what a request raises.
     """
-    manifest, limits, family, _, embedding, chain, _ = model
+    manifest, family = model.manifest, model.family
     if not request.pictures:
         raise UsageError(
             "costs are those of pictures, and the request has none. Give one like those of your requests."
@@ -61,14 +61,14 @@ def measure_costs(
     text = model.encode_prompt(request, layouts).text_tokens
     plain = replace(request.for_one_token(), pictures=pictures, temperature=0.0)
     candidates = schedules_up_to(manifest, request.method, request.budget, layouts)
-    possible = runnable(manifest, limits, plain, candidates, text, layouts)[::-1]
+    possible = runnable(manifest, model.limits, plain, candidates, text, layouts)[::-1]
     requests = _fast_enough(ask, plain, possible, request.deadline_ms or float("inf"), progress)
     planned = possible[: len(requests)]
     least = min(one.reaching(manifest.language_model.num_layers) for one in planned)
     # The costs serve later deadlines too, with which larger budgets may run.
     most = max(choice.rows for choice in possible)
     counts = {round(count) for count in np.geomspace(text + least, text + most, _COUNTS)}
-    decoder, runs = DecoderTimes(chain, embedding, [*counts]), [list[_Ms]() for _ in requests]
+    decoder, runs = DecoderTimes(model.chain, model.embedding, [*counts]), [list[_Ms]() for _ in requests]
     rounds = MeasurementRounds("measuring costs", seconds, len(requests) + 1, progress)
     for counted in rounds:
         for each, own in zip(requests, runs, strict=True):

@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from typing import NamedTuple
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.costs.model import Costs, Prediction, predict
@@ -29,7 +31,10 @@ _ADVICE = "set max_new_tokens (--max-new-tokens, the server's max_tokens) to the
 
 
 class BudgetPolicy:
-    """The policy without a deadline: the requested budget, and up to `max_new_tokens` tokens."""
+    """The policy without a deadline: the requested budget, and up to `max_new_tokens` tokens.
+
+    A request calls `candidates`, then `choose` once, `first_token`, `finish` after each token, and `ended`.
+    """
 
     def __init__(self, manifest: Manifest, request: Request, passes: Sequence[Sequence[int]] | None = None) -> None:
         """Choose for a `request` to a bundle; `passes` are those of its closed list (`ChoiceTokens.passes`)."""
@@ -41,9 +46,12 @@ class BudgetPolicy:
         """Return the budgets that the request may run at; raises `BudgetError` for an unknown budget."""
         return [schedule(self._manifest, self._request.method, self._request.budget, layouts)]
 
-    def choose(self, choices: Sequence[Schedule], text: int) -> Schedule:
-        """Choose from at least one choice, the largest first; called when the vision tower is done."""
-        return choices[0]
+    def choose(self, possible: Sequence[Schedule], text: int) -> Schedule:
+        """Choose one of the `candidates` that can run, in their order, for a prompt with `text` tokens of text.
+
+        Called when the vision tower is done.
+        """
+        return possible[0]
 
     def following(self, chosen: Schedule, confidence: float) -> Schedule | None:
         """Return the budget to answer at again, or None where the answer stands.
@@ -69,18 +77,24 @@ class BudgetPolicy:
         return None
 
 
-@dataclass(frozen=True)
-class _Decision:
-    """What a policy chose, and what it expected."""
+class _Option(NamedTuple):
+    """A budget that a request may run at, and its times."""
 
-    budget: str
-    tower_ms: float
-    """When the vision tower was done and the budget was chosen."""
-    slower: Slowdown
+    planned: Schedule
     usual: Prediction
     """The times that the machine's costs predict."""
     expected: Prediction
     """The same, at the machine's recent speed."""
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """What a policy chose, and what it expected."""
+
+    option: _Option
+    tower_ms: float
+    """When the vision tower was done and the budget was chosen."""
+    slower: Slowdown
     tokens: int
     """How many tokens are expected in time."""
     can_meet: bool
@@ -121,77 +135,74 @@ class DeadlinePolicy(BudgetPolicy):
     def candidates(self, layouts: Sequence[VisualLayout]) -> list[Schedule]:
         return schedules_up_to(self._manifest, self._request.method, self._request.budget, layouts)
 
-    def choose(self, choices: Sequence[Schedule], text: int) -> Schedule:
+    def choose(self, possible: Sequence[Schedule], text: int) -> Schedule:
         tower_ms, slower = self._elapsed(), self._history.slower
         left = self._deadline_ms - tower_ms
-        usual = [predict(self._costs, self._manifest, choice, text) for choice in choices]
+        usual = [predict(self._costs, self._manifest, planned, text) for planned in possible]
         if self._passes:
             rows = [*map(len, self._passes)]
             usual = [each.of_passes(rows, self._costs.pass_row) for each in usual]
-        expected = [slower.of(prediction) for prediction in usual]
-        whole = [number for number, each in enumerate(expected) if each.first + each.later(self._most - 1) <= left]
-        chosen = whole[0] if whole else min(range(len(choices)), key=lambda number: expected[number].first)
-        can_meet = expected[chosen].first <= left
-        reason = self._reason(choices, expected, chosen, left, whole=bool(whole))
+        options = [_Option(planned, own, slower.of(own)) for planned, own in zip(possible, usual, strict=True)]
+        whole = next((one for one in options if one.expected.whole(self._most) <= left), None)
+        chosen = whole or min(options, key=lambda one: one.expected.first)
+        reason = self._reason(options, chosen, left, whole=whole is not None)
         self._decision = _Decision(
-            budget=choices[chosen].budget,
+            option=chosen,
             tower_ms=tower_ms,
             slower=slower,
-            usual=usual[chosen],
-            expected=expected[chosen],
-            tokens=self._tokens_within(left, expected[chosen]),
-            can_meet=can_meet,
-            reason=reason + self._costs.far_above(text + choices[0].rows),
+            tokens=self._tokens_within(left, chosen.expected),
+            can_meet=chosen.expected.first <= left,
+            reason=reason + self._costs.far_above(text + possible[0].rows),
         )
-        return choices[chosen]
+        return chosen.planned
 
-    def _reason(
-        self, choices: Sequence[Schedule], expected: Sequence[Prediction], chosen: int, left: float, *, whole: bool
-    ) -> str:
-        """Return why a budget was `chosen`, with advice; `whole` is whether all tokens are expected in time."""
-        cap, can_meet = up_to(self._request.budget), expected[chosen].first <= left
+    def _reason(self, options: Sequence[_Option], chosen: _Option, left: float, *, whole: bool) -> str:
+        """Return why an option was `chosen`, with advice; `whole` is whether all tokens are expected in time."""
+        cap, can_meet = up_to(self._request.budget), chosen.expected.first <= left
         earliest = "in time, so the budget with the earliest first token runs"
+        bring = f"bring {_counted(self._most)}" if self._passes is None else "compare the whole list"
         if whole:
-            reason = f"the largest budget{cap} that is expected to bring {_counted(self._most)} in time"
+            reason = f"the largest budget{cap} that is expected to {bring} in time"
         elif can_meet:
-            reason = f"no budget{cap} is expected to bring {_counted(self._most)} {earliest}"
+            reason = f"no budget{cap} is expected to {bring} {earliest}"
         else:
             reason = f"no budget{cap} is expected to bring a token {earliest}"
         if self._passes is not None:
             # The length of a closed list's answers is no choice of the user.
             return reason
-        # The largest budget that brings any token.
-        larger = next((number for number in range(chosen) if expected[number].first <= left), None)
-        if larger is not None:
-            fitting = self._tokens_within(left, expected[larger])
-            return f"{reason}; budget {choices[larger].budget} would bring {fitting}: {_ADVICE}"
+        larger = takewhile(lambda one: one is not chosen, options)
+        first = next((one for one in larger if one.expected.first <= left), None)
+        if first is not None:
+            fitting = self._tokens_within(left, first.expected)
+            return f"{reason}; budget {first.planned.budget} would bring {fitting}: {_ADVICE}"
         return f"{reason}; {_ADVICE}" if can_meet and not whole else reason
 
     def first_token(self) -> None:
         self._first_ms = self._elapsed()
 
     def finish(self, tokens: int) -> str:
-        expected = self._decision.expected
+        expected = self._decision.option.expected
         in_time = self._elapsed() + expected.later(tokens) - expected.later(tokens - 1) <= self._deadline_ms
         return super().finish(tokens) or ("" if in_time else "deadline")
 
     def ended(self, token_ms: Sequence[float], *, comparable: bool = True) -> DeadlineReport:
         measured, chosen, costs = self._elapsed(), self._decision, self._costs
+        usual, expected = chosen.option.usual, chosen.option.expected
         if comparable:
-            usual, first, count = chosen.usual, self._first_ms - chosen.tower_ms, max(len(token_ms), _ENOUGH_TOKENS)
+            first, count = self._first_ms - chosen.tower_ms, max(len(token_ms), _ENOUGH_TOKENS)
             missing = usual.later(count) - usual.later(len(token_ms))
             self._history.add(usual, first, sum(token_ms) + missing * first / usual.first, count)
-        first = chosen.tower_ms + chosen.expected.first
+        predicted_first = chosen.tower_ms + expected.first
         return DeadlineReport(
             deadline_ms=self._deadline_ms,
-            budget=chosen.budget,
+            budget=chosen.option.planned.budget,
             reason=chosen.reason,
             can_meet=chosen.can_meet,
             met=measured <= self._deadline_ms,
             expected_tokens=chosen.tokens,
-            predicted_first_ms=first,
+            predicted_first_ms=predicted_first,
             first_ms=self._first_ms,
-            predicted_ms=first + chosen.expected.later(chosen.tokens - 1),
+            predicted_ms=predicted_first + expected.later(chosen.tokens - 1),
             measured_ms=measured,
             slower=chosen.slower.first,
             costs_age_s=costs.age_s,

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection
 from typing import NamedTuple
 
-from sinkprune.contract.costs.model import Prediction, RecentRatios
+from sinkprune.contract.costs.model import LEAST_MS, Prediction, RecentRatios
 
 WINDOW = 40
 """How many requests the history holds. If their order is random, the next request is slower than all of them with
@@ -50,7 +50,7 @@ class RequestHistory:
         more.
         """
         self._first.append(first / usual.first)
-        self._token.append(later / usual.later(tokens))
+        self._token.append(later / max(usual.later(tokens), LEAST_MS))
 
     @property
     def slower(self) -> Slowdown:

@@ -46,7 +46,8 @@ class DeadlineReport(DeadlineOutcome):
     """
 
     expected_tokens: int
-    """How many new tokens were expected in time; the answer may have more or fewer."""
+    """How many new tokens were expected in time; the answer may have more or fewer. Of a closed list, how many passes
+    over its texts, of which the prompt is the first."""
     predicted_first_ms: float
     """When the first token was expected, predicted when the budget was chosen."""
     first_ms: float

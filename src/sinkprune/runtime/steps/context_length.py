@@ -92,22 +92,22 @@ def runnable(
     text: int,
     layouts: Sequence[VisualLayout],
 ) -> list[Schedule]:
-    """Return the `schedules` at which a request with `text` tokens of text can run, the largest first.
+    """Return those of the `schedules`, in their order, at which a request with `text` tokens of text can run.
 
     Raises the `PromptError` or `PruningError` of the last where none can run.
     """
-    found, refusal, layers = [], None, manifest.language_model.num_layers
+    found, refusal = [], None
     for planned in schedules:
         try:
             check_length(manifest, limits, request, text, planned.rows, layouts)
-            _check_pruning(planned, layouts, layers)
+            _check_pruning(planned, layouts, manifest.language_model.num_layers)
         except (PromptError, PruningError) as error:
             refusal = error
         else:
             found.append(planned)
     if not found and refusal is not None:
         raise refusal
-    return sorted(found, key=lambda planned: -planned.size(layers))
+    return found
 
 
 def _check_pruning(planned: Schedule, layouts: Sequence[VisualLayout], num_layers: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,7 +32,7 @@ class KVCache:
         return [cache.length for cache in self.segments]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Prefill:
     """The result of the first pass over a prompt: KV caches, and the rows that survived."""
 
@@ -42,11 +42,11 @@ class Prefill:
     cache: KVCache
     schedule: Schedule
     """What was kept, also where counts vary by picture."""
-    keep_index: dict[int, Tensor] = field(default_factory=dict)
+    keep_index: Mapping[int, Tensor]
     """After each pruning layer: the rows that survived it, among its input rows."""
-    scored: dict[str, Tensor] = field(default_factory=dict)
+    scored: Mapping[str, Tensor]
     """The outputs of all rows that the first select read; empty without a select."""
-    lead: dict[int, dict[str, Array]] = field(default_factory=dict)
+    lead: Mapping[int, Mapping[str, Array]]
     """By segment with a select: its `SCORED` outputs of the prompt's first rows, on the host."""
 
 
@@ -71,38 +71,37 @@ def prefill(
     check_rows("the step before the LLM", len(rows.visual), schedule.rows)
     text = rows.length - len(rows.visual)
     with clock.measure("prefill"):
-        selects, result = _Selects(chain, schedule, rows, norms), Prefill(None, KVCache([], []), schedule)
+        selects, cache = _Selects(chain, schedule, rows, norms), KVCache([], [])
+        keep_index, scored, leads = dict[int, Tensor](), dict[str, Tensor](), dict[int, dict[str, Array]]()
         given, start = {**selects.left, **rows.deepstack_inputs}, 0
         for segment, (decoder, layers) in enumerate(zip(chain.decoders, chain.segments, strict=True)):
             # From the schedule: reading a shape from the device would wait for it.
             length, last = text + selects.schedule.reaching(layers.start), layers[-1]
             earlier = stored[segment] if segment < len(stored) else None
-            cache = decoder.restore(earlier.saved, earlier.rows, length) if earlier else decoder.new_cache()
+            own = decoder.restore(earlier.saved, earlier.rows, length) if earlier else decoder.new_cache()
             outputs: Mapping[str, Tensor] = {}
-            if cache.length < length:
-                if cache.length > start:
-                    later = np.arange(cache.length - start, length - start)
+            if own.length < length:
+                if own.length > start:
+                    later = np.arange(own.length - start, length - start)
                     given = {name: backend.join([tensor], later) for name, tensor in given.items()}
-                start = cache.length
-                outputs = decoder(given, cache)
-            result.cache.segments.append(cache)
-            result.cache.next_positions.append(length if compact else rows.positions.next)
+                start = own.length
+                outputs = decoder(given, own)
+            cache.segments.append(own)
+            cache.next_positions.append(length if compact else rows.positions.next)
             if selects.follow(last):
                 if earlier:
                     outputs = earlier.joined(backend, outputs)
-                result.scored = result.scored or {name: outputs[name] for name in SCORED}
+                scored = scored or {name: outputs[name] for name in SCORED}
                 if lead:
                     whole = {name: backend.numpy(outputs[name]) for name in SCORED}
-                    result.lead[segment] = {name: array[..., :lead, :].copy() for name, array in whole.items()}
+                    leads[segment] = {name: array[..., :lead, :].copy() for name, array in whole.items()}
                 with clock.measure("select"):
-                    result.keep_index[last] = selects(last, outputs)
+                    keep_index[last] = selects(last, outputs)
                 given, start = selects.left, 0
             elif "hidden_out" in outputs:
                 given = {"hidden": outputs["hidden_out"], "cos": given["cos"], "sin": given["sin"]}
-        result.hidden = given["hidden"]
-    result.schedule = selects.schedule
     chain.note_prefill(plan, text, len(rows.visual))
-    return result
+    return Prefill(given["hidden"], cache, selects.schedule, keep_index, scored, leads)
 
 
 class _Selects:

@@ -26,13 +26,14 @@ class Kept:
     schedule: PictureSchedule
     """How many tokens the budget keeps at each step."""
     index: Array = field(repr=False)
-    """[G',n0] the tokens the LLM received; with a sink, row 0 represents all outliers."""
+    """[G',n0] the tokens the LLM received; with a sink, the first of each group represents its outliers."""
     norms: Array = field(repr=False)
     """[G',N'] fp32: the norm of each token in the vision tower."""
     salience: Array = field(repr=False)
     """[G',N'] fp32: the attention each token receives in the vision tower."""
     after_stage: Mapping[int, Array] = field(repr=False)
-    """By pruning layer: which tokens of `index` survived it, as positions in the flattened `index`, ascending."""
+    """By pruning layer: which tokens of `index` survived it, as positions in the flattened `index`, ascending. Their
+    numbers are `tokens[after_stage[layer]]`."""
 
     @property
     def tokens(self) -> Array:

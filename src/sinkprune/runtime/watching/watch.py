@@ -163,7 +163,7 @@ class Watch:
             yield self._answer(number, frame)
 
     def _answer(self, number: int, frame: PictureLike) -> FrameAnswer:
-        _, _, family, _, embedding, chain, warnings = self._model
+        family, embedding, chain = self._model.family, self._model.embedding, self._model.chain
         observer, memory, backend = self._observer, self._memory, chain.backend
         request, form = self._new_form(self._new_request(frame))
         if len(request.pictures) != 1:
@@ -178,7 +178,7 @@ class Watch:
                 prompt = self._model.encode_prompt(request, [seen.layout])
             layout = self._checked_layout(number, seen.layout, request, prompt.text_tokens)
             observer.seen([seen])
-            warnings.warn([picture], [layout])
+            self._model.warnings.warn([picture], [layout])
             counts, groups = self._plan.keeps(layout.tokens, layout.groups)
             with backend.turn:
                 tower = run_tower(chain, seen.inputs, clock)

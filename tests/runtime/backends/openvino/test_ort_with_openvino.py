@@ -89,7 +89,7 @@ def test_each_part_s_weights_are_counted_as_its_library_holds_them(bundle: Calla
     layouts = [next(iter(load_family(manifest).largest().values()))]
     rows = schedule(manifest, "sinkpruner", "none", layouts)
     need, built = (
-        running_need(manifest, KNOWN[BACKEND].memory, built=built, layouts=layouts, rows=rows, tokens=80)
+        running_need(manifest, KNOWN[BACKEND].memory, built=built, layouts=layouts, planned=rows, tokens=80)
         for built in (False, True)
     )
     bytes_of = {graph: manifest.weight_bytes(graph) for graph in manifest.graphs}
