@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.files.folders import check_replaceable, replacing
-from sinkprune.contract.files.trust import Trust
+from sinkprune.contract.files.trust import Trust, sum_lines
 from sinkprune.contract.manifest import BUNDLE, Manifest
 
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
@@ -47,6 +48,20 @@ def changed_folder(bundle: Bundle, files: Sequence[str]) -> Iterator[Path]:
         yield new
         # Fail if another process changed the bundle meanwhile.
         BUNDLE.read(bundle.path, Manifest, Trust(bundle.sha256))
+
+
+def changed_text(folder: Path, what: str, sha256: str | None, key: Path | None, *, dry_run: bool) -> str:
+    """Return lines about the bundle in `folder`: `what` happened, its new `sha256`, and what to make again.
+
+    None as the sum is that of an unchanged bundle. `key` is the private key that signed the new one, if any.
+    """
+    name = escaped(str(folder))
+    if sha256 is None:
+        return f"{name}: unchanged{', because of --dry-run' if dry_run else ''}\n"
+    return (
+        f"{name}: {what}\n{sum_lines(sha256, key)}The sha256 is new: replace it where you give --sha256 or sha256=, "
+        "and make this bundle's engines and thresholds again.\n"
+    )
 
 
 def _link(source: Path, target: Path) -> None:

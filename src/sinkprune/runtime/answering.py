@@ -61,7 +61,7 @@ class Answering(ABC):
         the last. `options` are the fields of `Request`: `budget`, `method`, `max_new_tokens`, `min_new_tokens`,
         `stop`, `system`, `history`, `tools`, `tool_call_id`, `temperature`, `top_p`, `seed`, `deadline_ms`, and
         `schema`, `regex` or `choice` for the form of the answer; and `order`, "bgr" for arrays with OpenCV's order of
-        channels.
+        channels. `observer` receives the result of each step.
 
         Raises at once `TypeError`, `UsageError` (`OptionError` for an unknown option), `PromptError`, `BudgetError`,
         and `ImageError` for an object that is no picture. Reading the first piece raises `ImageError`, `PromptError`,

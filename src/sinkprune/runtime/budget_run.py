@@ -91,7 +91,7 @@ class BudgetRun:
             self._put_lead(chain, prefixes)
 
     def put_prefix(self, chain: Chain, prefixes: PrefixCache) -> None:
-        """Store the rows after the segments before the first select. The cache may have grown since the prefill."""
+        """Store the prompt's rows in the segments before the first select; the cache may have grown since."""
         result, text, length = self.prefilled, self.seen.prompt.texts[-1], self.rows.length
         segments = segments_before_select(chain.segments, result.schedule.plan)
         pairs = zip(chain.decoders[:segments], result.cache.segments[:segments], strict=True)

@@ -108,7 +108,8 @@ class Pipeline(Answering, KeepsCosts[Costs]):
         `backend` is one of `BACKENDS` (default: ort-cpu, or the backend of the engines). `fit` is how pictures that
         are not square become square: `crop`, `pad` or `stretch` (default: as the checkpoint does). `compute` is what
         openvino (fastest, bf16, fp32), ort-cpu, ort-cpu+openvino and openvino-gpu (fastest, fp32) compute in
-        (default: fastest).
+        (default: fastest). `threads` is the number of CPU threads (default: all cores). `wrap` takes a graph's name,
+        its engine and the backend when the engine is loaded, and returns what runs in its place.
 
         `check_sums` compares every file with its sha256 first; sizes are always compared. `sha256` is the expected
         sum of `bundle.json`, and `engines_sha256` that of `engines.json`. `signed_by` is a file with the public key

@@ -105,6 +105,15 @@ def test_evaluate_reports_the_distribution_and_the_aim(own: Path, exported: Path
     assert_refused(run("sinkprune-evaluate", own, "--data", data, "--limit", 1), "calibrate evidence", "'retain-192'")
 
 
+def test_what_becomes_of_the_bundle_is_told(own: Path, exported: Path) -> None:
+    words = (*COMMAND, own, "--data", exported / "scenes.jsonl", "--limit", 2)
+    first, again = run(*words, "--budgets", "retain-64"), run(*words)
+    assert f"{own}: added the thresholds of retain-64\nsha256 " in first.stdout
+    assert f"{own}: added the thresholds of retain-192; replaced the thresholds of retain-64\nsha256 " in again.stdout
+    assert "make this bundle's engines and thresholds again" in again.stdout
+    assert run(*words, "--dry-run").stdout.endswith(f"{own}: unchanged, because of --dry-run\n")
+
+
 def test_a_dry_run_changes_nothing(own: Path, exported: Path) -> None:
     before = read_bundle(own).sha256
     outcome = run(*COMMAND, own, "--data", exported / "scenes.jsonl", "--limit", 3, "--dry-run")

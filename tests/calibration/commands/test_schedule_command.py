@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from PIL import Image
@@ -23,6 +24,7 @@ from sinkprune.contract.checks.fields import from_json
 from sinkprune.contract.command_line import progress_lines
 from sinkprune.contract.costs import model as costs_model
 from sinkprune.contract.costs.model import Costs
+from sinkprune.contract.errors import NumericsError
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.deadline.other_load import OtherLoad
 from support.models.tasks import write_task
@@ -213,15 +215,23 @@ def test_notes_name_each_size_of_own_pictures_and_one_of_many_questions(
     for name, size in sizes.items():
         photo.resize(size).save(tmp_path / name)
     images = [word for name in sizes for word in ("--image", tmp_path / name)]
-    outcome = schedule(own, "--costs", tmp_path / "costs.json", *images)
+    report = tmp_path / "r.json"
+    outcome = schedule(own, "--costs", tmp_path / "costs.json", *images, "--json", report)
     noted = re.findall(r"(\S+): the model sees (\d+) %", outcome.stderr)
     assert sorted(noted) == [(f"{tmp_path}/tall.png", "75"), (f"{tmp_path}/wide.png", "50")]
-    assert outcome.stderr.count("\n") == 3 and outcome.stderr.endswith(wrote(tmp_path / "costs.json"))
+    assert outcome.stderr.count("\n") == 4 and wrote(tmp_path / "costs.json") in outcome.stderr
+    assert (
+        set(told := json.loads(report.read_text())) == {"costs", "notes", "seen_share"}
+        and len(told["notes"]) == 2
+        and told["seen_share"] == 0.5
+    )
     data = write_task(tmp_path, [(name, "What is this?") for name in ("first.png", "second.png")])
     for name in ("first.png", "second.png"):
         photo.resize((200, 100)).save(tmp_path / name)
-    outcome = schedule(own, "--budget-tokens", 16, "--dry-run", "--data", data)
+    outcome = schedule(own, "--budget-tokens", 16, "--dry-run", "--data", data, "--json", report)
     assert outcome.code == 0, outcome.stderr
+    warnings = json.loads(report.read_text())["warnings"]
+    assert warnings and outcome.stderr.endswith("".join(f"warning: {warning}\n" for warning in warnings))
     assert outcome.stderr.startswith(f"{tmp_path}/first.png: the model sees 50 % of the picture (")
     assert outcome.stderr.count("the model sees") == 1
     assert "warning: The model sees only a part of the picture in 2 of 2 requests (50 % at least)" in outcome.stderr
@@ -295,6 +305,8 @@ def test_an_interrupt_keeps_the_costs(place: str, own: Path, tmp_path: Path, mon
     assert found == {
         "costs": json.loads(costs.read_text()),
         "interrupted": "no budget was added; the costs were measured.",
+        "notes": [schedule_command._DRAWN],
+        "seen_share": 1.0,
     }
     assert len(found["costs"]["decoders"]) == 4
     costs.write_text("costly")
@@ -306,6 +318,13 @@ def test_an_interrupt_keeps_the_costs(place: str, own: Path, tmp_path: Path, mon
     )
     assert (costs.read_text(), report.read_text()) == ("costly", "precious")
     assert json.loads(moved[0].read_text())["costs"] == json.loads(moved[1].read_text())
+
+
+def test_another_error_keeps_the_costs_too(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Proposer, "_attention", Mock(side_effect=NumericsError("not finite")))
+    outcome = schedule(own, "--budget-tokens", 16, "--costs", tmp_path / "costs.json")
+    assert (outcome.code, outcome.stderr.splitlines()[-1]) == (2, "error: not finite")
+    assert len(from_json(Costs, json.loads((tmp_path / "costs.json").read_text())).decoders) == 4
 
 
 @pytest.mark.parametrize("wanted", [(), ("--budget-tokens", 16)])

@@ -59,7 +59,8 @@ def test_a_time_is_met_by_95_of_100_requests(
     assert refused.code == 2
     told = json.loads((tmp_path / "r.json").read_text())
     assert refused.stderr == f"wrote {tmp_path}/r.json\nerror: {told['error']}\n"
-    assert set(told) == {"costs", "error", "requests", "nearest_target_ms", "nearest_budget_tokens"}
+    keys = {"costs", "error", "requests", "nearest_target_ms", "nearest_budget_tokens"}
+    assert set(told) == {*keys, "notes", "seen_share"}
     assert f"may meet is --target-ms {told['nearest_target_ms']}. " in told["error"]
     assert told["nearest_budget_tokens"] is None
     target, report = 250, tmp_path / "report.json"

@@ -346,4 +346,5 @@ def test_too_little_address_space_is_reported(asked: list[str]) -> None:
             # The thread of progress ended before the process, and the C library had no room for ending a thread.
             continue
         assert done.returncode == (2 if reported or megabytes < 200 else 0), (megabytes, done.stderr)
-        assert "Traceback" not in done.stderr
+        # With 30 MB Python's own hashlib may lack the room for a library, and prints that.
+        assert "Traceback" not in done.stderr or "code for hash" in done.stderr

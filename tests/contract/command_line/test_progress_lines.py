@@ -6,6 +6,7 @@ import io
 import os
 import re
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
@@ -103,6 +104,15 @@ def test_a_line_comes_each_time_and_none_after_the_end() -> None:
         with ProgressLines("short"):
             time.sleep(0.1)
         assert stderr.getvalue() == written
+
+
+def test_progress_does_not_wait_for_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Thread.start` does, and for good where the thread has too little memory to begin."""
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail("waits"))
+    stderr = io.StringIO()
+    with redirect_stderr(stderr), ProgressLines("looking", seconds=0.05):
+        time.sleep(0.3)
+    assert stderr.getvalue().startswith("looking: ")
 
 
 def test_work_of_nine_seconds_writes_a_line_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.errors import ImageError
+from sinkprune.contract.errors import BundleError, ImageError
 from sinkprune.runtime.families import Family, load_family
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.steps.pictures import decoded
@@ -57,6 +57,12 @@ def test_the_message_about_a_file_has_its_name(case: tuple[Family, Image.Image, 
     assert rejection(lambda _: decoded(picture, family), picture) == said
 
 
+@pytest.mark.parametrize("name", ["gqa-112", "next", "pi0"])
+def test_a_tower_with_more_tokens_than_its_graphs_take_is_rejected(name: str, bundle: Bundles) -> None:
+    with pytest.raises(BundleError, match="its graphs take up to 4"):
+        load_family(replace(read_bundle(bundle(name)).manifest, most_visual_tokens=4))
+
+
 def test_a_bundle_for_small_pictures_rejects_more_tokens(bundle: Bundles) -> None:
     manifest = read_bundle(bundle("qwen")).manifest
     family, picture = load_family(replace(manifest, most_visual_tokens=4)), Image.new("RGB", (224, 112))
@@ -66,7 +72,7 @@ def test_a_bundle_for_small_pictures_rejects_more_tokens(bundle: Bundles) -> Non
     assert said in rejection(family.layout, picture)
 
 
-@pytest.mark.parametrize("name", ["gqa-112", "qwen", "qwen3-vl"])
+@pytest.mark.parametrize("name", ["gqa-112", "next", "qwen", "qwen3-vl"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_inputs_have_the_precision_of_the_bundle(name: str, precision: str, bundle: Bundles) -> None:
     pipeline = Pipeline.load(bundle(name, precision))

@@ -32,4 +32,7 @@ def test_fields_that_change_nothing_are_noted(address: str, photo: Image.Image) 
     assert notes(top_p=0.5, seed=3) == [
         "top_p and seed changed nothing, because this answer is greedy. Add a temperature above 0."
     ]
+    assert notes(guided_choice=["What", "is"], min_tokens=1) == [
+        "max_tokens and min_tokens changed nothing: the texts of a closed list are scored whole."
+    ]
     assert notes(top_p=1, seed=None) == notes(seed=3, temperature=0.5) == []

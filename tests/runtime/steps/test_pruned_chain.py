@@ -150,6 +150,8 @@ def test_prefill_and_decode_equal_the_masked_full_sequence(
     assert np.abs(logits[0] - masked.logits[-1]).max() < 1e-3
     lengths = lengths_of(name, budget, text)
     assert cache_lengths(result) == lengths
+    per_layer = result.schedule.per_layer(len(lengths))
+    assert per_layer == [length - text for length in lengths]
     position = [length if "compact" in budget else rows for length in lengths]
     assert positions_of(result) == position
 

@@ -123,7 +123,14 @@ def main(arguments: Sequence[str] | None) -> None:
 
     outputs = ("json", "plot", "answers")
     write_measured(
-        *(options, result, plot_evaluation, print_tables, notes, interrupted), first=write_answers, outputs=outputs
+        options,
+        result,
+        plot_evaluation,
+        print_tables,
+        notes,
+        interrupted,
+        first=write_answers,
+        outputs=outputs,
     )
 
 

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from sinkprune.calibration.asking import check_samples, load_measured, load_samples, note_samples
-from sinkprune.calibration.changed_bundle import changed_folder, check_changeable
+from sinkprune.calibration.changed_bundle import changed_folder, changed_text, check_changeable
 from sinkprune.calibration.commands.measuring import LIMIT, add_changing_options, check_unpruned_memory
 from sinkprune.calibration.evaluation.report import Combination, task_head
 from sinkprune.calibration.evaluation.sample_size import mean_warnings
@@ -30,7 +30,6 @@ from sinkprune.contract.command_line.written_files import write_each
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.files.output_files import check_apart, check_outputs
 from sinkprune.contract.files.signature import Sign, read_private_key
-from sinkprune.contract.files.trust import sum_lines
 from sinkprune.contract.manifest import BUNDLE, Manifest
 from sinkprune.runtime.commands import BundleOptions, name_list
 from sinkprune.runtime.commands.interrupts import explain_interrupt
@@ -81,6 +80,9 @@ def main(arguments: Sequence[str] | None) -> None:
     loaded = load_measured(options, bundle, recorder.wrap)
     shares, notes = note_samples(loaded, items)
     pairs = [Combination(method, budget) for budget in budgets]
+    plans = {budget: bundle.manifest.plan(method, budget) for budget in budgets}
+    replaced = [budget for budget, plan in plans.items() if plan and plan.evidence and plan.evidence.thresholds]
+    added = [budget for budget in budgets if budget not in replaced]
     for pair in pairs:
         # A request needs some.
         set_thresholds(bundle.manifest, pair, NONE, NONE)
@@ -96,6 +98,8 @@ def main(arguments: Sequence[str] | None) -> None:
         warnings=(*mean_warnings(head["pictures"]), *unseen_warnings(shares, "questions")),
         seen_share=min(shares),
     )
+    names = {name: ", ".join(own) for name, own in (("added", added), ("replaced", replaced)) if own}
+    what = "; ".join(f"{name} the thresholds of {own}" for name, own in names.items())
     sha256: str | None = None
 
     def change_bundle() -> None:
@@ -105,7 +109,8 @@ def main(arguments: Sequence[str] | None) -> None:
 
     def write_report() -> None:
         found = {**to_json(report), "sha256": sha256, "notes": notes}
-        write_result(options.json, found, lambda: _print(report, sha256, options.sign))
+        text = changed_text(options.bundle, what, sha256, options.sign, dry_run=options.dry_run)
+        write_result(options.json, found, lambda: _print(report, text))
 
     write_each(change_bundle, write_report)
 
@@ -132,7 +137,8 @@ def _write(bundle: Bundle, sign: Sign | None) -> Manifest:
     return changed
 
 
-def _print(report: EvidenceReport, sha256: str | None, key: Path | None) -> None:
+def _print(report: EvidenceReport, text: str) -> None:
+    """Print the report, and then `text`."""
     console = TableConsole()
     console.print(
         f"{escaped(report.model)}, {report.backend}: {escaped(report.task)}, method {escaped(report.method)}, "
@@ -149,8 +155,7 @@ def _print(report: EvidenceReport, sha256: str | None, key: Path | None) -> None
         thresholds = ", ".join(f"{threshold:.4g}" for threshold in own.thresholds)
         table.add_row(plain_text(budget), thresholds, *(f"{tokens:.1f}" for tokens in counts))
     console.print(table)
-    if sha256 is not None:
-        sys.stdout.write(sum_lines(sha256, key))
+    sys.stdout.write(text)
 
 
 def _parser() -> CommandParser:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from sinkprune.calibration.changed_bundle import changed_text
 from sinkprune.calibration.commands.measuring import add_changing_options, add_former_name, check_answers
 from sinkprune.calibration.evaluation.sample_size import accuracy_warnings, mean_warnings
 from sinkprune.calibration.pictures import note_items
@@ -32,12 +33,11 @@ from sinkprune.contract.costs.model import Costs
 from sinkprune.contract.errors import BudgetError, UsageError
 from sinkprune.contract.files.output_files import OutputFile, check_apart, check_outputs
 from sinkprune.contract.files.signature import read_private_key
-from sinkprune.contract.files.trust import sum_lines
 from sinkprune.contract.manifest import BUNDLE
 from sinkprune.export.packages import report_missing_package
 from sinkprune.runtime.commands import BundleOptions, add_new_tokens, load_pipeline
 from sinkprune.runtime.commands.deadline_costs import doubtful_costs, kept_line
-from sinkprune.runtime.commands.interrupts import NO_COSTS, beside_earlier, explain_interrupt
+from sinkprune.runtime.commands.interrupts import NO_COSTS, beside_earlier
 from sinkprune.runtime.commands.memory import check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.families import load_family
@@ -138,10 +138,15 @@ def main(arguments: Sequence[str] | None) -> None:
         if options.data:
             check_questions(pipeline, items, [BASELINE])
         shares = [pipeline.family.layout(prompt.image).seen_share for prompt in prompts]
+        seen = {"notes": notes, "seen_share": min(shares)}
         if not options.wants_budget:
-            _measure_costs(options, pipeline, first)
+            _measure_costs(options, pipeline, first, seen)
             return
-        report = replace(_proposed(options, trials, pipeline, prompts, name, target, items), seen_share=min(shares))
+        report = _proposed(options, trials, pipeline, prompts, name, target, items, seen)
+    few = [*accuracy_warnings(len(items)), *unseen_warnings(shares, "requests")] if items else []
+    if own := {item.picture for item in items} or set(map(str, options.image or [])):
+        few += mean_warnings(len(own))
+    report = replace(report, seen_share=min(shares), warnings=(*few, *doubts(report)))
     # Only a default name promises a time.
     kept, sha256 = report.meets(target.ms) or bool(options.name), None
 
@@ -154,17 +159,20 @@ def main(arguments: Sequence[str] | None) -> None:
 
     def write_report() -> None:
         found = {**to_json(report), "sha256": sha256, "notes": notes}
-        text = report_text(report) + (_changed_text(options, name, sha256) if kept else "")
+        text = report_text(report)
+        if kept:
+            what = f"added budget {name}"
+            text += changed_text(options.bundle, what, sha256, options.sign, dry_run=options.dry_run)
+        if sha256:
+            folder = escaped(str(options.bundle))
+            text += f"Run the budget: sinkprune-run {folder} --budget {name}, with --image and --prompt\n"
         write_result(options.json, found, lambda: sys.stdout.write(text))
 
-    few = [*accuracy_warnings(len(items)), *unseen_warnings(shares, "requests")] if items else []
-    if own := {item.picture for item in items} or set(map(str, options.image or [])):
-        few += mean_warnings(len(own))
     write_each(
         lambda: _write_costs(options, report.costs),
         change_bundle,
         write_report,
-        lambda: _warn([*few, *doubts(report)]),
+        lambda: _warn(report.warnings),
     )
     if report.meets(target.ms):
         return
@@ -186,22 +194,41 @@ def _notes(
 
 
 @contextmanager
-def _kept_costs(pipeline: Pipeline) -> Iterator[None]:
-    """Keep the costs that the block measures for later runs, also where it fails, and print where they are."""
+def _kept_costs(
+    options: _Options, pipeline: Pipeline, seen: Mapping[str, object], measured: Callable[[], Costs | None]
+) -> Iterator[None]:
+    """Keep and write the costs that the block has `measured`, if it fails too; they are useful without a budget.
+
+    After Ctrl-C the JSON has them, with the keys of `seen`.
+    """
     try:
         yield
+    except KeyboardInterrupt as interrupt:
+        costs = measured()
+        if not costs:
+            raise KeyboardInterrupt(NO_COSTS) from interrupt
+        counts = "no budget was added; the costs were measured."
+        moved, earlier = beside_earlier(options, "json", "costs")
+        found = {"costs": to_json(costs), "interrupted": counts, **seen}
+        write_each(lambda: write_json(moved.json, found), lambda: _write_costs(moved, costs))
+        raise KeyboardInterrupt(counts + earlier) from interrupt
+    except Exception:
+        _write_costs(options, measured())
+        raise
     finally:
         if pipeline.costs:
             sys.stderr.write(doubtful_costs(pipeline.costs, pipeline.replaced_costs, option=""))
             sys.stderr.write(kept_line(pipeline.save_costs(), pipeline.costs))
 
 
-def _measure_costs(options: _Options, pipeline: Pipeline, prompt: PictureQuestion) -> None:
-    """Measure and write what requests cost."""
-    with _kept_costs(pipeline), explain_interrupt(NO_COSTS), status("measuring") as progress:
+def _measure_costs(
+    options: _Options, pipeline: Pipeline, prompt: PictureQuestion, seen: Mapping[str, object]
+) -> None:
+    """Measure and write what requests cost. The JSON also has the keys of `seen`."""
+    with _kept_costs(options, pipeline, seen, lambda: pipeline.costs), status("measuring") as progress:
         costs = pipeline.measure_costs(new_request(*prompt), options.seconds, progress)
     _write_costs(options, costs)
-    write_json(options.json, {"costs": to_json(costs)})
+    write_json(options.json, {"costs": to_json(costs), **seen})
 
 
 def _proposed(
@@ -212,41 +239,35 @@ def _proposed(
     name: str,
     target: BudgetTarget,
     items: Sequence[Item],
+    seen: Mapping[str, object],
 ) -> ScheduleReport:
-    """Find a budget; without one, write what was measured and raise `BudgetError` or `KeyboardInterrupt`."""
+    """Find a budget; without one, write what was measured and raise `BudgetError` or `KeyboardInterrupt`.
+
+    The JSON of what was measured also has the keys of `seen`.
+    """
     from sinkprune.calibration.scheduling.propose import Proposer
 
-    proposer = None
-    try:
-        with _kept_costs(pipeline), status("measuring") as progress:
-            proposer = Proposer(trials, pipeline, prompts, options.seconds, progress)
-            return proposer.propose(name, target, items)
-    except Exception as error:
-        if proposer:
-            # Costs are useful even if no budget is found.
-            costs = proposer.times.costs
-            found = {
-                "costs": to_json(costs),
-                "error": str(error),
-                "requests": proposer.times.requests,
-                "nearest_target_ms": None if target.ms is None else proposer.nearest,
-                "nearest_budget_tokens": proposer.nearest if target.ms is None else None,
-            }
-            is_report = isinstance(error, BudgetError)
-            write_each(
-                *([lambda: write_json(options.json, found)] if is_report else []),
-                lambda: _write_costs(options, costs),
-            )
-        raise
-    except KeyboardInterrupt as interrupt:
-        measured = proposer.times.costs if proposer else pipeline.costs
-        if not measured:
-            raise KeyboardInterrupt(NO_COSTS) from interrupt
-        counts = "no budget was added; the costs were measured."
-        moved, earlier = beside_earlier(options, "json", "costs")
-        partial = {"costs": to_json(measured), "interrupted": counts}
-        write_each(lambda: write_json(moved.json, partial), lambda: _write_costs(moved, measured))
-        raise KeyboardInterrupt(counts + earlier) from interrupt
+    proposer: Proposer | None = None
+
+    def measured() -> Costs | None:
+        return proposer.times.costs if proposer else pipeline.costs
+
+    with _kept_costs(options, pipeline, seen, measured):
+        try:
+            with status("measuring") as progress:
+                proposer = Proposer(trials, pipeline, prompts, options.seconds, progress)
+                return proposer.propose(name, target, items)
+        except BudgetError as error:
+            if proposer:
+                refusal = {
+                    "costs": to_json(proposer.times.costs),
+                    "error": str(error),
+                    "requests": proposer.times.requests,
+                    "nearest_target_ms": None if target.ms is None else proposer.nearest,
+                    "nearest_budget_tokens": proposer.nearest if target.ms is None else None,
+                }
+                write_json(options.json, {**refusal, **seen})
+            raise
 
 
 def _write_costs(options: _Options, costs: Costs | None) -> None:
@@ -254,19 +275,6 @@ def _write_costs(options: _Options, costs: Costs | None) -> None:
     if options.costs and costs:
         write_costs(options.costs, costs)
         note_written(options.costs)
-
-
-def _changed_text(options: _Options, name: str, sha256: str | None) -> str:
-    """Return what became of the bundle: `sha256` is its new sum, if it was changed."""
-    folder = escaped(str(options.bundle))
-    if sha256 is None:
-        return f"{folder}: unchanged{', because of --dry-run' if options.dry_run else ''}\n"
-    return (
-        f"{folder}: added budget {name}\n{sum_lines(sha256, options.sign)}"
-        "The sha256 is new: replace it where you give --sha256 or sha256=, and make this bundle's engines "
-        "and thresholds again.\n"
-        f"Run the budget: sinkprune-run {folder} --budget {name}, with --image and --prompt\n"
-    )
 
 
 def _warn(warnings: Iterable[str]) -> None:
@@ -280,8 +288,13 @@ def _check_options(options: _Options) -> None:
             "neither a budget nor costs were requested. Give --target-ms or --budget-tokens for a budget, or --costs "
             "for what requests cost here."
         )
-    about_budget = {"--name": options.name, "--sign": options.sign, "--force": options.force}
-    given = [option for option, value in {**about_budget, "--dry-run": options.dry_run}.items() if value]
+    about_budget = {
+        "--name": options.name is not None,
+        "--sign": options.sign is not None,
+        "--force": options.force,
+        "--dry-run": options.dry_run,
+    }
+    given = [option for option, is_given in about_budget.items() if is_given]
     if given and not options.wants_budget:
         raise UsageError(f"{given[0]} is about a budget. Give --target-ms or --budget-tokens, or leave it out.")
     if options.dry_run and options.sign:

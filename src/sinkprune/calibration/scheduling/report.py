@@ -82,6 +82,8 @@ class ScheduleReport:
     """The nearest target that a budget may meet, if no budget met the target."""
     cheapest_p95_ms: float | None = None
     """The measured 95th percentile of the cheapest budget, from which `nearest_target_ms` follows; else None."""
+    warnings: tuple[str, ...] = ()
+    """Why the figures say little, and what is doubtful about the budget."""
     seen_share: float = 1.0
     """The share of its area that the model sees of the picture that it sees least of."""
 

@@ -70,12 +70,14 @@ def run_chunk(
             words = backend.tensor(embedding(asked)) if asked else None
             towers = of_each_group(backend, tower)
             encoded = [encode(chain, plan, each, clock, words) for each in towers]
+            norms = towers[0].device_norms
+            del tower, towers
             observer.encoded(encoded)
             planned = planned.with_rows([one.kept_index.size for one in encoded])
             between, pruned = family.between_rows, plan is not None
             rows = lay_out(backend, embedding, between, prompt.texts, layouts, encoded, pruned=pruned)
             observer.laid_out(rows)
-            prefix = prefill(chain, planned, rows, clock, towers[0].device_norms)
+            prefix = prefill(chain, planned, rows, clock, norms)
             actions = denoise(chain, policy, times, own, prefix, rows.positions.next, clock)
     observer.prefilled(prefix)
     observer.acted(actions)

@@ -24,7 +24,7 @@ from sinkprune.contract.files.trust import Trust, add_trust_options
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines, own_engines, usual_backend
 from sinkprune.runtime.backends.known import BACKENDS, COMPUTES, Compute
-from sinkprune.runtime.families import Family
+from sinkprune.runtime.families import load_family
 from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.media.fits import Fit, add_fit_option
 from sinkprune.runtime.media.video_file import VideoFile
@@ -181,13 +181,15 @@ def engine_parser(name: str, description: str, examples: str) -> CommandParser:
 
 
 def open_bundle(options: PictureOptions, budgets: list[str], *, may_act: bool = False) -> Bundle:
-    """Open the bundle, and check early that it has the method and the budgets.
+    """Open the bundle, and check early that it takes videos, if given, and has the method and the budgets.
 
-    Raises `BudgetError`, and `UsageError` for a robot policy, unless it `may_act`.
+    Raises `VideoError` and `BudgetError`, and `UsageError` for a robot policy, unless it `may_act`.
     """
     bundle = read_runnable(options.bundle, options.trust)
     if not may_act:
         check_kind(bundle, acts=False)
+    if options.video:
+        load_family(bundle.manifest, options.fit).check_video()
     for budget in [UNPRUNED, *budgets]:
         bundle.manifest.plan(options.method, budget)
     return bundle
@@ -198,14 +200,11 @@ def load_pipeline(options: BundleOptions, bundle: Bundle, wrap: Wrap | None = No
     return Pipeline.load(bundle, wrap=wrap, fit=options.fit, **options.loading)
 
 
-def picture_sources(options: PictureOptions, family: Family) -> list[Path | VideoFile]:
+def picture_sources(options: PictureOptions) -> list[Path | VideoFile]:
     """Return the image files, or the opened video files.
 
-    Prints a note about each long video that must be decoded as a whole. Raises `VideoError`, with a file's name, and
-    for a `family` that takes no video.
+    Prints a note about each long video that must be decoded as a whole. Raises `VideoError` with the file's name.
     """
-    if options.video:
-        family.check_video()
     videos = [VideoFile(path) for path in options.video or ()]
     for path, video in zip(options.video or (), videos, strict=True):
         if not video.can_seek and video.count >= _LONG_VIDEO:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.command_line.table_console import progress_bar
 from sinkprune.contract.command_line.written_files import write_each
 from sinkprune.runtime.commands import ReportOptions, write_report
 from sinkprune.runtime.stream import Stream
@@ -63,6 +62,9 @@ def until_interrupt(
     `measure` takes a function that it calls with the name of what was measured, and the number of new steps (default:
     one). There are `total` steps, each a `unit`.
     """
+    # Slow to import, and `sinkprune-run` draws no bar.
+    from sinkprune.contract.command_line.table_console import progress_bar
+
     try:
         with progress_bar("measuring", total, unit) as count:
             measure(lambda name, steps=1: count(f"measuring {name}", steps))
@@ -80,16 +82,18 @@ def write_measured(
     interrupted: str,
     *,
     first: Callable[[Reported], object] = lambda options: None,
+    last: Callable[[], object] = lambda: None,
     outputs: Sequence[str] = ("json", "plot"),
 ) -> None:
     """Write a report as `write_report` does, with the keys `interrupted` and `notes`.
 
     `interrupted` is what the report counts after Ctrl-C, else "". After Ctrl-C the files of the options `outputs`
-    replace none that are there, and this raises `KeyboardInterrupt` in the end. `first` is called with the options.
+    replace none that are there, and this raises `KeyboardInterrupt` in the end. `first` is called before the report,
+    with the options after their files were renamed, and `last` after it.
     """
     moved, earlier = beside_earlier(options, *outputs) if interrupted else (options, "")
     more = {"interrupted": interrupted or None, "notes": notes}
-    write_each(lambda: first(moved), lambda: write_report(moved, report, plot, in_words, more))
+    write_each(lambda: first(moved), lambda: write_report(moved, report, plot, in_words, more), last)
     if interrupted:
         raise KeyboardInterrupt(interrupted + earlier)
 

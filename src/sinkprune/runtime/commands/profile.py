@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None) -> None:
     if options.frames:
         prompts = [[frame] for frame in read_frames(files, family)]
     else:
-        prompts = [[decoded(source, family) for source in picture_sources(options, family)]]
+        prompts = [[decoded(source, family) for source in picture_sources(options)]]
     planned = list(dict.fromkeys([*([] if camera else [UNPRUNED]), *budgets]))
     largest = max(prompts, key=lambda pictures: sum(picture.size[0] * picture.size[1] for picture in pictures))
     layouts = [*map(family.layout, largest)]
@@ -155,7 +155,7 @@ def _profile_rounds(options: _Options, rounds: ProfileRounds, notes: list[str]) 
         lambda: _print_table(report),
         notes,
         interrupted,
-        first=lambda _: check_lived(report.power),
+        last=lambda: check_lived(report.power),
     )
 
 
@@ -173,7 +173,7 @@ def _profile_rate(options: _Options, run: RateRun, frames: int, notes: list[str]
         lambda: print_rates(report),
         notes,
         interrupted,
-        first=lambda _: check_lived(report.power),
+        last=lambda: check_lived(report.power),
     )
 
 

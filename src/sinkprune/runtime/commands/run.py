@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None) -> None:
     reads_costs = options.deadline_ms is not None and not options.warm_up
     costs = costs_before_loading(options, options.costs, bundle) if reads_costs else None
     family = load_family(bundle.manifest, options.fit)
-    sources = picture_sources(options, family)
+    sources = picture_sources(options)
     images = [decoded(source, family) for source in sources]
     texts = [options.system or "", *([prompt] if isinstance(prompt, str) else prompt)]
     new_tokens = options.max_new_tokens or DEFAULT_NEW_TOKENS

@@ -54,7 +54,7 @@ class KeepsCosts(Generic[C]):
         return self._cache(replace(costs, recent=self._history_of(costs).recent))
 
     def _keep_measured(self, measure: Callable[[], C], method: str = "") -> C:
-        """Measure `costs` (of actions, of a `method`) and the load meanwhile, and cache them, if possible."""
+        """Measure `costs` and the load meanwhile, and cache them if possible; those of actions are of a `method`."""
         replaced = self._format.cached(self.place, method)
         with self.backend.turn:
             others = OtherLoad()
@@ -94,7 +94,7 @@ class KeepsCosts(Generic[C]):
 
 
 def warn_of_load(costs: MeasuredCosts, replaced: MeasuredCosts | None) -> None:
-    """Warn with `CostsWarning` if `costs`, which `replaced` others, were measured on a busy machine."""
+    """Warn with `CostsWarning` of `costs` that a busy machine measured; `replaced` are the ones kept before."""
     if doubt := costs.load_doubt(replaced):
         warn_user(f"the costs {doubt}. Measure them again with warm_up when the machine is idle.", CostsWarning)
 

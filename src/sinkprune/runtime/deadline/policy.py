@@ -31,7 +31,7 @@ _ADVICE = "set max_new_tokens (--max-new-tokens, the server's max_tokens) to the
 
 
 class BudgetPolicy:
-    """The policy without a deadline: the requested budget, and up to `max_new_tokens` tokens.
+    """The policy without a deadline: the requested budget, and up to `max_new_tokens` tokens or all passes of a list.
 
     A request calls `candidates`, then `choose` once, `first_token`, `finish` after each token, and `ended`.
     """
@@ -105,9 +105,10 @@ class _Decision:
 class DeadlinePolicy(BudgetPolicy):
     """The policy of a request with a deadline.
 
-    It chooses the largest budget, up to the request's, at which `max_new_tokens` tokens are expected in time: by the
-    times that the machine's costs predict, multiplied by the slowdown of recent requests. If no budget meets that, it
-    chooses the one with the earliest first token. The answer ends when there is no time for another token.
+    It chooses the largest budget, up to the request's, at which all tokens, or all passes of a closed list, are
+    expected in time: by the times that the machine's costs predict, multiplied by the slowdown of recent requests. If
+    no budget meets that, it chooses the one with the earliest first token. The answer ends when there is no time for
+    another token.
     """
 
     _decision: _Decision

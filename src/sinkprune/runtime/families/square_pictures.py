@@ -28,13 +28,18 @@ class SquarePictures(Family):
     _processor: Callable[[Image.Image], Array]
 
     def __init__(self, manifest: Manifest, tower: SquareTower) -> None:
-        """Take the bundle's `tower`; raises `BundleError` if it has other than one token for each patch."""
+        """Take the bundle's `tower`; raises `BundleError` for one that the graphs do not fit."""
         self._tower: SquareTower = tower
         self._side = tower.image_size // tower.patch_size
         if self._side**2 != tower.tokens:
             raise BundleError(
                 f"the bundle's `vision` has {tower.tokens} tokens, expected {self._side**2}, one for each "
                 f"patch of {tower.patch_size} pixels in a picture of {tower.image_size}. Export it again."
+            )
+        if tower.tokens > manifest.most_visual_tokens:
+            raise BundleError(
+                f"the bundle's `vision` has {tower.tokens} tokens, and its graphs take up to "
+                f"{manifest.most_visual_tokens}. Export it again."
             )
         self._dtype = DTYPES[manifest.precision]
         check_settings(manifest.processor, self._dtype)

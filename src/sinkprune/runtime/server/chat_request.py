@@ -197,7 +197,7 @@ class ChatReader:
             priority=priority,
             kept_tokens=read_flag(given, "kept_tokens"),
             session=read_flag(given, "session", default=True),
-            notes=(greedy_note(unused),) if unused else (),
+            notes=(*((greedy_note(unused),) if unused else ()), *_unused_lengths(given, request)),
         )
 
     def check_model(self, name: object) -> None:
@@ -291,6 +291,13 @@ class ChatReader:
             else:
                 raise wrong(f"{place} is {format_json(part)}, expected a text, an image_url or a video_url.")
         return tuple(texts)
+
+
+def _unused_lengths(given: Mapping[str, Any], request: Request) -> tuple[str, ...]:
+    """Return a note if the body has lengths for an answer of a closed list, whose texts are scored whole."""
+    unused = [name for name in (*MOST_TOKENS, *LEAST_TOKENS) if name in given] if request.choice else []
+    note = f"{' and '.join(unused)} changed nothing: the texts of a closed list are scored whole."
+    return (note,) if unused else ()
 
 
 def _given(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def prefill(
     check_rows("the step before the LLM", len(rows.visual), schedule.rows)
     text = rows.length - len(rows.visual)
     with clock.measure("prefill"):
-        selects, cache = _Selects(chain, schedule, rows, norms), KVCache([], [])
+        selects, cache = _Selects(chain, schedule, rows, norms, clock), KVCache([], [])
         keep_index, scored, leads = dict[int, Tensor](), dict[str, Tensor](), dict[int, dict[str, Array]]()
         given, start = {**selects.left, **rows.deepstack_inputs}, 0
         for segment, (decoder, layers) in enumerate(zip(chain.decoders, chain.segments, strict=True)):
@@ -88,15 +88,14 @@ def prefill(
                 outputs = decoder(given, own)
             cache.segments.append(own)
             cache.next_positions.append(length if compact else rows.positions.next)
-            if selects.follow(last):
+            if selects.follows(last):
                 if earlier:
                     outputs = earlier.joined(backend, outputs)
                 scored = scored or {name: outputs[name] for name in SCORED}
                 if lead:
                     whole = {name: backend.numpy(outputs[name]) for name in SCORED}
                     leads[segment] = {name: array[..., :lead, :].copy() for name, array in whole.items()}
-                with clock.measure("select"):
-                    keep_index[last] = selects(last, outputs)
+                keep_index[last] = selects(last, outputs)
                 given, start = selects.left, 0
             elif "hidden_out" in outputs:
                 given = {"hidden": outputs["hidden_out"], "cos": given["cos"], "sin": given["sin"]}
@@ -107,11 +106,13 @@ def prefill(
 class _Selects:
     """The selects of a plan, and the rows of one prompt that are left between them."""
 
-    def __init__(self, chain: Chain, schedule: Schedule, rows: PromptRows, norms: Tensor | None) -> None:
-        """Begin with all `rows`; `norms` are those of `prefill`."""
+    def __init__(
+        self, chain: Chain, schedule: Schedule, rows: PromptRows, norms: Tensor | None, clock: Stopwatch
+    ) -> None:
+        """Begin with all `rows`; `norms` and `clock` are those of `prefill`."""
         plan = schedule.plan
         self._after, self._evidence = (plan.select_after, plan.evidence) if plan else ({}, None)
-        self._chain, self._rows, self._picture = chain, rows, rows.picture
+        self._chain, self._clock, self._rows, self._picture = chain, clock, rows, rows.picture
         self._norms = {} if norms is None else {"norms": norms}
         self.schedule = schedule
         """What is kept: where counts vary by picture, as the selects found so far."""
@@ -125,23 +126,25 @@ class _Selects:
         """The inputs of the next segment, with the rows that are left."""
         return {name: self._state[name] for name in ("hidden", "cos", "sin")}
 
-    def follow(self, layer: int) -> bool:
-        """Return whether a select follows this layer."""
+    def follows(self, layer: int) -> bool:
+        """Return whether one follows this layer."""
         return str(layer) in self._after
 
     def __call__(self, layer: int, outputs: Mapping[str, Tensor]) -> Tensor:
         """Run the select after `layer` on the `outputs` of its segment, and return its `keep_index`."""
         chain, kept_rows = self._chain, self.schedule.kept_after(layer)
-        scored = {name: outputs[name] for name in ("query", "key")}
-        given = {**self._state, "hidden": outputs["hidden_out"], **scored, **self._norms}
-        if self._evidence is not None:
-            given["evidence"], kept_rows = _tested(chain, self._evidence, self._rows, given, kept_rows)
-            self.schedule = self.schedule.with_left(layer, kept_rows)
-        if chain.several_images or self._evidence is not None:
-            quota = np.repeat(np.arange(len(kept_rows)), kept_rows)
-            given |= {"visual_group": chain.backend.tensor(self._picture), "quota": chain.backend.tensor(quota)}
-            self._picture = quota
-        selected = chain.plan_engine(self._after[str(layer)])(given)
+        select = chain.plan_engine(self._after[str(layer)])
+        with self._clock.measure("select"):
+            scored = {name: outputs[name] for name in ("query", "key")}
+            given = {**self._state, "hidden": outputs["hidden_out"], **scored, **self._norms}
+            if self._evidence is not None:
+                given["evidence"], kept_rows = _tested(chain, self._evidence, self._rows, given, kept_rows)
+                self.schedule = self.schedule.with_left(layer, kept_rows)
+            if chain.several_images or self._evidence is not None:
+                quota = np.repeat(np.arange(len(kept_rows)), kept_rows)
+                given |= {"visual_group": chain.backend.tensor(self._picture), "quota": chain.backend.tensor(quota)}
+                self._picture = quota
+            selected = select(given)
         self._state = {name: selected[f"{name}_out"] for name in self._state}
         return selected["keep_index"]
 
