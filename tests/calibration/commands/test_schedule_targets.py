@@ -8,16 +8,19 @@ import re
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from sinkprune import Pipeline
 from sinkprune.calibration.evaluation.report import Combination
 from sinkprune.calibration.scheduling import propose as propose_module
+from sinkprune.calibration.scheduling.propose import Proposer
 from sinkprune.calibration.scheduling.request_times import RequestTimes
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.checks.fields import from_json
 from sinkprune.contract.costs.model import COSTS_VERSION, Costs, Curve, predict
+from sinkprune.contract.errors import NumericsError
 from sinkprune.contract.reports.report import Spread
 from support.programs.commands import assert_refused, wrote
 from support.programs.schedule_runs import schedule
@@ -284,3 +287,10 @@ def test_no_budget_is_added_where_the_unpruned_model_meets_the_target_after_all(
     outcome = schedule(own, "--target-ms", 250)
     assert_refused(outcome, "no budget was added, because no pruning is needed")
     assert "in-250ms" not in read_bundle(own).manifest.budgets
+
+
+def test_another_error_keeps_the_costs_too(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Proposer, "_attention", Mock(side_effect=NumericsError("not finite")))
+    outcome = schedule(own, "--budget-tokens", 16, "--costs", tmp_path / "costs.json")
+    assert (outcome.code, outcome.stderr.splitlines()[-1]) == (2, "error: not finite")
+    assert len(from_json(Costs, json.loads((tmp_path / "costs.json").read_text())).decoders) == 4
