@@ -169,6 +169,55 @@ def test_other_cuts_are_printed_if_they_save_enough(
     outcome = schedule(own, "--budget-tokens", 16, "--dry-run", "--json", tmp_path / "report.json")
     (other,) = json.loads((tmp_path / "report.json").read_text())["other_cuts"]
     assert ("sinkprune-export --methods sinkpruner,pyramiddrop" in outcome.stdout) == told
+    assert set(read_bundle(own).manifest.cut_after) < set(other["cut_after"])
+
+
+def test_costs_alone_are_measured(own: Path, tmp_path: Path) -> None:
+    before, costs = read_bundle(own).sha256, tmp_path / "costs.json"
+    outcome = schedule(own, "--costs", costs)
+    assert (outcome.code, outcome.stdout, outcome.stderr) == (0, "", wrote(costs))
+    assert len(from_json(Costs, json.loads(costs.read_text())).decoders) == 4
+    assert read_bundle(own).sha256 == before
+    report = tmp_path / "report.json"
+    told = schedule(own, "--costs", costs, "--json", "-")
+    assert schedule(own, "--costs", costs, "--json", report).stdout == ""
+    for written in (json.loads(told.stdout), json.loads(report.read_text())):
+        assert len(from_json(Costs, written["costs"]).decoders) == 4
+    assert json.loads(report.read_text())["costs"] == json.loads(costs.read_text())
+
+
+def test_a_fit_is_that_of_the_measured_pictures(
+    own: Path, tmp_path: Path, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    photo.resize((200, 100)).save(tmp_path / "wide.png")
+    fits, load = list[str | None](), schedule_command.load_pipeline
+
+    def noted(*arguments: Any) -> Pipeline:
+        pipeline = load(*arguments)
+        fits.append("pad" if pipeline.family.layout(photo.resize((200, 100))).seen_share == 1 else None)
+        return pipeline
+
+    monkeypatch.setattr(schedule_command, "load_pipeline", noted)
+    for fit in ((), ("--fit", "pad")):
+        outcome = schedule(own, "--costs", tmp_path / "costs.json", "--image", tmp_path / "wide.png", *fit)
+        assert outcome.code == 0, outcome.stderr
+        note = f"{tmp_path}/wide.png: the model sees 50 % of the picture (the middle 100x100 of 200x100). --fit pad"
+        assert outcome.stderr.startswith(note) if not fit else "the model sees" not in outcome.stderr
+    assert fits == [None, "pad"]
+
+
+def test_notes_name_each_size_of_own_pictures_and_one_of_many_questions(
+    own: Path, tmp_path: Path, photo: Image.Image
+) -> None:
+    sizes = {"wide.png": (200, 100), "also-wide.png": (200, 100), "tall.png": (90, 120), "square.png": (80, 80)}
+    for name, size in sizes.items():
+        photo.resize(size).save(tmp_path / name)
+    images = [word for name in sizes for word in ("--image", tmp_path / name)]
+    report = tmp_path / "r.json"
+    outcome = schedule(own, "--costs", tmp_path / "costs.json", *images, "--json", report)
+    noted = re.findall(r"(\S+): the model sees (\d+) %", outcome.stderr)
+    assert sorted(noted) == [(f"{tmp_path}/tall.png", "75"), (f"{tmp_path}/wide.png", "50")]
+    assert outcome.stderr.count("\n") == 4 and wrote(tmp_path / "costs.json") in outcome.stderr
     told = json.loads(report.read_text())
     assert (set(told), told["seen_share"]) == ({"costs", "notes", "seen_share"}, 0.5) and len(told["notes"]) == 2
     data = write_task(tmp_path, [(name, "What is this?") for name in ("first.png", "second.png")])
