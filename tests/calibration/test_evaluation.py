@@ -18,7 +18,7 @@ from sinkprune.contract.errors import BudgetError, PromptError, UsageError
 from sinkprune.contract.precision import WeightForms
 from sinkprune.contract.reports.report import Spread
 from sinkprune.contract.text.questions import Question
-from sinkprune.runtime.steps.picture_warnings import PictureFacts
+from sinkprune.runtime.media.picture_warnings import PictureFacts
 
 PLANS = {
     "sinkpruner": {"retain-64": None, "retain-32": None},

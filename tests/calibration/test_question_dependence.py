@@ -26,7 +26,7 @@ from sinkprune.calibration.attention.watching import AttentionObserver
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import prune_layers
 from sinkprune.contract.text.questions import Question
-from sinkprune.runtime.steps.picture_warnings import PictureFacts, picture_facts
+from sinkprune.runtime.media.picture_warnings import PictureFacts, picture_facts
 from support.references.picture_prompts import reference_inputs
 from support.references.transformers_attentions import attentions
 

@@ -23,7 +23,7 @@ from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import prune_layers
 from sinkprune.contract.text.questions import Question
 from sinkprune.runtime.backends import Backend, Engine
-from sinkprune.runtime.steps.picture_warnings import picture_facts
+from sinkprune.runtime.media.picture_warnings import picture_facts
 from support.references.masking import Sequence, masked_forward
 from support.references.picture_prompts import reference_inputs
 from support.references.reference import largest

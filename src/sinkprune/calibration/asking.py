@@ -15,12 +15,12 @@ from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.runtime.commands import BundleOptions, load_pipeline
 from sinkprune.runtime.commands.picture_notes import note_files
 from sinkprune.runtime.commands.policy_options import load_policy
+from sinkprune.runtime.media.picture_warnings import file_facts
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.policy import Policy
 from sinkprune.runtime.steps.chain import Wrap
 from sinkprune.runtime.steps.kept import Kept
 from sinkprune.runtime.steps.observer import NOBODY, Observer
-from sinkprune.runtime.steps.picture_warnings import file_facts
 
 Loaded = Pipeline | Policy
 Sample = Item | Moment

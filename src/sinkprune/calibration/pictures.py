@@ -14,7 +14,7 @@ from sinkprune.contract.errors import ImageError
 from sinkprune.runtime.commands.picture_notes import note_many_pictures
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.images import read_image
-from sinkprune.runtime.steps.picture_warnings import PictureFacts, picture_facts
+from sinkprune.runtime.media.picture_warnings import PictureFacts, picture_facts
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 """The suffixes of a folder's picture files."""

@@ -24,7 +24,7 @@ from sinkprune.contract.errors import SinkpruneError, TaskError, UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_bytes
 from sinkprune.contract.text.questions import Question
 from sinkprune.runtime.media.images import read_image
-from sinkprune.runtime.steps.picture_warnings import PictureFacts, picture_facts
+from sinkprune.runtime.media.picture_warnings import PictureFacts, picture_facts
 from sinkprune.runtime.text.answer_form import checked_choices
 
 SCENES = "scenes"

@@ -26,7 +26,7 @@ from sinkprune.jetson.other_forms import manifest_in_form
 from sinkprune.jetson.times import ExpectedTimes, TimeBounds, expected_times
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.families import load_family
-from sinkprune.runtime.steps.picture_warnings import seen_part, smaller_picture
+from sinkprune.runtime.media.picture_warnings import seen_part, smaller_picture
 from sinkprune.runtime.steps.request import DEFAULT_METHOD
 
 PROMPT_TOKENS = 64

@@ -22,10 +22,10 @@ from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.fits import Fit
+from sinkprune.runtime.media.picture_warnings import PictureWarnings
 from sinkprune.runtime.steps.chain import Chain, Wrap
 from sinkprune.runtime.steps.embedding import Embedding
 from sinkprune.runtime.steps.loaded_model import LoadedModel
-from sinkprune.runtime.steps.picture_warnings import PictureWarnings
 from sinkprune.runtime.text.prompt import PromptEncoder
 
 During = Callable[[str], AbstractContextManager[Any]]

@@ -20,7 +20,7 @@ from sinkprune.calibration.quantising.products import Products, linear_layers
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.text.questions import Question
-from sinkprune.runtime.steps.picture_warnings import picture_facts
+from sinkprune.runtime.media.picture_warnings import picture_facts
 from support.models.manifests import file_of
 from support.references.steps import watched
 

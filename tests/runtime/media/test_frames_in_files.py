@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw
 from sinkprune import FirstFrameWarning, Pipeline
 from sinkprune.runtime.media.frame_count import frame_count
 from sinkprune.runtime.media.images import read_header, read_image, read_image_bytes, to_rgb
-from sinkprune.runtime.steps.picture_warnings import notes_on
+from sinkprune.runtime.media.picture_warnings import notes_on
 from support.programs.commands import run
 
 MESSAGE = "the model sees the first of 3 frames. Give frames as files of their own."

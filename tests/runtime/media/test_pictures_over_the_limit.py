@@ -14,7 +14,7 @@ from PIL import Image
 from sinkprune import Clip, FewerFramesWarning, PictureWarning, Pipeline, ScaledDownWarning
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.runtime.families import Family, load_family
-from sinkprune.runtime.steps.picture_warnings import fewer_frames, scaled_down, unseen_notes
+from sinkprune.runtime.media.picture_warnings import fewer_frames, scaled_down, unseen_notes
 from support.models.video_files import write_video
 from support.programs.commands import run
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from sinkprune import DividedPictureWarning, Pipeline
 from sinkprune.runtime.media.images import largest_of_16_bits, read_image, read_image_bytes, to_rgb
-from sinkprune.runtime.steps.picture_warnings import notes_on
+from sinkprune.runtime.media.picture_warnings import notes_on
 from support.programs.commands import run
 
 MESSAGE = (

@@ -19,7 +19,7 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.export.pruning.chosen_heads import HEADS_VERSION, ChosenHeads, LayerHeads
 from sinkprune.runtime.profiling.profile import model_name
-from sinkprune.runtime.steps.received_attention import received_by_head
+from sinkprune.runtime.watching.received_attention import received_by_head
 
 _SHARE_OF_LARGEST = 0.5
 """A layer's heads are chosen if their dependence is at least this share of the layer's largest."""

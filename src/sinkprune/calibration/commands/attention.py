@@ -35,7 +35,7 @@ from sinkprune.contract.command_line.written_files import note_written
 from sinkprune.contract.manifest import Manifest
 from sinkprune.export.pruning.chosen_heads import ChosenHeads, write_heads
 from sinkprune.runtime.commands.interrupts import NO_QUESTION, interrupted_warnings, write_measured
-from sinkprune.runtime.steps.picture_warnings import unseen_warnings
+from sinkprune.runtime.media.picture_warnings import unseen_warnings
 
 _EXAMPLES = """\
 examples:

@@ -35,7 +35,7 @@ from sinkprune.runtime.commands.interrupts import (
     interrupted_warnings,
 )
 from sinkprune.runtime.confidence.thresholds import describe_ladders, write_thresholds
-from sinkprune.runtime.steps.picture_warnings import unseen_warnings
+from sinkprune.runtime.media.picture_warnings import unseen_warnings
 from sinkprune.runtime.text.answer_form import checked_choices
 
 _EXAMPLES = """\

@@ -33,7 +33,7 @@ from sinkprune.contract.files.signature import Sign, read_private_key
 from sinkprune.contract.manifest import BUNDLE, Manifest
 from sinkprune.runtime.commands import BundleOptions, name_list
 from sinkprune.runtime.commands.interrupts import explain_interrupt
-from sinkprune.runtime.steps.picture_warnings import unseen_warnings
+from sinkprune.runtime.media.picture_warnings import unseen_warnings
 
 _EXAMPLES = """\
 examples:

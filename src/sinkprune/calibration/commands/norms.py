@@ -44,9 +44,9 @@ from sinkprune.runtime.commands import (
 )
 from sinkprune.runtime.commands.interrupts import interrupted_warnings, write_measured
 from sinkprune.runtime.commands.picture_notes import note_files, note_many_pictures
+from sinkprune.runtime.media.picture_warnings import unseen_warnings
 from sinkprune.runtime.profiling.plot import import_matplotlib
 from sinkprune.runtime.profiling.profile import model_name
-from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 
 _EXAMPLES = """\
 examples:

@@ -41,8 +41,8 @@ from sinkprune.runtime.commands.interrupts import NO_COSTS, beside_earlier
 from sinkprune.runtime.commands.memory import check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.families import load_family
+from sinkprune.runtime.media.picture_warnings import unseen_warnings
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 from sinkprune.runtime.steps.request import new_request
 
 if TYPE_CHECKING:

@@ -24,10 +24,10 @@ from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.text.questions import Question
+from sinkprune.runtime.media.picture_warnings import unseen_warnings
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.profile import check_budgets
 from sinkprune.runtime.steps.answer import Answer
-from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
 
 NEW_TOKENS = 8

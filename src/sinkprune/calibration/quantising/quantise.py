@@ -34,8 +34,8 @@ from sinkprune.export.weights.calibrated_rounding import calibrated
 from sinkprune.export.weights.rounding import RoundedMatrix, to_nearest
 from sinkprune.export.weights.weight_forms import chosen_forms
 from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.media.picture_warnings import unseen_warnings
 from sinkprune.runtime.profiling.profile import model_name
-from sinkprune.runtime.steps.picture_warnings import unseen_warnings
 
 _QUANTISED: tuple[WeightsName, ...] = ("int8", "int4")
 _NEAREST = "nearest"

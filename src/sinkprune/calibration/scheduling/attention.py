@@ -19,7 +19,7 @@ from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.encoding import encode, run_tower
 from sinkprune.runtime.steps.prompt_rows import PromptRows, lay_out
-from sinkprune.runtime.steps.received_attention import received_attention
+from sinkprune.runtime.watching.received_attention import received_attention
 
 
 class PictureAttention(NamedTuple):

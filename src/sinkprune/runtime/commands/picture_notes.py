@@ -12,7 +12,7 @@ from PIL import Image
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.clip import Picture
-from sinkprune.runtime.steps.picture_warnings import (
+from sinkprune.runtime.media.picture_warnings import (
     FileFacts,
     PictureFacts,
     divided,

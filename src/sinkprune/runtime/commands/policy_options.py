@@ -19,9 +19,9 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.acting.observation import observed, unusual_state
 from sinkprune.runtime.commands import BundleOptions
 from sinkprune.runtime.commands.rate import frame_files
+from sinkprune.runtime.media.picture_warnings import FileFacts, file_facts
 from sinkprune.runtime.policy import Policy
 from sinkprune.runtime.steps.chain import Wrap
-from sinkprune.runtime.steps.picture_warnings import FileFacts, file_facts
 
 NO_CAMERA = "none"
 """The word for a camera without a frame."""

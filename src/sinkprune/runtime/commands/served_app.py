@@ -23,8 +23,8 @@ from sinkprune.runtime.commands.memory import check_memory
 from sinkprune.runtime.confidence.thresholds import Thresholds, missing_thresholds, read_thresholds
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.loading import check_kind
+from sinkprune.runtime.media.picture_warnings import seen_part
 from sinkprune.runtime.session import MAX_BYTES
-from sinkprune.runtime.steps.picture_warnings import seen_part
 from sinkprune.runtime.steps.request import DEFAULT_METHOD, DEFAULT_NEW_TOKENS
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.errors import SinkpruneError
+from sinkprune.runtime.media.picture_warnings import notes_on
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.server.api_error import ApiError
 from sinkprune.runtime.server.bodies import Bodies
@@ -32,7 +33,6 @@ from sinkprune.runtime.server.scheduler import RETRY_S, Job, Scheduler
 from sinkprune.runtime.session import MAX_BYTES, Session
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.observer import NOBODY
-from sinkprune.runtime.steps.picture_warnings import notes_on
 from sinkprune.runtime.steps.request import DEFAULT_METHOD
 from sinkprune.runtime.text.tool_answer import ToolAnswerReader
 

@@ -13,10 +13,10 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from sinkprune.contract.precision import Array
+from sinkprune.runtime.media.picture_warnings import unseen_notes
 from sinkprune.runtime.server.tools import message_fields, part_delta
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.observer import Observer
-from sinkprune.runtime.steps.picture_warnings import unseen_notes
 from sinkprune.runtime.text.tool_answer import ToolAnswerReader
 from sinkprune.runtime.token_map import token_map
 

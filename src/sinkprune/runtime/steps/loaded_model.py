@@ -13,9 +13,9 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.plans import Plan
 from sinkprune.contract.reports.progress import OnProgress
 from sinkprune.runtime.families import Family
+from sinkprune.runtime.media.picture_warnings import PictureWarnings
 from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.embedding import Embedding
-from sinkprune.runtime.steps.picture_warnings import PictureWarnings
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.text.prompt import Prompt, PromptEncoder
 

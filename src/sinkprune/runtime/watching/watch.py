@@ -29,12 +29,12 @@ from sinkprune.runtime.steps.loaded_model import LoadedModel, check_counts_known
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.pictures import PictureLike, decoded
 from sinkprune.runtime.steps.prompt_rows import PromptRows, lay_out
-from sinkprune.runtime.steps.received_attention import received_attention
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.stream import StreamState
 from sinkprune.runtime.text.constraint import Unconstrained
 from sinkprune.runtime.watching.frame_memory import FrameMemory
 from sinkprune.runtime.watching.frame_sanitizer import FrameSanitizer
+from sinkprune.runtime.watching.received_attention import received_attention
 from sinkprune.runtime.writing import Written, choose, write
 
 _CAPACITY = WholeNumber("capacity", 1, 10**7)
