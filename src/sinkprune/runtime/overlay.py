@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.precision import Array
+from sinkprune.runtime.acting.observation import Cameras, camera_key
 from sinkprune.runtime.acting.report import ActionReport
 from sinkprune.runtime.media.clip import Clip, SampledFrames
 from sinkprune.runtime.media.images import read_image, to_rgb
@@ -39,18 +40,23 @@ _HATCH = 16
 
 
 @checks_options
-def overlay(answer: Answer | ActionReport, picture: PictureLike | Sequence[PictureLike | None]) -> Image.Image:
+def overlay(answer: Answer | ActionReport, picture: PictureLike | Cameras) -> Image.Image:
     """Draw the fate of every visual token of an answer, or of a chunk of actions, with a legend, as an RGB image.
 
     `picture` is the picture of the request: a Pillow image, a uint8 [height,width,3] RGB array, a file, a `Clip` or a
     `VideoFile`. For several pictures give a list; they are drawn one above the other. For a chunk give the cameras as
-    `Policy.act` took them; None, a camera without a frame, is left out. A clip is drawn on the frames that the model
+    `Policy.act` took them, in a list or by name; None, a camera without a frame, is left out. A clip is drawn on the frames that the model
     saw. Raises `ImageError`, `VideoError`, and `UsageError` for an answer without pruning and for pictures of another
     number or size, and `TypeError` for an `answer` that is none.
     """
     expected = "an Answer, as generate returns it, or an ActionReport, as act returns it"
     check_type("answer", answer, (Answer, ActionReport), expected)
-    given = picture if isinstance(picture, (list, tuple)) else (picture,)
+    if isinstance(picture, Mapping):
+        by_key = {camera_key(name): frame for name, frame in picture.items()}
+        names = getattr(answer, "camera_names", None) or ()
+        given: Sequence[PictureLike | None] = [by_key.get(camera_key(name)) for name in names]
+    else:
+        given = picture if isinstance(picture, (list, tuple)) else (picture,)
     pictures: list[PictureLike] = [each for each in given if each is not None]
     if len(pictures) != len(answer.images):
         found = counted(len(pictures), "picture")

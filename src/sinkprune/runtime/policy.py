@@ -21,7 +21,7 @@ from sinkprune.contract.schedule import schedules_up_to
 from sinkprune.runtime.acting.chunk import BudgetAndSteps, Choose, check_chunk, layouts_of, run_chunk
 from sinkprune.runtime.acting.costs import measure_costs
 from sinkprune.runtime.acting.deadline import ChunkDeadline, check_costs, least_steps
-from sinkprune.runtime.acting.observation import Observation, observed
+from sinkprune.runtime.acting.observation import Cameras, Observation, observed
 from sinkprune.runtime.acting.report import ActionReport
 from sinkprune.runtime.acting.step_times import StepTimes
 from sinkprune.runtime.backends import Backend
@@ -33,7 +33,6 @@ from sinkprune.runtime.loading import During, check_kind, load_model, open_with_
 from sinkprune.runtime.steps.chain import Wrap
 from sinkprune.runtime.steps.loaded_model import check_counts_known
 from sinkprune.runtime.steps.observer import NOBODY, Observer
-from sinkprune.runtime.steps.pictures import PictureLike
 from sinkprune.runtime.steps.request import DEADLINE_MS, OPTIONS_OF_LOADING
 
 _OF_ACT = ("budget", "method", "steps", "seed", "noise", "deadline_ms", "min_steps", "order")
@@ -113,7 +112,7 @@ class Policy(KeepsCosts[ActionCosts]):
     @checks_options_and(dict.fromkeys(_OF_LOADING, "Policy.load"))
     def act(
         self,
-        cameras: Sequence[PictureLike | None],
+        cameras: Cameras,
         instruction: str,
         state: Sequence[float] | Array,
         *,
@@ -129,9 +128,10 @@ class Policy(KeepsCosts[ActionCosts]):
     ) -> ActionReport:
         """Return the next chunk of actions.
 
-        `cameras` has the last frame of each camera, in the order of the policy's training: a Pillow image, a uint8
-        [height,width,3] array or a file, or None for a camera without a frame. `state` has the robot's numbers in its
-        own units. `budget` and `method` are the bundle's. `steps` are denoising steps (default: the checkpoint's).
+        `cameras` has the last frame of each camera: a Pillow image, a uint8 [height,width,3] array or a file, or None
+        for a camera without a frame. A dict has frames by the names in `facts.cameras`, in any order; 'wrist' is short
+        for 'observation.images.wrist'. A list has them in the order of the policy's training. `state` has the robot's
+        numbers in its own units. `budget` and `method` are the bundle's. `steps` are denoising steps (default: the checkpoint's).
         `seed` draws the noise that the chunk begins with, and `noise` [chunk,action_dim] is that noise; without both
         it differs each time. `order` is that of the channels of arrays: "rgb", or OpenCV's "bgr".
 
@@ -175,7 +175,7 @@ class Policy(KeepsCosts[ActionCosts]):
     @checks_options
     def warm_up(
         self,
-        cameras: Sequence[PictureLike | None],
+        cameras: Cameras,
         instruction: str,
         state: Sequence[float] | Array,
         *,
@@ -213,7 +213,7 @@ class Policy(KeepsCosts[ActionCosts]):
     @checks_options
     def measure_costs(
         self,
-        cameras: Sequence[PictureLike | None],
+        cameras: Cameras,
         instruction: str,
         state: Sequence[float] | Array,
         *,
@@ -253,7 +253,7 @@ class Policy(KeepsCosts[ActionCosts]):
     @checks_options
     def check(
         self,
-        cameras: Sequence[PictureLike | None],
+        cameras: Cameras,
         instruction: str,
         state: Sequence[float] | Array,
         *,

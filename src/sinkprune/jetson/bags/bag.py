@@ -11,17 +11,19 @@ from typing import Any
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.checks.needed_package import needs_package
 from sinkprune.contract.errors import BagError
+from sinkprune.contract.files.numbered_files import by_number
 from sinkprune.contract.files.untrusted import UnreadableError, open_regular, read_text
 from sinkprune.jetson.bags import mcap_file, sqlite_file
 from sinkprune.jetson.bags.bag_file import BagFile, DamagedError, Message, Topic
 from sinkprune.jetson.bags.images import IMAGE_TYPES
-from sinkprune.jetson.bags.mcap_file import McapFile
+from sinkprune.jetson.bags.mcap_file import McapFile, compression_of
 from sinkprune.jetson.bags.sqlite_file import SqliteFile
 
 METADATA = "metadata.yaml"
 _METADATA_BYTES = 1 << 20
 _HEAD_BYTES = 16
 _SUFFIXES = (".mcap", ".db3")
+_FILE = re.compile(r"\.(mcap|db3)(\.zstd|\.zst|\.lz4)?$")
 _MOST_LISTED = 40
 _GIVE = "Give a folder of rosbag2, or a file of it that ends in .mcap or .db3."
 
@@ -91,51 +93,53 @@ def open_bag(path: Path) -> Bag:
         return Bag(path, [_open_file(path)])
     if not (path / METADATA).is_file():
         # ros2 bag writes the metadata last.
-        names = sorted((found.name for found in path.iterdir() if found.suffix in _SUFFIXES), key=_by_number)
-        if not names:
+        found = by_number(file for file in path.iterdir() if _FILE.search(file.name))
+        if not found:
             raise BagError(
                 f"'{path}' is no bag: it has no {METADATA}, and no file that ends in .mcap or .db3. {_GIVE}"
             )
-        return Bag(path, [_open_file(path / name) for name in names])
-    try:
-        facts = _metadata(path / METADATA)
-        mode, listed = str(facts.get("compression_mode") or "").lower(), facts.get("relative_file_paths")
-    except (UnreadableError, AttributeError) as error:
-        raise BagError(f"'{path / METADATA}' {error}. Repair it with: ros2 bag reindex '{path}'") from error
-    if not isinstance(listed, list) or not listed or not all(isinstance(name, str) for name in listed):
-        raise BagError(f"'{path / METADATA}' lists no files. Repair it with: ros2 bag reindex '{path}'")
-    if mode == "file":
-        raise BagError(f"the files of '{path}' are compressed. Unpack them with zstd -d, and give one of them.")
-    # Bags of early versions of ros2 have paths with the name of the folder.
-    return Bag(path, [_open_file(path / Path(name).name, mode == "message") for name in listed])
+    else:
+        try:
+            listed = _metadata(path / METADATA).get("relative_file_paths")
+        except UnreadableError as error:
+            raise BagError(f"'{path / METADATA}' {error}. Repair it with: ros2 bag reindex '{path}'") from error
+        if not isinstance(listed, list) or not listed or not all(isinstance(name, str) for name in listed):
+            raise BagError(f"'{path / METADATA}' lists no files. Repair it with: ros2 bag reindex '{path}'")
+        # Bags of early versions of ros2 have paths with the name of the folder.
+        found = [path / Path(name).name for name in listed]
+    return Bag(path, [_open_file(file) for file in dict.fromkeys(map(_unpacked, found))])
 
 
-def _open_file(path: Path, compressed: bool = False) -> BagFile:
+def _unpacked(path: Path) -> Path:
+    """Return what zstd -d or lz4 -d wrote next to a compressed file, or `path` itself."""
+    plain = path.with_suffix("")
+    return plain if path.suffix not in _SUFFIXES and plain.exists() else path
+
+
+def _open_file(path: Path) -> BagFile:
     try:
         with open_regular(path) as file:
             head = file.read(_HEAD_BYTES)
     except UnreadableError as error:
         raise BagError(f"'{path}' {error}. {_GIVE}") from error
     if head.startswith(mcap_file.MAGIC):
-        return McapFile(path, compressed)
+        return McapFile(path)
     if head.startswith(sqlite_file.MAGIC):
-        return SqliteFile(path, compressed)
+        return SqliteFile(path)
+    if name := compression_of(head):
+        raise BagError(f"'{path}' is compressed as a whole with {name}. Unpack it with: {name} -d '{path}'")
     raise BagError(f"'{path}' is no bag: it begins neither as MCAP nor as sqlite3. {_GIVE}")
 
 
 def _metadata(path: Path) -> dict[str, Any]:
-    """Return the facts in a `metadata.yaml`. Raises `UnreadableError`, and `AttributeError` for another structure."""
+    """Return the facts in a `metadata.yaml`. Raises `UnreadableError`."""
     import yaml
 
     try:
-        facts: dict[str, Any] = yaml.safe_load(read_text(path, _METADATA_BYTES)).get("rosbag2_bagfile_information")
+        read = yaml.safe_load(read_text(path, _METADATA_BYTES))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UnreadableError(f"is not YAML: {' '.join(str(error).split())[:200]}") from error
+    facts = read.get("rosbag2_bagfile_information") if isinstance(read, dict) else None
     if not isinstance(facts, dict):
         raise UnreadableError("has no rosbag2_bagfile_information")
     return facts
-
-
-def _by_number(name: str) -> list[tuple[int, str]]:
-    """Return a key by which `bag_10` comes after `bag_9`."""
-    return [(int(digits or 0), letters) for letters, digits in re.findall(r"(\D+)(\d*)", name)]

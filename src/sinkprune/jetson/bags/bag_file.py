@@ -26,6 +26,7 @@ class Message(NamedTuple):
     time_ns: int
     """When it was recorded, in nanoseconds since 1970."""
     data: bytes
+    """The message as it was recorded: in CDR, or compressed with zstd or lz4."""
 
 
 class DamagedError(Exception):

@@ -22,7 +22,10 @@ class CdrReader:
     def __init__(self, data: bytes) -> None:
         """Read the header of a message, which says whether its numbers are little-endian."""
         if len(data) < _HEADER or data[0] != 0 or data[1] not in _ENDS:
-            raise UnreadableError(f"is not CDR: it begins with {bytes(data[:_HEADER]).hex(' ') or 'nothing'}")
+            raise UnreadableError(
+                "is neither CDR nor compressed with zstd or lz4: it begins with "
+                f"{bytes(data[:_HEADER]).hex(' ') or 'nothing'}"
+            )
         # Views are no copies, and pictures are large.
         self._data, self._place, self._end = memoryview(data)[_HEADER:], 0, _ENDS[data[1]]
 

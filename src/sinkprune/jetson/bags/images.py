@@ -10,7 +10,9 @@ from PIL import Image
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.files.untrusted import UnreadableError
+from sinkprune.jetson.bags.bag_file import DamagedError
 from sinkprune.jetson.bags.cdr import CdrReader
+from sinkprune.jetson.bags.mcap_file import compression_of, decompressed
 from sinkprune.runtime.media.images import MOST_PIXELS, read_image_bytes, to_rgb
 
 
@@ -52,11 +54,12 @@ class Frame(NamedTuple):
 
 
 def read_frame(type_name: str, data: bytes) -> Frame:
-    """Return the picture in a message of one of `IMAGE_TYPES`; raises `ImageError`."""
+    """Return the picture in a message of one of `IMAGE_TYPES`, which may be compressed; raises `ImageError`."""
     try:
-        fields = CdrReader(data)
+        # Recorders compress messages one by one, which only the metadata of a whole bag states.
+        fields = CdrReader(decompressed(compression_of(data), data))
         return Frame(fields.u32(), fields.u32(), fields.text(), IMAGE_TYPES[type_name](fields))
-    except UnreadableError as error:
+    except (UnreadableError, DamagedError) as error:
         raise ImageError(f"the message {error}") from error
 
 

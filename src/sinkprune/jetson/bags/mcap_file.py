@@ -21,15 +21,16 @@ if TYPE_CHECKING:
     from mcap.records import Chunk, McapRecord
 
 MAGIC = b"\x89MCAP0\r\n"
+_BEGINNINGS = {b"\x28\xb5\x2f\xfd": "zstd", b"\x04\x22\x4d\x18": "lz4"}
 _TOO_LARGE = "is damaged: compressed data is cut off, or has more than {} bytes"
 
 
 class McapFile:
     """An MCAP file."""
 
-    def __init__(self, path: Path, compressed: bool = False) -> None:
-        """Read the file at `path`. `compressed` is whether each message is compressed with zstd."""
-        self.path, self._compressed = path, compressed
+    def __init__(self, path: Path) -> None:
+        """Read the file at `path`."""
+        self.path = path
 
     def contents(self) -> Contents:
         summary = self._summary()
@@ -52,8 +53,7 @@ class McapFile:
             if isinstance(record, Channel) and record.topic == topic:
                 ids.add(record.id)
             elif isinstance(record, Record) and record.channel_id in ids:
-                data = decompressed("zstd", record.data) if self._compressed else record.data
-                yield Message(record.log_time, data)
+                yield Message(record.log_time, record.data)
 
     def _summary(self) -> Any:
         """Return what the end of the file states; None if the file has no end, or states nothing."""
@@ -135,6 +135,11 @@ class _WholeReads:
 
     def tell(self) -> int:
         return self._file.tell()
+
+
+def compression_of(data: bytes) -> str:
+    """Return the name of the compression that `data` begins with, "" for another beginning. CDR never does so."""
+    return _BEGINNINGS.get(data[:4], "")
 
 
 def decompressed(name: str, data: bytes, most: int = MOST_BYTES) -> bytes:

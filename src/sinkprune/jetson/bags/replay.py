@@ -69,7 +69,9 @@ class TopicReplay:
         """Check that the topic has pictures; raises `BagError`."""
         self.bag, self.topic, self.sampling = bag, topic, sampling
         self.began_ns = 0
-        """The time of the topic's first frame, from which `first_frame` and `--start` count."""
+        """The time of the topic's first frame, from which `--start` and `--end` count."""
+        self.goes_back: tuple[int, int] | None = None
+        """`FrameChooser.goes_back`, once `run` has ended."""
         self.type_name = bag.check_pictures(topic)
 
     def first_frame(self) -> Frame:
@@ -117,6 +119,7 @@ class TopicReplay:
                 result = FrameResult(number, message.time_ns, failure=str(error).rstrip("."))
             journal.add(result)
             on_frame(result)
+        self.goes_back = chooser.goes_back
         return fates
 
 

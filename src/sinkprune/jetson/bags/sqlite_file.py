@@ -8,7 +8,6 @@ from contextlib import closing
 from pathlib import Path
 
 from sinkprune.jetson.bags.bag_file import MOST_BYTES, Contents, DamagedError, Message, Topic
-from sinkprune.jetson.bags.mcap_file import decompressed
 
 MAGIC = b"SQLite format 3\0"
 _TABLES = ("topics", "messages")
@@ -17,9 +16,9 @@ _TABLES = ("topics", "messages")
 class SqliteFile:
     """A sqlite3 file of rosbag2. It is opened as immutable, so that reading writes no file next to it."""
 
-    def __init__(self, path: Path, compressed: bool = False) -> None:
-        """Read the file at `path`. `compressed` is whether each message is compressed with zstd."""
-        self.path, self._compressed = path, compressed
+    def __init__(self, path: Path) -> None:
+        """Read the file at `path`."""
+        self.path = path
 
     def contents(self) -> Contents:
         try:
@@ -50,7 +49,7 @@ class SqliteFile:
                         continue
                     if not isinstance(time_ns, int) or time_ns < 0 or not isinstance(data, bytes):
                         raise DamagedError(f"is damaged: row {rows} has no message of at most {MOST_BYTES} bytes")
-                    yield Message(time_ns, decompressed("zstd", data) if self._compressed else data)
+                    yield Message(time_ns, data)
         except sqlite3.Error as error:
             raise DamagedError(f"is damaged after {rows} messages: {error}") from error
 

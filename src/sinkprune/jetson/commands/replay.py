@@ -67,7 +67,7 @@ class _Options(BundleOptions, FormOptions):
     system: str | None
     every: float | None
     max_rate: float | None
-    start: float
+    start: float | None
     end: float | None
     limit: int | None
     no_overlay: bool
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None) -> None:
         )
     if options.every and options.max_rate:
         raise UsageError("--every and --max-rate both choose frames by their times. Leave out one of the two.")
-    if options.end is not None and options.end < options.start:
+    if options.end is not None and options.start is not None and options.end < options.start:
         raise UsageError(f"--end is {options.end:g} and --start {options.start:g}, expected an end after the start.")
     form, prompt = read_form(options, []), prompt_pieces(options.prompt)
     if not isinstance(prompt, str):
@@ -179,6 +179,16 @@ class _Answering:
             self._noted.add(kind)
             self.notes += note_pictures(self.pipeline.family, [Path(self.options.topic)], [frame.picture])
 
+    def note_time(self, topic: TopicReplay) -> None:
+        """Print and keep a note on frames whose times go back, if frames were chosen by their times."""
+        if topic.goes_back is not None and topic.sampling != Sampling(limit=topic.sampling.limit):
+            frame, by_ns = topic.goes_back
+            self.notes.append(
+                f"frame {frame} was recorded {by_ns / 1e9:g} s earlier than the frame before it. --start, --end, "
+                "--every and --max-rate choose frames by these times (docs/ros2.md)."
+            )
+            sys.stderr.write(f"{self.notes[-1]}\n")
+
     def __call__(self, result: FrameResult, frame: Frame) -> FrameResult:
         self.note(frame)
         answer = self.pipeline.generate(frame.picture, self._prompt, **self._fields)
@@ -218,6 +228,7 @@ def _answer_all(topic: TopicReplay, journal: Journal, answering: _Answering) -> 
                 output.write(f"{result.number} {seconds:.3f} s: {escaped(result.text)}\n")
 
         fates = topic.run(journal, answering, on_frame)
+    answering.note_time(topic)
     summary = summarise(journal.results(), fates)
     manifest = answering.pipeline.bundle.manifest
     report = ReplayReport(
@@ -320,7 +331,7 @@ def _parser() -> Any:
         "--every", type=_EVERY, metavar="SECONDS", help="answer the first frame of each period (default: every frame)"
     )
     add("--max-rate", type=_MAX_RATE, metavar="HZ", help="the same by frames a second: --every 1/HZ")
-    add("--start", type=_START, default=0.0, metavar="SECONDS", help="begin so long after the topic's first frame")
+    add("--start", type=_START, metavar="SECONDS", help="begin so long after the topic's first frame")
     add("--end", type=_END, metavar="SECONDS", help="end so long after the topic's first frame")
     add("--limit", type=_LIMIT, metavar="N", help="take at most N frames, with those that cannot be decoded")
     add("--force", action="store_true", help="replace an existing OUT.mcap")

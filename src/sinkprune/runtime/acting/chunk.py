@@ -99,6 +99,7 @@ def run_chunk(
         step_ms=step_ms,
         flops=chunk_flops(manifest, steps, prefix.schedule.rows, layouts, rows_per_layer),
         images=kept,
+        camera_names=observation.camera_names,
     )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,13 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.steps.pictures import PictureLike, check_order, warn_of_order, with_order
 from sinkprune.runtime.steps.request import check_picture, check_texts
 
+Cameras = Sequence[PictureLike | None] | Mapping[str, PictureLike | None]
+"""The last frame of each camera, None for a camera without one: by name, or in the order of the policy's training."""
+_IMAGES = "observation.images."
+"""What LeRobot writes before the name of a camera."""
+_NEVER_A_FRAME = f"{_IMAGES}empty_camera_"
+"""The start of the names that LeRobot gives to `empty_cameras`, which had no frames in training."""
+_Value = TypeVar("_Value")
 STEPS = WholeNumber("steps", 1, 1000)
 """Denoising steps of a chunk."""
 _UNUSUAL = 10
@@ -31,6 +38,8 @@ class Observation:
 
     cameras: tuple[PictureLike, ...]
     """The frames of the cameras that have one, in the order of the policy's training."""
+    camera_names: tuple[str, ...] | None
+    """The names of these cameras; None if the policy has none."""
     instruction: str
     prompt: str
     """What the prompt has as text: the instruction, and the state where it is part of the prompt."""
@@ -43,7 +52,7 @@ class Observation:
 
 def observed(
     manifest: Manifest,
-    cameras: Sequence[PictureLike | None],
+    cameras: Cameras,
     instruction: str,
     state: Sequence[float] | Array,
     *,
@@ -64,7 +73,7 @@ def observed(
         raise PromptError("the instruction is empty. Name the task, as in 'pick up the cup'.")
     check_texts((instruction,), 0)
     order, policy = check_order(order), manifest.acting
-    given = _frames(manifest, cameras)
+    names, given = _frames(manifest, cameras)
     warn_of_order(order, given)
     frames = tuple(with_order(frame, order) for frame in given)
     if noise is not None and seed is not None:
@@ -72,10 +81,12 @@ def observed(
     drawn = _noise(policy, seed) if noise is None else _given_noise(policy, noise)
     count = policy.steps if steps is None else STEPS.check(steps)
     normalised = normalised_state(policy, state)
+    # The chat template ends the line. LeRobot's `pi0_new_line_processor` does only if the task does not.
+    instruction = instruction.removesuffix("\n")
     prompt = state_prompt(policy, instruction, normalised) if policy.state_in_prompt else instruction
     if said := unusual_state(policy, normalised):
         warn_user(said, UnusualStateWarning)
-    return Observation(frames, instruction, prompt, normalised, drawn, count)
+    return Observation(frames, names, instruction, prompt, normalised, drawn, count)
 
 
 def normalised_state(policy: PolicyFacts, state: Sequence[float] | Array) -> Array:
@@ -146,13 +157,60 @@ def _extents(ranges: NumberRanges) -> tuple[Array, Array]:
     return low, np.where(high == low, np.float32(1e-8), high - low)
 
 
-def _frames(manifest: Manifest, cameras: Sequence[PictureLike | None]) -> list[PictureLike]:
-    """Return the frames that are there."""
-    if not isinstance(cameras, (list, tuple)):
-        raise ImageError(f"found {type_name(cameras)} as cameras, expected a list with the frame of each camera.")
-    given = list(cameras)
+def camera_key(name: str) -> str:
+    """Return LeRobot's key of a camera's frames: 'wrist' is short for 'observation.images.wrist'."""
+    return name if name.startswith("observation.") else _IMAGES + name
+
+
+def short_name(name: str) -> str:
+    """Return the shortest name of a camera that `camera_key` completes."""
+    return name.removeprefix(_IMAGES)
+
+
+def in_trained_order(policy: PolicyFacts, cameras: Mapping[str, _Value]) -> list[_Value | None]:
+    """Return the values of `cameras` in the order of the policy's training, by the names in the bundle.
+
+    A camera that had no frames in training may be left out, as in LeRobot, and is None. Raises `UsageError` for
+    unknown, missing and doubled names, and for a policy whose cameras have no names.
+    """
+    keys = [*map(camera_key, policy.cameras or ())]
+    if not keys:
+        raise UsageError(
+            "the policy's checkpoint has no names of cameras, and cameras were named. Give frames without names, in "
+            "the order of the policy's training."
+        )
+    given = dict[str, _Value]()
+    for name, value in cameras.items():
+        if not isinstance(name, str) or camera_key(name) in given:
+            wrong = "is named twice" if isinstance(name, str) else "is no name"
+            raise UsageError(f"camera {format_value(name)} {wrong}, expected each name of a camera once.")
+        given[camera_key(name)] = value
+    missing = [key for key in keys if key not in given and not key.startswith(_NEVER_A_FRAME)]
+    if missing or given.keys() - keys:
+        raise UsageError(
+            f"found the cameras {_listed(given) or 'none'}, expected {_listed(keys)}. Name each of them; one without a "
+            "frame has None (NAME=none for --camera, [] in LeRobot's configuration)."
+        )
+    return [given.get(key) for key in keys]
+
+
+def _listed(keys: Iterable[str]) -> str:
+    return ", ".join(short_name(key) for key in keys)
+
+
+def _frames(manifest: Manifest, cameras: Cameras) -> tuple[tuple[str, ...] | None, list[PictureLike]]:
+    """Return the names of the cameras that have a frame, None without names, and their frames."""
+    names = manifest.acting.cameras
+    if isinstance(cameras, Mapping):
+        given: list[PictureLike | None] = in_trained_order(manifest.acting, cameras)
+    elif isinstance(cameras, (list, tuple)):
+        given = list(cameras)
+    else:
+        raise ImageError(
+            f"found {type_name(cameras)} as cameras, expected a list with the frame of each camera, or a dict of them "
+            "by name."
+        )
     if len(given) != manifest.max_images:
-        names = manifest.policy.cameras if manifest.policy else None
         known = f": {', '.join(names)}" if names else ""
         again = f"; or export the checkpoint again with --max-images {len(given)}" if given and not names else ""
         raise ImageError(
@@ -165,7 +223,8 @@ def _frames(manifest: Manifest, cameras: Sequence[PictureLike | None]) -> list[P
         raise ImageError("no camera has a frame, expected one at least.")
     for frame in frames:
         check_picture(frame)
-    return frames
+    seen = zip(names or (), given, strict=False)
+    return tuple(name for name, frame in seen if frame is not None) if names else None, frames
 
 
 def _noise(policy: PolicyFacts, seed: int | None) -> Array:

@@ -81,6 +81,8 @@ class ActionReport:
     flops: ActionFlops
     images: tuple[Kept, ...]
     """What each step kept of each camera's tokens, in the order of the cameras with a frame."""
+    camera_names: tuple[str, ...] | None = None
+    """The names of these cameras; None if the policy's checkpoint has none."""
     deadline: ActionDeadline | None = None
     """How the deadline was met or missed; None without a deadline."""
 

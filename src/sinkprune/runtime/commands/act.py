@@ -54,7 +54,7 @@ examples:
   sinkprune-act policy --camera base.jpg --camera wrist.jpg --instruction "pick up the cup" \\
       --state 0.1,0.2,0.3 --budget prune-77.8 --overlay kept.png
   sinkprune-act policy --camera base.jpg --camera none --instruction "pick up the cup" --state state.json --json
-  sinkprune-act policy --camera base/ --camera wrist/ --instruction "pick up the cup" --state states.csv
+  sinkprune-act policy --camera wrist=wrist/ --camera base=base/ --instruction "pick up the cup" --state states.csv
   sinkprune-act policy --camera base/ --camera wrist/ --instruction "pick up the cup" --state states.csv \\
       --deadline-ms 300 --min-steps 4
 """
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None) -> None:
     read = [*observations.files, *options.key_files, *([options.costs] if options.costs else [])]
     check_outputs([*json_outputs(options.json), *overlays], read, folders)
     _check_combinations(options, observations)
-    bundle, notes = _open(options, observations)
+    bundle, observations, notes = _open(options, observations)
     manifest, (first, *_) = bundle.manifest, observations.moments
     given = [path for path in first.cameras if path is not None]
     costs = _usable_costs(options, bundle, len(given)) if options.deadline_ms is not None else None
@@ -99,6 +99,7 @@ def main(arguments: Sequence[str] | None) -> None:
     notes += note_sizes(family, given, pictures)
     layouts = [*map(family.layout, pictures)]
     memory = check_memory(options, bundle, layouts, options.method, [options.budget], options.instruction, 0)
+    observations.print_order(manifest.acting)
     policy = load_policy(options, bundle)
     if options.deadline_ms is not None:
         _prepare(policy, costs, first, layouts, options)
@@ -157,7 +158,7 @@ def _parse(arguments: Sequence[str] | None) -> _Options:
         _EXAMPLES,
     )
     add = parser.add_argument
-    add_cameras(parser, "; or a folder of frames, for a chunk each in the order of their names", required=True)
+    add_cameras(parser, "; or a folder of frames, for a chunk each in the order of the numbers in their names", required=True)
     add("--instruction", "--prompt", required=True, help="what the robot is to do")
     add_state(parser, required=True)
     add_method(parser)
@@ -217,19 +218,20 @@ def _check_combinations(options: _Options, observations: Observations) -> None:
         )
 
 
-def _open(options: _Options, observations: Observations) -> tuple[Bundle, list[str]]:
+def _open(options: _Options, observations: Observations) -> tuple[Bundle, Observations, list[str]]:
     """Open the policy's bundle, and check the budget and all observations before anything is loaded.
 
-    Returns the bundle, and the notes on states that were printed.
+    Returns the bundle, the observations in the order of its cameras, and the notes on states that were printed.
     """
     bundle = read_runnable(options.bundle, options.trust)
     manifest = bundle.manifest
     check_kind(bundle, acts=True)
     manifest.plan(options.method, options.budget)
+    observations = observations.for_policy(manifest.acting)
     notes = observations.check(manifest, options.instruction, steps=options.steps)
     if options.min_steps is not None:
         check_least_steps(options.min_steps, options.steps or manifest.acting.steps, "--min-steps", "--steps")
-    return bundle, notes
+    return bundle, observations, notes
 
 
 def _usable_costs(options: _Options, bundle: Bundle, frames: int) -> ActionCosts | None:

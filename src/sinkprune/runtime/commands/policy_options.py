@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.format_value import counted, format_value
+from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command_parser import CommandParser, PathOrName
 from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_text
-from sinkprune.contract.manifest import Manifest
-from sinkprune.runtime.acting.observation import observed, unusual_state
+from sinkprune.contract.manifest import Manifest, PolicyFacts
+from sinkprune.runtime.acting.observation import in_trained_order, observed, short_name, unusual_state
 from sinkprune.runtime.commands import BundleOptions
 from sinkprune.runtime.commands.rate import frame_files
 from sinkprune.runtime.media.picture_warnings import FileFacts, file_facts
@@ -28,6 +29,8 @@ NO_CAMERA = "none"
 _STATES_BYTES = 64 << 20
 """Seven hours of states of 32 numbers, ten times a second."""
 _NO_LIST = "it is no JSON list of finite numbers"
+_NAMED = re.compile(r"([^/=]+)=(.*)", re.DOTALL)
+"""A name and a path. A path with = begins with ./ or / where it has no name."""
 _NEGATIVE = re.compile(r"-\.?\d")
 _LIKE_NUMBERS = re.compile(r"[^/]*,[^/]*|[-+.;e\d\s]+|[-+]?(nan|inf|infinity)", re.IGNORECASE)
 """Matches words that look like numbers, and not like the path of a file."""
@@ -44,18 +47,44 @@ class Observations(NamedTuple):
     """The moments of `--camera` and `--state`, and what they were read from."""
 
     moments: tuple[Moment, ...] = ()
+    sources: tuple[Path | None, ...] = ()
+    """The value of each `--camera`, as the cameras of `moments` are ordered."""
+    names: tuple[str, ...] | None = None
+    """The names that were given for the cameras; None if they were given in order."""
     files: tuple[Path, ...] = ()
     folders: tuple[Path, ...] = ()
     facts: tuple[tuple[Path, FileFacts], ...] = ()
     """The files of the folders, each with its facts."""
 
+    def for_policy(self, policy: PolicyFacts) -> Observations:
+        """Return these with the cameras in the order of the policy's training.
+
+        Raises `UsageError` for other names than the bundle's.
+        """
+        if self.names is None:
+            return self
+        given = self.names
+
+        def ordered(values: Sequence[Path | None]) -> tuple[Path | None, ...]:
+            return tuple(in_trained_order(policy, dict(zip(given, values, strict=True))))
+
+        moments = tuple(moment._replace(cameras=ordered(moment.cameras)) for moment in self.moments)
+        return self._replace(moments=moments, sources=ordered(self.sources), names=policy.cameras)
+
+    def print_order(self, policy: PolicyFacts) -> None:
+        """Print what `--camera` gave for each camera, in the order in which the policy reads them."""
+        words = [NO_CAMERA if source is None else str(source) for source in self.sources]
+        if policy.cameras:
+            words = [f"{short_name(name)}={word}" for name, word in zip(policy.cameras, words, strict=True)]
+        sys.stderr.write(f"cameras: {escaped(', '.join(words))}\n")
+
     def check(self, manifest: Manifest, instruction: str, **options: Any) -> list[str]:
         """Check all moments before anything is loaded, with the `options` of `observed`.
 
-        Prints a note about the first unusual state, and returns it in a list. Raises `ImageError`, `PromptError` and
-        `UsageError`.
+        Prints and returns notes about frames that may not belong together and about the first unusual state. Raises
+        `ImageError`, `PromptError` and `UsageError`.
         """
-        notes = list[str]()
+        notes, unusual = self._names_note(), ""
         for number, moment in enumerate(self.moments, 1):
             try:
                 observation = observed(manifest, moment.cameras, instruction, moment.state, **options)
@@ -63,10 +92,22 @@ class Observations(NamedTuple):
                 if len(self.moments) == 1:
                     raise
                 raise UsageError(f"moment {number} of {len(self.moments)}: {error}") from error
-            if not notes and (note := unusual_state(manifest.acting, observation.state)):
-                notes.append(f"moment {number}: {note}" if len(self.moments) > 1 else note)
-                sys.stderr.write(f"{notes[0]}\n")
+            if not unusual and (unusual := unusual_state(manifest.acting, observation.state) or ""):
+                notes.append(f"moment {number}: {unusual}" if len(self.moments) > 1 else unusual)
+        sys.stderr.writelines(f"{escaped(note)}\n" for note in notes)
         return notes
+
+    def _names_note(self) -> list[str]:
+        """Return a note if some moments have frames of one name and others do not, as after a frame was lost."""
+        stems = [{path.stem for path in moment.cameras if path is not None} for moment in self.moments]
+        different = [number for number, own in enumerate(stems, 1) if len(own) > 1]
+        if not different or len(different) == len(stems):
+            return []
+        names = " and ".join(path.name for path in self.moments[different[0] - 1].cameras if path is not None)
+        return [
+            f"moment {different[0]} has the frames {names}, and other moments have frames of one name. Frames belong "
+            "together by their order: check that no folder lacks a frame."
+        ]
 
 
 def add_cameras(group: Any, note: str = "", *, required: bool = False) -> None:
@@ -75,10 +116,10 @@ def add_cameras(group: Any, note: str = "", *, required: bool = False) -> None:
         "--camera",
         type=PathOrName,
         action="append",
-        metavar="PICTURE",
+        metavar="[NAME=]PICTURE",
         **({"required": True} if required else {}),
-        help=f"the last frame of a camera{note}; once for each, in the order of the policy's training; {NO_CAMERA} "
-        "for a camera without one",
+        help=f"the last frame of a camera{note}; once for each, as NAME=PICTURE with the names of the policy's cameras, "
+        f"or without names in the order of its training; {NO_CAMERA} for a camera without one",
     )
 
 
@@ -105,7 +146,7 @@ def given_observations(cameras: Sequence[str] | None, state: str | None) -> Obse
         return Observations()
     if state is None:
         raise UsageError("--camera is for a robot policy, which also reads the robot's state. Add --state.")
-    paths = [None if word == NO_CAMERA else Path(word) for word in cameras]
+    names, paths = _named(cameras)
     folders = tuple(path for path in paths if path is not None and path.is_dir())
     with status("checking the frames"):
         # The order of files gives the moments, so that another file among them would move all later ones.
@@ -121,7 +162,32 @@ def given_observations(cameras: Sequence[str] | None, state: str | None) -> Obse
     states *= len(sets) // len(states)
     moments = tuple(Moment(frames, own) for frames, own in zip(sets, states, strict=True))
     files = [path for cameras in sets for path in cameras if path is not None]
-    return Observations(moments, (*files, *([source] if source else [])), folders, (*facts.items(),))
+    return Observations(moments, tuple(paths), names, (*files, *([source] if source else [])), folders, (*facts.items(),))
+
+
+def _named(words: Sequence[str]) -> tuple[tuple[str, ...] | None, list[Path | None]]:
+    """Return the names in the values of `--camera`, None without any, and the paths; raises `UsageError`."""
+    pairs = [_NAMED.fullmatch(word) for word in words]
+    given = [pair for pair in pairs if pair]
+    if given and len(given) < len(pairs):
+        other = words[pairs.index(None)]
+        raise UsageError(
+            f"--camera {format_value(given[0][0])} has a name and {format_value(other)} has none. Name all cameras or "
+            "none of them. Begin a path that has = with ./ to give it without a name."
+        )
+    for pair in given:
+        if Path(pair[0]).exists():
+            raise UsageError(
+                f"--camera {format_value(pair[0])} is a file, and may also mean camera {format_value(pair[1])}. Begin "
+                "the path with ./, or rename the file."
+            )
+        if not pair[2]:
+            raise UsageError(f"--camera {format_value(pair[0])} has no picture, expected NAME=PICTURE or NAME=none.")
+    names = tuple(pair[1] for pair in given)
+    if doubled := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"--camera names {format_value(doubled[0])} twice, expected each camera once.")
+    paths = [pair[2] for pair in given] or words
+    return names or None, [None if path == NO_CAMERA else Path(path) for path in paths]
 
 
 def _frames(paths: Sequence[Path | None], frames: dict[Path, list[Path]]) -> list[tuple[Path | None, ...]]:

@@ -75,6 +75,7 @@ def profile_policy(options: PolicyProfileOptions, bundle: Bundle, observations: 
             f"found {len(observations.moments)} moments, expected one: all budgets are measured on the same frames. "
             "Give a file for each camera."
         )
+    observations = observations.for_policy(manifest.acting)
     (moment,) = observations.moments
     steps = options.steps or _usual_steps(manifest.acting)
     notes = observations.check(manifest, options.prompt)
@@ -86,6 +87,7 @@ def profile_policy(options: PolicyProfileOptions, bundle: Bundle, observations: 
     files = [path for path in moment.cameras if path is not None]
     notes += note_pictures(family, files, given)
     check_memory(options, bundle, [*map(family.layout, given)], options.method, budgets, options.prompt, 0)
+    observations.print_order(manifest.acting)
     policy = load_policy(options, bundle)
     rounds = PolicyRounds(policy, frames, options.prompt, moment.state, budgets, steps, method=options.method)
     interrupted = measured_rounds(rounds, options.repeat or USUAL_REPEAT, options.warmup, "chunks")

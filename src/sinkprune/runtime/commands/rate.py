@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sinkprune.contract.command_line.table_console import TableConsole, make_table, plain_text
 from sinkprune.contract.errors import ImageError, UsageError
+from sinkprune.contract.files.numbered_files import by_number
 from sinkprune.contract.reports.rate_report import RateReport
 from sinkprune.contract.reports.report import FEWEST_OF_P95
 from sinkprune.runtime.commands.power import power_line
@@ -55,15 +56,16 @@ def wanted_camera(options: RateOptions) -> FrameClock | None:
 
 
 def frame_files(folder: Path) -> list[Path]:
-    """Return what a folder of frames holds, in the order of names, without hidden files.
+    """Return what a folder of frames holds, without hidden files, in the order of `by_number`.
 
-    A folder among them is rejected when it is read, as a file that is no picture. Raises `ImageError`.
+    A folder among them is rejected when it is read, as a file that is no picture. Raises `ImageError`, and
+    `UsageError` for an unclear order.
     """
     if not folder.is_dir():
         raise ImageError(
             f"'{folder}' is no folder. --frames takes a folder of pictures; give single ones by --image."
         )
-    files = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
+    files = by_number(path for path in folder.iterdir() if not path.name.startswith("."))
     if not files:
         raise ImageError(f"'{folder}' holds no files, expected pictures.")
     return files

@@ -20,16 +20,17 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.format_value import counted, format_value, type_name
 from sinkprune.contract.checks.ranges import WholeNumber
+from sinkprune.contract.checks.user_warnings import warn_user
 from sinkprune.contract.errors import ImageError, UsageError
+from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
+from sinkprune.runtime.acting.observation import camera_key, in_trained_order
 from sinkprune.runtime.acting.report import ActionReport
 from sinkprune.runtime.policy import Policy
 
 Tensor = Any
 """A tensor of torch, which LeRobot brings along."""
 STATE, ACTION, TASK = "observation.state", "action", "task"
-IMAGES = "observation.images."
-"""The start of the keys of cameras' frames."""
 _ROUNDING = 1e-3
 """By how much resizing may leave the range of pixels, 0 to 1. It changes no pixel of 8 bits."""
 _WARM_UP = "pick up the object"
@@ -49,8 +50,9 @@ class SinkpruneConfig(PreTrainedConfig):  # type: ignore[misc]
     bundle: str = ""
     """The folder of the bundle, or of engines."""
     cameras: dict[str, list[int]] = field(default_factory=dict)
-    """Height and width of each camera's frames, by LeRobot's name of the camera, in the order of the policy's
-    training. An empty list is a camera without a frame. LeRobot's server resizes frames to this size."""
+    """Height and width of each camera's frames, by the camera's name in the bundle, in any order. An empty list is a
+    camera without a frame. LeRobot's server resizes frames to this size. For a bundle without names, names are those
+    of LeRobot, in the order of the policy's training."""
     method: str = "sinkpruner"
     budget: str = UNPRUNED
     """With `deadline_ms`, the largest budget that may run."""
@@ -83,7 +85,7 @@ class SinkpruneConfig(PreTrainedConfig):  # type: ignore[misc]
             if feature.type is not FeatureType.VISUAL
         }
         frames = {
-            IMAGES + name: PolicyFeature(FeatureType.VISUAL, (3, *size))
+            camera_key(name): PolicyFeature(FeatureType.VISUAL, (3, *size))
             for name, size in self.cameras.items()
             if size
         }
@@ -133,11 +135,7 @@ class SinkprunePolicy(PreTrainedPolicy):  # type: ignore[misc]
                 f"'{config.bundle}' has no statistics of states and actions, so its actions are not in the robot's "
                 "units. Export a checkpoint with statistics (docs/policies.md)."
             )
-        if len(config.cameras) != manifest.max_images:
-            raise UsageError(
-                f"found {counted(len(config.cameras), 'camera')}, and '{config.bundle}' was exported for "
-                f"{counted(manifest.max_images, 'camera')}. Name all in 'cameras', with [] for one without a frame."
-            )
+        self._cameras = _cameras(config, manifest)
         state, action = len(facts.usual_state), facts.action_width
         config.input_features = _with_feature(config.input_features, STATE, FeatureType.STATE, state)
         config.output_features = _with_feature(config.output_features, ACTION, FeatureType.ACTION, action)
@@ -223,13 +221,10 @@ class SinkprunePolicy(PreTrainedPolicy):  # type: ignore[misc]
         self.config._save_pretrained(save_directory)
 
     def _frames(self, batch: Mapping[str, Any], row: int) -> list[Array | None]:
-        return [
-            _frame(IMAGES + name, _get(batch, IMAGES + name), row) if size else None
-            for name, size in self.config.cameras.items()
-        ]
+        return [_frame(key, _get(batch, key), row) if size else None for key, size in self._cameras]
 
     def _warm_up(self) -> None:
-        frames = [np.zeros((*size, 3), np.uint8) if size else None for size in self.config.cameras.values()]
+        frames = [np.zeros((*size, 3), np.uint8) if size else None for _, size in self._cameras]
         state = self.engines.facts.usual_state
         self.engines.warm_up(frames, _WARM_UP, state, budget=self.config.budget, method=self.config.method)
 
@@ -266,6 +261,26 @@ def make_sinkprune_pre_post_processors(
             to_output=transition_to_policy_action,
         ),
     )
+
+
+def _cameras(config: SinkpruneConfig, manifest: Manifest) -> list[tuple[str, list[int] | None]]:
+    """Return LeRobot's key of each camera and the size of its frames, in the order of the policy's training.
+
+    Raises `UsageError` for cameras that are not the bundle's.
+    """
+    given, names = config.cameras, manifest.acting.cameras
+    if names:
+        return [*zip(map(camera_key, names), in_trained_order(manifest.acting, given), strict=True)]
+    if len(given) != manifest.max_images:
+        raise UsageError(
+            f"found {counted(len(given), 'camera')}, and '{config.bundle}' was exported for "
+            f"{counted(manifest.max_images, 'camera')}. Name all in 'cameras', with [] for one without a frame."
+        )
+    warn_user(
+        f"'{config.bundle}' has no names of cameras, so their order in 'cameras' counts: {', '.join(given)}. It must be "
+        "that of the policy's training."
+    )
+    return [(camera_key(name), size) for name, size in given.items()]
 
 
 def _with_feature(features: dict[str, Any] | None, name: str, kind: Any, width: int) -> dict[str, Any]:

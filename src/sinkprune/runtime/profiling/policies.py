@@ -19,11 +19,11 @@ from sinkprune.contract.reports.policy_report import (
 )
 from sinkprune.contract.reports.report import Spread
 from sinkprune.contract.reports.rows import Row, by_method, profile_rows
+from sinkprune.runtime.acting.observation import Cameras
 from sinkprune.runtime.acting.report import ActionReport
 from sinkprune.runtime.policy import Policy
 from sinkprune.runtime.profiling.plot import stacked_bars
 from sinkprune.runtime.profiling.profile import Rounds, engine_header, ratio
-from sinkprune.runtime.steps.pictures import PictureLike
 
 _SEED = 0
 """All chunks begin with the same noise, which does not change their time."""
@@ -40,7 +40,7 @@ class PolicyRounds(Rounds[Kind, ActionReport]):
     def __init__(
         self,
         policy: Policy,
-        cameras: Sequence[PictureLike | None],
+        cameras: Cameras,
         instruction: str,
         state: Sequence[float] | Array,
         budgets: Sequence[str],
