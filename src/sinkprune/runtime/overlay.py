@@ -45,15 +45,15 @@ def overlay(answer: Answer | ActionReport, picture: PictureLike | Cameras) -> Im
 
     `picture` is the picture of the request: a Pillow image, a uint8 [height,width,3] RGB array, a file, a `Clip` or a
     `VideoFile`. For several pictures give a list; they are drawn one above the other. For a chunk give the cameras as
-    `Policy.act` took them, in a list or by name; None, a camera without a frame, is left out. A clip is drawn on the frames that the model
-    saw. Raises `ImageError`, `VideoError`, and `UsageError` for an answer without pruning and for pictures of another
-    number or size, and `TypeError` for an `answer` that is none.
+    `Policy.act` took them, in a list or by name; None, a camera without a frame, is left out. A clip is drawn on the
+    frames that the model saw. Raises `ImageError`, `VideoError`, and `UsageError` for an answer without pruning and
+    for pictures of another number or size, and `TypeError` for an `answer` that is none.
     """
     expected = "an Answer, as generate returns it, or an ActionReport, as act returns it"
     check_type("answer", answer, (Answer, ActionReport), expected)
     if isinstance(picture, Mapping):
         by_key = {camera_key(name): frame for name, frame in picture.items()}
-        names = getattr(answer, "camera_names", None) or ()
+        names = isinstance(answer, ActionReport) and answer.camera_names or ()
         given: Sequence[PictureLike | None] = [by_key.get(camera_key(name)) for name in names]
     else:
         given = picture if isinstance(picture, (list, tuple)) else (picture,)

@@ -7,8 +7,10 @@ import struct
 import tracemalloc
 from typing import Any
 
+import lz4.frame
 import numpy as np
 import pytest
+import zstandard
 from PIL import Image
 
 from sinkprune.contract.errors import ImageError
@@ -98,11 +100,14 @@ def test_a_wrong_picture_is_rejected(message: Any, said: str) -> None:
 def test_a_message_that_is_cut_off_or_no_cdr_is_rejected() -> None:
     whole = data_of(raw_image(RGB, "rgb8"))
     for length in range(len(whole)):
-        with pytest.raises(ImageError, match=r"is cut off|is not CDR"):
+        with pytest.raises(ImageError, match=r"is cut off|is neither CDR"):
             read_frame(IMAGE, whole[:length])
     for head in (b"\0\2\0\0", b"\1\1\0\0"):
-        with pytest.raises(ImageError, match="is not CDR"):
+        with pytest.raises(ImageError, match="is neither CDR nor compressed"):
             read_frame(IMAGE, head + whole[4:])
+    for damaged in (zstandard.compress(whole)[:-9], lz4.frame.compress(whole)[:-9], zstandard.compress(b"")):
+        with pytest.raises(ImageError, match=r"the message is damaged|is neither CDR"):
+            read_frame(IMAGE, damaged)
     # The length of the data says 4 GB.
     place = whole.rindex(struct.pack("<I", 105))
     with pytest.raises(ImageError, match="a field has 4294967295 bytes, and 105 are left"):

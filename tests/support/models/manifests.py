@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,15 @@ def manifest_data(root: Path) -> dict[str, Any]:
 
 def write_data(root: Path, data: Any) -> None:
     (root / MANIFEST).write_text(json.dumps(data), encoding="utf-8")
+
+
+def name_cameras(bundle: Path, folder: Path, *names: str) -> Path:
+    """Write `bundle` again into the new `folder`, as of a checkpoint whose cameras have `names`."""
+    shutil.copytree(bundle, folder)
+    data = manifest_data(folder)
+    data["policy"]["cameras"] = names
+    write_data(folder, data)
+    return folder
 
 
 def file_of(folder: Bundle | Engines, graph: str) -> Path:

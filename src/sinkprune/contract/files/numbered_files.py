@@ -11,6 +11,8 @@ from sinkprune.contract.errors import UsageError
 
 _WHOLE, _DECIMAL = re.compile("([0-9]+)"), re.compile(r"([0-9]+(?:\.[0-9]+)?)")
 
+_SUFFIX = re.compile(r"\.[A-Za-z]\w*$")
+
 
 def by_number(paths: Iterable[Path]) -> list[Path]:
     """Return `paths` in the order of their names, in which numbers count as numbers: `frame9` before `frame10`.
@@ -31,4 +33,5 @@ def by_number(paths: Iterable[Path]) -> list[Path]:
 
 def _key(number: re.Pattern[str], name: str) -> tuple[list[str | Decimal], str]:
     # Texts are at even places and numbers at odd places, so that neither is compared with the other.
-    return [Decimal(part) if place % 2 else part for place, part in enumerate(number.split(name))], name
+    parts = number.split(_SUFFIX.sub("", name))
+    return [Decimal(part) if place % 2 else part for place, part in enumerate(parts)], name

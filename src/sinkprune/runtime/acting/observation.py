@@ -188,8 +188,8 @@ def in_trained_order(policy: PolicyFacts, cameras: Mapping[str, _Value]) -> list
     missing = [key for key in keys if key not in given and not key.startswith(_NEVER_A_FRAME)]
     if missing or given.keys() - keys:
         raise UsageError(
-            f"found the cameras {_listed(given) or 'none'}, expected {_listed(keys)}. Name each of them; one without a "
-            "frame has None (NAME=none for --camera, [] in LeRobot's configuration)."
+            f"found the cameras {_listed(given) or 'none'}, expected {_listed(keys)}. Name each of them; one without "
+            "a frame has None (NAME=none for --camera, [] in LeRobot's configuration)."
         )
     return [given.get(key) for key in keys]
 
@@ -207,8 +207,8 @@ def _frames(manifest: Manifest, cameras: Cameras) -> tuple[tuple[str, ...] | Non
         given = list(cameras)
     else:
         raise ImageError(
-            f"found {type_name(cameras)} as cameras, expected a list with the frame of each camera, or a dict of them "
-            "by name."
+            f"found {type_name(cameras)} as cameras, expected a list with the frame of each camera, or a dict of "
+            "them by name."
         )
     if len(given) != manifest.max_images:
         known = f": {', '.join(names)}" if names else ""

@@ -158,7 +158,8 @@ def _parse(arguments: Sequence[str] | None) -> _Options:
         _EXAMPLES,
     )
     add = parser.add_argument
-    add_cameras(parser, "; or a folder of frames, for a chunk each in the order of the numbers in their names", required=True)
+    folders = "; or a folder of frames, for a chunk each in the order of the numbers in their names"
+    add_cameras(parser, folders, required=True)
     add("--instruction", "--prompt", required=True, help="what the robot is to do")
     add_state(parser, required=True)
     add_method(parser)

@@ -118,8 +118,8 @@ def add_cameras(group: Any, note: str = "", *, required: bool = False) -> None:
         action="append",
         metavar="[NAME=]PICTURE",
         **({"required": True} if required else {}),
-        help=f"the last frame of a camera{note}; once for each, as NAME=PICTURE with the names of the policy's cameras, "
-        f"or without names in the order of its training; {NO_CAMERA} for a camera without one",
+        help=f"the last frame of a camera{note}; once for each, with the names of the policy's cameras, or without "
+        f"names in the order of its training; {NO_CAMERA} for a camera without one",
     )
 
 
@@ -161,8 +161,8 @@ def given_observations(cameras: Sequence[str] | None, state: str | None) -> Obse
         )
     states *= len(sets) // len(states)
     moments = tuple(Moment(frames, own) for frames, own in zip(sets, states, strict=True))
-    files = [path for cameras in sets for path in cameras if path is not None]
-    return Observations(moments, tuple(paths), names, (*files, *([source] if source else [])), folders, (*facts.items(),))
+    files = [path for cameras in sets for path in cameras if path is not None] + ([source] if source else [])
+    return Observations(moments, tuple(paths), names, tuple(files), folders, (*facts.items(),))
 
 
 def _named(words: Sequence[str]) -> tuple[tuple[str, ...] | None, list[Path | None]]:
@@ -172,14 +172,14 @@ def _named(words: Sequence[str]) -> tuple[tuple[str, ...] | None, list[Path | No
     if given and len(given) < len(pairs):
         other = words[pairs.index(None)]
         raise UsageError(
-            f"--camera {format_value(given[0][0])} has a name and {format_value(other)} has none. Name all cameras or "
-            "none of them. Begin a path that has = with ./ to give it without a name."
+            f"--camera {format_value(given[0][0])} has a name and {format_value(other)} has none. Name all cameras "
+            "or none of them. Begin a path that has = with ./ to give it without a name."
         )
     for pair in given:
         if Path(pair[0]).exists():
             raise UsageError(
-                f"--camera {format_value(pair[0])} is a file, and may also mean camera {format_value(pair[1])}. Begin "
-                "the path with ./, or rename the file."
+                f"--camera {format_value(pair[0])} is a file, and may also mean camera {format_value(pair[1])}. "
+                "Begin the path with ./, or rename the file."
             )
         if not pair[2]:
             raise UsageError(f"--camera {format_value(pair[0])} has no picture, expected NAME=PICTURE or NAME=none.")

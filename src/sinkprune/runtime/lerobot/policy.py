@@ -277,8 +277,8 @@ def _cameras(config: SinkpruneConfig, manifest: Manifest) -> list[tuple[str, lis
             f"{counted(manifest.max_images, 'camera')}. Name all in 'cameras', with [] for one without a frame."
         )
     warn_user(
-        f"'{config.bundle}' has no names of cameras, so their order in 'cameras' counts: {', '.join(given)}. It must be "
-        "that of the policy's training."
+        f"'{config.bundle}' has no names of cameras, so their order in 'cameras' counts: {', '.join(given)}. It "
+        "must be that of the policy's training."
     )
     return [(camera_key(name), size) for name, size in given.items()]
 
