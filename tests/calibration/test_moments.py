@@ -14,6 +14,7 @@ from sinkprune.calibration.moments import Moment, load_moments
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import TaskError
 from sinkprune.contract.manifest import Manifest
+from support.models.manifests import name_cameras
 
 STATE = [0.5, -1, 2, 0.25, 1e-3]
 GOOD = {"cameras": ["a.png", None], "instruction": "pick up the cup", "state": STATE}
@@ -52,6 +53,17 @@ def test_moments_are_read(manifest: Manifest, write: Callable[..., Path]) -> Non
     assert [image.size for image in second.load_images()] == [(60, 40)] * 2
     # Lines after the limit are not read.
     assert load_moments(manifest, write(GOOD, "{"), 1) == [first]
+
+
+def test_cameras_may_have_names(bundle: Callable[..., Path], write: Callable[..., Path], tmp_path: Path) -> None:
+    plain = bundle("pi0", budgets=("prune-77.8",), max_images=2)
+    named = read_bundle(name_cameras(plain, tmp_path / "named", "observation.images.top", "wrist")).manifest
+    path = write({**GOOD, "cameras": {"wrist": "b.png", "top": "a.png"}})
+    assert load_moments(named, path)[0].cameras == (tmp_path / "a.png", tmp_path / "b.png")
+    with pytest.raises(TaskError, match=r"line 1: found the cameras top, side, expected top, wrist\."):
+        load_moments(named, write({**GOOD, "cameras": {"top": "a.png", "side": "b.png"}}))
+    with pytest.raises(TaskError, match=r"line 1: 'cameras' is \['a.png', 3\], expected"):
+        load_moments(named, write({**GOOD, "cameras": {"top": "a.png", "wrist": 3}}))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pocket_training.robot.batches import statistics
 from pocket_training.robot.episodes import run_episodes
 from pocket_training.robot.model import IMAGE
 from sinkprune import demo
+from sinkprune.demo.robot_table import CAMERA_NAMES
 
 ROBOT = Path(demo.__file__).parent / "pocket-robot"
 EPISODES = 12
@@ -43,6 +44,7 @@ def test_it_picks_what_the_instruction_names(
 def test_its_files_fit_together(model: PI0ForConditionalGeneration) -> None:
     fields = json.loads((ROBOT / "processor_config.json").read_text())
     assert {name: tuple(fields[name]) for name in statistics()._fields} == statistics()._asdict()
+    assert tuple(fields["cameras"]) == CAMERA_NAMES
     assert fields["chunk_size"] == model.config.chunk_size
     assert fields["max_state_dim"] == model.config.max_state_dim == model.config.max_action_dim
     pictures = json.loads((ROBOT / "preprocessor_config.json").read_text())

@@ -12,12 +12,12 @@ from torch import nn
 from transformers import PI0Config, PI0ForConditionalGeneration, PreTrainedTokenizerFast
 
 from pocket_training.tokenizer import train_tokenizer
-from sinkprune.demo.robot_table import SIDE
+from sinkprune.demo.robot_table import CAMERA_NAMES, SIDE
 from sinkprune.demo.scenes import COLOURS, SHAPES
 
 PATCH = 8
 GRID = SIDE // PATCH
-CAMERAS = 2
+CAMERAS = len(CAMERA_NAMES)
 CHUNK = 8
 """Actions of a chunk."""
 STATE, ACTION = 2, 3
@@ -151,6 +151,7 @@ def save(model: PI0ForConditionalGeneration, tokenizer: Tokenizer, statistics: S
     # transformers reads the nested fields; the file above is for programs that read pictures only.
     whole = {
         **statistics._asdict(),
+        "cameras": CAMERA_NAMES,
         "chunk_size": CHUNK,
         "max_state_dim": ACTION,
         "processor_class": "PI0Processor",

@@ -1,7 +1,8 @@
 """The moments that a robot policy is measured on: frames of its cameras, an instruction and the robot's state.
 
-A file has one JSON object a line, with `cameras`, a list of paths relative to the file, null for a camera without a
-frame; `instruction`; and `state`, a list of numbers in the robot's units. The default of `id` is the line's number.
+A file has one JSON object a line, with `cameras`, paths relative to the file by the names of the bundle's cameras, or a
+list of them in the order of the policy's training, null for a camera without a frame; `instruction`; and `state`, a
+list of numbers in the robot's units. The default of `id` is the line's number.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from PIL import Image
 from sinkprune.calibration.tasks import read_jsonl
 from sinkprune.contract.errors import ImageError, TaskError
 from sinkprune.contract.manifest import Manifest
-from sinkprune.runtime.acting.observation import observed
+from sinkprune.runtime.acting.observation import in_trained_order, observed
 from sinkprune.runtime.media.images import read_image
 
 _FIELDS = "cameras, instruction, state, id (optional)"
@@ -69,7 +70,7 @@ def _read(manifest: Manifest, data: Path) -> Iterator[Moment]:
     known = set[Path]()
 
     def read(found: dict[str, Any], number: int) -> Moment:
-        moment = _moment(found, data.parent, number)
+        moment = _moment(manifest, found, data.parent, number)
         _check(manifest, moment)
         for path in set(moment.files) - known:
             read_image(path)
@@ -79,10 +80,12 @@ def _read(manifest: Manifest, data: Path) -> Iterator[Moment]:
     return read_jsonl(data, "moments", _FIELDS, read)
 
 
-def _moment(found: dict[str, Any], folder: Path, number: int) -> Moment:
+def _moment(manifest: Manifest, found: dict[str, Any], folder: Path, number: int) -> Moment:
     if not {"cameras", "instruction", "state"} <= found.keys() <= {*_FIELDS.removesuffix(" (optional)").split(", ")}:
         raise TaskError(f"found {', '.join(found) or 'no field'}, expected an object with the fields {_FIELDS}.")
     cameras, instruction, state = (found[name] for name in ("cameras", "instruction", "state"))
+    if isinstance(cameras, dict):
+        cameras = in_trained_order(manifest.acting, cameras)
     if not isinstance(cameras, list) or not all(path is None or isinstance(path, str) for path in cameras):
         raise TaskError(f"'cameras' is {cameras!r}, expected a list of paths, and null for a camera without a frame.")
     if not _numbers(state):

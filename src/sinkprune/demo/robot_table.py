@@ -13,6 +13,8 @@ from PIL import Image, ImageDraw
 
 from sinkprune.demo.scenes import COLOURS, SHAPES, Scene, SceneObject, draw_scene
 
+CAMERA_NAMES = "table", "close"
+"""The names of the cameras, in the order of the policy's training."""
 SIDE = 96
 """Width and height of both cameras' pictures in pixels."""
 CANVAS = 2 * SIDE
@@ -105,7 +107,7 @@ class RobotTable:
         return np.array(actions, np.float32)
 
     def cameras(self) -> tuple[Image.Image, Image.Image]:
-        """Return two pictures of 96 x 96 pixels: the whole table, and what is around the gripper, twice as large."""
+        """Return the pictures of `CAMERA_NAMES`, of 96 x 96 pixels: the whole table, and the gripper, twice as large."""
         table = self._table.copy()
         x, y = (round(float(value) * CANVAS) for value in self.gripper)
         draw, gap = ImageDraw.Draw(table), 8 if self.closed else 18

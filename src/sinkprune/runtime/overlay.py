@@ -53,7 +53,7 @@ def overlay(answer: Answer | ActionReport, picture: PictureLike | Cameras) -> Im
     check_type("answer", answer, (Answer, ActionReport), expected)
     if isinstance(picture, Mapping):
         by_key = {camera_key(name): frame for name, frame in picture.items()}
-        names = isinstance(answer, ActionReport) and answer.camera_names or ()
+        names = (isinstance(answer, ActionReport) and answer.camera_names) or ()
         given: Sequence[PictureLike | None] = [by_key.get(camera_key(name)) for name in names]
     else:
         given = picture if isinstance(picture, (list, tuple)) else (picture,)

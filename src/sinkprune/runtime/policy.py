@@ -131,9 +131,10 @@ class Policy(KeepsCosts[ActionCosts]):
         `cameras` has the last frame of each camera: a Pillow image, a uint8 [height,width,3] array or a file, or None
         for a camera without a frame. A dict has frames by the names in `facts.cameras`, in any order; 'wrist' is
         short for 'observation.images.wrist'. A list has them in the order of the policy's training. `state` has the
-        robot's numbers in its own units. `budget` and `method` are the bundle's. `steps` are denoising steps (default:
-        the checkpoint's). `seed` draws the noise that the chunk begins with, and `noise` [chunk,action_dim] is that
-        noise; without both it differs each time. `order` is that of the channels of arrays: "rgb", or OpenCV's "bgr".
+        robot's numbers in its own units. `budget` and `method` are the bundle's. `steps` are denoising steps
+        (default: the checkpoint's). `seed` draws the noise that the chunk begins with, and `noise` [chunk,action_dim]
+        is that noise; without both it differs each time. `order` is that of the channels of arrays: "rgb", or
+        OpenCV's "bgr".
 
         With `deadline_ms`, milliseconds from this call on, `budget` is the largest that may be chosen and `steps` the
         most. The largest budget runs whose chunk is expected in time with `min_steps` or more (default: 5), with as

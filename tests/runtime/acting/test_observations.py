@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,8 @@ from sinkprune.contract.errors import (
     UnusualStateWarning,
     UsageError,
 )
-from sinkprune.contract.manifest import NumberRanges
-from sinkprune.runtime.acting.observation import normalised_state, unusual_state
+from sinkprune.contract.manifest import Manifest, NumberRanges
+from sinkprune.runtime.acting.observation import normalised_state, observed, unusual_state
 from support.programs.commands import run
 
 WIDTH, CHUNK, ACTIONS = 5, 5, 4
@@ -52,6 +53,7 @@ def act(policy: Policy, photo: Image.Image, **changed: Any) -> Any:
         ({"cameras": [None, None]}, ImageError, "no camera has a frame"),
         ({"cameras": ["P", 3]}, ImageError, "found int as the image"),
         ({"cameras": "P"}, ImageError, "found Image as cameras, expected a list"),
+        ({"cameras": {"top": None}}, UsageError, "no names of cameras, and cameras were named"),
         ({"state": [0.5] * (WIDTH + 1)}, UsageError, r"the state has the shape \[6\], expected 5 numbers"),
         ({"state": [0.5] * (WIDTH - 1)}, UsageError, r"the state has the shape \[4\], expected 5 numbers"),
         ({"state": [0.5, np.nan, 0, 0, 0]}, UsageError, "the state has nan at place 2, expected finite numbers"),
@@ -83,7 +85,7 @@ def test_wrong_inputs_are_refused_with_a_sentence(
 ) -> None:
     if isinstance(changed.get("cameras"), list):
         changed = {**changed, "cameras": [photo if each == "P" else each for each in changed["cameras"]]}
-    elif "cameras" in changed:
+    elif changed.get("cameras") == "P":
         changed = {**changed, "cameras": photo}
     with pytest.raises(error, match=words):
         act(policy, photo, **changed)
@@ -168,3 +170,63 @@ def test_a_command_tells_of_the_first_such_state(policy: Policy, photo: Image.Im
     (told,) = [line for line in outcome.stderr.splitlines() if "training data" in line]
     assert told.startswith("moment 2: numbers 1, 2, ") and "are far outside the policy's training data" in told
     assert json.loads(outcome.stdout)["notes"] == [told]
+
+
+TOP, WRIST, EMPTY = (f"observation.images.{name}" for name in ("top", "wrist", "empty_camera_0"))
+
+
+@pytest.fixture(scope="module")
+def named(policy: Policy) -> Manifest:
+    """The manifest of a policy whose cameras have names, as LeRobot gives them."""
+    manifest = policy.bundle.manifest
+    return replace(manifest, max_images=3, policy=replace(policy.facts, cameras=(TOP, WRIST, EMPTY)))
+
+
+@pytest.mark.parametrize(
+    ("cameras", "names"),
+    [
+        ({TOP: "t", WRIST: "w", EMPTY: None}, "tw"),
+        ({"wrist": "w", EMPTY: None, "top": "t"}, "tw"),
+        ({"wrist": "w", "top": "t"}, "tw"),
+        ({"empty_camera_0": "e", "wrist": "w", "top": "t"}, "twe"),
+        ({"wrist": "w", "top": None}, "w"),
+        (["t", None, "e"], "te"),
+    ],
+)
+def test_cameras_are_in_the_order_of_the_bundle_s_names(cameras: Any, names: str, named: Manifest) -> None:
+    observation = observed(named, cameras, "go", [0.5] * WIDTH)
+    assert observation.cameras == tuple(names)
+    of_letter = {"t": TOP, "w": WRIST, "e": EMPTY}
+    assert observation.camera_names == tuple(of_letter[letter] for letter in names)
+
+
+@pytest.mark.parametrize(
+    ("cameras", "said"),
+    [
+        ({"left": "l", "right": "r"}, "found the cameras left, right, expected top, wrist, empty_camera_0. Name"),
+        ({"top": "t"}, "found the cameras top, expected top, wrist"),
+        ({"top": "t", "wrist": "w", "gripper": "g"}, "found the cameras top, wrist, gripper, expected"),
+        ({"top": "t", "Wrist": "w"}, "found the cameras top, Wrist, expected"),
+        ({"top": "t", "wrist": "w", TOP: "t"}, f"camera '{TOP}' is named twice"),
+        ({}, "found the cameras none, expected"),
+        ({0: "t", 1: "w"}, "camera 0 is no name"),
+        ({"observation.image": "t", "wrist": "w"}, "found the cameras observation.image, wrist, expected"),
+    ],
+)
+def test_other_names_of_cameras_are_refused(cameras: Any, said: str, named: Manifest) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        observed(named, cameras, "go", [0.5] * WIDTH)
+
+
+@pytest.mark.parametrize(
+    "task",
+    ["pick", "pick\n", "pick\n\n", "pick \n", "pick ", "\npick", "pick up\nthe cup", "pick_up\n", "pick\r\n"],
+)
+def test_an_instruction_ends_in_a_newline_as_in_lerobot(task: str, policy: Policy, photo: Image.Image) -> None:
+    observation = observed(policy.bundle.manifest, [photo, None], task, [0.5] * WIDTH)
+    prompts = policy._model.prompts
+    # LeRobot's Pi0NewLineProcessor
+    expected = prompts.tokenizer.encode(task if task.endswith("\n") else f"{task}\n", add_special_tokens=False).ids
+    assert prompts.encode(("", observation.prompt)).texts[-1][1:] == expected
+    # What a method reads as the question does not depend on the newline either.
+    assert observation.instruction == task.removesuffix("\n")

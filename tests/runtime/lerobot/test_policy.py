@@ -29,6 +29,7 @@ from sinkprune.contract.errors import BackendError, BudgetError, ImageError, Pro
 from sinkprune.demo.robot_table import SIDE, RobotTable
 from support.lerobot.episodes import BUDGET, EPISODE, RUN, SEED, episode
 from support.lerobot.stand_in import FeatureType, PolicyFeature, standing_in
+from support.models.manifests import name_cameras
 from support.programs.printed_commands import ALL
 
 MODULE = "sinkprune.runtime.lerobot.policy"
@@ -132,24 +133,49 @@ def test_a_chunk_is_used_up_before_the_next_unless_the_episode_ends(
     assert torch.equal(policy.select_action(batches[0])[0], first[0])
 
 
-def test_cameras_are_in_the_order_of_the_configuration(
-    make: Make, engines: Policy, batches: list[dict[str, Any]]
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("table", "close"),
+        ("close", "table"),
+        (CLOSE, TABLE),
+        ("table", "-close"),
+        ("-table", CLOSE),
+    ],
+)
+def test_cameras_are_matched_by_name(
+    names: tuple[str, ...], make: Make, engines: Policy, batches: list[dict[str, Any]]
 ) -> None:
-    table = RobotTable(EPISODE)
+    policy = make(cameras={name.lstrip("-"): [] if name[0] == "-" else [SIDE, SIDE] for name in names})
+    cameras = zip(CAMERAS, RobotTable(EPISODE).cameras(), strict=True)
+    frames = [None if f"-{name}" in names else frame for name, frame in cameras]
+    there = {f"observation.images.{name.removeprefix('observation.images.')}" for name in names if name[0] != "-"}
+    assert policy.config.input_features.keys() == {*there, "observation.state"}
+    chunk = policy.predict_action_chunk(batches[0]).numpy()
+    assert_close(chunk[0], acted(engines, RobotTable(EPISODE), cameras=frames))
+    assert {f"observation.images.{name}" for name in policy.reports[0].camera_names} == there
+
+
+def test_cameras_without_names_are_in_the_order_of_the_configuration(
+    make: Make, robot: Path, engines: Policy, batches: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    table, nameless = RobotTable(EPISODE), str(name_cameras(robot, tmp_path / "nameless"))
     first, second = table.cameras()
-    for names, frames in (
-        (("table", "close"), [first, second]),
-        (("close", "table"), [second, first]),
-        (("table", "-"), [first, None]),
-        (("-", "close"), [None, second]),
-    ):
-        policy = make(cameras={name: CAMERAS.get(name, []) for name in names})
-        assert list(policy.config.input_features) == [
-            *(f"observation.images.{name}" for name in names if name in CAMERAS),
-            "observation.state",
-        ]
-        chunk = policy.predict_action_chunk(batches[0]).numpy()
-        assert_close(chunk[0], acted(engines, table, cameras=frames))
+    for names, frames in ((("close", "table"), [second, first]), (("-", "close"), [None, second])):
+        with pytest.warns(UserWarning, match=rf"their order in 'cameras' counts: {', '.join(names)}\. It"):
+            policy = make(bundle=nameless, cameras={name: CAMERAS.get(name, []) for name in names})
+        assert_close(policy.predict_action_chunk(batches[0]).numpy()[0], acted(engines, table, cameras=frames))
+    with pytest.raises(UsageError, match=r"found 1 camera, and .* exported for 2 cameras"):
+        make(bundle=nameless, cameras={"table": [SIDE, SIDE]})
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("left", "right"), ("table",), ("table", "close", "side"), ("table", "Close"), ("close", "table", TABLE), ()],
+)
+def test_names_that_the_bundle_has_not_are_refused(names: tuple[str, ...], make: Make) -> None:
+    with pytest.raises(UsageError, match=r"expected table, close\.|is named twice"):
+        make(cameras={name: [SIDE, SIDE] for name in names})
 
 
 def test_each_observation_of_a_batch_has_its_own_chunk(make: Make, batches: list[dict[str, Any]]) -> None:
@@ -199,11 +225,11 @@ def test_costs_for_a_deadline_are_measured_when_the_policy_is_loaded(
 
 
 def test_a_policy_with_ranges_in_place_of_means_acts(
-    make: Make, bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    make: Make, bundle: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LeRobot's pi0.5 is normalised by quantiles."""
     monkeypatch.setattr(Policy, "warm_up", partial_method(Policy.warm_up, seconds=0))
-    path = bundle("pi0.5", budgets=(BUDGET,), max_images=2)
+    path = name_cameras(bundle("pi0.5", budgets=(BUDGET,), max_images=2), tmp_path / "named", "table", "close")
     engines = Policy.load(path, threads=1)
     assert not engines.facts.state_mean and engines.facts.state_range is not None
     cameras = {"table": [40, 60], "close": []}
@@ -274,7 +300,6 @@ def test_other_observations_are_refused(
     ("changed", "error", "words"),
     [
         ({"budget": "prune-50"}, BudgetError, "prune-50"),
-        ({"cameras": {"table": [SIDE, SIDE]}}, UsageError, "found 1 camera, and .* exported for 2 cameras"),
         ({"cameras": {**CAMERAS, "close": [SIDE]}}, UsageError, r"camera 'close' has the size \[96\], expected"),
         ({"cameras": {**CAMERAS, "close": [0, SIDE]}}, UsageError, r"camera 'close' has the size \[0, 96\]"),
         ({"method": "other"}, BudgetError, "other"),

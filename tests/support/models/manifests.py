@@ -27,10 +27,10 @@ def write_data(root: Path, data: Any) -> None:
 
 
 def name_cameras(bundle: Path, folder: Path, *names: str) -> Path:
-    """Write `bundle` again into the new `folder`, as of a checkpoint whose cameras have `names`."""
+    """Write `bundle` again into the new `folder`, as of a checkpoint whose cameras have `names`, or have none."""
     shutil.copytree(bundle, folder)
     data = manifest_data(folder)
-    data["policy"]["cameras"] = names
+    data["policy"]["cameras"] = names or None
     write_data(folder, data)
     return folder
 
