@@ -1,8 +1,8 @@
 """The moments that a robot policy is measured on: frames of its cameras, an instruction and the robot's state.
 
-A file has one JSON object a line, with `cameras`, paths relative to the file by the names of the bundle's cameras, or a
-list of them in the order of the policy's training, null for a camera without a frame; `instruction`; and `state`, a
-list of numbers in the robot's units. The default of `id` is the line's number.
+A file has one JSON object a line, with `cameras`, an object of paths by the names of the bundle's cameras, or a list
+of paths in the order of the policy's training; `instruction`; and `state`, a list of numbers in the robot's units.
+Paths are relative to the file, and null is a camera without a frame. The default of `id` is the line's number.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class RobotTable:
         return np.array(actions, np.float32)
 
     def cameras(self) -> tuple[Image.Image, Image.Image]:
-        """Return the pictures of `CAMERA_NAMES`, of 96 x 96 pixels: the whole table, and the gripper, twice as large."""
+        """Return pictures of 96 x 96 pixels by `CAMERA_NAMES`: the whole table, and the gripper, twice as large."""
         table = self._table.copy()
         x, y = (round(float(value) * CANVAS) for value in self.gripper)
         draw, gap = ImageDraw.Draw(table), 8 if self.closed else 18

@@ -151,6 +151,23 @@ def test_frames_are_counted_in_the_json_and_in_the_metadata(
         assert answer.data in ("the cup", "the table") and 0.5 <= figures.confidence <= 1
 
 
+@pytest.mark.parametrize(
+    ("words", "answered", "noted"),
+    [((), 5, False), (("--limit", "4"), 4, False), (("--every", "0.2"), 3, True), (("--start", "0"), 2, True)],
+)
+def test_a_clock_that_is_set_back_loses_no_frame(
+    words: tuple[str, ...], answered: int, noted: bool, model: Path, pictures: list[Image.Image], tmp_path: Path
+) -> None:
+    said = [*frames(pictures[:2]), *frames(pictures[2:], start_ns=START_NS - 3600 * 10**9)]
+    bag, out = write_bag(tmp_path / "bag", said), tmp_path / "out.mcap"
+    outcome = run("sinkprune-replay", model, bag, *QUESTION, "--no-overlay", "-o", out, "--json", *words)
+    report = json.loads(outcome.stdout)
+    assert report["frames"]["answered"] == answered == len(messages(out)[ANSWER])
+    notes = [note for note in report["notes"] if "was recorded" in note]
+    assert all(note.startswith("frame 2 was recorded 3600.1 s earlier than the frame before it.") for note in notes)
+    assert len(notes) == noted and all(f"{note}\n" in outcome.stderr for note in notes)
+
+
 def test_a_bag_that_is_cut_off_is_answered_up_to_there(model: Path, bag: Path, tmp_path: Path) -> None:
     cut = tmp_path / "cut.mcap"
     said = frames([Image.new("RGB", (64, 64), (40 * number, 0, 0)) for number in range(COUNT)])
