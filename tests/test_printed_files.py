@@ -58,11 +58,11 @@ def named(page: str) -> list[str]:
 
 
 def values(text: str, options: tuple[str, ...]) -> Iterator[str]:
-    """Yield the value of each of the options."""
+    """Yield the value of each of the options, without the name of a camera."""
     words = shlex.split(text)
     for option, value in pairwise(words):
         if option in options:
-            yield value
+            yield value.rpartition("=")[2] if option == "--camera" else value
 
 
 def made_by(text: str) -> set[str]:

@@ -85,7 +85,10 @@ class Bag:
 
 
 def open_bag(path: Path) -> Bag:
-    """Open the bag at `path`. Raises `BagError` for what is none, and `UsageError` without the extra `robots`."""
+    """Open the bag at `path`. Raises `BagError` for what is none.
+
+    Raises `UsageError` without the extra `robots`, and for files whose order is unclear.
+    """
     with needs_package("reading bags", "pip install 'sinkprune[robots]'"):
         for name in ("mcap", "lz4", "zstandard", "yaml"):
             import_module(name)
