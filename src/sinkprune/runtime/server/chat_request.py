@@ -35,7 +35,7 @@ from sinkprune.runtime.server.picture_urls import PictureReader
 from sinkprune.runtime.server.tools import TOOL_FIELDS, OpenCalls, read_tools
 from sinkprune.runtime.steps.request import Request, greedy_note
 from sinkprune.runtime.text.answer_form import check_one_form
-from sinkprune.runtime.text.prompt import Turn
+from sinkprune.runtime.text.prompt import Text, Turn
 from sinkprune.runtime.text.sampling import SEED, TOP_P
 
 _MOST_MESSAGES = 256
@@ -232,7 +232,7 @@ class ChatReader:
             )
         return str(model), budget
 
-    def _messages(self, given: Mapping[str, Any]) -> tuple[list[Picture], list[Turn], str | None]:
+    def _messages(self, given: Mapping[str, Any]) -> tuple[list[Picture], list[Turn], Text | None]:
         """Return the pictures, the turns with the question last, and the system message."""
         messages = given.get("messages")
         if not isinstance(messages, list) or not 0 < len(messages) <= _MOST_MESSAGES:
@@ -240,7 +240,7 @@ class ChatReader:
             raise wrong(f"messages is {found}, expected an array of 1 to {_MOST_MESSAGES} messages.")
         pictures: list[Picture] = []
         turns: list[Turn] = []
-        system: str | None = None
+        system: Text | None = None
         calls = OpenCalls()
         for number, message in enumerate(messages):
             where = f"messages[{number}]"
@@ -249,7 +249,7 @@ class ChatReader:
             role = message.get("role")
             _check_keys(message, where)
             if role == "tool":
-                turns.append(calls.result(message, _text_of(message, where), where))
+                turns.append(calls.result(message, "".join(_text_of(message, where)), where))
                 continue
             calls.check_none(where)
             if role in ("system", "developer"):
@@ -273,13 +273,15 @@ class ChatReader:
             )
         return pictures, turns, system
 
-    def _texts(self, message: Mapping[str, Any], where: str, pictures: list[Picture]) -> tuple[str, ...]:
+    def _texts(self, message: Mapping[str, Any], where: str, pictures: list[Picture]) -> tuple[Text, ...]:
         """Return the texts around a message's pictures, and add these to `pictures`."""
-        texts = [""]
+        if isinstance(content := message.get("content"), str):
+            return (content,)
+        texts: list[tuple[str, ...]] = [()]
         for place, part in _parts(message, where):
             kind = part.get("type") if isinstance(part, dict) else None
             if kind == "text" and isinstance(part.get("text"), str):
-                texts[-1] += part["text"]
+                texts[-1] += (part["text"],)
             elif kind in ("image_url", "video_url"):
                 url = part.get(kind)
                 read = self.pictures.image if kind == "image_url" else self.pictures.video
@@ -287,7 +289,7 @@ class ChatReader:
                     pictures.append(read(url.get("url") if isinstance(url, dict) else url))
                 except ApiError as error:
                     raise wrong(f"{place}: {error}") from error
-                texts.append("")
+                texts.append(())
             else:
                 raise wrong(f"{place} is {format_json(part)}, expected a text, an image_url or a video_url.")
         return tuple(texts)
@@ -318,12 +320,13 @@ def _check_keys(message: Mapping[str, Any], where: str) -> None:
             raise wrong(f"{what} is not supported. Leave it out.")
 
 
-def _text_of(message: Mapping[str, Any], where: str) -> str:
+def _text_of(message: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """Return the text parts of a message without pictures."""
     parts = _parts(message, where)
     for place, part in parts:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             raise wrong(f"{place} is {format_json(part)}, expected a text, because the role is {message['role']}.")
-    return "".join(part["text"] for _, part in parts)
+    return tuple(part["text"] for _, part in parts)
 
 
 def _parts(message: Mapping[str, Any], where: str) -> list[tuple[str, Any]]:

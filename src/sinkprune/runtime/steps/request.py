@@ -26,7 +26,7 @@ from sinkprune.runtime.text.answer_form import (
     checked_schema,
     given_choices,
 )
-from sinkprune.runtime.text.prompt import Turn
+from sinkprune.runtime.text.prompt import Text, Turn, text_parts
 from sinkprune.runtime.text.sampling import Sampler
 from sinkprune.runtime.text.tools import ToolCall, Tools, check_call_id
 
@@ -54,8 +54,8 @@ class Request:
     """
 
     pictures: tuple[PictureLike, ...]
-    texts: tuple[str, ...]
-    """The question: one text before each of its pictures, and one after the last."""
+    texts: tuple[Text, ...]
+    """The question: one text before each of its pictures, and one after the last, as in a `Turn`."""
     budget: str = UNPRUNED
     """A budget of the bundle, as in `retain-64`; `none` runs unpruned. With a deadline, the largest that may be
     chosen. `auto`, for a `choice`, tries larger budgets until the answer is sure enough (docs/confidence.md)."""
@@ -69,8 +69,9 @@ class Request:
     stop: Sequence[str] = field(default=(), kw_only=True)
     """Strings that end the answer, as in ("\\n", "Question:"); the text ends before them. A single str is one string.
     `Answer.token_ids` has all tokens, also those of the string."""
-    system: str | None = field(default=None, kw_only=True)
-    """A system message for the checkpoint's chat template; None leaves it to the template."""
+    system: Text | None = field(default=None, kw_only=True)
+    """A system message for the checkpoint's chat template, or a tuple of its text parts; None leaves it to the
+    template."""
     schema: Mapping[str, Any] | None = field(default=None, kw_only=True)
     """A JSON schema that the answer conforms to; `{}` stands for any JSON object. At most one of `schema`, `regex`
     and `choice` is given, without `stop`. All three are described in docs/structured-output.md."""
@@ -173,7 +174,8 @@ def new_request(
 
     A `prompt` of one text follows the pictures. A list of texts surrounds them: one before each picture, and one
     after the last. The texts of a `history` may surround pictures in the same way. If neither has places for them,
-    the pictures stand before the first turn. `()` in the place of pictures asks a question without one. `order` is
+    the pictures are those of the user's first turn. The checkpoint's chat template decides where it writes the
+    pictures of a turn (docs/pictures.md). `()` in the place of pictures asks a question without one. `order` is
     that of the channels of arrays, also in clips: "rgb", or OpenCV's "bgr".
 
     Raises `ImageError`, `PromptError`, `UsageError`, and for an unknown option `OptionError`, which is also a
@@ -192,9 +194,10 @@ def new_request(
     texts = tuple(prompt) if isinstance(prompt, (list, tuple)) else (prompt,)
     history = list(_turns(options.pop("history", ())))
     places = sum(turn.pictures for turn in history) + len(texts) - 1
-    if history and not places:
+    first = next((number for number, turn in enumerate(history) if turn.role == "user"), None)
+    if first is not None and not places:
         # The conversation began with the pictures.
-        history[0] = replace(history[0], texts=(*[""] * len(sources), *history[0].texts))
+        history[first] = replace(history[first], texts=(*[""] * len(sources), *history[first].texts))
     elif not isinstance(prompt, (list, tuple)):
         texts = (*[""] * (len(sources) - places), prompt)
     request = Request(sources, texts, history=history, **options)  # type: ignore[arg-type]
@@ -269,6 +272,10 @@ def _pair(given: object) -> tuple[Turn, object]:
 
 
 def _check_text(name: str, text: object) -> None:
+    if isinstance(text, tuple):
+        for part in text:
+            _check_text(name, part)
+        return
     if not isinstance(text, str):
         raise PromptError(f"found {type_name(text)} as the {name}, expected a str, as in 'What is this?'.")
     if any("\ud800" <= character <= "\udfff" for character in text):
@@ -287,5 +294,5 @@ def check_texts(texts: Sequence[object], pictures: int, *, may_be_empty: bool = 
             f"{'is' if pictures == 1 else 'are'} {counted(pictures, 'image')}. Give one image for each place, or "
             "none of the places: then the images stand before the text."
         )
-    if not may_be_empty and not any(str(text).strip() for text in texts):
+    if not may_be_empty and not any(part.strip() for text in texts for part in text_parts(text)):
         raise PromptError(_EMPTY)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
@@ -24,6 +25,13 @@ from sinkprune.runtime.text.tools import CALL_MARKS, ToolCall, Tools, call_text
 
 _Message = dict[str, Any]
 """A turn of a conversation, as chat templates take it."""
+Text = str | tuple[str, ...]
+"""The text in one place between pictures: a str, of which "" is none, or a tuple of several text parts."""
+
+
+def text_parts(text: Text) -> tuple[str, ...]:
+    """Return the text parts of one place."""
+    return text if isinstance(text, tuple) else (text,) if text else ()
 
 
 @creation_checks_options
@@ -33,8 +41,9 @@ class Turn:
 
     role: str
     """`user` or `assistant`; `tool` for the result of a call."""
-    texts: tuple[str, ...]
-    """The texts around the turn's pictures: one before each, and one after the last."""
+    texts: tuple[Text, ...]
+    """The texts around the turn's pictures: one before each, and one after the last. A tuple in the place of a str is
+    several text parts. The chat template decides where it writes the pictures, and what between text parts."""
     tool_calls: tuple[ToolCall, ...] = ()
     """The calls after the text of an assistant's turn."""
     tool_call_id: str | None = None
@@ -109,14 +118,17 @@ class PromptEncoder:
 
     def encode(
         self,
-        texts: Sequence[str],
+        texts: Sequence[Text],
         within: Sequence[Sequence[str]] = (),
-        system: str | None = None,
+        system: Text | None = None,
         history: Sequence[Turn] = (),
         tools: Tools | None = None,
         tool_call_id: str | None = None,
     ) -> Prompt:
         """Return a conversation: `system`, the turns of `history`, and a user turn of `texts` around its images.
+
+        The template decides where the images of a turn stand among its texts, as in transformers: LLaVA's writes them
+        first. They stay in order.
 
         `within` has for each image the texts around its groups (`VisualLayout.texts`), or none for an image in one
         piece. An image with such texts stands at several places of the prompt. The template lists the functions of
@@ -151,9 +163,10 @@ class PromptEncoder:
         starts = [0, *(place + 1 for place in found)]
         return Prompt([ids[start:end] for start, end in zip(starts, [*found, len(ids)], strict=True)])
 
-    def question_ids(self, texts: Sequence[str]) -> list[int]:
+    def question_ids(self, texts: Sequence[Text]) -> list[int]:
         """Return the token ids of a turn's words, without the template; `texts` are around the turn's pictures."""
-        ids: list[int] = self._encoder.encode(" ".join(filter(None, texts)), add_special_tokens=False).ids
+        words = " ".join(filter(None, chain.from_iterable(map(text_parts, texts))))
+        ids: list[int] = self._encoder.encode(words, add_special_tokens=False).ids
         return [self._identities.get(token, token) for token in ids]
 
     def answer_ids(self, text: str) -> list[int]:
@@ -197,21 +210,22 @@ class PromptEncoder:
             text = text.replace(special.token.content, special.quoted)
         return text
 
-    def _system(self, text: str | None) -> list[_Message]:
+    def _system(self, text: Text | None) -> list[_Message]:
         """Return the system message `text` as the template takes it, in parts or as a str; none for None."""
         if text is None:
             return []
         probe = str(secrets.randbits(64))
         for in_parts in (True, False):
-            question = _user([{"type": "image"}, {"type": "text", "text": "?"}])
+            question = {"role": "user", "content": [{"type": "image"}, *_text_content(["?"])]}
             try:
-                rendered = self._render([_system_message(probe, in_parts), question])
+                rendered = self._render([_system_message([probe], in_parts), question])
             except BundleError:
                 continue
             # A template that takes no parts writes them as Python does, in quotes.
             before, found, _ = rendered.partition(probe)
             if found and not before.endswith(("'", '"')):
-                return [_system_message(self._quoted(text), in_parts)]
+                parts = (text,) if isinstance(text, str) else text
+                return [_system_message([*map(self._quoted, parts)], in_parts)]
         raise PromptError(
             "the checkpoint's chat template has no place for a system message. Leave out the system message, and put "
             "its text before the question."
@@ -220,10 +234,12 @@ class PromptEncoder:
     def _message(self, turn: Turn) -> _Message:
         """Return a turn as the template takes it."""
         if turn.role == "tool":
-            return self._quoted_json(
-                {"role": turn.role, "tool_call_id": turn.tool_call_id, "content": "".join(turn.texts)}
-            )
+            result = "".join(chain.from_iterable(map(text_parts, turn.texts)))
+            return self._quoted_json({"role": turn.role, "tool_call_id": turn.tool_call_id, "content": result})
         message: _Message = {"role": turn.role, "content": self._content(turn.texts)}
+        if not message["content"] and not turn.tool_calls:
+            # Templates may read the first part of an answer, also of an empty one.
+            message["content"] = _text_content([""])
         if turn.tool_calls:
             calls = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": {**call.arguments}}}
@@ -259,23 +275,13 @@ class PromptEncoder:
         written = self._with_stand_ins(call_text(f"f{probe}", '{"x": 1}'))
         return all(text in rendered for text in (f"d{probe}", written, f"r{probe}"))
 
-    def _content(self, pieces: Sequence[str]) -> list[dict[str, str]]:
-        """Return a user turn's content: an image between each two of `pieces`."""
-        quoted = [self._quoted(piece) for piece in pieces]
-        if any(quoted[:-1]) and not self._keeps_order():
-            # The template writes all images first, so the images' tokens are put into the text.
-            return [{"type": "text", "text": self._image.join(quoted)}]
+    def _content(self, texts: Sequence[Text]) -> list[dict[str, str]]:
+        """Return a turn's content: an image between each two of `texts`, whose order the template may change."""
         content: list[dict[str, str]] = []
-        for number, piece in enumerate(quoted):
+        for number, text in enumerate(texts):
             content += [{"type": "image"}] if number else []
-            content += [{"type": "text", "text": piece}] if piece else []
+            content += _text_content(map(self._quoted, text_parts(text)))
         return content
-
-    def _keeps_order(self) -> bool:
-        """Whether the template writes text before an image that follows it."""
-        probe = str(secrets.randbits(64))
-        rendered = self._render([_user([{"type": "text", "text": probe}, {"type": "image"}])])
-        return probe in rendered.partition(self._image)[0]
 
     def _render(self, messages: list[_Message], tools: Tools | None = None) -> str:
         functions = None if tools is None else self._quoted_json([*tools.functions])
@@ -286,12 +292,12 @@ class PromptEncoder:
         return rendered
 
 
-def _user(content: list[dict[str, str]]) -> _Message:
-    return {"role": "user", "content": content}
+def _text_content(parts: Iterable[str]) -> list[dict[str, str]]:
+    return [{"type": "text", "text": part} for part in parts]
 
 
-def _system_message(text: str, in_parts: bool) -> _Message:
-    return {"role": "system", "content": [{"type": "text", "text": text}] if in_parts else text}
+def _system_message(parts: Sequence[str], in_parts: bool) -> _Message:
+    return {"role": "system", "content": _text_content(parts) if in_parts else "".join(parts)}
 
 
 @contextmanager
