@@ -21,12 +21,22 @@ from transformers import (
 VOCAB = 384
 IMAGE_TOKEN = 380
 TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] | upper }}: "
+    "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'] | upper }}: {% endif %}"
     "{% for item in message['content'] if item['type'] == 'image' %}<image>\n{% endfor %}"
     "{% for item in message['content'] if item['type'] == 'text' %}{{ item['text'] }} {% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
-
+"""Writes what the template of llava-1.5-7b-hf and llava-v1.6-vicuna-7b-hf writes."""
+MISTRAL_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'system' %}<<SYS>>\n{{ message['content'][0]['text'] }}\n<</SYS>>\n\n"
+    "{% elif message['role'] == 'user' %}[INST] "
+    "{% for item in message['content'] if item['type'] == 'image' %}<image>\n{% endfor %}"
+    "{% for item in message['content'] if item['type'] == 'text' %}{{ item['text'] }}{% endfor %} [/INST]"
+    "{% elif message['role'] == 'assistant' %} {{ message['content'][0]['text'] }}<\\s> "
+    "{% else %}{{ raise_exception('no role ' ~ message['role']) }}{% endif %}{% endfor %}"
+)
+"""Writes what the template of llava-v1.6-mistral-7b-hf writes."""
 
 SIDE = 112
 """Pixels along a side of LLaVA-NeXT's tiles."""
@@ -78,7 +88,8 @@ def make_llava_next_checkpoint(folder: Path, shape: NextShape, seed: int = 0) ->
         image_token_index=IMAGE_TOKEN,
         image_grid_pinpoints=PINPOINTS,
     )
-    save_random_model(folder, config, tokenizer(), TEMPLATE, 2, seed)
+    template = MISTRAL_TEMPLATE if shape.decoder == "mistral" else TEMPLATE
+    save_random_model(folder, config, tokenizer(), template, 2, seed)
     LlavaNextImageProcessorPil(**_sizes(SIDE), image_grid_pinpoints=PINPOINTS).save_pretrained(folder)
     return folder
 

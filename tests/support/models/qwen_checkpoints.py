@@ -26,16 +26,19 @@ IMAGE_TOKEN = 375
 VIDEO_TOKEN = 376
 # The published checkpoints' template, for messages of text and images.
 TEMPLATE = (
-    "{% set image_count = namespace(value=0) %}{% for message in messages %}"
+    "{% set count = namespace(images=0, clips=0) %}{% for message in messages %}"
     "{% if loop.first and message['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
     "{% endif %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}{{ message['content'] }}"
-    "<|im_end|>\n{% else %}{% for content in message['content'] %}"
-    "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
-    "{% set image_count.value = image_count.value + 1 %}{% if add_vision_id %}Picture {{ image_count.value }}: "
-    "{% endif %}<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in content %}{{ content['text'] }}"
+    "<|im_end|>\n{% else %}{% for item in message['content'] %}"
+    "{% if item['type'] == 'image' or 'image' in item or 'image_url' in item %}"
+    "{% set count.images = count.images + 1 %}{% if add_vision_id %}Picture {{ count.images }}: {% endif %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif item['type'] == 'video' or 'video' in item %}"
+    "{% set count.clips = count.clips + 1 %}{% if add_vision_id %}Video {{ count.clips }}: {% endif %}"
+    "<|vision_start|><|video_pad|><|vision_end|>{% elif 'text' in item %}{{ item['text'] }}"
     "{% endif %}{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+"""Writes what the template of Qwen2-VL's and Qwen2.5-VL's checkpoints writes."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ def make_qwen_checkpoint(folder: Path, shape: QwenShape, seed: int = 0) -> Path:
         vision_end_token_id=374,
         tie_word_embeddings=shape.tied,
     )
-    template = TOOL_TEMPLATE if shape.tools else TEMPLATE
+    template = TOOL_TEMPLATE if shape.tools or shape.kind == "qwen3_vl" else TEMPLATE
     save_random_model(folder, config, qwen_tokenizer(shape.tools), template, [372, 370], seed)
     own: dict[str, Any] = (
         {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3} if shape.kind == "qwen3_vl" else {}

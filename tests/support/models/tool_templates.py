@@ -1,4 +1,4 @@
-"""A chat template with tools, as Qwen3-VL's, and the tokens that it writes around calls and results."""
+"""A chat template that writes what Qwen3-VL's writes, but with few words before tools, and the tokens of calls."""
 
 from __future__ import annotations
 
@@ -8,6 +8,17 @@ TOOL_TEMPLATE = r"""
 {%- macro text_of(content) %}
     {%- if content is string %}{{- content }}
     {%- else %}{%- for part in content %}{%- if 'text' in part %}{{- part.text }}{%- endif %}{%- endfor %}{%- endif %}
+{%- endmacro %}
+{%- macro content_of(content) %}
+    {%- if content is string %}{{- content }}
+    {%- else %}
+        {%- for part in content %}
+            {%- if part.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- elif part.type == 'video' %}{{- '<|vision_start|><|video_pad|><|vision_end|>' }}
+            {%- elif 'text' in part %}{{- part.text }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
 {%- endmacro %}
 {%- if tools %}
     {{- '<|im_start|>system\n' }}
@@ -21,15 +32,7 @@ TOOL_TEMPLATE = r"""
 {%- endif %}
 {%- for message in messages %}
     {%- if message.role == 'user' %}
-        {{- '<|im_start|>user\n' }}
-        {%- if message.content is string %}{{- message.content }}
-        {%- else %}
-            {%- for part in message.content %}
-                {%- if part.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}
-                {%- elif 'text' in part %}{{- part.text }}{%- endif %}
-            {%- endfor %}
-        {%- endif %}
-        {{- '<|im_end|>\n' }}
+        {{- '<|im_start|>user\n' + content_of(message.content) + '<|im_end|>\n' }}
     {%- elif message.role == 'assistant' %}
         {{- '<|im_start|>assistant\n' + text_of(message.content) }}
         {%- for tool_call in message.tool_calls or [] %}
@@ -43,7 +46,7 @@ TOOL_TEMPLATE = r"""
         {{- '<|im_end|>\n' }}
     {%- elif message.role == 'tool' %}
         {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
-        {{- '\n<tool_response>\n' + text_of(message.content) + '\n</tool_response>' }}
+        {{- '\n<tool_response>\n' + content_of(message.content) + '\n</tool_response>' }}
         {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}
     {%- endif %}
 {%- endfor %}

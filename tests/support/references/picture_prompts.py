@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,15 @@ from transformers import (
     CLIPImageProcessorPil,
     LlavaNextImageProcessorPil,
     LlavaNextProcessor,
+    LlavaProcessor,
+    Qwen2_5_VLProcessor,
     Qwen2VLImageProcessorPil,
 )
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from sinkprune import Pipeline
 from sinkprune.runtime.media.clip import SampledFrames
-from support.models.qwen_checkpoints import VIDEO_TOKEN
+from support.models.qwen_checkpoints import IMAGE_TOKEN, VIDEO_TOKEN
 from support.models.small_models import NEXT_SHAPES
 from support.references.pruned_prompts import seconds_per_patch
 from support.references.steps import QUESTION, patch_grid
@@ -62,49 +64,72 @@ def reference_inputs(
     name: str, folder: Path, images: Sequence[Image.Image], pieces: str | list[str]
 ) -> dict[str, Any]:
     """Return what the family's processor gives for images: those of the checkpoint `name` in `folder`."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    text = rendered(tokenizer, name, len(images), pieces)
-    if name in NEXT_SHAPES:
-        kind = LlavaNextImageProcessorPil.from_pretrained(folder)
-        facts = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-        processor = LlavaNextProcessor(kind, tokenizer, **facts)
-        return dict(processor(text=text, images=list(images), return_tensors="pt"))
-    if name == "gqa-112":
-        ids = tokenizer(text.replace("<image>", "<image>" * 64), return_tensors="pt")
-        return {**ids, **CLIPImageProcessorPil.from_pretrained(folder)(list(images), return_tensors="pt")}
-    pictures = Qwen2VLImageProcessorPil.from_pretrained(folder)(list(images), return_tensors="pt")
-    parts = text.split("<|image_pad|>")
-    counts = [int(grid.prod()) // 4 for grid in pictures["image_grid_thw"]]
-    text = parts[0] + "".join("<|image_pad|>" * n + part for n, part in zip(counts, parts[1:], strict=True))
-    ids = tokenizer(text, return_tensors="pt")
-    token = tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    return {**ids, "mm_token_type_ids": (ids["input_ids"] == token).int(), **pictures}
+    return processed(name, folder, [question(pieces, ["image"] * len(images))], images)
 
 
 def clip_ids(
     pipe: Pipeline, folder: Path, clip: SampledFrames, fps: float, pieces: str | list[str] = QUESTION
 ) -> list[int]:
     """Return the ids that the model's own processor gives a prompt about a clip of `fps` frames a second."""
-    tokenizer, grid = AutoTokenizer.from_pretrained(folder), torch.tensor([patch_grid(pipe, clip)])
-    family, written = pipe.bundle.manifest.family, "<|video_pad|>" * (int(grid.prod()) // 4)
-    if family == "qwen3-vl":
-        written = _with_times(clip, grid, fps)
-    # The published template writes <|video_pad|> where a clip stands, and nothing else is different.
-    text = rendered(tokenizer, family, 1, pieces).replace("<|image_pad|>", written)
-    ids: list[int] = tokenizer(text)["input_ids"]
+    inputs = processed(
+        pipe.bundle.manifest.family, folder, [question(pieces, ["video"])], (), clips_of(pipe, clip, fps)
+    )
+    ids: list[int] = inputs["input_ids"][0].tolist()
     return ids
 
 
-def _with_times(clip: SampledFrames, grid: torch.Tensor, fps: float) -> str:
-    """Return what the processor of Qwen3-VL writes in the place of a clip's token."""
-    processor = Qwen3VLProcessor.__new__(Qwen3VLProcessor)
-    processor.video_token, processor.vision_start_token = "<|video_pad|>", "<|vision_start|>"
-    processor.vision_end_token = "<|vision_end|>"
-    processor.video_processor = SimpleNamespace(merge_size=2, temporal_patch_size=2)
+def question(pieces: str | list[str], kinds: Sequence[str]) -> dict[str, Any]:
+    """Return the user's message of `pieces` around an "image" or a "video" for each of `kinds`, or after all."""
+    texts = [*[""] * len(kinds), pieces] if isinstance(pieces, str) else pieces
+    content: list[dict[str, str]] = []
+    for text, kind in zip(texts, [*kinds, ""], strict=True):
+        content += [{"type": "text", "text": text}] * bool(text) + [{"type": kind}] * bool(kind)
+    return {"role": "user", "content": content}
+
+
+def clips_of(pipe: Pipeline, clip: SampledFrames, fps: float) -> dict[str, Any]:
+    """Return what the video processor gives for a clip of `fps` frames a second, without the pixels."""
     indices = np.array([round(second * fps) for second in clip.seconds])
-    metadata = [SimpleNamespace(fps=fps, frames_indices=indices)]
-    text: str = processor.replace_video_token({"video_grid_thw": grid, "video_metadata": metadata}, 0)
-    return text
+    metadata = SimpleNamespace(fps=fps, frames_indices=indices)
+    return {"video_grid_thw": torch.tensor([patch_grid(pipe, clip)]), "video_metadata": [metadata]}
+
+
+def processed(
+    name: str,
+    folder: Path,
+    messages: list[dict[str, Any]],
+    images: Sequence[Image.Image],
+    clips: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Return what the processor of a family or a small checkpoint gives for a conversation and its images.
+
+    `clips` are those of `clips_of`. Qwen's processors need torchvision, so theirs is put together of its parts.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    given = {"images": list(images)} if images else {}
+    if not name.startswith("qwen"):
+        kind, pixels = (
+            (LlavaNextProcessor, LlavaNextImageProcessorPil)
+            if name in NEXT_SHAPES
+            else (LlavaProcessor, CLIPImageProcessorPil)
+        )
+        facts = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+        return dict(kind(pixels.from_pretrained(folder), tokenizer, **facts)(text=text, **given, return_tensors="pt"))
+    kind = Qwen3VLProcessor if name == "qwen3-vl" else Qwen2_5_VLProcessor
+    processor = kind.__new__(kind)
+    processor.image_token, processor.video_token = "<|image_pad|>", "<|video_pad|>"
+    processor.vision_start_token, processor.vision_end_token = "<|vision_start|>", "<|vision_end|>"
+    processor.image_processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    processor.video_processor = SimpleNamespace(merge_size=2, temporal_patch_size=2)
+    pictures = processor.image_processor(**given, return_tensors="pt") if images else {}
+    texts, _ = processor.get_text_with_replacements(
+        [text],
+        [processor.replace_image_token(pictures, each) for each in range(len(images))],
+        [processor.replace_video_token(clips, each) for each in range(len(clips.get("video_metadata", ())))],
+    )
+    ids = tokenizer(texts, return_tensors="pt")
+    return {**ids, "mm_token_type_ids": (ids["input_ids"] == IMAGE_TOKEN).int(), **pictures}
 
 
 def clip_inputs(model: Any, pipe: Pipeline, folder: Path, clip: SampledFrames, fps: float) -> dict[str, Any]:
@@ -118,20 +143,3 @@ def clip_inputs(model: Any, pipe: Pipeline, folder: Path, clip: SampledFrames, f
         "video_grid_thw": torch.tensor([patch_grid(pipe, clip)]),
         **seconds_per_patch(model, clip),
     }
-
-
-def rendered(tokenizer: Any, name: str, images: int, pieces: str | list[str]) -> str:
-    """The conversation; LLaVA's template writes images first, so that those within text are written there."""
-    content: list[dict[str, str]] = []
-    if isinstance(pieces, str):
-        content = [*[{"type": "image"}] * images, {"type": "text", "text": pieces}]
-    elif name.startswith("qwen"):
-        for piece in pieces:
-            content += [{"type": "text", "text": piece}, {"type": "image"}]
-        content.pop()
-    else:
-        content = [{"type": "text", "text": "<image>".join(pieces)}]
-    text: str = tokenizer.apply_chat_template(
-        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-    )
-    return text

@@ -1,0 +1,131 @@
+"""Conversations become the ids and the pixels of each family's own processor, whatever the order of their parts.
+
+The small checkpoints have templates that write what the published ones write. Requests arrive as in the server.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinkprune import Clip, Pipeline
+from sinkprune.runtime.server.chat_request import ChatReader
+from sinkprune.runtime.steps.pictures import decoded
+from sinkprune.runtime.text.prompt import Prompt
+from support.models.clips import frames
+from support.models.qwen_checkpoints import VIDEO_TOKEN
+from support.references.picture_prompts import clips_of, processed
+
+QWEN = ("qwen", "qwen2-vl", "qwen3-vl")
+NAMES = ("gqa-112", "next", "next-mistral", *QWEN)
+FPS = 2
+ONE, TWO, THREE = ({"type": "image_url", "image_url": {"url": str(number)}} for number in range(3))
+EVEN, ODD = ({"type": "video_url", "video_url": {"url": str(frames)}} for frames in (4, 7))
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    return {
+        "role": "user",
+        "content": [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts],
+    }
+
+
+CONVERSATIONS = {
+    "picture first": [user(ONE, "What is it?")],
+    "text first": [user("What is it?", ONE)],
+    "words around": [user("See ", ONE, "?")],
+    "two within": [user("Before:", ONE, "and after:", TWO, "What has changed?")],
+    "two after two texts": [user("Look at both.", "What differs?", ONE, TWO)],
+    "three, and empty texts": [user("", ONE, " ", TWO, "", "\n Wie groß? ", THREE, "What differs? ", "")],
+    "a system message, and pictures in two turns": [
+        {"role": "system", "content": "  Be brief.\n"},
+        user("One:", ONE),
+        {"role": "assistant", "content": [{"type": "text", "text": "A cup."}, {"type": "text", "text": " Or two."}]},
+        user("And here?", TWO, THREE),
+    ],
+    "a system message in parts, and an empty answer": [
+        {"role": "system", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]},
+        user("Which?", ONE),
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": "Well?"},
+    ],
+    "a picture in a later turn": [
+        {"role": "user", "content": "Hello."},
+        {"role": "assistant", "content": "Hi."},
+        user("What is it?", ONE),
+    ],
+}
+CLIPS = {
+    "a clip first": [user(ODD, "What is it?")],
+    "text before a clip": [user("What is it?", EVEN)],
+    "a clip between pictures": [user("See ", ONE, ODD, "\n and\u00a0tell", TWO)],
+    "a clip in an earlier turn": [
+        user("What happens?", ODD),
+        {"role": "assistant", "content": "It falls."},
+        user(ONE, "And here?"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ids_and_pixels_are_those_of_the_family_s_processor(
+    name: str,
+    checkpoint: Callable[[str], Path],
+    pipeline: Callable[..., Pipeline],
+    photo: Image.Image,
+) -> None:
+    pipe = pipeline(name, **({"max_frames": 8} if name in QWEN else {"max_images": 3}))
+    turned = photo.transpose(Image.Transpose.ROTATE_180)
+    images = [photo.resize((224, 200)), turned.resize((300, 150)), photo.resize((112, 56))]
+    clips = {str(count): Clip(frames(count, (170, 140), photo), fps=FPS) for count in (4, 7)}
+    pictures: Any = SimpleNamespace(image=lambda url: images[int(url)], video=clips.__getitem__)
+    reader = ChatReader("m", ("m",), "none", "sinkpruner", pipe, pipe.bundle.manifest.plan, pictures)
+    cases = {**CONVERSATIONS, **(CLIPS if name in QWEN else {})}
+    for what, conversation in cases.items():
+        request = reader.read(json.dumps({"model": "m", "messages": conversation}).encode()).request
+        seen = [decoded(picture, pipe.family) for picture in request.pictures]
+        layouts = [pipe.family.layout(picture) for picture in seen]
+        shown = [picture for picture in seen if isinstance(picture, Image.Image)]
+        [videos] = [clips_of(pipe, clip, FPS) for clip in seen if not isinstance(clip, Image.Image)] or [{}]
+        expected = processed(name, checkpoint(name), theirs(conversation), shown, videos)
+        tokens = [pipe.bundle.manifest.tokens.image if picture in shown else VIDEO_TOKEN for picture in seen]
+        prompt = pipe._model.encode_prompt(request, layouts)
+        assert with_rows(prompt, layouts, tokens) == expected["input_ids"][0].tolist(), what
+        if shown:
+            pixels = [pipe.family.inputs(picture)["pixel_values"] for picture in shown]
+            wanted = expected["pixel_values"].numpy()
+            if wanted.ndim == 5:
+                # LLaVA-NeXT's processor fills up the tiles of a picture to those of the largest.
+                wanted = np.concatenate([tiles[: len(own)] for tiles, own in zip(wanted, pixels, strict=True)])
+            found = np.concatenate([each.ravel() for each in pixels])
+            np.testing.assert_allclose(found, wanted.ravel(), atol=1e-5, err_msg=what)
+
+
+def theirs(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the conversation as transformers takes it: LLaVA's templates need parts, and write nothing of a str."""
+    messages = deepcopy(conversation)
+    for message in messages:
+        if isinstance(message["content"], str):
+            message["content"] = [{"type": "text", "text": message["content"]}]
+        for part in message["content"]:
+            part["type"] = part["type"].removesuffix("_url")
+            part.pop(f"{part['type']}_url", None)
+    return messages
+
+
+def with_rows(prompt: Prompt, layouts: list[Any], tokens: list[int]) -> list[int]:
+    """Return the ids of a prompt, with a picture's token as often as the picture has rows unpruned."""
+    rows = []
+    for layout, token in zip(layouts, tokens, strict=True):
+        pieces = max(1, len(layout.texts) - 1)
+        rows += [[token] * (len(layout.unpruned_rows) // pieces)] * pieces
+    return [*chain.from_iterable(text + row for text, row in zip(prompt.texts, [*rows, []], strict=True))]
