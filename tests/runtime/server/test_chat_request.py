@@ -81,7 +81,7 @@ def test_the_defaults(reader: ChatReader) -> None:
         0,
     )
     request = found.request
-    assert (request.texts, request.budget, request.method) == (("", "What is this?"), "retain-64", "sinkpruner")
+    assert (request.texts, request.budget, request.method) == (((), ("What is this?",)), "retain-64", "sinkpruner")
     assert (request.temperature, request.top_p, request.seed, request.stop) == (0, 1, None, ())
     assert request.pictures[0].getpixel((0, 0)) == (255, 0, 0)  # type: ignore[union-attr]
 
@@ -148,12 +148,12 @@ def test_turns_with_pictures_in_their_places(reader: ChatReader) -> None:
         ("user", [TEXT, PICTURE]),
     )
     request = read(reader, messages=asked).request
-    assert request.system == "Be brief."
+    assert request.system == ("Be", " brief.")
     assert [(turn.role, turn.texts) for turn in request.history] == [
-        ("user", ("First:", "What is this?")),
+        ("user", (("First:",), ("What is this?",))),
         ("assistant", ("A cup.",)),
     ]
-    assert (request.texts, len(request.pictures)) == (("What is this?", ""), 2)
+    assert (request.texts, len(request.pictures)) == ((("What is this?",), ()), 2)
 
 
 def test_a_request_without_pictures_has_nothing_to_prune(reader: ChatReader) -> None:

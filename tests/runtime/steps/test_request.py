@@ -179,6 +179,13 @@ def test_what_observers_receive_is_consistent(
     assert answer.ms["latency"] > answer.ms["ttft"]
 
 
+def test_pictures_without_a_place_are_those_of_the_user_s_first_turn() -> None:
+    greeted = new_request(["a.jpg", "b.jpg"], "And now?", history=[("assistant", "Hi."), ("user", "What is it?")])
+    assert [turn.texts for turn in greeted.history] == [("Hi.",), ("", "", "What is it?")]
+    first = new_request("a.jpg", "What is it?", history=[("assistant", "Hi.")])
+    assert ([turn.texts for turn in first.history], first.texts) == ([("Hi.",)], ("", "What is it?"))
+
+
 @pytest.mark.parametrize(
     ("history", "error", "message"),
     [

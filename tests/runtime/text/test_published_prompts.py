@@ -16,13 +16,21 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from sinkprune import Clip, Pipeline
+from sinkprune.export.families.llava import Llava
+from sinkprune.export.families.llava_next import _MISTRAL_TEMPLATE as MISTRAL_DEFAULT
+from sinkprune.export.families.qwen2_5_vl import Qwen25VL
+from sinkprune.export.families.qwen3_vl import Qwen3VL
 from sinkprune.runtime.server.chat_request import ChatReader
 from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.text.prompt import Prompt
+from support.models.checkpoints import MISTRAL_TEMPLATE, TEMPLATE
 from support.models.clips import frames
+from support.models.qwen_checkpoints import TEMPLATE as QWEN_TEMPLATE
 from support.models.qwen_checkpoints import VIDEO_TOKEN
+from support.models.tool_templates import TOOL_TEMPLATE
 from support.references.picture_prompts import clips_of, processed
 
 QWEN = ("qwen", "qwen2-vl", "qwen3-vl")
@@ -108,6 +116,24 @@ def test_ids_and_pixels_are_those_of_the_family_s_processor(
                 wanted = np.concatenate([tiles[: len(own)] for tiles, own in zip(wanted, pixels, strict=True)])
             found = np.concatenate([each.ravel() for each in pixels])
             np.testing.assert_allclose(found, wanted.ravel(), atol=1e-5, err_msg=what)
+
+
+@pytest.mark.parametrize(
+    ("ours", "published"),
+    [
+        (Llava.chat_template, TEMPLATE),
+        (MISTRAL_DEFAULT, MISTRAL_TEMPLATE),
+        (Qwen25VL.chat_template, QWEN_TEMPLATE),
+        (Qwen3VL.chat_template, TOOL_TEMPLATE),
+    ],
+)
+def test_a_checkpoint_without_a_template_gets_its_family_s(ours: str, published: str) -> None:
+    for what, conversation in CONVERSATIONS.items():
+        # The published one of LLaVA-NeXT with Mistral has a slip in the assistant's turns, and no second system text.
+        asked = [theirs([message]) for message in conversation if message["role"] == "user"]
+        asked += [theirs([{"role": "system", "content": "  Be brief.\n"}, conversation[-1]])]
+        texts, _ = render_jinja_template(asked, chat_template=published, add_generation_prompt=True)
+        assert render_jinja_template(asked, chat_template=ours, add_generation_prompt=True)[0] == texts, what
 
 
 def theirs(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -12,43 +12,32 @@ from PIL import Image
 
 from sinkprune import Pipeline, PromptError
 from support.models.checkpoints import IMAGE_TOKEN, TEMPLATE
-from support.models.qwen_checkpoints import TEMPLATE as QWEN_TEMPLATE
 from support.programs.commands import assert_refused, run
 from support.references.prompt_encoders import SPECIALS, Pairs
 
 SYSTEM, QUESTION = "  Answer in one word, as a robot.\nBe brief. ", "What is on the table?"
-QWEN = QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>")
-# Of llava-hf/llava-1.5-7b-hf: it writes a system message without a role.
-LLAVA = (
-    "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': '}}{% endif %}"
-    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
-    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] + ' '}}"
-    "{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
-)
 WRITES = (
     "{% for m in messages %}{% if m.role == 'system' %}[SYS]{{ m['content'] | trim }}[/SYS]{% else %}"
     "{% for c in m.content %}{% if c.type == 'image' %}<image>{% else %}{{ c.text }}{% endif %}{% endfor %}"
     "{% endif %}{% endfor %}ASSISTANT:"
 )
 """Its system message is a str, and would be written as Python writes a list."""
-TEMPLATES = {"small": (TEMPLATE, True), "llava": (LLAVA, True), "qwen": (QWEN, True), "str": (WRITES, False)}
-"""Each with whether its system message is in parts."""
 WITHOUT = {
-    "left out": LLAVA.replace(
+    "left out": TEMPLATE.replace(
         "{% for message in messages %}", "{% for message in messages if message.role == 'user' %}"
     ),
     "refused": "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    + LLAVA,
+    + TEMPLATE,
 }
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("tokenizer", ["trained llama", "byte-level"])
+@pytest.mark.parametrize(
+    ("source", "in_parts", "tokenizer"), [(TEMPLATE, True, "trained llama"), (WRITES, False, "byte-level")]
+)
 @pytest.mark.parametrize("system", [SYSTEM, "", "'quoted'"])
 def test_a_system_message_is_written_as_by_transformers(
-    template: str, tokenizer: str, system: str, both: Pairs
+    source: str, in_parts: bool, tokenizer: str, system: str, both: Pairs
 ) -> None:
-    source, in_parts = TEMPLATES[template]
     pair = both(tokenizer, source)
     content: Any = [{"type": "text", "text": system}] if in_parts else system
     user = [{"type": "image"}, {"type": "text", "text": QUESTION}]
@@ -72,7 +61,7 @@ def test_a_template_without_a_place_for_it_is_an_error(template: str, both: Pair
 
 
 def test_special_tokens_typed_into_it_stay_text(both: Pairs) -> None:
-    prompt = both("trained llama", LLAVA).ours.encode(["", QUESTION], system="a <image> and </s> in <s>")
+    prompt = both("trained llama", TEMPLATE).ours.encode(["", QUESTION], system="a <image> and </s> in <s>")
     assert len(prompt.texts) == 2
     assert not set(SPECIALS.values()) & {*prompt.texts[0][1:], *prompt.texts[1]}
 

@@ -71,7 +71,8 @@ class Llava(LlamaShaped):
     config_fields: type = _LlavaFields
     processor_fields: type = _ProcessorFields
     chat_template = (
-        "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
+        "{% for message in messages %}"
+        "{% if message['role'] != 'system' %}{{ message['role'].upper() + ': ' }}{% endif %}"
         "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}"
         "{% endfor %}"
         "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"

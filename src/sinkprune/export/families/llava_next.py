@@ -9,10 +9,12 @@ from sinkprune.export.families.llava import Llava
 
 _MISTRAL_TEMPLATE = (
     "{% for message in messages %}"
-    "{% if message['role'] == 'user' %}{{ '[INST] ' }}"
-    "{% for content in message['content'] %}"
-    "{% if content['type'] == 'image' %}{{ '<image>\n' }}{% else %}{{ content['text'] }}{% endif %}"
-    "{% endfor %}{{ ' [/INST]' }}"
+    "{% if message['role'] == 'system' %}"
+    "{{ '<<SYS>>\n' }}{% for content in message['content'] %}{{ content['text'] }}{% endfor %}{{ '\n<</SYS>>\n\n' }}"
+    "{% elif message['role'] == 'user' %}{{ '[INST] ' }}"
+    "{% for content in message['content'] if content['type'] == 'image' %}{{ '<image>\n' }}{% endfor %}"
+    "{% for content in message['content'] if content['type'] == 'text' %}{{ content['text'] }}{% endfor %}"
+    "{{ ' [/INST]' }}"
     "{% else %}{% for content in message['content'] %}{{ ' ' + content['text'] }}{% endfor %}{{ '</s>' }}{% endif %}"
     "{% endfor %}"
 )

@@ -316,7 +316,8 @@ def _parser() -> Any:
     add = parser.add_argument
     add("bag", type=Path, metavar="BAG", help="a folder of rosbag2, or a file of it: .mcap or .db3")
     add("--topic", required=True, help="the topic, of sensor_msgs/msg/Image or CompressedImage")
-    add("--prompt", required=True, help="the question; {image} marks the place of the frame (default: frame first)")
+    places = "{image} marks the frame's place, for chat templates that keep the order (default: frame first)"
+    add("--prompt", required=True, help=f"the question; {places}")
     add("-o", "--output", type=Path, required=True, metavar="OUT.mcap", help="the file to write")
     add("--budget", default=UNPRUNED, help="a budget of the bundle, or none (default: none)")
     add("--method", default="sinkpruner", help="pruning method (default: sinkpruner)")

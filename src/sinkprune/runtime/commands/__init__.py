@@ -129,8 +129,8 @@ def new_parser(
     picture.add_argument("--image", type=Path, action="append", help="an image file to ask about; may be repeated")
     picture.add_argument("--video", type=Path, action="append", help="a video file to ask about; may be repeated")
     add_sources(picture)
-    help_text = "the question; {image} marks the place of an image (default: images first)"
-    add(*prompt, dest="prompt", required=True, help=help_text)
+    places = "{image} marks an image's place, for chat templates that keep the order (default: images first)"
+    add(*prompt, dest="prompt", required=True, help=f"the question; {places}")
     add_method(parser)
     return parser
 

@@ -21,6 +21,7 @@ from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.commands import (
+    IMAGE_PLACE,
     PictureOptions,
     add_costs,
     load_pipeline,
@@ -130,6 +131,11 @@ def main(arguments: Sequence[str] | None) -> None:
     if not answer.text and answer.finish == "stop":
         sys.stderr.write("note: the answer is empty: the model or a stop string ended it at once.\n")
     unused = _unused_options(options, answer.budget)
+    if any(request.texts[:-1]) and not pipeline.prompts.keeps_order:
+        unused.append(
+            f"{IMAGE_PLACE} moved no image, because the model's chat template writes images before the text "
+            "(docs/pictures.md)."
+        )
     cut_off = answer.finish in CUT_OFF and (request.follows_grammar or answer.choices)
     drawn = options.overlay if answer.budget != UNPRUNED else None
     write_each(

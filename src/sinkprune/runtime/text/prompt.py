@@ -157,8 +157,8 @@ class PromptEncoder:
         found = [place for place, token in enumerate(encoded) if token == image]
         if len(found) != images:
             raise BundleError(
-                f"the bundle's chat template writes {len(found)} images into a prompt with {images}. "
-                "Mend the checkpoint's chat template and export it again."
+                f"the bundle's chat template writes {len(found)} images into a prompt with {images}. Give images in "
+                "the user's turns only, or mend the checkpoint's chat template and export it again."
             )
         starts = [0, *(place + 1 for place in found)]
         return Prompt([ids[start:end] for start, end in zip(starts, [*found, len(ids)], strict=True)])
@@ -282,6 +282,13 @@ class PromptEncoder:
             content += [{"type": "image"}] if number else []
             content += _text_content(map(self._quoted, text_parts(text)))
         return content
+
+    @cached_property
+    def keeps_order(self) -> bool:
+        """Whether the template writes the text before an image in front of it. LLaVA's writes images first."""
+        probe = str(secrets.randbits(64))
+        content = [*_text_content([probe]), {"type": "image"}]
+        return probe in self._render([{"role": "user", "content": content}]).partition(self._image)[0]
 
     def _render(self, messages: list[_Message], tools: Tools | None = None) -> str:
         functions = None if tools is None else self._quoted_json([*tools.functions])
