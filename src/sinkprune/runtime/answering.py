@@ -13,6 +13,7 @@ from sinkprune.runtime.steps.observer import NOBODY, Observer
 from sinkprune.runtime.steps.pictures import PictureLike
 from sinkprune.runtime.steps.request import Request, check_request_options
 from sinkprune.runtime.stream import Stream
+from sinkprune.runtime.text.prompt import Text
 
 
 class Answering(ABC):
@@ -20,7 +21,7 @@ class Answering(ABC):
 
     @abstractmethod
     def new_request(
-        self, image: PictureLike | Sequence[PictureLike], prompt: str | Sequence[str], **options: Any
+        self, image: PictureLike | Sequence[PictureLike], prompt: str | Sequence[Text], **options: Any
     ) -> Request:
         """Return the checked request that `stream` answers; takes what `stream` takes, except `observer`.
 

@@ -47,6 +47,7 @@ from sinkprune.runtime.steps.request import (
 )
 from sinkprune.runtime.stream import Stream, StreamState
 from sinkprune.runtime.text.constraint import Grammars, Unconstrained
+from sinkprune.runtime.text.prompt import Text
 from sinkprune.runtime.watching.watch import USUAL_SETTINGS, FrameAnswer, Watch, WatchSettings, check_frames
 
 
@@ -234,7 +235,7 @@ class Pipeline(Answering, KeepsCosts[Costs]):
         return costs
 
     def new_request(
-        self, image: PictureLike | Sequence[PictureLike], prompt: str | Sequence[str], **options: Any
+        self, image: PictureLike | Sequence[PictureLike], prompt: str | Sequence[Text], **options: Any
     ) -> Request:
         most = self.limits.new_tokens if self.limits else DEFAULT_NEW_TOKENS
         return new_request(image, prompt, **{"max_new_tokens": min(DEFAULT_NEW_TOKENS, most), **options})

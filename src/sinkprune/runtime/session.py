@@ -15,6 +15,7 @@ from sinkprune.runtime.steps.pictures import PictureLike
 from sinkprune.runtime.steps.prefix_cache import PrefixCache
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.stream import Stream
+from sinkprune.runtime.text.prompt import Text
 
 MAX_BYTES = 256 << 20
 """The default size of a session's memory."""
@@ -60,7 +61,7 @@ class Session(Answering):
         return self._prefixes.nbytes
 
     def new_request(
-        self, image: PictureLike | Sequence[PictureLike], prompt: str | Sequence[str], **options: Any
+        self, image: PictureLike | Sequence[PictureLike], prompt: str | Sequence[Text], **options: Any
     ) -> Request:
         return self.pipeline.new_request(image, prompt, **options)
 

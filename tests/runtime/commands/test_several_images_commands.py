@@ -51,8 +51,9 @@ def test_images_stand_where_the_prompt_has_places(
     in_front = run("sinkprune-run", root, *asked[:4], "--prompt", pieces[2], "--json", "--max-new-tokens", 8)
     assert json.loads(in_front.stdout)["prompt_tokens"] < answer["prompt_tokens"]
     # LLaVA's template has one place for images.
-    assert [("moved no image" in note) for note in answer["notes"]] == [True]
-    assert json.loads(in_front.stdout)["notes"] == []
+    assert "moved no image" in str(answer["notes"]) and "moved no image" not in str(
+        json.loads(in_front.stdout)["notes"]
+    )
 
 
 def test_the_profile_measures_all_images_together(

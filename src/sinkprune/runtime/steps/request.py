@@ -168,7 +168,7 @@ REQUEST_OPTIONS = tuple(field.name for field in fields(Request)[2:])
 
 
 def new_request(
-    pictures: PictureLike | Sequence[PictureLike], prompt: str | Sequence[str], order: str = "rgb", **options: object
+    pictures: PictureLike | Sequence[PictureLike], prompt: str | Sequence[Text], order: str = "rgb", **options: object
 ) -> Request:
     """Return the request about one picture or a list; `options` are the fields of `Request` after `texts`.
 
@@ -282,7 +282,7 @@ def _check_text(name: str, text: object) -> None:
         raise PromptError(f"the {name} is not valid UTF-8. Check the terminal's encoding.")
 
 
-def check_texts(texts: Sequence[object], pictures: int, *, may_be_empty: bool = False) -> None:
+def check_texts(texts: Sequence[Any], pictures: int, *, may_be_empty: bool = False) -> None:
     """Reject texts whose number does not fit the pictures, or that are all empty; raises `PromptError`."""
     for text in texts:
         _check_text("prompt", text)
