@@ -198,6 +198,17 @@ def test_positions_of_a_clip_equal_transformers(
         assert found.next == ids.shape[1] + int(delta)
 
 
+def test_positions_of_a_clip_of_a_variable_rate_are_its_times(
+    bundle: Callable[..., Path], photo: Image.Image
+) -> None:
+    facts = read_bundle(bundle("qwen")).manifest
+    family = Qwen25VL(replace(facts, processor=QWEN.processor({"min_pixels": 784, "max_frames": 768})))
+    seconds = (0.0, 0.4, 2.3, 9.0, 30.0)
+    clip = SampledFrames([photo.resize((112, 84))] * 5, ClipSize(112, 84, 5, 0.2), seconds, constant_rate=False)
+    each = family._tower.tokens_per_second
+    assert sorted({*family.layout(clip).places[0].tolist()}) == [0, int(2.3 * each), int(30 * each)]
+
+
 def test_numbers_that_no_frame_has_are_refused(photo: Image.Image, tmp_path: Path) -> None:
     given = frames(5, (112, 84), photo)
     for clip in (Clip(given, fps=2), VideoFile(write_video(tmp_path / "clip.mp4", given))):

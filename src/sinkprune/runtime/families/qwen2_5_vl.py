@@ -59,7 +59,7 @@ class Qwen25VL:
         """
         grid = self._processor.grid(picture.size)
         clip = picture if isinstance(picture, SampledFrames) else None
-        times = self._times(grid.t, clip.size.fps) if clip else np.arange(grid.t)
+        times = self._times(grid.t, clip) if clip else np.arange(grid.t)
         width, height = picture.size[:2]
         layout = self._layout(grid, self._windows(grid), (width, height), times)
         if layout.tokens > self._most_tokens:
@@ -157,11 +157,16 @@ class Qwen25VL:
             seen_size=(grid.w * self._tower.patch_size, grid.h * self._tower.patch_size),
         )
 
-    def _times(self, frames: int, fps: float) -> Array:
-        """Return [T] whole positions in time of a clip's temporal patches, `tokens_per_second` apart."""
-        seconds = np.float32(self._tower.temporal_patch_size / fps)
-        each = np.float32(self._tower.tokens_per_second) * seconds
-        return (np.arange(frames, dtype=np.float32) * each).astype(np.int64)
+    def _times(self, frames: int, clip: SampledFrames) -> Array:
+        """Return [T] whole positions in time of a clip's temporal patches, `tokens_per_second` to a second.
+
+        At a constant rate they are evenly spaced, as transformers spaces those of any clip. At a variable rate each
+        has the time of its first frame.
+        """
+        together, each = self._tower.temporal_patch_size, np.float32(self._tower.tokens_per_second)
+        if not clip.constant_rate:
+            return (np.array(clip.seconds[::together], np.float32) * each).astype(np.int64)
+        return (np.arange(frames, dtype=np.float32) * (each * np.float32(together / clip.size.fps))).astype(np.int64)
 
     def _flops(self, grid: Grid, windows: Windows | None) -> int:
         """Return the matmul FLOPs of patches, blocks and merger."""

@@ -6,6 +6,7 @@ import numpy as np
 
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.families.qwen2_5_vl import Qwen25VL
+from sinkprune.runtime.media.clip import SampledFrames
 
 
 class Qwen2VL(Qwen25VL):
@@ -13,7 +14,7 @@ class Qwen2VL(Qwen25VL):
 
     _mlp_matrices = 2
 
-    def _times(self, frames: int, fps: float) -> Array:
+    def _times(self, frames: int, clip: SampledFrames) -> Array:
         return np.arange(frames)
 
 

@@ -39,7 +39,7 @@ class Qwen3VL(Qwen25VL):
         index, weight = self._corners(self._processor.grid(picture.size))
         return {**super().inputs(picture), "position_index": index, "position_weight": weight}
 
-    def _times(self, frames: int, fps: float) -> Array:
+    def _times(self, frames: int, clip: SampledFrames) -> Array:
         """Return [T] zeros: each temporal patch has the positions of an image, because the time is text."""
         return np.zeros(frames, np.int64)
 

@@ -44,7 +44,11 @@ class Video(Protocol):
 
     @property
     def fps(self) -> float:
-        """The number of frames a second."""
+        """The number of frames a second, on average."""
+
+    @property
+    def times(self) -> Sequence[float] | None:
+        """The seconds of each frame after the first; None for frames of a constant rate."""
 
     def read(self, indices: Sequence[int]) -> list[Image.Image]:
         """Return the frames at the ascending `indices` as RGB images; raises `VideoError`."""
@@ -82,6 +86,10 @@ class Clip:
         """The number of frames."""
         return len(self.frames)
 
+    @property
+    def times(self) -> None:
+        """None: frames in memory have a constant rate."""
+
     def read(self, indices: Sequence[int]) -> list[Image.Image]:
         """Return the frames at the ascending `indices` as RGB images.
 
@@ -109,6 +117,8 @@ class SampledFrames:
     """How many frames the model's rate takes of the video, without the bundle's limit."""
     indices: tuple[int, ...] = ()
     """The number of each of them in the video."""
+    constant_rate: bool = True
+    """Whether the video has a constant rate."""
 
 
 Picture = Image.Image | SampledFrames
@@ -161,6 +171,19 @@ def end_to_end_indices(count: int, fps: float, settings: Mapping[str, Any], toge
     return [int(index) for index in np.linspace(0, count - 1, wanted).round()]
 
 
+def nearest_frames(times: Sequence[float], indices: Sequence[int]) -> list[int]:
+    """Return the frames nearest to where frames at a constant rate would have the numbers `indices`.
+
+    `times` are the seconds of each of several frames after the first. No frame is returned twice.
+    """
+    ascending, count = np.array(times), np.arange(len(indices))
+    wanted = np.array(indices) * (times[-1] / (len(times) - 1))
+    after = np.searchsorted(ascending, wanted).clip(1, len(times) - 1)
+    nearest = np.where(wanted - ascending[after - 1] <= ascending[after] - wanted, after - 1, after)
+    distinct = np.maximum.accumulate(nearest - count) + count
+    return [int(index) for index in np.minimum(distinct, len(times) - len(indices) + count)]
+
+
 Sampling = Callable[[int, float, Mapping[str, Any], int], list[int]]
 """`evenly_spaced_indices`, or a function with the same arguments."""
 
@@ -177,11 +200,14 @@ def sample_frames(
     if not (math.isfinite(video.fps) and video.fps > 0):
         raise VideoError(f"the video has {video.fps} frames a second, expected a positive number.")
     indices = sampling(video.count, video.fps, settings, together)
+    if video.times is not None:
+        indices = nearest_frames(video.times, indices)
     frames = video.read(indices)
     sizes = {frame.size for frame in frames}
     if len(sizes) > 1:
         raise VideoError(f"the frames have different sizes, {sorted(sizes)}; expected one. Scale them to one size.")
     (width, height), fps = frames[0].size, len(indices) / video.count * video.fps
-    seconds = tuple(index / video.fps for index in indices)
+    seconds = tuple(index / video.fps if video.times is None else video.times[index] for index in indices)
     at_rate = max(1, min(video.count, int(video.count / video.fps * settings["fps"])))
-    return SampledFrames(frames, ClipSize(width, height, len(indices), fps), seconds, at_rate, tuple(indices))
+    size = ClipSize(width, height, len(indices), fps)
+    return SampledFrames(frames, size, seconds, at_rate, tuple(indices), video.times is None)

@@ -7,9 +7,12 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 from PIL import Image
 
 from sinkprune.contract.checks.arguments import check_path, checks_options
@@ -66,8 +69,16 @@ class VideoFile:
     recording (MKV, MP4), whose header has no length; frames lost from the middle of an AVI or WMV file; and damage
     within a frame that the codec decodes anyway, as VP8, VP9, HEVC and GIF often do.
 
-    Frames are turned and mirrored by the file's display matrix.
+    Frames are turned and mirrored by the file's display matrix. A frame's time is its own time stamp, never its
+    number over a rate in the header.
     """
+
+    count: int
+    """The number of frames."""
+    fps: float
+    """The constant rate of frames a second, or the mean of a variable rate."""
+    times: tuple[float, ...] | None
+    """The seconds of each frame after the first at a variable rate; None at a constant rate."""
 
     @checks_options
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -79,10 +90,9 @@ class VideoFile:
         check_path("path", path)
         self._path = Path(path)
         with self._stream() as (container, stream, file):
-            rate = stream.average_rate or stream.guessed_rate
-            self.fps = float(rate) if rate else 0.0
             # An edit list may leave out frames at both ends. They are decoded and not counted.
             times: list[int | None] = []
+            decoding_times: list[int | None] = []
             keys: set[int | None] = set()
             end = end_of_all = 0.0
             for number, packet in enumerate(container.demux()):
@@ -100,12 +110,14 @@ class VideoFile:
                 if packet.stream is stream and packet.size > 0:
                     if not packet.is_discard:
                         times.append(packet.pts)
+                        decoding_times.append(packet.dts)
                     if packet.is_keyframe:
                         keys.add(packet.pts)
             self.count, self._index = len(times), KeyframeIndex(container.format.name, times, keys)
             self._check_end(container, stream, file, end, end_of_all)
-        if not self.count:
-            raise VideoError(f"video '{path}' has no frames. Give one with a picture in it.")
+            if not self.count:
+                raise VideoError(f"video '{path}' has no frames. Give one with a picture in it.")
+            self.fps, self.times = self._frame_times(container.format.name, stream, times, decoding_times)
 
     @property
     def can_seek(self) -> bool:
@@ -145,7 +157,7 @@ class VideoFile:
 
     def _check_end(self, container: Any, stream: Any, file: BinaryIO, end: float, end_of_all: float) -> None:
         """Compare the end of the packets, in seconds, with the length in the header."""
-        kind, expected = container.format.name, 0.0
+        kind, expected, rate = container.format.name, 0.0, stream.average_rate or stream.guessed_rate
         if kind in _WHOLE:
             with os.fdopen(os.dup(file.fileno()), "rb") as buffered:
                 if not _WHOLE[kind](buffered):
@@ -158,16 +170,50 @@ class VideoFile:
             )
         if kind.startswith("mov,") and stream.duration:
             expected = float(stream.duration * stream.time_base)
-        elif kind == "avi" and self.fps:
+        elif kind == "avi" and rate:
             # Repeated frames are counted and have no packet.
-            expected = stream.frames / self.fps
+            expected = float(stream.frames / rate)
         elif kind in ("flv", "asf"):
             # The duration of the longest stream. It is missing from an ASF (WMV) file whose size is not the header's.
             if container.duration is None:
                 raise self._broken("its size is not what its header says")
             end, expected = end_of_all, container.duration / 1e6
-        if self.fps and expected - end > 2.5 / self.fps:
+        if rate and expected - end > 2.5 / rate:
             raise self._broken(f"its header says {expected:.2f} seconds and it ends after {end:.2f}")
+
+    def _frame_times(
+        self, kind: str, stream: Any, times: list[int | None], decoding_times: list[int | None]
+    ) -> tuple[float, tuple[float, ...] | None]:
+        """Return `fps` and `times`.
+
+        Time stamps that fit a rate of the header, or another simple one, have that rate exactly, as transformers
+        reads it. A sampled clip then has the frames that transformers samples.
+        """
+        # AVI has times of decoding only, and FFmpeg guesses others. Sorted, they are those of the frames in order.
+        stamps = decoding_times if kind == "avi" or None in times else times
+        if None in stamps:
+            raise self._broken(f"{stamps.count(None)} of its {self.count} frames have no time stamp")
+        ordered = [time for time in decoding_times if time is not None]
+        # FFmpeg's estimates may go back by a frame.
+        if any(later < earlier - 1 / stream.time_base for earlier, later in pairwise(ordered)):
+            raise self._broken("its time stamps start again in the middle, as those of joined files do")
+        ticks = np.sort(np.array(stamps, np.int64))
+        ticks -= ticks[0]
+        rates = [rate for rate in (stream.average_rate, stream.guessed_rate) if rate] or [Fraction(1)]
+        if self.count > 1:
+            if not ticks[-1]:
+                raise self._broken(f"all of its {self.count} frames have the same time stamp")
+            mean = Fraction(self.count - 1, int(ticks[-1])) / stream.time_base
+            rates += [mean.limit_denominator(1001), mean]
+        # Containers round times: most to ms, some of them twice, and GIF to hundredths of a second.
+        near = min(max(0.002, stream.time_base), 0.01) / stream.time_base
+        for rate in rates:
+            interval = float(1 / (rate * stream.time_base))
+            # FFmpeg estimates times between the packs of an MPEG file, and may be off by two frames.
+            within = 2.5 * interval if kind == "mpeg" else near
+            if (np.abs(ticks - np.arange(self.count) * interval) <= within).all():
+                return float(rate), None
+        return float(rates[-1]), tuple((ticks * float(stream.time_base)).tolist())
 
     def _broken(self, problem: str) -> VideoError:
         return VideoError(f"video '{self._path}' is broken: {problem}. Repair it or give a complete one.")
@@ -189,8 +235,11 @@ class VideoFile:
             raise VideoError(f"video '{self._path}' {error}. Allow this user to read it.") from error
         except UnreadableError as error:
             raise VideoError(f"video '{self._path}' {error}. {_GIVE}") from error
+        # Texts of a file need not be UTF-8. PyAV 19 reads any, and earlier versions only on demand.
+        reads_any = int(av.__version__.split(".")[0]) >= 19
+        texts = {} if reads_any else {"metadata_errors": "replace"}
         try:
-            with file, av.open(_Reader(file), "r", options=_OPTIONS, metadata_errors="replace") as container:
+            with file, av.open(_Reader(file), "r", options=_OPTIONS, **texts) as container:
                 if not container.streams.video:
                     raise VideoError(f"'{self._path}' has no video in it. Give a file with a picture.")
                 stream = container.streams.video[0]
