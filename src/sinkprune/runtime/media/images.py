@@ -40,8 +40,14 @@ _GIVE = f"Give a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file."
 _MODES_OF_16_BITS = ("I;16", "I;16B", "I;16L", "I;16N")
 _FORMATS_OF_16_BITS = ("PPM", "PNG")
 _HAD_16_BITS = "sinkprune_had_16_bits"
-# TIFF tags (TIFF 6.0): BitsPerSample, RowsPerStrip, TileWidth, TileLength.
-_BITS, _ROWS_PER_STRIP, _TILE_WIDTH, _TILE_LENGTH = 258, 278, 322, 323
+# TIFF tags (TIFF 6.0), and values of four of them that Pillow may misread
+_BITS, _PHOTOMETRIC, _FILL_ORDER, _PLANAR_CONFIGURATION, _SAMPLE_FORMAT = 258, 262, 266, 284, 339
+_ROWS_PER_STRIP, _TILE_WIDTH, _TILE_LENGTH = 278, 322, 323
+_WHITE_IS_ZERO, _LOW_BIT_FIRST, _PLANES, _SIGNED = 0, 2, 2, 2
+# Modes whose colours are multiplied with alpha, and those of the colours themselves
+_MULTIPLIED = {"La": "LA", "RGBa": "RGBA"}
+# By Pillow's mode of decoding a PNG: the factor from stored values of grey to values of 8 bits
+_SPREAD = {"L;2": 85, "L;4": 17}
 # The most pixels of a strip
 _STRIP = 1 << 20
 _Found = TypeVar("_Found")
@@ -129,10 +135,13 @@ def to_rgb(image: Image.Image | Array) -> Image.Image:
         else:
             frames = count_frames(image)
             image.seek(0)
-        wide = _has_wide_channels(image)
+        if image.format == "TIFF":
+            _check_samples(image)
+        wide, decoding = _has_wide_channels(image), _png_decoding(image)
         turned = ImageOps.exif_transpose(image)
-        plain = turned.mode == "RGB" and not _has_alpha(turned)
-        found = turned if plain else _opaque(_with_8_bits(turned, image.format))
+        _read_transparent(turned, decoding, None)
+        plain = turned.mode == "RGB" and not turned.has_transparency_data
+        found = turned if plain else _opaque(_with_8_bits(turned, image))
         return _with_facts(found, frames, wide)
 
 
@@ -154,14 +163,16 @@ def _decoded(file: BinaryIO) -> Image.Image:
         _check_size(*image.size, MOST_WEBP_PIXELS if image.format == "WEBP" else MOST_PIXELS)
         if image.format == "TIFF":
             _check_tiles(image)
+            _check_samples(image)
         if image.format == "JPEG":
             image.decodermaxblock = _JPEG_BLOCK
-        wide = _has_wide_channels(image)
+        wide, decoding = _has_wide_channels(image), _png_decoding(image)
         image.load()
+        _read_transparent(image, decoding, file)
         ImageOps.exif_transpose(image, in_place=True)
         # The file object of a WebP holds its pixels once more.
         image.fp = None
-        found = _opaque(_with_8_bits(image, image.format))
+        found = _opaque(_with_8_bits(image, image))
         return _with_facts(found, count_frames(image), wide)
 
 
@@ -184,6 +195,54 @@ def _has_wide_channels(image: Image.Image) -> bool:
     how = cast(Any, image).tile[0][3]
     mode, largest = how if isinstance(how, tuple) and len(how) == 2 else (how, 0)
     return ";16" in mode or largest > 255
+
+
+def _png_decoding(image: Image.Image) -> str:
+    """Return how Pillow is about to decode a PNG, for example "L;4"; an empty text for a loaded or other image."""
+    return str(cast(Any, image).tile[0][3]) if image.format == "PNG" and getattr(image, "tile", None) else ""
+
+
+def _read_transparent(image: Image.Image, decoding: str, file: BinaryIO | None) -> None:
+    """Correct the transparent colour of a PNG (tRNS), which Pillow compares with values of 8 bits as it is stored.
+
+    Of 16-bit colours it drops the low bytes, so that they are read from `file` once more. Raises `ImageError` without
+    one.
+    """
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int) and decoding in _SPREAD:
+        image.info["transparency"] = transparent * _SPREAD[decoding]
+    if not isinstance(transparent, tuple) or not (decoding == "RGB;16B" or max(transparent) > 255):
+        return
+    if file is None:
+        raise ImageError(
+            f"the image has a transparent colour of 16 bits a channel, {transparent}, and Pillow keeps 8. Give the "
+            "name of its file."
+        )
+    with Image.open(file, formats=("PNG",)) as low:
+        codec, box, offset, _ = low.tile[0]
+        # The other byte of each value
+        low.tile = [type(low.tile[0])(codec, box, offset, "RGB;16L")]  # type: ignore[misc]
+        low.load()
+        for (top, strip), (_, low_strip) in zip(_strips(image), _strips(low), strict=True):
+            values = (np.array(strip, np.uint16) << 8) | np.array(low_strip)
+            image.paste((255, 255, 255), (0, top), Image.fromarray((values == transparent).all(axis=2)))
+    del image.info["transparency"]
+
+
+def _check_samples(image: Image.Image) -> None:
+    """Raise `ImageError` for a TIFF whose values Pillow misreads."""
+    tags = cast(Any, image).tag_v2
+    bits = max(tags.get(_BITS, (1,)))
+    if _SIGNED in tags.get(_SAMPLE_FORMAT, ()) and bits <= 16:
+        raise ImageError(
+            f"the image has signed values of {bits} bits, expected unsigned ones. Scale them to 0 to 255."
+        )
+    usual = bits == 8 and tags.get(_PHOTOMETRIC, 0) != _WHITE_IS_ZERO and tags.get(_FILL_ORDER) != _LOW_BIT_FIRST
+    if tags.get(_PLANAR_CONFIGURATION) == _PLANES and image.info.get("compression") == "raw" and not usual:
+        raise ImageError(
+            f"the image has values of {bits} bits in separate planes without compression, of which Pillow reads only "
+            "those of 8 bits whose 0 is black. Save it with its channels together."
+        )
 
 
 def _with_facts(image: Image.Image, frames: int, wide: bool) -> Image.Image:
@@ -270,18 +329,20 @@ def _damage_as_error() -> Iterator[None]:
         ) from error
 
 
-def _with_8_bits(image: Image.Image, from_format: str | None) -> Image.Image:
-    """Return `image` with 16-bit greyscale divided by 257. Pillow itself makes all values above 255 white.
+def _with_8_bits(image: Image.Image, opened: Image.Image) -> Image.Image:
+    """Return `image` with greyscale of 12 or 16 bits scaled. Pillow itself makes all values above 255 white.
 
-    `from_format` is the format of its file.
+    `opened` is the image as it was opened: it has the format and the tags of its file.
     """
-    of_16_bits = image.mode in _MODES_OF_16_BITS or (image.mode == "I" and from_format in _FORMATS_OF_16_BITS)
+    of_16_bits = image.mode in _MODES_OF_16_BITS or (image.mode == "I" and opened.format in _FORMATS_OF_16_BITS)
     if not of_16_bits:
         if image.mode in ("I", "F"):
             raise ImageError(
                 f"the image has 32 bits a channel (mode {image.mode}), expected 8 or 16. Scale its values to 8 bits."
             )
         return image
+    tags = cast(Any, opened).tag_v2 if opened.format == "TIFF" else {}
+    white, inverted = 2 ** max(tags.get(_BITS, (16,))) - 1, tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO
     grey = Image.new("L", image.size)
     # Conversions keep `info`.
     grey.info[_HAD_16_BITS] = True
@@ -289,19 +350,19 @@ def _with_8_bits(image: Image.Image, from_format: str | None) -> Image.Image:
     for top, strip in _strips(image):
         values = np.array(strip, np.uint32)
         if transparent is not None:
-            values[values == transparent] = 65535
-        grey.paste(Image.fromarray(((values + 128) // 257).astype(np.uint8)), (0, top))
+            values[values == transparent] = white
+        if inverted:
+            values = white - values
+        grey.paste(Image.fromarray(((values * 255 + white // 2) // white).astype(np.uint8)), (0, top))
     return grey
-
-
-def _has_alpha(image: Image.Image) -> bool:
-    return "A" in image.getbands() or image.info.get("transparency") is not None
 
 
 def _opaque(image: Image.Image) -> Image.Image:
     """Return a copy in RGB, with transparency over white, as in the image processors of transformers."""
-    if not _has_alpha(image):
+    if not image.has_transparency_data:
         return image.convert("RGB")
+    if image.mode in _MULTIPLIED:
+        image = image.convert(_MULTIPLIED[image.mode])
     opaque = Image.new("RGB", image.size)
     for top, strip in _strips(image):
         white = Image.new("RGBA", strip.size, (255, 255, 255, 255))
