@@ -244,6 +244,37 @@ def test_unflushed_output_that_cannot_be_written_is_an_error(tmp_path: Path) -> 
     assert stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("encoding", "shown"),
+    [
+        ("ascii", r"\u65e5\xe9\u0434 OK"),
+        ("latin-1", r"\u65e5é\u0434 OK"),
+        ("koi8-r:strict", r"\u65e5\xe9д OK"),
+        ("cp1252:surrogateescape", r"\u65e5é\u0434 OK"),
+        ("shift_jis", r"日\xe9д OK"),
+        ("utf-8", "日éд OK"),
+    ],
+)
+def test_characters_that_a_terminal_lacks_are_written_with_backslashes(encoding: str, shown: str) -> None:
+    program = """
+from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.table_console import TableConsole
+
+def body(arguments):
+    print("日éд OK")
+    TableConsole().print("日éд OK")
+    raise PermissionError(13, "日éд OK", "日éд OK")
+
+sys.exit(run_command(body, []))
+"""
+    variables = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", f"import sys\n{program}"], capture_output=True, env=variables)
+    codec = encoding.partition(":")[0]
+    assert done.stdout.decode(codec) == f"{shown}\n{shown}\n", done.stderr
+    assert done.stderr.decode(codec).startswith(f"error: the system refused '{shown}': {shown}.")
+    assert done.returncode == 2
+
+
 @pytest.mark.parametrize("streams", ["2>&-", "2>/dev/full", ">&- 2>&-", "2>&1 >&- | true"])
 def test_errors_keep_their_exit_code_if_stderr_is_unwritable(streams: str, tmp_path: Path) -> None:
     refused = own_process("sinkprune-run", tmp_path / "none", "--image", "x.png", "--prompt", "What?")

@@ -7,6 +7,7 @@ little, because an interrupt before `start` runs ends in a traceback.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
 import signal
@@ -89,6 +90,9 @@ def run_command(body: Callable[[Sequence[str] | None], None], arguments: Sequenc
     # Commands print notes.
     for category in (CostsWarning, PictureWarning, UnusualStateWarning):
         warnings.simplefilter("ignore", category)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # As on stderr. An answer or a file's name may have characters that the terminal's encoding lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with signals_as_interrupts():
             body(arguments)

@@ -202,7 +202,9 @@ def status(text: str) -> Iterator[OnProgress]:
     from rich.console import Console
     from rich.text import Text
 
-    with ProgressLines(text, beside_bar=True) as lines, Console(stderr=True).status(Text(escaped(text))) as spinner:
+    console = Console(stderr=True)
+    shape = "dots" if console.encoding.startswith("utf") else "line"
+    with ProgressLines(text, beside_bar=True) as lines, console.status(Text(escaped(text)), spinner=shape) as spinner:
 
         def report(what: str, done: float, total: float, unit: str) -> None:
             lines.report(what, done, total, unit)
