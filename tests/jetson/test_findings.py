@@ -17,6 +17,7 @@ from sinkprune.jetson.findings import (
     library_findings,
     machine_findings,
     model_findings,
+    newest_dialect,
 )
 from sinkprune.jetson.fit import ModelFit, TargetMachine, fit
 from sinkprune.jetson.host.machine import Machine, read_machine
@@ -211,6 +212,33 @@ def test_what_onnxruntime_of_the_jetpack_does_not_support(bundle: Callable[..., 
     assert not list(model_findings([replace(model, dialect="opset20")], BOARDS.jetpack("36.4.3"), 0))
     assert not list(model_findings([replace(model, backend="openvino")], BOARDS.jetpack("36.4.3"), 0))
     assert not list(model_findings([model], None, 0))
+
+
+@pytest.mark.parametrize(
+    ("backend", "version", "dialect"),
+    [
+        ("ort-cpu", "1.23.2", "opset20"),
+        ("ort-cpu", "1.24.4", "opset20"),
+        ("ort-cpu+openvino", "1.9.0", "opset20"),
+        ("ort-cpu", "1.25.0", "opset24"),
+        ("ort-cpu", "2.0.0rc1", "opset24"),
+        ("ort-cpu", "unknown", "opset24"),
+        ("ort-cpu", None, "opset24"),
+        ("openvino", "1.23.2", "opset24"),
+    ],
+)
+def test_what_the_installed_onnxruntime_does_not_support(
+    backend: str, version: str | None, dialect: str, bundle: Callable[..., Path]
+) -> None:
+    assert newest_dialect(backend, version) == dialect
+    model = fits("it", 0, bundle("mha-336", "fp32"), backend=backend)
+    findings = list(model_findings([model], None, 0, version))
+    said = f"'it' has dialect opset24; the installed ONNX Runtime {version} supports opset20"
+    assert [finding.found for finding in findings] == ([said] if dialect == "opset20" else [])
+    assert all(finding.stops and "--dialect opset20" in finding.do for finding in findings)
+    assert not list(model_findings([replace(model, dialect="opset20")], None, 0, version))
+    # One finding, not another for the JetPack.
+    assert len([*model_findings([model], BOARDS.jetpack("36.4.3"), 0, version)]) == (backend != "openvino")
 
 
 def test_what_the_jetpacks_of_a_board_elsewhere_do_not_support(bundle: Callable[..., Path]) -> None:

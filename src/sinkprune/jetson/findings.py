@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ _BACKENDS = {
 _EXTRAS = {"onnxruntime": "cpu", "openvino": "openvino"}
 """The extra of this package that installs each library for CPUs."""
 _GPU_ACCESS = ("cuda.bindings", "pycuda")
+_OPSET24_FROM = (1, 25)
+"""The first ONNX Runtime that runs dialect opset24: 1.23 rejects its IR version, and 1.24 lacks TensorScatter."""
 _LITTLE_MEMORY_GB = 8
 _LITTLE_DISK = 10_000_000_000
 _VENV = "python{minor} -m venv --system-site-packages .venv"
@@ -66,10 +69,12 @@ def machine_findings(machine: Machine, boards: Boards) -> Iterator[Finding]:
         )
 
 
-def model_findings(models: Sequence[ModelFit], jetpack: JetPack | None, memory: int) -> Iterator[Finding]:
+def model_findings(
+    models: Sequence[ModelFit], jetpack: JetPack | None, memory: int, onnxruntime: str | None = None
+) -> Iterator[Finding]:
     """Yield the findings about models on a machine with `memory` free bytes; 0 means unknown.
 
-    `jetpack` is the installed one; None if there is none.
+    `jetpack` is the installed one, and `onnxruntime` the version of the installed library; None if there is none.
     """
     for model in models:
         if not any(model.fitting()):
@@ -94,8 +99,7 @@ def model_findings(models: Sequence[ModelFit], jetpack: JetPack | None, memory: 
         if model.kind == "bundle":
             if model.backend == BOARD_BACKEND:
                 yield from _tensorrt_bundle_findings(model)
-            if jetpack:
-                yield from _dialect_findings(model, jetpack)
+            yield from _dialect_findings(model, jetpack, onnxruntime)
 
 
 def library_findings(machine: Machine, models: Sequence[ModelFit]) -> Iterator[Finding]:
@@ -129,6 +133,13 @@ def board_dialect_findings(
 def board_dialect(backend: str, board: Board, jetpacks: Sequence[JetPack]) -> DialectName:
     """Return the dialect that `backend` runs on every JetPack of a board."""
     return "opset20" if any(_limiting(backend, pack) for pack in _jetpacks_of(board, jetpacks)) else "opset24"
+
+
+def newest_dialect(backend: str, onnxruntime: str | None) -> DialectName:
+    """Return the newest dialect that `backend` runs with this version of ONNX Runtime; None means any version."""
+    found = re.match(r"(\d+)\.(\d+)", onnxruntime or "")
+    older = found is not None and tuple(map(int, found.groups())) < _OPSET24_FROM
+    return "opset20" if older and "onnxruntime" in KNOWN[backend].libraries else "opset24"
 
 
 def _jetpacks_of(board: Board, jetpacks: Sequence[JetPack]) -> list[JetPack]:
@@ -266,15 +277,21 @@ def _library_findings(machine: Machine) -> Iterator[Finding]:
         yield Finding(True, "no engine library is installed", "pip install 'sinkprune[cpu]'")
 
 
-def _dialect_findings(model: ModelFit, jetpack: JetPack) -> Iterator[Finding]:
-    """Yield a finding if the bundle's dialect is too new for the JetPack's libraries."""
-    library = _limiting(model.backend, jetpack)
-    if library and model.dialect != "opset20":
-        yield _stop_model(
-            model,
-            f"'{model.name}' has dialect {model.dialect}; {library} of JetPack {jetpack.version} supports opset20",
-            "export it again with --dialect opset20",
-        )
+def _dialect_findings(model: ModelFit, jetpack: JetPack | None, onnxruntime: str | None) -> Iterator[Finding]:
+    """Yield a finding if the bundle's dialect is too new for the installed libraries, or for the JetPack's."""
+    if model.dialect == "opset20":
+        return
+    if newest_dialect(model.backend, onnxruntime) == "opset20":
+        library = f"the installed ONNX Runtime {onnxruntime}"
+    elif jetpack and (limiting := _limiting(model.backend, jetpack)):
+        library = f"{limiting} of JetPack {jetpack.version}"
+    else:
+        return
+    yield _stop_model(
+        model,
+        f"'{model.name}' has dialect {model.dialect}; {library} supports opset20",
+        "export it again with --dialect opset20",
+    )
 
 
 def _tensorrt_bundle_findings(model: ModelFit) -> Iterator[Finding]:

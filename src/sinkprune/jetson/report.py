@@ -16,6 +16,7 @@ from sinkprune.jetson.findings import (
     library_findings,
     machine_findings,
     model_findings,
+    newest_dialect,
 )
 from sinkprune.jetson.fit import (
     BOARD_BACKEND,
@@ -89,6 +90,8 @@ def report_on_machine(machine: Machine, boards: Boards, query: Query) -> DoctorR
     timed = board if backend == BOARD_BACKEND else None
     target = TargetMachine(backend, machine.free_bytes or 0, timed, machine.disk_free_bytes)
     dialect = jetpack.dialect if jetpack else "opset20" if machine.chip else "opset24"
+    if newest_dialect(backend, machine.python.version_of("onnxruntime")) == "opset20":
+        dialect = "opset20"
     return _report(boards, query, target, dialect, machine.board, machine, jetpack)
 
 
@@ -113,7 +116,8 @@ def _report(
     findings = [*machine_findings(machine, boards)] if machine else []
     if query.models:
         # In an overview, a preset that is too large is no finding.
-        findings += model_findings(models, jetpack, target.usable_bytes)
+        onnxruntime = machine.python.version_of("onnxruntime") if machine else None
+        findings += model_findings(models, jetpack, target.usable_bytes, onnxruntime)
         if machine:
             findings += library_findings(machine, models)
         elif name:

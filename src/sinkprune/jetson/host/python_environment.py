@@ -70,6 +70,10 @@ class PythonEnvironment:
         """Return whether this library is installed and imports."""
         return name in self.libraries and self.libraries[name].error is None
 
+    def version_of(self, name: str) -> str | None:
+        """Return the version of this library; None if it is not installed or does not import."""
+        return self.libraries[name].version if name in self.libraries else None
+
 
 def this_environment() -> PythonEnvironment:
     """Return the Python of this process. Imports each installed library as a test."""

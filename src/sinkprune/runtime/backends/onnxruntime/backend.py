@@ -39,8 +39,12 @@ _DTYPES: dict[str, Any] = {
     "tensor(int64)": "int64",
     "tensor(bool)": "bool",
 }
-_TOO_NEW = ("Unsupported model IR version", "is under development and support for this is limited")
-"""Errors of onnxruntime for a file, and for an opset, of a later ONNX."""
+_TOO_NEW = (
+    "Unsupported model IR version",
+    "is under development and support for this is limited",
+    "Could not find an implementation for",
+)
+"""Errors of onnxruntime for a file, an opset and an operator of a later ONNX."""
 _PROVIDERS = {"ort-cpu": "CPUExecutionProvider", "ort-cuda": "CUDAExecutionProvider"}
 _WITH_OPTIONS = {"CUDAExecutionProvider": CUDA}
 _CAPTURING: Provider = (CUDA[0], {**CUDA[1], "enable_cuda_graph": "1"})
