@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.errors import CheckpointError, UsageError
@@ -13,6 +13,7 @@ from sinkprune.contract.manifest import Checkpoint, DialectName, PolicyFacts
 from sinkprune.contract.precision import WeightsName
 from sinkprune.export.checkpoint.folder import (
     TOKENIZER_FILES,
+    Name,
     RandomWeights,
     SafetensorsWeights,
     config_sha256,
@@ -21,6 +22,7 @@ from sinkprune.export.checkpoint.folder import (
     read_fields,
     read_json,
 )
+from sinkprune.export.checkpoint.folder_kinds import check_kind
 from sinkprune.export.checkpoint.lerobot import check_tokenizer, is_lerobot, translated_config, translated_files
 from sinkprune.export.checkpoint.quantisation_config import Quantisation, read_quantisation
 from sinkprune.export.checkpoint.text import Text, read_text, small_text, without_added_tokens
@@ -33,6 +35,10 @@ from sinkprune.export.weights.quantised_weights import QuantisedWeights
 _SINGLE = "preprocessor_config.json"
 _NESTED = "processor_config.json"
 _VIDEO = "video_preprocessor_config.json"
+
+
+class _NamesWeights(TypedDict, total=False):
+    transformers_weights: Name | None
 
 
 @dataclass(frozen=True)
@@ -147,7 +153,9 @@ def open_source(request: ExportRequest) -> OpenCheckpoint:
     # A bundle goes to other machines, so it does not name the folders of this one.
     name = folder.resolve().name if Path(request.source).is_dir() else request.source
     checkpoint = Checkpoint(name, config_sha256(config), random_weights=False)
-    quantisation, weights = read_quantisation(request.source, config), SafetensorsWeights(folder)
+    quantisation = read_quantisation(request.source, config)
+    named = read_fields(_NamesWeights, config, f"checkpoint '{request.source}': config.json")
+    weights = SafetensorsWeights(folder, named.get("transformers_weights"))
     held = QuantisedWeights(weights, quantisation) if quantisation else weights
     policy = family.policy(files.read(_NESTED) if _NESTED in files else {})
     images = _images(request, policy)
@@ -175,6 +183,7 @@ class _ConfigurationFiles:
 
     def __init__(self, source: str, folder: Path) -> None:
         """Read config.json; raises `CheckpointError`. `source` names the checkpoint in messages."""
+        check_kind(source, folder)
         config = read_json(folder, "config.json")
         self._source, self._folder, self._lerobot = source, folder, is_lerobot(config)
         self._read = translated_files(source, folder, config) if self._lerobot else {"config.json": config}

@@ -23,6 +23,7 @@ from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.files import untrusted
 from sinkprune.contract.files.untrusted import MissingError, UnreadableError
 from sinkprune.contract.precision import Array
+from sinkprune.export.checkpoint.folder_kinds import check_file, check_pointers, missing_weights
 
 T = TypeVar("T")
 Name = Annotated[str, Bounds(1, 200)]
@@ -60,7 +61,9 @@ def locate(source: str, files: Sequence[str] = _FILES) -> Path:
     """Return the local folder of a checkpoint: `source` itself, or the download of `files` if it is a hub name."""
     folder = Path(source)
     if folder.is_dir():
+        check_pointers(folder)
         return folder
+    check_file(source)
     if folder.exists() or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source):
         raise CheckpointError(
             f"checkpoint '{source}': found no such folder. Give a local folder in Hugging Face format, a hub name "
@@ -165,8 +168,12 @@ class SafetensorsWeights:
     Opening reads every shard's header, so that a missing or truncated shard is reported before any work.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, named: str | None = None) -> None:
+        """Open the weights that transformers reads. `named` is the file that config.json names (`transformers_weights`).
+
+        Raises `CheckpointError`, also for a second set of weights.
+        """
+        self.folder, self._named = folder, named
         self._owners: dict[str, tuple[Any, str]] = {}
         with ExitStack() as self._stack:
             for shard in self._shards():
@@ -221,14 +228,26 @@ class SafetensorsWeights:
         return handle.get_tensor(stored)
 
     def _shards(self) -> list[str]:
-        if has_entry(self.folder, _INDEX):
-            return _shards_of(read_json(self.folder, _INDEX), f"'{self.folder / _INDEX}'")
-        if has_entry(self.folder, _SINGLE):
-            return [_SINGLE]
-        raise self._error(
-            f"found neither {_INDEX} nor {_SINGLE}. Only safetensors are read; convert others with transformers' "
-            "save_pretrained."
-        )
+        """Return the files that transformers reads: the one that is named, else one file, else those of an index."""
+        if self._named is not None:
+            whole = self._named.endswith(".safetensors")
+            return [self._named] if whole else self._listed(self._named)
+        listed = self._listed(_INDEX) if has_entry(self.folder, _INDEX) else []
+        if not has_entry(self.folder, _SINGLE):
+            if not listed:
+                raise self._error(f"found neither {_SINGLE} nor {_INDEX}. {missing_weights(self.folder)}")
+            return listed
+        # save_pretrained leaves the index of earlier weights, and removes their shards.
+        second = [shard for shard in listed if shard != _SINGLE and has_entry(self.folder, shard)]
+        if second:
+            raise self._error(
+                f"found two sets of weights: {_SINGLE}, which transformers reads, and {len(second)} of {_INDEX}, such "
+                f"as '{second[0]}'. Expected one. Move the set that is out of date, with its index, elsewhere."
+            )
+        return [_SINGLE]
+
+    def _listed(self, index: str) -> list[str]:
+        return _shards_of(read_json(self.folder, index), f"'{self.folder / index}'")
 
     def _error(self, what: str) -> CheckpointError:
         return CheckpointError(f"checkpoint '{self.folder}': {what}")

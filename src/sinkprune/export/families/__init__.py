@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from importlib import import_module
 from typing import Annotated, Any, Literal, Protocol, TypedDict
 
-from sinkprune.contract.checks.fields import Bounds
+from sinkprune.contract.checks.fields import Bounds, Count
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.manifest import LanguageModel, PolicyFacts
@@ -29,6 +29,12 @@ WriteGraph = Callable[[WeightedGraph], None]
 class _KnownBy(TypedDict, total=False):
     model_type: Name | None
     architectures: Annotated[list[Name], Bounds(0, 100)] | None
+    # Of LLaVA's own format.
+    mm_vision_tower: Name | None
+    image_aspect_ratio: Name | None
+    hidden_size: Count | None
+    num_hidden_layers: Count | None
+    num_key_value_heads: Count | None
 
 
 class Family(Protocol):
@@ -100,13 +106,39 @@ def read_family(source: str, config: Mapping[str, Any], salience: SalienceBlock 
     `salience` defaults to the family's own block; raises `UsageError` if the family offers no choice.
     """
     known = read_fields(_KnownBy, config, f"checkpoint '{source}': config.json")
-    model_type = known.get("model_type")
+    model_type, architectures = known.get("model_type"), known.get("architectures") or []
+    if known.get("mm_vision_tower"):
+        raise _original_llava(source, known)
     rows = {row.model_type: row for row in FAMILIES.values()}
-    if model_type not in rows:
-        found = ", ".join(known.get("architectures") or [str(model_type)])
+    row, found = rows.get(model_type or ""), ", ".join(architectures or [str(model_type)])
+    # A class of another name computes other things, such as embeddings, of the same layers.
+    if row is None or (architectures and row.architecture not in architectures):
         supported = ", ".join(row.architecture for row in rows.values())
+        text_only = any(name.endswith("ForCausalLM") for name in architectures) and "vision_config" not in config
+        kind = ", a model of text without a vision tower," if text_only else ", which"
         raise CheckpointError(
-            f"checkpoint '{source}' is a {found}, which is not supported; supported architectures: {supported}."
+            f"checkpoint '{source}' is a {found}{kind} is not supported; supported architectures: {supported}."
         )
-    module = import_module(f"{__name__}.{rows[model_type].module}")
+    module = import_module(f"{__name__}.{row.module}")
     return module.FAMILY(source, config, salience)
+
+
+def _original_llava(source: str, known: _KnownBy) -> CheckpointError:
+    """Return the error for a checkpoint in the format of LLaVA's own repository, with the converted one of its size."""
+    width, layers = known.get("hidden_size"), known.get("num_hidden_layers")
+    tiles = known.get("image_aspect_ratio") == "anyres"
+    mistral = "mistral" in str(known.get("model_type")) or known.get("num_key_value_heads") == 8
+    converted = {
+        (4096, 32, False, False): "llava-hf/llava-1.5-7b-hf",
+        (5120, 40, False, False): "llava-hf/llava-1.5-13b-hf",
+        (4096, 32, False, True): "llava-hf/bakLlava-v1-hf",
+        (4096, 32, True, False): "llava-hf/llava-v1.6-vicuna-7b-hf",
+        (4096, 32, True, True): "llava-hf/llava-v1.6-mistral-7b-hf",
+        (5120, 40, True, False): "llava-hf/llava-v1.6-vicuna-13b-hf",
+    }.get((width, layers, tiles, mistral))
+    known_as = f"A published one of this size is {converted}. " if converted else ""
+    return CheckpointError(
+        f"checkpoint '{source}' has the format of LLaVA's own repository (mm_vision_tower), expected transformers' "
+        f"format, such as llava-hf/llava-1.5-7b-hf. {known_as}Convert a fine-tuned one with "
+        "convert_llava_weights_to_hf.py, or convert_llava_next_weights_to_hf.py, of transformers' repository."
+    )
