@@ -19,11 +19,12 @@ from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.files.trust import add_sign_option, sum_lines
-from sinkprune.export.limits import MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
+from sinkprune.export.limits import CLIP_TOKENS, IMAGE_TOKENS, MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
 from sinkprune.export.packages import report_missing_package
 from sinkprune.export.presets import PRESETS
 
 if TYPE_CHECKING:
+    from sinkprune.contract.manifest import Manifest
     from sinkprune.export.planning import Unreachable
     from sinkprune.export.weights.requantised import Requantised
 
@@ -33,7 +34,7 @@ examples:
   sinkprune-export llava-hf/llava-1.5-7b-hf -o llava-int4 --weights int4                        # 4 GB
   sinkprune-export ./my-checkpoint -o bundle --budgets retain-128,retain-64+compact
   sinkprune-export ./my-checkpoint -o orin --precision fp16 --dialect opset20      # for JetPack 6
-  sinkprune-export Qwen/Qwen2.5-VL-7B-Instruct -o qwen-7b --precision fp16 --max-pixels 376320
+  sinkprune-export Qwen/Qwen2.5-VL-7B-Instruct -o qwen-7b --weights int4 --max-pixels 376320    # 480 visual tokens
   sinkprune-export llava-1.1b --random-weights -o sizing      # true shapes, no download
 
 Every bundle also runs unpruned.
@@ -80,6 +81,8 @@ def main(arguments: Sequence[str] | None) -> None:
         rounded_again = summary(requantised) if requantised else None
     for plan in unreachable:
         sys.stderr.write(f"left out: method '{plan.method}' at budget '{plan.budget}': {plan.why}.\n")
+    if options.max_pixels is None and "max_pixels" in manifest.processor:
+        sys.stderr.write(_usual_size(manifest))
     if rounded_again:
         sys.stderr.write(_rounded_again(rounded_again))
     size = sum(spec.size for spec in manifest.files.values())
@@ -106,6 +109,7 @@ def main(arguments: Sequence[str] | None) -> None:
             "block_size": manifest.weights.block_size,
             "requantised": rounded_again,
             "dialect": manifest.dialect,
+            "max_pixels": manifest.processor.get("max_pixels"),
         },
         lambda: sys.stdout.write(text),
     )
@@ -120,6 +124,18 @@ def _write_needs(memory: int, disk: int) -> None:
         free = available_bytes()
         known = f", of which {gigabytes(free)} are free," if free else ""
         sys.stderr.write(f"needs about {gigabytes(memory)} of memory{known} and {gigabytes(disk)} of disk\n")
+
+
+def _usual_size(manifest: Manifest) -> str:
+    """Return a line about the largest images and frames of a bundle that was exported without --max-pixels."""
+    pixels: int = manifest.processor["max_pixels"]
+    token = manifest.vision.patch_size**2 * manifest.vision.patches_per_token
+    video = manifest.processor.get("video")
+    frames = f"; frames of clips: up to {video['max_pixels'] // token}" if video else ""
+    return (
+        f"images: up to {pixels // token} visual tokens ({pixels} pixels){frames}. Larger ones are scaled down; change "
+        "this with --max-pixels\n"
+    )
 
 
 def _rounded_again(errors: dict[str, Any]) -> str:
@@ -221,7 +237,12 @@ def _parser() -> CommandParser:
         help="accept clips of up to this many frames (default: no video)",
     )
     add("--min-pixels", type=MIN_PIXELS, help="enlarge images with fewer pixels (default: the checkpoint's)")
-    add("--max-pixels", type=MAX_PIXELS, help="scale down images with more pixels (default: the checkpoint's)")
+    add(
+        "--max-pixels",
+        type=MAX_PIXELS,
+        help=f"scale down images and frames with more pixels (default: those of {IMAGE_TOKENS} visual tokens, and of "
+        f"{CLIP_TOKENS} for all frames of a clip, or the checkpoint's if that is less)",
+    )
     add(
         "--salience",
         choices=["penultimate", "last"],

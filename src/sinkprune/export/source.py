@@ -27,7 +27,7 @@ from sinkprune.export.checkpoint.lerobot import check_tokenizer, is_lerobot, tra
 from sinkprune.export.checkpoint.quantisation_config import Quantisation, read_quantisation
 from sinkprune.export.checkpoint.text import Text, read_text, small_text, without_added_tokens
 from sinkprune.export.families import Family, SalienceBlock, read_family
-from sinkprune.export.limits import MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
+from sinkprune.export.limits import CLIP_TOKENS, IMAGE_TOKENS, MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
 from sinkprune.export.presets import PRESETS
 from sinkprune.export.pruning.chosen_heads import NAMES, ChosenHeads
 from sinkprune.export.weights.quantised_weights import QuantisedWeights
@@ -56,7 +56,8 @@ class ExportRequest:
     min_pixels: int | None = None
     """Smaller images are enlarged to this many. None means the checkpoint's setting."""
     max_pixels: int | None = None
-    """Larger images are scaled down to this many. None means the checkpoint's setting."""
+    """Larger images are scaled down to this many. None means those of 1280 visual tokens, and that frames of a clip
+    have 7680 together, or the checkpoint's setting where that is less."""
     salience: SalienceBlock | None = None
     """The vision block whose attention is the salience. None means the default of the family."""
     max_images: int | None = None
@@ -225,6 +226,12 @@ def _processor(family: Family, settings: Mapping[str, Any], request: ExportReque
     given = {name: count for name, count in limits.items() if count is not None}
     frames = {"max_frames": request.max_frames} if request.max_frames else {}
     processor = family.processor({**settings, **given, **frames})
+    if request.max_pixels is None and "max_pixels" in processor:
+        # The limits of published checkpoints are for scanned pages: up to 16384 tokens.
+        token = family.pixels_each
+        most = max(processor["min_pixels"], min(processor["max_pixels"], IMAGE_TOKENS * token))
+        usual = {"max_pixels": most, "clip_pixels": CLIP_TOKENS * token}
+        processor = family.processor({**settings, **given, **frames, **usual})
     if frames and "video" not in processor:
         raise UsageError(f"family '{family.name}' takes no video: leave out --max-frames.")
     if not given.keys() <= processor.keys():

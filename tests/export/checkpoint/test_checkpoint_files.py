@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import struct
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file
+from transformers.modeling_utils import _get_resolved_checkpoint_files
 
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.export.checkpoint.folder import SafetensorsWeights, file_of, has_entry, read_json
@@ -189,9 +192,87 @@ def test_tensors_of_other_shapes_and_types_are_never_read(tmp_path: Path) -> Non
 )
 def test_an_index_names_shards_within_the_folder(index: Any, message: str, folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index))
+    (folder / SHARD).unlink()
     with pytest.raises(CheckpointError) as raised:
         SafetensorsWeights(folder)
     assert message in str(raised.value)
+
+
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+HEAD = "lm_head.weight"
+
+
+def weights_of(value: float, name: str = HEAD) -> bytes:
+    """A shard with one number."""
+    return header((name, tensor([1, 1], 0, 4))) + struct.pack("<f", value)
+
+
+def index_of(shards: dict[str, str]) -> bytes:
+    return json.dumps({"metadata": {}, "weight_map": shards}).encode()
+
+
+BOTH = {SHARD: weights_of(2), INDEX: index_of({HEAD: ONE})}
+SOURCES: dict[str, tuple[dict[str, bytes], str | None, float | str]] = {
+    "one file": ({SHARD: weights_of(2)}, None, 2),
+    # save_pretrained of one file leaves the index of earlier shards, and removes them.
+    "an index of shards that are gone": (BOTH, None, 2),
+    "an index of the one file": ({**BOTH, INDEX: index_of({HEAD: SHARD})}, None, 2),
+    "one file and earlier shards": (
+        {**BOTH, ONE: weights_of(1)},
+        None,
+        "two sets of weights: model.safetensors, which",
+    ),
+    "an index and shards of another download": (
+        {INDEX: index_of({HEAD: ONE}), ONE: weights_of(1), "model-00001-of-00003.safetensors": weights_of(3)},
+        None,
+        1,
+    ),
+    "a tensor in two shards": (
+        {INDEX: index_of({HEAD: ONE, "norm.weight": TWO}), ONE: weights_of(1), TWO: weights_of(2)},
+        None,
+        "holds tensor 'lm_head.weight', which has been there before",
+    ),
+    "a shard that is missing": (
+        {INDEX: index_of({HEAD: ONE, "norm.weight": TWO}), ONE: weights_of(1)},
+        None,
+        f"shard '{TWO}' is missing",
+    ),
+    "other formats next to it": (
+        {SHARD: weights_of(2), "pytorch_model.bin": b"", "consolidated.safetensors": weights_of(1), "x.gguf": b""},
+        None,
+        2,
+    ),
+    "a variant next to it": ({SHARD: weights_of(2), "model.fp16.safetensors": weights_of(1)}, None, 2),
+    "the file that config.json names": (
+        {SHARD: weights_of(2), "mine.safetensors": weights_of(3)},
+        "mine.safetensors",
+        3,
+    ),
+    "the index that config.json names": (
+        {SHARD: weights_of(2), "mine.safetensors.index.json": index_of({HEAD: ONE}), ONE: weights_of(1)},
+        "mine.safetensors.index.json",
+        1,
+    ),
+    "a named file elsewhere": ({SHARD: weights_of(2)}, "../mine.safetensors", "leads out of the checkpoint folder"),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_weights_are_those_that_transformers_reads(source: str, tmp_path: Path) -> None:
+    files, named, expected = SOURCES[source]
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    if isinstance(expected, str):
+        with pytest.raises(CheckpointError, match=re.escape(expected)):
+            SafetensorsWeights(tmp_path, named)
+        return
+    weights = SafetensorsWeights(tmp_path, named)
+    assert weights.tensor(HEAD, [1, 1]).item() == expected
+    resolved, _ = _get_resolved_checkpoint_files(
+        str(tmp_path), None, None, None, None, False, transformers_explicit_filename=named
+    )
+    read = {name: value for file in resolved or () for name, value in load_file(file).items()}
+    assert read[HEAD].item() == expected
 
 
 def test_shards_of_a_folder_below_are_read(folder: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from sinkprune import Pipeline
+from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.precision import WeightsName
 from sinkprune.export.bundle_writer import export_bundle
-from sinkprune.export.source import ExportRequest
+from sinkprune.export.source import ExportRequest, open_source
 from support.programs.commands import assert_refused, run
 
 Checkpoints = Callable[[str], Path]
@@ -157,11 +159,68 @@ def test_options_of_other_families_are_rejected(
 def test_a_limit_that_is_too_large_for_topk_is_rejected_with_what_fits(
     checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    export = ("sinkprune-export", checkpoint("qwen"), "-o", tmp_path / "out")
+    export = ("sinkprune-export", checkpoint("qwen"), "-o", tmp_path / "out", "--precision", "fp16")
     assert_refused(run(*export, "--max-pixels", 12845056), "16384", "3840", "--max-pixels 6690656")
     assert_refused(run(*export, "--max-pixels", 700), "784 to 700 pixels", "--max-pixels")
     assert list(tmp_path.iterdir()) == []
     assert run(*export, "--max-pixels", 12845056, "--budgets", "prune-88.9").code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "given", "pixels", "tokens"),
+    [
+        # As published
+        ("qwen", {"min_pixels": 3136, "max_pixels": 12845056}, {}, 1280 * 784, 1280),
+        ("qwen2-vl", {"min_pixels": 3136, "max_pixels": 12845056}, {}, 1280 * 784, 1280),
+        ("qwen3-vl", {"size": {"shortest_edge": 65536, "longest_edge": 16777216}}, {}, 1280 * 1024, 1280),
+        # A limit of the checkpoint that is lower, and a request
+        ("qwen", {"max_pixels": 376320}, {}, 376320, 480),
+        ("qwen", {"max_pixels": 12845056}, {"max_pixels": 12845056}, 12845056, 16384),
+        ("qwen", {"max_pixels": 376320}, {"max_pixels": 752640}, 752640, 960),
+        # Small images that are enlarged to more
+        ("qwen", {"max_pixels": 12845056}, {"min_pixels": 2000 * 784}, 2000 * 784, 2000),
+    ],
+)
+def test_images_have_tokens_for_a_robot_unless_it_asks_for_more(
+    name: str,
+    own: dict[str, Any],
+    given: dict[str, int],
+    pixels: int,
+    tokens: int,
+    checkpoint: Checkpoints,
+    tmp_path: Path,
+) -> None:
+    folder = Path(shutil.copytree(checkpoint(name), tmp_path / "checkpoint"))
+    path = folder / "preprocessor_config.json"
+    settings = {key: value for key, value in json.loads(path.read_text()).items() if "pixels" not in key}
+    path.write_text(json.dumps({**settings, "size": None, **own}))
+    options = [word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", value)]
+    # Those of TensorRT too, whose limit of ranked tokens holds by default.
+    form = ("--precision", "fp16", "--dialect", "opset20") if not given else ()
+    most = ("--budgets", "prune-66.7")
+    outcome = run("sinkprune-export", folder, "-o", tmp_path / "out", *options, *form, *most)
+    assert outcome.code == 0, outcome.stderr
+    said = f"images: up to {tokens} visual tokens ({pixels} pixels). Larger ones are scaled down"
+    assert (said in outcome.stderr) == ("max_pixels" not in given)
+    manifest = read_bundle(tmp_path / "out").manifest
+    assert (manifest.processor["max_pixels"], manifest.most_visual_tokens >= tokens) == (pixels, True)
+
+
+@pytest.mark.parametrize(("frames", "tokens"), [(2, 1280), (12, 1280), (16, 960), (32, 480), (96, 160)])
+@pytest.mark.parametrize("name", ["qwen", "qwen3-vl"])
+def test_clips_have_tokens_for_a_robot(
+    name: str, frames: int, tokens: int, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoint(name), tmp_path / "checkpoint"))
+    path = folder / "preprocessor_config.json"
+    settings = {key: value for key, value in json.loads(path.read_text()).items() if "pixels" not in key}
+    path.write_text(json.dumps({**settings, "size": {"shortest_edge": 3136, "longest_edge": 16777216}}))
+    if name == "qwen3-vl":
+        video = {"size": {"shortest_edge": 4096, "longest_edge": 25165824}}
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
+    opened = open_source(ExportRequest(str(folder), max_frames=frames))
+    opened.weights.close()
+    assert opened.processor["video"]["max_pixels"] == tokens * (784 if name == "qwen" else 1024)
 
 
 def test_limits_given_at_export_are_the_bundles(checkpoint: Checkpoints, tmp_path: Path) -> None:

@@ -170,4 +170,4 @@ def test_both_stages_meet_the_mean_on_any_model(layers: int, n: int, name: str, 
 
 def test_more_tokens_than_topk_gives_are_rejected() -> None:
     with pytest.raises(BudgetError, match=r"keeps \d+ in one step; TensorRT's TopK gives at most 3840.*--max-pixels"):
-        plan_of(VariableTokens(20_000, 784, 20_000), 16, parse_budget("qwen3-vl", "prune-66.7"), 28)
+        plan_of(VariableTokens(20_000, 784, 20_000), 16, parse_budget("qwen3-vl", "prune-66.7"), 28, precision="fp16")

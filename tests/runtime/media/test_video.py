@@ -169,7 +169,8 @@ def test_clips_too_long_for_topk_are_refused_with_the_reason(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     def export(budget: str, frames: int) -> None:
-        request = ExportRequest(str(checkpoint("qwen")), budgets=(budget,), max_frames=frames, precision="fp16")
+        source, pixels = str(checkpoint("qwen")), 480 * 784
+        request = ExportRequest(source, (budget,), precision="fp16", max_pixels=pixels, max_frames=frames)
         export_bundle(request, tmp_path / f"{budget}-{frames}")
 
     # 480 tokens a frame: 20 groups are 9600, of which 40 % are 3840.

@@ -84,7 +84,7 @@ class Family(Protocol):
         """Return all settings of the image processor from the checkpoint's; raises `CheckpointError`.
 
         `settings` has the fields of `processor_fields`. If it has `max_frames`, families that take video add `video`,
-        made from the settings `video_processor`.
+        made from the settings `video_processor`; no clip has more than `clip_pixels`, if any, in all.
         """
 
     def policy(self, settings: Mapping[str, Any]) -> PolicyFacts | None:
@@ -92,6 +92,10 @@ class Family(Protocol):
 
         `settings` is the checkpoint's processor_config.json, empty if there is none.
         """
+
+    @property
+    def pixels_each(self) -> int:
+        """The pixels of a visual token, in families whose images differ in size."""
 
     def tokens_of(self, processor: Mapping[str, Any]) -> int | VariableTokens:
         """Return N, the visual tokens of each group of an image, with these settings of the processor."""
@@ -124,7 +128,7 @@ def read_family(source: str, config: Mapping[str, Any], salience: SalienceBlock 
 
 
 def _original_llava(source: str, known: _KnownBy) -> CheckpointError:
-    """Return the error for a checkpoint in the format of LLaVA's own repository, with the converted one of its size."""
+    """Return the error for a checkpoint in the format of LLaVA's own repository, with a converted one of its size."""
     width, layers = known.get("hidden_size"), known.get("num_hidden_layers")
     tiles = known.get("image_aspect_ratio") == "anyres"
     mistral = "mistral" in str(known.get("model_type")) or known.get("num_key_value_heads") == 8
@@ -136,9 +140,9 @@ def _original_llava(source: str, known: _KnownBy) -> CheckpointError:
         (4096, 32, True, True): "llava-hf/llava-v1.6-mistral-7b-hf",
         (5120, 40, True, False): "llava-hf/llava-v1.6-vicuna-13b-hf",
     }.get((width, layers, tiles, mistral))
-    known_as = f"A published one of this size is {converted}. " if converted else ""
     return CheckpointError(
         f"checkpoint '{source}' has the format of LLaVA's own repository (mm_vision_tower), expected transformers' "
-        f"format, such as llava-hf/llava-1.5-7b-hf. {known_as}Convert a fine-tuned one with "
-        "convert_llava_weights_to_hf.py, or convert_llava_next_weights_to_hf.py, of transformers' repository."
+        f"format, which {converted or 'llava-hf/llava-1.5-7b-hf'} has{' in the same size' if converted else ''}. "
+        "Export that one. A fine-tuned one is converted by convert_llava_weights_to_hf.py, or for LLaVA-NeXT by "
+        "convert_llava_next_weights_to_hf.py, both in transformers' repository."
     )

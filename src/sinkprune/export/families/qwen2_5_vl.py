@@ -199,7 +199,7 @@ class Qwen25VL(LlamaShaped):
             ("merge_size", known["merge_size"], (vision.merge_size,)),
         ]
         self._check_settings(expectations)
-        least, most, token = known["min_pixels"], known["max_pixels"], self._pixels_each
+        least, most, token = known["min_pixels"], known["max_pixels"], self.pixels_each
         if not (isinstance(least, int) and isinstance(most, int) and 0 < least <= most and token <= most):
             raise self._error(
                 f"images may have {least!r} to {most!r} pixels, expected two whole "
@@ -214,7 +214,7 @@ class Qwen25VL(LlamaShaped):
         image = self._most_tokens(processor)
         frame: int = processor["video"]["most_tokens"] if "video" in processor else 0
         in_all = max(image, frame * self.groups_of(processor))
-        return VariableTokens(max(image, frame), self._pixels_each, in_all, self._tower_flops)
+        return VariableTokens(max(image, frame), self.pixels_each, in_all, self._tower_flops)
 
     def groups_of(self, processor: Mapping[str, Any]) -> int:
         # The frames that the model sees at once are one group, and so is an image.
@@ -235,7 +235,7 @@ class Qwen25VL(LlamaShaped):
         Sides are rounded to whole tokens. Where a side would round to none, or a small image is enlarged, an image of
         the longest shape (200:1) may get more tokens than fit into max_pixels.
         """
-        each = self._pixels_each
+        each = self.pixels_each
         least, most = limits["min_pixels"] // each + 1, limits["max_pixels"] // each
         rounded_up = least + isqrt(200 * least) + 1 + isqrt(least) + 1
         return max(most, isqrt(200 * (most + 1)), rounded_up)
@@ -262,8 +262,11 @@ class Qwen25VL(LlamaShaped):
             "min_frames": given.get("min_frames") or 4,
             "max_frames": min(frames, given.get("max_frames") or 768),
         }
-        limits, of_a_frame = self._clip_limits(given, sampling["max_frames"], image["max_pixels"])
-        each, most = self._pixels_each, limits["max_pixels"]
+        groups, most = -(-sampling["max_frames"] // together), image["max_pixels"]
+        if "clip_pixels" in settings:
+            most = min(most, max(self.pixels_each, settings["clip_pixels"] // groups))
+        limits, of_a_frame = self._clip_limits(given, sampling["max_frames"], most)
+        each, most = self.pixels_each, limits["max_pixels"]
         self._check([(f"a frame of a clip may have the {each} pixels of a token", each <= most, most)])
         return {**limits, "most_tokens": self._most_tokens(of_a_frame), **sampling}
 
@@ -272,14 +275,14 @@ class Qwen25VL(LlamaShaped):
 
         `given` are the checkpoint's settings. No frame has more than `most` pixels.
         """
-        size, each = given.get("size") or {}, self._pixels_each
+        size, each = given.get("size") or {}, self.pixels_each
         most = min(given.get("max_pixels") or size.get("longest_edge") or 768 * each, most)
         least = min(given.get("min_pixels") or size.get("shortest_edge") or 128 * each, most)
         limits = {"min_pixels": least, "max_pixels": most}
         return limits, limits
 
     @property
-    def _pixels_each(self) -> int:
+    def pixels_each(self) -> int:
         return (self.vision.patch_size * self.vision.merge_size) ** 2
 
     def _settings(self) -> list[Setting]:

@@ -97,8 +97,13 @@ class PlanFacts:
         return kept.resolve(self.most_at_once(kept))
 
     def check_ranked(self, count: int) -> None:
-        """Raise `BudgetError` if a step keeps more tokens than TensorRT's TopK returns."""
-        self._check_at_most(count, MAX_TOP_K, f"TensorRT's TopK gives at most {MAX_TOP_K}")
+        """Raise `BudgetError` if a step keeps more tokens than TensorRT's TopK returns, in a bundle for TensorRT.
+
+        TensorRT compiles the attention of opset 24 in fp16 only, so a bundle in fp32 is for other libraries.
+        """
+        if self.precision.name != "fp32" or self.dialect.OPSET < 24:
+            why = f"TensorRT's TopK gives at most {MAX_TOP_K}, which binds all bundles but those in fp32 of opset24"
+            self._check_at_most(count, MAX_TOP_K, why)
 
     def check_rounds(self, count: int) -> None:
         """Raise `BudgetError` if a method that chooses tokens one by one would have more than `MAX_ROUNDS` rounds."""
