@@ -169,9 +169,9 @@ class SafetensorsWeights:
     """
 
     def __init__(self, folder: Path, named: str | None = None) -> None:
-        """Open the weights that transformers reads. `named` is the file that config.json names (`transformers_weights`).
+        """Open the weights that transformers reads; raises `CheckpointError`, also for a second set of weights.
 
-        Raises `CheckpointError`, also for a second set of weights.
+        `named` is the file or index that config.json names (`transformers_weights`).
         """
         self.folder, self._named = folder, named
         self._owners: dict[str, tuple[Any, str]] = {}
@@ -241,8 +241,8 @@ class SafetensorsWeights:
         second = [shard for shard in listed if shard != _SINGLE and has_entry(self.folder, shard)]
         if second:
             raise self._error(
-                f"found two sets of weights: {_SINGLE}, which transformers reads, and {len(second)} of {_INDEX}, such "
-                f"as '{second[0]}'. Expected one. Move the set that is out of date, with its index, elsewhere."
+                f"found two sets of weights: {_SINGLE}, which transformers reads, and {len(second)} of {_INDEX}, "
+                f"such as '{second[0]}'. Expected one. Move the set that is out of date, with its index, elsewhere."
             )
         return [_SINGLE]
 

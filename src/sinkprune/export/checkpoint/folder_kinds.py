@@ -22,8 +22,11 @@ _POINTER_BYTES = 1024
 _READ = (".json", ".jinja", ".safetensors")
 _SAVE = 'python -c "from transformers import AutoModelForImageTextToText as Model; '
 _OTHER_WEIGHTS = {
+    "bundle.json": "It is a bundle, which this command writes. Run it: sinkprune-run '{folder}'",
+    "engines.json": "It has the engines of a bundle. Run them: sinkprune-run '{folder}'",
     "*.incomplete": "A download has not finished. Run the same `hf download` again",
-    "model.*.safetensors": "'{}' is a variant, which transformers reads on request only. Rename it to model.safetensors",
+    "model.*.safetensors": "'{}' is a variant, which transformers reads on request only. Rename it to "
+    "model.safetensors",
     "model.safetensors.index.*.json": "'{}' is the index of a variant, which transformers reads on request only. "
     "Rename it to model.safetensors.index.json",
     "model-*-of-*.safetensors": "'{}' is a shard, whose index is missing. Download model.safetensors.index.json too",
@@ -34,6 +37,7 @@ _OTHER_WEIGHTS = {
     "*.gguf": "'{}' is for llama.cpp, and its weights are rounded. Give the checkpoint that it was made of",
     "*.onnx": "'{}' is an ONNX graph, which this export writes itself. Give the checkpoint that it was made of",
     "onnx": "ONNX graphs are no checkpoint. Give the checkpoint that they were made of",
+    "*.engine": "'{}' is an engine of TensorRT. Give the checkpoint that it was made of",
     "openvino_*.xml": "'{}' is OpenVINO's. Give the checkpoint that it was made of",
     "*.h5": "'{}' is TensorFlow's. Give the checkpoint in PyTorch's or safetensors' format",
     "*.msgpack": "'{}' is Flax's. Give the checkpoint in PyTorch's or safetensors' format",
@@ -45,8 +49,8 @@ _OTHER_WEIGHTS = {
     "*.pth": "'{}' is no checkpoint in Hugging Face format. Save the model with transformers' save_pretrained",
     "*.pt": "'{}' is the state of a training, without the model's weights. Give the folder that save_model or "
     "save_pretrained wrote",
-    "*.safetensors": "'{}' has a name that transformers does not read. Rename it to model.safetensors if it holds all "
-    "weights",
+    "*.safetensors": "'{}' has a name that transformers does not read. Rename it to model.safetensors if it holds "
+    "all weights",
 }
 """What a folder without the weights that transformers reads is, by the names of its files, in this order."""
 
@@ -55,9 +59,13 @@ def missing_weights(folder: Path) -> str:
     """Return the sentences about a folder without weights that are read: what it holds, and what to do."""
     names = _names(folder)
     downloading = folder / ".cache" / "huggingface" / "download"
-    return _described(folder, [*names, *_names(downloading)]) or (
-        "Download the weights, or save the model with transformers' save_pretrained."
-    )
+    found = _described(folder, [*names, *_names(downloading)])
+    if folder.parent.name == "snapshots":
+        name = _name_in_cache(folder.parents[1])
+        to = Path(name).name
+        convert = _OTHER_WEIGHTS["pytorch_model*.bin*"].format("pytorch_model.bin", folder=to)
+        return f"If it has PyTorch's weights only: hf download {name} --local-dir {to}. Then: {convert}."
+    return found or "Download the weights, or save the model with transformers' save_pretrained."
 
 
 def check_file(source: str) -> None:
@@ -99,7 +107,7 @@ def check_kind(source: str, folder: Path) -> None:
     if "config.json" in names:
         return
     if folder.resolve().name.startswith("models--"):
-        name = folder.resolve().name.removeprefix("models--").replace("--", "/", 1)
+        name = _name_in_cache(folder.resolve())
         raise CheckpointError(f"'{source}' is the folder of a model in the hub's cache. Give its name: {name}")
     below = [name for name in names if os.path.lexists(folder / name / "config.json")]
     if below:
@@ -121,8 +129,8 @@ def _adapter(source: str, folder: Path, names: Iterable[str]) -> CheckpointError
         base, kind = config.get("base_model_name_or_path"), config.get("peft_type") or kind
     merged = " If the weights here are merged already, delete adapter_config.json." if "config.json" in names else ""
     return CheckpointError(
-        f"'{source}' is an adapter (adapter_config.json, {format_value(kind)}) of the model {format_value(base)}, and "
-        f'no whole checkpoint. Merge both, with peft installed: python -c "from peft import PeftModel; from '
+        f"'{source}' is an adapter (adapter_config.json, {format_value(kind)}) of the model {format_value(base)}, "
+        f'and no whole checkpoint. Merge both, with peft installed: python -c "from peft import PeftModel; from '
         "transformers import AutoModelForImageTextToText as Model, AutoProcessor; base = "
         f"{base if isinstance(base, str) else 'BASE'!r}; PeftModel.from_pretrained(Model.from_pretrained(base, "
         f"dtype='auto'), {str(source)!r}).merge_and_unload().save_pretrained('merged'); "
@@ -145,6 +153,11 @@ def _names(folder: Path) -> list[str]:
     with suppress(OSError):
         return sorted(os.listdir(folder))
     return []
+
+
+def _name_in_cache(folder: Path) -> str:
+    """Return the name of the model whose folder in the hub's cache this is."""
+    return folder.name.removeprefix("models--").replace("--", "/", 1)
 
 
 def _number_at_end(name: str) -> int:

@@ -119,9 +119,9 @@ def read_family(source: str, config: Mapping[str, Any], salience: SalienceBlock 
     if row is None or (architectures and row.architecture not in architectures):
         supported = ", ".join(row.architecture for row in rows.values())
         text_only = any(name.endswith("ForCausalLM") for name in architectures) and "vision_config" not in config
-        kind = ", a model of text without a vision tower," if text_only else ", which"
+        kind = ", a text model without a vision tower," if text_only else ","
         raise CheckpointError(
-            f"checkpoint '{source}' is a {found}{kind} is not supported; supported architectures: {supported}."
+            f"checkpoint '{source}' is a {found}{kind} which is not supported; supported architectures: {supported}."
         )
     module = import_module(f"{__name__}.{row.module}")
     return module.FAMILY(source, config, salience)

@@ -29,6 +29,9 @@ from sinkprune.export.models.llama import Llama
 from sinkprune.export.models.vit import ACTIVATIONS, build_vision, two_layers
 
 
+FeatureLayer = Annotated[int, Bounds(-1024, 1024)]
+
+
 class _ClipFields(SquareTowerFields, total=False):
     num_channels: Annotated[int, Bounds(3, 3)]
 
@@ -38,7 +41,7 @@ class _LlavaFields(ConfigFields, total=False):
     image_token_id: Token
     projector_hidden_act: Name
     vision_feature_select_strategy: Name
-    vision_feature_layer: Annotated[int, Bounds(-1024, 1024)]
+    vision_feature_layer: FeatureLayer | Annotated[list[FeatureLayer], Bounds(1, 1024)]
     multimodal_projector_bias: bool
     image_grid_pinpoints: Pinpoints | None
     vision_config: _ClipFields | None
@@ -84,7 +87,13 @@ class Llava(LlamaShaped):
         if salience is not None:
             raise UsageError(f"family '{self.name}' takes salience from its CLS token: leave out --salience.")
         super().__init__(source, config)
-        vision, layer = self._config.vision_config, self._config.vision_feature_layer
+        vision, given = self._config.vision_config, self._config.vision_feature_layer
+        layer, *more = given if isinstance(given, list) else [given]
+        if more:
+            raise self._error(
+                f"vision_feature_layer is {given}, expected one layer. Features of several layers side by side, as in "
+                "granite-vision, are not supported. Give a checkpoint such as llava-hf/llava-v1.6-mistral-7b-hf."
+            )
         # Hidden state 0 is the embedding, and hidden state i is the output of block i-1.
         blocks = layer if layer >= 0 else vision.num_hidden_layers + 1 + layer
         if not 1 <= blocks <= vision.num_hidden_layers:

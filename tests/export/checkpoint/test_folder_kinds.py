@@ -1,0 +1,156 @@
+"""Folders that people give and that are no checkpoint: each is named, with what to do instead."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sinkprune.contract.errors import CheckpointError
+from sinkprune.export.checkpoint.folder import locate
+from sinkprune.export.source import ExportRequest, open_source
+from support.models.published_configs import PUBLISHED
+from support.programs.commands import assert_refused, run
+
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4968243304\n"
+ADAPTER = json.dumps({"peft_type": "LORA", "base_model_name_or_path": "Qwen/Qwen3-VL-8B-Instruct"})
+LLAVA = {"model_type": "llava", "architectures": ["LlavaLlamaForCausalLM"], "mm_vision_tower": "openai/clip"}
+LARGE = {**LLAVA, "hidden_size": 5120, "num_hidden_layers": 40}
+SIZE_7B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_key_value_heads": 32}
+TILES = {**LLAVA, **SIZE_7B, "image_aspect_ratio": "anyres"}
+
+WITHOUT_WEIGHTS = {
+    "model.fp16.safetensors": "'model.fp16.safetensors' is a variant, which transformers reads on request only. Rename",
+    "model.safetensors.index.fp16.json": "Rename it to model.safetensors.index.json",
+    "model-00001-of-00002.safetensors": "is a shard, whose index is missing. Download model.safetensors.index.json",
+    "pytorch_model.bin": "from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}')",
+    "pytorch_model.bin.index.json": "has PyTorch's format. Write safetensors next to it",
+    "pytorch_model-00001-of-00002.bin": "has PyTorch's format. Write safetensors next to it",
+    "consolidated.safetensors": "has the model's original format. Give the same model in transformers' format",
+    "llava-Q4_K_M.gguf": "is for llama.cpp, and its weights are rounded. Give the checkpoint that it was made of",
+    "onnx": "Give the checkpoint that they were made of",
+    "openvino_language_model.xml": "is OpenVINO's",
+    "tf_model.h5": "is TensorFlow's",
+    "zero_to_fp32.py": "python zero_to_fp32.py . . --safe_serialization",
+    "pytorch_model_fsdp_0": "accelerate merge-weights '{folder}/pytorch_model_fsdp_0'",
+    "optimizer.pt": "is the state of a training, without the model's weights",
+    ".cache/huggingface/download/x.incomplete": "A download has not finished. Run the same `hf download` again",
+    "policy.safetensors": "has a name that transformers does not read",
+    "README.md": "Download the weights",
+}
+"""What is said by the name of a file in a folder that has no weights that are read."""
+
+
+@pytest.mark.parametrize("name", WITHOUT_WEIGHTS)
+def test_a_folder_without_weights_is_named_by_what_it_has(
+    name: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoint("gqa-112"), tmp_path / "it"))
+    (folder / "model.safetensors").unlink()
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text("{}")
+    with pytest.raises(CheckpointError) as raised:
+        open_source(ExportRequest(str(folder)))
+    assert "found neither model.safetensors nor model.safetensors.index.json. " in str(raised.value)
+    assert WITHOUT_WEIGHTS[name].format(folder=folder) in str(raised.value)
+
+
+FOLDERS: dict[str, tuple[dict[str, str], str]] = {
+    "LoRA": ({"adapter_config.json": ADAPTER}, "'LORA') of the model 'Qwen/Qwen3-VL-8B-Instruct', and no whole"),
+    "LoRA within": ({"adapter_config.json": ADAPTER, "config.json": "{}"}, "merged already, delete adapter_config"),
+    "damaged adapter": ({"adapter_config.json": "["}, "base = 'BASE'; PeftModel.from_pretrained"),
+    "diffusers": ({"model_index.json": "{}"}, "is a pipeline of diffusers"),
+    "embedding": ({"modules.json": "[]", "config.json": "{}"}, "is an embedding model (sentence-transformers)"),
+    "trainings": (
+        {f"checkpoint-{n}/config.json": "{}" for n in (500, 1000)},
+        "Give one of them: {folder}/checkpoint-1000",
+    ),
+    "below": ({"pretrained_model/config.json": "{}"}, "Give one of them: {folder}/pretrained_model"),
+    "gguf": (
+        {"mmproj-model-f16.gguf": ""},
+        "has no config.json, and is no checkpoint in Hugging Face format. 'mmproj",
+    ),
+    "training state": ({"optimizer.pt": "", "trainer_state.json": "{}"}, "'optimizer.pt' is the state of a training"),
+    "bundle": ({"bundle.json": "{}"}, "It is a bundle, which this command writes. Run it: sinkprune-run"),
+    "empty": ({}, "config.json' is missing"),
+    "original llava": (
+        {"config.json": json.dumps({**LLAVA, **SIZE_7B})},
+        "which llava-hf/llava-1.5-7b-hf has in the same",
+    ),
+    "original 13b": ({"config.json": json.dumps(LARGE)}, "which llava-hf/llava-1.5-13b-hf has in the same size"),
+    "original next": ({"config.json": json.dumps(TILES)}, "which llava-hf/llava-v1.6-vicuna-7b-hf has"),
+    "original mistral": (
+        {"config.json": json.dumps({**TILES, "num_key_value_heads": 8})},
+        "which llava-hf/llava-v1.6-mistral-7b-hf has",
+    ),
+    "original of another size": (
+        {"config.json": json.dumps({**LLAVA, "model_type": "llava_qwen"})},
+        "which llava-hf/llava-1.5-7b-hf has. Export that one.",
+    ),
+    "text": (
+        {"config.json": '{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}'},
+        "is a Qwen2ForCausalLM, a text model without a vision tower, which is not supported",
+    ),
+    "another class of a family": (
+        {"config.json": json.dumps({**PUBLISHED["qwen3-vl-2b"], "architectures": ["Qwen3VLModel"]})},
+        "is a Qwen3VLModel, which is not supported",
+    ),
+    "MLX": (
+        {"config.json": json.dumps({**PUBLISHED["qwen3-vl-2b"], "quantization": {"bits": 4, "group_size": 64}})},
+        "quantization is MLX's, which is not read",
+    ),
+    "several layers": (
+        {"config.json": json.dumps({**PUBLISHED["llava-next-7b"], "vision_feature_layer": [-24, -20, -12, -1]})},
+        "vision_feature_layer is [-24, -20, -12, -1], expected one layer",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_folder_that_is_no_checkpoint_is_named(
+    kind: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    files, said = FOLDERS[kind]
+    folder = tmp_path / "it"
+    folder.mkdir()
+    if kind == "MLX":
+        shutil.copytree(checkpoint("qwen3-vl"), folder, dirs_exist_ok=True)
+        files = {
+            "config.json": json.dumps(
+                {**json.loads((folder / "config.json").read_text()), "quantization": {"bits": 4}}
+            )
+        }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    assert_refused(run("sinkprune-export", folder, "-o", tmp_path / "out"), said.format(folder=folder))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json", "chat_template.jinja"])
+def test_pointers_of_git_lfs_are_named(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint("qwen"), tmp_path / "it"))
+    (folder / name).write_text(POINTER)
+    (folder / "model-00002-of-00002.safetensors").write_text(POINTER)
+    (folder / "photo.png").write_text(POINTER)
+    with pytest.raises(CheckpointError, match=rf"/\S+' and 1 more in place of the file has a pointer.*git lfs pull"):
+        open_source(ExportRequest(str(folder)))
+    with pytest.raises(CheckpointError, match="pointer of Git LFS"):
+        open_source(ExportRequest(str(checkpoint("qwen")), tokenizer=str(folder)))
+
+
+@pytest.mark.parametrize("name", ["llava.gguf", "model.safetensors", "config.json"])
+def test_a_file_is_no_folder(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match="is a file, expected a folder in Hugging Face format"):
+        locate(str(tmp_path / name))
+
+
+def test_a_model_s_folder_in_the_hub_s_cache_is_named(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--llava-hf--llava-1.5-7b-hf" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="Give its name: llava-hf/llava-1.5-7b-hf"):
+        open_source(ExportRequest(str(snapshot.parents[1])))
