@@ -72,6 +72,8 @@ class LanguageModel:
     rope_sections: tuple[Count, ...] = ()
     """The number of consecutive rotary frequencies for each axis of a position in mRoPE: time, height, width, time
     again, and so on. Empty if a position is one number."""
+    rope_factor: Annotated[float, Bounds(1, 1e6)] = field(default=1.0, metadata=OPTIONAL)
+    """What positions are divided by: linear scaling of rotary positions."""
 
 
 @dataclass(frozen=True)

@@ -133,8 +133,8 @@ def _usual_size(manifest: Manifest) -> str:
     video = manifest.processor.get("video")
     frames = f"; frames of clips: up to {video['max_pixels'] // token}" if video else ""
     return (
-        f"images: up to {pixels // token} visual tokens ({pixels} pixels){frames}. Larger ones are scaled down; change "
-        "this with --max-pixels\n"
+        f"images: up to {pixels // token} visual tokens ({pixels} pixels){frames}. Larger ones are scaled down; "
+        "change this with --max-pixels\n"
     )
 
 

@@ -136,7 +136,7 @@ def test_pointers_of_git_lfs_are_named(name: str, checkpoint: Callable[[str], Pa
     (folder / name).write_text(POINTER)
     (folder / "model-00002-of-00002.safetensors").write_text(POINTER)
     (folder / "photo.png").write_text(POINTER)
-    with pytest.raises(CheckpointError, match=rf"/\S+' and 1 more in place of the file has a pointer.*git lfs pull"):
+    with pytest.raises(CheckpointError, match=r"/\S+' and 1 more in place of the file has a pointer.*git lfs pull"):
         open_source(ExportRequest(str(folder)))
     with pytest.raises(CheckpointError, match="pointer of Git LFS"):
         open_source(ExportRequest(str(checkpoint("qwen")), tokenizer=str(folder)))

@@ -192,18 +192,29 @@ def test_positions_of_qwen3_turn_with_each_axis_in_turn() -> None:
 
 
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+SIGLIP = "siglip_vision_model"
 YARN = {"type": "yarn", "factor": 4.0, "mrope_section": [16, 24, 24]}
+
+
+def test_a_sliding_window_is_the_most_positions() -> None:
+    """Rows of a shorter context are all within the window."""
+    for window, most in ((4096, 4096), (65536, 32768), (None, 32768)):
+        config = with_value(PUBLISHED["llava-next-mistral-7b"], (TEXT, "sliding_window"), window)
+        assert read_family("hub", config).language_model.max_positions == most
 
 
 @pytest.mark.parametrize(
     ("name", "place", "value", "message"),
     [
-        ("llava-1.5-7b", (TEXT, "model_type"), "qwen2", "model_type is 'qwen2', expected llama"),
-        ("llava-1.5-7b", (TEXT, "rope_parameters"), LINEAR, "rope_type is 'linear', expected default"),
+        ("llava-1.5-7b", (TEXT, "model_type"), "granite", "model_type is 'granite', expected llama or mistral"),
+        ("llava-1.5-7b", (TEXT, "rope_parameters"), DYNAMIC, "rope_type is 'dynamic', expected default or linear"),
+        ("llava-1.5-7b", (TEXT,), {"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window is True"),
         ("llava-1.5-7b", (TEXT, "num_key_value_heads"), 3, "expected .*; found .* 32 heads, 3 key-value heads"),
-        ("llava-1.5-7b", (VISION, "model_type"), "siglip_vision_model", "model_type is 'siglip_vision_model'"),
+        ("llava-1.5-7b", (VISION, "model_type"), SIGLIP, "select_strategy is 'default', expected full"),
+        ("llava-next-7b", (VISION, "model_type"), SIGLIP, "model_type is 'siglip_vision_model'"),
         ("llava-1.5-7b", ("vision_feature_select_strategy",), "full", "select_strategy is 'full', expected default"),
-        ("llava-1.5-7b", ("vision_feature_layer",), [-2, -1], r"vision_feature_layer: found \[-2, -1\], expected"),
+        ("llava-1.5-7b", ("vision_feature_layer",), [-2, -1], r"feature_layer is \[-2, -1\], expected one layer"),
         ("llava-1.5-7b", ("vision_feature_layer",), 0, "vision_feature_layer 0 is none of the tower's 24 blocks"),
         ("llava-1.5-7b", ("vision_feature_layer",), 25, "vision_feature_layer 25 is none of the tower's 24 blocks"),
         ("llava-1.5-7b", ("vision_feature_layer",), -25, "vision_feature_layer -25 is none"),
@@ -212,12 +223,11 @@ YARN = {"type": "yarn", "factor": 4.0, "mrope_section": [16, 24, 24]}
         ("llava-next-7b", ("image_grid_pinpoints",), [[336, 500]], r"\[\[336, 500\]\], expected pairs .* of .* 336"),
         ("llava-next-7b", ("image_grid_pinpoints",), [], "expected pairs"),
         ("llava-next-7b", ("vision_feature_select_strategy",), "full", "vision_feature_select_strategy is 'full'"),
-        ("llava-next-mistral-7b", (TEXT, "sliding_window"), 4096, "sliding_window is 4096"),
         (
             "llava-next-mistral-7b",
             (TEXT,),
-            {"model_type": "qwen2"},
-            "model_type is 'qwen2', expected llama or mistral",
+            {"model_type": "granite"},
+            "model_type is 'granite', expected llama or mistral",
         ),
         ("qwen2-vl-7b", (VISION, "hidden_act"), "gelu", "vision_config.hidden_act is 'gelu', expected quick_gelu"),
         ("qwen2-vl-7b", (VISION, "hidden_size"), 100, "vision_config.hidden_size is 100, expected 3584"),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import (
     LlavaNextConfig,
     LlavaNextImageProcessorPil,
     PreTrainedTokenizerFast,
+    SiglipImageProcessorPil,
 )
 
 VOCAB = 384
@@ -38,6 +39,7 @@ MISTRAL_TEMPLATE = (
 )
 """Writes what the template of llava-v1.6-mistral-7b-hf writes."""
 
+_SIGLIP = {"model_type": "siglip_vision_model", "hidden_act": "gelu_pytorch_tanh", "vision_use_head": False}
 SIDE = 112
 """Pixels along a side of LLaVA-NeXT's tiles."""
 PINPOINTS = [[112, 224], [224, 112], [224, 224], [336, 112], [112, 336]]
@@ -52,7 +54,11 @@ class Shape:
     num_layers: int = 6
     num_kv_heads: int = 4
     tied: bool = False
-    feature_layer: int = -2
+    feature_layer: int | list[int] = -2
+    decoder: str = "llama"
+    text: Mapping[str, Any] = field(default_factory=dict)
+    """What the decoder's configuration has in addition."""
+    siglip: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,15 +73,23 @@ class NextShape:
 def make_checkpoint(folder: Path, shape: Shape, seed: int = 0) -> Path:
     """Write a LLaVA checkpoint with random weights, tokenizer, processor and chat template."""
     config = LlavaConfig(
-        vision_config=_vision(shape.image_size),
-        text_config={"model_type": "llama", **small_decoder(shape.num_layers, shape.num_kv_heads)},
+        vision_config={**_vision(shape.image_size), **(_SIGLIP if shape.siglip else {})},
+        text_config={
+            "model_type": shape.decoder,
+            **small_decoder(shape.num_layers, shape.num_kv_heads),
+            **shape.text,
+        },
         image_token_id=IMAGE_TOKEN,
         vision_feature_layer=shape.feature_layer,
-        vision_feature_select_strategy="default",
+        vision_feature_select_strategy="full" if shape.siglip else "default",
         tie_word_embeddings=shape.tied,
     )
     save_random_model(folder, config, tokenizer(), TEMPLATE, 2, seed)
-    CLIPImageProcessorPil(**_sizes(shape.image_size)).save_pretrained(folder)
+    if shape.siglip:
+        side = {"height": shape.image_size, "width": shape.image_size}
+        SiglipImageProcessorPil(size=side).save_pretrained(folder)
+    else:
+        CLIPImageProcessorPil(**_sizes(shape.image_size)).save_pretrained(folder)
     return folder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from support.models.checkpoints import NextShape, Shape, make_checkpoint, make_llava_next_checkpoint
@@ -13,6 +14,21 @@ SHAPES = {
     "mha-336": Shape(),
     "gqa-112": Shape(image_size=112, num_kv_heads=2, num_layers=8, tied=True),
 }
+
+_SMALL = Shape(image_size=112, num_kv_heads=2)
+LLAVA_VARIANTS = {
+    # BakLLaVA: the window is the most positions.
+    "mistral": replace(_SMALL, decoder="mistral", text={"sliding_window": 512}),
+    "qwen2": replace(_SMALL, decoder="qwen2", text={"sliding_window": 32, "use_sliding_window": False}),
+    "linear": replace(
+        _SMALL, text={"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}
+    ),
+    # llava-interleave: patches leave out an edge.
+    "siglip": replace(_SMALL, image_size=120, decoder="qwen2", tied=True, siglip=True, feature_layer=-1),
+    "siglip-2": replace(_SMALL, siglip=True),
+    "list": replace(_SMALL, feature_layer=[-2]),
+}
+"""Checkpoints of LLaVA with other towers and decoders than LLaVA-1.5."""
 
 QWEN_SHAPES = {
     "qwen": QwenShape(),
@@ -61,4 +77,4 @@ def make_small_model(name: str, folder: Path) -> None:
     elif name in NEXT_SHAPES:
         make_llava_next_checkpoint(folder, NEXT_SHAPES[name])
     else:
-        make_checkpoint(folder, SHAPES[name])
+        make_checkpoint(folder, {**SHAPES, **LLAVA_VARIANTS}[name])

@@ -90,7 +90,7 @@ def _steps(
     rows = lay_out(backend, embedding, between_rows, prompt.texts, [prompt.picture.layout], [encoded], pruned=False)
     hidden, added = backend.numpy(rows.hidden), {name: backend.numpy(x) for name, x in rows.deepstack_inputs.items()}
     lm = manifest.language_model
-    rotary = Rotary(lm.rope_theta, lm.head_dim, DTYPES[manifest.precision], lm.rope_sections)
+    rotary = Rotary(lm.rope_theta, lm.head_dim, DTYPES[manifest.precision], lm.rope_sections, lm.rope_factor)
     cos, sin = rotary.tables(rows.positions.rows)
     for segment in range(len(manifest.segments)):
         past = _no_past(manifest, segment, rows.length)

@@ -151,7 +151,7 @@ def _described(folder: Path, names: Iterable[str]) -> str | None:
 def _names(folder: Path) -> list[str]:
     """Return the sorted names in a folder; empty for a folder that cannot be listed."""
     with suppress(OSError):
-        return sorted(os.listdir(folder))
+        return sorted(path.name for path in folder.iterdir())
     return []
 
 

@@ -87,8 +87,8 @@ def read_quantisation(source: str, config: Mapping[str, Any]) -> Quantisation | 
     found = known.get("quantization_config") or (known.get("text_config") or {}).get("quantization_config")
     if not found and config.get("quantization"):
         raise CheckpointError(
-            f"{where}: quantization is MLX's, which is not read. Give the checkpoint that the MLX one was made of, and "
-            "export it with --weights int4 or int8."
+            f"{where}: quantization is MLX's, which is not read. Give the checkpoint that the MLX one was made of, "
+            "and export it with --weights int4 or int8."
         )
     if not found:
         return None

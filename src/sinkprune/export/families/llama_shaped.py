@@ -141,6 +141,9 @@ class LlamaShaped(Family):
     embedding_scale = 1.0
     gate = "silu"
     """The activation of the decoder's MLP."""
+    rope_types: Sequence[str] = ("default",)
+    cuts_edges = False
+    """Whether patches may leave out the right and the bottom edge of a square."""
     config_fields: type
     """The TypedDict of the fields read from config.json."""
     configured_as: str | None = None
@@ -163,7 +166,7 @@ class LlamaShaped(Family):
         settings = [
             *self._settings(),
             ("text_config.hidden_act", text.hidden_act, (self.gate,)),
-            ("text_config.rope_parameters.rope_type", rope, ("default",)),
+            ("text_config.rope_parameters.rope_type", rope, self.rope_types),
         ]
         self._check_settings(settings)
         self.image_token: int = self._image_token
@@ -228,10 +231,10 @@ class LlamaShaped(Family):
     def _square_tower(self, vision: Any, blocks: int) -> dict[str, Any]:
         """Return the fields of a `SquareTower` of so many blocks; raises `CheckpointError`."""
         size, patch = vision.image_size, vision.patch_size
-        patches = (size // patch) ** 2
+        patches, whole = (size // patch) ** 2, size % patch == 0 or (self.cuts_edges and patch < size)
         self._check(
             [
-                ("image_size is a multiple of patch_size", size % patch == 0, f"{size} and {patch}"),
+                ("image_size is a multiple of patch_size", whole, f"{size} and {patch}"),
                 (f"image_size has at most {_MOST_PATCHES} patches", patches <= _MOST_PATCHES, patches),
             ]
         )
@@ -274,6 +277,7 @@ class LlamaShaped(Family):
 
 def read_language_model(text: Any, rope_sections: Sequence[int] = ()) -> LanguageModel:
     """Return the facts of a Llama-shaped decoder from `text`, its configuration in transformers."""
+    rope = text.rope_parameters
     return LanguageModel(
         hidden_size=text.hidden_size,
         intermediate_size=text.intermediate_size,
@@ -283,8 +287,9 @@ def read_language_model(text: Any, rope_sections: Sequence[int] = ()) -> Languag
         head_dim=head_dim(text),
         vocab_size=text.vocab_size,
         max_positions=text.max_position_embeddings,
-        rope_theta=float(text.rope_parameters["rope_theta"]),
+        rope_theta=float(rope["rope_theta"]),
         rope_sections=tuple(rope_sections),
+        rope_factor=float(rope["factor"]) if rope.get("rope_type") == "linear" else 1.0,
     )
 
 

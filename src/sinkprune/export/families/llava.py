@@ -1,15 +1,16 @@
-"""LLaVA-1.5: a CLIP tower, a two-layer projector and a Llama decoder."""
+"""LLaVA-1.5: a CLIP or SigLIP tower, a two-layer projector, and a decoder of Llama's shape."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, TypedDict
 
 from sinkprune.contract.checks.fields import Bounds
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.image_settings import Pinpoints
-from sinkprune.contract.towers import Side, ViTTower
+from sinkprune.contract.towers import Side, SiglipTower, ViTTower
 from sinkprune.export.checkpoint.folder import Name
 from sinkprune.export.checkpoint.text import SpecialTokens
 from sinkprune.export.families import WriteGraph
@@ -25,10 +26,11 @@ from sinkprune.export.families.llama_shaped import (
     read_language_model,
 )
 from sinkprune.export.graph import WeightedGraph
+from sinkprune.export.models import siglip
 from sinkprune.export.models.llama import Llama
 from sinkprune.export.models.vit import ACTIVATIONS, build_vision, two_layers
 
-
+_SIGLIP = "siglip_vision_model"
 FeatureLayer = Annotated[int, Bounds(-1024, 1024)]
 
 
@@ -69,8 +71,11 @@ class Llava(LlamaShaped):
     projector = "projector"
     most_groups = 1
     groups_are_frames = False
-    decoders: Sequence[str] = ("llama",)
-    processors: Sequence[str] = ("CLIPImageProcessor", "LlavaImageProcessor")
+    decoders: Sequence[str] = ("llama", "mistral", "qwen2")
+    rope_types = ("default", "linear")
+    cuts_edges = True
+    processors: Sequence[str] = ("CLIPImageProcessor", "LlavaImageProcessor", "SiglipImageProcessor")
+    towers: Sequence[str] = ("clip_vision_model", _SIGLIP)
     config_fields: type = _LlavaFields
     processor_fields: type = _ProcessorFields
     chat_template = (
@@ -84,8 +89,6 @@ class Llava(LlamaShaped):
     )
 
     def __init__(self, source: str, config: Mapping[str, Any], salience: str | None = None) -> None:
-        if salience is not None:
-            raise UsageError(f"family '{self.name}' takes salience from its CLS token: leave out --salience.")
         super().__init__(source, config)
         vision, given = self._config.vision_config, self._config.vision_feature_layer
         layer, *more = given if isinstance(given, list) else [given]
@@ -99,7 +102,15 @@ class Llava(LlamaShaped):
         if not 1 <= blocks <= vision.num_hidden_layers:
             count = vision.num_hidden_layers
             raise self._error(f"vision_feature_layer {layer} is none of the tower's {count} blocks.")
-        self.vision = ViTTower(**self._square_tower(vision, blocks))
+        facts = self._square_tower(vision, blocks)
+        if vision.model_type == _SIGLIP:
+            self._check([("two blocks of the tower at least are used", blocks >= 2, blocks)])
+            from_end = 1 if salience == "last" else 2
+            self.vision: ViTTower | SiglipTower = SiglipTower(**facts, salience_block=blocks - from_end)
+        elif salience is not None:
+            raise UsageError(f"family '{self.name}' takes salience from its CLS token: leave out --salience.")
+        else:
+            self.vision = ViTTower(**facts)
         self.visual_width = self.vision.hidden_size
 
     @property
@@ -115,8 +126,16 @@ class Llava(LlamaShaped):
 
     @property
     def default_processor(self) -> dict[str, Any]:
-        """The settings of CLIPImageProcessor at the tower's image size, for those that a checkpoint leaves out."""
+        """The settings of the tower's processor at its image size, for those that a checkpoint leaves out."""
         size = self.vision.image_size
+        if isinstance(self.vision, SiglipTower):
+            colours = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+            square = {"height": size, "width": size}
+            own = {"image_processor_type": "SiglipImageProcessor", "size": square, "do_center_crop": False, **colours}
+            return {**self._clip_processor(size), **own}
+        return self._clip_processor(size)
+
+    def _clip_processor(self, size: int) -> dict[str, Any]:
         return {
             "image_processor_type": "CLIPImageProcessor",
             "do_convert_rgb": True,
@@ -130,11 +149,13 @@ class Llava(LlamaShaped):
         }
 
     def graphs(self, segments: Sequence[range], held: Container[str]) -> dict[str, WriteGraph]:
-        own: dict[str, WriteGraph] = {
-            "vision": partial(build_vision, vit=self.vision),
-            "projector": self._build_projector,
-        }
-        return {**own, **super().graphs(segments, held)}
+        tower = self.vision
+        if isinstance(tower, SiglipTower):
+            # transformers' features are the rows before the tower's last norm layer.
+            vision: WriteGraph = partial(siglip.build_vision, tower=tower, normed=False)
+        else:
+            vision = partial(build_vision, vit=tower)
+        return {"vision": vision, "projector": self._build_projector, **super().graphs(segments, held)}
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         # null means false for a flag, and the default for any other setting.
@@ -170,19 +191,26 @@ class Llava(LlamaShaped):
 
     def _settings(self) -> list[Setting]:
         config, text = self._config, self._config.text_config
+        # SigLIP has no CLS token, which `default` leaves out.
+        strategy = "full" if config.vision_config.model_type == _SIGLIP else "default"
         return [
             ("text_config.model_type", text.model_type, self.decoders),
-            ("text_config.sliding_window", getattr(text, "sliding_window", None), (None,)),
-            ("vision_config.model_type", config.vision_config.model_type, ("clip_vision_model",)),
+            ("text_config.use_sliding_window", bool(getattr(text, "use_sliding_window", None)), (False,)),
+            ("vision_config.model_type", config.vision_config.model_type, self.towers),
             ("vision_config.hidden_act", config.vision_config.hidden_act, ACTIVATIONS),
             ("projector_hidden_act", config.projector_hidden_act, ACTIVATIONS),
-            ("vision_feature_select_strategy", config.vision_feature_select_strategy, ("default",)),
+            ("vision_feature_select_strategy", config.vision_feature_select_strategy, (strategy,)),
         ]
 
     def _read_llama(self, text: Any) -> Llama:
-        # Mistral has the same shape, but no settings for biases.
+        # Mistral and Qwen2 have the same shape, but no settings for biases.
         bias, mlp_bias = getattr(text, "attention_bias", False), getattr(text, "mlp_bias", False)
-        return Llama(read_language_model(text), text.rms_norm_eps, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)
+        qkv_bias = bias or text.model_type == "qwen2"
+        facts, window = read_language_model(text), getattr(text, "sliding_window", None)
+        if window:
+            # Shorter contexts have no row outside the window.
+            facts = replace(facts, max_positions=min(facts.max_positions, window))
+        return Llama(facts, text.rms_norm_eps, qkv_bias=qkv_bias, output_bias=bias, mlp_bias=mlp_bias)
 
 
 FAMILY = Llava

@@ -29,8 +29,9 @@ class LlavaNext(Llava):
 
     name = "llava-next"
     extra_rows: Mapping[str, str] = {"image_newline": "image_newline"}
-    decoders: Sequence[str] = ("llama", "mistral")
     processors: Sequence[str] = ("LlavaNextImageProcessor",)
+    towers: Sequence[str] = ("clip_vision_model",)
+    cuts_edges = False
 
     def __init__(self, source: str, config: Mapping[str, Any], salience: str | None = None) -> None:
         super().__init__(source, config, salience)

@@ -14,10 +14,10 @@ from sinkprune.export.models.vit import build_block, layer_norm
 _FLOAT = ir.DataType.FLOAT
 
 
-def build_vision(graph: WeightedGraph, tower: SiglipTower) -> None:
+def build_vision(graph: WeightedGraph, tower: SiglipTower, *, normed: bool = True) -> None:
     """Write `vision` of the graph contract: pixel values to patch tokens, their norms and their salience.
 
-    Norms are measured before the tower's last norm layer, which erases them.
+    Norms are measured before the tower's last norm layer, which erases them. Tokens are `normed` by that layer or not.
     """
     op, n, d = graph.op, tower.tokens, tower.hidden_size
     pixels = graph.input("pixel_values", ["G", 3, tower.image_size, tower.image_size])
@@ -27,8 +27,9 @@ def build_vision(graph: WeightedGraph, tower: SiglipTower) -> None:
         x, query, key = build_block(graph, tower, f"vision_tower.encoder.layers.{block}", x)
         attending.append((query, key))
     norms = op.ReduceL2(op.Cast(x, to=_FLOAT), [-1], keepdims=0)
-    tokens = layer_norm(graph, x, "vision_tower.post_layernorm", d, tower.layer_norm_eps)
-    graph.output("tokens", tokens, ["G", n, d])
+    if normed:
+        x = layer_norm(graph, x, "vision_tower.post_layernorm", d, tower.layer_norm_eps)
+    graph.output("tokens", x, ["G", n, d])
     graph.output("norms", norms, ["G", n], _FLOAT)
     graph.output("salience", _received(graph, tower, *attending[tower.salience_block]), ["G", n], _FLOAT)
 

@@ -65,8 +65,8 @@ def build_block(
     return op.Add(x, two_layers(graph, y, layers, widths, vit.activation)), query, key
 
 
-ACTIVATIONS = ("quick_gelu", "gelu")
-"""The activations of CLIP towers and LLaVA projectors, by their names in configurations."""
+ACTIVATIONS = ("quick_gelu", "gelu", "gelu_pytorch_tanh")
+"""The activations of towers and LLaVA projectors, by their names in configurations."""
 
 
 def layer_norm(graph: WeightedGraph, x: ir.Value, name: str, size: int, epsilon: float) -> ir.Value:

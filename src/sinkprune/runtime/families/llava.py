@@ -11,7 +11,7 @@ from sinkprune.contract.flops import vit_flops
 from sinkprune.contract.layout import VisualLayout, grid_boxes
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
-from sinkprune.contract.towers import ViTTower
+from sinkprune.contract.towers import SquareTower, ViTTower
 from sinkprune.runtime.families.square_pictures import SquarePictures
 from sinkprune.runtime.media.fits import Fit, share_within
 from sinkprune.runtime.processors.square import SquareProcessor
@@ -25,7 +25,7 @@ class Llava(SquarePictures):
     no_video = "this bundle takes no video: its model is made for images. Give images, or another bundle."
 
     def __init__(self, manifest: Manifest) -> None:
-        super().__init__(manifest, manifest.tower(ViTTower))
+        super().__init__(manifest, manifest.tower(SquareTower))
         self._processor = SquareProcessor(manifest.processor)
         d, width = self._tower.hidden_size, manifest.language_model.hidden_size
         self._projector_flops = 2 * (d * width + width**2)
@@ -38,6 +38,10 @@ class Llava(SquarePictures):
 
     def _layout(self, size: PixelSize) -> VisualLayout:
         area = self._processor.source_box(size)
+        # Patches may leave out the right and the bottom edge.
+        left, top, right, bottom = area
+        share = self._side * self._tower.patch_size / self._tower.image_size
+        area = left, top, left + share * (right - left), top + share * (bottom - top)
         boxes = grid_boxes(area, self._side, self._side)
         layout = self._in_line(size, 1, np.arange(self._tower.tokens), boxes, [range(self._tower.tokens)])
         return replace(layout, seen_share=share_within(area, size))
@@ -53,8 +57,8 @@ class Llava(SquarePictures):
             views=tuple(views),
             places=None,
             extent=0,
-            # A row more, for the CLS token.
-            tower_flops=groups * vit_flops(self._tower, self._tower.tokens + 1),
+            # CLIP has a row more, for the CLS token.
+            tower_flops=groups * vit_flops(self._tower, self._tower.tokens + isinstance(self._tower, ViTTower)),
             projector_flops=self._projector_flops,
         )
 

@@ -26,9 +26,12 @@ class Rotary:
     that rotate with axis i modulo 3 (Qwen2-VL's report, section 2.1).
     """
 
-    def __init__(self, theta: float, head_dim: int, dtype: np.dtype[Any], sections: Sequence[int] = ()) -> None:
+    def __init__(
+        self, theta: float, head_dim: int, dtype: np.dtype[Any], sections: Sequence[int] = (), factor: float = 1.0
+    ) -> None:
+        """Take the base and the sections; positions are divided by `factor`."""
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-        self._frequencies = (1.0 / np.float32(theta) ** exponents).astype(np.float32)
+        self._frequencies = (1.0 / np.float32(theta) ** exponents / np.float32(factor)).astype(np.float32)
         sections = sections or (len(exponents),)
         self._axis = np.repeat(np.arange(len(sections)) % 3, sections)
         self._dtype = dtype

@@ -43,7 +43,7 @@ class Chain:
         self.visual_token_bytes = self.dtype.itemsize * (int(widths["tokens"]) + manifest.deepstack_width)
         """The bytes of the vision tower's output for one token."""
         self.several_images = manifest.max_images > 1
-        self.rotary = Rotary(model.rope_theta, model.head_dim, self.dtype, model.rope_sections)
+        self.rotary = Rotary(model.rope_theta, model.head_dim, self.dtype, model.rope_sections, model.rope_factor)
         self._prefills = set[tuple[Any, ...]]()
         """The kinds of prefills that are complete."""
         self._plan_engines: dict[str, Engine] = {}
