@@ -42,7 +42,7 @@ class ViTTower(SquareTower):
 
 @dataclass(frozen=True)
 class SiglipTower(SquareTower):
-    """SigLIP's vision transformer without its pooling head: pi0. It has no CLS token."""
+    """SigLIP's vision transformer without its pooling head: pi0 and llava-interleave. It has no CLS token."""
 
     salience_block: Count
     """The 0-based block whose attention is the salience."""

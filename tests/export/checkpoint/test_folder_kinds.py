@@ -23,7 +23,7 @@ SIZE_7B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_key_value_heads": 
 TILES = {**LLAVA, **SIZE_7B, "image_aspect_ratio": "anyres"}
 
 WITHOUT_WEIGHTS = {
-    "model.fp16.safetensors": "'model.fp16.safetensors' is a variant, which transformers reads on request only. Rename",
+    "model.fp16.safetensors": "'model.fp16.safetensors' is a variant, which transformers reads on request only. ",
     "model.safetensors.index.fp16.json": "Rename it to model.safetensors.index.json",
     "model-00001-of-00002.safetensors": "is a shard, whose index is missing. Download model.safetensors.index.json",
     "pytorch_model.bin": "from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}')",
@@ -152,5 +152,5 @@ def test_a_file_is_no_folder(name: str, tmp_path: Path) -> None:
 def test_a_model_s_folder_in_the_hub_s_cache_is_named(tmp_path: Path) -> None:
     snapshot = tmp_path / "models--llava-hf--llava-1.5-7b-hf" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="Give its name: llava-hf/llava-1.5-7b-hf"):
+    with pytest.raises(CheckpointError, match=r"Give its name: llava-hf/llava-1\.5-7b-hf"):
         open_source(ExportRequest(str(snapshot.parents[1])))

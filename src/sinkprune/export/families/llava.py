@@ -94,8 +94,8 @@ class Llava(LlamaShaped):
         layer, *more = given if isinstance(given, list) else [given]
         if more:
             raise self._error(
-                f"vision_feature_layer is {given}, expected one layer. Features of several layers side by side, as in "
-                "granite-vision, are not supported. Give a checkpoint such as llava-hf/llava-v1.6-mistral-7b-hf."
+                f"vision_feature_layer is {given}, expected one layer. Features of several layers side by side, as "
+                "in granite-vision, are not supported. Give a checkpoint such as llava-hf/llava-v1.6-mistral-7b-hf."
             )
         # Hidden state 0 is the embedding, and hidden state i is the output of block i-1.
         blocks = layer if layer >= 0 else vision.num_hidden_layers + 1 + layer

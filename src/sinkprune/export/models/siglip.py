@@ -17,7 +17,7 @@ _FLOAT = ir.DataType.FLOAT
 def build_vision(graph: WeightedGraph, tower: SiglipTower, *, normed: bool = True) -> None:
     """Write `vision` of the graph contract: pixel values to patch tokens, their norms and their salience.
 
-    Norms are measured before the tower's last norm layer, which erases them. Tokens are `normed` by that layer or not.
+    Norms are measured before the tower's last norm layer, which erases them. With `normed` tokens are its output.
     """
     op, n, d = graph.op, tower.tokens, tower.hidden_size
     pixels = graph.input("pixel_values", ["G", 3, tower.image_size, tower.image_size])

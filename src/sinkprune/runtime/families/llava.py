@@ -38,11 +38,11 @@ class Llava(SquarePictures):
 
     def _layout(self, size: PixelSize) -> VisualLayout:
         area = self._processor.source_box(size)
-        # Patches may leave out the right and the bottom edge.
+        # Patches may leave out the right and the bottom edge, less than a patch.
         left, top, right, bottom = area
         share = self._side * self._tower.patch_size / self._tower.image_size
-        area = left, top, left + share * (right - left), top + share * (bottom - top)
-        boxes = grid_boxes(area, self._side, self._side)
+        patched = left, top, left + share * (right - left), top + share * (bottom - top)
+        boxes = grid_boxes(patched, self._side, self._side)
         layout = self._in_line(size, 1, np.arange(self._tower.tokens), boxes, [range(self._tower.tokens)])
         return replace(layout, seen_share=share_within(area, size))
 
