@@ -159,25 +159,27 @@ def act_by_name(path: Path, folder: Path, *words: object, cameras: tuple[str, ..
 def test_cameras_are_given_by_name(
     cameras: tuple[str, ...], named: Path, folder: Path, policy: Policy, tmp_path: Path
 ) -> None:
-    report, drawn = tmp_path / "x.json", tmp_path / "kept.png"
-    one = any(".png" in camera for camera in cameras)
-    draw = ("--overlay", drawn, "--budget", "prune-88.9") if one else ()
-    outcome = act_by_name(named, folder, "--seed", 3, "--json", report, *draw, cameras=cameras)
+    report = tmp_path / "x.json"
+    outcome = act_by_name(named, folder, "--seed", 3, "--json", report, cameras=cameras)
     assert outcome.code == 0, outcome.stderr
-    base = "none" if "base=none" in cameras else f"{folder}/base{'.png' if one else ''}"
-    assert f"cameras: base={base}, wrist={folder}/wrist{'.png' if one else ''}\n" in outcome.stderr
+    suffix = ".png" if ".png" in cameras[0] else ""
+    base = "none" if "base=none" in cameras else f"{folder}/base{suffix}"
+    assert f"cameras: base={base}, wrist={folder}/wrist{suffix}\n" in outcome.stderr
     for number, chunk in enumerate(json.loads(report.read_text())["chunks"]):
         files = [None if base == "none" else folder / "base" / f"{number}.png", folder / "wrist" / f"{number}.png"]
-        own = policy.act(files, "go", STATE, seed=3, steps=1, budget=chunk["budget"])
+        own = policy.act(files, "go", STATE, seed=3, steps=1)
         np.testing.assert_allclose(chunk["actions"], own.actions, atol=1e-6)
         names = ["observation.images.base", "observation.images.wrist"][base == "none" :]
         assert chunk["camera_names"] == names and len(chunk["kept"]) == len(names)
-        if one:
-            by_name = {"wrist": files[1], "base": files[0]}
-            chunk_by_name = Policy.load(named).act(by_name, "go", STATE, seed=3, steps=1, budget=chunk["budget"])
-            expected_picture = overlay(own, files)
-            for found in (overlay(chunk_by_name, by_name), Image.open(drawn).convert("RGB")):
-                assert ImageChops.difference(found, expected_picture).getbbox() is None
+
+
+def test_an_overlay_takes_frames_by_name(named: Path, folder: Path) -> None:
+    loaded, files = Policy.load(named), {"wrist": folder / "wrist.png", "base": folder / "base.png"}
+    chunk = loaded.act(files, "go", STATE, budget="prune-88.9", steps=1)
+    by_name, in_order = overlay(chunk, files), overlay(chunk, [files["base"], files["wrist"]])
+    assert ImageChops.difference(by_name, in_order).getbbox() is None
+    with pytest.raises(UsageError, match="found 1 picture, the answer is about 2"):
+        overlay(chunk, {"wrist": files["wrist"], "side": files["base"]})
 
 
 @pytest.mark.parametrize(
