@@ -17,6 +17,7 @@ from sinkprune.runtime.media.picture_warnings import unseen_notes
 from sinkprune.runtime.server.tools import message_fields, part_delta
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.observer import Observer
+from sinkprune.runtime.text.answer_text import TokenBytes
 from sinkprune.runtime.text.tool_answer import ToolAnswerReader
 from sinkprune.runtime.token_map import token_map
 
@@ -29,7 +30,7 @@ class TokenLogprobs(Observer):
 
     def __init__(self, tokenizer: Tokenizer, top: int) -> None:
         """List `top` alternatives of each token."""
-        self._tokenizer, self._top = tokenizer, top
+        self._tokenizer, self._bytes, self._top = tokenizer, TokenBytes(tokenizer), top
         self.tokens: list[dict[str, Any]] = []
 
     def chose(self, token: int, logits: Array) -> None:
@@ -40,10 +41,13 @@ class TokenLogprobs(Observer):
         best = np.argsort(-logprobs, kind="stable")[: self._top]
         top = [self._entry(int(one), logprobs) for one in best]
         self.tokens.append({**self._entry(token, logprobs), "top_logprobs": top})
+        self._bytes.add(token)
 
     def _entry(self, token: int, logprobs: Array) -> dict[str, Any]:
-        text = self._tokenizer.decode([token], skip_special_tokens=False)
-        return {"token": text, "logprob": float(logprobs[token]), "bytes": [*text.encode()]}
+        written = self._bytes.peek(token)
+        # Special tokens have a name, and write no text.
+        text = written.decode(errors="replace") or self._tokenizer.decode([token], skip_special_tokens=False)
+        return {"token": text, "logprob": float(logprobs[token]), "bytes": [*written]}
 
 
 _OF_ANSWER = (

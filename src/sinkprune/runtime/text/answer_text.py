@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from codecs import getincrementaldecoder
 from collections.abc import Container, Sequence
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
-_REPLACEMENT = "\ufffd"
+_PRINTED = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
+_BYTES = {chr(byte): byte for byte in _PRINTED} | {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
+"""The bytes that the letters of byte-level tokens stand for, as in GPT-2's vocabulary."""
+_FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
+"""The tokens of sentencepiece that stand for a byte."""
 
 
 class AnswerText:
@@ -34,8 +40,8 @@ class AnswerText:
         return self._record(self._strings.add(piece) if may_stop else piece)
 
     def end(self) -> str:
-        """Return the text that was held back. No token follows."""
-        return self._record(self._strings.add(self._tokens.end()) + self._strings.end())
+        """Return the text that was held back, without an incomplete character. No token follows."""
+        return self._record(self._strings.end())
 
     def _record(self, piece: str) -> str:
         self.stopped = self.stopped or self._strings.found
@@ -43,40 +49,68 @@ class AnswerText:
         return piece
 
 
-class Detokenizer:
-    """Turns token ids into text, piece by piece. A character of several tokens waits until it is complete."""
+class TokenBytes:
+    """The bytes that tokens write into a text, one token after the other.
+
+    Special tokens write none. A character may be spread over several tokens.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._stream = tokenizer, DecodeStream(skip_special_tokens=True)
-        self._ids: list[int] = []
+        """Start before the first token of a text."""
+        self._tokenizer = tokenizer
+        decoder = b"" if tokenizer.decoder is None else tokenizer.decoder.__getstate__()
+        self._byte_level, self._byte_fallback = b'"ByteLevel"' in decoder, b'"ByteFallback"' in decoder
+        self._special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+        self._first = True
+
+    def add(self, token: int) -> bytes:
+        """Return what `token` writes as the next one."""
+        found = self.peek(token)
+        self._first = self._first and token in self._special
+        return found
+
+    def peek(self, token: int) -> bytes:
+        """Return what `token` would write as the next one."""
+        word = self._tokenizer.id_to_token(token)
+        if word is None or token in self._special:
+            return b""
+        alone = self._decoded(token)
+        byte = _FALLBACK.fullmatch(word) if self._byte_fallback else None
+        if byte is not None:
+            found = bytes.fromhex(byte[1])
+        elif self._byte_level:
+            try:
+                found = bytes(_BYTES[character] for character in word)
+            except KeyError:
+                found = word.encode()
+        else:
+            # A decoder may take a space from the first token only.
+            found = self._decoded(token, token)[len(alone) :].encode()
+        if self._first:
+            found = found[max(0, len(found.decode(errors="replace")) - len(alone)) :]
+        return found
+
+    def _decoded(self, *tokens: int) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return text
+
+
+class Detokenizer:
+    """Turns token ids into text, piece by piece. A character of several tokens waits until it is complete.
+
+    Bytes that no character has become U+FFFD. The text never has a character that the last token left incomplete.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._bytes, self._characters = TokenBytes(tokenizer), getincrementaldecoder("utf-8")("replace")
         self.text = ""
         """All pieces so far."""
 
     def add(self, token: int) -> str:
         """Return what `token` adds to the text: nothing while a character is incomplete."""
-        self._ids.append(token)
-        try:
-            piece = self._stream.step(self._tokenizer, token) or ""
-        except Exception:
-            # tokenizers raises a plain Exception where invalid bytes change how the text before them decodes.
-            piece = self._rest()
-            if piece.endswith(_REPLACEMENT):
-                return ""
-            self._stream = DecodeStream(skip_special_tokens=True)
-            self._stream.step(self._tokenizer, token)
+        piece = self._characters.decode(self._bytes.add(token))
         self.text += piece
         return piece
-
-    def end(self) -> str:
-        """Return the text of tokens that waited for others. No token follows."""
-        piece = self._rest()
-        self.text += piece
-        return piece
-
-    def _rest(self) -> str:
-        """The text of all tokens after `text`."""
-        whole: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
-        return whole[len(self.text) :]
 
 
 class StopStrings:
