@@ -33,6 +33,8 @@ DialectName = Literal["opset24", "opset20"]
 """The operators of the graphs, by their ONNX opset. TensorRT 10.3 (JetPack 6) needs opset 20."""
 FORMER_DIALECTS: dict[str, DialectName] = {"onnx24": "opset24", "opset23": "opset24", "trt10": "opset20"}
 """The names of dialects up to formats 3 and 4, and their successors."""
+RepetitionPenalty = Annotated[float, Bounds(0.01, 100.0)]
+"""The factor by which tokens that the prompt or the answer has become less likely."""
 CacheForm = Literal["in-place", "rows"]
 """The cache outputs of a decoder segment. `in-place`: all rows, the new ones in their places, so that input and
 output may share a buffer. `rows`: the new rows only, which the owner of the cache writes."""
@@ -154,6 +156,8 @@ class Tokens:
     bos: str
     """The text of the BOS token, for chat templates that write it; empty if there is none."""
     eos: str
+    video: Count | None = field(default=None, metadata=OPTIONAL)
+    """The token of clips; None for a family without them."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +205,8 @@ class Manifest:
     files: dict[str, FileSpec]
     policy: PolicyFacts | None = field(default=None, metadata=OPTIONAL)
     """Facts of a robot policy; None for a model that answers."""
+    repetition_penalty: RepetitionPenalty | None = field(default=None, metadata=OPTIONAL)
+    """The checkpoint's `repetition_penalty`, which greedy answers have too; None for none."""
 
     @property
     def modulates(self) -> bool:

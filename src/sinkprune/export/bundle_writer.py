@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -58,6 +59,7 @@ def export_bundle(
     needs: Callable[[int, int], None] = lambda memory, disk: None,
     left_out: Callable[[Unreachable], None] = lambda plan: None,
     requantised: Callable[[Requantised], None] = lambda layer: None,
+    unused_settings: Callable[[Mapping[str, Any]], None] = lambda settings: None,
 ) -> Manifest:
     """Export `request` into the new folder `output`; with `force` an existing bundle there is replaced.
 
@@ -65,6 +67,8 @@ def export_bundle(
     `needs` receives, before anything is written, about how many bytes of memory and of disk the export takes.
     `left_out` receives each budget that a method cannot reach. If it reaches none, that is a `BudgetError`.
     `requantised` receives each matrix that the checkpoint had quantised and that is rounded a second time.
+    `unused_settings` receives the settings of generation_config.json that the bundle does not apply, unless it is a
+    policy's.
     The export checks the request before it writes anything. After a later error, `output` is as it was.
     """
     check_replaceable(output, BUNDLE, force=force)
@@ -73,6 +77,8 @@ def export_bundle(
     with closing(source.weights):
         export = _Export(request, source, progress, requantised)
         family, lm, precision = source.family, source.family.language_model, export.precision
+        if source.policy is None:
+            unused_settings(source.text.generation.left_out)
         budgets = parse_budgets(family.name, request.budgets)
         planned = plan_graphs(export.facts, request.methods, budgets, left_out)
         plans_of_all = [plan for plans in planned.values() for plan in plans.values()]
@@ -111,13 +117,14 @@ def export_bundle(
                 max_images=source.max_images,
                 projector=family.projector,
                 processor=source.processor,
-                tokens=Tokens(family.image_token, text.stop, text.bos, text.eos),
+                tokens=Tokens(family.image_token, text.stop, text.bos, text.eos, family.video_token),
                 cut_after=cut_after,
                 budgets=budgets,
                 plans=plans,
                 graphs=graphs,
                 files=file_specs(root, progress=progress),
                 policy=source.policy,
+                repetition_penalty=None if source.policy else text.generation.repetition_penalty,
             )
             BUNDLE.write(root, manifest, sign)
         return manifest

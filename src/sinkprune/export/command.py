@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str] | None) -> None:
 
     unreachable: list[Unreachable] = []
     requantised: list[Requantised] = []
+    unused: dict[str, Any] = {}
     with report_missing_package("exporting"):
         with status("loading packages"):
             from sinkprune.export.bundle_writer import export_bundle
@@ -77,12 +79,15 @@ def main(arguments: Sequence[str] | None) -> None:
                 needs=_write_needs,
                 left_out=unreachable.append,
                 requantised=requantised.append,
+                unused_settings=unused.update,
             )
         rounded_again = summary(requantised) if requantised else None
     for plan in unreachable:
         sys.stderr.write(f"left out: method '{plan.method}' at budget '{plan.budget}': {plan.why}.\n")
     if options.max_pixels is None and "max_pixels" in manifest.processor:
         sys.stderr.write(_usual_size(manifest))
+    if unused:
+        sys.stderr.write(_unused_settings(unused))
     if rounded_again:
         sys.stderr.write(_rounded_again(rounded_again))
     size = sum(spec.size for spec in manifest.files.values())
@@ -108,6 +113,8 @@ def main(arguments: Sequence[str] | None) -> None:
             "vision_weights": manifest.weights.vision,
             "block_size": manifest.weights.block_size,
             "requantised": rounded_again,
+            "repetition_penalty": manifest.repetition_penalty,
+            "unused_settings": unused,
             "dialect": manifest.dialect,
             "max_pixels": manifest.processor.get("max_pixels"),
         },
@@ -135,6 +142,15 @@ def _usual_size(manifest: Manifest) -> str:
     return (
         f"images: up to {pixels // token} visual tokens ({pixels} pixels){frames}. Larger ones are scaled down; "
         "change this with --max-pixels\n"
+    )
+
+
+def _unused_settings(settings: dict[str, Any]) -> str:
+    """Return a line about settings of answers that the bundle does not apply."""
+    listed = ", ".join(f"{name} {json.dumps(value, ensure_ascii=False)}" for name, value in settings.items())
+    return (
+        f"not applied: {escaped(listed)} of the checkpoint's generation settings. Answers are greedy unless a "
+        "request has a temperature.\n"
     )
 
 

@@ -80,7 +80,7 @@ def generate(
             seen = SeenPrompt(request, prompt, layouts, digests, towers)
             planned = policy.choose(possible, prompt.text_tokens)
             run = run_budget(model, seen, planned, clock, observer, own_prefixes, prefixes)
-            sampler = request.new_sampler()
+            sampler = model.new_sampler(request, prompt, layouts)
             # A closed list is compared later.
             ids = [] if isinstance(form, ChoiceTokens) else [sampler(run.logits, form.allowed(run.logits.size))]
     del towers
@@ -123,7 +123,7 @@ def generate(
             if known_rows is None or known_rows[1] < run.rows.length:
                 run.put_prefix(chain, own_prefixes)
             run = run_budget(model, seen, following, clock, observer, own_prefixes, prefixes)
-            sampler = request.new_sampler()
+            sampler = model.new_sampler(request, prompt, layouts)
 
     # Before the deadline's clock stops: a cache of openvino is freed only when no other thread runs the model.
     del cache, own_prefixes

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, count, islice, product
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.files.untrusted import TEMPLATE_BYTES
+from sinkprune.export.checkpoint.generation_config import GenerationSettings, read_generation_settings
 from sinkprune.export.checkpoint.tokenizer import read_file, read_object, read_tokenizer
 
 _SYLLABLES = [a + b + c for a in "bdfgklmnprstvwyz" for b in "aeiou" for c in ("", "n")]
@@ -18,13 +20,14 @@ _SYLLABLES = [a + b + c for a in "bdfgklmnprstvwyz" for b in "aeiou" for c in ("
 
 @dataclass(frozen=True)
 class Text:
-    """The tokenizer, chat template and special tokens of a bundle."""
+    """The tokenizer, chat template, special tokens and settings of answers of a bundle."""
 
     tokenizer_json: str
     chat_template: str
     stop: tuple[int, ...]
     bos: str
     eos: str
+    generation: GenerationSettings = field(default_factory=GenerationSettings)
 
 
 def read_text(folder: Path, image_token: int, default_template: str, tokenizer_folder: Path | None = None) -> Text:
@@ -41,8 +44,9 @@ def read_text(folder: Path, image_token: int, default_template: str, tokenizer_f
             "config.json gives as the image token. Add it to the tokenizer, or download both again."
         )
     template = _chat_template(folder) or default_template
-    stop = _stop_tokens(folder, tokenizer.eos_id)
-    return Text(tokenizer.backend.to_str(), template, stop, tokenizer.bos, tokenizer.eos)
+    generation = read_generation_settings(folder)
+    stop = _stop_tokens(folder, tokenizer.eos_id if generation.eos is None else generation.eos)
+    return Text(tokenizer.backend.to_str(), template, stop, tokenizer.bos, tokenizer.eos, generation)
 
 
 def without_added_tokens(tokenizer_json: str) -> str:
@@ -72,16 +76,13 @@ def _chat_template(folder: Path) -> str | None:
     return None
 
 
-def _stop_tokens(folder: Path, eos: int | None) -> tuple[int, ...]:
-    """Return the end-of-sequence ids of generation_config.json, or else of the tokenizer."""
-    name = "generation_config.json"
-    stop = read_object(folder, name).get("eos_token_id")
-    stop = eos if stop is None else stop
+def _stop_tokens(folder: Path, stop: Any) -> tuple[int, ...]:
+    """Return end-of-sequence ids, which may be one, a list or none, as a tuple."""
     ids = [] if stop is None else stop if isinstance(stop, list) else [stop]
     if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
         raise CheckpointError(
-            f"'{folder / name}' has the eos_token_id {str(stop)[:100]}, expected a token id or a list of them. "
-            "Download it again."
+            f"'{folder / 'generation_config.json'}' has the eos_token_id {str(stop)[:100]}, expected a token id or a "
+            "list of them. Download it again."
         )
     return tuple(ids)
 

@@ -48,6 +48,8 @@ class Family(Protocol):
     projector: str | None
     """The weight graph after the tower; None if the tower's output has the decoder's width."""
     image_token: int
+    video_token: int | None = None
+    """The token of clips in prompts."""
     chat_template: str
     """The chat template of checkpoints without one."""
     adds_bos: bool

@@ -170,6 +170,7 @@ class LlamaShaped(Family):
         ]
         self._check_settings(settings)
         self.image_token: int = self._image_token
+        self.video_token: int | None = None
         self._check_shapes(text)
         self._llama = self._read_llama(text)
         self.language_model, self.causal = self._llama.facts, self._llama.causal

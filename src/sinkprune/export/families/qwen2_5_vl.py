@@ -153,6 +153,7 @@ class Qwen25VL(LlamaShaped):
         """Read `config`. `salience` is the block whose attention is the salience, by default `penultimate`."""
         super().__init__(source, config)
         vision, text = self._config.vision_config, self._config.text_config
+        self.video_token = self._config.video_token_id
         self.vision = self._read_vision(vision, from_end=1 if salience == "last" else 2)
         self.visual_width = self.vision.out_size
         sections, half = self.language_model.rope_sections, head_dim(text) // 2

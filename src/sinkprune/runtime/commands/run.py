@@ -52,7 +52,15 @@ from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.steps.request import DEADLINE_MS, DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS, Request
 from sinkprune.runtime.system.cores import usable_cores
-from sinkprune.runtime.text.sampling import SEED, TEMPERATURE, TOP_P
+from sinkprune.runtime.text.sampling import (
+    FREQUENCY_PENALTY,
+    PENALTIES,
+    PRESENCE_PENALTY,
+    REPETITION_PENALTY,
+    SEED,
+    TEMPERATURE,
+    TOP_P,
+)
 
 _EXAMPLES = """\
 examples:
@@ -70,7 +78,7 @@ examples:
 """
 _REQUEST = (
     *("budget", "method", "max_new_tokens", "temperature", "top_p", "seed", "deadline_ms"),
-    *("system", "stop"),
+    *("system", "stop", *(penalty.name for penalty, _ in PENALTIES)),
 )
 """The options that are fields of a request."""
 
@@ -86,6 +94,9 @@ class _Options(PictureOptions, FormOptions):
     temperature: float
     top_p: float
     seed: int | None
+    repetition_penalty: float | None
+    presence_penalty: float
+    frequency_penalty: float
     system: str | None
     stop: list[str]
     overlay: Path | None
@@ -180,6 +191,9 @@ def _given_fields(options: _Options) -> dict[str, Any]:
     if not options.temperature:
         # `_unused_options` reports them.
         del fields["top_p"], fields["seed"]
+    if options.choice:
+        for penalty, _ in PENALTIES:
+            del fields[penalty.name]
     return fields
 
 
@@ -244,8 +258,12 @@ def _unused_options(options: _Options, budget: str) -> list[str]:
     sampling = [*(["--seed"] if options.seed is not None else []), *(["--top-p"] if options.top_p < 1 else [])]
     if sampling and not options.temperature:
         notes.append(f"{' and '.join(sampling)} changed nothing, because this answer is greedy. Add --temperature.")
-    if options.choice and options.max_new_tokens:
-        notes.append("--max-new-tokens changed nothing, because --choice scores its whole texts.")
+    unscored = ["--max-new-tokens"] if options.max_new_tokens else []
+    for penalty, neutral in PENALTIES:
+        if getattr(options, penalty.name) not in (None, neutral):
+            unscored.append(f"--{penalty.name.replace('_', '-')}")
+    if options.choice and unscored:
+        notes.append(f"{' and '.join(unscored)} changed nothing, because --choice scores its whole texts.")
     cores = usable_cores()
     if options.threads and options.threads > cores:
         notes.append(f"this process may use {cores} of {options.threads} threads at once. Give --threads {cores}.")
@@ -305,6 +323,21 @@ def _parser() -> CommandParser:
         help="sample from the likeliest tokens only, with --temperature above 0 (default: 1)",
     )
     add("--seed", type=SEED, help="repeat the same sampling, with --temperature above 0")
+    add(
+        "--repetition-penalty",
+        type=REPETITION_PENALTY,
+        metavar="FACTOR",
+        help="above 1, tokens of the prompt and the answer become less likely; 1 changes nothing (default: the "
+        "checkpoint's)",
+    )
+    for penalty, times in ((PRESENCE_PENALTY, "once"), (FREQUENCY_PENALTY, "each time")):
+        add(
+            f"--{penalty.name.replace('_', '-')}",
+            type=penalty,
+            default=0.0,
+            metavar="NUMBER",
+            help=f"lower the logits of tokens that the answer has by this, {times}; -2 to 2 (default: 0)",
+        )
     add("--system", metavar="TEXT", help="a system message; '' removes that of the checkpoint's chat template")
     add(
         "--stop",

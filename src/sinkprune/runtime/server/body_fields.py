@@ -31,7 +31,7 @@ from sinkprune.runtime.steps.request import (
     stop_strings,
 )
 from sinkprune.runtime.text.answer_form import checked_regex, checked_schema, given_choices
-from sinkprune.runtime.text.sampling import SEED, TEMPERATURE, TOP_P
+from sinkprune.runtime.text.sampling import PENALTIES, SEED, TEMPERATURE, TOP_P
 
 PRIORITY = WholeNumber("priority", -100, 100)
 TOP_LOGPROBS = WholeNumber("top_logprobs", 0, 20)
@@ -153,6 +153,7 @@ _CHECKS: Mapping[str, Callable[[Any], object]] = {
     **{name: MAX_NEW_TOKENS.named(name).check for name in MOST_TOKENS},
     **{name: MIN_NEW_TOKENS.named(name).check for name in LEAST_TOKENS},
     **{numbers.name: numbers.check for numbers in (PRIORITY, TOP_LOGPROBS, TEMPERATURE, TOP_P, SEED, DEADLINE_MS)},
+    **{numbers.name: numbers.check for numbers, _ in PENALTIES},
     "stop": stop_strings,
     "response_format": _check_response_format,
     "guided_json": partial(_check_schema, name="guided_json"),

@@ -6,11 +6,12 @@ The format is OpenAI's (https://platform.openai.com/docs/api-reference/chat/crea
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sinkprune.contract.budgets import AUTO, UNPRUNED
+from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
 from sinkprune.contract.errors import SinkpruneError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
 from sinkprune.contract.manifest import Manifest
@@ -33,19 +34,17 @@ from sinkprune.runtime.server.body_fields import (
 from sinkprune.runtime.server.json_values import format_field, format_json, json_kind
 from sinkprune.runtime.server.picture_urls import PictureReader
 from sinkprune.runtime.server.tools import TOOL_FIELDS, OpenCalls, read_tools
-from sinkprune.runtime.steps.request import Request, greedy_note
+from sinkprune.runtime.steps.request import Request, choice_note, greedy_note
 from sinkprune.runtime.text.answer_form import check_one_form
 from sinkprune.runtime.text.prompt import Text, Turn
-from sinkprune.runtime.text.sampling import SEED, TOP_P
+from sinkprune.runtime.text.sampling import PENALTIES, SEED, TOP_P
 
 _MOST_MESSAGES = 256
-_OPTIONS = ("temperature", "top_p", "seed", "deadline_ms", "stop")
+_OPTIONS = ("temperature", "top_p", "seed", "deadline_ms", "stop", *(penalty.name for penalty, _ in PENALTIES))
 """Fields that a `Request` has under the same name."""
 # Fields that change nothing at these values. `...` stands for any.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
     "logit_bias": ({},),
     "modalities": (["text"],),
     "user": (...,),
@@ -138,7 +137,7 @@ class ChatReader:
         if "guided_json" in given:
             given["guided_json"] = read_guided_json(given)
         options |= {ours: given[name] for name, ours in _GUIDED.items() if name in given}
-        unused = list[str]()
+        unused, unscored = list[str](), list[str]()
         if (schema := read_schema(given)) is not None:
             options["schema"] = schema
         if not pictures and "budget" not in given:
@@ -157,12 +156,10 @@ class ChatReader:
             check_one_form(forms, options.get("stop"))
             if not options.get("temperature"):
                 # Clients also send these for greedy answers, which they do not change.
-                sampling = (("top_p", TOP_P, 1), ("seed", SEED, None))
-                unused = [
-                    field
-                    for field, numbers, default in sampling
-                    if field in options and numbers.check(options.pop(field)) != default
-                ]
+                unused = _take_unused(options, ((TOP_P, 1), (SEED, None)))
+            if options.get("choice"):
+                unscored = [name for name in (*MOST_TOKENS, *LEAST_TOKENS) if name in given]
+                unscored += _take_unused(options, PENALTIES)
             request = self.answering.new_request(
                 tuple(pictures),
                 last.texts,
@@ -197,7 +194,7 @@ class ChatReader:
             priority=priority,
             kept_tokens=read_flag(given, "kept_tokens"),
             session=read_flag(given, "session", default=True),
-            notes=(*((greedy_note(unused),) if unused else ()), *_unused_lengths(given, request)),
+            notes=tuple(note(names) for note, names in ((greedy_note, unused), (choice_note, unscored)) if names),
         )
 
     def check_model(self, name: object) -> None:
@@ -295,11 +292,13 @@ class ChatReader:
         return tuple(texts)
 
 
-def _unused_lengths(given: Mapping[str, Any], request: Request) -> tuple[str, ...]:
-    """Return a note if the body has lengths for an answer of a closed list, whose texts are scored whole."""
-    unused = [name for name in (*MOST_TOKENS, *LEAST_TOKENS) if name in given] if request.choice else []
-    note = f"{' and '.join(unused)} changed nothing: the texts of a closed list are scored whole."
-    return (note,) if unused else ()
+def _take_unused(options: dict[str, Any], unused: Iterable[tuple[RealNumber | WholeNumber, object]]) -> list[str]:
+    """Check and remove `options` that change nothing; return the names of those that are not at their defaults."""
+    return [
+        numbers.name
+        for numbers, default in unused
+        if numbers.name in options and numbers.check(options.pop(numbers.name)) != default
+    ]
 
 
 def _given(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.embedding import Embedding
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.text.prompt import Prompt, PromptEncoder
+from sinkprune.runtime.text.sampling import Sampler
 
 _LOADING_PLANS = "loading the budgets' graphs"
 
@@ -75,6 +77,13 @@ class LoadedModel(NamedTuple):
         return self.prompts.encode(
             request.texts, visual, request.system, request.history, request.tools, request.tool_call_id
         )
+
+    def new_sampler(self, request: Request, prompt: Prompt, layouts: Sequence[VisualLayout]) -> Sampler:
+        """Return the sampler of an answer to `prompt`, with the checkpoint's own penalty unless `request` has one."""
+        tokens = self.manifest.tokens
+        # In transformers' prompts, these tokens stand in the places of visual tokens.
+        visual = (tokens.image if tokens.video is None or not one.frame_indices else tokens.video for one in layouts)
+        return request.new_sampler(itertools.chain(visual, *prompt.texts), self.manifest.repetition_penalty)
 
     def question_ids(self, plan: Plan | None, request: Request, prompt: Prompt) -> list[int]:
         """Return the token ids of what the sanitizer of `plan` reads: the words of the user's last turn, if any.

@@ -27,7 +27,7 @@ from sinkprune.runtime.text.answer_form import (
     given_choices,
 )
 from sinkprune.runtime.text.prompt import Text, Turn, text_parts
-from sinkprune.runtime.text.sampling import Sampler
+from sinkprune.runtime.text.sampling import PENALTIES, Penalties, Sampler
 from sinkprune.runtime.text.tools import ToolCall, Tools, check_call_id
 
 DEFAULT_METHOD = "sinkpruner"
@@ -94,6 +94,14 @@ class Request:
     seed: int | None = None
     """The same seed samples the same answer; None samples a new answer each time. Changes nothing at `temperature`
     0."""
+    repetition_penalty: float | None = None
+    """The factor by which tokens of the prompt and the answer become less likely, as transformers computes it; 1
+    changes nothing. None takes the checkpoint's. Penalties do not apply to a `choice`."""
+    presence_penalty: float = 0.0
+    """What is subtracted from the logits of tokens that the answer has, from -2 to 2, as OpenAI defines it."""
+    frequency_penalty: float = 0.0
+    """What is subtracted from the logits of tokens for each time that the answer has them, from -2 to 2, as OpenAI
+    defines it."""
     deadline_ms: float | None = None
     """Milliseconds until the whole answer must be complete. The largest budget whose predicted time for
     `max_new_tokens` meets it is chosen, so set both. The answer ends in time; None for no deadline."""
@@ -117,6 +125,10 @@ class Request:
             )
         if self.deadline_ms is not None:
             object.__setattr__(self, "deadline_ms", DEADLINE_MS.check(self.deadline_ms))
+        for penalty, _ in PENALTIES:
+            given = getattr(self, penalty.name)
+            if given is not None or penalty.name != "repetition_penalty":
+                object.__setattr__(self, penalty.name, penalty.check(given))
         object.__setattr__(self, "stop", stop_strings(self.stop))
         object.__setattr__(self, "choice", checked_choices(self.choice))
         object.__setattr__(self, "regex", checked_regex(self.regex))
@@ -158,9 +170,21 @@ class Request:
                 "the deadline, or give another budget."
             )
 
-    def new_sampler(self) -> Sampler:
-        """Return the sampler of one answer; raises `UsageError` for settings out of range."""
-        return Sampler(self.temperature, self.top_p, self.seed)
+    @property
+    def penalties(self) -> list[str]:
+        """The names of the penalties that the request sets to a value that changes answers."""
+        return [one.name for one, neutral in PENALTIES if getattr(self, one.name) not in (None, neutral)]
+
+    def new_sampler(self, prompt: Iterable[int] = (), repetition_penalty: float | None = None) -> Sampler:
+        """Return the sampler of one answer to a `prompt` of these tokens; raises `UsageError` out of range.
+
+        `repetition_penalty` is the checkpoint's own.
+        """
+        own = repetition_penalty if self.repetition_penalty is None else self.repetition_penalty
+        penalties = None
+        if not self.choice and (own not in (None, 1.0) or self.penalties):
+            penalties = Penalties(own or 1.0, self.presence_penalty, self.frequency_penalty, prompt)
+        return Sampler(self.temperature, self.top_p, self.seed, penalties)
 
 
 REQUEST_OPTIONS = tuple(field.name for field in fields(Request)[2:])
@@ -179,7 +203,8 @@ def new_request(
     that of the channels of arrays, also in clips: "rgb", or OpenCV's "bgr".
 
     Raises `ImageError`, `PromptError`, `UsageError`, and for an unknown option `OptionError`, which is also a
-    `TypeError`. Warns (`UserWarning`) of `top_p` and `seed` at `temperature` 0, and of "bgr" without an array.
+    `TypeError`. Warns (`UserWarning`) of `top_p` and `seed` at `temperature` 0, of penalties with a `choice`,
+    and of "bgr" without an array.
     """
     check_request_options(options)
     if isinstance(pictures, list) and not pictures:
@@ -204,6 +229,8 @@ def new_request(
     unused = [name for name, default in (("top_p", 1.0), ("seed", None)) if getattr(request, name) != default]
     if unused and not request.temperature:
         warn_user(greedy_note(unused))
+    if request.choice and request.penalties:
+        warn_user(choice_note(request.penalties))
     warn_of_order(order, given)
     return request
 
@@ -211,6 +238,11 @@ def new_request(
 def greedy_note(unused: Sequence[str]) -> str:
     """Return sentences about the sampling options `unused` of a greedy request."""
     return f"{' and '.join(unused)} changed nothing, because this answer is greedy. Add a temperature above 0."
+
+
+def choice_note(unused: Sequence[str]) -> str:
+    """Return sentences about the options `unused` of a request for a closed list."""
+    return f"{' and '.join(unused)} changed nothing: the texts of a closed list are scored whole."
 
 
 def check_request_options(given: Iterable[str], *others: str, without: str = "") -> None:

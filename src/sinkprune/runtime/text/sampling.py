@@ -1,9 +1,11 @@
-"""Sampling of the next token: greedy, or with temperature, top-p and a seed."""
+"""Sampling of the next token: greedy, or with temperature, top-p and a seed; and penalties of repeated tokens."""
 
 from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
+from collections.abc import Iterable
 from functools import cached_property
 
 import numpy as np
@@ -14,17 +16,57 @@ from sinkprune.contract.precision import Array
 
 TEMPERATURE = RealNumber("temperature", 0.0, sys.float_info.max, "0 (greedy) or a larger finite number")
 TOP_P = RealNumber("top_p", math.nextafter(0.0, 1.0), 1.0, "more than 0 and at most 1")
+REPETITION_PENALTY = RealNumber("repetition_penalty", 0.01, 100.0)
+PRESENCE_PENALTY = RealNumber("presence_penalty", -2.0, 2.0)
+FREQUENCY_PENALTY = RealNumber("frequency_penalty", -2.0, 2.0)
+PENALTIES = ((REPETITION_PENALTY, 1.0), (PRESENCE_PENALTY, 0.0), (FREQUENCY_PENALTY, 0.0))
+"""The options for `Penalties`, and the value of each that changes nothing."""
 # numpy's generator keeps 128 bits of a seed.
 SEED = WholeNumber("seed", 0, 2**128 - 1)
+
+
+class Penalties:
+    """Lowers the logits of tokens that the prompt or the answer already has.
+
+    `repetition` is transformers', for tokens of both: it divides positive logits, and multiplies others. `presence`
+    and `frequency` are OpenAI's, for tokens of the answer: subtracted once, and once for each time.
+    """
+
+    def __init__(self, repetition: float, presence: float, frequency: float, prompt: Iterable[int]) -> None:
+        """Start an answer to a `prompt` of these tokens."""
+        self._repetition, self._presence, self._frequency = repetition, presence, frequency
+        self._prompt, self._answer = {*prompt} if repetition != 1.0 else set[int](), Counter[int]()
+
+    def __call__(self, logits: Array) -> Array:
+        """Return the logits [vocab] of the next token with the penalties, in fp32."""
+        logits = logits.astype(np.float32)
+        if self._repetition != 1.0:
+            seen = np.array([token for token in self._prompt | self._answer.keys() if token < logits.size], np.int64)
+            found = logits[seen]
+            logits[seen] = np.where(found < 0, found * self._repetition, found / self._repetition)
+        written, counts = (np.array([*each], np.int64) for each in (self._answer.keys(), self._answer.values()))
+        logits[written] -= self._frequency * counts + self._presence
+        return logits
+
+    def add(self, token: int) -> None:
+        """Add the next token of the answer."""
+        self._answer[token] += 1
 
 
 class Sampler:
     """Samples token ids. The same seed gives the same tokens."""
 
-    def __init__(self, temperature: float = 0.0, top_p: float = 1.0, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        penalties: Penalties | None = None,
+    ) -> None:
         """Sample greedily at `temperature` 0; raises `UsageError` outside `TEMPERATURE`, `TOP_P` and `SEED`."""
         self._temperature, self._top_p = TEMPERATURE.check(temperature), TOP_P.check(top_p)
         self._seed = None if seed is None else SEED.check(seed)
+        self._penalties = penalties
 
     def __call__(self, logits: Array, allowed: Array | None = None) -> int:
         """Return a token id for logits [vocab], ties to the lower id; raises `NumericsError` if any is not finite.
@@ -32,7 +74,12 @@ class Sampler:
         Only tokens where the booleans `allowed` [vocab] are true are sampled; at least one must be. None allows all.
         """
         check_finite(logits)
-        return self._sampled(logits if allowed is None else np.where(allowed, logits, -np.inf))
+        if self._penalties is not None:
+            logits = self._penalties(logits)
+        token = self._sampled(logits if allowed is None else np.where(allowed, logits, -np.inf))
+        if self._penalties is not None:
+            self._penalties.add(token)
+        return token
 
     @cached_property
     def _generator(self) -> np.random.Generator:

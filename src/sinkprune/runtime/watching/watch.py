@@ -169,13 +169,14 @@ class Watch:
         if len(request.pictures) != 1:
             raise ImageError(f"frame {number} has {len(request.pictures)} pictures, expected one. Give one a frame.")
         passes = form.passes if isinstance(form, ChoiceTokens) else None
-        policy, sampler = BudgetPolicy(self._model.manifest, request, passes), request.new_sampler()
+        policy = BudgetPolicy(self._model.manifest, request, passes)
         clock = Stopwatch(backend, observer.during)
         picture = decoded(request.pictures[0], family)
         with clock.measure("ttft"):
             with clock.measure("preprocess"):
                 seen = TowerInput(family.inputs(picture), family.layout(picture))
                 prompt = self._model.encode_prompt(request, [seen.layout])
+                sampler = self._model.new_sampler(request, prompt, [seen.layout])
             layout = self._checked_layout(number, seen.layout, request, prompt.text_tokens)
             observer.seen([seen])
             self._model.warnings.warn([picture], [layout])

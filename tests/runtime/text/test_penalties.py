@@ -1,0 +1,189 @@
+"""Penalties of repeated tokens: against loops in Python, against transformers, and next to other options."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import LlavaForConditionalGeneration
+
+from sinkprune import Clip, Pipeline, Session, UsageError
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
+from sinkprune.runtime.steps.request import new_request
+from sinkprune.runtime.text.sampling import Penalties, Sampler
+from support.models.clips import VIDEO_BUDGETS, frames
+from support.references.picture_prompts import clip_inputs, reference_inputs
+from support.references.steps import QUESTION, watched
+
+OPTIONS = {"max_new_tokens": 24, "min_new_tokens": 24}
+NEUTRAL = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}
+PENALISED = [
+    {"repetition_penalty": 1.4},
+    {"repetition_penalty": 0.8, "presence_penalty": 0.5},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.7},
+    {"frequency_penalty": -2.0},
+]
+
+
+def lowered(logits: Any, prompt: set[int], answer: list[int], repetition: float, once: float, each: float) -> Any:
+    """Return the logits with vLLM's three penalties, token by token."""
+    logits = logits.astype(np.float32)
+    for token in range(len(logits)):
+        if token in prompt or token in answer:
+            lower = logits[token] / np.float32(repetition)
+            logits[token] = lower if logits[token] > 0 else logits[token] * np.float32(repetition)
+        if token in answer:
+            logits[token] -= np.float32(once + each * answer.count(token))
+    return logits
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("repetition", "once", "each"), [(1.3, 0, 0), (0.6, -1, 0), (1, 0.4, 1.1), (2, -0.3, 0.9)])
+def test_penalties_equal_loops(seed: int, repetition: float, once: float, each: float) -> None:
+    random = np.random.default_rng(seed)
+    # Tokens of padding may be outside the head's vocabulary.
+    prompt, answer = {*random.integers(0, 60, 10).tolist(), 999}, list[int]()
+    sampler = Sampler(penalties=Penalties(repetition, once, each, prompt))
+    for _ in range(40):
+        logits = random.normal(0, 6, 50).astype(np.float16)
+        given = logits.copy()
+        answer.append(sampler(logits))
+        expected = lowered(logits, prompt, answer[:-1], repetition, once, each)
+        assert answer[-1] == int(np.argmax(expected)) and (given == logits).all()
+    assert len({*answer}) < 40
+
+
+def greedy(model: Any, inputs: dict[str, Any], **settings: object) -> list[int]:
+    with torch.no_grad():
+        ids = model.generate(**inputs, do_sample=False, **OPTIONS, **settings)
+    new: list[int] = ids[0, inputs["input_ids"].shape[1] :].tolist()
+    return new
+
+
+@pytest.fixture
+def penalised(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
+    """The tokens of prompts that penalties get. A small model rarely generates the tokens of pictures."""
+    found = list[set[int]]()
+
+    class Recorded(Penalties):
+        def __init__(self, repetition: float, presence: float, frequency: float, prompt: Iterable[int]) -> None:
+            found.append({*prompt})
+            super().__init__(repetition, presence, frequency, found[-1])
+
+    monkeypatch.setattr("sinkprune.runtime.steps.request.Penalties", Recorded)
+    return found
+
+
+def assert_equals(
+    pipe: Pipeline, picture: Any, model: Any, inputs: dict[str, Any], penalty: float, penalised: list[set[int]]
+) -> None:
+    """Assert that an answer's tokens, and those of the prompt that are penalised, are transformers'."""
+    expected = greedy(model, inputs, repetition_penalty=penalty)
+    assert pipe.generate(picture, QUESTION, repetition_penalty=penalty, **OPTIONS).token_ids == expected
+    assert penalised == [{*inputs["input_ids"].flatten().tolist()}]
+
+
+@pytest.mark.parametrize(("name", "penalty"), [("gqa-112", 1.05), ("next", 1.5), ("qwen", 0.5), ("qwen3-vl", 1.05)])
+def test_answers_about_images_equal_transformers(
+    name: str,
+    penalty: float,
+    model: Callable[[str], Any],
+    checkpoint: Callable[[str], Path],
+    pipeline: Callable[..., Pipeline],
+    photo: Image.Image,
+    penalised: list[set[int]],
+) -> None:
+    inputs = reference_inputs(name, checkpoint(name), [photo], QUESTION)
+    assert_equals(pipeline(name), photo, model(name), inputs, penalty, penalised)
+
+
+def test_answers_about_clips_equal_transformers(
+    model: Callable[[str], Any],
+    checkpoint: Callable[[str], Path],
+    pipeline: Callable[..., Pipeline],
+    photo: Image.Image,
+    penalised: list[set[int]],
+) -> None:
+    """The token of clips is another than that of images."""
+    name = "qwen"
+    folder, pipe = checkpoint(name), pipeline(name, "fp32", VIDEO_BUDGETS, max_frames=8)
+    clip = Clip(frames(8, (170, 140), photo), 2)
+    inputs = clip_inputs(model(name), pipe, folder, pipe.family.sample_frames(clip), 2)
+    assert_equals(pipe, clip, model(name), inputs, 1.3, penalised)
+
+
+def test_the_checkpoint_s_own_penalty_is_applied_unless_a_request_has_one(
+    checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(checkpoint("gqa-112"), folder)
+    settings = {**json.loads((folder / "generation_config.json").read_text()), "repetition_penalty": 1.4}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    export_bundle(ExportRequest(str(folder), budgets=("retain-64",)), tmp_path / "bundle")
+    pipe = Pipeline.load(tmp_path / "bundle")
+    model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    inputs = reference_inputs("gqa-112", folder, [photo], QUESTION)
+    own = greedy(model, inputs)
+    assert pipe.generate(photo, QUESTION, **OPTIONS).token_ids == own
+    without = pipe.generate(photo, QUESTION, repetition_penalty=1, **OPTIONS).token_ids
+    assert without == greedy(model, inputs, repetition_penalty=1.0) != own
+
+
+@pytest.mark.parametrize("options", PENALISED, ids=str)
+def test_each_token_is_chosen_by_lowered_logits(
+    options: dict[str, float], pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    """Also in sessions, whose logits are the model's own, and in streams."""
+    pipe = pipeline("gqa-112")
+    found = watched(pipe, photo, budget="retain-64", **OPTIONS, **options)
+    prompt = {token for text in pipe.prompts.encode(["", QUESTION]).texts for token in text}
+    prompt.add(pipe.bundle.manifest.tokens.image)
+    ids = found.answer.token_ids
+    numbers = [options.get(f"{name}_penalty", default) for name, default in NEUTRAL.items()]
+    for place, logits in enumerate(found.logits):
+        expected = lowered(logits, prompt, ids[:place], *numbers)
+        expected[[*pipe.bundle.manifest.tokens.stop]] = -np.inf
+        assert ids[place] == int(np.argmax(expected))
+    assert ids != pipe.generate(photo, QUESTION, budget="retain-64", **OPTIONS).token_ids
+    session = Session(pipe)
+    for _ in range(2):
+        stream = session.stream(photo, QUESTION, budget="retain-64", **OPTIONS, **options)
+        assert "".join(stream) == found.answer.text and stream.answer.token_ids == ids
+
+
+def test_a_form_holds_under_penalties_and_a_closed_list_is_scored_without(
+    pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    pipe = pipeline("gqa-112")
+    strong = {"repetition_penalty": 5.0, "presence_penalty": 2.0, "frequency_penalty": 2.0}
+    answer = pipe.generate(photo, QUESTION, regex="(cup ){4}cup", max_new_tokens=60, **strong)
+    assert (answer.text, answer.finish) == ("cup " * 4 + "cup", "stop")
+    scored = pipe.generate(photo, QUESTION, choice=["a cup", "a plate"])
+    with pytest.warns(
+        UserWarning, match="^repetition_penalty and presence_penalty and frequency_penalty changed noth"
+    ):
+        assert pipe.generate(photo, QUESTION, choice=["a cup", "a plate"], **strong).choices == scored.choices
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("repetition_penalty", value) for value in (0, 0.009, -1, 100.1, float("nan"), float("inf"), True, "1.1")),
+        *(
+            (f"{name}_penalty", value)
+            for name in ("presence", "frequency")
+            for value in (-2.01, 2.01, None, False, "0")
+        ),
+    ],
+)
+def test_penalties_out_of_range_are_rejected(name: str, value: object) -> None:
+    with pytest.raises(UsageError, match=f"^{name} is "):
+        new_request("a.jpg", "Why?", **{name: value})
