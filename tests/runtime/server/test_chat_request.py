@@ -6,7 +6,9 @@ import base64
 import io
 import json
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +18,7 @@ from PIL import Image
 from sinkprune import Pipeline
 from sinkprune.runtime.server.api_error import ApiError
 from sinkprune.runtime.server.chat_request import ChatReader, ChatRequest, model_names
-from sinkprune.runtime.server.picture_urls import PictureReader
+from sinkprune.runtime.server.picture_urls import PictureReader, data_uri_bytes
 
 # Less deep than Python's own limit, which later code would reach.
 DEEP = (
@@ -140,6 +142,54 @@ def test_forms_of_an_answer(changes: dict[str, Any], field: str, value: object, 
     assert getattr(read(reader, **changes).request, field) == value
 
 
+@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_penalties_are_options_of_a_request(name: str, reader: ChatReader) -> None:
+    neutral = {"repetition_penalty": None}.get(name, 0)
+    assert getattr(read(reader, **{name: 1.5}).request, name) == 1.5
+    assert getattr(read(reader, **{name: None}).request, name) == neutral
+    scored = read(reader, **{name: 1.5}, guided_choice=["yes", "no"])
+    assert getattr(scored.request, name) == neutral
+    assert scored.notes == (f"{name} changed nothing: the texts of a closed list are scored whole.",)
+
+
+def in_lines(data: bytes) -> str:
+    return base64.encodebytes(data).decode()
+
+
+def plain(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+@pytest.mark.parametrize(
+    ("head", "encode"),
+    [
+        ("image/png;base64", plain),
+        ("image/png;base64", in_lines),
+        ("image/png;base64", lambda data: in_lines(data).replace("\n", "\r\n")),
+        ("image/png;base64", lambda data: f" {in_lines(data)}\n\n".replace("\n", " \t")),
+        ("image/png;base64", lambda data: plain(data).rstrip("=")),
+        ("image/png;base64", lambda data: base64.urlsafe_b64encode(data).decode()),
+        ("image/png;base64", lambda data: base64.urlsafe_b64encode(data).decode().rstrip("=") + "\n"),
+        ("image/png;base64", lambda data: quote(plain(data), safe="")),
+        ("image/png;base64", lambda data: quote(in_lines(data), safe="")),
+        ("image/png; base64", plain),
+        ("image/png; charset=utf-8 ; BASE64 ", plain),
+        ("image/png;name=a.png;base64", in_lines),
+        (";base64", plain),
+        ("image/png", quote),
+    ],
+)
+def test_data_uris_as_clients_write_them(head: str, encode: Callable[[bytes], str]) -> None:
+    data = bytes(range(256))
+    for length in (254, 255, 256):
+        assert data_uri_bytes(f"data:{head},{encode(data[::-1][:length])}") == data[::-1][:length]
+
+
+def test_white_space_around_an_address_is_left_out(reader: ChatReader) -> None:
+    part = {"type": "image_url", "image_url": {"url": f"\n {URI}\r\n"}}
+    assert len(read(reader, messages=messages(("user", [part, TEXT]))).request.pictures) == 1
+
+
 def test_turns_with_pictures_in_their_places(reader: ChatReader) -> None:
     asked = messages(
         ("system", [{"type": "text", "text": "Be"}, {"type": "text", "text": " brief."}]),
@@ -174,7 +224,7 @@ _A, _B = messages(("user", [PICTURE, TEXT]), ("assistant", "No."))
         ({"budget": 3}, 400, "budget is 3"),
         ({"method": "nothing"}, 400, "nothing"),
         ({"n": 2}, 400, "n is 2, supported is 1"),
-        ({"presence_penalty": 0.5}, 400, "presence_penalty is 0.5"),
+        ({"presence_penalty": 2.5}, 400, "presence_penalty is 2.5"),
         ({"tools": [{"type": "function"}]}, 400, r"tools\[0\] is"),
         ({"tool_choice": "required"}, 400, "there are no tools"),
         ({"parallel_tool_calls": 1}, 400, "parallel_tool_calls is 1"),
@@ -275,6 +325,17 @@ def test_what_is_wrong_is_one_sentence(changes: dict[str, Any], status: int, sai
         ("priority", 101, "priority is 101, expected"),
         ("stream_options", {"x": 1}, "stream_options has"),
         ("tools", [{"type": "function"}], "tools[0] is"),
+        ("n", True, "n is true, supported is 1"),
+        ("store", 0, "store is 0, supported is false"),
+        ("logit_bias", [], "logit_bias is [], supported is {}"),
+        ("stream_options", {"include_usage": 1}, "stream_options.include_usage is 1, expected"),
+        ("response_format", {}, "response_format is {}, expected type text"),
+        ("priority", False, "priority is false, expected"),
+        ("messages", [{**_A, "refusal": False}], "messages[0].refusal is not supported"),
+        ("messages", [{**_B, "tool_calls": 0}, _A], "messages[0].tool_calls is 0, expected a list"),
+        ("repetition_penalty", 0, "repetition_penalty is 0, expected"),
+        ("presence_penalty", -2.5, "presence_penalty is -2.5, expected"),
+        ("frequency_penalty", True, "frequency_penalty is true, expected"),
         ("model", None, "model is missing"),
         ("messages", messages(("user", [PICTURE])), "the prompt is empty"),
         ("messages", messages(("user", [PICTURE, DAMAGED, TEXT])), "messages[0].content[1]: the image is damaged"),
@@ -286,6 +347,32 @@ def test_errors_name_the_field_of_the_body(field: str, value: Any, said: str, re
     with pytest.raises(ApiError) as refused:
         read(reader, **{field: value})
     assert refused.value.param == field and str(refused.value).startswith(said)
+
+
+FORMS = {
+    "guided_json": {"type": "object"},
+    "guided_regex": "a+",
+    "guided_choice": ["yes", "no"],
+    "response_format": {"type": "json_object"},
+    "tools": [{"type": "function", "function": {"name": "look"}}],
+    "stop": "x",
+}
+
+
+@pytest.mark.parametrize(("first", "second"), [*combinations(FORMS, 2)])
+def test_two_forms_of_an_answer_are_named_as_in_the_body(first: str, second: str, reader: ChatReader) -> None:
+    with pytest.raises(ApiError) as refused:
+        # In either order.
+        read(reader, **{second: FORMS[second], first: FORMS[first]})
+    assert str(refused.value).startswith(f"{first} and {second} were given")
+    assert refused.value.param == first
+
+
+@pytest.mark.parametrize("names", [("max_tokens", "max_completion_tokens"), ("min_tokens", "min_new_tokens")])
+def test_true_is_no_other_spelling_of_1(names: tuple[str, str], reader: ChatReader) -> None:
+    for one, other in (names, names[::-1]):
+        with pytest.raises(ApiError, match="is true"):
+            read(reader, **{one: 1, other: True})
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"3", b"\xff", b"[" * 100_000, b'{"model": NaN}', DEEP])
@@ -308,8 +395,15 @@ def test_a_body_that_is_no_object(body: bytes, reader: ChatReader) -> None:
         ("data:image/png;base64", "has no comma"),
         ("data:image/png;base64,%%%", "no valid base64"),
         ("data:image/png;base64,AAAA", "no known format"),
-        ("data:image/png;base64,", "0 bytes"),
-        ("data:text/plain,hello", "no known format"),
+        ("data:image/png;base64,", "0 characters of base64, which no file has"),
+        ("data:image/png;base64,AAAAA", "5 characters of base64"),
+        ("data:image/png;base64,AA==AA==", 'character 3 is "="'),
+        ("data:image/png;base64,b'AAAA'", 'character 2 is "\'"'),
+        ("data:image/png;base64,AAAA…", 'character 5 is "…"'),
+        ("data:image/png,iVBORw0KGgo=", "has no ;base64"),
+        ("data:base64,iVBORw0KGgo=", "has no ;base64"),
+        (f"data:image/png;base64,{URI}", 'character 5 is ":"'),
+        ("data:text/plain,hello", 'has no ;base64 before its comma: "text/plain"'),
         (URI[:-40], "base64|damaged|truncated|incomplete"),
     ],
 )

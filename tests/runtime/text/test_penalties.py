@@ -88,7 +88,7 @@ def assert_equals(
     """Assert that an answer's tokens, and those of the prompt that are penalised, are transformers'."""
     expected = greedy(model, inputs, repetition_penalty=penalty)
     assert pipe.generate(picture, QUESTION, repetition_penalty=penalty, **OPTIONS).token_ids == expected
-    assert penalised == [{*inputs["input_ids"].flatten().tolist()}]
+    assert penalised[-1] == {*inputs["input_ids"].flatten().tolist()}
 
 
 @pytest.mark.parametrize(("name", "penalty"), [("gqa-112", 1.05), ("next", 1.5), ("qwen", 0.5), ("qwen3-vl", 1.05)])

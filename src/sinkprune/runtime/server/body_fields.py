@@ -50,11 +50,12 @@ def unsupported_field(name: str, known: Iterable[str], of_python: Mapping[str, s
     return f"the field {format_json(name)} is not supported{meant or '.'} Leave it out."
 
 
-def read_flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
-    """Return a field that is true or false; raises `ApiError`."""
+def read_flag(given: Mapping[str, Any], name: str, *, default: bool = False, of: str | None = None) -> bool:
+    """Return a field that is true or false, of the body or of its field `of`; raises `ApiError`."""
     value = given.get(name, default)
     if not isinstance(value, bool):
-        raise ApiError(f"{name} is {format_json(value)}, expected true or false.", name)
+        where = f"{of}.{name}" if of else name
+        raise ApiError(f"{where} is {format_json(value)}, expected true or false.", of or name)
     return value
 
 
@@ -69,7 +70,7 @@ def read_object(given: Mapping[str, Any], name: str) -> dict[str, Any]:
 def read_schema(given: Mapping[str, Any]) -> Any:
     """Return the JSON schema that `response_format` asks for, or None for any text; raises `ApiError`."""
     match response_format := read_object(given, "response_format"):
-        case {} if not response_format:
+        case {} if "response_format" not in given:
             return None
         case {"type": "text"}:
             return None
@@ -116,7 +117,8 @@ def read_either(given: Mapping[str, Any], names: Sequence[str]) -> Any:
     """Return the field that has several `names`, or None; raises `ApiError` for two different values."""
     sent = {name: given[name] for name in names if name in given}
     one, *others = sent.values() or [None]
-    if any(other != one for other in others):
+    # true equals 1 in Python, and not in JSON.
+    if any(other != one or isinstance(other, bool) != isinstance(one, bool) for other in others):
         found = ", and ".join(f"{name} is {format_json(value)}" for name, value in sent.items())
         raise ApiError(f"{found}. Give one of them.", [*sent][-1])
     return one

@@ -153,7 +153,8 @@ class ChatReader:
                 raise ApiError(str(error), field) from error
         try:
             forms = {**{name: name in given for name in _GUIDED}, "response_format": schema is not None}
-            check_one_form(forms, options.get("stop"))
+            tools = read_tools(given)
+            check_one_form({**forms, "tools": tools is not None and tools.may_call}, options.get("stop"))
             if not options.get("temperature"):
                 # Clients also send these for greedy answers, which they do not change.
                 unused = _take_unused(options, ((TOP_P, 1), (SEED, None)))
@@ -165,7 +166,7 @@ class ChatReader:
                 last.texts,
                 history=history,
                 tool_call_id=last.tool_call_id,
-                tools=read_tools(given),
+                tools=tools,
                 system=system,
                 budget=budget,
                 method=method,
@@ -183,7 +184,7 @@ class ChatReader:
                 raise ApiError(
                     f"stream_options has {format_json(name)}, which is not supported. Leave it out.", "stream_options"
                 )
-        include_usage = read_flag(streamed, "include_usage")
+        include_usage = read_flag(streamed, "include_usage", of="stream_options")
         return ChatRequest(
             model=model,
             fields=frozenset(given),
@@ -211,7 +212,8 @@ class ChatReader:
             if name not in _KNOWN:
                 raise ApiError(unsupported_field(name, _KNOWN, _OF_PYTHON), name)
             taken = _NEUTRAL.get(name, (...,))
-            if ... not in taken and value not in taken:
+            kind = json_kind(value)
+            if ... not in taken and (value not in taken or kind not in map(json_kind, taken)):
                 only = " or ".join(json.dumps(one) for one in taken)
                 raise ApiError(f"{name} is {format_json(value)}, supported is {only}. Leave it out.", name)
 
@@ -314,7 +316,7 @@ def _check_keys(message: Mapping[str, Any], where: str) -> None:
         # bob_llm keeps its own key next to the part that it made of it.
         own.add("image_url")
     for name, value in message.items():
-        if not (name in own or value is None or (name in _EMPTY and not value)):
+        if not (name in own or value is None or (name in _EMPTY and value in ("", [], {}))):
             what = f"{where}.{name}" if name.isidentifier() else f"the key {format_json(name)} of {where}"
             raise wrong(f"{what} is not supported. Leave it out.")
 

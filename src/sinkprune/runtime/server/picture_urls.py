@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import ipaddress
 import re
@@ -16,6 +15,7 @@ from urllib.parse import unquote_to_bytes, urlsplit
 
 from PIL import Image
 
+from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.errors import ImageError
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.clip import SampledFrames
@@ -26,6 +26,9 @@ from sinkprune.runtime.server.json_values import format_json
 
 MOST_REMOTE_BYTES = 32 << 20
 """The most bytes of a picture that is fetched."""
+_EXAMPLE = "data:image/jpeg;base64,..."
+_STANDARD = bytes.maketrans(b"-_", b"+/")
+_NO_BASE64 = re.compile(rb"[^A-Za-z0-9+/]")
 _SECONDS = 10.0
 _BLOCK = 1 << 16
 
@@ -70,6 +73,7 @@ class PictureReader:
         """Return the bytes of a data URI, or of an https address; raises `ApiError` for other addresses."""
         if not isinstance(url, str):
             raise wrong(f"{field}.url is {format_json(url)}. Give a data URI: data:image/jpeg;base64,...")
+        url = url.strip()
         if url[:5].lower() == "data:":
             return data_uri_bytes(url)
         if self.fetch is not None and url[:8].lower() == "https://":
@@ -79,15 +83,33 @@ class PictureReader:
 
 
 def data_uri_bytes(uri: str) -> bytes:
-    """Return the bytes of a data URI (RFC 2397); raises `ApiError`."""
+    """Return the bytes of a data URI (RFC 2397); raises `ApiError`.
+
+    As in browsers, base64 may have line breaks and lack its padding. It may also have the alphabet for URLs.
+    """
     head, comma, content = uri[5:].partition(",")
     if not comma:
         raise wrong("the data URI has no comma. Give data:image/jpeg;base64,...")
-    try:
-        raw = unquote_to_bytes(content)
-        return base64.b64decode(raw, validate=True) if head.lower().endswith(";base64") else raw
-    except (binascii.Error, ValueError, UnicodeError) as error:
-        raise wrong(f"the data URI is no valid base64 ({error}). Encode the file's bytes again.") from error
+    raw = unquote_to_bytes(content)
+    if "base64" not in [part.strip().lower() for part in head.split(";")[1:]]:
+        if raw.isascii():
+            # Bytes of pictures and videos never are.
+            raise wrong(f"the data URI has no ;base64 before its comma: {format_json(head)}. Write {_EXAMPLE}")
+        return raw
+    packed = raw.translate(_STANDARD, b" \t\r\n\f\v").rstrip(b"=")
+    strange = _NO_BASE64.search(packed)
+    if strange is not None:
+        found = format_json(packed[strange.start() :][:4].decode(errors="replace")[0])
+        raise wrong(
+            f"the data URI is no valid base64: character {strange.start() + 1} is {found}. Encode the file's bytes "
+            "again."
+        )
+    if not packed or len(packed) % 4 == 1:
+        raise wrong(
+            f"the data URI has {counted(len(packed), 'character')} of base64, which no file has: characters are "
+            "missing. Send the whole file."
+        )
+    return base64.b64decode(packed + b"=" * (-len(packed) % 4))
 
 
 def fetch_https(url: str) -> bytes:

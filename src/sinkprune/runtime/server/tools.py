@@ -48,7 +48,8 @@ class OpenCalls:
 
     def read(self, message: Mapping[str, Any], where: str) -> tuple[ToolCall, ...]:
         """Return the calls of an assistant's message, which wait for their results from now on."""
-        given = message.get("tool_calls") or []
+        given = message.get("tool_calls")
+        given = [] if given is None else given
         if not isinstance(given, list):
             raise _wrong(f"{where}.tool_calls", format_json(given), "a list of calls")
         calls = []

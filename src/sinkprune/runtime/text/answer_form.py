@@ -16,7 +16,7 @@ from sinkprune.contract.checks.format_value import counted, format_value
 from sinkprune.contract.checks.needed_package import needs_package
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_json
-from sinkprune.runtime.text.schema_keywords import Place, at, check_keywords, subschemas
+from sinkprune.runtime.text.schema_keywords import Place, at, check_keywords, schema_parts, subschemas
 
 # Forms may come from network clients, and compiling takes time and memory.
 SCHEMA_BYTES = 1 << 16
@@ -37,6 +37,17 @@ _PATTERNS = ("pattern", "format")
 _COMBINING = ("allOf", "anyOf", "oneOf", "$ref")
 _PLAIN = _SHARED | {"type", "title", "description", "default", "examples", "$comment"}
 """Keywords that change no pattern next to a combining keyword."""
+
+_YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_FOURTH = "(0[48]|[2468][048]|[13579][26])"
+_LEAP_YEAR = f"([0-9]{{2}}{_FOURTH}|{_FOURTH}00)"
+_DAY = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+_DATE = f"({_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
+_HOUR = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_HOUR}:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+-]{_HOUR})"
+_CALENDAR = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
+"""Patterns of RFC 3339's formats that programs can read: days of the calendar, without year 0 and leap seconds.
+llguidance's own formats know neither leap years nor that a minute of 61 seconds is rare."""
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as `json.dumps` writes it. With free white space, weak models write line ends without end."""
@@ -144,7 +155,16 @@ def schema_grammar(schema: Mapping[str, Any], lead: str = "") -> str:
 def json_rule(schema: Mapping[str, Any]) -> str:
     """Return the part of llguidance's grammars that stands for the JSON texts that a schema allows."""
     # The schema's own options of llguidance, if any, are replaced.
-    return f"%json {json.dumps({**schema, 'x-guidance': _JSON_STYLE})}"
+    return f"%json {json.dumps({**_with_calendar(schema), 'x-guidance': _JSON_STYLE})}"
+
+
+def _with_calendar(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a schema with patterns in the place of formats of dates and times."""
+    copy: dict[str, Any] = json.loads(json.dumps(schema))
+    for _, part in schema_parts((), copy):
+        if isinstance(part.get("format"), str) and part["format"] in _CALENDAR:
+            part["allOf"] = [*part.get("allOf", []), {"pattern": _CALENDAR[part.pop("format")]}]
+    return copy
 
 
 def regex_grammar(regex: str, lead: str = "") -> str:
@@ -166,8 +186,8 @@ def reason(message: str) -> str:
     causes = re.findall(r"^error: (.*)$", message, re.MULTILINE)
     first = message.strip().partition("\n")[0]
     cause = causes[-1] if causes else re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", first)
-    # Later sentences name options of llguidance.
-    return " ".join(cause.split()).partition(". ")[0].rstrip(".")[:200]
+    # Later sentences name options of llguidance, and expressions in brackets are its own.
+    return " ".join(cause.split()).partition(". ")[0].partition(": (And ")[0].rstrip(".")[:200]
 
 
 def written_grammar(rules: str) -> str:

@@ -44,7 +44,7 @@ Place = tuple[str, ...]
 """Names of fields on the way to a part of a schema, as in `("properties", "colour", "if")`."""
 
 
-def check_keywords(schema: Mapping[str, Any]) -> None:
+def check_keywords(schema: dict[str, Any]) -> None:
     """Reject a schema of an unknown draft, or with keywords that would be ignored; raises `UsageError`."""
     draft = schema.get("$schema")
     if draft is not None and not (isinstance(draft, str) and _is_known(draft)):
@@ -52,7 +52,7 @@ def check_keywords(schema: Mapping[str, Any]) -> None:
             f"schema has $schema {format_value(draft)}, expected draft 4, 6, 7, 2019-09 or 2020-12. Leave out "
             "$schema, or write the schema for one of them."
         )
-    for place, part in _parts((), schema):
+    for place, part in schema_parts((), schema):
         for name in part:
             if name in _IGNORED:
                 raise UsageError(f"schema has a keyword{at((*place, name))} that is not supported. Leave it out.")
@@ -68,7 +68,7 @@ def check_keywords(schema: Mapping[str, Any]) -> None:
             )
 
 
-def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[Place, Mapping[str, Any]]]:
+def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[Place, dict[str, Any]]]:
     """Yield the schemas directly within a schema, and their places, definitions first.
 
     Values such as constants are no schemas, and names of properties no keywords.
@@ -83,18 +83,18 @@ def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[Place, Mapping[str, 
         yield from ((place, one) for place, one in inner.items() if isinstance(one, dict))
 
 
+def schema_parts(place: Place, schema: dict[str, Any]) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """Yield a schema and all schemas in it, with their places."""
+    yield place, schema
+    for inner, part in subschemas(schema):
+        yield from schema_parts((*place, *inner), part)
+
+
 def at(place: Place) -> str:
     """Return where a part of a schema is, as in " at 'properties/colour/if'"; "" for the schema itself."""
     # Quoted, and on one line. The end of a long place matters most.
     text = repr("/".join(place))
     return f" at {text if len(text) <= _SHOWN else f'{text[0]}...{text[-_SHOWN:]}'}" if place else ""
-
-
-def _parts(place: Place, schema: Mapping[str, Any]) -> Iterator[tuple[Place, Mapping[str, Any]]]:
-    """Yield a schema and all schemas in it, with their places."""
-    yield place, schema
-    for inner, part in subschemas(schema):
-        yield from _parts((*place, *inner), part)
 
 
 def _is_known(draft: str) -> bool:
