@@ -190,3 +190,66 @@ def test_of_several_templates_the_default_is_taken(template: object, expected: s
     assert read_text(folder, 380, "by default").chat_template == expected
     (folder / "chat_template.jinja").write_bytes(b"a\r\nb")
     assert read_text(folder, 380, "by default").chat_template == "a\nb"
+
+
+APPLIED: dict[str, Any] = {"_from_model_config": True, "transformers_version": "5.0.0", "eos_token_id": [2, 7]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "penalty", "left_out"),
+    [
+        ({}, None, ()),
+        # Those of Qwen2.5-VL, Qwen3-VL and Vicuna, as they are published.
+        ({"do_sample": True, "repetition_penalty": 1.05, "temperature": 1e-6}, 1.05, ("do_sample", "temperature")),
+        (
+            {"do_sample": True, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.0, "temperature": 0.7},
+            None,
+            ("do_sample", "top_k", "top_p", "temperature"),
+        ),
+        ({"max_length": 4096, "temperature": 0.9, "top_p": 0.6}, None, ("max_length", "temperature", "top_p")),
+        ({"min_p": 0.1, "typical_p": 0.9, "epsilon_cutoff": 3e-4}, None, ("min_p", "typical_p", "epsilon_cutoff")),
+        # What changes nothing, and what nobody knows.
+        ({"num_beams": 1, "top_k": 50, "top_p": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None}, None, ()),
+        ({"use_cache": True, "output_scores": False, "pad_token_id": 0, "cache_implementation": "static"}, None, ()),
+        ({"chat_format": "chatml", "repetition_penalty": 2}, 2.0, ("chat_format",)),
+    ],
+)
+def test_generation_settings_are_applied_or_listed(
+    settings: dict[str, Any], penalty: float | None, left_out: tuple[str, ...], folder: Path
+) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({**APPLIED, **settings}), encoding="utf-8")
+    text = read_text(folder, 380, "default")
+    assert (text.stop, text.generation.repetition_penalty) == ((2, 7), penalty)
+    assert text.generation.left_out == {name: settings[name] for name in left_out}
+
+
+def test_without_generation_config_json_the_settings_are_those_of_config_json(folder: Path) -> None:
+    settings = {
+        "text_config": {"repetition_penalty": 1.2, "eos_token_id": 5, "vocab_size": 3},
+        "eos_token_id": [2, 7],
+    }
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    (folder / "config.json").write_text(json.dumps({**settings, "model_type": "llava"}), encoding="utf-8")
+    text = read_text(folder, 380, "default")
+    assert (text.stop, text.generation.repetition_penalty, text.generation.left_out) == ((2, 7), 1.2, {})
+    (folder / "generation_config.json").write_text(json.dumps(APPLIED), encoding="utf-8")
+    assert read_text(folder, 380, "default").generation.repetition_penalty is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        *(("num_beams", 5), ("no_repeat_ngram_size", 3), ("encoder_no_repeat_ngram_size", 2), ("min_new_tokens", 1)),
+        *(("min_length", 10), ("bad_words_ids", [[5]]), ("suppress_tokens", [5]), ("begin_suppress_tokens", [5])),
+        *(("forced_bos_token_id", 5), ("forced_eos_token_id", 2), ("penalty_alpha", 0.6), ("guidance_scale", 1.5)),
+        *(("sequence_bias", [[[5], 1.0]]), ("exponential_decay_length_penalty", [5, 1.1]), ("stop_strings", "x")),
+        *(("encoder_repetition_penalty", 1.2), ("num_return_sequences", 2), ("token_healing", True), ("max_time", 1)),
+        *(("dola_layers", "low"), ("watermarking_config", {"bias": 2}), ("repetition_penalty", "1.05")),
+        *(("repetition_penalty", 0), ("repetition_penalty", -1.5), ("repetition_penalty", True)),
+    ],
+)
+def test_settings_that_change_greedy_answers_are_rejected_by_name(setting: str, value: object, folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({**APPLIED, setting: value}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=rf"{setting} .*[Rr]emove it") as caught:
+        read_text(folder, 380, "default")
+    assert str(folder / "generation_config.json") in str(caught.value)

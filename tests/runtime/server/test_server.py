@@ -25,6 +25,7 @@ from tests.runtime.server.test_chat_request import BODY, data_uri
 from sinkprune import Pipeline
 from sinkprune.runtime.server.app import ServerSettings, new_app
 from sinkprune.runtime.server.responses import TokenLogprobs
+from support.references.answer_encoders import STOP, answer_encoder
 
 QUESTION = "What is on the table?"
 TOKENS = 6
@@ -136,9 +137,25 @@ def test_log_probabilities_are_of_the_models_own_distribution(client: openai.Ope
         assert len(top) == 3 and top == sorted(top, reverse=True) and max(top) <= 0
         # Greedy: the likeliest token.
         assert token.logprob == top[0] and token.token == token.top_logprobs[0].token
+        assert token.bytes == token.top_logprobs[0].bytes
     streamed = client.chat.completions.create(messages=asked(photo), stream=True, **options)
     pieces = [chunk.choices[0].logprobs for chunk in streamed if chunk.choices[0].logprobs]
     assert [token for piece in pieces for token in piece.content or ()] == listed
+
+
+@pytest.mark.parametrize("kind", ["pocket", "qwen", "llama"])
+@pytest.mark.parametrize("text", ["日本語", "😀é", " the cat  sat", "a\ufffdb", "a <b>\n"])
+def test_bytes_of_log_probabilities_join_to_the_text(kind: str, text: str) -> None:
+    encoder = answer_encoder(kind)
+    collected = TokenLogprobs(encoder.tokenizer, 2)
+    for token in [*encoder.answer_ids(text), STOP[kind][0]]:
+        logits = np.zeros(700, np.float32)
+        logits[token] = 9
+        collected.chose(token, logits)
+    assert b"".join(bytes(token["bytes"]) for token in collected.tokens) == text.encode()
+    for token in collected.tokens:
+        assert token["top_logprobs"][0]["bytes"] == token["bytes"]
+        assert token["token"] == bytes(token["bytes"]).decode(errors="replace") or token is collected.tokens[-1]
 
 
 def test_log_probabilities_sum_to_one(pipe: Pipeline) -> None:

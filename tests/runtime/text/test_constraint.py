@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import date, datetime, time
 from typing import Any
 
 import jsonschema
@@ -73,7 +74,7 @@ LEAVES: st.SearchStrategy[Schema] = st.one_of(
     st.sampled_from(
         [{"type": "string", "pattern": pattern} for pattern in ("^[a-f]{2,5}$", "^(left|right)-[0-9]+$", "^é?x$")]
     ),
-    st.just({"type": "string", "format": "date"}),
+    st.sampled_from([{"type": "string", "format": kind} for kind in ("date", "time", "date-time")]),
     st.builds(lambda values: {"enum": values}, st.lists(TEXTS | NUMBERS | st.none(), min_size=1, max_size=4)),
     st.builds(lambda value: {"const": value}, TEXTS | st.booleans() | st.lists(NUMBERS, max_size=2)),
 )
@@ -122,6 +123,53 @@ def test_every_answer_matches_its_regex(kind: str, regex: str) -> None:
         text, _, ended = answer(kind, regex=regex, seed=seed, most=60)
         if ended:
             assert re.fullmatch(regex, text), repr(text)
+
+
+TIMES = {
+    "date": (
+        date.fromisoformat,
+        ["2024-02-29", "2000-02-29", "0001-01-01", "0004-02-29", "9999-12-31"],
+    ),
+    "time": (time.fromisoformat, ["23:59:59Z", "00:00:00.123456789+05:30", "10:00:00-00:00"]),
+    "date-time": (datetime.fromisoformat, ["2023-01-01T10:00:00Z", "2024-02-29T23:59:59.5-23:59"]),
+}
+NO_TIMES = {
+    "date": [
+        *("2023-02-29", "1900-02-29", "2100-02-29", "2023-04-31", "2023-02-30", "2023-13-01", "2023-00-10"),
+        *("2023-01-00", "2023-01-32", "0000-01-01", "0000-02-29", "23-01-01", "2023-1-1", "2023-01-01T"),
+    ],
+    "time": ["24:00:00Z", "10:60:00Z", "10:00:60Z", "23:59:60Z", "10:00:00", "10:00Z", "10:00:00z", "10:00:00+24:00"],
+    "date-time": [
+        *("2023-02-29T10:00:00Z", "2023-01-01T10:00:60Z", "2023-01-01T23:59:60Z", "2023-01-01t10:00:00Z"),
+        *("2023-01-01 10:00:00Z", "2023-01-01T10:00:00", "0000-01-01T00:00:00Z", "2023-01-01T24:00:00Z"),
+    ],
+}
+
+
+@pytest.mark.parametrize("form", TIMES)
+def test_dates_and_times_exist(form: str) -> None:
+    read, texts = TIMES[form]
+    for text in texts:
+        read(text)
+        for same in ({"const": text}, {"pattern": f"^{re.escape(text)}$"}, {"enum": [text]}):
+            assert checked_schema({"type": "string", "format": form, **same})
+    for text in NO_TIMES[form]:
+        with pytest.raises(UsageError, match=r"Regex is empty|Unsatisfiable") as refused:
+            checked_schema({"type": "string", "format": form, "const": text})
+        assert "[0-9]" not in str(refused.value)
+    for seed in range(20):
+        text, _, ended = answer("pocket", {"type": "string", "format": form}, seed=seed)
+        assert ended and read(json.loads(text))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", [{"schema": {"const": "café 日本😀"}}, {"regex": "(日本|語é){3}"}], ids=str)
+def test_an_answer_that_is_cut_is_a_beginning(kind: str, form: dict[str, Any]) -> None:
+    whole, ids, _ = answer(kind, **form)
+    assert len(ids) > 8
+    for most in range(len(ids)):
+        text, cut, ended = answer(kind, **form, most=most)
+        assert (whole.startswith(text), cut, ended) == (True, ids[:most], False)
 
 
 @pytest.mark.parametrize("kind", KINDS)
