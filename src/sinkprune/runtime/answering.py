@@ -60,9 +60,10 @@ class Answering(ABC):
         `image` is a Pillow image, a uint8 [height,width,3] array, a file, a `Clip` or a `VideoFile`, or a list of
         these. `prompt` follows the images. A list of texts surrounds them: one text before each image, and one after
         the last. `options` are the fields of `Request`: `budget`, `method`, `max_new_tokens`, `min_new_tokens`,
-        `stop`, `system`, `history`, `tools`, `tool_call_id`, `temperature`, `top_p`, `seed`, `deadline_ms`, and
-        `schema`, `regex` or `choice` for the form of the answer; and `order`, "bgr" for arrays with OpenCV's order of
-        channels. `observer` receives the result of each step.
+        `stop`, `system`, `history`, `tools`, `tool_call_id`, `temperature`, `top_p`, `seed`, `repetition_penalty`,
+        `presence_penalty`, `frequency_penalty`, `deadline_ms`, and `schema`, `regex` or `choice` for the form of the
+        answer; and `order`, "bgr" for arrays with OpenCV's order of channels. `observer` receives the result of each
+        step.
 
         Raises at once `TypeError`, `UsageError` (`OptionError` for an unknown option), `PromptError`, `BudgetError`,
         and `ImageError` for an object that is no picture. Reading the first piece raises `ImageError`, `PromptError`,

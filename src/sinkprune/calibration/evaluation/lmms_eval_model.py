@@ -115,6 +115,7 @@ class SinkpruneModel(lmms):  # type: ignore[misc]
             max_new_tokens=settings.get("max_new_tokens", _MAX_NEW_TOKENS),
             temperature=settings.get("temperature", 1.0) if sampled else 0.0,
             top_p=settings.get("top_p") or 1.0 if sampled else 1.0,
+            repetition_penalty=settings.get("repetition_penalty"),
         )
         return _cut(answer.text, settings.get("until") or [])
 
