@@ -38,6 +38,8 @@ def test_former_names_of_dialects_are_valid(
         "vision_weights": "fp32",
         "block_size": None,
         "requantised": None,
+        "repetition_penalty": None,
+        "unused_settings": {},
         "dialect": meant,
     }
     manifest = read_bundle(tmp_path / "out").manifest

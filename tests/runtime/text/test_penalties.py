@@ -15,11 +15,10 @@ from PIL import Image
 from transformers import LlavaForConditionalGeneration
 
 from sinkprune import Clip, Pipeline, Session, UsageError
-from sinkprune.export.bundle_writer import export_bundle
-from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.steps.request import new_request
 from sinkprune.runtime.text.sampling import Penalties, Sampler
 from support.models.clips import VIDEO_BUDGETS, frames
+from support.programs.commands import run
 from support.references.picture_prompts import clip_inputs, reference_inputs
 from support.references.steps import QUESTION, watched
 
@@ -126,8 +125,13 @@ def test_the_checkpoint_s_own_penalty_is_applied_unless_a_request_has_one(
     folder = tmp_path / "checkpoint"
     shutil.copytree(checkpoint("gqa-112"), folder)
     settings = {**json.loads((folder / "generation_config.json").read_text()), "repetition_penalty": 1.4}
-    (folder / "generation_config.json").write_text(json.dumps(settings))
-    export_bundle(ExportRequest(str(folder), budgets=("retain-64",)), tmp_path / "bundle")
+    sampled = {"do_sample": True, "temperature": 0.5}
+    (folder / "generation_config.json").write_text(json.dumps(settings | sampled))
+    options = ("-o", tmp_path / "bundle", "--budgets", "retain-64", "--json", tmp_path / "out.json")
+    outcome = run("sinkprune-export", folder, *options)
+    assert outcome.code == 0 and outcome.stderr.startswith("not applied: do_sample true, temperature 0.5 of the ch")
+    summary = json.loads((tmp_path / "out.json").read_text())
+    assert (summary["repetition_penalty"], summary["unused_settings"]) == (1.4, sampled)
     pipe = Pipeline.load(tmp_path / "bundle")
     model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     inputs = reference_inputs("gqa-112", folder, [photo], QUESTION)
