@@ -17,7 +17,8 @@ from fuzz.verdict import Fault, faults_of, files_of
 from fuzz.workers import Worker
 
 MAY_CHANGE_ANSWERS = (
-    *("language_model.rope_theta", "vision.rope_theta", "processor.rescale_factor", "processor.resample"),
+    *("language_model.rope_theta", "language_model.rope_factor", "vision.rope_theta"),
+    *("processor.rescale_factor", "processor.resample"),
     *("processor.image_mean.*", "processor.image_std.*", "processor.size.*", "processor.image_grid_pinpoints.*"),
 )
 """Patterns of fields of manifests that may change answers, unless the bundle is pinned by its sha256."""

@@ -134,14 +134,15 @@ def _original_llava(source: str, known: _KnownBy) -> CheckpointError:
     width, layers = known.get("hidden_size"), known.get("num_hidden_layers")
     tiles = known.get("image_aspect_ratio") == "anyres"
     mistral = "mistral" in str(known.get("model_type")) or known.get("num_key_value_heads") == 8
-    converted = {
+    published: dict[tuple[int | None, int | None, bool, bool], str] = {
         (4096, 32, False, False): "llava-hf/llava-1.5-7b-hf",
         (5120, 40, False, False): "llava-hf/llava-1.5-13b-hf",
         (4096, 32, False, True): "llava-hf/bakLlava-v1-hf",
         (4096, 32, True, False): "llava-hf/llava-v1.6-vicuna-7b-hf",
         (4096, 32, True, True): "llava-hf/llava-v1.6-mistral-7b-hf",
         (5120, 40, True, False): "llava-hf/llava-v1.6-vicuna-13b-hf",
-    }.get((width, layers, tiles, mistral))
+    }
+    converted = published.get((width, layers, tiles, mistral))
     return CheckpointError(
         f"checkpoint '{source}' has the format of LLaVA's own repository (mm_vision_tower), expected transformers' "
         f"format, which {converted or 'llava-hf/llava-1.5-7b-hf'} has{' in the same size' if converted else ''}. "
