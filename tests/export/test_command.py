@@ -41,6 +41,7 @@ def test_former_names_of_dialects_are_valid(
         "repetition_penalty": None,
         "unused_settings": {},
         "dialect": meant,
+        "in_robots_units": None,
     }
     manifest = read_bundle(tmp_path / "out").manifest
     assert manifest.dialect == meant

@@ -116,6 +116,10 @@ class UnusualStateWarning(UserWarning):
     """Numbers of a robot's state are far outside the training data of its policy."""
 
 
+class UnitsWarning(UserWarning):
+    """A policy's states or actions are not in the robot's units, because its checkpoint has no statistics of them."""
+
+
 class CostsWarning(UserWarning):
     """Measured costs of requests are of a busy machine, or cannot be written for later processes."""
 

@@ -114,6 +114,10 @@ class PolicyFacts:
     """The ranges of states that are normalised by ranges and not by `state_mean`, which is then empty."""
     action_range: NumberRanges | None = field(default=None, metadata=OPTIONAL)
     """The ranges of actions, likewise."""
+    state_numbers: Few | None = field(default=None, metadata=OPTIONAL)
+    """How many numbers a state without statistics has; None: `state_dim`."""
+    action_numbers: Few | None = field(default=None, metadata=OPTIONAL)
+    """How many numbers an action without statistics has; None: `action_dim`."""
     cameras: tuple[Annotated[str, Bounds(1, 200)], ...] | None = field(default=None, metadata=OPTIONAL)
     """The names of the cameras, in their order; None if the checkpoint has no names."""
     most_prompt_tokens: Few | None = field(default=None, metadata=OPTIONAL)
@@ -128,14 +132,36 @@ class PolicyFacts:
         return self.chunk + (0 if self.state_in_prompt else 1)
 
     @property
+    def normalised(self) -> tuple[str, ...]:
+        """Which of "states" and "actions" have no statistics, so that they stay normalised."""
+        without = {
+            "states": not (self.state_mean or self.state_range),
+            "actions": not (self.action_mean or self.action_range),
+        }
+        return tuple(name for name, lacks in without.items() if lacks)
+
+    @property
+    def units_note(self) -> str | None:
+        """A sentence about what stays normalised; None if all numbers are in the robot's units."""
+        if not self.normalised:
+            return None
+        what = " and ".join(self.normalised)
+        return (
+            f"the checkpoint has no statistics of {what}, so {what} are normalised numbers and not in the robot's "
+            "units. Do not send them to a robot."
+        )
+
+    @property
     def in_robots_units(self) -> bool:
         """Whether states and actions are in the robot's units: the bundle has the statistics of both."""
-        return bool((self.state_mean or self.state_range) and (self.action_mean or self.action_range))
+        return not self.normalised
 
     @property
     def action_width(self) -> int:
         """The numbers of an action that `Policy.act` returns."""
-        return len(self.action_range.low) if self.action_range else len(self.action_mean) or self.action_dim
+        if self.action_range:
+            return len(self.action_range.low)
+        return len(self.action_mean) or self.action_numbers or self.action_dim
 
     @property
     def usual_state(self) -> tuple[float, ...]:
@@ -144,7 +170,7 @@ class PolicyFacts:
             return tuple(
                 (low + high) / 2 for low, high in zip(self.state_range.low, self.state_range.high, strict=True)
             )
-        return self.state_mean or (0.0,) * self.state_dim
+        return self.state_mean or (0.0,) * (self.state_numbers or self.state_dim)
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,9 @@ def main(arguments: Sequence[str] | None) -> None:
         sys.stderr.write(_unused_settings(unused))
     if rounded_again:
         sys.stderr.write(_rounded_again(rounded_again))
+    policy = manifest.policy
+    if policy and policy.units_note and not manifest.checkpoint.random_weights:
+        sys.stderr.write(f"warning: {policy.units_note}\n")
     size = sum(spec.size for spec in manifest.files.values())
     budgets = ", ".join(["none", *manifest.budgets])
     shown = f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
@@ -117,6 +120,7 @@ def main(arguments: Sequence[str] | None) -> None:
             "unused_settings": unused,
             "dialect": manifest.dialect,
             "max_pixels": manifest.processor.get("max_pixels"),
+            "in_robots_units": policy.in_robots_units if policy else None,
         },
         lambda: sys.stdout.write(text),
     )

@@ -23,7 +23,13 @@ from sinkprune.export.checkpoint.folder import (
     read_json,
 )
 from sinkprune.export.checkpoint.folder_kinds import check_kind
-from sinkprune.export.checkpoint.lerobot import check_tokenizer, is_lerobot, translated_config, translated_files
+from sinkprune.export.checkpoint.lerobot import (
+    check_folder,
+    check_tokenizer,
+    is_lerobot,
+    translated_config,
+    translated_files,
+)
 from sinkprune.export.checkpoint.quantisation_config import Quantisation, read_quantisation
 from sinkprune.export.checkpoint.text import Text, read_text, small_text, without_added_tokens
 from sinkprune.export.families import Family, SalienceBlock, read_family
@@ -184,6 +190,7 @@ class _ConfigurationFiles:
 
     def __init__(self, source: str, folder: Path) -> None:
         """Read config.json; raises `CheckpointError`. `source` names the checkpoint in messages."""
+        check_folder(source, folder)
         check_kind(source, folder)
         config = read_json(folder, "config.json")
         self._source, self._folder, self._lerobot = source, folder, is_lerobot(config)

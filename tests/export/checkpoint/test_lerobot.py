@@ -14,11 +14,18 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from sinkprune import Policy
-from sinkprune.contract.errors import CheckpointError, ImageError, PromptError, SinkpruneError, UsageError
+from sinkprune.contract.errors import (
+    CheckpointError,
+    ImageError,
+    PromptError,
+    SinkpruneError,
+    UnitsWarning,
+    UsageError,
+)
 from sinkprune.contract.image_settings import LeRobotSettings
 from sinkprune.engines.limits import resolve_limits
 from sinkprune.export.bundle_writer import export_bundle
-from sinkprune.export.checkpoint.lerobot import translated_config
+from sinkprune.export.checkpoint.lerobot import translated_config, translated_files
 from sinkprune.export.command import main
 from sinkprune.export.presets import PRESETS
 from sinkprune.export.source import ExportRequest, open_source
@@ -30,6 +37,7 @@ from support.models.lerobot_checkpoints import (
     write_lerobot_checkpoint,
 )
 from support.models.pi0_checkpoints import pi0_tokenizer
+from support.programs.commands import run
 from support.references.pi0 import INSTRUCTION
 
 Array = np.ndarray[Any, Any]
@@ -139,7 +147,9 @@ def test_ranges_become_minus_one_to_one(
 
 
 def test_mean_and_deviation_of_a_checkpoint_of_lerobot_0_3(source: Path, photo: Image.Image, tmp_path: Path) -> None:
-    """Their statistics are tensors of the model, and pictures lie at the right and lower edges of the square."""
+    """Their statistics are tensors of the model, in any shard. Their embedding table is the head, with transformers
+    before 4.52. Pictures lie at the right and lower edges of the square.
+    """
     statistics, former = drawn("mean", "std"), tmp_path / "former"
     changes = {"num_steps": 7, "resize_imgs_with_padding": [112, 112], "proj_width": 1024}
     gone = dict.fromkeys(
@@ -155,7 +165,13 @@ def test_mean_and_deviation_of_a_checkpoint_of_lerobot_0_3(source: Path, photo: 
         ("unnormalize_outputs.buffer_action", "action"),
     ):
         tensors |= {f"{prefix}.{name}": values for name, values in statistics[key].items()}
-    save_file(tensors, former / "model.safetensors")
+    head = "model.paligemma_with_expert.paligemma."
+    tensors[f"{head}language_model.lm_head.weight"] = tensors.pop(f"{head}lm_head.weight")
+    (former / "model.safetensors").unlink()
+    shards = {name: f"model-0000{1 + name.startswith('model.')}-of-00002.safetensors" for name in tensors}
+    for shard in {*shards.values()}:
+        save_file({name: values for name, values in tensors.items() if shards[name] == shard}, former / shard)
+    (former / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     new = exported(write_lerobot_checkpoint(source, tmp_path / "new", statistics), tmp_path / "a")
     old = exported(former, tmp_path / "b")
     assert old.facts.steps == 7
@@ -209,7 +225,7 @@ def test_the_tokenizer_comes_from_another_folder(source: Path, tmp_path: Path, c
         ({"n_obs_steps": 2}, r"n_obs_steps"),
         ({"use_relative_actions": True}, "use_relative_actions is true, expected false"),
         ({"use_peft": True}, "use_peft is true"),
-        ({"input_features": {}, "empty_cameras": 0}, "input_features has no camera"),
+        ({"input_features": {}, "empty_cameras": 0}, "names no cameras, because input_features .* lerobot/pi0_base"),
         (
             {"input_features": {"observation.state": {"type": "STATE", "shape": [99]}}},
             r"has the shape \[99\], expected",
@@ -228,68 +244,261 @@ def test_settings_that_cannot_be_read_are_rejected(
     assert not (tmp_path / "bundle").exists()
 
 
+def translated(folder: Path) -> dict[str, Any]:
+    """The processor_config.json of transformers' form."""
+    config = json.loads((folder / "config.json").read_text())
+    return translated_files("hub", folder, config)["processor_config.json"]
+
+
 def rewritten(folder: Path, name: str, change: Callable[[dict[str, Any]], Any]) -> None:
     content = json.loads((folder / name).read_text())
     change(content)
     (folder / name).write_text(json.dumps(content))
 
 
+def before(change: Callable[[Any], Any]) -> tuple[str, Callable[[Any], Any]]:
+    """A change of the steps before the model, whose last one normalises."""
+    return "policy_preprocessor.json", lambda file: change(file["steps"])
+
+
+def after(change: Callable[[Any], Any]) -> tuple[str, Callable[[Any], Any]]:
+    """A change of the steps after the model, whose first one normalises."""
+    return "policy_postprocessor.json", lambda file: change(file["steps"])
+
+
+def configured(place: int, **changes: Any) -> Callable[[Any], Any]:
+    return lambda steps: steps[place]["config"].update(changes)
+
+
 @pytest.mark.parametrize(
-    ("name", "change", "message"),
+    ("file", "message"),
     [
+        (before(lambda steps: steps.append({"registry_name": "clip"})), r"json has the step 'clip', which is not k"),
+        (before(lambda steps: steps.append({"class": "mine.Clip"})), "has the step 'mine.Clip', which is not known"),
+        (before(lambda steps: steps.append({})), "has the step 'without a name'"),
         (
-            "policy_preprocessor.json",
-            lambda file: file["steps"].append({"registry_name": "clip_processor"}),
-            "policy_preprocessor.json has the step 'clip_processor', which is not known",
+            before(lambda steps: steps.append({"registry_name": "unnormalizer_processor"})),
+            "'unnormalizer_processor',",
         ),
+        (before(lambda steps: steps.append(steps[6])), "has the step 'normalizer_processor' twice"),
         (
-            "policy_preprocessor.json",
-            lambda file: file["steps"][5]["config"].update(enabled=True),
-            "the step 'relative_actions_processor'",
+            before(lambda steps: steps.insert(0, steps.pop())),
+            "another order than rename_observations_processor, norm",
         ),
+        (before(lambda steps: steps.insert(2, steps.pop(3))), "another order than pi0_new_line_processor, tokenizer"),
+        (before(lambda steps: steps.pop(2)), "has no step 'pi0_new_line_processor'"),
         (
-            "policy_postprocessor.json",
-            lambda file: file["steps"][0]["config"].update(eps=1e-3),
-            "eps in policy_postprocessor.json is 0.001",
+            before(configured(2, times=2)),
+            "'pi0_new_line_processor' in .* has the setting 'times', which is not known",
         ),
+        (before(configured(3, task_key="subtask")), "'tokenizer_processor' in .* 'task_key' 'subtask', expected 'ta"),
+        (before(configured(3, padding_side="left")), "'padding_side' 'left', expected 'right'"),
+        (before(configured(4, float_dtype="float16")), "'device_processor' in .* 'float_dtype' 'float16', expected"),
+        (before(configured(5, enabled=True)), "'relative_actions_processor' in .* 'enabled' True, expected False"),
+        (after(configured(1, dtype="float16")), "'device_processor' in policy_postprocessor.json .* 'dtype', which"),
+        (after(lambda steps: steps.append({"registry_name": "delta"})), "policy_postprocessor.json has the step 'de"),
+        (after(configured(0, eps=1e-3)), "in policy_postprocessor.json has the setting 'eps' 0.001, expected 1e-08"),
+        (after(configured(0, stats={"action": {}})), "has the setting 'stats', which is not known"),
         (
-            "policy_postprocessor.json",
-            lambda file: file["steps"][0]["config"]["norm_map"].update(ACTION="LOG"),
-            "the actions is normalised by 'LOG', expected IDENTITY, MEAN_STD",
+            after(configured(0, norm_map={"ACTION": "LOG"})),
+            "normalises ACTION by 'LOG', expected one of IDENTITY, ME",
         ),
+        (before(configured(6, norm_map={"VISUAL": "LOG"})), "normalises VISUAL by 'LOG', expected one of IDENTITY"),
+        (after(lambda steps: steps[0]["config"].pop("norm_map")), "'unnormalizer_processor' in .* has no norm_map"),
         (
-            "policy_preprocessor.json",
-            lambda file: file["steps"][6]["config"]["norm_map"].update(STATE="QUANTILES"),
-            r"statistic 'q01' of the state has the shape \[0\].* expected 5 finite numbers for QUANTILES",
+            before(configured(6, norm_map={"STATE": "QUANTILES"})),
+            r"'q01' and 'q99' of the state have the shapes \[0\]",
         ),
-        (
-            "policy_preprocessor.json",
-            lambda file: file["steps"][6].update(state_file="no.safetensors"),
-            "no.safetens",
-        ),
-        (
-            "policy_preprocessor.json",
-            lambda file: file["steps"][6].update(state_file="../x"),
-            "out of the checkpoint",
-        ),
-        ("policy_preprocessor.json", lambda file: file.update(steps=3), "malformed"),
+        (before(lambda steps: steps[6].update(state_file="no.safetensors")), "no.safetensors' is missing"),
+        (before(lambda steps: steps[6].update(state_file="../x")), "out of the checkpoint"),
+        (before(lambda steps: steps[2].update(state_file="x")), "'pi0_new_line_processor' in .* has a state_file"),
+        (before(configured(0, rename_map={"a": CAMERAS[0], "b": CAMERAS[0]})), "has the names a, b for .*top'"),
+        (before(configured(0, rename_map={CAMERAS[0]: "a"})), "has no name for 'observation.images.top'"),
+        (before(configured(0, rename_map={"observation.state": "a"})), "has no name for 'observation.state'"),
+        (("policy_preprocessor.json", lambda file: file.update(steps=3)), "malformed"),
     ],
 )
 def test_pipelines_that_cannot_be_read_are_rejected(
-    name: str, change: Callable[[dict[str, Any]], Any], message: str, source: Path, tmp_path: Path
+    file: tuple[str, Callable[[Any], Any]], message: str, source: Path, tmp_path: Path
 ) -> None:
     folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"))
-    rewritten(folder, name, change)
+    rewritten(folder, *file)
     with pytest.raises(CheckpointError, match=message):
-        open_source(ExportRequest(str(folder)))
+        translated(folder)
 
 
-def test_statistics_that_are_not_finite_are_rejected(source: Path, tmp_path: Path) -> None:
+def test_the_state_of_pi05_is_normalised_before_it_is_text(source: Path, tmp_path: Path) -> None:
+    folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"), kind="pi05")
+    with pytest.raises(CheckpointError, match="another order than rename_observations_processor, normalizer_process"):
+        translated(folder)
+
+
+def saved(folder: Path, change: Callable[[dict[str, Array]], dict[str, Array]]) -> None:
+    """Change the statistics of both pipelines."""
+    for file in folder.glob("policy_p*.safetensors"):
+        save_file(change(load_file(file)), file)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda values: values[None],
+        lambda values: values[None, None],
+        lambda values: values.astype(np.float64),
+        lambda values: values.astype(np.float16),
+        lambda values: np.array([0.5], np.float32),
+        lambda values: np.array(0.5, np.float32),
+    ],
+)
+def test_statistics_broadcast(change: Callable[[Array], Array], source: Path, tmp_path: Path) -> None:
     statistics = drawn("mean", "std")
-    statistics["action"]["std"][2] = np.inf
     folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", statistics)
-    with pytest.raises(CheckpointError, match="statistic 'std' of the actions"):
-        open_source(ExportRequest(str(folder)))
+    saved(folder, lambda tensors: {**tensors, "action.std": np.ascontiguousarray(change(tensors["action.std"]))})
+    found = translated(folder)
+    expected = np.broadcast_to(np.float32(change(statistics["action"]["std"])).reshape(-1), 3)
+    np.testing.assert_array_equal(found["actions_std"], expected)
+    np.testing.assert_array_equal(found["actions_mean"], statistics["action"]["mean"])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (np.array([1, np.inf, 1], np.float32), "'mean' and 'std' of the actions are not all finite, expected 3"),
+        (np.ones(2, np.float32), r"have the shapes \[3\] and \[2\], expected 3 finite numbers each for MEAN_STD"),
+        (np.ones((3, 1), np.float32), r"have the shapes \[3\] and \[3, 1\]"),
+        (np.ones((5, 3), np.float32), r"have the shapes \[3\] and \[5, 3\]"),
+        (np.ones(0, np.float32), r"have the shapes \[3\] and \[0\]"),
+        (np.ones(4097, np.float32), r"statistic 'action.std' has the shape \[4097\], expected at most 4096"),
+    ],
+)
+def test_statistics_that_do_not_fit_are_rejected(values: Array, message: str, source: Path, tmp_path: Path) -> None:
+    folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"))
+    saved(folder, lambda tensors: {**tensors, "action.std": values})
+    with pytest.raises(CheckpointError, match=message):
+        translated(folder)
+
+
+@pytest.mark.parametrize("name", ["policy_preprocessor.json", "policy_postprocessor.json", "policy_p*.json"])
+@pytest.mark.parametrize("former", [False, True])
+def test_pipelines_that_are_missing_are_named(name: str, former: bool, source: Path, tmp_path: Path) -> None:
+    """Also next to a configuration of LeRobot 0.3, whose weights may have the statistics."""
+    changes = {"resize_imgs_with_padding": [112, 112]} if former else {}
+    folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"), **changes)
+    for file in folder.glob(name):
+        file.unlink()
+    missing = (
+        "normalize_inputs.buffer_observation_state" if former and "*" in name else name.replace("*", "reprocessor")
+    )
+    with pytest.raises(CheckpointError, match=missing):
+        translated(folder)
+
+
+CAMERA = {f"{CAMERAS[0]}.{name}": np.full((3, 1, 1), 0.5, np.float32) for name in ("mean", "std", "min", "max")}
+
+
+@pytest.mark.parametrize("mode", ["MEAN_STD", "MIN_MAX"])
+def test_normalised_frames_are_rejected(mode: str, source: Path, tmp_path: Path) -> None:
+    """Where LeRobot would normalise them: not without statistics, and not if the step leaves observations out."""
+    folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"))
+    modes = {"VISUAL": mode, "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
+    rewritten(folder, *before(configured(6, norm_map=modes)))
+    plain = translated(folder)
+    saved(folder, lambda tensors: {**tensors, **CAMERA})
+    with pytest.raises(
+        CheckpointError, match=f"the frames of '{CAMERAS[0]}' are normalised by '{mode}', expected IDE"
+    ):
+        translated(folder)
+    rewritten(folder, *before(configured(6, normalize_observation_keys=["observation.state"])))
+    assert translated(folder) == plain
+
+
+def test_observations_that_lerobot_leaves_out_are_as_they_are(source: Path, tmp_path: Path) -> None:
+    folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"))
+    rewritten(folder, *before(configured(6, normalize_observation_keys=[CAMERAS[0]])))
+    assert (translated(folder)["state_mean"], translated(folder)["state_std"]) == ([0.0] * 5, [1.0] * 5)
+
+
+def test_cameras_have_the_robot_s_names(source: Path, tmp_path: Path) -> None:
+    folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"))
+    for renaming, names in (
+        ({"observation.images.front": CAMERAS[0]}, ["observation.images.front", CAMERAS[1], EMPTY]),
+        ({CAMERAS[0]: CAMERAS[1], CAMERAS[1]: CAMERAS[0]}, [CAMERAS[1], CAMERAS[0], EMPTY]),
+        ({"joints": "observation.state", "observation.images.a": "unused"}, [*CAMERAS, EMPTY]),
+    ):
+        rewritten(folder, *before(configured(0, rename_map=renaming)))
+        assert translated(folder)["cameras"] == names
+
+
+def test_a_fine_tuned_state_has_the_width_of_its_statistics(source: Path, tmp_path: Path) -> None:
+    """lerobot-train keeps the base checkpoint's features, here a state of 6 numbers for a robot with 5."""
+    folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"))
+    rewritten(folder, "config.json", lambda config: config["input_features"]["observation.state"].update(shape=[6]))
+    assert len(translated(folder)["state_mean"]) == 5
+    rewritten(folder, *before(configured(3, max_length=40)))
+    assert translated(folder)["most_prompt_tokens"] == 40
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: saved(folder, lambda tensors: {f"so100.buffer.{name}": own for name, own in tensors.items()}),
+        lambda folder: [
+            rewritten(folder, name, lambda file: [step.pop("state_file", None) for step in file["steps"]])
+            for name in ("policy_preprocessor.json", "policy_postprocessor.json")
+        ],
+        lambda folder: [
+            rewritten(folder, *before(lambda steps: steps.pop())),
+            rewritten(folder, *after(lambda steps: steps.pop(0))),
+        ],
+    ],
+)
+def test_without_statistics_actions_are_normalised_aloud(
+    change: Callable[[Path], Any], source: Path, photo_file: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """As base checkpoints are published, and where LeRobot finds none under its own names."""
+    folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"))
+    change(folder)
+    command = [str(folder), "-o", str(tmp_path / "bundle"), "--budgets", BUDGET, "--json"]
+    assert main(command) == 0
+    said = "the checkpoint has no statistics of states and actions, so states and actions are normalised numbers"
+    printed = capsys.readouterr()
+    assert f"warning: {said}" in printed.err and json.loads(printed.out)["in_robots_units"] is False
+    policy = Policy.load(tmp_path / "bundle")
+    assert not policy.facts.in_robots_units and len(policy.facts.usual_state) == 5
+    with pytest.warns(UnitsWarning, match=said):
+        report = policy.act([photo_file, None, None], INSTRUCTION, STATE, steps=1)
+    assert report.actions.shape == (5, 3) and report.as_json()["in_robots_units"] is False
+    words = ("--camera", photo_file, *("--camera", "none") * 2, "--instruction", "go", "--state", "1,2,3,4,5")
+    outcome = run("sinkprune-act", tmp_path / "bundle", *words, "--steps", 1, "--json")
+    assert outcome.code == 0 and said in outcome.stderr
+    found = json.loads(outcome.stdout)
+    assert found["notes"] == [policy.facts.units_note] and found["chunks"][0]["in_robots_units"] is False
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"pretrained_model/config.json": {"type": "pi0"}, "training_state/x": {}}, "Export .*/pretrained_model"),
+        ({"last/pretrained_model/config.json": {"type": "pi0"}}, "lerobot-train .* Export .*/last/pretrained_model"),
+        ({"checkpoints/last/pretrained_model/config.json": {}}, "Export .*/checkpoints/last/pretrained_model"),
+        ({"params/_METADATA": {}, "assets/x/norm_stats.json": {}}, "openpi in JAX form.* lerobot/pi0_base"),
+        ({"config.json": {"action_dim": 32, "action_horizon": 10}}, "openpi in PyTorch form.* lerobot/pi05_base"),
+        (
+            {"adapter_config.json": {"base_model_name_or_path": "lerobot/pi0_base"}},
+            r"an adapter \(PEFT, LoRA\) for 'lerobot/pi0_base'.* merge_and_unload",
+        ),
+        (
+            {"adapter_config.json": {}, "config.json": {"type": "pi0", "use_peft": True}},
+            "for 'another model'",
+        ),
+    ],
+)
+def test_folders_around_a_policy_are_named(files: dict[str, Any], message: str, tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=message):
+        open_source(ExportRequest(str(tmp_path)))
 
 
 def test_cameras_and_prompts_are_those_of_the_training(source: Path, photo: Image.Image, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ PLACE = Place("0" * 64, (), "fp32", "fp32", "ort-cpu", "fp32", 2, "a machine")
 def chunk_of(budget: str, step_ms: list[float]) -> ActionReport:
     """A chunk that only measuring costs reads: 7 tokens of text, and 100 or 20 of frames in each layer."""
     layers = [100, 100] if budget == "none" else [30, 10]
-    return ActionReport(None, "", budget, len(step_ms), 7, 100, layers, {}, step_ms, None, ())  # type: ignore[arg-type]
+    return ActionReport(None, True, "", budget, len(step_ms), 7, 100, layers, {}, step_ms, None, ())  # type: ignore[arg-type]
 
 
 def test_costs_are_medians_without_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from importlib import import_module
 
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.interrupts import INTERRUPTS, signals_as_interrupts
-from sinkprune.contract.errors import CostsWarning, PictureWarning, SinkpruneError, UnusualStateWarning
+from sinkprune.contract.errors import CostsWarning, PictureWarning, SinkpruneError, UnitsWarning, UnusualStateWarning
 
 INTERRUPTED = 130
 
@@ -88,7 +88,7 @@ def entry_point(body: Callable[[Sequence[str] | None], None]) -> Callable[..., i
 def run_command(body: Callable[[Sequence[str] | None], None], arguments: Sequence[str] | None) -> int:
     """Run a command's body and return its exit code."""
     # Commands print notes.
-    for category in (CostsWarning, PictureWarning, UnusualStateWarning):
+    for category in (CostsWarning, PictureWarning, UnitsWarning, UnusualStateWarning):
         warnings.simplefilter("ignore", category)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # As on stderr. An answer or a file's name may have characters that the terminal's encoding lacks.

@@ -10,6 +10,7 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, TypeVar
 
@@ -33,7 +34,7 @@ _SINGLE = "model.safetensors"
 _HEADER_BYTES = 32 << 20
 """The limit of a shard's header: a hundred times the largest published."""
 _SHARDS = 1000
-_VECTOR = 4096
+_MOST_STATISTICS = 4096
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
 TOKENIZER_FILES = ["tokenizer*.json", "special_tokens_map.json", "added_tokens.json"]
@@ -42,7 +43,7 @@ TOKENIZER_FILES = ["tokenizer*.json", "special_tokens_map.json", "added_tokens.j
 _RENAMINGS = [
     (re.compile(r"^model\."), ""),
     # pi0, by transformers and by LeRobot.
-    (re.compile(r"^paligemma_with_expert\.paligemma\.lm_head\."), "tied_embedding."),
+    (re.compile(r"^paligemma_with_expert\.paligemma\.(language_model\.)?lm_head\."), "tied_embedding."),
     (re.compile(r"^(vlm|paligemma_with_expert\.paligemma\.model|paligemma_with_expert\.paligemma)\."), ""),
     (re.compile(r"^paligemma_with_expert\.gemma_expert\.(model\.)?"), "dit."),
     (re.compile(r"^embed_action_time\."), ""),
@@ -190,6 +191,10 @@ class SafetensorsWeights:
         if _TIED_EMBEDDING in self._owners:
             self._owners.setdefault("language_model.embed_tokens.weight", self._owners[_TIED_EMBEDDING])
 
+    def statistics(self, prefix: str) -> dict[str, Array]:
+        """Return the tensors whose names begin with `prefix`, as `read_statistics` does."""
+        return _small_tensors(self.folder, self._owners, prefix)
+
     def close(self) -> None:
         """Close the shards."""
         self._stack.close()
@@ -253,15 +258,27 @@ class SafetensorsWeights:
         return CheckpointError(f"checkpoint '{self.folder}': {what}")
 
 
-def read_tensors(folder: Path, name: str, prefix: str) -> dict[str, Array]:
-    """Return the vectors of the safetensors file `name` whose names begin with `prefix`, by their own names.
+def read_statistics(folder: Path, name: str, prefix: str) -> dict[str, Array]:
+    """Return the tensors of the safetensors file `name` whose names begin with `prefix`, by the rest of their names.
 
-    For statistics: tensors of another rank, and of more than 4096 numbers, are left out. Raises `CheckpointError`.
+    Raises `CheckpointError` for a file that cannot be read, and for a tensor of more than 4096 numbers.
     """
     with _open(folder, name) as file:
-        shapes = {one: file.get_slice(one).get_shape() for one in file.keys() if one.startswith(prefix)}  # noqa: SIM118
-        vectors = [one for one, shape in shapes.items() if len(shape) == 1 and shape[0] <= _VECTOR]
-        return {one: file.get_tensor(one) for one in vectors}
+        return _small_tensors(folder / name, {one: (file, one) for one in file.keys()}, prefix)  # noqa: SIM118
+
+
+def _small_tensors(path: Path, owners: Mapping[str, tuple[Any, str]], prefix: str) -> dict[str, Array]:
+    found = {}
+    for name, (handle, stored) in owners.items():
+        if name.startswith(prefix):
+            shape = handle.get_slice(stored).get_shape()
+            if prod(shape) > _MOST_STATISTICS:
+                raise CheckpointError(
+                    f"'{path}': the statistic '{stored}' has the shape {shape}, expected at most {_MOST_STATISTICS} "
+                    "numbers. Save the policy again with the statistics of its data set."
+                )
+            found[name.removeprefix(prefix)] = handle.get_tensor(stored)
+    return found
 
 
 def _open(folder: Path, shard: str) -> Any:

@@ -1,25 +1,36 @@
 """Checkpoints of policies in LeRobot's form, read as if transformers had written them.
 
 LeRobot's config.json is a `PreTrainedConfig` with `type`. It names variants of Gemma instead of their sizes.
-Statistics are those of the steps in policy_preprocessor.json and policy_postprocessor.json. Up to version 0.3 they
-were tensors of the model (lerobot.processor.normalize_processor and lerobot.policies.pi0).
+Two pipelines surround the model: policy_preprocessor.json and policy_postprocessor.json. Every step and each of its
+settings is read or rejected. Statistics are those of the normalisers, or up to version 0.3 tensors of the model
+(lerobot.processor.pipeline, lerobot.processor.normalize_processor and lerobot.policies.pi0).
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import closing
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 import numpy as np
 
 from sinkprune.contract.checks.fields import Bounds
+from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.image_settings import Number
 from sinkprune.contract.precision import Array
 from sinkprune.contract.towers import Side
-from sinkprune.export.checkpoint.folder import Name, has_entry, read_fields, read_json, read_tensors
+from sinkprune.export.checkpoint.folder import (
+    Name,
+    SafetensorsWeights,
+    has_entry,
+    read_fields,
+    read_json,
+    read_statistics,
+)
 from sinkprune.export.presets import PRESETS
 
 POLICIES = {"pi0": "pi0", "pi05": "pi0.5"}
@@ -33,31 +44,57 @@ VARIANTS: dict[str, dict[str, int]] = {
 """The sizes in which variants of Gemma differ (openpi, models/gemma.py)."""
 STATE, ACTION = "observation.state", "action"
 
-_EPSILON = 1e-8
+_IDENTITY = "IDENTITY"
 _MODES = {
+    _IDENTITY: {},
     "MEAN_STD": {"mean": "mean", "std": "std"},
     "MIN_MAX": {"min": "low", "max": "high"},
     "QUANTILES": {"q01": "low", "q99": "high"},
     "QUANTILE10": {"q10": "low", "q90": "high"},
 }
 """LeRobot's statistics of each way to normalise, and their names in processor_config.json."""
-_FILES = {STATE: "policy_preprocessor.json", ACTION: "policy_postprocessor.json"}
-_NORMALISERS = {STATE: "normalizer_processor", ACTION: "unnormalizer_processor"}
+_FORMER_MODES = {"VISUAL": _IDENTITY, "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
+"""How LeRobot up to 0.3 normalises features of each type by default."""
+_BEFORE, _AFTER = "policy_preprocessor.json", "policy_postprocessor.json"
+_RENAMING, _TOKENIZING = "rename_observations_processor", "tokenizer_processor"
+_NORMALISER, _UNNORMALISER = "normalizer_processor", "unnormalizer_processor"
+_PROMPTS = {"pi0": "pi0_new_line_processor", "pi05": "pi05_prepare_state_tokenizer_processor_step"}
+"""The step that writes the text of the prompt, by LeRobot's `type`."""
+_ORDERS = {
+    "pi0": ((_RENAMING, _NORMALISER), (_PROMPTS["pi0"], _TOKENIZING)),
+    "pi05": ((_RENAMING, _NORMALISER, _PROMPTS["pi05"], _TOKENIZING),),
+}
+"""The steps before the model whose order changes what the model gets: each comes once, in this order."""
 _FORMER_TENSORS = {
     STATE: "normalize_inputs.buffer_observation_state.",
     ACTION: "unnormalize_outputs.buffer_action.",
 }
-_STEPS = (
-    "rename_observations_processor",
-    "to_batch_processor",
-    "pi0_new_line_processor",
-    "pi05_prepare_state_tokenizer_processor_step",
-    "tokenizer_processor",
-    "device_processor",
-    *_NORMALISERS.values(),
-)
-_SWITCHED_STEPS = ("relative_actions_processor", "absolute_actions_processor")
-"""Steps that do something only if they are `enabled`."""
+"""Where the weights of LeRobot up to 0.3 have statistics."""
+_ANYWHERE = {
+    _BEFORE: ("to_batch_processor", "device_processor", "relative_actions_processor"),
+    _AFTER: ("to_batch_processor", "device_processor", "absolute_actions_processor"),
+}
+"""Steps that change no number with the settings below."""
+_SETTINGS: dict[str, dict[str, tuple[Any, ...]]] = {
+    _RENAMING: {"rename_map": ()},
+    "to_batch_processor": {},
+    "device_processor": {"device": (), "float_dtype": (None, "float32", "float")},
+    "relative_actions_processor": {"enabled": (False,), "exclude_joints": (), "action_names": ()},
+    "absolute_actions_processor": {"enabled": (False,)},
+    _PROMPTS["pi0"]: {},
+    _PROMPTS["pi05"]: {"task_key": ("task",), "max_state_dim": ()},
+    _TOKENIZING: {
+        "tokenizer_name": (),
+        "max_length": (),
+        "truncation": (),
+        "task_key": ("task",),
+        "padding_side": ("right",),
+        "padding": ("max_length",),
+    },
+    _NORMALISER: {"eps": (1e-8,), "features": (), "norm_map": (), "normalize_observation_keys": ()},
+    _UNNORMALISER: {"eps": (1e-8,), "features": (), "norm_map": (), "normalize_observation_keys": ()},
+}
+"""The settings of each step, with the expected values of those that are not read and change numbers."""
 
 _Dimension = Annotated[int, Bounds(1, 1 << 12)]
 _Period = Annotated[Number, Bounds(1e-6, 1e6)]
@@ -105,17 +142,22 @@ class _Fields(PolicyFields, _Switches, total=False):
     tokenizer_max_length: Annotated[int, Bounds(1, 1 << 14)]
 
 
+_Statistics = tuple[str, Mapping[str, Array]]
+"""How a feature is normalised, and its statistics by name."""
+
+
 class _StepConfig(TypedDict, total=False):
-    eps: Number
     norm_map: dict[str, Name]
-    enabled: bool
+    features: dict[str, _Feature]
+    normalize_observation_keys: list[Name] | None
+    rename_map: dict[str, Name]
     tokenizer_name: Name
+    max_length: Annotated[int, Bounds(1, 1 << 14)]
 
 
-class _Step(TypedDict, total=False):
-    registry_name: Name
-    config: _StepConfig
-    state_file: Name
+_Step = TypedDict(
+    "_Step", {"registry_name": Name, "class": Name, "config": dict[str, Any], "state_file": Name}, total=False
+)
 
 
 class _Pipeline(TypedDict):
@@ -160,16 +202,7 @@ def translated_files(source: str, folder: Path, config: Mapping[str, Any]) -> di
         "resample": 2,
         "pad_size": {"height": side, "width": side},
     }
-    widths = {STATE: known.get("max_state_dim", 32), ACTION: known.get("max_action_dim", 32)}
-    for features in (known.get("input_features") or {}, known.get("output_features") or {}):
-        for key in widths.keys() & features.keys():
-            widths[key] = _width(source, key, features[key]["shape"], widths[key])
-    policy: dict[str, Any] = {"cameras": _cameras(source, known)}
-    if "tokenizer_max_length" in known:
-        policy["most_prompt_tokens"] = known["tokenizer_max_length"]
-    for key, own, kind in ((STATE, "state", "STATE"), (ACTION, "actions", "ACTION")):
-        mode, statistics = _statistics(source, folder, known, key, kind)
-        policy |= _normalisation(source, own, mode, statistics, widths[key])
+    policy = _policy(source, folder, known)
     return {
         "config.json": translated_config(source, config),
         "preprocessor_config.json": pixels,
@@ -185,6 +218,32 @@ def check_tokenizer(source: str, folder: Path) -> None:
             "it has no tokenizer.json, because LeRobot loads its tokenizer from the hub",
             f"Accept its licence on the hub, and add --tokenizer {TOKENIZER}; or give a local folder with this "
             "tokenizer.",
+        )
+
+
+def check_folder(source: str, folder: Path) -> None:
+    """Raise `CheckpointError` for a folder around a policy of LeRobot, of openpi, or of an adapter alone."""
+    config = read_json(folder, "config.json") if has_entry(folder, "config.json") else {}
+    policies = ("pretrained_model", "last/pretrained_model", "checkpoints/last/pretrained_model")
+    inner = next((name for name in policies if has_entry(folder, f"{name}/config.json")), None)
+    if inner and not config:
+        raise _error(source, "it is a folder of lerobot-train around a policy", f"Export {Path(source) / inner}.")
+    if has_entry(folder, "adapter_config.json") and (not config or config.get("use_peft")):
+        base = read_json(folder, "adapter_config.json").get("base_model_name_or_path") or "another model"
+        raise _error(
+            source,
+            f"it is an adapter (PEFT, LoRA) for {format_value(base)}, without the model's own weights",
+            "Merge it into the model with merge_and_unload of peft, save the result, and export that "
+            "(docs/policy-checkpoints.md).",
+        )
+    jax = not config and has_entry(folder, "params")
+    if jax or ("action_horizon" in config and not {"type", "model_type"} & config.keys()):
+        raise _error(
+            source,
+            f"it is a checkpoint of openpi in {'JAX' if jax else 'PyTorch'} form. Names of cameras and conversions "
+            "of actions, for example relative ones, are in openpi's training code and not in the folder",
+            "Export a policy in LeRobot's form, such as lerobot/pi0_base or lerobot/pi05_base, or convert this one "
+            "(docs/policy-checkpoints.md).",
         )
 
 
@@ -216,6 +275,39 @@ def _side(source: str, known: Mapping[str, Any]) -> int:
     return sides[0]
 
 
+def _policy(source: str, folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the processor_config.json of transformers' form: names of cameras, statistics, the longest prompt."""
+    cameras, longest = _cameras(source, known), known.get("tokenizer_max_length")
+    most = {STATE: known.get("max_state_dim", 32), ACTION: known.get("max_action_dim", 32)}
+    features = {**(known.get("input_features") or {}), **(known.get("output_features") or {})}
+    widths = {
+        key: _width(source, key, features[key]["shape"], limit) if key in features else limit
+        for key, limit in most.items()
+    }
+    modes = _checked_modes(source, "config.json", known.get("normalization_mapping") or {})
+    if "resize_imgs_with_padding" in known and not any(has_entry(folder, name) for name in (_BEFORE, _AFTER)):
+        found = _former_statistics(source, folder, {**_FORMER_MODES, **modes}, cameras)
+    else:
+        before = _steps(source, folder, _BEFORE, _ORDERS[known["type"]], _PROMPTS[known["type"]])
+        after = _steps(source, folder, _AFTER, ((_UNNORMALISER,),))
+        for camera in cameras:
+            mode, frames = _statistics(source, folder, _BEFORE, before, modes, camera, "VISUAL")
+            if mode != _IDENTITY and frames:
+                raise _normalised_frames(source, camera, mode)
+        found = {
+            STATE: _statistics(source, folder, _BEFORE, before, modes, STATE, "STATE"),
+            ACTION: _statistics(source, folder, _AFTER, after, modes, ACTION, "ACTION"),
+        }
+        cameras = _robots_names(source, cameras, _config(source, _BEFORE, before, _RENAMING).get("rename_map", {}))
+        longest = _config(source, _BEFORE, before, _TOKENIZING).get("max_length", longest)
+    return {
+        "cameras": cameras,
+        **_normalisation(source, "state", *found[STATE], widths[STATE], most[STATE]),
+        **_normalisation(source, "actions", *found[ACTION], widths[ACTION], widths[ACTION]),
+        **({"most_prompt_tokens": longest} if longest else {}),
+    }
+
+
 def _cameras(source: str, known: Mapping[str, Any]) -> list[str]:
     """Return the cameras in the order in which the model takes them. Those without a frame come last and are masked,
     so that their order changes nothing.
@@ -225,8 +317,26 @@ def _cameras(source: str, known: Mapping[str, Any]) -> list[str]:
     empty = (f"observation.images.empty_camera_{number}" for number in range(known.get("empty_cameras", 0)))
     names += [name for name in empty if name not in names]
     if not names:
-        raise _error(source, "input_features has no camera, expected features of the type VISUAL", _AGAIN)
+        raise _error(
+            source,
+            "it names no cameras, because input_features of config.json has no feature of the type VISUAL. Base "
+            "checkpoints such as lerobot/pi0 are published so",
+            "Fine-tune it with lerobot-train, which writes the cameras of your data set, and export the result. Or "
+            "export lerobot/pi0_base or lerobot/pi05_base, which name their cameras.",
+        )
     return names
+
+
+def _robots_names(source: str, cameras: Sequence[str], renaming: Mapping[str, str]) -> list[str]:
+    """Return the names of `cameras` in the observations of a robot, which LeRobot's first step renames."""
+    names = []
+    for camera in (STATE, *cameras):
+        old = [one for one, new in renaming.items() if new == camera]
+        if len(old) > 1 or (not old and camera in renaming):
+            given = f"the names {', '.join(old)}" if old else "no name"
+            raise _error(source, f"rename_map in {_BEFORE} has {given} for '{camera}', expected one", _DIFFERENT)
+        names.append(old[0] if old else camera)
+    return names[1:]
 
 
 def _width(source: str, key: str, shape: Sequence[int], most: int) -> int:
@@ -235,56 +345,142 @@ def _width(source: str, key: str, shape: Sequence[int], most: int) -> int:
     return shape[0]
 
 
-def _statistics(
-    source: str, folder: Path, known: Mapping[str, Any], key: str, kind: str
-) -> tuple[str, Mapping[str, Array]]:
-    """Return how the feature `key` of the type `kind` is normalised, and its statistics by name."""
-    name, modes = _FILES[key], known.get("normalization_mapping") or {}
+def _steps(
+    source: str, folder: Path, name: str, orders: Sequence[Sequence[str]], needed: str | None = None
+) -> dict[str, _Step]:
+    """Return the steps of the pipeline `name`, checked against `_SETTINGS`; raises `CheckpointError`.
+
+    The steps of each of `orders` come once and in its order. The step `needed` is there.
+    """
     if not has_entry(folder, name):
-        prefix = _FORMER_TENSORS[key]
-        return modes.get(kind, "IDENTITY"), _named(read_tensors(folder, "model.safetensors", prefix), prefix)
-    where = f"checkpoint '{source}': {name}"
-    steps = read_fields(_Pipeline, read_json(folder, name), where)["steps"]
-    own = None
-    for step in steps:
-        registered, config = step.get("registry_name", "without a name"), step.get("config", {})
-        if registered not in _STEPS and not (registered in _SWITCHED_STEPS and config.get("enabled") is False):
-            raise _error(source, f"{name} has the step '{registered}', which is not known", _DIFFERENT)
-        own = step if registered == _NORMALISERS[key] else own
-    if own is None:
-        return "IDENTITY", {}
-    config = own.get("config", {})
-    if config.get("eps", _EPSILON) != _EPSILON:
-        raise _error(source, f"eps in {name} is {config['eps']}, expected {_EPSILON}", _DIFFERENT)
-    modes = config.get("norm_map", modes)
-    tensors = read_tensors(folder, own["state_file"], f"{key}.") if "state_file" in own else {}
-    return modes.get(kind, "IDENTITY"), _named(tensors, f"{key}.")
+        again = "Copy it from the pretrained_model folder of the training, or download the checkpoint again."
+        raise _error(source, f"it has no {name}, without which LeRobot does not run it either", again)
+    found: dict[str, _Step] = {}
+    for step in read_fields(_Pipeline, read_json(folder, name), f"checkpoint '{source}': {name}")["steps"]:
+        kind = step.get("registry_name") or step.get("class", "without a name")
+        ordered = any(kind in order for order in orders)
+        if not ordered and kind not in _ANYWHERE[name]:
+            raise _error(source, f"{name} has the step '{kind}', which is not known there", _DIFFERENT)
+        if ordered and kind in found:
+            raise _error(source, f"{name} has the step '{kind}' twice", _DIFFERENT)
+        for setting, value in step.get("config", {}).items():
+            expected = _SETTINGS[kind].get(setting)
+            has = f"the step '{kind}' in {name} has the setting '{setting}'"
+            if expected is None:
+                raise _error(source, f"{has}, which is not known", _DIFFERENT)
+            if expected and value not in expected:
+                wanted = " or ".join(map(format_value, expected))
+                raise _error(source, f"{has} {format_value(value)}, expected {wanted}", _DIFFERENT)
+        if "state_file" in step and kind not in (_NORMALISER, _UNNORMALISER):
+            raise _error(source, f"the step '{kind}' in {name} has a state_file, which is not known", _DIFFERENT)
+        found[kind] = step
+    for order in orders:
+        right = [kind for kind in order if kind in found]
+        if right != [kind for kind in found if kind in order]:
+            raise _error(source, f"{name} has its steps in another order than {', '.join(right)}", _DIFFERENT)
+    if needed and needed not in found:
+        raise _error(source, f"{name} has no step '{needed}'", _DIFFERENT)
+    return found
 
 
-def _named(tensors: Mapping[str, Array], prefix: str) -> dict[str, Array]:
-    return {name.removeprefix(prefix): values for name, values in tensors.items()}
+def _config(source: str, name: str, steps: Mapping[str, _Step], kind: str) -> _StepConfig:
+    """Return the settings of the step `kind` of the pipeline `name`; none without the step."""
+    config = steps[kind].get("config", {}) if kind in steps else {}
+    return read_fields(_StepConfig, config, f"checkpoint '{source}': {name}: config of '{kind}'")
+
+
+def _checked_modes(source: str, where: str, modes: Mapping[str, str]) -> Mapping[str, str]:
+    for kind, mode in modes.items():
+        if mode not in _MODES:
+            what = f"{where} normalises {kind} by '{mode}', expected one of {', '.join(_MODES)}"
+            raise _error(source, what, _DIFFERENT)
+    return modes
+
+
+def _statistics(
+    source: str,
+    folder: Path,
+    name: str,
+    steps: Mapping[str, _Step],
+    configured: Mapping[str, str],
+    key: str,
+    kind: str,
+) -> _Statistics:
+    """Return how the normaliser of the pipeline `name` normalises the feature `key` of the type `kind`, and by what.
+
+    Without statistics LeRobot leaves the feature as it is.
+    """
+    normaliser = _UNNORMALISER if name == _AFTER else _NORMALISER
+    if normaliser not in steps:
+        return configured.get(kind, _FORMER_MODES[kind]), {}
+    config = _config(source, name, steps, normaliser)
+    for setting in ("features", "norm_map"):
+        if setting not in config:
+            raise _error(source, f"'{normaliser}' in {name} has no {setting}", _AGAIN)
+    modes = _checked_modes(source, f"'{normaliser}' in {name}", config["norm_map"])
+    file, keys = steps[normaliser].get("state_file"), config.get("normalize_observation_keys")
+    stored = read_statistics(folder, file, f"{key}.") if file else {}
+    found = {statistic: values for statistic, values in stored.items() if "." not in statistic}
+    if kind == "ACTION":
+        return modes.get(kind, _IDENTITY), found
+    if keys is not None and key not in keys:
+        return _IDENTITY, {}
+    if key not in config["features"]:
+        return modes.get(kind, _IDENTITY), {}
+    return modes.get(config["features"][key]["type"], _IDENTITY), found
+
+
+def _former_statistics(
+    source: str, folder: Path, modes: Mapping[str, str], cameras: Sequence[str]
+) -> dict[str, _Statistics]:
+    """Return the statistics of a policy of LeRobot up to 0.3, which are among its weights."""
+    if modes["VISUAL"] != _IDENTITY:
+        raise _normalised_frames(source, cameras[0], modes["VISUAL"])
+    found = {}
+    with closing(SafetensorsWeights(folder)) as weights:
+        for key, kind in ((STATE, "STATE"), (ACTION, "ACTION")):
+            found[key] = modes[kind], weights.statistics(_FORMER_TENSORS[key])
+            if modes[kind] != _IDENTITY and not found[key][1]:
+                what = f"it has neither pipelines of steps ({_BEFORE}) nor weights '{_FORMER_TENSORS[key]}*'"
+                raise _error(source, f"{what}, the statistics for {modes[kind]}", _AGAIN)
+    return found
+
+
+def _normalised_frames(source: str, camera: str, mode: str) -> CheckpointError:
+    return _error(source, f"the frames of '{camera}' are normalised by '{mode}', expected {_IDENTITY}", _DIFFERENT)
 
 
 def _normalisation(
-    source: str, own: str, mode: str, statistics: Mapping[str, Array], width: int
-) -> dict[str, list[float]]:
-    """Return the statistics `own` ("state" or "actions") of a processor_config.json, for `width` numbers."""
-    if mode != "IDENTITY" and mode not in _MODES:
-        raise _error(
-            source, f"the {own} is normalised by '{mode}', expected IDENTITY, {', '.join(_MODES)}", _DIFFERENT
-        )
-    if mode == "IDENTITY" or not statistics:
-        # LeRobot leaves what has no statistics as it is.
+    source: str, own: str, mode: str, statistics: Mapping[str, Array], width: int, most: int
+) -> dict[str, Any]:
+    """Return the fields of processor_config.json about `own` ("state" or "actions"), which has `width` numbers.
+
+    Statistics broadcast as in LeRobot. A state has as many numbers as its statistics, up to `most`: a policy that was
+    fine-tuned from a base checkpoint has the base checkpoint's `width`.
+    """
+    if mode == _IDENTITY:
         return {f"{own}_mean": [0.0] * width, f"{own}_std": [1.0] * width}
-    found = {}
-    for name, wanted in _MODES[mode].items():
-        values = np.asarray(statistics.get(name, []), np.float32)
-        if values.shape != (width,) or not np.isfinite(values).all():
-            raise _error(
-                source,
-                f"statistic '{name}' of the {own} has the shape {list(values.shape)} or numbers that are not finite, "
-                f"expected {width} finite numbers for {mode}",
-                "Save the policy again with the statistics of its data set.",
-            )
-        found[f"{own}_{wanted}"] = [float(value) for value in values]
-    return found
+    if not statistics:
+        return {f"{own}_width": width}
+    given = [np.asarray(statistics.get(name, np.zeros(0)), np.float32) for name in _MODES[mode]]
+    lengths = {values.shape[-1] for values in given if values.ndim} - {1}
+    length = lengths.pop() if lengths and own == "state" else width
+    fits = not lengths - {length} and 1 <= length <= most
+    if not fits or any(values.size not in (1, length) or values.size != prod(values.shape[-1:]) for values in given):
+        shapes = " and ".join(str(list(values.shape)) for values in given)
+        raise _unfit(source, own, mode, f"have the shapes {shapes}", width)
+    if not all(np.isfinite(values).all() for values in given):
+        raise _unfit(source, own, mode, "are not all finite", length)
+    return {
+        f"{own}_{wanted}": np.broadcast_to(values.reshape(-1), length).tolist()
+        for wanted, values in zip(_MODES[mode].values(), given, strict=True)
+    }
+
+
+def _unfit(source: str, own: str, mode: str, found: str, width: int) -> CheckpointError:
+    names = " and ".join(f"'{name}'" for name in _MODES[mode])
+    return _error(
+        source,
+        f"the statistics {names} of the {own} {found}, expected {width} finite numbers each for {mode}",
+        "Save the policy again with the statistics of its data set.",
+    )

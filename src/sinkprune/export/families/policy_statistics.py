@@ -26,6 +26,8 @@ class _PolicyFields(TypedDict, total=False):
     state_high: _Statistics
     actions_low: _Statistics
     actions_high: _Statistics
+    state_width: Annotated[int, Bounds(1, 1 << 12)]
+    actions_width: Annotated[int, Bounds(1, 1 << 12)]
     cameras: Annotated[list[Name], Bounds(1, 64)]
     most_prompt_tokens: Annotated[int, Bounds(1, 1 << 14)]
 
@@ -56,7 +58,12 @@ def statistics_of(source: str, settings: Mapping[str, Any], widths: Mapping[str,
         mean, std = pair(name, "mean", "std")
         check(f"{name}_std has no number below 0", list(std), holds=all(value >= 0 for value in std))
         low, high = pair(name, "low", "high")
-        facts |= {f"{own}_mean": mean, f"{own}_std": std, f"{own}_range": NumberRanges(low, high) if low else None}
+        facts |= {
+            f"{own}_mean": mean,
+            f"{own}_std": std,
+            f"{own}_range": NumberRanges(low, high) if low else None,
+            f"{own}_numbers": found.get(f"{name}_width"),
+        }
     cameras = found.get("cameras")
     return {
         **facts,

@@ -89,6 +89,7 @@ def run_chunk(
     step_ms = [ms[f"step_{number}"] for number in range(steps)]
     return ActionReport(
         actions=robot_actions(policy, actions),
+        in_robots_units=policy.in_robots_units,
         method=method,
         budget=budget,
         steps=steps,

@@ -11,7 +11,7 @@ import numpy as np
 from sinkprune.contract.checks.format_value import counted, format_value, type_name
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.checks.user_warnings import warn_user
-from sinkprune.contract.errors import ImageError, PromptError, UnusualStateWarning, UsageError
+from sinkprune.contract.errors import ImageError, PromptError, UnitsWarning, UnusualStateWarning, UsageError
 from sinkprune.contract.manifest import Manifest, NumberRanges, PolicyFacts
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.steps.pictures import PictureLike, check_order, warn_of_order, with_order
@@ -63,7 +63,8 @@ def observed(
 ) -> Observation:
     """Return a checked observation; raises `ImageError`, `PromptError` and `UsageError`.
 
-    Warns with `UnusualStateWarning` of a state that is far outside the training data.
+    Warns with `UnusualStateWarning` of a state that is far outside the training data, and with `UnitsWarning` if
+    states or actions stay normalised.
     """
     if not isinstance(instruction, str):
         raise PromptError(
@@ -86,6 +87,8 @@ def observed(
     prompt = state_prompt(policy, instruction, normalised) if policy.state_in_prompt else instruction
     if said := unusual_state(policy, normalised):
         warn_user(said, UnusualStateWarning)
+    if policy.units_note:
+        warn_user(policy.units_note, UnitsWarning)
     return Observation(frames, names, instruction, prompt, normalised, drawn, count)
 
 
@@ -146,7 +149,7 @@ def robot_actions(policy: PolicyFacts, actions: Array) -> Array:
         low, extent = _extents(policy.action_range)
         return (actions[0, :, : len(low)] + np.float32(1)) * extent / np.float32(2) + low
     if not policy.action_mean:
-        return actions[0]
+        return actions[0, :, : policy.action_width]
     mean, std = (np.asarray(each, np.float32) for each in (policy.action_mean, policy.action_std))
     return actions[0, :, : len(mean)] * (std + np.float32(1e-8)) + mean
 

@@ -57,13 +57,15 @@ class ActionDeadline(DeadlineOutcome):
 class ActionReport:
     """A chunk of actions, and how it came about.
 
-    `actions` is [chunk,width] fp32, in the robot's units. `ms` has milliseconds by part, with `latency` for the whole
-    chunk, and `step_ms` those of each denoising step. docs/json-act.md explains each field.
+    `actions` is [chunk,width] fp32, in the robot's units if `in_robots_units` is true. `ms` has milliseconds by part,
+    with `latency` for the whole chunk, and `step_ms` those of each denoising step. docs/json-act.md explains each
+    field.
     """
 
     actions: Array = field(repr=False)
-    """[chunk,width] fp32: one row an action, in the robot's units. Without the statistics of a checkpoint they are
-    normalised, and have the expert's whole width."""
+    """[chunk,width] fp32: one row an action, in the robot's units or normalised."""
+    in_robots_units: bool
+    """Whether states and actions are in the robot's units. False for a checkpoint without their statistics."""
     method: str
     budget: str
     steps: int

@@ -81,10 +81,12 @@ class Observations(NamedTuple):
     def check(self, manifest: Manifest, instruction: str, **options: Any) -> list[str]:
         """Check all moments before anything is loaded, with the `options` of `observed`.
 
-        Prints and returns notes about frames that may not belong together and about the first unusual state. Raises
-        `ImageError`, `PromptError` and `UsageError`.
+        Prints and returns notes about frames that may not belong together, about units of the numbers and about the
+        first unusual state. Raises `ImageError`, `PromptError` and `UsageError`.
         """
         notes, unusual = self._names_note(), ""
+        if manifest.acting.units_note:
+            notes.append(manifest.acting.units_note)
         for number, moment in enumerate(self.moments, 1):
             try:
                 observation = observed(manifest, moment.cameras, instruction, moment.state, **options)
