@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-robot test lint types pytest figures test-slow test-harness test-ray test-lerobot test-intel-gpu test-aarch64 test-x86-64 fuzz clean
+.PHONY: demo demo-robot test lint types pytest figures test-slow test-harness test-ray test-lerobot test-lerobot-0.6 test-intel-gpu test-aarch64 test-x86-64 fuzz clean
 
 demo: .venv/.demo
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash demo/demo.sh demo-output
@@ -71,6 +71,14 @@ test-lerobot: .venv/.dev
 	$(LEROBOT)/pip install --quiet --editable '.[cpu]' --requirement tests/support/lerobot/requirements.txt
 	LEROBOT_PYTHON=$(CURDIR)/$(LEROBOT)/python $(BIN)/pytest $(LONG) -m lerobot
 
+# LeRobot 0.6 needs Python 3.12, and other versions of its packages: make test-lerobot-0.6 PYTHON=python3.12
+test-lerobot-0.6: .venv/.dev
+	$(PYTHON) -m venv build/lerobot-0.6
+	build/lerobot-0.6/bin/pip install --quiet $(PIP_INDEX) torch==2.13.0
+	build/lerobot-0.6/bin/pip install --quiet $(PIP_INDEX) --no-deps torchvision==0.28.0 lerobot==0.6.1
+	build/lerobot-0.6/bin/pip install --quiet --requirement tests/support/lerobot/requirements-0.6.txt
+	LEROBOT_PYTHON=$(CURDIR)/build/lerobot-0.6/bin/python $(BIN)/pytest $(LONG) -m lerobot -k saved_policies
+
 # A stand-in for a GPU of Intel on x86-64: OpenVINO's GPU plugin and its kernels, on Intel's OpenCL for processors.
 STAND_IN := build/intel-gpu
 OPENCL := $(CURDIR)/$(STAND_IN)/lib
@@ -107,7 +115,7 @@ clean:
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 REACHED := import sys, urllib.request; urllib.request.urlopen(sys.argv[1] + "/torch/", timeout=5)
 
-test-lerobot .venv/.dev: PIP_INDEX = $(if $(TORCH_INDEX),$$($(BIN)/python -c '$(REACHED)' $(TORCH_INDEX) 2>/dev/null && \
+test-lerobot test-lerobot-0.6 .venv/.dev: PIP_INDEX = $(if $(TORCH_INDEX),$$($(BIN)/python -c '$(REACHED)' $(TORCH_INDEX) 2>/dev/null && \
 	echo --extra-index-url $(TORCH_INDEX) || echo "$(TORCH_INDEX) cannot be reached: taking pip's torch" >&2))
 
 .venv/.demo .venv/.dev: .venv/.%: pyproject.toml | $(BIN)/python

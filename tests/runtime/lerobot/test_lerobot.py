@@ -1,4 +1,5 @@
-"""The policy class in LeRobot itself: its control loop, its policy server and its robot client.
+"""The policy class in LeRobot itself: its control loop, its policy server and its robot client. And policies that
+LeRobot itself writes and runs.
 
 LeRobot has an environment of its own, whose Python is `$LEROBOT_PYTHON` (`make test-lerobot`). Its processes run the
 commands of the page. This process computes what they should do.
@@ -12,7 +13,7 @@ import shlex
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,17 @@ import numpy as np
 import pytest
 
 from sinkprune import Policy
+from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.command import main as export
+from sinkprune.export.source import ExportRequest
 from support.lerobot.episodes import EPISODE, RUN, SEED, episode
+from support.models.lerobot_checkpoints import use_small_sizes
 from support.programs.printed_commands import ALL
 from support.programs.repository import ROOT
 
 pytestmark = pytest.mark.lerobot
 SECONDS = 300
+TASK = "pick up the cup"
 PLAIN = "python -m sinkprune.runtime.lerobot."
 [EXPORT] = [text for place, text in ALL if place.startswith("lerobot.md:") and text.startswith("sinkprune-export ")]
 [WRITE] = [text for _, text in ALL if text.startswith(f"{PLAIN}write_policy ")]
@@ -136,6 +141,30 @@ def test_the_pipelines_of_the_folder_change_no_value(folder: Path) -> None:
         "policy_preprocessor.json": ["rename_observations_processor", "to_batch_processor", "device_processor"],
         "policy_postprocessor.json": ["device_processor"],
     }
+
+
+def test_saved_policies_equal_those_of_lerobot(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Through LeRobot's own pipelines, with its own weights: all ways to normalise, joints that never move, renamed
+    and missing cameras, frames of other sizes, and statistics of other shapes or under other names.
+    """
+    run(program("support.lerobot.saved_policies", *map(str, map(checkpoint, ("pi0", "pi0.5"))), "."), tmp_path)
+    files, wrong = sorted(tmp_path.glob("*/*.npz")), {}
+    for file in files:
+        kind, name = file.parent.name, file.stem
+        small = checkpoint({"pi0": "pi0", "pi05": "pi0.5"}[kind])
+        use_small_sizes(monkeypatch, small, kind)
+        request = ExportRequest(str(file.with_suffix("")), tokenizer=str(small), budgets=("prune-88.9",))
+        export_bundle(request, tmp_path / "bundle", force=True)
+        policy = Policy.load(tmp_path / "bundle", threads=1)
+        with np.load(file) as given:
+            frames = [given.get(camera) for camera in policy.facts.cameras or ()]
+            report = policy.act(frames, TASK, given["observation.state"], noise=given["noise"], steps=10)
+            difference = np.abs(report.actions - given["actions"]).max()
+        if difference > 1e-5 or report.in_robots_units == (name in ("no-statistics", "of-a-data-set")):
+            wrong[f"{kind}/{name}"] = difference, report.in_robots_units
+    assert len(files) >= 16 and wrong == {}
 
 
 def compare(found: dict[str, Any], actions: list[list[float]], succeeded: bool) -> None:

@@ -1,10 +1,10 @@
 """Policies that LeRobot's own code writes, loads and runs, in the sizes of a small checkpoint of transformers' form.
 
-    python -m support.lerobot.saved_policies KIND SMALL FOLDER
+    python -m support.lerobot.saved_policies PI0 PI05 FOLDER
 
-writes a folder for each of `cases`, as `lerobot-train` does, and next to it NAME.npz: an observation, noise, and the
-actions of the policy that LeRobot loads from the folder with its pipelines. KIND is pi0 or pi05; SMALL has the sizes,
-and the tokenizer in place of the hub's. Prints the names of the cases as JSON.
+writes FOLDER/pi0/NAME and FOLDER/pi05/NAME for each of `cases`, as `lerobot-train` does, and next to it NAME.npz: an
+observation, noise, and the actions of the policy that LeRobot loads from NAME with its pipelines. The small
+checkpoints PI0 and PI05 have the sizes, and the tokenizer in place of the hub's.
 """
 
 from __future__ import annotations
@@ -216,5 +216,6 @@ def main(kind: str, small: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    kind, small, folder = sys.argv[1:]
-    main(kind, Path(small), Path(folder))
+    *smalls, place = map(Path, sys.argv[1:])
+    for policy_kind, source in zip(["pi0"] if FORMER else ["pi0", "pi05"], smalls, strict=False):
+        main(policy_kind, source, place / policy_kind)

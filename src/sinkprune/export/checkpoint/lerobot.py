@@ -234,7 +234,7 @@ def check_folder(source: str, folder: Path) -> None:
             source,
             f"it is an adapter (PEFT, LoRA) for {format_value(base)}, without the model's own weights",
             "Merge it into the model with merge_and_unload of peft, save the result, and export that "
-            "(docs/policy-checkpoints.md).",
+            "(docs/convert-policies.md).",
         )
     jax = not config and has_entry(folder, "params")
     if jax or ("action_horizon" in config and not {"type", "model_type"} & config.keys()):
@@ -243,7 +243,7 @@ def check_folder(source: str, folder: Path) -> None:
             f"it is a checkpoint of openpi in {'JAX' if jax else 'PyTorch'} form. Names of cameras and conversions "
             "of actions, for example relative ones, are in openpi's training code and not in the folder",
             "Export a policy in LeRobot's form, such as lerobot/pi0_base or lerobot/pi05_base, or convert this one "
-            "(docs/policy-checkpoints.md).",
+            "(docs/convert-policies.md).",
         )
 
 
