@@ -201,6 +201,9 @@ def test_the_tokenizer_comes_from_another_folder(source: Path, tmp_path: Path, c
     folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"), tokenizer=False)
     with pytest.raises(CheckpointError, match=r"has no tokenizer.json.* --tokenizer google/paligemma-3b-pt-224; or"):
         open_source(ExportRequest(str(folder)))
+    rewritten(folder, *before(configured(3, tokenizer_name="models/paligemma")))
+    with pytest.raises(CheckpointError, match=r"--tokenizer models/paligemma; or"):
+        open_source(ExportRequest(str(folder)))
     pi0_tokenizer().save_pretrained(tmp_path / "tokenizer")
     command = [str(folder), "-o", str(tmp_path / "bundle"), "--budgets", BUDGET]
     assert main([*command, "--tokenizer", str(tmp_path / "tokenizer")]) == 0
@@ -225,6 +228,8 @@ def test_the_tokenizer_comes_from_another_folder(source: Path, tmp_path: Path, c
         ({"n_obs_steps": 2}, r"n_obs_steps"),
         ({"use_relative_actions": True}, "use_relative_actions is true, expected false"),
         ({"use_peft": True}, "use_peft is true"),
+        ({"rtc_config": {"execution_horizon": 10}}, "rtc_config is enabled.* Write null as rtc_config"),
+        ({"normalization_mapping": {"VISUAL": "LOG"}}, "config.json normalises VISUAL by 'LOG'"),
         ({"input_features": {}, "empty_cameras": 0}, "names no cameras, because input_features .* lerobot/pi0_base"),
         (
             {"input_features": {"observation.state": {"type": "STATE", "shape": [99]}}},
@@ -301,9 +306,10 @@ def configured(place: int, **changes: Any) -> Callable[[Any], Any]:
         (after(configured(0, stats={"action": {}})), "has the setting 'stats', which is not known"),
         (
             after(configured(0, norm_map={"ACTION": "LOG"})),
-            "normalises ACTION by 'LOG', expected one of IDENTITY, ME",
+            "normalises ACTION by 'LOG', expected STATE, VIS",
         ),
-        (before(configured(6, norm_map={"VISUAL": "LOG"})), "normalises VISUAL by 'LOG', expected one of IDENTITY"),
+        (before(configured(6, norm_map={"VISUAL": "LOG"})), "normalises VISUAL by 'LOG', expected"),
+        (before(configured(6, norm_map={"STAT": "MEAN_STD"})), "normalises STAT by 'MEAN_STD', expected STATE"),
         (after(lambda steps: steps[0]["config"].pop("norm_map")), "'unnormalizer_processor' in .* has no norm_map"),
         (
             before(configured(6, norm_map={"STATE": "QUANTILES"})),

@@ -53,6 +53,8 @@ _MODES = {
     "QUANTILE10": {"q10": "low", "q90": "high"},
 }
 """LeRobot's statistics of each way to normalise, and their names in processor_config.json."""
+_KINDS = ("STATE", "VISUAL", "ACTION", "ENV", "REWARD", "LANGUAGE")
+"""LeRobot's types of features."""
 _FORMER_MODES = {"VISUAL": _IDENTITY, "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
 """How LeRobot up to 0.3 normalises features of each type by default."""
 _BEFORE, _AFTER = "policy_preprocessor.json", "policy_postprocessor.json"
@@ -140,6 +142,7 @@ class _Fields(PolicyFields, _Switches, total=False):
     resize_imgs_with_padding: Annotated[list[Side], Bounds(2, 2)]
     empty_cameras: Annotated[int, Bounds(0, 64)]
     tokenizer_max_length: Annotated[int, Bounds(1, 1 << 14)]
+    rtc_config: dict[str, Any] | None
 
 
 _Statistics = tuple[str, Mapping[str, Array]]
@@ -202,22 +205,23 @@ def translated_files(source: str, folder: Path, config: Mapping[str, Any]) -> di
         "resample": 2,
         "pad_size": {"height": side, "width": side},
     }
-    policy = _policy(source, folder, known)
     return {
         "config.json": translated_config(source, config),
         "preprocessor_config.json": pixels,
-        "processor_config.json": policy,
+        "processor_config.json": _policy(source, folder, known),
     }
 
 
 def check_tokenizer(source: str, folder: Path) -> None:
-    """Raise `CheckpointError` if a folder in LeRobot's form has no tokenizer of its own."""
+    """Raise `CheckpointError` if a folder in LeRobot's form, whose pipelines are known, has no tokenizer of its own."""
     if not has_entry(folder, "tokenizer.json"):
+        steps = read_json(folder, _BEFORE)["steps"] if has_entry(folder, _BEFORE) else []
+        configs = [step.get("config", {}) for step in steps if step.get("registry_name") == _TOKENIZING]
+        name = next((config["tokenizer_name"] for config in configs if "tokenizer_name" in config), TOKENIZER)
         raise _error(
             source,
             "it has no tokenizer.json, because LeRobot loads its tokenizer from the hub",
-            f"Accept its licence on the hub, and add --tokenizer {TOKENIZER}; or give a local folder with this "
-            "tokenizer.",
+            f"Accept its licence on the hub, and add --tokenizer {name}; or give a local folder with this tokenizer.",
         )
 
 
@@ -264,6 +268,12 @@ def _read(source: str, config: Mapping[str, Any]) -> Any:
     for name in _Switches.__annotations__:
         if known.get(name):
             raise _error(source, f"{name} is true, expected false", _DIFFERENT)
+    if (chunking := known.get("rtc_config")) is not None and chunking.get("enabled", True):
+        raise _error(
+            source,
+            "rtc_config is enabled, so LeRobot has each chunk continue the last one",
+            "Write null as rtc_config in config.json to export it without real-time chunking.",
+        )
     return known
 
 
@@ -391,9 +401,9 @@ def _config(source: str, name: str, steps: Mapping[str, _Step], kind: str) -> _S
 
 def _checked_modes(source: str, where: str, modes: Mapping[str, str]) -> Mapping[str, str]:
     for kind, mode in modes.items():
-        if mode not in _MODES:
-            what = f"{where} normalises {kind} by '{mode}', expected one of {', '.join(_MODES)}"
-            raise _error(source, what, _DIFFERENT)
+        if kind not in _KINDS or mode not in _MODES:
+            expected = f"expected {', '.join(_KINDS)} by {', '.join(_MODES)}"
+            raise _error(source, f"{where} normalises {kind} by '{mode}', {expected}", _DIFFERENT)
     return modes
 
 
