@@ -213,7 +213,7 @@ def translated_files(source: str, folder: Path, config: Mapping[str, Any]) -> di
 
 
 def check_tokenizer(source: str, folder: Path) -> None:
-    """Raise `CheckpointError` if a folder in LeRobot's form, whose pipelines are known, has no tokenizer of its own."""
+    """Raise `CheckpointError` if a folder in LeRobot's form, with known pipelines, has no tokenizer of its own."""
     if not has_entry(folder, "tokenizer.json"):
         steps = read_json(folder, _BEFORE)["steps"] if has_entry(folder, _BEFORE) else []
         configs = [step.get("config", {}) for step in steps if step.get("registry_name") == _TOKENIZING]
@@ -446,7 +446,7 @@ def _former_statistics(
     """Return the statistics of a policy of LeRobot up to 0.3, which are among its weights."""
     if modes["VISUAL"] != _IDENTITY:
         raise _normalised_frames(source, cameras[0], modes["VISUAL"])
-    found = {}
+    found: dict[str, _Statistics] = {}
     with closing(SafetensorsWeights(folder)) as weights:
         for key, kind in ((STATE, "STATE"), (ACTION, "ACTION")):
             found[key] = modes[kind], weights.statistics(_FORMER_TENSORS[key])
