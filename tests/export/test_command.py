@@ -42,6 +42,7 @@ def test_former_names_of_dialects_are_valid(
         "unused_settings": {},
         "dialect": meant,
         "in_robots_units": None,
+        "max_pixels": None,
     }
     manifest = read_bundle(tmp_path / "out").manifest
     assert manifest.dialect == meant
