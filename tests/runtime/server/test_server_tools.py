@@ -240,7 +240,11 @@ def test_a_request_of_langchain(number: int, client: openai.OpenAI, small: Image
     content, calls = choice.message.content, choice.message.tool_calls
     if "response_format" in body:
         schema = body["response_format"].get("json_schema", {}).get("schema", {"type": "object"})
-        jsonschema.validate(json.loads(content or ""), schema)
+        if choice.finish_reason == "length":
+            # Random weights may write a text without an end.
+            assert content and content.startswith("{") and schema == {"type": "object"}
+        else:
+            jsonschema.validate(json.loads(content or ""), schema)
     elif body.get("tool_choice", "auto") in ("auto", "none"):
         assert content and not calls
     else:
