@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-robot test lint types pytest figures test-slow test-harness test-ray test-lerobot test-lerobot-0.6 test-intel-gpu test-aarch64 test-x86-64 fuzz clean
+.PHONY: demo demo-robot test lint types pytest figures test-slow test-harness test-ray test-lerobot test-lerobot-0.6 test-python test-intel-gpu test-aarch64 test-x86-64 fuzz clean
 
 demo: .venv/.demo
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash demo/demo.sh demo-output
@@ -33,7 +33,7 @@ LONG := -o faulthandler_timeout=3600
 
 # A thread of BLAS to each worker: they share cores, and OpenBLAS spins where its threads do.
 pytest: .venv/.dev
-	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) -m "not slow and not gpu and not harness and not ray and not lerobot and not intel_gpu"
+	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) -m "not slow and not gpu and not harness and not ray and not lerobot and not intel_gpu and not python"
 
 # Measures the tables of the README and the docs again on this machine: make figures FIGURES="savings accuracy"
 figures: .venv/.dev
@@ -78,6 +78,17 @@ test-lerobot-0.6: .venv/.dev
 	build/lerobot-0.6/bin/pip install --quiet $(PIP_INDEX) --no-deps torchvision==0.28.0 lerobot==0.6.1
 	build/lerobot-0.6/bin/pip install --quiet --requirement tests/support/lerobot/requirements-0.6.txt
 	LEROBOT_PYTHON=$(CURDIR)/build/lerobot-0.6/bin/python $(BIN)/pytest $(LONG) -m lerobot -k saved_policies
+
+# The short part of the suite on another Python, with the newest libraries that pip finds for it, and without PyTorch:
+# make test-python PYTHON=python3.13. Python 3.10 runs bundles that .venv exports.
+OTHER := build/$(notdir $(PYTHON))
+MEDIA := $(addprefix tests/runtime/media/test_,video_times.py video_file.py video_seeking.py pixel_values.py image_files.py)
+
+test-python: .venv/.dev
+	$(PYTHON) -m venv --clear $(OTHER)
+	$(OTHER)/bin/pip install --quiet --no-compile --progress-bar off --editable '.[demo,robots,server,structured,test]'
+	OPENBLAS_NUM_THREADS=1 SINKPRUNE_EXPORT=$(CURDIR)/$(BIN)/sinkprune-export \
+		$(OTHER)/bin/python -m pytest -q -m "not slow" tests/test_python_versions.py $(MEDIA)
 
 # A stand-in for a GPU of Intel on x86-64: OpenVINO's GPU plugin and its kernels, on Intel's OpenCL for processors.
 STAND_IN := build/intel-gpu

@@ -13,6 +13,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,15 @@ hypothesis.settings.load_profile("busy machine")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# Python 3.10 runs bundles only.
+EXPORTS = find_spec("onnx") is not None
+
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_exports() -> None:
     """Exports infer the shapes of alike nodes once."""
+    if not EXPORTS:
+        return
     from support.references.operator_signatures import keep_inferred_shapes, keep_signatures
 
     keep_signatures()
@@ -75,11 +81,8 @@ def quick_loads_and_writes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OrtBackend, "_reads_files", kept)
         patch.setattr(os, "fsync", lambda descriptor: None)
-        for module in (
-            "runtime.backends.onnxruntime.backend",
-            "engines.targets.onnxruntime",
-            "engines.targets.openvino",
-        ):
+        targets = ("engines.targets.onnxruntime", "engines.targets.openvino") if EXPORTS else ()
+        for module in ("runtime.backends.onnxruntime.backend", *targets):
             patch.setattr(f"sinkprune.{module}.trim_heap", lambda: None)
         yield
 
@@ -110,6 +113,8 @@ def checkpoint(shared_folder: Path) -> Callable[[str], Path]:
     """The folder of a small checkpoint, by its name in one of the tables above. Tests must not write into it."""
 
     def get(name: str) -> Path:
+        if find_spec("torch") is None:
+            pytest.skip("the checkpoint is made with PyTorch")
         from support.models.small_models import make_small_model
 
         return make_once(shared_folder / name, partial(make_small_model, name))
@@ -130,11 +135,12 @@ def bundle(checkpoint: Callable[[str], Path], shared_folder: Path) -> Callable[.
         max_frames: int = 0,
         weights: WeightsName | None = None,
     ) -> Path:
+        made = checkpoint(name)
         from sinkprune.export.bundle_writer import export_bundle
         from sinkprune.export.source import ExportRequest
 
         request = ExportRequest(
-            str(checkpoint(name)),
+            str(made),
             budgets=budgets,
             precision=precision,
             dialect=dialect,

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from PIL import Image
 
@@ -51,7 +51,8 @@ class TaskOptions(BundleOptions, ReportOptions):
     limit: int | None
 
 
-class OpenTask(NamedTuple, Generic[S]):
+@dataclass(frozen=True)
+class OpenTask(Generic[S]):
     """A bundle and the questions or moments that it is measured on."""
 
     bundle: Bundle
