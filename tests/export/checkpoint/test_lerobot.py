@@ -484,18 +484,18 @@ def test_without_statistics_actions_are_normalised_aloud(
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"pretrained_model/config.json": {"type": "pi0"}, "training_state/x": {}}, "Export .*/pretrained_model"),
+        ({"pretrained_model/config.json": {"type": "pi0"}, "training_state/x": {}}, "one of them: .*/pretrained_mod"),
         ({"last/pretrained_model/config.json": {"type": "pi0"}}, "lerobot-train .* Export .*/last/pretrained_model"),
         ({"checkpoints/last/pretrained_model/config.json": {}}, "Export .*/checkpoints/last/pretrained_model"),
         ({"params/_METADATA": {}, "assets/x/norm_stats.json": {}}, "openpi in JAX form.* lerobot/pi0_base"),
         ({"config.json": {"action_dim": 32, "action_horizon": 10}}, "openpi in PyTorch form.* lerobot/pi05_base"),
         (
-            {"adapter_config.json": {"base_model_name_or_path": "lerobot/pi0_base"}},
-            r"an adapter \(PEFT, LoRA\) for 'lerobot/pi0_base'.* merge_and_unload",
+            {"adapter_config.json": {"base_model_name_or_path": "lerobot/pi0_base"}, "config.json": {"type": "pi0"}},
+            r"an adapter \(PEFT, LoRA\) of the policy 'lerobot/pi0_base'.* merge_and_unload",
         ),
         (
             {"adapter_config.json": {}, "config.json": {"type": "pi0", "use_peft": True}},
-            "for 'another model'",
+            "of the policy 'BASE'",
         ),
     ],
 )

@@ -226,19 +226,18 @@ def check_tokenizer(source: str, folder: Path) -> None:
 
 
 def check_folder(source: str, folder: Path) -> None:
-    """Raise `CheckpointError` for a folder around a policy of LeRobot, of openpi, or of an adapter alone."""
+    """Raise `CheckpointError` for a folder around a policy of LeRobot, with an adapter of one, or of openpi."""
     config = read_json(folder, "config.json") if has_entry(folder, "config.json") else {}
-    policies = ("pretrained_model", "last/pretrained_model", "checkpoints/last/pretrained_model")
+    policies = ("last/pretrained_model", "checkpoints/last/pretrained_model")
     inner = next((name for name in policies if has_entry(folder, f"{name}/config.json")), None)
     if inner and not config:
         raise _error(source, "it is a folder of lerobot-train around a policy", f"Export {Path(source) / inner}.")
-    if has_entry(folder, "adapter_config.json") and (not config or config.get("use_peft")):
-        base = read_json(folder, "adapter_config.json").get("base_model_name_or_path") or "another model"
+    if has_entry(folder, "adapter_config.json") and is_lerobot(config):
+        base = read_json(folder, "adapter_config.json").get("base_model_name_or_path") or "BASE"
         raise _error(
             source,
-            f"it is an adapter (PEFT, LoRA) for {format_value(base)}, without the model's own weights",
-            "Merge it into the model with merge_and_unload of peft, save the result, and export that "
-            "(docs/convert-policies.md).",
+            f"it is an adapter (PEFT, LoRA) of the policy {format_value(base)}, and no whole checkpoint",
+            "Merge both with merge_and_unload of peft, and export the result (docs/convert-policies.md).",
         )
     jax = not config and has_entry(folder, "params")
     if jax or ("action_horizon" in config and not {"type", "model_type"} & config.keys()):
