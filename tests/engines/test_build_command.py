@@ -26,6 +26,8 @@ from sinkprune.engines import preflight
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.progress import TerminalProgress, interrupts_noted
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.compatibility import open_engines
 from support.models.heads_of_64 import export_random
@@ -44,6 +46,19 @@ def build(source: object, output: Path, *options: object) -> Any:
     left = sorted(path.name for path in output.parent.iterdir() if output.name in path.name)
     assert left == ([output.name] if outcome.code == 0 else []), "something half-written was left"
     return outcome
+
+
+def test_folders_have_the_modes_that_the_umask_allows(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """safetensors and ONNX Runtime, which write files of a bundle and of engines, have modes of their own."""
+    before = os.umask(0o002)
+    try:
+        export_bundle(ExportRequest(str(checkpoint("gqa-112")), budgets=("retain-64",)), tmp_path / "bundle")
+        assert build(tmp_path / "bundle", tmp_path / "engines", "--target", "onnxruntime").code == 0
+    finally:
+        os.umask(before)
+    for folder in ("bundle", "engines"):
+        for path in (tmp_path / folder, *(tmp_path / folder).rglob("*")):
+            assert path.stat().st_mode & 0o777 == (0o775 if path.is_dir() else 0o664), path
 
 
 @pytest.fixture(scope="module")

@@ -260,6 +260,8 @@ def _save_embedding(path: Path, family: Family, precision: Precision, read: Read
         for name, (stored, shape) in shapes.items()
     }
     path.parent.mkdir()
+    path.touch()
+    mode = path.stat().st_mode
     save_file(arrays, path)
-    # safetensors writes a private temporary file.
-    path.chmod(0o644)
+    # safetensors replaces the file by a private one. `touch` made it as the umask allows.
+    path.chmod(mode)

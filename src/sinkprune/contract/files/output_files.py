@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import combinations
@@ -103,18 +103,18 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     If the block raises, the temporary file is removed. Raises `OutputError` if it cannot be made, and `OSError` with
     the name of the file if it cannot be written, as on a full disk.
     """
+    temporary = path.absolute().with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
+        # Module tempfile would ignore the umask, and make a file for this user alone.
+        opened = temporary.open("xb")
     except OSError as error:
         raise OutputError(f"'{path}' cannot be written: {error.strerror}. Choose another place.") from error
-    temporary = Path(name)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with opened as file:
             yield file
             file.flush()
             # Otherwise a power cut may leave an empty file under the new name.
             os.fsync(file.fileno())
-        temporary.chmod(0o644)
         temporary.replace(path)
     except OSError as error:
         # Errors of a full disk name no file.

@@ -65,6 +65,8 @@ class OnnxRuntimeBuilder(Builder):
         options.add_session_config_entry(f"{entry}_min_size_in_bytes", _EXTERNAL_BYTES)
         prepacked = "1" if self._prepacks else "0"
         options.add_session_config_entry("session.save_external_prepacked_constant_initializers", prepacked)
+        # ONNX Runtime would make a file that no group may write, whatever the umask allows.
+        output.touch()
         with job.model.by_path() as path:
             source = session_path(path)
             try:
