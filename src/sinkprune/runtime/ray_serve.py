@@ -43,7 +43,8 @@ class Replica:
         """Load the bundle and return the application."""
         # The replica's log has one note instead.
         warnings.simplefilter("ignore", PictureWarning)
-        return load_app(self._options, read_app_bundle(self._options))
+        # Where Ray's proxies listen, on this machine or on others, is set elsewhere.
+        return load_app(self._options, read_app_bundle(self._options), "0.0.0.0")
 
 
 def build(arguments: Mapping[str, Any]) -> Any:
@@ -100,7 +101,10 @@ def _parse(arguments: Mapping[str, Any]) -> _Options:
     parser.allow_abbrev = False
     flags = {option for action in parser._actions if action.nargs == 0 for option in action.option_strings}
     words = []
-    for name, value in arguments.items():
+    every = [
+        (name, one) for name, given in arguments.items() for one in (given if isinstance(given, list) else [given])
+    ]
+    for name, value in every:
         option, text = f"--{name.replace('_', '-')}", str(value)
         if name == "bundle":
             words.append(text)

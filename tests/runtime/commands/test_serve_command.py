@@ -98,7 +98,8 @@ def test_the_end_waits_for_no_body(bundle: Callable[..., Path], tmp_path: Path) 
         address = (urlsplit(found["url"]).hostname, urlsplit(found["url"]).port)
         with socket.create_connection(address) as slow, socket.create_connection(address) as lost:
             for connection, path in ((slow, "/v1/chat/completions"), (lost, "/nothing")):
-                connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
+                head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
             # Until both bodies are being read.
             time.sleep(0.5)
             began = time.monotonic()

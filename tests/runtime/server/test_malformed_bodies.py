@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from tests.runtime.server.test_chat_request import TEXT, URI, as_uri, png
-from tests.runtime.server.test_server import served
+from tests.runtime.server.test_server import AS_JSON, served
 from tests.runtime.server.test_server_tools import JSON, NO_LIST, NO_OBJECT, NO_TEXT
 
 from sinkprune import Pipeline
@@ -88,7 +88,7 @@ def client(pipeline: Callable[..., Pipeline]) -> Iterator[httpx.Client]:
 
 def refused(client: httpx.Client, content: bytes) -> str:
     """Return the sentence with which the server rejects a body."""
-    found = client.post("/chat/completions", content=content)
+    found = client.post("/chat/completions", content=content, headers=AS_JSON)
     assert 400 <= found.status_code < 500, (found.status_code, found.text[:300])
     message: str = found.json()["error"]["message"]
     assert message and "\n" not in message and len(message) < 1000
@@ -128,7 +128,7 @@ def test_a_client_that_sends_all_of_a_body_first_reads_the_response(
     path: str, key: str, status: int, pipeline: Callable[..., Pipeline]
 ) -> None:
     with served(pipeline("gqa-112"), api_key="secret", max_body_bytes=2000) as address:
-        request = Request(f"{address}/{path}", b"x" * 20_000_000, {"Authorization": f"Bearer {key}"})
+        request = Request(f"{address}/{path}", b"x" * 20_000_000, {"Authorization": f"Bearer {key}", **AS_JSON})
         with pytest.raises(HTTPError) as refused:
             urlopen(request)
     assert refused.value.code == status

@@ -17,25 +17,25 @@ import numpy as np
 import openai
 import pydantic
 import pytest
-import uvicorn
 from openai.lib._parsing._completions import type_to_response_format_param
 from PIL import Image
 from tests.runtime.server.test_chat_request import BODY, data_uri
 
 from sinkprune import Pipeline
 from sinkprune.runtime.server.app import ServerSettings, new_app
+from sinkprune.runtime.server.connections import Server
 from sinkprune.runtime.server.responses import TokenLogprobs
 from support.references.answer_encoders import STOP, answer_encoder
 
 QUESTION = "What is on the table?"
 TOKENS = 6
+AS_JSON = {"Content-Type": "application/json"}
 
 
 @contextmanager
 def served(pipeline: Pipeline, **settings: Any) -> Iterator[str]:
     """Yield the address of a server in this process."""
-    app = new_app(pipeline, ServerSettings(**{"name": "m", "budget": "retain-64", **settings}))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+    server = Server(new_app(pipeline, ServerSettings(**{"name": "m", "budget": "retain-64", **settings})), drain_s=1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         # As in `sinkprune-serve`: each response would wait 40 ms for the client.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -302,31 +302,6 @@ def test_a_key_and_a_limit_on_bodies(pipe: Pipeline) -> None:
         large = post(address, right, user="x" * 3000)
         assert large.status_code == 413 and "2000 bytes" in large.json()["error"]["message"]
         assert httpx.get(f"{address}/health").status_code == 200
-
-
-@contextmanager
-def half_sent(address: str) -> Iterator[socket.socket]:
-    """Yield a connection that has sent the beginning of a body."""
-    host, port = address.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
-        yield connection
-
-
-def test_few_bodies_are_read_at_once(pipe: Pipeline) -> None:
-    with served(pipe, max_queue=2) as address:
-        until = time.monotonic() + 30
-        with half_sent(address), half_sent(address):
-            while (refused := post(address)).status_code != 429:
-                assert time.monotonic() < until
-            assert "the server is reading 2 other requests" in refused.text
-        while post(address).status_code != 200:
-            assert time.monotonic() < until
-
-
-def test_a_body_that_does_not_arrive_is_given_up(pipe: Pipeline) -> None:
-    with served(pipe, max_body_seconds=0.1) as address, half_sent(address) as slow:
-        assert slow.recv(4096).startswith(b"HTTP/1.1 408")
 
 
 def test_a_bug_of_ours_is_a_500_without_details(

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from tests.runtime.server.test_chat_request import data_uri
-from tests.runtime.server.test_server import QUESTION, asked, served
+from tests.runtime.server.test_server import AS_JSON, QUESTION, asked, served
 
 from sinkprune import Pipeline
 from sinkprune.runtime.text.prompt import Turn
@@ -316,7 +316,7 @@ def test_a_malformed_request_is_a_4xx_with_one_sentence(
         place = place[name]
     place[last] = data.draw(wrong[1])
     content = json.dumps(body).encode()
-    found = poster.post(f"{address}/v1/chat/completions", content=content)
+    found = poster.post(f"{address}/v1/chat/completions", content=content, headers=AS_JSON)
     message = found.json()["error"]["message"] if found.status_code != 200 else found.text
     assert 400 <= found.status_code < 500, (wrong[0], place[last], message)
     assert message and "\n" not in message and len(message) < 1000

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from PIL import Image
-from tests.runtime.server.test_server import QUESTION, asked, served
+from tests.runtime.server.test_server import AS_JSON, QUESTION, asked, served
 
 from sinkprune import Pipeline
 
@@ -32,7 +32,8 @@ def in_two_pieces(body: dict[str, Any]) -> Iterator[bytes]:
 
 def post(address: str, body: dict[str, Any]) -> dict[str, Any]:
     """Return what the server did for a request whose body pauses."""
-    response = httpx.post(f"{address}/v1/chat/completions", content=in_two_pieces(body), timeout=60)
+    url, content = f"{address}/v1/chat/completions", in_two_pieces(body)
+    response = httpx.post(url, content=content, headers=AS_JSON, timeout=60)
     found: dict[str, Any] = response.json()["sinkprune"]
     return found
 
@@ -42,7 +43,8 @@ def test_the_first_text_comes_after_reading_queue_and_first_token(pipe: Pipeline
     first, done = 0.0, {}
     with served(pipe) as address:
         began = time.perf_counter()
-        with httpx.stream("POST", f"{address}/v1/chat/completions", content=in_two_pieces(body)) as response:
+        url, content = f"{address}/v1/chat/completions", in_two_pieces(body)
+        with httpx.stream("POST", url, content=content, headers=AS_JSON) as response:
             for line in response.iter_lines():
                 first = first or (time.perf_counter() - began) * 1e3
                 done = json.loads(line.removeprefix("data: ")).get("sinkprune", done) if "{" in line else done

@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Timer
-from types import FrameType
-from typing import TYPE_CHECKING
 
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.checks.terminal import escaped
@@ -20,16 +16,18 @@ from sinkprune.contract.command_line.json_output import json_outputs, write_json
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.runtime.commands import bundle_parser
-from sinkprune.runtime.commands.served_app import API_KEY, AppOptions, add_app_options, load_app, read_app_bundle
-
-if TYPE_CHECKING:
-    import uvicorn
-    from starlette.applications import Starlette
+from sinkprune.runtime.commands.served_app import (
+    API_KEY,
+    AppOptions,
+    add_app_options,
+    load_app,
+    log,
+    read_app_bundle,
+)
 
 _PORT = WholeNumber("port", 0, 65535)
 _DRAIN_S = WholeNumber("drain_s", 0, 86_400)
 _USUAL_DRAIN_S = 5
-_GRACE_S = 5
 _EXAMPLES = f"""\
 examples:
   sinkprune-serve bundle --budget retain-64
@@ -71,7 +69,16 @@ def main(arguments: Sequence[str] | None) -> None:
     found = read_app_bundle(options)
     # Before the engines are loaded, because a port that is taken should be reported soon.
     with _listening(options.host, options.port) as listener:
-        server = _server(load_app(options, found), options.drain_s)
+        app = load_app(options, found, options.host)
+        # After the check that uvicorn is installed.
+        from sinkprune.runtime.server.connections import Server
+
+        server = Server(app, drain_s=options.drain_s, max_queue=options.max_queue)
+        if server.most < options.max_queue:
+            log(
+                f"note: {server.most} connections at once, fewer than --max-queue, because few files may be open. "
+                "Raise the limit: ulimit -n."
+            )
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         # Requests have --drain-s seconds to end: that is no late end of the command.
@@ -82,37 +89,9 @@ def main(arguments: Sequence[str] | None) -> None:
             signal.signal(number, server.handle_exit)
         write_json(options.json, {"url": f"http://{shown}:{port}/v1", "models": found.models})
         page = f"http://{shown}:{port}/"
-        sys.stderr.write(f"{escaped(found.name)} answers at {page}v1. {page} is a page to try it. Ctrl-C ends it.\n")
-        sys.stderr.flush()
+        log(f"{escaped(found.name)} answers at {page}v1. {page} is a page to try it. Ctrl-C ends it.")
         asyncio.run(server.serve([listener]))
-        sys.stderr.write("The server has ended.\n")
-
-
-def _server(app: Starlette, drain_s: int) -> uvicorn.Server:
-    """Return a server that answers until SIGINT, SIGTERM or SIGHUP.
-
-    Requests then have `drain_s` seconds to end, or get status 503.
-    """
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            # A second signal would make uvicorn drop requests, and print a traceback.
-            if not self.should_exit:
-                super().handle_exit(sig, frame)
-
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            # In a thread, because it waits for the model's current step.
-            ending = Timer(drain_s, app.state.end_requests)
-            ending.start()
-            try:
-                await super().shutdown(sockets)
-            finally:
-                ending.cancel()
-
-    # The responses of requests that were ended take some time too.
-    grace_s = drain_s + _GRACE_S
-    return Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=grace_s, server_header=False))
+        log("The server has ended.")
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +25,7 @@ from sinkprune.runtime.confidence.thresholds import Thresholds, missing_threshol
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.media.picture_warnings import seen_part
+from sinkprune.runtime.server.callers import host_name, origin
 from sinkprune.runtime.session import MAX_BYTES
 from sinkprune.runtime.steps.request import DEFAULT_METHOD, DEFAULT_NEW_TOKENS
 
@@ -50,6 +52,8 @@ class AppOptions(BundleOptions):
     costs: Path | None
     thresholds: Path | None
     api_key: str | None
+    allow_host: list[str]
+    allow_origin: list[str]
     allow_remote_images: bool
     max_queue: int
     max_active: int
@@ -85,6 +89,22 @@ def add_app_options(parser: CommandParser) -> None:
         "--thresholds",
     )
     add("--api-key", metavar="KEY", help="the key that every request must have")
+    add(
+        "--allow-host",
+        action="append",
+        default=[],
+        type=host_name,
+        metavar="NAME",
+        help="a further name that requests without a key may call the server by; may be repeated",
+    )
+    add(
+        "--allow-origin",
+        action="append",
+        default=[],
+        type=origin,
+        metavar="ORIGIN",
+        help="a web page's origin, as https://robot.example, that may ask and read answers; may be repeated",
+    )
     add("--allow-remote-images", action="store_true", help="fetch pictures from https addresses of public hosts")
     add("--max-queue", type=_MAX_QUEUE, default=64, help="requests that wait or run before 429 (default: 64)")
     add(
@@ -124,8 +144,10 @@ def read_app_bundle(options: AppOptions) -> AppBundle:
     return AppBundle(bundle, name, thresholds, models, _api_key(options))
 
 
-def load_app(options: AppOptions, found: AppBundle) -> Starlette:
-    """Load the graphs and return the application; prints a note on stderr if the model sees pictures in part.
+def load_app(options: AppOptions, found: AppBundle, host: str) -> Starlette:
+    """Load the graphs and return the application, whose server listens at `host`.
+
+    Prints a note on stderr if the model sees pictures in part.
 
     Raises `TooLittleMemoryError`, `UsageError` for thresholds or costs of other engines, and what `load_pipeline`
     raises.
@@ -148,6 +170,9 @@ def load_app(options: AppOptions, found: AppBundle) -> Starlette:
         budget=options.budget,
         method=options.method,
         api_key=found.api_key,
+        host=host,
+        allow_hosts=tuple(options.allow_host),
+        allow_origins=tuple(options.allow_origin),
         allow_remote_images=options.allow_remote_images,
         max_body_bytes=options.max_body_mb * _MIB,
         max_queue=options.max_queue,
@@ -155,16 +180,23 @@ def load_app(options: AppOptions, found: AppBundle) -> Starlette:
         session_bytes=options.session_mb * _MIB,
     )
     if (layout := pipeline.family.layout(_USUAL_PICTURE)).seen_share < 1:
-        sys.stderr.write(
+        log(
             f"note: of a picture of {layout.size[0]}x{layout.size[1]} pixels, {seen_part(layout)}. Each response has "
-            "the seen_share of its pictures. --fit pad shows them whole (docs/pictures.md).\n"
+            "the seen_share of its pictures. --fit pad shows them whole (docs/pictures.md)."
         )
     if options.session_mb and not pipeline.backend.resumes:
-        sys.stderr.write(
+        log(
             f"note: nothing is kept between requests (--session-mb), because engines of dialect opset20 on "
-            f"'{pipeline.backend.name}' take no new rows after earlier ones.\n"
+            f"'{pipeline.backend.name}' take no new rows after earlier ones."
         )
     return server.new_app(pipeline, settings)
+
+
+def log(line: str) -> None:
+    """Write a line to stderr. On a full disk the log takes nothing more, and the server goes on."""
+    with suppress(OSError):
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
 
 
 def _api_key(options: AppOptions) -> str | None:

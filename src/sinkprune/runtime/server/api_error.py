@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_NO_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 class ApiError(Exception):
@@ -35,3 +39,19 @@ def shutting_down() -> ApiError:
 def wrong(message: str) -> ApiError:
     """Return the error of a request whose field `messages` is wrong."""
     return ApiError(message, "messages")
+
+
+def shortage(error: BaseException | None) -> ApiError | None:
+    """Return the error of a request for which the machine lacks files or room on a disk; None for other errors."""
+    while error is not None:
+        found = error.errno if isinstance(error, OSError) else None
+        if found in _NO_ROOM:
+            return ApiError(
+                "the server has no room for a temporary file. Send a shorter video, or have the server's temporary "
+                "folder (TMPDIR) cleared.",
+                status=507,
+            )
+        if found in _NO_FILES:
+            return ApiError("the server has no free file descriptor. Try again later.", status=503, retry_after=1)
+        error = error.__cause__
+    return None

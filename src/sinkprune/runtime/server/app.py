@@ -8,22 +8,27 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from anyio import from_thread
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from sinkprune.contract.checks.format_value import counted
+from sinkprune.contract.checks.format_value import counted, format_value
 from sinkprune.contract.errors import SinkpruneError
 from sinkprune.runtime.media.picture_warnings import notes_on
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.server.api_error import ApiError
+from sinkprune.runtime.server.api_error import ApiError, shortage, shutting_down
 from sinkprune.runtime.server.bodies import Bodies
 from sinkprune.runtime.server.body_fields import field_of
+from sinkprune.runtime.server.callers import Callers
 from sinkprune.runtime.server.chat_request import ChatReader, ChatRequest, model_names
 from sinkprune.runtime.server.metrics import Metrics
 from sinkprune.runtime.server.page import page_endpoint
@@ -38,6 +43,10 @@ from sinkprune.runtime.text.tool_answer import ToolAnswerReader
 
 # A picture of the largest size takes up to 1 GB while it is decoded.
 _DECODED_AT_ONCE = 2
+# Each has a thread and a connection.
+_FETCHED_AT_ONCE = 16
+
+_Endpoint = Callable[[Request], Awaitable[Response]]
 
 _Event = tuple[str, list[dict[str, object]] | None] | Answer | BaseException
 """A token's text with the log probabilities since the last, or how the request ended."""
@@ -55,13 +64,19 @@ class ServerSettings:
     """The method of requests that name none."""
     api_key: str | None = None
     """The key that requests must have in `Authorization: Bearer`; None for none."""
+    host: str = "0.0.0.0"
+    """Where the server listens. Without a key, it rejects requests that name another host."""
+    allow_hosts: tuple[str, ...] = ()
+    """Further names that requests without a key may call the server by."""
+    allow_origins: tuple[str, ...] = ()
+    """The origins of pages, other than the server's own, that may send requests and read responses."""
     allow_remote_images: bool = False
     """Whether the server fetches pictures from https addresses."""
     max_body_bytes: int = 64 << 20
     max_body_seconds: float = 60.0
     """How long a body may take to arrive."""
     max_queue: int = 64
-    """The most requests that are being read, and the most that wait or run."""
+    """The most requests that arrived whole and are being read, and the most that wait or run."""
     max_active: int = 8
     """The most requests that run at once. Each has KV caches."""
     session_bytes: int = MAX_BYTES
@@ -86,15 +101,19 @@ def new_app(pipeline: Pipeline, settings: ServerSettings) -> Starlette:
             await run_in_threadpool(server.scheduler.close)
 
     routes = [
-        Route("/", page_endpoint()),
-        Route("/v1/chat/completions", server.guarded(server.complete), methods=["POST"]),
-        Route("/v1/models", server.guarded(server.models)),
-        Route("/v1/models/{name:path}", server.guarded(server.one_model)),
-        Route("/health", server.health),
-        Route("/metrics", server.metrics_page),
+        Route("/", server.guarded(page_endpoint())),
+        Route("/v1/chat/completions", server.guarded(server.with_key(server.complete)), methods=["POST"]),
+        Route("/v1/models", server.guarded(server.with_key(server.models))),
+        Route("/v1/models/{name:path}", server.guarded(server.with_key(server.one_model))),
+        Route("/health", server.guarded(server.health)),
+        Route("/metrics", server.guarded(server.metrics_page)),
     ]
-    handlers = {HTTPException: server.http_error, Exception: server.our_error}
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)  # type: ignore[arg-type]
+    handlers: Any = {HTTPException: server.http_error, Exception: server.our_error}
+    cors = Middleware(
+        CORSMiddleware, allow_origins=settings.allow_origins, allow_methods=("GET", "POST"), allow_headers=("*",)
+    )
+    middleware = [cors] if settings.allow_origins else []
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers, middleware=middleware)
 
 
 class _Server:
@@ -112,11 +131,13 @@ class _Server:
             settings.method,
             answering,
             pipeline.plans,
-            PictureReader(pipeline.family, fetch_https if settings.allow_remote_images else None),
+            PictureReader(pipeline.family, None),
         )
         self.scheduler = Scheduler(answering, most_jobs=settings.max_queue, most_active=settings.max_active)
+        self._callers = Callers(settings.host, settings.allow_hosts, settings.allow_origins)
         self._bodies = Bodies(settings.max_body_bytes, settings.max_body_seconds)
-        self._reading, self._decoding = 0, asyncio.Semaphore(_DECODED_AT_ONCE)
+        self._reading = self._fetching = 0
+        self._decoding = asyncio.Semaphore(_DECODED_AT_ONCE)
         self._started = int(time.time())
         self._metrics = Metrics(
             waiting=lambda: self.scheduler.waiting,
@@ -124,28 +145,41 @@ class _Server:
             session_bytes=lambda: self._session.nbytes if self._session else 0,
         )
 
-    def guarded(self, endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """Return `endpoint` with a check of the API key, and errors as JSON."""
+    def guarded(self, endpoint: _Endpoint) -> _Endpoint:
+        """Return `endpoint` for callers that may send requests, and with errors as JSON."""
 
         async def guarded(http: Request) -> Response:
             try:
-                key = self._settings.api_key
-                if key is not None and not _has_key(http, key):
-                    raise ApiError(
-                        "the API key is missing or wrong. Send the header Authorization: Bearer KEY.", status=401
-                    )
+                if self._settings.api_key is None:
+                    self._callers.check(http.headers)
                 return await endpoint(http)
-            except ApiError as error:
-                self._metrics.ended(error.status)
-                if error.status != 408:
+            except (ApiError, OSError) as error:
+                known = shortage(error) or error
+                if not isinstance(known, ApiError):
+                    raise
+                self._metrics.ended(known.status)
+                if known.status != 408:
                     await self._bodies.discard(http)
-                return _response(error)
+                return _response(known)
             except ClientDisconnect:
                 # Nobody reads the response. nginx gives such requests this status.
                 self._metrics.ended(499)
                 return Response(status_code=499)
 
         return guarded
+
+    def with_key(self, endpoint: _Endpoint) -> _Endpoint:
+        """Return `endpoint` with a check of the API key."""
+
+        async def with_key(http: Request) -> Response:
+            key = self._settings.api_key
+            if key is not None and not _has_key(http, key):
+                raise ApiError(
+                    "the API key is missing or wrong. Send the header Authorization: Bearer KEY.", status=401
+                )
+            return await endpoint(http)
+
+        return with_key
 
     def end_requests(self, loop: asyncio.AbstractEventLoop) -> None:
         """End all requests of `loop` with status 503; called in another thread."""
@@ -194,17 +228,55 @@ class _Server:
             logprobs += found[1] or []
 
     async def _read(self, http: Request) -> ChatRequest:
-        """Return the request in the body. Few bodies are in memory, and fewer pictures are decoded, at once."""
+        """Return the request in the body. Few pictures are decoded at once."""
+        kind = http.headers.get("content-type", "")
+        # Pages of other origins may send other types without the browser's asking.
+        if kind.partition(";")[0].strip().lower() != "application/json":
+            found = f"Content-Type is {format_value(kind)}" if kind else "there is no Content-Type"
+            raise ApiError(
+                f"{found}, expected application/json. Send the header Content-Type: application/json.", status=415
+            )
+        # Before it takes a place: a body that does not arrive keeps no other request out.
+        body = await self._bodies.read(http)
         if self._reading >= self._settings.max_queue:
             others = counted(self._reading, "other request")
             raise ApiError(f"the server is reading {others}. Try again later.", status=429, retry_after=RETRY_S)
+        reader = self._reader
+        if self._settings.allow_remote_images:
+            pictures = replace(reader.pictures, fetch=lambda url: from_thread.run(self._fetch, http, url))
+            reader = replace(reader, pictures=pictures)
         self._reading += 1
         try:
-            body = await self._bodies.read(http)
             async with self._decoding:
-                return await run_in_threadpool(self._reader.read, body)
+                return await run_in_threadpool(reader.read, body)
         finally:
             self._reading -= 1
+
+    async def _fetch(self, http: Request, url: str) -> bytes:
+        """Return the bytes at an address, for a thread that reads the request `http`.
+
+        Meanwhile the request leaves its places for reading and decoding to others.
+        """
+        if self._fetching >= _FETCHED_AT_ONCE:
+            others = counted(self._fetching, "other request")
+            raise ApiError(f"the server fetches pictures of {others}.", status=429, retry_after=RETRY_S)
+        self._fetching += 1
+        self._reading -= 1
+        self._decoding.release()
+        fetching = asyncio.ensure_future(fetch_https(url))
+        try:
+            while not fetching.done():
+                if await http.is_disconnected():
+                    raise ClientDisconnect
+                if self._bodies.ends:
+                    raise shutting_down()
+                await asyncio.wait([fetching], timeout=0.25)
+            return fetching.result()
+        finally:
+            fetching.cancel()
+            await self._decoding.acquire()
+            self._reading += 1
+            self._fetching -= 1
 
     def _job(self, chat: ChatRequest, completion: Completion, events: asyncio.Queue[_Event], arrived: float) -> Job:
         """Return the job of a request that arrived at that time, and has just been read."""
@@ -289,7 +361,7 @@ class _Server:
                 raise
         except Exception as error:
             # The status was sent already.
-            known = error if isinstance(error, ApiError) else _our_fault(error)
+            known = shortage(error) or (error if isinstance(error, ApiError) else _our_fault(error))
             self._metrics.ended(known.status)
             yield event(known.body)
         finally:
@@ -313,7 +385,9 @@ def _has_key(http: Request, key: str) -> bool:
 
 
 def _our_fault(error: BaseException) -> ApiError:
-    traceback.print_exception(error)
+    # On a full disk the log takes nothing more.
+    with suppress(OSError):
+        traceback.print_exception(error)
     return ApiError(f"the server has a bug: {type(error).__name__}. Its log has the traceback.", status=500)
 
 

@@ -23,7 +23,7 @@ class Bodies:
     def __init__(self, max_bytes: int, max_seconds: float) -> None:
         """Allow bodies of `max_bytes` that arrive within `max_seconds`."""
         self._max_bytes, self._max_seconds = max_bytes, max_seconds
-        self._ends, self._arriving = False, set[asyncio.Task[Any]]()
+        self.ends, self._arriving = False, set[asyncio.Task[Any]]()
 
     async def read(self, http: Request) -> bytes:
         """Return the body of a request; raises `ClientDisconnect`, and `ApiError` with status 408, 413 or 503."""
@@ -50,7 +50,7 @@ class Bodies:
 
     def end(self) -> None:
         """Wait for no body any longer."""
-        self._ends = True
+        self.ends = True
         for task in self._arriving:
             task.cancel()
 
@@ -66,12 +66,12 @@ class Bodies:
         """Return the result of `reading`; raises its errors, `TimeoutError`, and `ApiError` when the server ends."""
         task = asyncio.ensure_future(reading)
         self._arriving.add(task)
-        if self._ends:
+        if self.ends:
             task.cancel()
         try:
             return await asyncio.wait_for(task, seconds)
         except asyncio.CancelledError as cancelled:
-            if self._ends:
+            if self.ends:
                 raise shutting_down() from cancelled
             raise
         finally:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
-import io
+import errno
 import ipaddress
+import os
 import re
 import socket
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
-from http.client import HTTPException, HTTPSConnection
+from functools import cache, partial
 from tempfile import NamedTemporaryFile
+from typing import IO
 from urllib.parse import unquote_to_bytes, urlsplit
 
+import h11
+from anyio import fail_after, to_thread
 from PIL import Image
 
 from sinkprune.contract.checks.format_value import counted
@@ -30,7 +36,17 @@ _EXAMPLE = "data:image/jpeg;base64,..."
 _STANDARD = bytes.maketrans(b"-_", b"+/")
 _NO_BASE64 = re.compile(rb"[^A-Za-z0-9+/]")
 _SECONDS = 10.0
-_BLOCK = 1 << 16
+"""How long a picture may take: the lookup of its host, the connection, and all bytes."""
+_BLOCK = 1 << 14
+_MOST_INTERIM = 8
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+"""Addresses that a gateway translates to the IPv4 address at their end (RFC 6052)."""
+_OBSOLETE = [
+    ipaddress.ip_network(network)
+    # Local NAT64, 6to4, Teredo, IPv4-compatible and IPv4-translated addresses, and site-local ones.
+    for network in ("64:ff9b:1::/48", "2002::/16", "2001::/32", "::/96", "::ffff:0:0:0/96", "fec0::/10")
+]
+"""Networks that no public host needs, and that may lead to private addresses."""
 
 Fetch = Callable[[str], bytes]
 """Returns the bytes at an https address; raises `ApiError`."""
@@ -59,7 +75,7 @@ class PictureReader:
         """Return the frames that the model sees of a `video_url`; raises `ApiError` for bytes that are no video."""
         try:
             self.family.check_video()
-            with NamedTemporaryFile(prefix="sinkprune-") as file:
+            with _temporary_file() as file:
                 file.write(self._bytes("video_url", url))
                 file.flush()
                 frames = self.family.sample_frames(VideoFile(file.name))
@@ -80,6 +96,14 @@ class PictureReader:
             return self.fetch(url)
         remote = "" if self.fetch else ", or start the server with --allow-remote-images and give an https address"
         raise wrong(f"{field}.url is {format_json(url)}, no data URI. Give data:image/jpeg;base64,...{remote}.")
+
+
+def _temporary_file() -> IO[bytes]:
+    try:
+        return NamedTemporaryFile(prefix="sinkprune-")
+    except FileNotFoundError as error:
+        # No folder can be written, as in a container that is read-only.
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
 
 
 def data_uri_bytes(uri: str) -> bytes:
@@ -112,53 +136,79 @@ def data_uri_bytes(uri: str) -> bytes:
     return base64.b64decode(packed + b"=" * (-len(packed) % 4))
 
 
-def fetch_https(url: str) -> bytes:
+async def fetch_https(url: str) -> bytes:
     """Return the bytes at an https address: of a public host, without redirects, within limits on size and time.
 
     Raises `ApiError`. The address is resolved once, and the connection goes to the address that was checked.
     """
     try:
-        parts = urlsplit(url)
-        host, port = parts.hostname or "", parts.port or 443
-        address = _public_address(host, port)
-        connection = _CheckedConnection(host, port, address)
-        try:
-            path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-            connection.request("GET", path, headers={"User-Agent": "sinkprune", "Accept": "image/*"})
-            response = connection.getresponse()
-            if response.status != 200:
-                raise wrong(f"the picture's server answered {response.status}, expected 200 without a redirect.")
-            data = io.BytesIO()
-            while block := response.read(_BLOCK):
-                data.write(block)
-                if data.tell() > MOST_REMOTE_BYTES:
-                    raise wrong(f"the picture has more than {MOST_REMOTE_BYTES} bytes. Scale it down.")
-            return data.getvalue()
-        finally:
-            connection.close()
-    except (OSError, HTTPException, ValueError) as error:
+        with fail_after(_SECONDS):
+            return await _fetched(url)
+    except TimeoutError as error:
+        raise wrong(
+            f"the picture could not be fetched within {_SECONDS:g} seconds. Send it in the request."
+        ) from error
+    except (OSError, h11.ProtocolError, ValueError) as error:
         raise wrong(f"the picture could not be fetched: {' '.join(str(error).split())[:200]}.") from error
 
 
-class _CheckedConnection(HTTPSConnection):
-    """A connection to an address that was checked, with the certificate of the host's name."""
+async def _fetched(url: str) -> bytes:
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or 443
+    address = await _public_address(host, port)
+    reader, writer = await asyncio.open_connection(address, port, ssl=_tls(), server_hostname=host)
+    try:
+        name = f"[{host}]" if ":" in host else host.encode("idna").decode()
+        name += f":{port}" * (port != 443)
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        headers = {"Host": name, "User-Agent": "sinkprune", "Accept": "image/*", "Connection": "close"}
+        connection = h11.Connection(h11.CLIENT)
+        request = h11.Request(method="GET", target=path, headers=[*headers.items()])
+        for event in (request, h11.EndOfMessage()):
+            writer.write(connection.send(event) or b"")
+        data, interim = bytearray(), 0
+        while not isinstance(event := connection.next_event(), h11.EndOfMessage):
+            if event is h11.NEED_DATA:
+                connection.receive_data(await reader.read(_BLOCK))
+                # A fast server leaves no pause, in which others are answered.
+                await asyncio.sleep(0)
+            elif isinstance(event, h11.Response) and event.status_code != 200:
+                raise wrong(f"the picture's server answered {event.status_code}, expected 200 without a redirect.")
+            elif isinstance(event, h11.InformationalResponse):
+                interim += 1
+                if interim > _MOST_INTERIM:
+                    raise wrong("the picture's server sends interim responses without end.")
+            elif isinstance(event, h11.Data):
+                data += event.data
+                if len(data) > MOST_REMOTE_BYTES:
+                    raise wrong(f"the picture has more than {MOST_REMOTE_BYTES} bytes. Scale it down.")
+        return bytes(data)
+    finally:
+        # Without the end of TLS, for which a server may let us wait.
+        writer.transport.abort()
 
-    def __init__(self, host: str, port: int, address: str) -> None:
-        super().__init__(host, port, timeout=_SECONDS)
-        self._address = address
 
-    def connect(self) -> None:
-        """Connect to the checked address; no other lookup takes place."""
-        plain = socket.create_connection((self._address, self.port), self.timeout)
-        context = self._context  # type: ignore[attr-defined]
-        self.sock = context.wrap_socket(plain, server_hostname=self.host)
+@cache
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()
 
 
-def _public_address(host: str, port: int) -> str:
+async def _public_address(host: str, port: int) -> str:
     """Return an address of `host`; raises `ApiError` if any of its addresses is not public."""
-    found = {str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    # In a thread that nobody waits for: a lookup cannot be ended.
+    lookup = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    found = {str(info[4][0]) for info in await to_thread.run_sync(lookup, abandon_on_cancel=True)}
     for address in found:
-        numeric = ipaddress.ip_address(address.partition("%")[0])
-        if numeric.is_multicast or not numeric.is_global:
+        if not _is_public(ipaddress.ip_address(address.partition("%")[0])):
             raise wrong(f"'{host}' is an address of a private network. Give a picture on a public host.")
     return min(found)
+
+
+def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Return whether an address is public. One that leads to an IPv4 address is as public as that."""
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped or address in _NAT64:
+            return _is_public(ipaddress.IPv4Address(address.packed[-4:]))
+        if any(address in network for network in _OBSOLETE):
+            return False
+    return address.is_global and not address.is_multicast

@@ -1,0 +1,225 @@
+"""The server's connections: how many there are, and how long they wait for their clients.
+
+uvicorn has no limit on the time of a request's head, nor on accepted connections: its `limit_concurrency` rejects
+requests whose head arrived. So its protocol class gets both here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import resource
+import socket
+import sys
+import time
+from contextlib import suppress
+from threading import Timer
+from types import FrameType
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from sinkprune.contract.errors import UsageError
+from sinkprune.runtime.server.api_error import ApiError
+
+_HEAD_S = 10.0
+"""How long a connection waits for the whole head of a request: from the start, or from the last response."""
+_TAKING_S = 60.0
+"""How long a client may leave a part of a response that the system does not buffer."""
+_MOST, _LEAST = 1000, 8
+_ACCEPTED_AT_ONCE = 4
+# asyncio accepts more while it starts and ends connections.
+_RESERVED = 4 * _ACCEPTED_AT_ONCE + 24
+"""Files that are open besides connections: those that are being accepted, temporary files, fetched pictures."""
+_BACKLOG = 512
+_GRACE_S = 5
+_NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_LOG_EVERY_S = 60.0
+
+
+def most_connections(max_queue: int) -> int:
+    """Return how many connections the server may have; raises `UsageError` if the limit of open files is too low.
+
+    With the usual limit of open files there are many more than requests in `max_queue`.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    wanted = max(_MOST, 2 * max_queue)
+    used = len(os.listdir("/dev/fd")) + _RESERVED  # noqa: PTH208 -- names only
+    found = wanted if limit == resource.RLIM_INFINITY else min(wanted, limit - used)
+    if found < _LEAST:
+        raise UsageError(
+            f"{limit} files may be open, expected at least {used + _LEAST}. Raise the limit: ulimit -n 1024."
+        )
+    return found
+
+
+class Connections:
+    """The connections that wait for their clients. If there are too many, the first of them are closed."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.waiting: dict[_Protocol, tuple[bool, float]] = {}
+        """Whether a request has begun, and since when the connection waits."""
+        self._logged = -_LOG_EVERY_S
+
+    def close_one(self) -> bool:
+        """Close the connection that waits longest, first those without a request; False if none waits."""
+        first = min(self.waiting, key=lambda one: self.waiting[one], default=None)
+        if first is None:
+            return False
+        first.abort()
+        return True
+
+    def on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Handle an error of asyncio. If no file can be opened, it logs a traceback for each try to accept."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in _NO_FILES:
+            loop.default_exception_handler(context)
+            return
+        self.close_one()
+        if time.monotonic() - self._logged > _LOG_EVERY_S:
+            self._logged = time.monotonic()
+            with suppress(OSError):
+                sys.stderr.write(f"No connection can be accepted: {error.strerror}. The server tries again.\n")
+
+
+class _Protocol(H11Protocol):
+    def __init__(self, *arguments: Any, limits: Connections, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._limits = limits
+        self._state: object = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        # Otherwise up to 64 KiB are buffered, and nothing reports when they are sent.
+        transport.set_write_buffer_limits(high=0)
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.most and not self._limits.close_one():
+            full = f"the server answers requests of {self._limits.most} connections. Try again later."
+            transport.write(_response(ApiError(full, status=503)))
+            # asyncio adds the connection to its selector only now.
+            self.loop.call_soon(self.abort)
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._wait(None)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        self._look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._look()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._look()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._look()
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self._wait(None)
+        self.transport.abort()
+
+    def _look(self) -> None:
+        """Start a new time when the connection begins to wait for something else of its client.
+
+        Data that arrives meanwhile does not extend the time.
+        """
+        answered = self.cycle is None or self.cycle.response_complete
+        if self.flow.write_paused:
+            begun, seconds = True, _TAKING_S
+        elif answered:
+            begun, seconds = False, _HEAD_S
+        elif self.conn.their_state is h11.SEND_BODY:
+            # The application has a time for bodies, and answers with status 408.
+            begun, seconds = True, None
+        else:
+            self._wait(None)
+            return
+        state = (begun, seconds, answered, self.cycle)
+        if state != self._state:
+            self._wait(seconds)
+            self._state = state
+            self._limits.waiting[self] = begun, self.loop.time()
+
+    def _wait(self, seconds: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self._end)
+        self._state = None
+        self._limits.waiting.pop(self, None)
+
+    def _end(self) -> None:
+        if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
+            late = f"the header did not arrive within {_HEAD_S:g} seconds. Send it faster."
+            self.transport.write(_response(ApiError(late, status=408)))
+        self.abort()
+
+
+class Server(uvicorn.Server):
+    """Answers until SIGINT, SIGTERM or SIGHUP. Requests then have some seconds to end, or get status 503."""
+
+    def __init__(self, app: Starlette, *, drain_s: float = 0, max_queue: int = 64) -> None:
+        """Serve `app`, and allow `drain_s` seconds at the end; raises `UsageError` as `most_connections`."""
+        self.most = most_connections(max_queue)
+        """The most connections."""
+        self._app, self._drain_s, self._limits = app, drain_s, Connections(self.most)
+
+        def protocol(*arguments: Any, **options: Any) -> _Protocol:
+            return _Protocol(*arguments, limits=self._limits, **options)
+
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=protocol,  # type: ignore[arg-type]
+                # The class for websockets would take connections over, without limits.
+                ws="none",
+                # A warning for each malformed request would let strangers fill the log.
+                log_level="error",
+                # The responses of requests that were ended take some time too.
+                timeout_graceful_shutdown=int(drain_s) + _GRACE_S,
+                server_header=False,
+                backlog=_ACCEPTED_AT_ONCE,
+            )
+        )
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End; a second signal changes nothing, because uvicorn would drop requests and print a traceback."""
+        if not self.should_exit:
+            super().handle_exit(sig, frame)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start as uvicorn, with a longer queue of connections in the system than asyncio accepts at once."""
+        asyncio.get_running_loop().set_exception_handler(self._limits.on_error)
+        await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(_BACKLOG)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End as uvicorn, and end requests after the time to drain."""
+        # In a thread, because it waits for the model's current step.
+        ending = Timer(self._drain_s, self._app.state.end_requests)
+        ending.start()
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+
+def _response(error: ApiError) -> bytes:
+    """Return a whole response, after which the connection closes."""
+    body = json.dumps(error.body).encode()
+    phrase = {408: "Request Timeout", 503: "Service Unavailable"}[error.status]
+    head = f"HTTP/1.1 {error.status} {phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    return f"{head}Connection: close\r\n\r\n".encode() + body
