@@ -145,9 +145,7 @@ async def fetch_https(url: str) -> bytes:
         with fail_after(_SECONDS):
             return await _fetched(url)
     except TimeoutError as error:
-        raise wrong(
-            f"the picture could not be fetched within {_SECONDS:g} seconds. Send it in the request."
-        ) from error
+        raise wrong(f"the picture was not fetched within {_SECONDS:g} seconds. Give it as a data URI.") from error
     except (OSError, h11.ProtocolError, ValueError) as error:
         raise wrong(f"the picture could not be fetched: {' '.join(str(error).split())[:200]}.") from error
 
