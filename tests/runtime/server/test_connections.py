@@ -129,18 +129,27 @@ def test_half_requests_keep_no_other_out(start: bytes, few: str) -> None:
     assert time.monotonic() - began < 5, "it waited for the end of others"
 
 
-def test_those_without_a_request_are_closed_first(few: str) -> None:
-    """A body that arrives in pieces is answered, though idle connections came before and after it."""
+@pytest.mark.parametrize("many", [b"", HALF_BODY], ids=["idle", "bodies"])
+def test_of_many_of_a_kind_the_first_is_closed(many: bytes, few: str) -> None:
+    """A connection of the other kind that is older than the last of them gets its answer."""
     body = json.dumps({**BODY, "max_tokens": 1}).encode()
+    whole = HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+    begun = 0 if many else len(whole) - 9
     with contextlib.ExitStack() as held:
-        idle = [held.enter_context(connected(few)) for _ in range(FEW - 1)]
+        others = [held.enter_context(connected(few)) for _ in range(FEW - 1)]
+        for other in others:
+            other.sendall(many)
         slow = held.enter_context(connected(few))
-        slow.sendall(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body[:9])
+        slow.sendall(whole[:begun])
         time.sleep(0.1)
-        idle += [held.enter_context(connected(few)) for _ in range(FEW - 1)]
-        slow.sendall(body[9:])
+        for number in range(2):
+            held.enter_context(connected(few)).sendall(many)
+            # Sooner than its time is over.
+            others[number].settimeout(5)
+            with contextlib.suppress(ConnectionError):
+                assert others[number].recv(1) == b""
+        slow.sendall(whole[begun:])
         assert slow.recv(65536).startswith(b"HTTP/1.1 200")
-        assert idle[0].recv(1) == b""
 
 
 def test_a_connection_lives_on_between_requests_and_while_its_answer_takes_long(hasty: str) -> None:

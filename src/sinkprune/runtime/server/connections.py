@@ -63,13 +63,17 @@ class Connections:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.waiting: dict[_Protocol, tuple[bool, float]] = {}
-        """Whether a request has begun, and since when the connection waits."""
+        # In the order in which they began to wait: for a request, and amid a body or a response.
+        self.idle: dict[_Protocol, None] = {}
+        self.begun: dict[_Protocol, None] = {}
         self._logged = -_LOG_EVERY_S
 
     def close_one(self) -> bool:
-        """Close the connection that waits longest, first those without a request; False if none waits."""
-        first = min(self.waiting, key=lambda one: self.waiting[one], default=None)
+        """Close the connection that has waited longest, of the kind with more of them; False if none waits.
+
+        So many half bodies keep no request out, and many idle connections end no body.
+        """
+        first = next(iter(self.idle if len(self.idle) >= len(self.begun) else self.begun), None)
         if first is None:
             return False
         first.abort()
@@ -108,7 +112,7 @@ class _Protocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._wait(None)
+        self._forget()
 
     def handle_events(self) -> None:
         super().handle_events()
@@ -128,7 +132,7 @@ class _Protocol(H11Protocol):
 
     def abort(self) -> None:
         """Close the connection at once."""
-        self._wait(None)
+        self._forget()
         self.transport.abort()
 
     def _look(self) -> None:
@@ -137,28 +141,32 @@ class _Protocol(H11Protocol):
         Data that arrives meanwhile does not extend the time.
         """
         answered = self.cycle is None or self.cycle.response_complete
+        seconds: float | None
         if self.flow.write_paused:
-            begun, seconds = True, _TAKING_S
+            waiting, seconds = self._limits.begun, _TAKING_S
         elif answered:
-            begun, seconds = False, _HEAD_S
+            waiting, seconds = self._limits.idle, _HEAD_S
         elif self.conn.their_state is h11.SEND_BODY:
             # The application has a time for bodies, and answers with status 408.
-            begun, seconds = True, None
+            waiting, seconds = self._limits.begun, None
         else:
-            self._wait(None)
+            self._forget()
             return
-        state = (begun, seconds, answered, self.cycle)
+        state = (seconds, answered, self.cycle)
         if state != self._state:
-            self._wait(seconds)
+            self._forget()
             self._state = state
-            self._limits.waiting[self] = begun, self.loop.time()
+            waiting[self] = None
+            if seconds is not None:
+                self._timer = self.loop.call_later(seconds, self._end)
 
-    def _wait(self, seconds: float | None) -> None:
+    def _forget(self) -> None:
+        """Wait for nothing."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if seconds is None else self.loop.call_later(seconds, self._end)
-        self._state = None
-        self._limits.waiting.pop(self, None)
+        self._timer = self._state = None
+        for waiting in (self._limits.idle, self._limits.begun):
+            waiting.pop(self, None)
 
     def _end(self) -> None:
         if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:

@@ -162,8 +162,7 @@ async def _fetched(url: str) -> bytes:
         headers = {"Host": name, "User-Agent": "sinkprune", "Accept": "image/*", "Connection": "close"}
         connection = h11.Connection(h11.CLIENT)
         request = h11.Request(method="GET", target=path, headers=[*headers.items()])
-        for event in (request, h11.EndOfMessage()):
-            writer.write(connection.send(event) or b"")
+        writer.write((connection.send(request) or b"") + (connection.send(h11.EndOfMessage()) or b""))
         data, interim = bytearray(), 0
         while not isinstance(event := connection.next_event(), h11.EndOfMessage):
             if event is h11.NEED_DATA:
