@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -178,6 +180,26 @@ def test_a_file_without_frames_and_one_of_sound_alone(pictures: list[Image.Image
         container.mux(stream.encode(None))
     with pytest.raises(VideoError, match=r"sound\.mp4' has no video"):
         VideoFile(tmp_path / "sound.mp4")
+
+
+def test_a_cover_in_front_of_the_tracks_is_no_frame(pictures: list[Image.Image], tmp_path: Path) -> None:
+    path = write_video(tmp_path / "cover.mp4", pictures, codec="libx264")
+    plain = read(path)
+
+    def box(name: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", 8 + len(content)) + name + content
+
+    image = io.BytesIO()
+    pictures[0].save(image, "JPEG")
+    cover = box(b"covr", box(b"data", struct.pack(">II", 13, 0) + image.getvalue()))
+    handler = box(b"hdlr", bytes(8) + b"mdir" + bytes(13))
+    facts = box(b"udta", box(b"meta", bytes(4) + handler + box(b"ilst", cover)))
+    data = path.read_bytes()
+    start, tracks = data.index(b"moov") - 4, data.index(b"trak") - 4
+    path.write_bytes(data[:start] + box(b"moov", data[start + 8 : tracks] + facts + data[tracks:]))
+    with av.open(str(path)) as container:
+        assert container.streams.video[0].codec_context.name == "mjpeg"
+    assert read(path) == plain
 
 
 def test_an_unknown_codec_is_reported(pictures: list[Image.Image], tmp_path: Path) -> None:

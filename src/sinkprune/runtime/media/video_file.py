@@ -59,7 +59,7 @@ _TURNS = {
 
 
 class VideoFile:
-    """The first video stream of a file.
+    """The first video stream of a file that is no cover picture.
 
     Incomplete and damaged files are rejected where that can be detected. Opening reads every packet. It compares
     their end with the length in the header (MP4, AVI, WMV, FLV), or follows the blocks to the end (MKV, WebM, GIF).
@@ -240,9 +240,11 @@ class VideoFile:
         texts = {} if reads_any else {"metadata_errors": "replace"}
         try:
             with file, av.open(_Reader(file), "r", options=_OPTIONS, **texts) as container:
-                if not container.streams.video:
+                cover = av.stream.Disposition.attached_pic
+                streams = [stream for stream in container.streams.video if not stream.disposition & cover]
+                if not streams:
                     raise VideoError(f"'{self._path}' has no video in it. Give a file with a picture.")
-                stream = container.streams.video[0]
+                stream = streams[0]
                 context = stream.codec_context
                 if context is None:
                     raise VideoError(
