@@ -50,7 +50,7 @@ def folder(photo: Image.Image, tmp_path_factory: pytest.TempPathFactory) -> Path
     shutil.copytree(root / "base", root / "sorted" / "later")
     shutil.copyfile(root / "base.png", root / "sorted" / "first.png")
     lines = [STATE_WORD, "[0.1, 0.2, 0.3, 0.4, 1e-1]", "", "  1 ,2,3,4,5"]
-    (root / "states.csv").write_text("\n".join(lines) + "\n")
+    (root / "states.csv").write_text("\n".join(lines) + "\n", encoding="utf-8-sig")
     (root / "short.csv").write_text(f"{STATE_WORD}\n{STATE_WORD}\n")
     (root / "one.json").write_text(json.dumps(STATE))
     return root
@@ -218,23 +218,26 @@ def test_names_need_a_checkpoint_with_names(path: Path, folder: Path, tmp_path: 
     assert outcome.code == 0 and f"cameras: {tmp_path}/lr=1/base, none\n" in outcome.stderr
 
 
-def test_frames_are_in_the_order_of_their_numbers(path: Path, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", ["frame", "CAMERA_"])
+def test_frames_are_in_the_order_of_their_numbers(before: str, path: Path, folder: Path, tmp_path: Path) -> None:
+    names = {camera: before.replace("CAMERA", camera) for camera in ("base", "wrist")}
     for camera in ("base", "wrist"):
         (tmp_path / camera).mkdir()
         for number in (0, 1, 2, 9, 10, 11):
-            name = f"frame{number}{'.jpg' if number == 2 else '.png'}"
+            name = f"{names[camera]}{number}{'.jpg' if number == 2 else '.png'}"
             shutil.copyfile(folder / f"{camera}.png", tmp_path / camera / name)
     outcome = act(path, tmp_path, "--steps", 1, "--json", cameras=("base", "wrist"))
     report = json.loads(outcome.stdout)
     numbers = [[Path(frame).stem for frame in chunk["cameras"]] for chunk in report["chunks"]]
-    assert numbers == [[f"frame{number}"] * 2 for number in (0, 1, 2, 9, 10, 11)]
+    assert numbers == [[f"{name}{number}" for name in names.values()] for number in (0, 1, 2, 9, 10, 11)]
     assert report["notes"] == []
     # Each camera lost another frame, so that there are as many.
-    (tmp_path / "base" / "frame1.png").unlink()
-    (tmp_path / "wrist" / "frame10.png").unlink()
+    (tmp_path / "base" / f"{names['base']}1.png").unlink()
+    (tmp_path / "wrist" / f"{names['wrist']}10.png").unlink()
     outcome = act(path, tmp_path, "--steps", 1, "--json", cameras=("base", "wrist"))
     (note,) = json.loads(outcome.stdout)["notes"]
-    assert note.startswith("moment 2 has the frames frame2.jpg and frame1.png, and other moments have frames of one")
+    frames = f"{names['base']}2.jpg and {names['wrist']}1.png"
+    assert note.startswith(f"moment 2 has the frames {frames}, and other moments have frames of one number")
     assert note in outcome.stderr
 
 
@@ -378,6 +381,7 @@ def test_an_interrupted_warm_up_leaves_no_costs(path: Path, folder: Path, monkey
         (("--state", "1,2,3,4"), ("base.png", "none"), "the state has the shape [4], expected 5 numbers"),
         (("--state", "1,2,3,4,nan"), ("base.png", "none"), "'nan' at place 5 is not finite. Expected numbers"),
         (("--state", "1,2,3,4,"), ("base.png", "none"), "--state is '1,2,3,4,': '' at place 5 is no number."),
+        (("--state", "1,2,3,4,0_5"), ("base.png", "none"), ": '0_5' at place 5 is no number."),
         (("--state", "0.1,x,y"), ("base.png", "none"), "--state is '0.1,x,y': 'x' at place 2 is no number."),
         (
             ("--state", "0.1 -2e-1"),

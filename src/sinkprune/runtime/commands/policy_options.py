@@ -100,16 +100,21 @@ class Observations(NamedTuple):
         return notes
 
     def _names_note(self) -> list[str]:
-        """Return a note if some moments have frames of one name and others do not, as after a frame was lost."""
-        stems = [{path.stem for path in moment.cameras if path is not None} for moment in self.moments]
-        different = [number for number, own in enumerate(stems, 1) if len(own) > 1]
-        if not different or len(different) == len(stems):
+        """Return a note if some moments have frames of one number and others do not, as after a frame was lost."""
+        given = [{_numbers_in(path.stem) for path in moment.cameras if path is not None} for moment in self.moments]
+        different = [number for number, own in enumerate(given, 1) if len(own) > 1]
+        if not different or len(different) == len(given):
             return []
         names = " and ".join(path.name for path in self.moments[different[0] - 1].cameras if path is not None)
         return [
-            f"moment {different[0]} has the frames {names}, and other moments have frames of one name. Frames belong "
-            "together by their order: check that no folder lacks a frame."
+            f"moment {different[0]} has the frames {names}, and other moments have frames of one number. Frames "
+            "belong together by their order: check that no folder lacks a frame."
         ]
+
+
+def _numbers_in(stem: str) -> tuple[int, ...]:
+    """Return the numbers in a frame's name. What stands between them may name the camera."""
+    return tuple(map(int, re.findall("[0-9]+", stem)))
 
 
 def add_cameras(group: Any, note: str = "", *, required: bool = False) -> None:
@@ -223,7 +228,8 @@ def _states(word: str) -> tuple[list[tuple[float, ...]], Path | None]:
         raise UsageError("--state is empty, expected numbers with commas between them, or a file of states.")
     path = Path(word)
     try:
-        lines = read_text(path, _STATES_BYTES).splitlines()
+        # Excel and PowerShell write a byte order mark.
+        lines = read_text(path, _STATES_BYTES).removeprefix("\ufeff").splitlines()
     except UnreadableError as error:
         reason = wrong if _LIKE_NUMBERS.fullmatch(word) else f"it {error}"
         raise UsageError(
@@ -252,7 +258,8 @@ def _numbers(text: str) -> tuple[float, ...]:
     values = []
     for place, word in enumerate(text.split(","), 1):
         try:
-            values.append(float(word))
+            # Python reads 0_5, a slip of 0.5, as 5.
+            values.append(float(word.replace("_", "?")))
         except ValueError as error:
             raise ValueError(f"{format_value(word)} at place {place} is no number") from error
         if not math.isfinite(values[-1]):
