@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from sinkprune import Pipeline, Policy
@@ -61,6 +62,7 @@ def act(policy: Policy, photo: Image.Image, **changed: Any) -> Any:
         ({"state": [np.inf, 0, 0, 0, 0]}, UsageError, "the state has inf at place 1"),
         ({"state": "home"}, UsageError, "the state is 'home', expected 5 numbers"),
         ({"state": None}, UsageError, "the state "),
+        ({"state": torch.ones(WIDTH, requires_grad=True)}, UsageError, "the state is tensor"),
         (
             {"noise": np.zeros((CHUNK, ACTIONS + 1))},
             UsageError,

@@ -245,7 +245,8 @@ def _floats(name: str, given: Any, shape: tuple[int, ...], expected: str) -> Arr
     try:
         with np.errstate(over="ignore"):
             values = np.asarray(given, np.float32)
-    except (TypeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
+        # A tensor with a gradient is a RuntimeError.
         raise UsageError(f"the {name} is {format_value(given)}, expected {expected}.") from error
     if values.shape != shape:
         raise UsageError(f"the {name} has the shape {list(values.shape)}, expected {expected}.")
