@@ -104,16 +104,32 @@ def test_a_bag_of_compressed_files_is_read_once_they_are_unpacked(
         (folder / "metadata.yaml").unlink()
     for path in (folder, first):
         with pytest.raises(
-            BagError, match=f"{first.name}' is compressed as a whole with zstd. Unpack it with: zstd -d"
+            BagError, match=f"{first.name}' is compressed as a whole with zstd. Unpack it, and all other"
         ):
             open_bag(path)
     packed = lz4.frame.compress(rest.read_bytes())
     (tmp_path / "drive.bag").write_bytes(packed)
-    with pytest.raises(BagError, match=r"compressed as a whole with lz4\. Unpack it with: lz4 -d"):
+    with pytest.raises(BagError, match=r"compressed as a whole with lz4\. Unpack it, and all .* lz4 -d"):
         open_bag(tmp_path / "drive.bag")
     # zstd -d leaves the compressed file where it is.
     first.with_suffix("").write_bytes(zstandard.ZstdDecompressor().stream_reader(first.read_bytes()).read())
     assert read(folder) == ([0, 1, 2] if metadata else [0, 1, 2, 3, 4, 5], None)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("content", [b"", bytes(4096)])
+def test_a_bag_whose_last_file_was_lost_in_a_power_cut_is_read_up_to_there(
+    storage: Storage, content: bytes, tmp_path: Path
+) -> None:
+    folder = write_bag(tmp_path / "bag", said(), storage)
+    (folder / "metadata.yaml").unlink()
+    first = only_file(folder)
+    lost = first.rename(folder / f"bag_0{first.suffix}").with_name(f"bag_1{first.suffix}")
+    lost.write_bytes(content)
+    frames, damage = read(folder)
+    assert frames == list(range(COUNT)) and damage is not None and damage.startswith(f"'{lost}' is ")
+    with pytest.raises(BagError, match=f"{lost.name}' is .*Give a folder of rosbag2"):
+        open_bag(lost)
 
 
 def test_files_are_read_in_the_order_of_the_metadata_or_of_their_numbers(tmp_path: Path) -> None:

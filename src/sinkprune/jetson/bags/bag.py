@@ -125,12 +125,17 @@ def _open_file(path: Path) -> BagFile:
             head = file.read(_HEAD_BYTES)
     except UnreadableError as error:
         raise BagError(f"'{path}' {error}. {_GIVE}") from error
-    if head.startswith(mcap_file.MAGIC):
+    # A power cut leaves the last file of a bag empty, or with zeros.
+    lost = path.suffix if not head.strip(b"\0") else ""
+    if head.startswith(mcap_file.MAGIC) or lost == ".mcap":
         return McapFile(path)
-    if head.startswith(sqlite_file.MAGIC):
+    if head.startswith(sqlite_file.MAGIC) or lost == ".db3":
         return SqliteFile(path)
     if name := compression_of(head):
-        raise BagError(f"'{path}' is compressed as a whole with {name}. Unpack it with: {name} -d '{path}'")
+        raise BagError(
+            f"'{path}' is compressed as a whole with {name}. Unpack it, and all other files of its bag, with: {name} "
+            f"-d '{path}'"
+        )
     raise BagError(f"'{path}' is no bag: it begins neither as MCAP nor as sqlite3. {_GIVE}")
 
 
