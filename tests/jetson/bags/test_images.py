@@ -44,6 +44,8 @@ def pixels(message: Any, little_endian: bool = True) -> np.ndarray[Any, Any]:
         ("rgba8", np.concatenate([RGB, ALPHA], 2), RGB),
         ("bgra8", np.concatenate([RGB[..., ::-1], ALPHA], 2), RGB),
         ("mono8", RGB[..., 0], np.repeat(RGB[..., :1], 3, 2)),
+        # What cv_bridge writes of a grey array without a name of an encoding
+        ("8UC1", RGB[..., 0], np.repeat(RGB[..., :1], 3, 2)),
     ],
 )
 def test_every_encoding_has_its_pixels(encoding: str, given: Any, expected: Any, little_endian: bool) -> None:

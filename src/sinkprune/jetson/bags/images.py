@@ -28,13 +28,15 @@ class Encoding(NamedTuple):
     pixel_bytes: int
 
 
+_8_BITS = Encoding("L", "L", "L", 1)
 _16_BITS = Encoding("I;16", "I;16", "I;16B", 2)
 ENCODINGS = {
     "rgb8": Encoding("RGB", "RGB", "RGB", 3),
     "bgr8": Encoding("RGB", "BGR", "BGR", 3),
     "rgba8": Encoding("RGB", "RGBX", "RGBX", 4),
     "bgra8": Encoding("RGB", "BGRX", "BGRX", 4),
-    "mono8": Encoding("L", "L", "L", 1),
+    "mono8": _8_BITS,
+    "8UC1": _8_BITS,
     "mono16": _16_BITS,
     "16UC1": _16_BITS,
 }
