@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +72,13 @@ def test_frames_are_sampled_as_the_processor_of_qwen3_does(count: int, fps: floa
     found = end_to_end_indices(count, fps, {**LIMITS, **vars(limits)}, 2)
     assert found == expected
     assert len(found) <= most
+
+
+@pytest.mark.parametrize("rate", [Fraction(30000, 1001), np.float64(30000 / 1001)])
+def test_a_rate_may_be_any_real_number(rate: Any) -> None:
+    clips = [Clip([Image.new("RGB", (56, 56))] * 40, fps) for fps in (rate, 30000 / 1001)]
+    found, expected = (sample_frames(clip, LIMITS, 2, end_to_end_indices) for clip in clips)
+    assert found.seconds == expected.seconds and {*map(type, found.seconds), type(found.size.fps)} == {float}
 
 
 @given(st.integers(1, 40), st.floats(0.1, 60), st.integers(1, 12))

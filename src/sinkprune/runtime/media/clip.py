@@ -80,6 +80,8 @@ class Clip:
                 "Clip(frames, fps=10)."
             )
         object.__setattr__(self, "frames", [*self.frames])
+        # PyAV's rates are fractions, which Python 3.11 and earlier cannot write with `:.1f`.
+        object.__setattr__(self, "fps", float(self.fps))
 
     @property
     def count(self) -> int:
