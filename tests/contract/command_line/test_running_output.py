@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -88,5 +89,6 @@ def test_without_files_the_work_ends(moments: list[object], monkeypatch: pytest.
     done = []
     whole = Policy.act
     monkeypatch.setattr(Policy, "act", lambda *given, **options: done.append(1) or whole(*given, **options))
-    assert into(CLOSED, act, *moments) == (0, "")
+    code, stderr = into(CLOSED, act, *moments)
+    assert code == 0 and re.fullmatch("cameras: [^\n]*\n", stderr)
     assert len(done) == 1

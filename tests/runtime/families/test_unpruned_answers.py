@@ -40,7 +40,9 @@ def assert_equals(model: Any, inputs: dict[str, Any], folder: Path, pipe: Pipeli
     new = expected.sequences[0, length:].tolist()
     assert np.abs(logits - torch.stack(expected.logits)[:, 0].numpy()).max() < 1e-3
     assert answer.token_ids == new
-    assert answer.text == AutoTokenizer.from_pretrained(folder).decode(new, skip_special_tokens=True)
+    # An answer that is cut within a character ends before it.
+    text = AutoTokenizer.from_pretrained(folder).decode(new, skip_special_tokens=True)
+    assert text.startswith(answer.text) and not text[len(answer.text) :].strip("\ufffd")
     assert answer.tokens_per_layer[0] + answer.prompt_tokens == length
 
 

@@ -71,7 +71,7 @@ def test_profile_reports_every_size_of_frames(bundle: Bundles, files: dict[str, 
     frames_of = ("--frames", files["wide"].parent, "--rate", 20, "--duration", 1)
     files["line"].unlink()
     outcome = run("sinkprune-profile", bundle("gqa-112"), *frames_of, *once)
-    assert outcome.stderr == f"{files['tall']}: {TALL}\n{files['wide too']}: {WIDE}\n"
+    assert outcome.stderr == f"{files['tall']}: {TALL}\n{files['wide']}: {WIDE}\n"
     outcome = run("sinkprune-profile", bundle("gqa-112"), *frames_of, *once, "--fit", "pad")
     assert (outcome.code, outcome.stderr) == (0, "")
 
