@@ -287,6 +287,9 @@ class ChatReader:
                 try:
                     pictures.append(read(url.get("url") if isinstance(url, dict) else url))
                 except ApiError as error:
+                    if error.status != 400:
+                        # The server ends, or lacks room: the request is not wrong.
+                        raise
                     raise wrong(f"{place}: {error}") from error
                 texts.append(())
             else:
