@@ -30,7 +30,7 @@ from support.programs.printed_commands import ALL
 from support.programs.repository import ROOT
 
 pytestmark = pytest.mark.lerobot
-SECONDS = 300
+SECONDS = 1200
 TASK = "pick up the cup"
 PLAIN = "python -m sinkprune.runtime.lerobot."
 [EXPORT] = [text for place, text in ALL if place.startswith("lerobot.md:") and text.startswith("sinkprune-export ")]
