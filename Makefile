@@ -82,13 +82,13 @@ test-lerobot-0.6: .venv/.dev
 # The short part of the suite on another Python, with the newest libraries that pip finds for it, and without PyTorch:
 # make test-python PYTHON=python3.13. Python 3.10 runs bundles that .venv exports.
 OTHER := build/$(notdir $(PYTHON))
-MEDIA := $(addprefix tests/runtime/media/test_,video_times.py video_file.py video_seeking.py pixel_values.py image_files.py)
+MEDIA := $(addprefix tests/runtime/media/test_,video_times.py video_file.py video_seeking.py pixel_values.py)
 
 test-python: .venv/.dev
 	$(PYTHON) -m venv --clear $(OTHER)
 	$(OTHER)/bin/pip install --quiet --no-compile --progress-bar off --editable '.[demo,robots,server,structured,test]'
 	OPENBLAS_NUM_THREADS=1 SINKPRUNE_EXPORT=$(CURDIR)/$(BIN)/sinkprune-export \
-		$(OTHER)/bin/python -m pytest -q -m "not slow" tests/test_python_versions.py $(MEDIA)
+		$(OTHER)/bin/python -m pytest $(PARALLEL) -m "not slow" tests/test_python_versions.py $(MEDIA)
 
 # A stand-in for a GPU of Intel on x86-64: OpenVINO's GPU plugin and its kernels, on Intel's OpenCL for processors.
 STAND_IN := build/intel-gpu
