@@ -35,16 +35,16 @@ class Penalties:
     def __init__(self, repetition: float, presence: float, frequency: float, prompt: Iterable[int]) -> None:
         """Start an answer to a `prompt` of these tokens."""
         self._repetition, self._presence, self._frequency = repetition, presence, frequency
-        self._prompt, self._answer = {*prompt} if repetition != 1.0 else set[int](), Counter[int]()
+        self._prompt, self._answer = np.fromiter(prompt, np.int64), Counter[int]()
 
     def __call__(self, logits: Array) -> Array:
         """Return the logits [vocab] of the next token with the penalties, in fp32."""
         logits = logits.astype(np.float32)
-        if self._repetition != 1.0:
-            seen = np.array([token for token in self._prompt | self._answer.keys() if token < logits.size], np.int64)
-            found = logits[seen]
-            logits[seen] = np.where(found < 0, found * self._repetition, found / self._repetition)
         written, counts = (np.array([*each], np.int64) for each in (self._answer.keys(), self._answer.values()))
+        # Twice the same token is written twice with the same value.
+        seen = np.concatenate([self._prompt[self._prompt < logits.size], written])
+        found = logits[seen]
+        logits[seen] = np.where(found < 0, found * self._repetition, found / self._repetition)
         logits[written] -= self._frequency * counts + self._presence
         return logits
 
