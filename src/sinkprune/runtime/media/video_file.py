@@ -237,7 +237,7 @@ class VideoFile:
             raise VideoError(f"video '{self._path}' {error}. {_GIVE}") from error
         # Texts of a file need not be UTF-8. PyAV 19 reads any, and earlier versions only on demand.
         reads_any = int(av.__version__.split(".")[0]) >= 19
-        texts = {} if reads_any else {"metadata_errors": "replace"}
+        texts: dict[str, Any] = {} if reads_any else {"metadata_errors": "replace"}
         try:
             with file, av.open(_Reader(file), "r", options=_OPTIONS, **texts) as container:
                 cover = av.stream.Disposition.attached_pic
