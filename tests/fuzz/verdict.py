@@ -21,9 +21,10 @@ _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 _MESSAGE_CHARACTERS = 3000
 """Longer messages repeat the input instead of naming the fault."""
 _KEPT = "engines are whole and wait in"
-# Messages of sinkprune-export about budgets, and of libtiff about damaged TIFFs, which Pillow cannot suppress.
+# Messages of sinkprune-export about budgets and the size of images, and of libtiff about damaged TIFFs, which Pillow
+# cannot suppress.
 _ALLOWED = re.compile(
-    r"left out: |(ZIPDecode|LZWDecode|JPEG\w*|Fax\w+|PackBitsDecode|TIFF\w*|tempfile\.tif): |"
+    r"left out: |images: up to |(ZIPDecode|LZWDecode|JPEG\w*|Fax\w+|PackBitsDecode|TIFF\w*|tempfile\.tif): |"
     r".*: the model sees .* --fit pad shows it all( \(docs/pictures\.md\))?\.$"
 )
 

@@ -122,17 +122,24 @@ def _write_pipelines(
         {"registry_name": "rename_observations_processor", "config": {"rename_map": {}}},
         {"registry_name": "to_batch_processor", "config": {}},
         {"registry_name": prompt, "config": {}},
-        {"registry_name": "tokenizer_processor", "config": {"tokenizer_name": lerobot.TOKENIZER, "max_length": 48}},
+        {
+            "registry_name": "tokenizer_processor",
+            "config": {"tokenizer_name": lerobot.TOKENIZER, "max_length": 200 if kind == "pi05" else 48},
+        },
         {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}},
         {"registry_name": "relative_actions_processor", "config": {"enabled": False, "exclude_joints": ["gripper"]}},
-        {"registry_name": "normalizer_processor", "config": normaliser},
     ]
+    # pi0.5 writes the normalised state into the prompt.
+    before.insert(
+        2 if kind == "pi05" else len(before), {"registry_name": "normalizer_processor", "config": normaliser}
+    )
     after: list[dict[str, Any]] = [
         {"registry_name": "unnormalizer_processor", "config": normaliser},
         {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}},
     ]
     flat = {f"{key}.{name}": values for key, own in statistics.items() for name, values in own.items()}
-    for name, steps, place in (("policy_preprocessor", before, 6), ("policy_postprocessor", after, 0)):
+    for name, steps in (("policy_preprocessor", before), ("policy_postprocessor", after)):
+        place = next(i for i, step in enumerate(steps) if step["config"] is normaliser)
         if flat:
             file = f"{name}_step_{place}_{steps[place]['registry_name']}.safetensors"
             save_file(flat, folder / file)

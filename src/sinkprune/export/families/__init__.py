@@ -117,8 +117,10 @@ def read_family(source: str, config: Mapping[str, Any], salience: SalienceBlock 
         raise _original_llava(source, known)
     rows = {row.model_type: row for row in FAMILIES.values()}
     row, found = rows.get(model_type or ""), ", ".join(architectures or [str(model_type)])
-    # A class of another name computes other things, such as embeddings, of the same layers.
-    if row is None or (architectures and row.architecture not in architectures):
+    # A class of another name computes other things, such as embeddings, of the same layers. pi0.5 may have pi0's.
+    # PyTorch's FSDP puts its name before that of the class, and trainers save both.
+    classes = {name.removeprefix("FSDP") for name in architectures}
+    if row is None or (classes and classes.isdisjoint(one.architecture for one in rows.values())):
         supported = ", ".join(row.architecture for row in rows.values())
         text_only = any(name.endswith("ForCausalLM") for name in architectures) and "vision_config" not in config
         kind = ", a text model without a vision tower," if text_only else ","
