@@ -211,19 +211,16 @@ class _ConfigurationFiles:
 
 def _processor_settings(source: str, files: _ConfigurationFiles, family: Family) -> dict[str, Any]:
     """Return the settings of the checkpoint's image processor, and of its video processor if the family has one."""
-    name = _NESTED if _NESTED in files and _SINGLE not in files else _SINGLE
-    data = files.read(name)
+    nested = files.read(_NESTED) if _NESTED in files else {}
 
-    def read(kind: type, name: str, data: Mapping[str, Any], own: str) -> dict[str, Any]:
-        # processor_config.json nests what the other files have at the top.
-        found, place = (data[own], f"{own} of {name}") if own in data else (data, name)
-        return dict(read_fields(kind, found, f"checkpoint '{source}': {place}"))
+    def read(kind: type, file: str, own: str) -> dict[str, Any]:
+        # transformers prefers what processor_config.json nests to files of former versions next to it.
+        data, place = (nested[own], f"{own} of {_NESTED}") if own in nested else (files.read(file), file)
+        return dict(read_fields(kind, data, f"checkpoint '{source}': {place}"))
 
-    settings = read(family.processor_fields, name, data, "image_processor")
-    if family.video_fields and _VIDEO in files:
-        settings["video_processor"] = read(family.video_fields, _VIDEO, files.read(_VIDEO), "video_processor")
-    elif family.video_fields and "video_processor" in data:
-        settings["video_processor"] = read(family.video_fields, name, data, "video_processor")
+    settings = read(family.processor_fields, _SINGLE, "image_processor")
+    if family.video_fields and ("video_processor" in nested or _VIDEO in files):
+        settings["video_processor"] = read(family.video_fields, _VIDEO, "video_processor")
     return settings
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, ProcessorMixin
 
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.export.checkpoint.text import read_text
@@ -190,6 +190,17 @@ def test_of_several_templates_the_default_is_taken(template: object, expected: s
     assert read_text(folder, 380, "by default").chat_template == expected
     (folder / "chat_template.jinja").write_bytes(b"a\r\nb")
     assert read_text(folder, 380, "by default").chat_template == "a\nb"
+
+
+def test_of_several_files_the_template_of_transformers_processors_is_taken(folder: Path) -> None:
+    texts = dict.fromkeys(("tokenizer_config", "chat_template", "processor_config"))
+    for name in texts:
+        template = {"chat_template": f"of {name}"}
+        (folder / f"{name}.json").write_text(json.dumps({**NAMED, **template} if "token" in name else template))
+        (folder / "chat_template.jinja").write_text("of jinja", encoding="utf-8")
+        texts[name] = read_text(folder, 380, "by default").chat_template
+        assert texts[name] == ProcessorMixin.get_processor_dict(folder)[0]["chat_template"]
+    assert [*texts.values()] == ["of jinja", "of chat_template", "of processor_config"]
 
 
 APPLIED: dict[str, Any] = {"_from_model_config": True, "transformers_version": "5.0.0", "eos_token_id": [2, 7]}
