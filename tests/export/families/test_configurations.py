@@ -81,6 +81,13 @@ def test_a_published_configuration_is_its_preset(name: str) -> None:
     assert {fact: attrgetter(fact)(found) for fact in FACTS[name]} == FACTS[name]
 
 
+@pytest.mark.parametrize("name", ["llava-1.5-7b", "llava-next-7b", "qwen2-vl-7b", "qwen2.5-vl-7b", "qwen3-vl-2b"])
+def test_a_class_that_fsdp_has_wrapped_is_the_class(name: str) -> None:
+    config = PUBLISHED[name]
+    wrapped = {**config, "architectures": [f"FSDP{one}" for one in config["architectures"]]}
+    assert read_family("trained", wrapped).language_model == read_family("hub", config).language_model
+
+
 @pytest.mark.parametrize(
     ("name", "tokens", "settings"),
     [
@@ -97,6 +104,34 @@ def test_a_published_processor_is_read(name: str, tokens: int, settings: dict[st
     assert (most if isinstance(most, int) else most.most) == tokens
     if name.startswith("llava"):
         assert known == read_family("preset", PRESETS[name]).processor({})
+
+
+_WHOLE = {"size": {"height": 336, "width": 336}}
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "same"),
+    [
+        # As fast processors save flags that their class does not have.
+        ("llava-1.5-7b", {"do_rescale": None}, {"do_rescale": False}),
+        ("llava-1.5-7b", {"do_center_crop": None, **_WHOLE}, {"do_center_crop": False, **_WHOLE}),
+        ("qwen2.5-vl-7b", {"do_normalize": None}, {"do_normalize": False}),
+        ("qwen3-vl-2b", {"do_rescale": None}, {"do_rescale": False}),
+        # CLIP's padding fills up batches, and LLaVA's makes squares.
+        ("llava-1.5-7b", {"do_pad": True}, {}),
+        ("llava-next-7b", {"do_pad": True}, {}),
+    ],
+)
+def test_flags_of_processors_mean_what_they_mean_to_transformers(
+    name: str, given: dict[str, Any], same: dict[str, Any]
+) -> None:
+    family = read_family("hub", PUBLISHED[name])
+    assert family.processor(given) == family.processor(same)
+
+
+def test_llavas_own_processor_pads() -> None:
+    settings = {"image_processor_type": "LlavaImageProcessorFast", "do_pad": True}
+    assert read_family("hub", PUBLISHED["llava-1.5-7b"]).processor(settings)["do_pad"] is True
 
 
 def test_qwens_have_the_same_budgets() -> None:
@@ -323,13 +358,19 @@ def test_the_processor_may_name_its_limits_in_either_way() -> None:
 def test_settings_may_lie_in_processor_config(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(checkpoint(name), tmp_path / "checkpoint"))
     at_the_top = opened(folder)
-    nested = {"image_processor": json.loads((folder / "preprocessor_config.json").read_text())}
-    (folder / "preprocessor_config.json").unlink()
-    video = folder / "video_preprocessor_config.json"
-    if video.exists():
-        nested["video_processor"] = json.loads(video.read_text())
-        video.unlink()
+    pictures, clips = folder / "preprocessor_config.json", folder / "video_preprocessor_config.json"
+    nested = {"image_processor": json.loads(pictures.read_text())}
+    if "video" in at_the_top:
+        nested["video_processor"] = json.loads((clips if clips.exists() else pictures).read_text())
+        clips.write_text(json.dumps({**nested["video_processor"], "fps": 7}))
+    # transformers 5 saves the nested form, and leaves files of former versions where they are.
+    pictures.write_text(json.dumps({**nested["image_processor"], "do_convert_rgb": False}))
+    (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Any"}))
+    assert opened(folder)["do_convert_rgb"] is False
     (folder / "processor_config.json").write_text(json.dumps(nested))
+    assert opened(folder) == at_the_top
+    pictures.unlink()
+    clips.unlink(missing_ok=True)
     assert opened(folder) == at_the_top
     (folder / "processor_config.json").write_text(json.dumps({"image_processor": 5}))
     with pytest.raises(

@@ -297,3 +297,9 @@ def read_language_model(text: Any, rope_sections: Sequence[int] = ()) -> Languag
 def head_dim(text: Any) -> int:
     """Return the size of one attention head."""
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def without_null(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an image processor's settings without null, which means false for a flag, and the default for others."""
+    flags = {key: bool(value) for key, value in settings.items() if key.startswith("do_")}
+    return {key: value for key, value in settings.items() if value is not None} | flags

@@ -24,6 +24,7 @@ from sinkprune.export.families.llama_shaped import (
     TextFields,
     Token,
     read_language_model,
+    without_null,
 )
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.models import siglip
@@ -158,8 +159,7 @@ class Llava(LlamaShaped):
         return {"vision": vision, "projector": self._build_projector, **super().graphs(segments, held)}
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        # null means false for a flag, and the default for any other setting.
-        given = {key: value for key, value in settings.items() if value is not None or key.startswith("do_")}
+        given = without_null(settings)
         known = {key: given.get(key, value) for key, value in self.default_processor.items()}
         size, crop = known["size"], known["crop_size"]
         known["size"] = {"shortest_edge": size} if isinstance(size, int) else dict(size)
@@ -172,6 +172,8 @@ class Llava(LlamaShaped):
         kind = str(known["image_processor_type"])
         if not kind.startswith(tuple(self.processors)):
             raise self._error(f"has image processor '{kind}', expected {' or '.join(self.processors)}.")
+        # The others' padding fills up a batch, and here every image is a batch of its own.
+        known["do_pad"] = known["do_pad"] and kind.startswith("LlavaImageProcessor")
         side = self.vision.image_size
         shown = known["crop_size"] if known["do_center_crop"] else known["size"] if known["do_resize"] else {}
         if (shown.get("height"), shown.get("width")) != (side, side):

@@ -58,8 +58,7 @@ class LlavaNext(Llava):
         }
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        # do_pad fills up a batch, and here every image is a batch of its own.
-        known = {**super().processor(settings), "do_pad": False}
+        known = super().processor(settings)
         side, size = self.vision.image_size, known["size"]
         if set(size.values()) != {side}:
             raise self._error(

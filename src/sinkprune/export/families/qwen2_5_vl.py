@@ -30,6 +30,7 @@ from sinkprune.export.families.llama_shaped import (
     Token,
     head_dim,
     read_language_model,
+    without_null,
 )
 from sinkprune.export.models.llama import Llama
 from sinkprune.export.models.qwen2_5_vision import QwenVision, build_vision
@@ -190,7 +191,7 @@ class Qwen25VL(LlamaShaped):
         known = dict(self.image_defaults)
         known["min_pixels"] = size.get("shortest_edge", known["min_pixels"])
         known["max_pixels"] = size.get("longest_edge", known["max_pixels"])
-        known |= {key: settings[key] for key in known if settings.get(key) is not None}
+        known |= {key: value for key, value in without_null(settings).items() if key in known}
         vision, kind = self.vision, str(known["image_processor_type"])
         expectations = [
             ("image_processor_type", kind.removesuffix("Fast"), self.image_processors),
