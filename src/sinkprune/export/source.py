@@ -25,8 +25,8 @@ from sinkprune.export.checkpoint.folder import (
 from sinkprune.export.checkpoint.folder_kinds import check_kind
 from sinkprune.export.checkpoint.lerobot import (
     check_folder,
-    check_tokenizer,
     is_lerobot,
+    tokenizer_folder,
     translated_config,
     translated_files,
 )
@@ -153,9 +153,7 @@ def open_source(request: ExportRequest) -> OpenCheckpoint:
     config = files.read("config.json")
     family = read_family(request.source, config, request.salience)
     processor = _processor(family, _processor_settings(request.source, files, family), request)
-    if request.tokenizer is None:
-        files.check_tokenizer()
-    tokenizer = locate(request.tokenizer, TOKENIZER_FILES) if request.tokenizer else folder
+    tokenizer = locate(request.tokenizer, TOKENIZER_FILES) if request.tokenizer else files.tokenizer_folder()
     text = read_text(folder, family.image_token, family.chat_template, tokenizer)
     # A bundle goes to other machines, so it does not name the folders of this one.
     name = folder.resolve().name if Path(request.source).is_dir() else request.source
@@ -203,10 +201,9 @@ class _ConfigurationFiles:
         """Return the JSON object in the file `name`; raises `CheckpointError`."""
         return self._read[name] if name in self._read else read_json(self._folder, name)
 
-    def check_tokenizer(self) -> None:
-        """Raise `CheckpointError` for a checkpoint whose tokenizer is somewhere else."""
-        if self._lerobot:
-            check_tokenizer(self._source, self._folder)
+    def tokenizer_folder(self) -> Path:
+        """Return the folder of the tokenizer; raises `CheckpointError` for a tokenizer that is somewhere else."""
+        return tokenizer_folder(self._source, self._folder) if self._lerobot else self._folder
 
 
 def _processor_settings(source: str, files: _ConfigurationFiles, family: Family) -> dict[str, Any]:

@@ -218,6 +218,28 @@ def test_the_tokenizer_comes_from_another_folder(source: Path, tmp_path: Path, c
         ExportRequest("pi0", random_weights=True, tokenizer="somewhere")
 
 
+def test_the_tokenizer_is_an_artifact_of_the_pipeline(source: Path, tmp_path: Path) -> None:
+    """As LeRobot after 0.6 saves it, also in a hub cache, whose files are links."""
+    folder = tmp_path / "models--me--pi0" / "snapshots" / "1a2b"
+    folder.parent.mkdir(parents=True)
+    write_lerobot_checkpoint(source, folder, drawn("mean", "std"), tokenizer=False)
+    saved = {"tokenizer_name": "tokenizer"}
+    rewritten(folder, *before(lambda steps: steps[3].update(config={**steps[3]["config"], **saved}, artifacts=saved)))
+    with pytest.raises(CheckpointError, match="1a2b/tokenizer' has no tokenizer.json"):
+        open_source(ExportRequest(str(folder)))
+    pi0_tokenizer().save_pretrained(folder / "tokenizer")
+    blob = folder.parents[1] / "blobs" / "0"
+    blob.parent.mkdir()
+    (folder / "tokenizer" / "tokenizer.json").rename(blob)
+    (folder / "tokenizer" / "tokenizer.json").symlink_to("../../../blobs/0")
+    opened = open_source(ExportRequest(str(folder)))
+    opened.weights.close()
+    (tmp_path / "tokenizer").mkdir()
+    rewritten(folder, *before(configured(3, tokenizer_name="../../../tokenizer")))
+    with pytest.raises(CheckpointError, match="leads out of the checkpoint folder"):
+        open_source(ExportRequest(str(folder)))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -103,8 +103,8 @@ def file_of(folder: Path, name: str) -> Path:
     for any other link, with which an untrusted archive could put files of this machine into the bundle.
     """
     root = Path(os.path.realpath(folder))
-    # CACHE/models--OWNER--NAME/snapshots/REVISION. Blobs may be links to blobs that all models share.
-    repository = root.parents[1] if root.parent.name == "snapshots" else None
+    # CACHE/models--OWNER--NAME/snapshots/REVISION, or a folder in it. Blobs may be links to blobs that models share.
+    repository = next((above.parent for above in root.parents[:2] if above.name == "snapshots"), None)
     blobs = [repository / "blobs", repository.parent / "blobs"] if repository else []
     place = Path(os.path.realpath(folder / name))
     if not any(place.is_relative_to(allowed) for allowed in (root, *blobs)):

@@ -26,6 +26,7 @@ from sinkprune.contract.towers import Side
 from sinkprune.export.checkpoint.folder import (
     Name,
     SafetensorsWeights,
+    file_of,
     has_entry,
     read_fields,
     read_json,
@@ -159,7 +160,15 @@ class _StepConfig(TypedDict, total=False):
 
 
 _Step = TypedDict(
-    "_Step", {"registry_name": Name, "class": Name, "config": dict[str, Any], "state_file": Name}, total=False
+    "_Step",
+    {
+        "registry_name": Name,
+        "class": Name,
+        "config": dict[str, Any],
+        "state_file": Name,
+        "artifacts": dict[str, Name],
+    },
+    total=False,
 )
 
 
@@ -212,17 +221,24 @@ def translated_files(source: str, folder: Path, config: Mapping[str, Any]) -> di
     }
 
 
-def check_tokenizer(source: str, folder: Path) -> None:
-    """Raise `CheckpointError` if a folder in LeRobot's form, with known pipelines, has no tokenizer of its own."""
+def tokenizer_folder(source: str, folder: Path) -> Path:
+    """Return the folder of the tokenizer of a folder in LeRobot's form, whose pipelines are known; raises
+    `CheckpointError`.
+
+    LeRobot loads the tokenizer from the hub. Versions after 0.6 save it next to the pipelines, as an artifact.
+    """
+    steps = read_json(folder, _BEFORE)["steps"] if has_entry(folder, _BEFORE) else []
+    step = next((step for step in steps if step.get("registry_name") == _TOKENIZING), {})
+    name = step.get("config", {}).get("tokenizer_name", TOKENIZER)
+    if "tokenizer_name" in step.get("artifacts", {}):
+        return file_of(folder, name)
     if not has_entry(folder, "tokenizer.json"):
-        steps = read_json(folder, _BEFORE)["steps"] if has_entry(folder, _BEFORE) else []
-        configs = [step.get("config", {}) for step in steps if step.get("registry_name") == _TOKENIZING]
-        name = next((config["tokenizer_name"] for config in configs if "tokenizer_name" in config), TOKENIZER)
         raise _error(
             source,
             "it has no tokenizer.json, because LeRobot loads its tokenizer from the hub",
             f"Accept its licence on the hub, and add --tokenizer {name}; or give a local folder with this tokenizer.",
         )
+    return folder
 
 
 def check_folder(source: str, folder: Path) -> None:
