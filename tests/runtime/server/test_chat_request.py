@@ -132,6 +132,9 @@ def test_every_field_arrives(reader: ChatReader) -> None:
             "schema",
             {"type": "integer"},
         ),
+        # As llama.cpp's clients send it
+        ({"response_format": {"type": "json_object", "schema": {"type": "integer"}}}, "schema", {"type": "integer"}),
+        ({"response_format": {"type": "json_schema", "schema": {"type": "integer"}}}, "schema", {"type": "integer"}),
         ({"guided_json": {"type": "integer"}}, "schema", {"type": "integer"}),
         ({"guided_json": '{"type": "integer"}'}, "schema", {"type": "integer"}),
         ({"guided_regex": "[0-9]+"}, "regex", "[0-9]+"),
@@ -140,6 +143,11 @@ def test_every_field_arrives(reader: ChatReader) -> None:
 )
 def test_forms_of_an_answer(changes: dict[str, Any], field: str, value: object, reader: ChatReader) -> None:
     assert getattr(read(reader, **changes).request, field) == value
+
+
+@pytest.mark.parametrize("name", ["user", "safety_identifier", "prompt_cache_key"])
+def test_names_of_users_change_nothing(name: str, reader: ChatReader) -> None:
+    assert read(reader, **{name: "robot-7"}).request.texts == read(reader).request.texts
 
 
 @pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
@@ -230,7 +238,8 @@ _A, _B = messages(("user", [PICTURE, TEXT]), ("assistant", "No."))
         ({"parallel_tool_calls": 1}, 400, "parallel_tool_calls is 1"),
         ({"response_format": {"type": "xml"}}, 400, "response_format is"),
         ({"response_format": {"type": "json_schema"}}, 400, "response_format is"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, 400, "schema is 3"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, 400, "json_schema.schema is 3"),
+        ({"response_format": {"type": "json_object", "schema": 3}}, 400, "response_format.schema is 3"),
         (
             {"guided_choice": ["yes", "no"], "guided_regex": "yes|no"},
             400,

@@ -74,6 +74,9 @@ def read_schema(given: Mapping[str, Any]) -> Any:
             return None
         case {"type": "text"}:
             return None
+        case {"type": "json_object" | "json_schema", "schema": schema}:
+            # llama.cpp's form.
+            return schema
         case {"type": "json_object"}:
             return {}
         case {"type": "json_schema", "json_schema": {"schema": schema}}:
@@ -148,7 +151,7 @@ def _check_schema(schema: Any, name: str) -> None:
 
 def _check_response_format(value: Mapping[str, Any]) -> None:
     if (schema := read_schema({"response_format": value})) is not None:
-        _check_schema(schema, "response_format.json_schema.schema")
+        _check_schema(schema, "response_format." + ("schema" if "schema" in value else "json_schema.schema"))
 
 
 _CHECKS: Mapping[str, Callable[[Any], object]] = {

@@ -47,8 +47,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "logit_bias": ({},),
     "modalities": (["text"],),
-    "user": (...,),
-    "metadata": (...,),
+    **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key", "metadata"), (...,)),
     "store": (False,),
     "service_tier": ("auto", "default"),
 }
