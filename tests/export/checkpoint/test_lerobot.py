@@ -225,7 +225,7 @@ def test_the_tokenizer_is_an_artifact_of_the_pipeline(source: Path, tmp_path: Pa
     write_lerobot_checkpoint(source, folder, drawn("mean", "std"), tokenizer=False)
     saved = {"tokenizer_name": "tokenizer"}
     rewritten(folder, *before(lambda steps: steps[3].update(config={**steps[3]["config"], **saved}, artifacts=saved)))
-    with pytest.raises(CheckpointError, match="1a2b/tokenizer' has no tokenizer.json"):
+    with pytest.raises(CheckpointError, match=r"1a2b/tokenizer' has no tokenizer\.json"):
         open_source(ExportRequest(str(folder)))
     pi0_tokenizer().save_pretrained(folder / "tokenizer")
     blob = folder.parents[1] / "blobs" / "0"

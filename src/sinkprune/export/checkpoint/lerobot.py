@@ -228,7 +228,7 @@ def tokenizer_folder(source: str, folder: Path) -> Path:
     LeRobot loads the tokenizer from the hub. Versions after 0.6 save it next to the pipelines, as an artifact.
     """
     steps = read_json(folder, _BEFORE)["steps"] if has_entry(folder, _BEFORE) else []
-    step = next((step for step in steps if step.get("registry_name") == _TOKENIZING), {})
+    step: Mapping[str, Any] = next((one for one in steps if one.get("registry_name") == _TOKENIZING), {})
     name = step.get("config", {}).get("tokenizer_name", TOKENIZER)
     if "tokenizer_name" in step.get("artifacts", {}):
         return file_of(folder, name)
