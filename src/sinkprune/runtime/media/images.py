@@ -219,9 +219,8 @@ def _read_transparent(image: Image.Image, decoding: str, file: BinaryIO | None) 
             "name of its file."
         )
     with Image.open(file, formats=("PNG",)) as low:
-        codec, box, offset, _ = low.tile[0]
         # The other byte of each value
-        low.tile = [type(low.tile[0])(codec, box, offset, "RGB;16L")]
+        cast(Any, low).tile = [(*low.tile[0][:3], "RGB;16L")]
         low.load()
         for (top, strip), (_, low_strip) in zip(_strips(image), _strips(low), strict=True):
             values = (np.array(strip, np.uint16) << 8) | np.array(low_strip)
