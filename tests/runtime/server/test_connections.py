@@ -95,7 +95,8 @@ def test_a_slow_request_is_ended_in_time(start: bytes, drip: bytes, status: byte
         slow.sendall(start)
         found, seconds = until_end(slow, drip)
     assert found[9:12] == status
-    assert 0.4 < seconds < 5
+    # Each byte would extend it by 0.05 seconds.
+    assert 0.1 < seconds < 12
 
 
 def test_a_client_that_takes_no_answer_is_ended_in_time(hasty: str) -> None:
@@ -126,7 +127,7 @@ def test_half_requests_keep_no_other_out(start: bytes, few: str) -> None:
             held.enter_context(connected(few)).sendall(start)
         assert httpx.get(f"{few}/health").status_code == 200
         assert post(few, max_tokens=1).status_code == 200
-    assert time.monotonic() - began < 5, "it waited for the end of others"
+    assert time.monotonic() - began < 9, "it waited for the end of others"
 
 
 @pytest.mark.parametrize("many", [b"", HALF_BODY], ids=["idle", "bodies"])
