@@ -39,6 +39,7 @@ WITHOUT_WEIGHTS = {
     "optimizer.pt": "is the state of a training, without the model's weights",
     ".cache/huggingface/download/x.incomplete": "A download has not finished. Run the same `hf download` again",
     "policy.safetensors": "has a name that transformers does not read",
+    "policy_preprocessor_step_6_normalizer_processor.safetensors": "json. Download the weights",
     "README.md": "Download the weights",
 }
 """What is said by the name of a file in a folder that has no weights that are read."""

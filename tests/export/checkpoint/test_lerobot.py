@@ -357,6 +357,8 @@ def test_pipelines_that_cannot_be_read_are_rejected(
 
 def test_the_state_of_pi05_is_normalised_before_it_is_text(source: Path, tmp_path: Path) -> None:
     folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"), kind="pi05")
+    translated(folder)
+    rewritten(folder, *before(lambda steps: steps.append(steps.pop(2))))
     with pytest.raises(CheckpointError, match="another order than rename_observations_processor, normalizer_process"):
         translated(folder)
 
@@ -509,6 +511,10 @@ def test_without_statistics_actions_are_normalised_aloud(
         ({"pretrained_model/config.json": {"type": "pi0"}, "training_state/x": {}}, "one of them: .*/pretrained_mod"),
         ({"last/pretrained_model/config.json": {"type": "pi0"}}, "lerobot-train .* Export .*/last/pretrained_model"),
         ({"checkpoints/last/pretrained_model/config.json": {}}, "Export .*/checkpoints/last/pretrained_model"),
+        (
+            {f"checkpoints/{steps}/pretrained_model/config.json": {} for steps in ("020000", "100000", "060000")},
+            "lerobot-train .* Export .*/checkpoints/100000/pretrained_model",
+        ),
         ({"params/_METADATA": {}, "assets/x/norm_stats.json": {}}, "openpi in JAX form.* lerobot/pi0_base"),
         ({"config.json": {"action_dim": 32, "action_horizon": 10}}, "openpi in PyTorch form.* lerobot/pi05_base"),
         (

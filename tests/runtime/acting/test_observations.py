@@ -62,6 +62,10 @@ def act(policy: Policy, photo: Image.Image, **changed: Any) -> Any:
         ({"state": [np.inf, 0, 0, 0, 0]}, UsageError, "the state has inf at place 1"),
         ({"state": "home"}, UsageError, "the state is 'home', expected 5 numbers"),
         ({"state": None}, UsageError, "the state "),
+        ({"state": np.ma.array([0.5] * WIDTH, mask=[0, 0, 0, 0, 1])}, UsageError, "the state is .*--"),
+        ({"state": np.array([0.5 + 1j] * WIDTH)}, UsageError, r"the state is .*0\.5\+1"),
+        ({"state": np.arange(WIDTH).astype("datetime64[s]")}, UsageError, "the state is .*1970"),
+        ({"state": [10**400] * WIDTH}, UsageError, "the state is .*, expected 5 numbers"),
         ({"state": torch.ones(WIDTH, requires_grad=True)}, UsageError, "the state is tensor"),
         (
             {"noise": np.zeros((CHUNK, ACTIONS + 1))},

@@ -57,7 +57,8 @@ _OTHER_WEIGHTS = {
 
 def missing_weights(folder: Path) -> str:
     """Return the sentences about a folder without weights that are read: what it holds, and what to do."""
-    names = _names(folder)
+    # Pipelines of LeRobot have their statistics in safetensors too.
+    names = [name for name in _names(folder) if not name.startswith("policy_p")]
     downloading = folder / ".cache" / "huggingface" / "download"
     found = _described(folder, [*names, *_names(downloading)])
     if folder.parent.name == "snapshots":

@@ -244,10 +244,12 @@ def tokenizer_folder(source: str, folder: Path) -> Path:
 def check_folder(source: str, folder: Path) -> None:
     """Raise `CheckpointError` for a folder around a policy of LeRobot, with an adapter of one, or of openpi."""
     config = read_json(folder, "config.json") if has_entry(folder, "config.json") else {}
-    policies = ("last/pretrained_model", "checkpoints/last/pretrained_model")
-    inner = next((name for name in policies if has_entry(folder, f"{name}/config.json")), None)
+    names = ("*/pretrained_model/config.json", "checkpoints/*/pretrained_model/config.json")
+    # The link `last`, or where it was not copied the largest number of steps.
+    inner = [path.parent for name in names for path in sorted(folder.glob(name))]
     if inner and not config:
-        raise _error(source, "it is a folder of lerobot-train around a policy", f"Export {Path(source) / inner}.")
+        export = Path(source) / inner[-1].relative_to(folder)
+        raise _error(source, "it is a folder of lerobot-train around a policy", f"Export {export}.")
     if has_entry(folder, "adapter_config.json") and is_lerobot(config):
         base = read_json(folder, "adapter_config.json").get("base_model_name_or_path") or "BASE"
         raise _error(

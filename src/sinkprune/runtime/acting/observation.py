@@ -243,9 +243,11 @@ def _given_noise(policy: PolicyFacts, noise: Array) -> Array:
 def _floats(name: str, given: Any, shape: tuple[int, ...], expected: str) -> Array:
     """Return `given` as fp32 of this shape; raises `UsageError`."""
     try:
+        if np.ma.is_masked(given) or np.asarray(given).dtype.kind in "cmM":
+            raise TypeError("masked, complex numbers or times, of which numpy would keep a part")
         with np.errstate(over="ignore"):
             values = np.asarray(given, np.float32)
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         # A tensor with a gradient is a RuntimeError.
         raise UsageError(f"the {name} is {format_value(given)}, expected {expected}.") from error
     if values.shape != shape:
