@@ -57,11 +57,11 @@ def without_added_tokens(tokenizer_json: str) -> str:
 def _chat_template(folder: Path) -> str | None:
     """Return the first chat template, in the order of files of transformers' processors."""
     for name in ("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json"):
-        if name.endswith(".jinja"):
+        if name.endswith(".json"):
+            template: Any = read_object(folder, name).get("chat_template")
+        else:
             jinja = read_file(folder, name, TEMPLATE_BYTES)
             template = None if jinja is None else jinja.replace("\r\n", "\n").replace("\r", "\n")
-        else:
-            template = read_object(folder, name).get("chat_template")
         if isinstance(template, list):
             named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
             template = named.get("default")
