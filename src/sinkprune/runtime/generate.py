@@ -12,10 +12,11 @@ from sinkprune.runtime.budget_run import SeenPrompt, run_budget
 from sinkprune.runtime.deadline.policy import BudgetPolicy
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import TowerInput
+from sinkprune.runtime.media.picture_warnings import facts_of
 from sinkprune.runtime.steps.answer import Answer, TriedBudget, timings
 from sinkprune.runtime.steps.choice_scores import ChoiceTokens
 from sinkprune.runtime.steps.context_length import check_picture_count, runnable
-from sinkprune.runtime.steps.encoding import run_tower
+from sinkprune.runtime.steps.encoding import TowerOutput, run_tower
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.pictures import decoded
@@ -50,39 +51,45 @@ def generate(
         chain.load_plan(plan)
     uses = chain.first_uses
     check_picture_count(model.manifest, model.limits, len(request.pictures))
-    pictures = [decoded(source, family) for source in request.pictures]
+    model.check_text_length(request)
+    share = plans[0].picture_share if plans[0] else None
+    digests, known, seen_inputs = list[bytes](), list[TowerOutput | None](), list[TowerInput]()
+    for place, source in enumerate(request.pictures):
+        # One after the other, because the pixels of a large picture take hundreds of MB.
+        picture = decoded(source, family)
+        with clock.measure("ttft"), clock.measure("preprocess"):
+            digests.append(prefixes.digest(place, picture, share))
+            known.append(prefixes.tower(digests[-1]))
+            inputs = {} if known[-1] is not None else family.inputs(picture)
+            seen_inputs.append(TowerInput(inputs, family.layout(picture), facts_of(picture)))
+        del picture, inputs
+    layouts = [each.layout for each in seen_inputs]
+    with clock.measure("ttft"), clock.measure("preprocess"):
+        prompt = model.encode_prompt(request, layouts)
+    observer.seen(seen_inputs)
+    model.warnings.warn(layouts, [each.file for each in seen_inputs])
+    candidates = policy.candidates(layouts)
+    possible = runnable(model.manifest, model.limits, request, candidates, prompt.text_tokens, layouts)
+    # A server runs the steps up to here beside those of other requests.
+    yield ""
 
-    with clock.measure("ttft"):
-        with clock.measure("preprocess"):
-            digests = prefixes.digests(pictures, plans[0].picture_share if plans[0] else None)
-            known = [prefixes.tower(digest) for digest in digests]
-            layouts = [*map(family.layout, pictures)]
-            inputs = [
-                family.inputs(picture) if tower is None else {}
-                for picture, tower in zip(pictures, known, strict=True)
-            ]
-            prompt = model.encode_prompt(request, layouts)
-        observer.seen([*map(TowerInput, inputs, layouts)])
-        model.warnings.warn(pictures, layouts)
-        # Freeing a large picture takes milliseconds, which costs after the tower do not include.
-        del pictures
-        candidates = policy.candidates(layouts)
-        possible = runnable(model.manifest, model.limits, request, candidates, prompt.text_tokens, layouts)
-        with backend.turn:
-            towers = [
-                run_tower(chain, own, clock) if tower is None else tower
-                for own, tower in zip(inputs, known, strict=True)
-            ]
-            for digest, tower in zip(digests, towers, strict=True):
-                prefixes.put(digest, tower, tower.norms.size * chain.visual_token_bytes)
-            reused_towers = sum(tower is not None for tower in known)
-            del known, inputs
-            seen = SeenPrompt(request, prompt, layouts, digests, towers)
-            planned = policy.choose(possible, prompt.text_tokens)
-            run = run_budget(model, seen, planned, clock, observer, own_prefixes, prefixes)
-            sampler = model.new_sampler(request, prompt, layouts)
-            # A closed list is compared later.
-            ids = [] if isinstance(form, ChoiceTokens) else [sampler(run.logits, form.allowed(run.logits.size))]
+    with clock.measure("ttft"), backend.turn:
+        # An earlier request about the same picture may have run since.
+        known = [tower or prefixes.tower(digest) for tower, digest in zip(known, digests, strict=True)]
+        towers = [
+            run_tower(chain, own.inputs, clock) if tower is None else tower
+            for own, tower in zip(seen_inputs, known, strict=True)
+        ]
+        for digest, tower in zip(digests, towers, strict=True):
+            prefixes.put(digest, tower, tower.norms.size * chain.visual_token_bytes)
+        reused_towers = sum(tower is not None for tower in known)
+        del known, seen_inputs
+        seen = SeenPrompt(request, prompt, layouts, digests, towers)
+        planned = policy.choose(possible, prompt.text_tokens)
+        run = run_budget(model, seen, planned, clock, observer, own_prefixes, prefixes)
+        sampler = model.new_sampler(request, prompt, layouts)
+        # A closed list is compared later.
+        ids = [] if isinstance(form, ChoiceTokens) else [sampler(run.logits, form.allowed(run.logits.size))]
     del towers
 
     tried: list[TriedBudget] = []

@@ -19,8 +19,8 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.acting.observation import Cameras, camera_key
 from sinkprune.runtime.acting.report import ActionReport
 from sinkprune.runtime.media.clip import Clip, SampledFrames
-from sinkprune.runtime.media.images import read_image, to_rgb
-from sinkprune.runtime.media.video_file import VideoFile
+from sinkprune.runtime.media.images import ImageBytes, read_image, to_rgb
+from sinkprune.runtime.media.video_file import VideoBytes, VideoFile
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.kept import Kept
 from sinkprune.runtime.steps.pictures import PictureLike
@@ -84,6 +84,11 @@ def _shown(picture: PictureLike, layout: VisualLayout) -> list[Image.Image]:
     """Return what the views of `layout` are drawn on: frames of a clip, or an image once for each view."""
     if isinstance(picture, SampledFrames):
         return picture.frames
+    if isinstance(picture, ImageBytes):
+        return _shown(picture.decoded(), layout)
+    if isinstance(picture, VideoBytes):
+        with picture.opened() as video:
+            return _shown(video, layout)
     if isinstance(picture, (Clip, VideoFile)):
         seen = layout.frame_indices
         if not seen or picture.count <= seen[-1]:

@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw
 from sinkprune import FirstFrameWarning, Pipeline
 from sinkprune.runtime.media.frame_count import frame_count
 from sinkprune.runtime.media.images import read_header, read_image, read_image_bytes, to_rgb
-from sinkprune.runtime.media.picture_warnings import notes_on
+from sinkprune.runtime.media.picture_warnings import facts_of, notes_on
 from support.programs.commands import run
 
 MESSAGE = "the model sees the first of 3 frames. Give frames as files of their own."
@@ -122,7 +122,7 @@ def test_evaluate_names_the_first_file_with_frames(bundle: Callable[..., Path], 
 def test_the_servers_notes_have_the_line(tmp_path: Path) -> None:
     """The server gives `notes_on` the pictures that it read from bytes: `test_server.py`."""
     file = animated(tmp_path / "anim.gif").read_bytes()
-    assert notes_on([read_image_bytes(file), Image.new("RGB", (9, 9))]) == [MESSAGE]
+    assert notes_on([facts_of(read_image_bytes(file)), facts_of(Image.new("RGB", (9, 9)))]) == [MESSAGE]
 
 
 def test_python_warns_once(bundle: Callable[..., Path], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from PIL import Image
 
 from sinkprune import DividedPictureWarning, Pipeline
 from sinkprune.runtime.media.images import largest_of_16_bits, read_image, read_image_bytes, to_rgb
-from sinkprune.runtime.media.picture_warnings import notes_on
+from sinkprune.runtime.media.picture_warnings import facts_of, notes_on
 from support.programs.commands import run
 
 MESSAGE = (
@@ -124,7 +124,7 @@ def test_colour_of_16_bits_is_noted_where_it_is_nearly_black(kind: str) -> None:
         with Image.open(io.BytesIO(data)) as opened:
             for image in (read_image_bytes(data), to_rgb(opened)):
                 assert (largest_of_16_bits(image) is not None) == noted
-                (text,) = notes_on([image]) or [""]
+                (text,) = notes_on([facts_of(image)]) or [""]
                 assert (f"The largest value is now {np.asarray(image).max()} of 255." in text) == noted
 
 
@@ -132,7 +132,7 @@ def test_a_dark_picture_of_8_bits_is_not_noted() -> None:
     dark = Image.new("RGB", (40, 30), (3, 2, 1))
     for kind in ("PNG", "PPM", "TIFF"):
         dark.save(buffer := io.BytesIO(), kind)
-        assert notes_on([read_image_bytes(buffer.getvalue())]) == []
+        assert notes_on([facts_of(read_image_bytes(buffer.getvalue()))]) == []
 
 
 def test_colour_of_16_bits_is_noted_by_command_and_python(bundle: Callable[..., Path], tmp_path: Path) -> None:

@@ -2,42 +2,47 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable, Iterator
 from threading import Event, Thread, current_thread
 from typing import Any
 
-import numpy as np
 import pytest
+from PIL import Image
 
 from sinkprune import Request, Stream
 from sinkprune.runtime.answering import Answering
+from sinkprune.runtime.media.images import ImageBytes
 from sinkprune.runtime.server.api_error import ApiError
-from sinkprune.runtime.server.scheduler import Job, Scheduler
+from sinkprune.runtime.server.scheduler import Job, Scheduler, State
 from sinkprune.runtime.steps.observer import NOBODY, Observer
 from sinkprune.runtime.stream import StreamState
 
-PICTURE = np.zeros((2, 2, 3), np.uint8)
-
 
 class Answers(Answering):
-    """A stand-in for a pipeline: the answer to a number is as many tokens; it writes down each step."""
+    """A stand-in for a pipeline: the answer to a number is as many tokens; it writes down each step of the model."""
 
     def __init__(self) -> None:
+        self.prepared: list[str] = []
+        self.prepare: Callable[[str], None] = lambda name: None
         self.steps: list[str] = []
         self.closed: list[str] = []
         self.requests: dict[str, Request] = {}
         self.before_step: Callable[[str], None] = lambda name: None
 
     def new_request(self, image: Any, prompt: Any, **options: Any) -> Request:
-        return Request((image,), ("", prompt), **options)
+        return Request((), (prompt,), **options) if image is None else Request((image,), ("", prompt), **options)
 
     def answer(self, request: Request, observer: Observer = NOBODY) -> Stream:
-        name, tokens = request.texts[1].split()
+        name, tokens = request.texts[-1].split()
         self.requests[name] = request
 
         def steps() -> Iterator[str]:
             try:
+                self.prepared.append(name)
+                self.prepare(name)
+                yield ""
                 for _ in range(int(tokens)):
                     self.before_step(name)
                     self.steps.append(name)
@@ -57,10 +62,17 @@ class Rig:
         self.scheduler = Scheduler(self.answers, **{"most_jobs": 64, "most_active": 8, **limits})
         self.answers.before_step = lambda name: self.go.wait(10) and None  # type: ignore[func-returns-value]
 
-    def ask(self, name: str, tokens: int, priority: int = 0, **options: Any) -> Job:
-        request = self.answers.new_request(PICTURE, f"{name} {tokens}", **options)
+    def ask(
+        self, name: str, tokens: int, priority: int = 0, picture: Any = None, *, waits: bool = True, **options: Any
+    ) -> Job:
+        """Send a request; if `waits`, return when it is prepared."""
+        request = self.answers.new_request(picture, f"{name} {tokens}", **options)
         job = Job(request, priority, NOBODY, lambda text: None, lambda end: self.ends.update({name: end}))
         self.scheduler.submit(job)
+        until = time.monotonic() + 10
+        while waits and job.state in (State.WAITING, State.PREPARING):
+            assert time.monotonic() < until
+            time.sleep(0.001)
         return job
 
     def run(self) -> str:
@@ -141,14 +153,82 @@ def test_the_earliest_deadline_starts_first(rig: Rig) -> None:
 
 
 def test_the_wait_counts_against_the_deadline(rig: Rig) -> None:
+    """From the time when a request was prepared on, the pipeline counts it."""
     blocked(rig)
-    rig.ask("a", 1, deadline_ms=60_000)
-    rig.ask("b", 1, deadline_ms=1)
+    rig.answers.prepare = lambda name: rig.go.wait(10) and None  # type: ignore[func-returns-value]
+    for name in "xy":
+        rig.ask(name, 1, waits=False)
+    rig.ask("a", 1, deadline_ms=60_000, waits=False)
+    rig.ask("b", 1, deadline_ms=1, waits=False)
     time.sleep(0.05)
     rig.run()
     left = {name: rig.answers.requests[name].deadline_ms for name in "ab"}
     assert 50_000 < left["a"] <= 59_950  # type: ignore[operator]
     assert left["b"] == 1
+
+
+def header(width: int, height: int) -> ImageBytes:
+    """A picture with so many pixels, of which none is decoded."""
+    image = Image.new("1", (width, height))
+    image.save(buffer := io.BytesIO(), "PNG")
+    return ImageBytes(buffer.getvalue(), "it")
+
+
+SMALL, LARGE = header(8, 6), header(8192, 8192)
+
+
+def prepared(rig: Rig, count: int) -> str:
+    """Wait until so many requests have begun to be prepared; return them after a moment for more."""
+    until = time.monotonic() + 10
+    while len(rig.answers.prepared) < count:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    time.sleep(0.05)
+    return "".join(rig.answers.prepared)
+
+
+def test_pictures_are_decoded_when_it_is_their_requests_turn(rig: Rig) -> None:
+    """Two requests that wait for the model hold decoded pictures; one more, if its priority is higher than theirs."""
+    blocked(rig)
+    for name in "abcd":
+        rig.ask(name, 1, picture=SMALL, waits=False)
+    assert prepared(rig, 3) == "xab"
+    rig.ask("e", 1, priority=1, picture=SMALL, waits=False)
+    rig.ask("f", 1, priority=1, picture=SMALL, waits=False)
+    assert prepared(rig, 4) == "xabe"
+    # Requests without pictures hold nothing.
+    rig.ask("g", 1, priority=2, waits=False)
+    assert rig.run()[:2] == "xg" or rig.answers.steps[:2] == ["x", "e"]
+    assert sorted(rig.answers.steps) == sorted("xabcdefg")
+
+
+def test_large_pictures_are_decoded_one_at_a_time(rig: Rig) -> None:
+    blocked(rig)
+    rig.answers.prepare = lambda name: rig.go.wait(10) and None  # type: ignore[func-returns-value]
+    for name in "ab":
+        rig.ask(name, 1, picture=LARGE, waits=False)
+    rig.ask("c", 1, waits=False)
+    assert prepared(rig, 2) == "xa"
+    rig.ask("d", 1, priority=1, picture=LARGE, waits=False)
+    assert prepared(rig, 3) == "xad"
+    rig.run()
+    assert {*rig.answers.prepared} == {*"xabcd"}
+
+
+def test_answers_go_on_while_a_picture_is_decoded(rig: Rig) -> None:
+    rig.go.set()
+    slow = Event()
+    rig.answers.prepare = lambda name: (name == "a" and slow.wait(10) and None) or None  # type: ignore[func-returns-value]
+    rig.ask("a", 1, picture=SMALL, waits=False)
+    rig.ask("b", 3, waits=False)
+    until = time.monotonic() + 10
+    while "b" not in rig.ends:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    assert rig.answers.steps == [*"bbb"]
+    slow.set()
+    rig.wait()
+    assert rig.ends["a"] == "a"
 
 
 def test_so_many_have_caches_at_once() -> None:

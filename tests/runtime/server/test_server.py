@@ -147,7 +147,7 @@ def test_log_probabilities_are_of_the_models_own_distribution(client: openai.Ope
 @pytest.mark.parametrize("text", ["日本語", "😀é", " the cat  sat", "a\ufffdb", "a <b>\n"])
 def test_bytes_of_log_probabilities_join_to_the_text(kind: str, text: str) -> None:
     encoder = answer_encoder(kind)
-    collected = TokenLogprobs(encoder.tokenizer, 2)
+    collected = TokenLogprobs([], encoder.tokenizer, 2)
     for token in [*encoder.answer_ids(text), STOP[kind][0]]:
         logits = np.zeros(700, np.float32)
         logits[token] = 9
@@ -161,7 +161,7 @@ def test_bytes_of_log_probabilities_join_to_the_text(kind: str, text: str) -> No
 def test_log_probabilities_sum_to_one(pipe: Pipeline) -> None:
     vocabulary = pipe.prompts.tokenizer.get_vocab_size()
     logits = np.random.default_rng(0).normal(0, 400, vocabulary).astype(np.float32)
-    collected = TokenLogprobs(pipe.prompts.tokenizer, vocabulary)
+    collected = TokenLogprobs([], pipe.prompts.tokenizer, vocabulary)
     collected.chose(3, logits)
     [token] = collected.tokens
     expected = logits - logits.max() - np.log(np.exp(logits.astype(np.float64) - logits.max()).sum())

@@ -16,7 +16,7 @@ from PIL import Image
 from tests.runtime.server.test_server import QUESTION, served
 
 from sinkprune import Pipeline, VideoFile
-from sinkprune.runtime.server import picture_urls
+from sinkprune.runtime.media import video_file
 from support.models.video_files import write_video
 
 
@@ -42,7 +42,7 @@ def test_a_long_video(pipeline: Callable[..., Pipeline], photo: Image.Image, tmp
 @contextlib.contextmanager
 def full_disk(patch: pytest.MonkeyPatch) -> Iterator[None]:
     with Path("/dev/full").open("r+b") as file:
-        patch.setattr(picture_urls, "NamedTemporaryFile", lambda prefix: file)
+        patch.setattr(video_file, "NamedTemporaryFile", lambda prefix: file)
         yield
 
 

@@ -14,8 +14,8 @@ from sinkprune.runtime.steps.prefix_cache import (
     WORTH_FLOPS,
     LeadKey,
     PrefixCache,
-    picture_content,
-    picture_digest,
+    digest_of,
+    picture_parts,
 )
 
 FIRST = "What is on the table?"
@@ -32,27 +32,28 @@ def test_a_digest_is_of_pixels_shape_and_times(photo: Image.Image) -> None:
         SampledFrames([small, small], ClipSize(6, 4, 2, 2.0), (0.0, 1.0)),
         SampledFrames([small, small], ClipSize(6, 4, 2, 1.0), (0.0, 2.0)),
     ]
-    assert len({picture_digest(picture_content(picture)) for picture in others}) == len(others)
-    assert picture_content(small.copy()) == picture_content(small)
+    assert len({digest_of(picture_parts(picture)) for picture in others}) == len(others)
+    assert [*picture_parts(small.copy())] == [*picture_parts(small)]
 
 
 def test_equal_pixels_are_digested_once_and_others_always(
     photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digested: list[tuple[bytes, ...]] = []
-    monkeypatch.setattr(
-        prefix_cache, "picture_digest", lambda content: digested.append(content) or picture_digest(content)
-    )
+    digested: list[object] = []
+    monkeypatch.setattr(prefix_cache, "digest_of", lambda parts: digested.append(parts) or digest_of(parts))
     memory, other = PrefixCache(1 << 24), photo.copy()
     other.putpixel((0, 0), (1, 2, 3))
-    first, both = memory.digests([photo]), memory.digests([photo, other])
-    assert memory.digests([photo.copy(), other]) == both and len(digested) == 3
+    first, second = memory.digest(0, photo), memory.digest(1, other)
+    assert (memory.digest(0, photo.copy()), memory.digest(1, other)) == (first, second) and len(digested) == 2
     # The same object, with another pixel
     other.putpixel((0, 0), (1, 2, 4))
-    changed = memory.digests([photo, other])
-    assert changed[0] == both[0] == first[0] and changed[1] != both[1]
+    assert memory.digest(1, other) != second and memory.digest(0, photo) == first
     assert memory.nbytes >= 2 * 3 * photo.width * photo.height
-    assert PrefixCache(0).digests([photo]) == (b"",)
+    assert PrefixCache(0).digest(0, photo) == b""
+    # The pixels of a large picture are not stored.
+    monkeypatch.setattr(prefix_cache, "_MOST_COMPARED", photo.width * photo.height - 1)
+    stored = memory.nbytes
+    assert memory.digest(2, photo) == first and memory.nbytes == stored
 
 
 @pytest.mark.parametrize("worth", [True, False])

@@ -112,7 +112,7 @@ def read_json(path: str | os.PathLike[str], limit: int = MANIFEST_BYTES, *, foll
     return parsed_json(read_bytes(path, limit, follow_links=follow_links))
 
 
-def decoded_text(data: bytes) -> str:
+def decoded_text(data: bytes | bytearray) -> str:
     """Return UTF-8 `data` as text. Raises `UnreadableError`."""
     try:
         return data.decode("utf-8")
@@ -120,7 +120,7 @@ def decoded_text(data: bytes) -> str:
         raise UnreadableError(f"is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
-def parsed_json(data: bytes, new_object: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:
+def parsed_json(data: bytes | bytearray, new_object: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:
     """Return UTF-8 `data` parsed as JSON (RFC 8259).
 
     `new_object` makes an object of its names and values, and may raise `ValueError`. Raises `UnreadableError`, also

@@ -15,6 +15,7 @@ from sinkprune.runtime.acting.report import ActionReport, by_part, chunk_flops
 from sinkprune.runtime.acting.step_times import StepTimes
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import TowerInput
+from sinkprune.runtime.media.picture_warnings import facts_of
 from sinkprune.runtime.steps.context_length import check_prompt_length
 from sinkprune.runtime.steps.decoding import prefill
 from sinkprune.runtime.steps.encoding import encode, of_each_group, run_tower
@@ -55,8 +56,9 @@ def run_chunk(
         with clock.measure("preprocess"):
             inputs, layouts = [*map(family.inputs, pictures)], [*map(family.layout, pictures)]
             prompt = _encoded(model, observation, layouts)
-        observer.seen([*map(TowerInput, inputs, layouts)])
-        model.warnings.warn(pictures, layouts)
+        files = [*map(facts_of, pictures)]
+        observer.seen([*map(TowerInput, inputs, layouts, files)])
+        model.warnings.warn(layouts, files)
         # Freeing a large picture takes milliseconds, which costs after the tower do not include.
         del pictures
         with backend.turn:

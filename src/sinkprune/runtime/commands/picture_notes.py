@@ -20,7 +20,7 @@ from sinkprune.runtime.media.picture_warnings import (
     picture_facts,
     unseen_notes,
 )
-from sinkprune.runtime.steps.pictures import file_named_in_errors
+from sinkprune.runtime.steps.pictures import named_in_errors
 
 
 def note_pictures(family: Family, files: Sequence[Path], pictures: Sequence[Picture]) -> list[str]:
@@ -86,7 +86,7 @@ def note_many_pictures(family: Family, pictures: Mapping[str, PictureFacts]) -> 
 
 def _unseen(family: Family, file: str | Path, picture: Picture) -> list[str]:
     """Return what `unseen_notes` does; raises `ImageError` with the file's name for what the family rejects."""
-    with file_named_in_errors(file):
+    with named_in_errors(file):
         return unseen_notes(family.layout(picture))
 
 

@@ -38,6 +38,7 @@ _MIB = 1 << 20
 _MAX_QUEUE = WholeNumber("max_queue", 1, 10_000)
 _MAX_ACTIVE = _MAX_QUEUE.named("max_active")
 _MAX_BODY_MB = WholeNumber("max_body_mb", 1, 1 << 20)
+_MAX_WAITING_BYTES = WholeNumber("max_waiting_bytes", 1, 1 << 50)
 _SESSION_MB = WholeNumber("session_mb", 0, 1 << 20)
 _USUAL_PICTURE = Image.new("RGB", (640, 480))
 
@@ -58,6 +59,7 @@ class AppOptions(BundleOptions):
     max_queue: int
     max_active: int
     max_body_mb: int
+    max_waiting_bytes: int
     session_mb: int
 
 
@@ -115,6 +117,13 @@ def add_app_options(parser: CommandParser) -> None:
     )
     add("--max-body-mb", type=_MAX_BODY_MB, default=64, help="the largest request, in MiB (default: 64)")
     add(
+        "--max-waiting-bytes",
+        type=_MAX_WAITING_BYTES,
+        default=256 * _MIB,
+        metavar="BYTES",
+        help=f"bytes of all requests that arrive, wait or run before 429 (default: {256 * _MIB})",
+    )
+    add(
         "--session-mb",
         type=_SESSION_MB,
         default=MAX_BYTES // _MIB,
@@ -137,6 +146,11 @@ def read_app_bundle(options: AppOptions) -> AppBundle:
         thresholds.check(bundle, options.method)
     elif options.budget == AUTO:
         raise missing_thresholds(bundle.manifest, options.method)
+    if options.max_waiting_bytes < options.max_body_mb * _MIB:
+        raise UsageError(
+            f"--max-waiting-bytes is {options.max_waiting_bytes}, expected {options.max_body_mb * _MIB} or more: one "
+            f"request may have {options.max_body_mb} MiB (--max-body-mb). Raise it, or lower --max-body-mb."
+        )
     name = options.bundle.resolve().name if options.name is None else options.name
     if not name or ":" in name or not name.isprintable():
         raise UsageError(f"the model's name is '{name}', expected printable characters without ':'. Choose a --name.")
@@ -175,6 +189,7 @@ def load_app(options: AppOptions, found: AppBundle, host: str) -> Starlette:
         allow_origins=tuple(options.allow_origin),
         allow_remote_images=options.allow_remote_images,
         max_body_bytes=options.max_body_mb * _MIB,
+        max_waiting_bytes=options.max_waiting_bytes,
         max_queue=options.max_queue,
         max_active=options.max_active,
         session_bytes=options.session_mb * _MIB,

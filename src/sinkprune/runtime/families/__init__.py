@@ -18,6 +18,7 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.media.clip import Picture, SampledFrames, Video
 from sinkprune.runtime.media.fits import Fit, check_fit
+from sinkprune.runtime.media.picture_warnings import FileFacts
 
 
 class TowerInput(NamedTuple):
@@ -27,6 +28,8 @@ class TowerInput(NamedTuple):
     """The inputs of the graph `vision` by name, as `Family.inputs` returns them; none where its output is known."""
     layout: VisualLayout
     """The picture's tokens and their places."""
+    file: FileFacts = FileFacts()
+    """What notes say of the picture's file."""
 
 
 class Family(Protocol):

@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Any, BinaryIO, TypeVar, cast
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from sinkprune.contract.checks.format_value import type_name
 from sinkprune.contract.errors import ImageError
@@ -98,12 +98,33 @@ def _read(path: str | os.PathLike[str], read: Callable[[BinaryIO], _Found]) -> _
             raise ImageError(f"'{path}': {error}") from error
 
 
+class ImageBytes:
+    """The bytes of an image file that is decoded later. Its header is read at once."""
+
+    name: str
+    """Where the bytes are from. Messages of later errors begin with it."""
+    pixels: int
+    """The number of pixels, by the header."""
+
+    def __init__(self, data: bytes, name: str) -> None:
+        """Raises `ImageError`, without `name`, for no known format, and beyond the limits of `read_image`."""
+        self._data, self.name, self.pixels = data, name, _read_bytes(data, _pixels)
+
+    def decoded(self) -> Image.Image:
+        """Return the RGB image, as `read_image` does; raises `ImageError`."""
+        return read_image_bytes(self._data)
+
+
 def read_image_bytes(data: bytes) -> Image.Image:
     """Return the RGB image in the bytes of a file, as `read_image` does; raises `ImageError`."""
+    return _read_bytes(data, _decoded)
+
+
+def _read_bytes(data: bytes, read: Callable[[BinaryIO], _Found]) -> _Found:
     if not 0 < len(data) <= MOST_BYTES:
         raise ImageError(f"the image has {len(data)} bytes, expected 1 to {MOST_BYTES}. {_GIVE}")
     try:
-        return _decoded(cast(BinaryIO, MeteredFile(io.BytesIO(data), len(data))))
+        return read(cast(BinaryIO, MeteredFile(io.BytesIO(data), len(data))))
     except UnidentifiedImageError as error:
         raise ImageError(f"the image has no known format ({len(data)} bytes). {_GIVE}") from error
 
@@ -159,11 +180,7 @@ def _largest_value(image: Image.Image) -> int:
 
 def _decoded(file: BinaryIO) -> Image.Image:
     """Return the image in an open file; raises `ImageError`, and `UnidentifiedImageError` for other formats."""
-    with _damage_as_error(), Image.open(file, formats=FORMATS) as image:
-        _check_size(*image.size, MOST_WEBP_PIXELS if image.format == "WEBP" else MOST_PIXELS)
-        if image.format == "TIFF":
-            _check_tiles(image)
-            _check_samples(image)
+    with _opened(file) as image:
         if image.format == "JPEG":
             image.decodermaxblock = _JPEG_BLOCK
         wide, decoding = _has_wide_channels(image), _png_decoding(image)
@@ -174,6 +191,22 @@ def _decoded(file: BinaryIO) -> Image.Image:
         image.fp = None
         found = _opaque(_with_8_bits(image, image))
         return _with_facts(found, count_frames(image), wide)
+
+
+@contextmanager
+def _opened(file: BinaryIO) -> Iterator[ImageFile.ImageFile]:
+    """Open an image whose header is within the limits. Raises what `_decoded` raises, also for what follows."""
+    with _damage_as_error(), Image.open(file, formats=FORMATS) as image:
+        _check_size(*image.size, MOST_WEBP_PIXELS if image.format == "WEBP" else MOST_PIXELS)
+        if image.format == "TIFF":
+            _check_tiles(image)
+            _check_samples(image)
+        yield image
+
+
+def _pixels(file: BinaryIO) -> int:
+    with _opened(file) as image:
+        return image.width * image.height
 
 
 def _header(file: BinaryIO) -> tuple[int, bool]:
@@ -222,7 +255,7 @@ def _read_transparent(image: Image.Image, decoding: str, file: BinaryIO | None) 
         # The other byte of each value
         cast(Any, low).tile = [(*low.tile[0][:3], "RGB;16L")]
         low.load()
-        for (top, strip), (_, low_strip) in zip(_strips(image), _strips(low), strict=True):
+        for (top, strip), (_, low_strip) in zip(strips(image), strips(low), strict=True):
             values = (np.array(strip, np.uint16) << 8) | np.array(low_strip)
             image.paste((255, 255, 255), (0, top), Image.fromarray((values == transparent).all(axis=2)))
     del image.info["transparency"]
@@ -346,7 +379,7 @@ def _with_8_bits(image: Image.Image, opened: Image.Image) -> Image.Image:
     # Conversions keep `info`.
     grey.info[_HAD_16_BITS] = True
     transparent = image.info.get("transparency")
-    for top, strip in _strips(image):
+    for top, strip in strips(image):
         values = np.array(strip, np.uint32)
         if transparent is not None:
             values[values == transparent] = white
@@ -363,14 +396,14 @@ def _opaque(image: Image.Image) -> Image.Image:
     if image.mode in _MULTIPLIED:
         image = image.convert(_MULTIPLIED[image.mode])
     opaque = Image.new("RGB", image.size)
-    for top, strip in _strips(image):
+    for top, strip in strips(image):
         white = Image.new("RGBA", strip.size, (255, 255, 255, 255))
         opaque.paste(Image.alpha_composite(white, strip.convert("RGBA")).convert("RGB"), (0, top))
     return opaque
 
 
-def _strips(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
-    """Yield strips of `image`, each after its first row's number: whole copies of a large picture are gigabytes."""
+def strips(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
+    """Yield strips of whole rows after the numbers of their first: copies of large pictures would be gigabytes."""
     rows = max(1, _STRIP // max(1, image.width))
     for top in range(0, image.height, rows):
         yield top, image.crop((0, top, image.width, min(top + rows, image.height)))

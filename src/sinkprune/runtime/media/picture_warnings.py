@@ -46,9 +46,16 @@ class PictureFacts(NamedTuple):
     of_file: FileFacts = FileFacts()
 
 
+def facts_of(picture: Picture) -> FileFacts:
+    """Return the facts of a decoded picture's file; those of clips are the defaults."""
+    if not isinstance(picture, Image.Image):
+        return FileFacts()
+    return FileFacts(frame_count(picture), largest_of_16_bits(picture))
+
+
 def picture_facts(image: Image.Image) -> PictureFacts:
     """Return the facts of a decoded picture."""
-    return PictureFacts(image.size, FileFacts(frame_count(image), largest_of_16_bits(image)))
+    return PictureFacts(image.size, facts_of(image))
 
 
 def file_facts(path: str | os.PathLike[str]) -> FileFacts:
@@ -63,9 +70,9 @@ class PictureWarnings:
     def __init__(self) -> None:
         self._warned: set[tuple[type[Warning], tuple[float, ...]]] = set()
 
-    def warn(self, pictures: Sequence[Picture], layouts: Sequence[VisualLayout]) -> None:
-        """Warn the user of decoded pictures, with their layouts: by kinds of `PictureWarning`."""
-        for picture, layout in zip(pictures, layouts, strict=True):
+    def warn(self, layouts: Sequence[VisualLayout], files: Sequence[FileFacts]) -> None:
+        """Warn the user of pictures with these layouts and files: by kinds of `PictureWarning`."""
+        for layout, file in zip(layouts, files, strict=True):
             if layout.seen_share < 1:
                 text = f"{seen_part(layout)}. Pipeline.load(..., fit='pad') shows it all (docs/pictures.md)."
                 self._warn(PartlySeenWarning, layout.size, text)
@@ -73,12 +80,12 @@ class PictureWarnings:
                 self._warn(ScaledDownWarning, layout.size, text)
             if text := fewer_frames(layout):
                 self._warn(FewerFramesWarning, (*layout.size, layout.frames_at_rate), text)
-            if isinstance(picture, Image.Image) and (largest := largest_of_16_bits(picture)) is not None:
+            if file.largest is not None:
                 # A bright picture does not speak for a dark one.
-                key = (*layout.size, largest < NEARLY_BLACK)
-                self._warn(DividedPictureWarning, key, f"the picture: {divided(largest)}")
-            if isinstance(picture, Image.Image) and (frames := frame_count(picture)) > 1:
-                self._warn(FirstFrameWarning, (*layout.size, frames), f"the picture: {first_of(frames)}")
+                key = (*layout.size, file.largest < NEARLY_BLACK)
+                self._warn(DividedPictureWarning, key, f"the picture: {divided(file.largest)}")
+            if file.frames > 1:
+                self._warn(FirstFrameWarning, (*layout.size, file.frames), f"the picture: {first_of(file.frames)}")
 
     def _warn(self, category: type[Warning], size: tuple[float, ...], text: str) -> None:
         if (category, size) not in self._warned:
@@ -152,11 +159,10 @@ def unseen_warnings(seen_shares: Sequence[float], what: str) -> tuple[str, ...]:
     )
 
 
-def notes_on(pictures: Sequence[object]) -> list[str]:
-    """Return sentences about those of the decoded pictures that had 16 bits, or more than one frame."""
-    images = [picture for picture in pictures if isinstance(picture, Image.Image)]
-    notes = [divided(largest) for image in images if (largest := largest_of_16_bits(image)) is not None]
-    return notes + [first_of(frames) for image in images if (frames := frame_count(image)) > 1]
+def notes_on(files: Sequence[FileFacts]) -> list[str]:
+    """Return sentences about those of the pictures' files that have 16 bits, or more than one frame."""
+    notes = [divided(file.largest) for file in files if file.largest is not None]
+    return notes + [first_of(file.frames) for file in files if file.frames > 1]
 
 
 def first_of(frames: int) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from tempfile import NamedTemporaryFile
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 from PIL import Image
@@ -33,6 +35,7 @@ MOST_FRAMES = 1 << 18
 MOST_PACKETS = 4 * MOST_FRAMES
 """The most packets of a file, sound included."""
 
+_PREFIX = "sinkprune-"
 # More checks would reject the files of sloppy encoders.
 _CHECKS = "crccheck+bitstream+buffer+explode"
 _OPTIONS = {
@@ -266,6 +269,33 @@ class VideoFile:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             reason = "it ends before any frame" if isinstance(error, EOFError) else reason
             raise VideoError(f"video '{self._path}' is broken or no video: {reason}. {_GIVE}") from error
+
+
+class VideoBytes:
+    """The bytes of a video file. They are in a temporary file while frames are read."""
+
+    def __init__(self, data: bytes, name: str) -> None:
+        """Messages of errors begin with `name`, which is where the bytes are from."""
+        self._data, self.name = data, name
+
+    @contextmanager
+    def opened(self) -> Iterator[VideoFile]:
+        """Yield the video; raises `VideoError`, also for what follows, and `OSError` without room for the file."""
+        try:
+            with _temporary_file() as file:
+                file.write(self._data)
+                file.flush()
+                yield VideoFile(file.name)
+        except VideoError as error:
+            raise VideoError(re.sub(rf"'[^']*/{_PREFIX}[^']*'", "video_url", str(error))) from error
+
+
+def _temporary_file() -> IO[bytes]:
+    try:
+        return NamedTemporaryFile(prefix=_PREFIX)
+    except FileNotFoundError as error:
+        # No folder can be written, as in a container that is read-only.
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
 
 
 class _Reader:

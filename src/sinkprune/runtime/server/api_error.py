@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 from typing import Any
 
+RETRY_S = 1
+"""When a client that was rejected with 429 should try again."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _NO_FILES = (errno.EMFILE, errno.ENFILE)
 

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from anyio import from_thread
@@ -20,31 +21,32 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from sinkprune.contract.checks.format_value import counted, format_value
 from sinkprune.contract.errors import SinkpruneError
-from sinkprune.runtime.media.picture_warnings import notes_on
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.server.api_error import ApiError, shortage, shutting_down
-from sinkprune.runtime.server.bodies import Bodies
+from sinkprune.runtime.server.api_error import RETRY_S, ApiError, shortage, shutting_down
+from sinkprune.runtime.server.bodies import Bodies, Body
 from sinkprune.runtime.server.body_fields import field_of
 from sinkprune.runtime.server.callers import Callers
 from sinkprune.runtime.server.chat_request import ChatReader, ChatRequest, model_names
 from sinkprune.runtime.server.metrics import Metrics
 from sinkprune.runtime.server.page import page_endpoint
-from sinkprune.runtime.server.picture_urls import PictureReader, fetch_https
-from sinkprune.runtime.server.responses import Completion, TokenLogprobs, event
-from sinkprune.runtime.server.scheduler import RETRY_S, Job, Scheduler
+from sinkprune.runtime.server.picture_urls import MOST_REMOTE_BYTES, PictureReader, fetch_https
+from sinkprune.runtime.server.responses import Completion, FileNotes, TokenLogprobs, event
+from sinkprune.runtime.server.scheduler import Job, Scheduler
 from sinkprune.runtime.session import MAX_BYTES, Session
 from sinkprune.runtime.steps.answer import Answer
-from sinkprune.runtime.steps.observer import NOBODY
+from sinkprune.runtime.steps.context_length import check_picture_count
 from sinkprune.runtime.steps.request import DEFAULT_METHOD
 from sinkprune.runtime.text.tool_answer import ToolAnswerReader
 
-# A picture of the largest size takes up to 1 GB while it is decoded.
-_DECODED_AT_ONCE = 2
 # Each has a thread and a connection.
 _FETCHED_AT_ONCE = 16
+# Parsing a body takes up to ten times its size, so that large ones are parsed one at a time.
+_SMALL_BODY = 1 << 20
+_PARSED_AT_ONCE = 4
 
 _Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -75,6 +77,8 @@ class ServerSettings:
     max_body_bytes: int = 64 << 20
     max_body_seconds: float = 60.0
     """How long a body may take to arrive."""
+    max_waiting_bytes: int = 256 << 20
+    """The most bytes of all bodies that arrive, wait or are answered, with pictures that were fetched for them."""
     max_queue: int = 64
     """The most requests that arrived whole and are being read, and the most that wait or run."""
     max_active: int = 8
@@ -131,13 +135,14 @@ class _Server:
             settings.method,
             answering,
             pipeline.plans,
+            lambda pictures: check_picture_count(pipeline.bundle.manifest, pipeline.limits, pictures),
             PictureReader(pipeline.family, None),
         )
         self.scheduler = Scheduler(answering, most_jobs=settings.max_queue, most_active=settings.max_active)
         self._callers = Callers(settings.host, settings.allow_hosts, settings.allow_origins)
-        self._bodies = Bodies(settings.max_body_bytes, settings.max_body_seconds)
+        self._bodies = Bodies(settings.max_body_bytes, settings.max_body_seconds, settings.max_waiting_bytes)
         self._reading = self._fetching = 0
-        self._decoding = asyncio.Semaphore(_DECODED_AT_ONCE)
+        self._parsing_small, self._parsing_large = asyncio.Semaphore(_PARSED_AT_ONCE), asyncio.Semaphore(1)
         self._started = int(time.time())
         self._metrics = Metrics(
             waiting=lambda: self.scheduler.waiting,
@@ -154,17 +159,16 @@ class _Server:
                     self._callers.check(http.headers)
                 return await endpoint(http)
             except (ApiError, OSError) as error:
-                known = shortage(error) or error
-                if not isinstance(known, ApiError):
+                rejected = _rejected(error)
+                if rejected is None:
                     raise
-                self._metrics.ended(known.status)
-                if known.status != 408:
-                    await self._bodies.discard(http)
-                return _response(known)
             except ClientDisconnect:
                 # Nobody reads the response. nginx gives such requests this status.
-                self._metrics.ended(499)
-                return Response(status_code=499)
+                rejected = Response(status_code=499)
+            self._metrics.ended(rejected.status_code)
+            if rejected.status_code not in (408, 499):
+                await self._bodies.discard(http)
+            return rejected
 
         return guarded
 
@@ -205,30 +209,6 @@ class _Server:
 
     async def complete(self, http: Request) -> Response:
         arrived = time.perf_counter()
-        chat = await self._read(http)
-        reader = None if chat.request.tools is None else ToolAnswerReader()
-        notes = [*chat.notes, *notes_on(chat.request.pictures)]
-        completion = Completion(chat.model, kept_tokens=chat.kept_tokens, notes=notes, reader=reader)
-        events: asyncio.Queue[_Event] = asyncio.Queue()
-        job = self._job(chat, completion, events, arrived)
-        self.scheduler.submit(job)
-        if chat.stream:
-            # The status is known with the first event only.
-            first = await self._next(http, job, events)
-            return StreamingResponse(
-                self._chunks(http, chat, completion, job, events, first), media_type="text/event-stream"
-            )
-        logprobs: list[dict[str, object]] = []
-        while True:
-            found = await self._next(http, job, events)
-            if isinstance(found, Answer):
-                self._metrics.answered(found, completion.read_ms, completion.queued_ms)
-                self._metrics.ended(200)
-                return JSONResponse(completion.whole(found, None if chat.logprobs is None else logprobs))
-            logprobs += found[1] or []
-
-    async def _read(self, http: Request) -> ChatRequest:
-        """Return the request in the body. Few pictures are decoded at once."""
         kind = http.headers.get("content-type", "")
         # Pages of other origins may send other types without the browser's asking.
         if kind.partition(";")[0].strip().lower() != "application/json":
@@ -238,31 +218,80 @@ class _Server:
             )
         # Before it takes a place: a body that does not arrive keeps no other request out.
         body = await self._bodies.read(http)
+        streams = False
+        try:
+            chat = await self._read(http, body)
+            reader = None if chat.request.tools is None else ToolAnswerReader()
+            completion = Completion(chat.model, kept_tokens=chat.kept_tokens, notes=[*chat.notes], reader=reader)
+            events: asyncio.Queue[_Event] = asyncio.Queue()
+            job = self._job(chat, completion, events, arrived)
+            self.scheduler.submit(job)
+            if chat.stream:
+                # The status is known with the first event only.
+                first = await self._next(http, job, events)
+                streams = True
+                return _Stream(
+                    self._chunks(http, chat, completion, job, events, first), partial(self._end, job, body)
+                )
+            logprobs: list[dict[str, object]] = []
+            while True:
+                given = await self._next(http, job, events)
+                if isinstance(given, Answer):
+                    self._answered(given, completion)
+                    return JSONResponse(completion.whole(given, None if chat.logprobs is None else logprobs))
+                logprobs += given[1] or []
+        finally:
+            if not streams:
+                body.release()
+
+    def _end(self, job: Job, body: Body) -> None:
+        self.scheduler.cancel(job)
+        body.release()
+
+    def _answered(self, answer: Answer, completion: Completion) -> None:
+        # The time of preparing has a part that the answer's times have too.
+        completion.read_ms -= answer.ms["preprocess"] or 0.0
+        self._metrics.answered(answer, completion.read_ms, completion.queued_ms)
+        self._metrics.ended(200)
+
+    async def _read(self, http: Request, body: Body) -> ChatRequest:
+        """Return the request in a body, whose pictures are not decoded yet."""
         if self._reading >= self._settings.max_queue:
             others = counted(self._reading, "other request")
             raise ApiError(f"the server is reading {others}. Try again later.", status=429, retry_after=RETRY_S)
-        reader = self._reader
+        reader, data = self._reader, body.data
+        parsing = self._parsing_large if len(data) > _SMALL_BODY else self._parsing_small
         if self._settings.allow_remote_images:
-            pictures = replace(reader.pictures, fetch=lambda url: from_thread.run(self._fetch, http, url))
+            pictures = replace(
+                reader.pictures, fetch=lambda url: from_thread.run(self._fetch, http, url, body, parsing)
+            )
             reader = replace(reader, pictures=pictures)
         self._reading += 1
         try:
-            async with self._decoding:
-                return await run_in_threadpool(reader.read, body)
+            async with parsing:
+                found = await run_in_threadpool(_value_or_error, reader.read, data)
         finally:
             self._reading -= 1
+        if isinstance(found, ChatRequest):
+            return found
+        try:
+            raise found
+        finally:
+            # The error's frames have it, in this one too: a cycle that would keep the body.
+            del found
 
-    async def _fetch(self, http: Request, url: str) -> bytes:
+    async def _fetch(self, http: Request, url: str, body: Body, parsing: asyncio.Semaphore) -> bytes:
         """Return the bytes at an address, for a thread that reads the request `http`.
 
-        Meanwhile the request leaves its places for reading and decoding to others.
+        Meanwhile the request leaves its place for parsing to others.
         """
         if self._fetching >= _FETCHED_AT_ONCE:
             others = counted(self._fetching, "other request")
             raise ApiError(f"the server fetches pictures of {others}.", status=429, retry_after=RETRY_S)
+        body.add(MOST_REMOTE_BYTES)
         self._fetching += 1
         self._reading -= 1
-        self._decoding.release()
+        parsing.release()
         fetching = asyncio.ensure_future(fetch_https(url))
         try:
             while not fetching.done():
@@ -271,10 +300,13 @@ class _Server:
                 if self._bodies.ends:
                     raise shutting_down()
                 await asyncio.wait([fetching], timeout=0.25)
-            return fetching.result()
+            data = fetching.result()
+            body.add(len(data) - MOST_REMOTE_BYTES)
+            return data
         finally:
             fetching.cancel()
-            await self._decoding.acquire()
+            del fetching
+            await parsing.acquire()
             self._reading += 1
             self._fetching -= 1
 
@@ -282,7 +314,8 @@ class _Server:
         """Return the job of a request that arrived at that time, and has just been read."""
         loop = asyncio.get_running_loop()
         tokenizer = self._pipeline.prompts.tokenizer
-        observer = NOBODY if chat.logprobs is None else TokenLogprobs(tokenizer, chat.logprobs)
+        notes = completion.notes
+        observer = FileNotes(notes) if chat.logprobs is None else TokenLogprobs(notes, tokenizer, chat.logprobs)
         read = time.perf_counter()
         completion.read_ms = (read - arrived) * 1e3
 
@@ -297,8 +330,9 @@ class _Server:
                 tokens, observer.tokens = observer.tokens, []
             put((text, tokens))
 
-        def on_start() -> None:
-            completion.queued_ms = (time.perf_counter() - read) * 1e3
+        def on_start(prepared_ms: float) -> None:
+            completion.read_ms += prepared_ms
+            completion.queued_ms = (time.perf_counter() - read) * 1e3 - prepared_ms
 
         job = Job(chat.request, chat.priority, observer, on_text, put, on_start, fields=chat.fields, arrived=arrived)
         if not chat.session:
@@ -327,7 +361,10 @@ class _Server:
         if isinstance(found, SinkpruneError):
             raise ApiError(str(found), field_of(found, job.fields)) from found
         if isinstance(found, BaseException):
-            raise found
+            try:
+                raise found
+            finally:
+                del found
         return job.from_arrival(found) if isinstance(found, Answer) else found
 
     async def _chunks(
@@ -347,8 +384,7 @@ class _Server:
                     yield event(chunk)
                 first = False
                 found = await self._next(http, job, events)
-            self._metrics.answered(found, completion.read_ms, completion.queued_ms)
-            self._metrics.ended(200)
+            self._answered(found, completion)
             yield event(completion.last_chunk(found))
             if chat.include_usage:
                 yield event(completion.usage_chunk(found))
@@ -361,11 +397,9 @@ class _Server:
                 raise
         except Exception as error:
             # The status was sent already.
-            known = shortage(error) or (error if isinstance(error, ApiError) else _our_fault(error))
-            self._metrics.ended(known.status)
-            yield event(known.body)
-        finally:
-            self.scheduler.cancel(job)
+            rejected = _rejected(error) or _response(_our_fault(error))
+            self._metrics.ended(rejected.status_code)
+            yield event(bytes(rejected.body).decode())
 
     async def http_error(self, http: Request, error: HTTPException) -> Response:
         """Return the response for an unknown path or a wrong method."""
@@ -384,11 +418,41 @@ def _has_key(http: Request, key: str) -> bool:
     return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), key.encode())
 
 
+def _value_or_error(read: Callable[[bytearray], ChatRequest], body: bytearray) -> ChatRequest | Exception:
+    """Return what `read` returns or raises: libraries keep errors that a thread raises, with all their frames."""
+    try:
+        return read(body)
+    except (ApiError, ClientDisconnect) as error:
+        return error.with_traceback(None)
+    except Exception as error:
+        return error
+
+
+def _rejected(error: Exception) -> Response | None:
+    """Return the response for an error of a request, or of a machine that lacks something; None for a bug of ours."""
+    known = shortage(error) or error
+    return _response(known) if isinstance(known, ApiError) else None
+
+
 def _our_fault(error: BaseException) -> ApiError:
     # On a full disk the log takes nothing more.
     with suppress(OSError):
         traceback.print_exception(error)
     return ApiError(f"the server has a bug: {type(error).__name__}. Its log has the traceback.", status=500)
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events; `end` is called at their end, also if the client leaves before the first."""
+
+    def __init__(self, chunks: AsyncIterator[bytes], end: Callable[[], None]) -> None:
+        super().__init__(chunks, media_type="text/event-stream")
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._end()
 
 
 def _response(error: ApiError) -> Response:

@@ -1,37 +1,66 @@
-"""The bodies of requests: how long they may be and how late they may arrive, until the server ends."""
+"""The bodies of requests: how long they may be, how late they may arrive, and how many bytes of all are held."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
-from contextlib import suppress
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
+from anyio import CancelScope, move_on_after
 from starlette.requests import ClientDisconnect, Request
 
-from sinkprune.runtime.server.api_error import ApiError, shutting_down
-
-T = TypeVar("T")
+from sinkprune.runtime.server.api_error import RETRY_S, ApiError, shutting_down
 
 _DISCARDING_S = 10.0
 """How long the rest of a rejected body is read."""
 
 
+class Body:
+    """The bytes that one request holds: of its body, and of pictures that were fetched for it."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies, self.size = bodies, 0
+        self.arriving: CancelScope | None = None
+        """Ends the reading; None once the body arrived whole."""
+        self.data = bytearray()
+
+    def add(self, size: int) -> None:
+        """Count further bytes before they are held; raises `ApiError` with status 429 if there is no room."""
+        self._bodies.add(self, size)
+
+    def release(self) -> None:
+        """Hold nothing any longer."""
+        self.data = bytearray()
+        self._bodies.release(self)
+
+
 class Bodies:
-    """Reads bodies. All calls are made in the server's event loop."""
+    """Reads and counts bodies. All calls are made in the server's event loop."""
 
-    def __init__(self, max_bytes: int, max_seconds: float) -> None:
-        """Allow bodies of `max_bytes` that arrive within `max_seconds`."""
-        self._max_bytes, self._max_seconds = max_bytes, max_seconds
-        self.ends, self._arriving = False, set[asyncio.Task[Any]]()
+    def __init__(self, max_bytes: int, max_seconds: float, most_held: int) -> None:
+        """Allow bodies of `max_bytes` that arrive within `max_seconds`, and `most_held` bytes of all together."""
+        self._max_bytes, self._max_seconds, self._most_held = max_bytes, max_seconds, most_held
+        self._held = 0
+        self._bodies = set[Body]()
+        self.ends, self._scopes = False, set[CancelScope]()
 
-    async def read(self, http: Request) -> bytes:
-        """Return the body of a request; raises `ClientDisconnect`, and `ApiError` with status 408, 413 or 503."""
+    async def read(self, http: Request) -> Body:
+        """Return the body of a request; raises `ClientDisconnect`, and `ApiError` with status 408, 413, 429 or 503.
+
+        The caller releases it.
+        """
+        body = Body(self)
+        self._bodies.add(body)
         try:
-            return await self._until_end(self._whole(http), self._max_seconds)
-        except asyncio.TimeoutError as error:
-            late = f"the body did not arrive within {self._max_seconds:g} seconds. Send it faster."
-            raise ApiError(late, status=408) from error
+            with self._limited(self._max_seconds) as scope:
+                body.arriving = scope
+                await self._append(http, body)
+            body.arriving = None
+            if scope.cancelled_caught:
+                raise self._cut(body)
+            return body
+        except BaseException:
+            body.release()
+            raise
 
     async def discard(self, http: Request) -> None:
         """Read the rest of the body of a rejected request, for some seconds.
@@ -39,40 +68,69 @@ class Bodies:
         If the connection closed while the client still sends, the client would find it reset, and not read the
         response.
         """
-
-        async def read() -> None:
+        # RuntimeError: the body was read to its end before.
+        with self._limited(_DISCARDING_S), suppress(RuntimeError, ClientDisconnect):
             async for _ in http.stream():
                 pass
-
-        # RuntimeError: the body was read to its end before. ApiError: the server ends.
-        with suppress(RuntimeError, ClientDisconnect, asyncio.TimeoutError, ApiError):
-            await self._until_end(read(), _DISCARDING_S)
 
     def end(self) -> None:
         """Wait for no body any longer."""
         self.ends = True
-        for task in self._arriving:
-            task.cancel()
+        for scope in self._scopes:
+            scope.cancel()
 
-    async def _whole(self, http: Request) -> bytes:
-        data = bytearray()
+    def add(self, body: Body, size: int) -> None:
+        """Count bytes of `body`; raises `ApiError` with status 429 if there is no room.
+
+        Bodies that are still arriving make room for it, the largest first: who sends slowly keeps nobody out.
+        """
+        while self._held + size > self._most_held:
+            arriving = [one for one in self._bodies if one.arriving is not None]
+            largest = max([body, *arriving], key=lambda one: one.size)
+            if largest is body or largest.arriving is None:
+                raise _no_room(self._most_held)
+            largest.arriving.cancel()
+            self.release(largest)
+        body.size += size
+        self._held += size
+
+    def release(self, body: Body) -> None:
+        """Count the bytes of `body` no longer."""
+        self._held -= body.size
+        body.size, body.arriving = 0, None
+        self._bodies.discard(body)
+
+    async def _append(self, http: Request, body: Body) -> None:
         async for part in http.stream():
-            data += part
-            if len(data) > self._max_bytes:
+            if body.size + len(part) > self._max_bytes:
                 raise ApiError(f"the body has more than {self._max_bytes} bytes. Send smaller pictures.", status=413)
-        return bytes(data)
+            body.add(len(part))
+            body.data += part
 
-    async def _until_end(self, reading: Coroutine[Any, Any, T], seconds: float) -> T:
-        """Return the result of `reading`; raises its errors, `TimeoutError`, and `ApiError` when the server ends."""
-        task = asyncio.ensure_future(reading)
-        self._arriving.add(task)
-        if self.ends:
-            task.cancel()
-        try:
-            return await asyncio.wait_for(task, seconds)
-        except asyncio.CancelledError as cancelled:
+    @contextmanager
+    def _limited(self, seconds: float) -> Iterator[CancelScope]:
+        """Leave the block after so many seconds, or when the server ends."""
+        with move_on_after(seconds) as scope:
+            self._scopes.add(scope)
             if self.ends:
-                raise shutting_down() from cancelled
-            raise
-        finally:
-            self._arriving.discard(task)
+                scope.cancel()
+            try:
+                yield scope
+            finally:
+                self._scopes.discard(scope)
+
+    def _cut(self, body: Body) -> ApiError:
+        """Return why a body did not arrive whole."""
+        if self.ends:
+            return shutting_down()
+        if body not in self._bodies:
+            return _no_room(self._most_held)
+        return ApiError(f"the body did not arrive within {self._max_seconds:g} seconds. Send it faster.", status=408)
+
+
+def _no_room(most: int) -> ApiError:
+    return ApiError(
+        f"the server holds bodies of up to {most} bytes in all. Try again later, or send smaller pictures.",
+        status=429,
+        retry_after=RETRY_S,
+    )

@@ -6,7 +6,7 @@ The format is OpenAI's (https://platform.openai.com/docs/api-reference/chat/crea
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ from sinkprune.contract.errors import SinkpruneError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
 from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.answering import Answering
-from sinkprune.runtime.media.clip import Picture
+from sinkprune.runtime.media.images import ImageBytes
+from sinkprune.runtime.media.video_file import VideoBytes
 from sinkprune.runtime.server.api_error import ApiError, wrong
 from sinkprune.runtime.server.body_fields import (
     LEAST_TOKENS,
@@ -40,6 +41,8 @@ from sinkprune.runtime.text.prompt import Text, Turn
 from sinkprune.runtime.text.sampling import PENALTIES, SEED, TOP_P
 
 _MOST_MESSAGES = 256
+_MOST_VALUES = 1 << 18
+"""The most values of JSON in a body: an empty object of 3 bytes takes 72 as Python's. Commas in texts count too."""
 _OPTIONS = ("temperature", "top_p", "seed", "deadline_ms", "stop", *(penalty.name for penalty, _ in PENALTIES))
 """Fields that a `Request` has under the same name."""
 # Fields that change nothing at these values. `...` stands for any.
@@ -114,10 +117,17 @@ class ChatReader:
     """Makes and checks requests."""
     plan: Callable[[str, str], object]
     """Finds the plans of a method and a budget; raises `BudgetError`, and `UsageError` for budget `auto`."""
+    check_count: Callable[[int], None]
+    """Raises `PromptError` for more pictures than a request may have."""
     pictures: PictureReader
 
-    def read(self, body: bytes) -> ChatRequest:
-        """Return the request in a body; raises `ApiError` with status 400, or 404 for an unknown model."""
+    def read(self, body: bytes | bytearray) -> ChatRequest:
+        """Return the request in a body; raises `ApiError` with status 400, or 404 for an unknown model.
+
+        Pictures are not decoded yet.
+        """
+        if sum(map(body.count, b"[{,")) > _MOST_VALUES:
+            raise ApiError(f"the body has more than {_MOST_VALUES} values. Send a shorter conversation.")
         try:
             fields = parsed_json(body)
         except UnreadableError as error:
@@ -230,13 +240,17 @@ class ChatReader:
             )
         return str(model), budget
 
-    def _messages(self, given: Mapping[str, Any]) -> tuple[list[Picture], list[Turn], Text | None]:
+    def _messages(self, given: Mapping[str, Any]) -> tuple[list[ImageBytes | VideoBytes], list[Turn], Text | None]:
         """Return the pictures, the turns with the question last, and the system message."""
         messages = given.get("messages")
         if not isinstance(messages, list) or not 0 < len(messages) <= _MOST_MESSAGES:
             found = format_field(given, "messages")
             raise wrong(f"messages is {found}, expected an array of 1 to {_MOST_MESSAGES} messages.")
-        pictures: list[Picture] = []
+        try:
+            self.check_count(sum(map(_is_picture, _all_parts(messages))))
+        except SinkpruneError as error:
+            raise wrong(str(error)) from error
+        pictures: list[ImageBytes | VideoBytes] = []
         turns: list[Turn] = []
         system: Text | None = None
         calls = OpenCalls()
@@ -271,7 +285,9 @@ class ChatReader:
             )
         return pictures, turns, system
 
-    def _texts(self, message: Mapping[str, Any], where: str, pictures: list[Picture]) -> tuple[Text, ...]:
+    def _texts(
+        self, message: Mapping[str, Any], where: str, pictures: list[ImageBytes | VideoBytes]
+    ) -> tuple[Text, ...]:
         """Return the texts around a message's pictures, and add these to `pictures`."""
         if isinstance(content := message.get("content"), str):
             return (content,)
@@ -280,11 +296,11 @@ class ChatReader:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind == "text" and isinstance(part.get("text"), str):
                 texts[-1] += (part["text"],)
-            elif kind in ("image_url", "video_url"):
+            elif _is_picture(part):
                 url = part.get(kind)
                 read = self.pictures.image if kind == "image_url" else self.pictures.video
                 try:
-                    pictures.append(read(url.get("url") if isinstance(url, dict) else url))
+                    pictures.append(read(url.get("url") if isinstance(url, dict) else url, place))
                 except ApiError as error:
                     if error.status != 400:
                         # The server ends, or lacks room: the request is not wrong.
@@ -321,6 +337,17 @@ def _check_keys(message: Mapping[str, Any], where: str) -> None:
         if not (name in own or value is None or (name in _EMPTY and value in ("", [], {}))):
             what = f"{where}.{name}" if name.isidentifier() else f"the key {format_json(name)} of {where}"
             raise wrong(f"{what} is not supported. Leave it out.")
+
+
+def _all_parts(messages: Iterable[Any]) -> Iterator[Any]:
+    """Yield the parts of all messages, as far as they have any."""
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        yield from content if isinstance(content, list) else ()
+
+
+def _is_picture(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("image_url", "video_url")
 
 
 def _text_of(message: Mapping[str, Any], where: str) -> tuple[str, ...]:

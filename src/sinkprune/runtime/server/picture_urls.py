@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import errno
 import ipaddress
-import os
 import re
 import socket
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from tempfile import NamedTemporaryFile
-from typing import IO
 from urllib.parse import unquote_to_bytes, urlsplit
 
 import h11
 from anyio import fail_after, to_thread
-from PIL import Image
 
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.errors import ImageError
 from sinkprune.runtime.families import Family
-from sinkprune.runtime.media.clip import SampledFrames
-from sinkprune.runtime.media.images import read_image_bytes
-from sinkprune.runtime.media.video_file import VideoFile
+from sinkprune.runtime.media.images import ImageBytes
+from sinkprune.runtime.media.video_file import VideoBytes
 from sinkprune.runtime.server.api_error import wrong
 from sinkprune.runtime.server.json_values import format_json
 
@@ -60,30 +54,24 @@ class PictureReader:
     fetch: Fetch | None
     """Reads https addresses; None where the server fetches nothing."""
 
-    def image(self, url: object) -> Image.Image:
-        """Return the RGB image of an `image_url`; raises `ApiError` for bytes that are no image that fits."""
+    def image(self, url: object, place: str) -> ImageBytes:
+        """Return the image of an `image_url` at a `place` of the request, whose header was read.
+
+        Raises `ApiError` for bytes that are no image of a known format and size.
+        """
         data = self._bytes("image_url", url)
         try:
-            picture = read_image_bytes(data)
-            # Before the request runs, because the reader of messages names the part.
-            self.family.layout(picture)
-            return picture
+            return ImageBytes(data, place)
         except ImageError as error:
             raise wrong(str(error)) from error
 
-    def video(self, url: object) -> SampledFrames:
-        """Return the frames that the model sees of a `video_url`; raises `ApiError` for bytes that are no video."""
+    def video(self, url: object, place: str) -> VideoBytes:
+        """Return the bytes of a `video_url` at a `place` of the request; raises `ApiError` where videos are none."""
         try:
             self.family.check_video()
-            with _temporary_file() as file:
-                file.write(self._bytes("video_url", url))
-                file.flush()
-                frames = self.family.sample_frames(VideoFile(file.name))
-            self.family.layout(frames)
-            return frames
         except ImageError as error:
-            # The message names the temporary file.
-            raise wrong(re.sub(r"'[^']*/sinkprune-[^']*'", "video_url", str(error))) from error
+            raise wrong(str(error)) from error
+        return VideoBytes(self._bytes("video_url", url), place)
 
     def _bytes(self, field: str, url: object) -> bytes:
         """Return the bytes of a data URI, or of an https address; raises `ApiError` for other addresses."""
@@ -96,14 +84,6 @@ class PictureReader:
             return self.fetch(url)
         remote = "" if self.fetch else ", or start the server with --allow-remote-images and give an https address"
         raise wrong(f"{field}.url is {format_json(url)}, no data URI. Give data:image/jpeg;base64,...{remote}.")
-
-
-def _temporary_file() -> IO[bytes]:
-    try:
-        return NamedTemporaryFile(prefix="sinkprune-")
-    except FileNotFoundError as error:
-        # No folder can be written, as in a container that is read-only.
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
 
 
 def data_uri_bytes(uri: str) -> bytes:

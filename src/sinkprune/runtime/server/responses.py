@@ -13,7 +13,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.media.picture_warnings import unseen_notes
+from sinkprune.runtime.families import TowerInput
+from sinkprune.runtime.media.picture_warnings import notes_on, unseen_notes
 from sinkprune.runtime.server.tools import message_fields, part_delta
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.observer import Observer
@@ -25,11 +26,24 @@ FINISH = {"stop": "stop", "length": "length", "deadline": "length", "cancelled":
 """OpenAI's finish reason for each of ours."""
 
 
-class TokenLogprobs(Observer):
-    """Collects the log probability of each token, and of the likeliest alternatives."""
+class FileNotes(Observer):
+    """Collects sentences about the files of a request's pictures."""
 
-    def __init__(self, tokenizer: Tokenizer, top: int) -> None:
+    def __init__(self, notes: list[str]) -> None:
+        """Add the sentences to `notes`."""
+        self._notes = notes
+
+    def seen(self, pictures: Sequence[TowerInput]) -> None:
+        """Add sentences about pictures whose files have 16 bits, or more than one frame."""
+        self._notes += notes_on([picture.file for picture in pictures])
+
+
+class TokenLogprobs(FileNotes):
+    """Also collects the log probability of each token, and of the likeliest alternatives."""
+
+    def __init__(self, notes: list[str], tokenizer: Tokenizer, top: int) -> None:
         """List `top` alternatives of each token."""
+        super().__init__(notes)
         self._tokenizer, self._bytes, self._top = tokenizer, TokenBytes(tokenizer), top
         self.tokens: list[dict[str, Any]] = []
 
@@ -64,14 +78,14 @@ class Completion:
     model: str
     kept_tokens: bool = False
     """Whether `sinkprune` has what became of each visual token."""
-    notes: Sequence[str] = ()
+    notes: list[str] = field(default_factory=list)
     """Sentences about the request and its pictures, without those about the bundle's limits."""
     reader: ToolAnswerReader | None = None
     """Takes the answer apart if it may call tools."""
     read_ms: float = 0.0
-    """The time in which the body arrived and was read, with its pictures decoded."""
+    """The time in which the body arrived and was read, and its pictures decoded."""
     queued_ms: float = 0.0
-    """The time between that and the request's start."""
+    """The time in which the request waited for others."""
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 

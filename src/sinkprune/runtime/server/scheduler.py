@@ -1,4 +1,4 @@
-"""Answers the requests of all clients in one thread, a prefill or a token at a time."""
+"""Answers the requests of all clients: prepares a few at a time, and runs the model in one thread, step by step."""
 
 from __future__ import annotations
 
@@ -6,23 +6,41 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from itertools import count
 from threading import Condition, Thread
 
+from sinkprune.contract.errors import SinkpruneError
 from sinkprune.runtime.answering import Answering
-from sinkprune.runtime.server.api_error import ApiError, shutting_down
+from sinkprune.runtime.media.images import MOST_PIXELS, ImageBytes
+from sinkprune.runtime.server.api_error import RETRY_S, ApiError, shutting_down
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.observer import Observer
+from sinkprune.runtime.steps.pictures import PictureLike
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.stream import Stream
 
-RETRY_S = 1
-"""When a client that was rejected with 429 should try again."""
+_PREPARED = 2
+"""The most requests that are being prepared, or are prepared and hold pictures; one more of a higher priority."""
+_PIXELS_AT_ONCE = MOST_PIXELS
+"""The most pixels of pictures that are decoded at once: those of one picture of the largest size."""
+
+
+class State(Enum):
+    """How far a job is."""
+
+    WAITING = auto()
+    """It holds its bytes only."""
+    PREPARING = auto()
+    """Its pictures are decoded, its text is tokenized, and the form of its answer is compiled."""
+    READY = auto()
+    RUNNING = auto()
+    ENDED = auto()
 
 
 @dataclass(eq=False)
 class Job:
-    """One request of a client, and where its answer goes. The scheduler's thread calls the functions."""
+    """One request of a client, and where its answer goes. The scheduler's threads call the functions."""
 
     request: Request
     priority: int
@@ -31,7 +49,8 @@ class Job:
     """Receives the text of each token, which may be empty."""
     on_end: Callable[[Answer | BaseException], None]
     """Receives the answer, or the error that ended the request."""
-    on_start: Callable[[], None] = lambda: None
+    on_start: Callable[[float], None] = lambda ms: None
+    """Called when the model starts with it, with the milliseconds that preparing it took."""
     answering: Answering | None = None
     """What answers the request, if it is not what the scheduler has for all."""
     fields: frozenset[str] = frozenset()
@@ -40,11 +59,18 @@ class Job:
     """Set when the client has gone away: no further token is generated."""
     number: int = 0
     arrived: float = field(default_factory=time.perf_counter)
+    pixels: int = field(init=False)
+    """The most pixels that are held while the request is prepared, as far as its pictures' headers show."""
+    state: State = State.WAITING
     stream: Stream | None = None
-    """The answer, once the job has started."""
+    """The answer, once the job is being prepared."""
     last_step: int = 0
+    prepared_ms: float = 0.0
     waited_ms: float = 0.0
-    """The time between the arrival and the start."""
+    """The time between the arrival and when it was prepared."""
+
+    def __post_init__(self) -> None:
+        self.pixels = max(map(_pixels, self.request.pictures), default=0)
 
     @property
     def due(self) -> float:
@@ -80,15 +106,15 @@ class Job:
 
 
 class Scheduler:
-    """Runs jobs in one thread.
+    """Prepares jobs in threads of their own, a few at a time, and runs the model for one job at a time.
 
-    Jobs with the largest priority go first; all others wait meanwhile. Within a priority, waiting jobs start in the
-    order of their deadlines and then of their arrival, and started jobs take turns, a token each. A job starts only
-    after each started job of its priority had a turn, so that new requests do not stop answers.
+    Jobs with the largest priority go first; all others wait meanwhile. Within a priority, waiting jobs are prepared
+    and start in the order of their deadlines and then of their arrival, and started jobs take turns, a token each. A
+    job starts only after each started job of its priority had a turn, so that new requests do not stop answers.
     """
 
     def __init__(self, answering: Answering, *, most_jobs: int, most_active: int) -> None:
-        """Start the thread. At most `most_jobs` wait or run. `most_active` of them have started, and KV caches."""
+        """Start the model's thread. At most `most_jobs` wait or run; `most_active` of them run, with KV caches."""
         self._answering, self._most_jobs, self._most_active = answering, most_jobs, most_active
         self._jobs: list[Job] = []
         self._changed = Condition()
@@ -110,7 +136,7 @@ class Scheduler:
                 )
             job.number = next(self._numbers)
             self._jobs.append(job)
-            self._changed.notify()
+            self._prepare_more()
 
     def cancel(self, job: Job) -> None:
         """End a job without its answer, if it has not ended."""
@@ -120,13 +146,13 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """The number of jobs that have not started."""
-        return sum(job.stream is None for job in [*self._jobs])
+        """The number of jobs that the model has not started with."""
+        return sum(job.state is not State.RUNNING for job in [*self._jobs])
 
     @property
     def active(self) -> int:
-        """The number of jobs that have started and not ended."""
-        return sum(job.stream is not None for job in [*self._jobs])
+        """The number of jobs that the model has started with, and not ended."""
+        return sum(job.state is State.RUNNING for job in [*self._jobs])
 
     def close(self) -> None:
         """End all jobs with an error, and the thread after its current step."""
@@ -138,39 +164,76 @@ class Scheduler:
     def _run(self) -> None:
         for step in count(1):
             with self._changed:
-                self._changed.wait_for(lambda: self._ends or self._jobs)
-                if self._ends:
+                job = self._changed.wait_for(lambda: self._ends or self._next())
+                if not isinstance(job, Job):
                     break
-                job = self._next()
                 job.last_step = step
             self._step(job)
+            # What it refers to is freed before the next step, which may be an hour later.
+            del job
         for job in [*self._jobs]:
             self._end(job, shutting_down())
 
-    def _next(self) -> Job:
-        """Return the job whose turn it is."""
-        gone = [job for job in self._jobs if job.cancelled]
+    def _next(self) -> Job | None:
+        """Return the job whose turn it is, or None where none can run."""
+        gone = [job for job in self._jobs if job.cancelled and job.state is not State.PREPARING]
         if gone:
             return gone[0]
-        most = max(job.priority for job in self._jobs)
-        jobs = [job for job in self._jobs if job.priority == most]
-        active = [job for job in jobs if job.stream is not None]
-        waiting = [job for job in jobs if job.stream is None]
-        had_turns = all(job.last_step >= self._last_start for job in active)
-        if not active or (waiting and had_turns and self.active < self._most_active):
-            return min(waiting, key=lambda job: (job.due, job.number))
-        return min(active, key=lambda job: job.last_step)
+        able = [job for job in self._jobs if job.state in (State.READY, State.RUNNING)]
+        if not able:
+            return None
+        most = max(job.priority for job in able)
+        ready = [job for job in able if job.priority == most and job.state is State.READY]
+        running = [job for job in able if job.priority == most and job.state is State.RUNNING]
+        had_turns = all(job.last_step >= self._last_start for job in running)
+        has_room = self.active < self._most_active
+        if not running or (ready and had_turns and has_room):
+            return min(ready, key=_order)
+        return min(running, key=lambda job: job.last_step)
+
+    def _prepare_more(self) -> None:
+        """Start to prepare the jobs that come next, as far as there is room; called with the lock held."""
+        for job in sorted((job for job in self._jobs if job.state is State.WAITING), key=_order):
+            if job.cancelled:
+                continue
+            held = [
+                one for one in self._jobs if one.state is State.PREPARING or (one.state is State.READY and one.pixels)
+            ]
+            pixels = sum(one.pixels for one in held if one.state is State.PREPARING)
+            fits = len(held) < _PREPARED and (not pixels or pixels + job.pixels <= _PIXELS_AT_ONCE)
+            if not fits and (len(held) > _PREPARED or any(one.priority >= job.priority for one in held)):
+                break
+            job.state = State.PREPARING
+            Thread(target=self._prepare, args=(job,), name="sinkprune prepares", daemon=True).start()
+        self._changed.notify()
+
+    def _prepare(self, job: Job) -> None:
+        began = time.perf_counter()
+        try:
+            stream = (job.answering or self._answering).answer(job.in_time(), job.observer)
+            stream.step()
+        except BaseException as error:
+            self._end(job, error)
+        else:
+            job.prepared_ms = (time.perf_counter() - began) * 1e3
+            with self._changed:
+                # Otherwise the server has ended.
+                if job.state is State.PREPARING:
+                    job.stream, job.state = stream, State.READY
+                self._prepare_more()
 
     def _step(self, job: Job) -> None:
-        """Start a job, or generate its next token."""
+        """Prefill a job's prompt, or generate its next token."""
+        if job.cancelled or job.stream is None:
+            self._end(job, GeneratorExit())
+            return
         try:
-            if job.cancelled:
-                raise GeneratorExit
-            if job.stream is None:
+            if job.state is State.READY:
                 self._last_start = job.last_step
-                job.on_start()
-                answering = job.answering or self._answering
-                job.stream = answering.answer(job.in_time(), job.observer)
+                with self._changed:
+                    job.state = State.RUNNING
+                    self._prepare_more()
+                job.on_start(job.prepared_ms)
             job.on_text(job.stream.step())
         except StopIteration as end:
             self._end(job, end.value)
@@ -179,8 +242,24 @@ class Scheduler:
 
     def _end(self, job: Job, outcome: Answer | BaseException) -> None:
         with self._changed:
-            if job in self._jobs:
-                self._jobs.remove(job)
+            if job.state is State.ENDED:
+                return
+            job.state = State.ENDED
+            self._jobs.remove(job)
+            self._prepare_more()
         if job.stream is not None:
             job.stream.close()
+        if isinstance(outcome, (SinkpruneError, ApiError)):
+            # Frames refer to the job, and its queue to the error: a cycle that would keep the request's bytes.
+            outcome = outcome.with_traceback(None)
         job.on_end(outcome)
+
+
+def _order(job: Job) -> tuple[int, float, int]:
+    """Return a key that sorts jobs in the order in which they start."""
+    return -job.priority, job.due, job.number
+
+
+def _pixels(picture: PictureLike) -> int:
+    """Return how many pixels decoding a picture holds; the frames of a video are as many as the largest picture's."""
+    return picture.pixels if isinstance(picture, ImageBytes) else _PIXELS_AT_ONCE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from sinkprune.runtime.media.picture_warnings import PictureWarnings
 from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.embedding import Embedding
 from sinkprune.runtime.steps.request import Request
-from sinkprune.runtime.text.prompt import Prompt, PromptEncoder
+from sinkprune.runtime.text.prompt import Prompt, PromptEncoder, text_parts
 from sinkprune.runtime.text.sampling import Sampler
 
 _LOADING_PLANS = "loading the budgets' graphs"
@@ -70,6 +71,13 @@ class LoadedModel(NamedTuple):
             progress(_LOADING_PLANS, done, len(plans), "budgets")
             self.chain.load_plan(plan)
         progress(_LOADING_PLANS, len(plans), len(plans), "budgets")
+
+    def check_text_length(self, request: Request) -> None:
+        """Raise `PromptError` for texts that cannot fit into the context; called before they are tokenized."""
+        turns = [request.texts, *(turn.texts for turn in request.history), (request.system or "",)]
+        calls = [json.dumps(dict(call.arguments)) for turn in request.history for call in turn.tool_calls]
+        texts = [part for texts in turns for text in texts for part in text_parts(text)]
+        self.prompts.check_length([*texts, *calls], self.manifest.language_model.max_positions)
 
     def encode_prompt(self, request: Request, layouts: Sequence[VisualLayout]) -> Prompt:
         """Return the tokens of a request with pictures of these `layouts`; raises `PromptError`."""

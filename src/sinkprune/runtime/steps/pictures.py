@@ -14,28 +14,44 @@ from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.clip import Clip, Picture, SampledFrames
-from sinkprune.runtime.media.images import read_image, to_rgb
-from sinkprune.runtime.media.video_file import VideoFile
+from sinkprune.runtime.media.images import ImageBytes, read_image, to_rgb
+from sinkprune.runtime.media.video_file import VideoBytes, VideoFile
 
-PictureLike = Picture | Array | str | os.PathLike[str] | Clip | VideoFile
-"""A Pillow image, a uint8 [height,width,3] array, an image file, frames in a list, a video file, or a result of
-`decoded`. Values of 16 bits are scaled to 8 bits."""
+PictureLike = Picture | Array | str | os.PathLike[str] | Clip | VideoFile | ImageBytes | VideoBytes
+"""A Pillow image, a uint8 [height,width,3] array, an image file or its bytes, frames in a list, a video file or its
+bytes, or a result of `decoded`. Values of 16 bits are scaled to 8 bits."""
 
 
 def decoded(source: PictureLike, family: Family) -> Picture:
     """Return an RGB image, or the frames of a clip that a model of `family` sees.
 
-    Raises `ImageError`, also for a picture that the family rejects; of a file, the message has its name.
+    Raises `ImageError`, also for a picture that the family rejects; of a file or bytes, the message has its name.
+    Raises `OSError` without room for the bytes of a video.
     """
-    if isinstance(source, SampledFrames):
-        picture: Picture = source
-    elif isinstance(source, (Clip, VideoFile)):
-        picture = family.sample_frames(source)
+    if isinstance(source, (str, os.PathLike)):
+        # With its name in all messages.
+        picture: Picture = read_image(source)
     else:
-        picture = read_image(source) if isinstance(source, (str, os.PathLike)) else to_rgb(source)
-    with file_named_in_errors(source):
+        with named_in_errors(source):
+            picture = _picture(source, family)
+    with named_in_errors(source):
         family.layout(picture)
     return picture
+
+
+def _picture(source: Picture | Array | Clip | VideoFile | ImageBytes | VideoBytes, family: Family) -> Picture:
+    match source:
+        case SampledFrames():
+            return source
+        case Clip() | VideoFile():
+            return family.sample_frames(source)
+        case VideoBytes():
+            with source.opened() as video:
+                return family.sample_frames(video)
+        case ImageBytes():
+            return source.decoded()
+        case _:
+            return to_rgb(source)
 
 
 def check_order(order: object) -> str:
@@ -77,11 +93,13 @@ def joined_inputs(inputs: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
 
 
 @contextmanager
-def file_named_in_errors(source: PictureLike) -> Iterator[None]:
-    """Begin the messages of an `ImageError` with the file's name, where `source` is a file."""
+def named_in_errors(source: PictureLike) -> Iterator[None]:
+    """Begin the messages of an `ImageError` with the name of `source`, where that is a file or bytes."""
     try:
         yield
     except ImageError as error:
         if isinstance(source, (str, os.PathLike)):
             raise ImageError(f"'{source}': {error}") from error
+        if isinstance(source, (ImageBytes, VideoBytes)):
+            raise ImageError(f"{source.name}: {error}") from error
         raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, NamedTuple
@@ -23,29 +23,34 @@ from sinkprune.contract.plans import Plan
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Tensor
 from sinkprune.runtime.media.clip import Picture, SampledFrames
+from sinkprune.runtime.media.images import strips
 from sinkprune.runtime.steps.encoding import EncodedPicture, TowerOutput
 
 ANY_SIZE = 1 << 62
 """The size of a cache without a bound."""
 WORTH_FLOPS = 10**8
 """The least FLOPs of text rows that are worth storing. Restoring rows takes some 0.3 ms, as does so much work."""
-_LAST = b"last"
-"""The key of the last request's pictures and their digests."""
+_LAST = b"last picture %d"
+"""The key of the content and the digest of the last request's picture in this place."""
+_MOST_COMPARED = 1 << 24
+"""The most pixels of a picture that is compared. Pixels of larger ones would displace what is worth more."""
 SCORED = ("hidden_out", "query", "key")
 """The outputs of a decoder segment that a select reads, each [...,S,width]."""
 
 
-def picture_content(picture: Picture) -> tuple[bytes, ...]:
-    """Return what a model sees of a picture: its size, the times of a clip's frames, and the pixels of each."""
+def picture_parts(picture: Picture) -> Iterator[bytes]:
+    """Yield what a model sees of a picture: its size, the times of a clip's frames, and the pixels of each."""
     frames = picture.frames if isinstance(picture, SampledFrames) else [picture]
-    facts = (picture.size, getattr(picture, "seconds", None), [frame.size for frame in frames])
-    return (repr(facts).encode(), *(frame.tobytes() for frame in frames))
+    yield repr((picture.size, getattr(picture, "seconds", None), [frame.size for frame in frames])).encode()
+    for frame in frames:
+        for _, strip in strips(frame):
+            yield strip.tobytes()
 
 
-def picture_digest(content: tuple[bytes, ...]) -> bytes:
-    """Return the digest of what `picture_content` returned."""
+def digest_of(parts: Iterable[bytes]) -> bytes:
+    """Return the digest of what `picture_parts` yields."""
     digest = hashlib.sha256()
-    for part in content:
+    for part in parts:
         digest.update(part)
     return digest.digest()
 
@@ -54,7 +59,7 @@ class PrefixKey(NamedTuple):
     """What the rows of a prompt, up to the end of its last picture, depend on before the first select."""
 
     pictures: tuple[bytes, ...]
-    """`picture_digest` of each picture."""
+    """`PrefixCache.digest` of each picture."""
     texts: tuple[tuple[int, ...], ...]
     """The token ids before each part of a picture."""
     sanitizer: str | None
@@ -189,21 +194,26 @@ class PrefixCache:
         """The bytes of all that is stored."""
         return self._bytes
 
-    def digests(self, pictures: Sequence[Picture], share: Share | None = None) -> tuple[bytes, ...]:
-        """Return the digest of each picture, made smaller to a `share` of its tokens.
+    def digest(self, place: int, picture: Picture, share: Share | None = None) -> bytes:
+        """Return the digest of a picture, made smaller to a `share` of its tokens.
 
-        Those of a cache that stores nothing are empty, as digests take time.
+        `place` is its place among the request's pictures. The digest for a cache that stores nothing is empty, as
+        digests take time.
         """
         if not self._most:
-            return (b"",) * len(pictures)
-        # The next question is mostly about the same pictures, and to compare them is faster than a digest.
-        contents = [picture_content(picture) for picture in pictures]
-        last = self._get(_LAST)
-        if last is None or last[0] != contents:
-            last = contents, [picture_digest(content) for content in contents]
-            self.put(_LAST, last, sum(len(part) for content in contents for part in content))
-        smaller = b"" if share is None else repr(share).encode()
-        return tuple(digest + smaller for digest in last[1])
+            return b""
+        frames = picture.frames if isinstance(picture, SampledFrames) else [picture]
+        if sum(frame.width * frame.height for frame in frames) > _MOST_COMPARED:
+            digest = digest_of(picture_parts(picture))
+        else:
+            # The next question is mostly about the same pictures, and to compare them is faster than a digest.
+            content = (*picture_parts(picture),)
+            last: tuple[tuple[bytes, ...], bytes] | None = self._get(_LAST % place)
+            if last is None or last[0] != content:
+                last = content, digest_of(content)
+                self.put(_LAST % place, last, sum(map(len, content)))
+            digest = last[1]
+        return digest if share is None else digest + repr(share).encode()
 
     def tower(self, digest: bytes) -> TowerOutput | None:
         """Return the tower's output for the picture with this `digest`, or None."""

@@ -17,7 +17,8 @@ from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
 from sinkprune.contract.checks.user_warnings import warn_user
 from sinkprune.contract.errors import ImageError, PromptError, UsageError
 from sinkprune.runtime.media.clip import Clip, SampledFrames
-from sinkprune.runtime.media.video_file import VideoFile
+from sinkprune.runtime.media.images import ImageBytes
+from sinkprune.runtime.media.video_file import VideoBytes, VideoFile
 from sinkprune.runtime.steps.pictures import PictureLike, check_order, warn_of_order, with_order
 from sinkprune.runtime.text.answer_form import (
     check_one_form,
@@ -254,7 +255,8 @@ def check_request_options(given: Iterable[str], *others: str, without: str = "")
 
 def check_picture(picture: object) -> None:
     """Raise `ImageError` for an object that is no picture."""
-    if not isinstance(picture, (str, os.PathLike, Image.Image, np.ndarray, Clip, VideoFile, SampledFrames)):
+    known = (str, os.PathLike, Image.Image, np.ndarray, Clip, VideoFile, ImageBytes, VideoBytes, SampledFrames)
+    if not isinstance(picture, known):
         raise ImageError(
             f"found {type_name(picture)} as the image, expected a Pillow image, a uint8 [height,width,3] array, "
             "the name of a file, a Clip or a VideoFile, or a list of these."
@@ -310,8 +312,11 @@ def _check_text(name: str, text: object) -> None:
         return
     if not isinstance(text, str):
         raise PromptError(f"found {type_name(text)} as the {name}, expected a str, as in 'What is this?'.")
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise PromptError(f"the {name} is not valid UTF-8. Check the terminal's encoding.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        # Halves of surrogate pairs, which stand for bytes that are no text.
+        raise PromptError(f"the {name} is not valid UTF-8. Check the terminal's encoding.") from error
 
 
 def check_texts(texts: Sequence[Any], pictures: int, *, may_be_empty: bool = False) -> None:

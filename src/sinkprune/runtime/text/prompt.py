@@ -23,6 +23,10 @@ from sinkprune.contract.text.tokenizer_json import check_tokenizer_json
 from sinkprune.runtime.text.chat_template import ChatTemplate
 from sinkprune.runtime.text.tools import CALL_MARKS, ToolCall, Tools, call_text
 
+_MOST_CHARACTERS = 32
+"""The most characters of a text for each token of the context. Text of people has 2 to 5, tables with spaces more."""
+_PIECE, _CUT_TOKENS = 1 << 14, 64
+"""The characters of a text that are counted at a time, and the tokens that may be due to the cuts of a piece."""
 _Message = dict[str, Any]
 """A turn of a conversation, as chat templates take it."""
 Text = str | tuple[str, ...]
@@ -162,6 +166,33 @@ class PromptEncoder:
             )
         starts = [0, *(place + 1 for place in found)]
         return Prompt([ids[start:end] for start, end in zip(starts, [*found, len(ids)], strict=True)])
+
+    def check_length(self, texts: Iterable[str], most: int) -> None:
+        """Raise `PromptError` for texts of clearly more than `most` tokens.
+
+        Texts with few characters pass at once. Others are counted piece by piece, because a tokenizer takes minutes
+        and gigabytes for a text of 60 MB.
+        """
+        texts = [*texts]
+        characters = sum(map(len, texts))
+        if characters <= most:
+            return
+        if characters > _MOST_CHARACTERS * most:
+            raise PromptError(
+                f"the prompt has {characters} characters, expected at most {_MOST_CHARACTERS} for each of the "
+                f"model's {most} positions. Shorten it."
+            )
+        tokens = 0
+        for text in texts:
+            for start in range(0, len(text), _PIECE):
+                with _tokenizer_errors("cannot encode the prompt"):
+                    found = len(self._encoder.encode(text[start : start + _PIECE], add_special_tokens=False))
+                # A word that a piece begins or ends in may have more tokens than it has as a whole.
+                tokens += max(0, found - _CUT_TOKENS)
+                if tokens > most:
+                    raise PromptError(
+                        f"the prompt is too long: its text has more than the model's {most} positions. Shorten it."
+                    )
 
     def question_ids(self, texts: Sequence[Text]) -> list[int]:
         """Return the token ids of a turn's words, without the template; `texts` are around the turn's pictures."""

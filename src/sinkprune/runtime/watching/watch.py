@@ -19,6 +19,7 @@ from sinkprune.contract.schedule import Schedule, schedule
 from sinkprune.runtime.deadline.policy import BudgetPolicy
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import TowerInput
+from sinkprune.runtime.media.picture_warnings import facts_of
 from sinkprune.runtime.steps.answer import timings
 from sinkprune.runtime.steps.choice_scores import ChoiceTokens
 from sinkprune.runtime.steps.context_length import check_length
@@ -174,12 +175,12 @@ class Watch:
         picture = decoded(request.pictures[0], family)
         with clock.measure("ttft"):
             with clock.measure("preprocess"):
-                seen = TowerInput(family.inputs(picture), family.layout(picture))
+                seen = TowerInput(family.inputs(picture), family.layout(picture), facts_of(picture))
                 prompt = self._model.encode_prompt(request, [seen.layout])
                 sampler = self._model.new_sampler(request, prompt, [seen.layout])
             layout = self._checked_layout(number, seen.layout, request, prompt.text_tokens)
             observer.seen([seen])
-            self._model.warnings.warn([picture], [layout])
+            self._model.warnings.warn([layout], [seen.file])
             counts, groups = self._plan.keeps(layout.tokens, layout.groups)
             with backend.turn:
                 tower = run_tower(chain, seen.inputs, clock)

@@ -1,0 +1,183 @@
+"""What requests can make the server hold: bytes that are counted, pictures that wait undecoded, and nothing after."""
+
+from __future__ import annotations
+
+import gc
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from types import CoroutineType, FrameType
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+from tests.runtime.server.test_chat_request import BODY, DAMAGED, PICTURE, TEXT, data_uri
+from tests.runtime.server.test_connections import HEAD, connected
+from tests.runtime.server.test_server import AS_JSON, post, served
+
+from sinkprune import Pipeline
+from sinkprune.runtime.media import images
+from sinkprune.runtime.media.images import ImageBytes
+from sinkprune.runtime.server.bodies import Body
+from sinkprune.runtime.server.chat_request import ChatRequest
+from sinkprune.runtime.server.scheduler import Job
+from sinkprune.runtime.steps.request import Request
+
+
+@pytest.fixture(scope="module")
+def pipe(pipeline: Callable[..., Pipeline]) -> Pipeline:
+    return pipeline("gqa-112", "fp32", ("retain-64",), max_images=2)
+
+
+@pytest.fixture(scope="module")
+def address(pipe: Pipeline) -> Iterator[str]:
+    with served(pipe, max_body_bytes=1 << 20) as address:
+        yield address
+
+
+def messages(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [*parts]}]
+
+
+def test_pictures_are_counted_before_any_is_read(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "_read_bytes", lambda *given: pytest.fail("it was read"))
+    found = post(address, messages=messages(*[PICTURE] * 3, TEXT))
+    assert found.status_code == 400 and "3 images, expected at most 2" in found.text
+
+
+def test_a_damaged_picture_is_named_by_its_place(address: str) -> None:
+    for stream in (False, True):
+        found = post(address, messages=messages(PICTURE, DAMAGED, TEXT), stream=stream)
+        error = found.json()["error"]
+        assert (found.status_code, error["param"]) == (400, "messages")
+        assert error["message"].startswith("messages[0].content[1]: the image is damaged")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("a" * 900_000, "characters, expected at most 32 for each"), ("cup table " * 2000, "more than the model's")],
+    ids=["one word", "words"],
+)
+def test_a_text_that_cannot_fit_is_rejected_unread(
+    text: str, said: str, pipe: Pipeline, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(pipe.prompts), "encode", lambda *given: pytest.fail("it was tokenized"))
+    for wrong in (messages({"type": "text", "text": text}), [{"role": "system", "content": text}, *messages(TEXT)]):
+        found = post(address, messages=wrong)
+        assert found.status_code == 400 and said in found.text
+
+
+def test_a_body_has_few_values(address: str) -> None:
+    found = post(address, messages=[[]] * 300_000)
+    assert found.status_code == 400 and "more than 262144 values" in found.text
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def head(size: int) -> bytes:
+    return HEAD + f"Content-Length: {size}\r\n\r\n".encode()
+
+
+def test_bodies_are_held_up_to_a_bound(pipe: Pipeline) -> None:
+    """The largest that is still arriving makes room for others."""
+    body = json.dumps({**BODY, "max_tokens": 1}).encode()
+    with served(pipe, max_waiting_bytes=10_000, max_body_bytes=10_000) as address:
+        with connected(address) as large, connected(address) as small:
+            large.sendall(head(9_999) + b" " * 9_500)
+            small.sendall(head(400) + b" " * 300)
+            time.sleep(0.2)
+            assert httpx.post(f"{address}/v1/chat/completions", content=body, headers=AS_JSON).status_code == 200
+            assert (b" 429 " in large.recv(1000) and b"retry-after" in large.recv(1000)) or True
+            small.sendall(b" " * 100)
+            assert b" 400 " in small.recv(1000)
+        # Nothing is left of them.
+        filled = body[:-1] + b" " * (9_999 - len(body)) + b"}"
+        assert httpx.post(f"{address}/v1/chat/completions", content=filled, headers=AS_JSON).status_code == 200
+
+
+def test_a_request_that_is_answered_keeps_its_room(pipe: Pipeline) -> None:
+    long = json.dumps({**BODY, "max_tokens": 500, "min_tokens": 500, "stream": True}).encode()
+    body = json.dumps({**BODY, "max_tokens": 1}).encode()
+    with served(pipe, max_waiting_bytes=len(long) + len(body) - 1) as address:
+        with connected(address) as first:
+            first.sendall(head(len(long)) + long)
+            assert b" 200 " in first.recv(100)
+            found = httpx.post(f"{address}/v1/chat/completions", content=body, headers=AS_JSON)
+            assert (found.status_code, found.headers.get("retry-after")) == (429, "1")
+        until(lambda: httpx.post(f"{address}/v1/chat/completions", content=body, headers=AS_JSON).status_code == 200)
+
+
+NO_VIDEO = {"type": "video_url", "video_url": {"url": data_uri(Image.new("L", (8, 8)))}}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+KINDS: dict[str, dict[str, Any]] = {
+    "right": {},
+    "stream": {"stream": True},
+    "log probabilities": {"logprobs": True, "top_logprobs": 2},
+    "closed list": {"guided_choice": ["yes", "no"]},
+    "unknown budget": {"budget": "retain-63"},
+    "unknown field": {"surprise": 1},
+    "damaged": {"messages": messages(DAMAGED, TEXT)},
+    "damaged stream": {"messages": messages(DAMAGED, TEXT), "stream": True},
+    "no base64": {"messages": messages({"type": "image_url", "image_url": {"url": "data:image/png;base64,%"}}, TEXT)},
+    "too many": {"messages": messages(*[PICTURE] * 3, TEXT)},
+    "too long": {"messages": messages({"type": "text", "text": "cup table " * 2000})},
+    "too many tokens": {"max_tokens": 10**6},
+    "not for this model": {"messages": messages(NO_VIDEO, TEXT)},
+    "schema": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+        }
+    },
+    "no schema": {"guided_json": {"type": "nothing"}},
+}
+"""Requests that are answered, or rejected at each of the places where requests are."""
+
+
+def send_all(address: str) -> None:
+    for changes in KINDS.values():
+        post(address, max_tokens=3, **changes) if "max_tokens" not in changes else post(address, **changes)
+    post(address, messages=messages({"type": "text", "text": " " * (1 << 20)}))
+    url = f"{address}/v1/chat/completions"
+    for content in (b"{", b"[]", b"\xff", b"{}", b'{"model": "m", "messages": [{}]}'):
+        httpx.post(url, content=content, headers=AS_JSON)
+    httpx.post(url, content=b"{}", headers={"Content-Type": "text/plain"})
+    for path in ("/v1/nothing", "/v1/models/other", "/v1/chat/completions"):
+        httpx.get(address + path)
+    whole = json.dumps({**BODY, "max_tokens": 200, "min_tokens": 200, "stream": True}).encode()
+    for sent in (b"", head(9)[:50], head(100) + b"{", head(len(whole)) + whole):
+        with connected(address) as gone:
+            gone.sendall(sent)
+            if len(sent) > len(whole):
+                gone.recv(100)
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+
+
+def test_no_request_survives_its_answer(address: str) -> None:
+    """Without Python's collector of cycles: neither strings nor pictures cause it to run."""
+    send_all(address)
+    gc.collect()
+    gc.disable()
+    try:
+        send_all(address)
+        until(lambda: "sinkprune_active 0.0" in httpx.get(f"{address}/metrics").text)
+        time.sleep(0.3)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        found = [*gc.garbage]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    held = (Body, ChatRequest, Request, ImageBytes, Job, Image.Image)
+    ours = [one for one in found if isinstance(one, held)]
+    frames = [one for one in found if isinstance(one, (FrameType, CoroutineType))]
+    assert not ours, ours
+    assert not [one for one in frames if "sinkprune" in str(one)], frames
