@@ -390,7 +390,7 @@ class _Server:
                 yield event(completion.usage_chunk(found))
             yield event("[DONE]")
         except (ClientDisconnect, asyncio.CancelledError, GeneratorExit) as gone:
-            # Starlette cancels a stream whose client has gone away. A whole answer was counted.
+            # A whole answer was counted.
             if not isinstance(found, Answer):
                 self._metrics.ended(499)
             if not isinstance(gone, ClientDisconnect):
@@ -442,7 +442,10 @@ def _our_fault(error: BaseException) -> ApiError:
 
 
 class _Stream(StreamingResponse):
-    """Server-sent events; `end` is called at their end, also if the client leaves before the first."""
+    """Server-sent events; `end` is called at their end, also if the client leaves before the first.
+
+    The events end by themselves when the client leaves. Starlette would cancel them, and keep frames in a cycle.
+    """
 
     def __init__(self, chunks: AsyncIterator[bytes], end: Callable[[], None]) -> None:
         super().__init__(chunks, media_type="text/event-stream")
@@ -450,7 +453,7 @@ class _Stream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            await self.stream_response(send)
         finally:
             self._end()
 
