@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinkprune import Clip, Pipeline, Session, UsageError
+from sinkprune import Clip, Pipeline, Policy, Session, UsageError
 from sinkprune.contract.precision import WeightsName
 from sinkprune.runtime.backends import Engine
 from sinkprune.runtime.steps import prefix_cache
@@ -32,6 +35,18 @@ NEW = {"max_new_tokens": 4, "min_new_tokens": 4}
 def test_a_session_is_of_a_pipeline() -> None:
     with pytest.raises(TypeError, match="pipeline is 'bundle', expected a Pipeline"):
         Session("bundle")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("send", [pickle.dumps, ForkingPickler.dumps, copy.copy, copy.deepcopy])
+def test_what_holds_engines_stays_in_its_process(
+    send: Callable[[object], object], pipeline: Callable[..., Pipeline], bundle: Callable[..., Path]
+) -> None:
+    pipe, policy = pipeline("gqa-112"), Policy.load(bundle("pi0", budgets=("prune-88.9",), max_images=2))
+    for name, held in (("Pipeline", pipe), ("Policy", policy), ("Session", Session(pipe))):
+        for sent in (held, [held]):
+            if send is not copy.copy or sent is held:
+                with pytest.raises(TypeError, match=f"a {name} cannot be copied or sent .* Load the bundle in the"):
+                    send(sent)
 
 
 def answered(answering: Pipeline | Session, picture: object, question: object, **options: object) -> Watched:

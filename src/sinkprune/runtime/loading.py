@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -31,6 +31,17 @@ from sinkprune.runtime.text.prompt import PromptEncoder
 During = Callable[[str], AbstractContextManager[Any]]
 """Returns a context that is entered with the name of a slow part. What it yields is called with the progress, if it
 can be (`OnProgress`)."""
+
+
+class StaysInProcess:
+    """What holds engines, which no other process can have, and no copy."""
+
+    def __reduce__(self) -> NoReturn:
+        """Raise `TypeError`, for modules pickle, copy and multiprocessing."""
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or sent to another process: its engines belong to this one. "
+            "Load the bundle in the other process, or share the object between threads."
+        )
 
 
 class Opened(NamedTuple):

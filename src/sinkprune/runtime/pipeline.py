@@ -28,7 +28,7 @@ from sinkprune.runtime.deadline.kept_costs import KeepsCosts, warn_of_load
 from sinkprune.runtime.deadline.policy import BudgetPolicy, DeadlinePolicy
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.generate import generate
-from sinkprune.runtime.loading import During, check_kind, load_model, open_with_backend
+from sinkprune.runtime.loading import During, StaysInProcess, check_kind, load_model, open_with_backend
 from sinkprune.runtime.media.fits import Fit, check_fit
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.chain import Wrap
@@ -51,7 +51,7 @@ from sinkprune.runtime.text.prompt import Text
 from sinkprune.runtime.watching.watch import USUAL_SETTINGS, FrameAnswer, Watch, WatchSettings, check_frames
 
 
-class Pipeline(Answering, KeepsCosts[Costs]):
+class Pipeline(StaysInProcess, Answering, KeepsCosts[Costs]):
     """A loaded bundle. Every budget and the unpruned baseline run on the same engines.
 
     Any number of threads may share a pipeline. Streams may alternate, be closed or be dropped: each answer is the one

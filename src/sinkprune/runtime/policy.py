@@ -29,7 +29,7 @@ from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.deadline.cost_measuring import MEASURING_COSTS, SECONDS, SECONDS_RANGE
 from sinkprune.runtime.deadline.kept_costs import KeepsCosts, warn_of_load
-from sinkprune.runtime.loading import During, check_kind, load_model, open_with_backend
+from sinkprune.runtime.loading import During, StaysInProcess, check_kind, load_model, open_with_backend
 from sinkprune.runtime.steps.chain import Wrap
 from sinkprune.runtime.steps.loaded_model import check_counts_known
 from sinkprune.runtime.steps.observer import NOBODY, Observer
@@ -39,7 +39,7 @@ _OF_ACT = ("budget", "method", "steps", "seed", "noise", "deadline_ms", "min_ste
 _OF_LOADING = [name for name in OPTIONS_OF_LOADING if name != "fit"]
 
 
-class Policy(KeepsCosts[ActionCosts]):
+class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
     """A loaded robot policy. Every budget and the unpruned baseline run on the same engines.
 
     Any number of threads may share a policy; they take turns on backends that run one call at once.

@@ -9,6 +9,7 @@ from sinkprune.contract.checks.arguments import check_type, checks_options
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.errors import UsageError
 from sinkprune.runtime.answering import Answering
+from sinkprune.runtime.loading import StaysInProcess
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.observer import NOBODY, Observer
 from sinkprune.runtime.steps.pictures import PictureLike
@@ -22,7 +23,7 @@ MAX_BYTES = 256 << 20
 _BYTES = WholeNumber("max_bytes", 0, 1 << 50)
 
 
-class Session(Answering):
+class Session(StaysInProcess, Answering):
     """Answers requests with a pipeline, and remembers what later requests about the same pictures need again.
 
         session = Session(pipeline)

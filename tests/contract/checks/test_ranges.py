@@ -39,7 +39,7 @@ def test_numbers_within_the_range_are_taken_and_no_others(number: float) -> None
 def test_what_is_no_number_of_the_kind() -> None:
     for value in (np.int64(3), np.uint8(3), 3):
         assert (type(WHOLE.check(value)), type(REAL.check(value))) == (int, float)
-    for wrong in (True, None, "3", b"3", [3], 3 + 0j, 10**5000):
+    for wrong in (True, None, "3", b"3", [3], 3 + 0j, 10**5000, np.timedelta64(3, "s"), np.timedelta64(3, "ns")):
         with pytest.raises(UsageError, match="--count is "):
             WHOLE.check(wrong)
         with pytest.raises(UsageError, match="--share is "):
@@ -60,6 +60,7 @@ def test_any_word_is_read_or_refused_on_one_line(word: str) -> None:
 
 def test_long_values_are_shown_by_their_beginning() -> None:
     assert format_value("x" * 100) == "'" + "x" * 79 + "..."
+    assert format_value([10**5000]) == "list with a number of more than 80 digits"
     assert format_value(np.zeros((2, 2))) == "array([[0., 0.], [0., 0.]])"
 
 

@@ -66,6 +66,10 @@ def act(policy: Policy, photo: Image.Image, **changed: Any) -> Any:
         ({"state": np.array([0.5 + 1j] * WIDTH)}, UsageError, r"the state is .*0\.5\+1"),
         ({"state": np.arange(WIDTH).astype("datetime64[s]")}, UsageError, "the state is .*1970"),
         ({"state": [10**400] * WIDTH}, UsageError, "the state is .*, expected 5 numbers"),
+        ({"state": [10**5000] * WIDTH}, UsageError, "the state is list with a number of more than 80 digits"),
+        ({"state": ["1", 0, 0, 0, 0]}, UsageError, r"the state is \['1', 0"),
+        ({"state": [np.datetime64(1, "D"), 0, 0, 0, 0]}, UsageError, r"the state is \[np.datetime64"),
+        ({"state": [np.timedelta64(1, "D"), 0, 0, 0, 0]}, UsageError, r"the state is \[np.timedelta64"),
         ({"state": torch.ones(WIDTH, requires_grad=True)}, UsageError, "the state is tensor"),
         (
             {"noise": np.zeros((CHUNK, ACTIONS + 1))},
@@ -159,6 +163,10 @@ def test_a_state_far_outside_the_training_data_is_told(policy: Policy, photo: Im
     ranged = replace(without, state_range=NumberRanges((0.0,) * WIDTH, (1.0,) * WIDTH))
     assert unusual_state(ranged, normalised_state(ranged, [5.4] * WIDTH)) is None
     assert unusual_state(ranged, normalised_state(ranged, [5.6] * WIDTH)) is not None
+    with pytest.raises(
+        UsageError, match=r"the state has 3e\+38 at place 2, expected numbers that are finite in fp32 w"
+    ):
+        normalised_state(ranged, [0, 3e38, 0, 0, 0])
 
 
 def test_a_command_tells_of_the_first_such_state(policy: Policy, photo: Image.Image, tmp_path: Path) -> None:

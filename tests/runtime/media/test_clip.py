@@ -161,9 +161,14 @@ def test_clips_that_cannot_be_shown(clip: Clip, message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([], None), "None frames a second, expected a positive number"),
-        (([], "2"), "'2' frames a second, expected a positive number"),
-        *((([], fps), f"a clip has {fps} frames a second") for fps in (0, -1.0, float("nan"), float("inf"))),
+        *((([], fps), f"the clip has {fps} frames a second, expected a number") for fps in (None, 0, -1.0, True)),
+        *(
+            (([], float(fps)), f"the clip has .?{fps[:3]}.* frames a second")
+            for fps in ("nan", "inf", "1e-308", "1e+308")
+        ),
+        *((([], fps), "the clip has a number of more than 80 digits") for fps in (10**400, -(10**400))),
+        *((([], Fraction(10) ** power), "the clip has 1[0/]*") for power in (400, -400)),
+        (([], np.timedelta64(1, "s")), "the clip has 1 seconds frames"),
         ((3, 2), "found int as a clip's frames, expected images"),
         (("clip.mp4", 2), "found str as a clip's frames, expected images"),
     ],

@@ -168,6 +168,12 @@ def test_an_array_of_another_kind_is_refused_with_what_was_found(shape: tuple[in
     assert "expected uint8 [height,width,3]" in message
 
 
+def test_an_array_with_a_mask_is_refused() -> None:
+    with pytest.raises(ImageError, match="an array with a mask"):
+        to_rgb(np.ma.masked_equal(np.zeros((4, 4, 3), np.uint8), 0))
+    assert to_rgb(np.ma.masked_equal(np.zeros((4, 4, 3), np.uint8), 1)).size == (4, 4)
+
+
 @pytest.mark.parametrize("shape", [(0, 4, 3), (4, 0, 3), (0, 0, 1)], ids=str)
 def test_an_empty_array_is_refused_as_such(shape: tuple[int, ...]) -> None:
     with pytest.raises(ImageError, match=r"found an array uint8\[.*\], which has no pixels\. Give a picture\."):

@@ -233,6 +233,12 @@ def test_wrong_settings(settings: dict[str, Any], said: str) -> None:
         WatchSettings(**settings)
 
 
+def test_small_numbers_of_numpy_are_counted_with_exactly() -> None:
+    made = WatchSettings(capacity=np.uint8(200), key_every=np.int8(100), recent=np.int8(1), decay=np.float16(0.5))  # type: ignore[arg-type]
+    found = [made.capacity, made.key_every, made.recent, made.decay]
+    assert found == [200, 100, 1, 0.5] and {*map(type, found)} == {int, float}
+
+
 @pytest.mark.parametrize("frames", ["camera.mp4", Path("scene.png"), np.zeros((8, 8, 3), np.uint8), 3, None])
 def test_what_is_one_picture_or_none_cannot_be_watched(frames: Any, pipe: Pipeline) -> None:
     with pytest.raises(TypeError, match="expected pictures one after the other"):

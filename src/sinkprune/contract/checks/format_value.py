@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numbers import Integral, Real
+from numbers import Real
 
 _SHOWN = 80
 
@@ -26,8 +26,11 @@ def type_name(value: object) -> str:
 
 def format_value(value: object) -> str:
     """Return a value on one line: texts in quotes, long values cut off."""
-    if isinstance(value, Integral) and abs(int(value)) > 10**_SHOWN:
-        # Python rejects the conversion of numbers with thousands of digits.
+    if isinstance(value, int) and abs(value) > 10**_SHOWN:
         return f"a number of more than {_SHOWN} digits"
-    text = " ".join((str(value) if isinstance(value, Real) else repr(value)).split())
+    try:
+        text = " ".join((str(value) if isinstance(value, Real) else repr(value)).split())
+    except ValueError:
+        # Python rejects the conversion of numbers with thousands of digits.
+        return f"{type_name(value)} with a number of more than {_SHOWN} digits"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -14,6 +14,13 @@ N = TypeVar("N", int, float)
 R = TypeVar("R", bound="_Number[Any]")
 
 
+def is_number(value: object, kind: type[Any] = Real) -> bool:
+    """Return whether `value` is a number of Python or numpy of this abstract kind. True and times are none."""
+    # numpy's spans of time count as whole numbers.
+    is_time = getattr(getattr(value, "dtype", None), "kind", "") == "m"
+    return isinstance(value, kind) and not isinstance(value, bool) and not is_time
+
+
 @dataclass(frozen=True)
 class _Number(Generic[N]):
     """A number from `least` to `most`: an argument (`check`), or a word of a command line (call it)."""
@@ -30,7 +37,7 @@ class _Number(Generic[N]):
     def check(self, value: object) -> N:
         """Return `value`, a number of Python or numpy, as Python's. True is no number. Raises `UsageError`."""
         number, kind = value, Annotated[self.kind, Bounds(self.least, self.most)]
-        if isinstance(value, self.numbers) and not isinstance(value, bool):
+        if is_number(value, self.numbers):
             try:
                 number = self.kind(value)
             except OverflowError:

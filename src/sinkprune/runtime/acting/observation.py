@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any, TypeVar
 
 import numpy as np
 
 from sinkprune.contract.checks.format_value import counted, format_value, type_name
-from sinkprune.contract.checks.ranges import WholeNumber
+from sinkprune.contract.checks.ranges import WholeNumber, is_number
 from sinkprune.contract.checks.user_warnings import warn_user
 from sinkprune.contract.errors import ImageError, PromptError, UnitsWarning, UnusualStateWarning, UsageError
 from sinkprune.contract.manifest import Manifest, NumberRanges, PolicyFacts
@@ -99,13 +100,15 @@ def normalised_state(policy: PolicyFacts, state: Sequence[float] | Array) -> Arr
     `NormalizerProcessorStep`: each number's range becomes -1 to 1.
     """
     width = len(policy.usual_state)
-    values = _floats("state", state, (width,), f"{counted(width, 'number')} as in the policy's training")
-    if policy.state_range:
-        low, extent = _extents(policy.state_range)
-        values = np.float32(2) * (values - low) / extent - np.float32(1)
-    elif policy.state_mean:
-        mean, std = (np.asarray(each, np.float32) for each in (policy.state_mean, policy.state_std))
-        values = (values - mean) / (std + np.float32(1e-8))
+    given = values = _floats("state", state, (width,), f"{counted(width, 'number')} as in the policy's training")
+    with np.errstate(over="ignore"):
+        if policy.state_range:
+            low, extent = _extents(policy.state_range)
+            values = np.float32(2) * (values - low) / extent - np.float32(1)
+        elif policy.state_mean:
+            mean, std = (np.asarray(each, np.float32) for each in (policy.state_mean, policy.state_std))
+            values = (values - mean) / (std + np.float32(1e-8))
+    _check_finite("state", given, values, "numbers that are finite in fp32 when they are normalised")
     padded = np.zeros((1, 1, policy.state_dim), np.float32)
     padded[0, 0, :width] = values
     return padded
@@ -243,8 +246,11 @@ def _given_noise(policy: PolicyFacts, noise: Array) -> Array:
 def _floats(name: str, given: Any, shape: tuple[int, ...], expected: str) -> Array:
     """Return `given` as fp32 of this shape; raises `UsageError`."""
     try:
-        if np.ma.is_masked(given) or np.asarray(given).dtype.kind in "cmM":
-            raise TypeError("masked, complex numbers or times, of which numpy would keep a part")
+        found = np.asarray(given)
+        # Fractions, decimals and large whole numbers are objects.
+        objects = found.dtype.kind == "O" and all(is_number(one, Number) for one in found.ravel())
+        if np.ma.is_masked(given) or not (objects or found.dtype.kind in "biuf"):
+            raise TypeError("texts, times, and masked and complex numbers, which numpy would convert")
         with np.errstate(over="ignore"):
             values = np.asarray(given, np.float32)
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
@@ -252,8 +258,12 @@ def _floats(name: str, given: Any, shape: tuple[int, ...], expected: str) -> Arr
         raise UsageError(f"the {name} is {format_value(given)}, expected {expected}.") from error
     if values.shape != shape:
         raise UsageError(f"the {name} has the shape {list(values.shape)}, expected {expected}.")
-    if not np.isfinite(values).all():
-        place = np.flatnonzero(~np.isfinite(values))[0]
-        found = np.asarray(given, np.float64).ravel()[place]
-        raise UsageError(f"the {name} has {found:g} at place {place + 1}, expected finite numbers of fp32.")
+    _check_finite(name, found, values, "finite numbers of fp32")
     return values
+
+
+def _check_finite(name: str, given: Array, values: Array, expected: str) -> None:
+    """Raise `UsageError`, with what was `given` there, unless all `values` are finite."""
+    for place in np.flatnonzero(~np.isfinite(values))[:1]:
+        found = float(given.ravel()[place])
+        raise UsageError(f"the {name} has {found:g} at place {place + 1}, expected {expected}.")

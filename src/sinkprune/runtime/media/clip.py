@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,12 +14,16 @@ from PIL import Image
 
 from sinkprune.contract.checks.arguments import creation_checks_options
 from sinkprune.contract.checks.format_value import format_value, type_name
-from sinkprune.contract.errors import ImageError, VideoError
+from sinkprune.contract.checks.ranges import RealNumber
+from sinkprune.contract.errors import ImageError, UsageError, VideoError
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.media.images import to_rgb
 
 MOST_SHOWN_PIXELS = 1 << 27
 """The most pixels of all frames of a clip that a model sees: 16 frames of 3840x2160."""
+
+_RATE = RealNumber("rate", 1e-6, 1e6)
+"""Frames a second: from one in eleven days to those of the fastest cameras."""
 
 
 class ClipSize(NamedTuple):
@@ -59,8 +61,8 @@ class Video(Protocol):
 class Clip:
     """Frames in memory, `fps` of them a second. An iterator is read at once.
 
-    Raises `VideoError` for what cannot be iterated, and for an `fps` that is no positive number. A request checks the
-    frames.
+    Raises `VideoError` for what cannot be iterated, and for an `fps` that is no number from 1e-06 to 1e+06. A request
+    checks the frames.
     """
 
     frames: Sequence[Image.Image | Array]
@@ -71,17 +73,9 @@ class Clip:
             raise VideoError(
                 f"found {type_name(self.frames)} as a clip's frames, expected images. Give a list of them."
             )
-        # A whole number of Python may be larger than any float.
-        too_large = isinstance(self.fps, int) and self.fps > sys.float_info.max
-        is_number = isinstance(self.fps, Real) and not isinstance(self.fps, bool) and not too_large
-        if not (is_number and math.isfinite(self.fps) and self.fps > 0):
-            raise VideoError(
-                f"a clip has {format_value(self.fps)} frames a second, expected a positive number, as in "
-                "Clip(frames, fps=10)."
-            )
-        object.__setattr__(self, "frames", [*self.frames])
         # PyAV's rates are fractions, which Python 3.11 and earlier cannot write with `:.1f`.
-        object.__setattr__(self, "fps", float(self.fps))
+        object.__setattr__(self, "fps", _rate("clip", self.fps))
+        object.__setattr__(self, "frames", [*self.frames])
 
     @property
     def count(self) -> int:
@@ -125,6 +119,16 @@ class SampledFrames:
 
 Picture = Image.Image | SampledFrames
 """The visual input of a model: an RGB image, or the frames of a clip."""
+
+
+def _rate(kind: str, fps: object) -> float:
+    try:
+        return _RATE.check(fps)
+    except UsageError as error:
+        raise VideoError(
+            f"the {kind} has {format_value(fps)} frames a second, expected a number from {_RATE.least:g} to "
+            f"{_RATE.most:g}, as in Clip(frames, fps=10)."
+        ) from error
 
 
 def check_indices(indices: Sequence[int], count: int) -> None:
@@ -199,8 +203,7 @@ def sample_frames(
     """
     if video.count < 1:
         raise VideoError("the video has no frames. Give one with a picture in it.")
-    if not (math.isfinite(video.fps) and video.fps > 0):
-        raise VideoError(f"the video has {video.fps} frames a second, expected a positive number.")
+    _rate("video", video.fps)
     indices = sampling(video.count, video.fps, settings, together)
     if video.times is not None:
         indices = nearest_frames(video.times, indices)

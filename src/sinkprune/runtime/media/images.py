@@ -140,6 +140,10 @@ def to_rgb(image: Image.Image | Array) -> Image.Image:
                 "of [3,height,width], turn floats of 0 to 1 into bytes with (array * 255).astype('uint8'), and give "
                 "grey or RGBA as a Pillow image, with Image.fromarray(array)."
             )
+        if np.ma.is_masked(image):
+            raise ImageError(
+                "found an array with a mask, which no model sees. Give array.filled(0), or another value."
+            )
         _check_size(image.shape[1], image.shape[0])
         return Image.fromarray(image)
     if not isinstance(image, Image.Image):

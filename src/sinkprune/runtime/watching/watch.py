@@ -62,10 +62,11 @@ class WatchSettings:
     """How many of the newest frames keep all their rows."""
 
     def __post_init__(self) -> None:
-        if self.capacity is not None:
-            _CAPACITY.check(self.capacity)
-        for limits in (_KEY_EVERY, _RECENT, _NOVELTY, _DECAY):
-            limits.check(getattr(self, limits.name))
+        for limits in (_CAPACITY, _KEY_EVERY, _RECENT, _NOVELTY, _DECAY):
+            given = getattr(self, limits.name)
+            if given is not None or limits is not _CAPACITY:
+                # As Python's, because numpy's small integers overflow in sums.
+                object.__setattr__(self, limits.name, limits.check(given))
 
 
 USUAL_SETTINGS = WatchSettings()
