@@ -73,6 +73,10 @@ def test_a_foreign_name_of_the_server_is_refused(host: str, name: str | None, al
         *((page, True) for page in ("http://localhost:8000", "https://localhost:8000", "https://ui.example")),
         *((page, False) for page in ("http://localhost:3000", "http://localhost", "http://127.0.0.1:8000", "null")),
         *((page, False) for page in ("http://evil.example", "http://ui.example", "https://ui.example:8443", "")),
+        *(
+            (page, False)
+            for page in ("http://localhost:80001", "http://localhost:8000.evil.example", "localhost:8000")
+        ),
     ],
 )
 def test_a_foreign_page_is_refused(page: str, allowed: bool) -> None:

@@ -99,6 +99,39 @@ def test_a_slow_request_is_ended_in_time(start: bytes, drip: bytes, status: byte
     assert 0.1 < seconds < 12
 
 
+@pytest.mark.parametrize(
+    "sent", [b"zzz\r\n\r\n", HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 2000]
+)
+def test_what_cannot_be_parsed_is_answered(sent: bytes, few: str) -> None:
+    """Each small chunk takes as long to parse as some kilobytes, and others would wait meanwhile."""
+    with connected(few) as client:
+        client.sendall(sent)
+        found, seconds = until_end(client)
+    assert found.startswith(b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json") and seconds < 5
+    assert b"is no HTTP/1.1" in found and b"more than 1000 chunks of less than 256 bytes" in found
+
+
+@pytest.mark.parametrize("rest", [b"zzz\r\n", b"0\r\nzzz\r\n\r\n", b"1\r\n \r\n" * 2000])
+def test_what_cannot_be_parsed_after_a_response_is_not_logged(
+    rest: bytes, few: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with connected(few) as client:
+        client.sendall(HEALTH + b"Transfer-Encoding: chunked\r\n\r\n")
+        assert client.recv(4096).startswith(b"HTTP/1.1 200")
+        client.sendall(rest)
+        _, seconds = until_end(client)
+    assert seconds < 5 and capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 1000), (257, 1500)])
+def test_other_chunks_are_read(size: int, count: int, few: str) -> None:
+    body = json.dumps({**BODY, "max_tokens": 1}).encode().ljust(size * count)
+    with httpx.Client(base_url=few, headers={"Content-Type": "application/json"}, timeout=60) as client:
+        for _ in range(2):
+            pieces = (body[place : place + size] for place in range(0, size * count, size))
+            assert client.post("/v1/chat/completions", content=pieces).status_code == 200
+
+
 def test_a_client_that_takes_no_answer_is_ended_in_time(hasty: str) -> None:
     """The answers of many requests in one piece exceed what the system buffers."""
     with connected(hasty) as lazy:

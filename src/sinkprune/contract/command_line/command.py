@@ -37,6 +37,9 @@ _SHORTAGES = {
         "there is too little memory: {}. End other programs, raise the limit that is set (ulimit -v), or use a "
         "machine with more."
     ),
+    "Too many open files": (
+        "no more files can be opened: {}. Raise the limit that is set (ulimit -n), or end other programs."
+    ),
     "Failed to write external initializers": (
         "the weights of a graph could not be written: the disk is full, or files may not be so large (ulimit -f). "
         "Free space, or choose another place."
@@ -126,9 +129,9 @@ def naming_stdout() -> Iterator[None]:
 
 def _write_last_line(line: str) -> None:
     """Write the last line of a command to stderr: no line of its start follows."""
-    from sinkprune.contract.command_line.progress_lines import end_start_lines
-
-    end_start_lines()
+    # Without it there are none, and with too many open files it cannot be imported.
+    if lines := sys.modules.get("sinkprune.contract.command_line.progress_lines"):
+        lines.end_start_lines()
     with suppress(OSError):
         sys.stderr.write(line)
 
@@ -151,7 +154,7 @@ def _message_for_user(error: Exception) -> str | None:
 
 
 def _shortage(error: BaseException | None) -> str | None:
-    """Return the message if `error`, or an error that caused it, is a lack of memory or threads."""
+    """Return the message if `error`, or an error that caused it, is a lack of memory, threads or open files."""
     while error is not None:
         # Our own messages quote the user's text.
         text = "" if isinstance(error, SinkpruneError) else str(error)

@@ -41,6 +41,8 @@ from sinkprune.contract.files.untrusted import UnreadableError
 _PARTIAL = ".partial"
 # In bytes. File systems allow 255, and the staging folder's name is longer than the folder's.
 _LONGEST_NAME = 255 - len(f"..12345678{_PARTIAL}")
+# As many files as the removal of a folder opens at once: one for each level, and one to list the last.
+_RESERVE = 8
 # How often another process may change the place between the check and the rename.
 _ATTEMPTS = 100
 
@@ -277,21 +279,28 @@ class Staging:
 def new_staging(output: Path, kind: ManifestFile, rename: Rename = system_rename) -> Iterator[Staging]:
     """Make a staging folder for `output` with an empty `new`, and remove it after the block. Raises `kind.error`."""
     with ExitStack() as stack:
-        held = False
+        reserve, held = stack.enter_context(ExitStack()), False
         try:
+            for _ in range(_RESERVE):
+                reserve.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
             while not held:
                 name = tempfile.mkdtemp(prefix=f".{output.name}.", suffix=_PARTIAL, dir=output.absolute().parent)
-                # Before it is locked, another process may take it for abandoned and remove it.
-                with suppress(FileNotFoundError):
-                    held = stack.enter_context(locked(Path(name), create=True))
-            staging = Staging(Path(name), output, kind, rename)
+                place = Path(name)
+                try:
+                    held = stack.enter_context(locked(place, create=True))
+                except FileNotFoundError:
+                    # Before it is locked, another process may take it for abandoned and remove it.
+                    continue
+                except OSError:
+                    place.rmdir()
+                    raise
+            staging = Staging(place, output, kind, rename)
+            stack.callback(staging.remove)
+            stack.callback(reserve.close)
             staging.new.mkdir()
         except OSError as error:
             raise unwritable(output, kind, error) from error
-        try:
-            yield staging
-        finally:
-            staging.remove()
+        yield staging
 
 
 def remove_abandoned(output: Path, kind: ManifestFile) -> None:

@@ -31,6 +31,9 @@ _HEAD_S = 10.0
 """How long a connection waits for the whole head of a request: from the start, or from the last response."""
 _TAKING_S = 60.0
 """How long a client may leave a part of a response that the system does not buffer."""
+_MOST_HEADER_BYTES = 1 << 16
+_FREE_CHUNKS, _CHUNK_BYTES = 1000, 256
+"""How many chunks a body may have anyway, and the bytes that each of its other chunks has on average."""
 _MOST, _LEAST = 1000, 8
 _ACCEPTED_AT_ONCE = 4
 # asyncio accepts more while it starts and ends connections.
@@ -92,9 +95,26 @@ class Connections:
                 sys.stderr.write(f"No connection can be accepted: {error.strerror}. The server tries again.\n")
 
 
+class _Parser(h11.Connection):
+    """Rejects bodies of small chunks: of a byte each, 256 KiB that arrive at once are parsed for a second."""
+
+    _left = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._left = _FREE_CHUNKS * _CHUNK_BYTES
+        elif isinstance(event, h11.Data):
+            self._left += len(event.data) - _CHUNK_BYTES * event.chunk_start
+            if self._left < 0:
+                raise h11.RemoteProtocolError("too many small chunks")
+        return event
+
+
 class _Protocol(H11Protocol):
     def __init__(self, *arguments: Any, limits: Connections, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.conn = _Parser(h11.SERVER, _MOST_HEADER_BYTES)
         self._limits = limits
         self._state: object = None
         self._timer: asyncio.TimerHandle | None = None
@@ -174,6 +194,14 @@ class _Protocol(H11Protocol):
             self.transport.write(_response(ApiError(late, status=408)))
         self.abort()
 
+    def send_400_response(self, msg: str) -> None:
+        """Answer what cannot be parsed. Where a response has begun, uvicorn's own method raises an error."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            found = "the request is no HTTP/1.1, has more than 64 KiB of headers, or a body with more than "
+            small = f"{_FREE_CHUNKS} chunks of less than {_CHUNK_BYTES} bytes. Check the client, and the address."
+            self.transport.write(_response(ApiError(found + small)))
+        self.abort()
+
 
 class Server(uvicorn.Server):
     """Answers until SIGINT, SIGTERM or SIGHUP. Requests then have some seconds to end, or get status 503."""
@@ -228,6 +256,6 @@ class Server(uvicorn.Server):
 def _response(error: ApiError) -> bytes:
     """Return a whole response, after which the connection closes."""
     body = json.dumps(error.body).encode()
-    phrase = {408: "Request Timeout", 503: "Service Unavailable"}[error.status]
+    phrase = {400: "Bad Request", 408: "Request Timeout", 503: "Service Unavailable"}[error.status]
     head = f"HTTP/1.1 {error.status} {phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     return f"{head}Connection: close\r\n\r\n".encode() + body
