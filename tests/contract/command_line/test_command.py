@@ -308,6 +308,8 @@ def in_shell(words: list[str], streams: str) -> subprocess.CompletedProcess[str]
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "too little memory"),
         (ImportError("libx.so: failed to map segment from shared object"), "too little memory"),
         (Exception("[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : std::bad_alloc"), "too little memory"),
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE), "a"), "opened: [Errno 24] Too many open files: 'a'. Raise"),
+        (OSError(errno.ENFILE, os.strerror(errno.ENFILE)), "in system. Raise the limit that is set (ulimit -n)"),
         (RuntimeError("can't start new thread"), "there are too few threads: can't start new thread. End"),
         # What OpenVINO says with too small an RLIMIT_NPROC
         (RuntimeError("Exception from core.cpp:109:\nResource temporarily unavailable"), "there are too few threads"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from threading import Event
 
@@ -116,6 +117,29 @@ LEFT: dict[str, Callable[[Path], object]] = {
     "while removing": lambda output: shutil.rmtree(dead(output, old=5) / "old" / "graphs"),
     "after removing the manifest": lambda output: (dead(output) / "old").mkdir(),
 }
+
+
+@pytest.mark.parametrize("free", [*range(7, 11), 100])
+def test_nothing_is_left_where_no_more_files_can_be_opened(free: int, tmp_path: Path) -> None:
+    """Neither with few files before the folder is made, nor with none while it is written."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def fill(held: ExitStack) -> None:
+        with suppress(OSError):
+            while True:
+                held.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+
+    with ExitStack() as held:
+        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+        spare = [os.open(os.devnull, os.O_RDONLY) for _ in range(free)]
+        fill(held)
+        for descriptor in spare:
+            os.close(descriptor)
+        with suppress(BundleError), new_staging(tmp_path / "bundle", KIND) as staging:
+            (staging.new / "a" / "b" / "c" / "d").mkdir(parents=True)
+            fill(held)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("leave", LEFT.values(), ids=LEFT)

@@ -72,6 +72,9 @@ def answers(path: str) -> Iterator[bytes]:
         yield OK + b"\r\n" + whole
     elif path == "/interim":
         yield b"HTTP/1.1 103 Early Hints\r\nLink: <a>\r\n\r\n" * 2 + OK + b"\r\n" + whole
+    elif path == "/small-chunks":
+        yield OK + b"Transfer-Encoding: chunked\r\n\r\n"
+        yield from repeat(b"1\r\na\r\n" * 1000)
     elif path == "/interim-without-end":
         yield from repeat(b"HTTP/1.1 100 Continue\r\n\r\n" * 100)
     elif path in ("/slow-body", "/slow-chunks", "/slow-head", "/silent"):
@@ -139,6 +142,7 @@ def test_a_picture_is_fetched(web: str, pipeline: Callable[..., Pipeline]) -> No
     [
         *(("/moved", "answered 302"), ("/none", "answered 404"), ("/large", "more than 2000 bytes")),
         *(("/interim-without-end", "interim responses without end"), ("/short", "could not be fetched")),
+        ("/small-chunks", "could not be fetched: too many small chunks"),
         *(
             ("/no-http", "could not be fetched"),
             ("/a b", "could not be fetched"),

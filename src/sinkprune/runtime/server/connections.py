@@ -95,14 +95,15 @@ class Connections:
                 sys.stderr.write(f"No connection can be accepted: {error.strerror}. The server tries again.\n")
 
 
-class _Parser(h11.Connection):
+class Parser(h11.Connection):
     """Rejects bodies of small chunks: of a byte each, 256 KiB that arrive at once are parsed for a second."""
 
     _left = 0
 
     def next_event(self) -> Any:
+        """Return the next event, as `h11.Connection` does; raises `h11.RemoteProtocolError`."""
         event = super().next_event()
-        if isinstance(event, h11.Request):
+        if isinstance(event, (h11.Request, h11.Response)):
             self._left = _FREE_CHUNKS * _CHUNK_BYTES
         elif isinstance(event, h11.Data):
             self._left += len(event.data) - _CHUNK_BYTES * event.chunk_start
@@ -114,7 +115,7 @@ class _Parser(h11.Connection):
 class _Protocol(H11Protocol):
     def __init__(self, *arguments: Any, limits: Connections, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.conn = _Parser(h11.SERVER, _MOST_HEADER_BYTES)
+        self.conn = Parser(h11.SERVER, _MOST_HEADER_BYTES)
         self._limits = limits
         self._state: object = None
         self._timer: asyncio.TimerHandle | None = None

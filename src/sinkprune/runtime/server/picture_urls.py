@@ -22,6 +22,7 @@ from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.images import ImageBytes
 from sinkprune.runtime.media.video_file import VideoBytes
 from sinkprune.runtime.server.api_error import wrong
+from sinkprune.runtime.server.connections import Parser
 from sinkprune.runtime.server.json_values import format_json
 
 MOST_REMOTE_BYTES = 32 << 20
@@ -140,7 +141,7 @@ async def _fetched(url: str) -> bytes:
         name += f":{port}" * (port != 443)
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         headers = {"Host": name, "User-Agent": "sinkprune", "Accept": "image/*", "Connection": "close"}
-        connection = h11.Connection(h11.CLIENT)
+        connection = Parser(h11.CLIENT)
         request = h11.Request(method="GET", target=path, headers=[*headers.items()])
         writer.write((connection.send(request) or b"") + (connection.send(h11.EndOfMessage()) or b""))
         data, interim = bytearray(), 0
