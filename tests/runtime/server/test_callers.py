@@ -44,7 +44,10 @@ def guarded(pipe: Pipeline) -> Iterator[str]:
         *((host, name, True) for host in ("127.0.0.1", "0.0.0.0") for name in ("localhost:80", "127.0.0.1", "[::1]")),
         *(("127.0.0.1", name, True) for name in ("LOCALHOST.", "127.0.0.1:1", "[::1]:8000", "127.9.9.9:8000")),
         *(("127.0.0.1", name, False) for name in ("evil.example:80", "10.0.0.5", "localhost.evil.example", OWN)),
-        *(("127.0.0.1", name, False) for name in ("", "evil@localhost", "localhost/x", "[::1", "127.1", "0x7f0001")),
+        *(
+            ("127.0.0.1", name, False)
+            for name in ("", "evil@localhost", "localhost/x", "localhost:x", "[::1", "127.1", "0x7f0001")
+        ),
         *(("0.0.0.0", name, True) for name in ("10.0.0.5:8000", "[fd00::5]:8000", OWN, f"{OWN}.local:8000")),
         *(("::", name, True) for name in ("192.168.1.7", "localhost")),
         *(("0.0.0.0", name, False) for name in ("evil.example", "10.0.0.5.evil.example", "local")),
