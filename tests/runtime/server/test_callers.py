@@ -48,7 +48,7 @@ def guarded(pipe: Pipeline) -> Iterator[str]:
             ("127.0.0.1", name, False)
             for name in ("", "evil@localhost", "localhost/x", "localhost:x", "[::1", "127.1", "0x7f0001")
         ),
-        *(("0.0.0.0", name, True) for name in ("10.0.0.5:8000", "[fd00::5]:8000", OWN, f"{OWN}.local:8000")),
+        *(("0.0.0.0", name, True) for name in ("10.0.0.5:8000", "[FD00::5]:8000", OWN, f"{OWN}.local:8000")),
         *(("::", name, True) for name in ("192.168.1.7", "localhost")),
         *(("0.0.0.0", name, False) for name in ("evil.example", "10.0.0.5.evil.example", "local")),
         *(("10.0.0.5", name, True) for name in ("10.0.0.5:8000", "127.0.0.1:8000", "192.168.1.7:8000")),
