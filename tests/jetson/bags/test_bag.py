@@ -194,7 +194,7 @@ def test_a_sqlite3_file_that_is_cut_off_is_read_up_to_there(tmp_path: Path) -> N
     path.write_bytes(whole[: len(whole) * 3 // 4])
     frames, damage = read(path)
     assert 0 < len(frames) < COUNT and frames == list(range(len(frames)))
-    assert damage is not None and "is damaged after" in damage and str(path) in damage
+    assert damage is not None and "is damaged: " in damage and str(path) in damage
 
 
 def wrong_sqlite(path: Path, statement: str) -> None:
@@ -260,10 +260,10 @@ def test_what_is_no_bag_is_rejected(make: Callable[[Path], object], said_: str, 
     [
         ("[", "is not YAML"),
         ("[" * 5000, "is not YAML"),
-        ("!!python/object/apply:os.system [ls]", "is not YAML"),
+        ("!!python/object/apply:os.system [ls]", "lists no files"),
         ("[]", "bag reindex"),
-        ("a: 1", "has no rosbag2_bagfile_information"),
-        ("rosbag2_bagfile_information: {relative_file_paths: [1]}", "lists no files"),
+        ("a: 1", "lists no files"),
+        ("rosbag2_bagfile_information: {relative_file_paths: [[1]]}", "lists no files"),
         ("rosbag2_bagfile_information: {relative_file_paths: [x.mcap]}", "is missing"),
         ("rosbag2_bagfile_information: {relative_file_paths: [x.db3.zstd]}", "is missing"),
     ],
@@ -285,17 +285,15 @@ def test_a_topic_without_pictures_is_rejected(tmp_path: Path) -> None:
 def test_compressed_data_takes_no_more_memory_than_it_may() -> None:
     zeros = bytes(1 << 20)
     unsized = zstandard.ZstdCompressor(write_content_size=False).compress(zeros)
-    for name, data in (("zstd", zstandard.compress(zeros)), ("zstd", unsized), ("lz4", lz4.frame.compress(zeros))):
-        assert decompressed(name, data, 1 << 20) == zeros
+    for data in (zstandard.compress(zeros), unsized, lz4.frame.compress(zeros)):
+        assert decompressed(data, 1 << 20) == zeros
         with pytest.raises(DamagedError, match=r"has more than|is damaged"):
-            decompressed(name, data, (1 << 20) - 1)
+            decompressed(data, (1 << 20) - 1)
         with pytest.raises(DamagedError, match="is damaged"):
-            decompressed(name, data[: len(data) // 2], 1 << 20)
+            decompressed(data[: len(data) // 2], 1 << 20)
     # The head of a frame that states 2**60 bytes.
     with pytest.raises(DamagedError, match="has more than"):
-        decompressed("zstd", b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", 1 << 60) + bytes(8), 1 << 30)
-    with pytest.raises(DamagedError, match="compressed with 'br'"):
-        decompressed("br", b"")
+        decompressed(b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", 1 << 60) + bytes(8), 1 << 30)
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 MOST_BYTES = 512 << 20
-"""The most bytes of a message, of a chunk and of any other part of a bag that is read at once."""
+"""The most bytes of a message, which is the largest part of a bag that is read at once."""
+NAME_BYTES = 1000
+"""The most bytes of a name: of a topic, a type, a format, a coordinate frame."""
+MOST_TOPICS = 10_000
+"""The most topics of a file."""
 
 
 class Topic(NamedTuple):
@@ -31,6 +35,12 @@ class Message(NamedTuple):
 
 class DamagedError(Exception):
     """A bag cannot be read further. The message follows the name of the file, as in "is cut off ..."."""
+
+
+def check_topics(count: int) -> None:
+    """Raise `DamagedError` for more than `MOST_TOPICS`."""
+    if count > MOST_TOPICS:
+        raise DamagedError(f"is damaged: it lists more than {MOST_TOPICS} topics")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Sequence
 
 from sinkprune.contract.files.untrusted import UnreadableError
+from sinkprune.jetson.bags.bag_file import NAME_BYTES
 
 _HEADER = 4
 # The second byte of the header. ROS 2 writes these two kinds only.
@@ -40,8 +41,10 @@ class CdrReader:
         return int(value)
 
     def text(self) -> str:
-        """Read a string."""
+        """Read a short string. Raises `UnreadableError` for more than `NAME_BYTES`."""
         data = bytes(self.data())
+        if len(data) > NAME_BYTES:
+            raise UnreadableError(f"has a text of {len(data)} bytes, expected at most {NAME_BYTES}")
         try:
             return data.removesuffix(b"\0").decode("utf-8")
         except UnicodeDecodeError as error:

@@ -12,7 +12,7 @@ from sinkprune.contract.errors import ImageError
 from sinkprune.contract.files.untrusted import UnreadableError
 from sinkprune.jetson.bags.bag_file import DamagedError
 from sinkprune.jetson.bags.cdr import CdrReader
-from sinkprune.jetson.bags.mcap_file import compression_of, decompressed
+from sinkprune.jetson.bags.mcap_file import decompressed
 from sinkprune.runtime.media.images import MOST_PIXELS, read_image_bytes, to_rgb
 
 
@@ -59,7 +59,7 @@ def read_frame(type_name: str, data: bytes) -> Frame:
     """Return the picture in a message of one of `IMAGE_TYPES`, which may be compressed; raises `ImageError`."""
     try:
         # Recorders compress messages one by one, which only the metadata of a whole bag states.
-        fields = CdrReader(decompressed(compression_of(data), data))
+        fields = CdrReader(decompressed(data))
         return Frame(fields.u32(), fields.u32(), fields.text(), IMAGE_TYPES[type_name](fields))
     except (UnreadableError, DamagedError) as error:
         raise ImageError(f"the message {error}") from error

@@ -1,26 +1,35 @@
-"""Read MCAP files, also those that are cut off, with the library mcap and limits of our own.
+"""Read MCAP files (mcap.dev/spec), also those that are cut off, and hold no more than one message.
 
 Files are read from their start to their end. That needs no index, and reads the beginning of a file that is cut off.
+The library mcap reads whole chunks, attachments and indexes into memory, so this module skips them by itself.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import struct
 import zlib
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, Any, cast
 
 from sinkprune.contract.checks.format_value import format_value
-from sinkprune.contract.files.untrusted import open_regular
-from sinkprune.jetson.bags.bag_file import MOST_BYTES, Contents, DamagedError, Message, Topic
-
-if TYPE_CHECKING:
-    from mcap.records import Chunk, McapRecord
+from sinkprune.contract.files.untrusted import UnreadableError, open_regular
+from sinkprune.jetson.bags.bag_file import MOST_BYTES, NAME_BYTES, Contents, DamagedError, Message, Topic, check_topics
 
 MAGIC = b"\x89MCAP0\r\n"
+_FOOTER, _SCHEMA, _CHANNEL, _MESSAGE, _CHUNK, _STATISTICS, _DATA_END = 2, 3, 4, 5, 6, 11, 15
+_RECORD_HEAD = struct.Struct("<BQ")
+_MESSAGE_HEAD = struct.Struct("<HIQQ")
+_CHUNK_HEAD = struct.Struct("<QQQI")
+_STATISTICS_HEAD = struct.Struct("<QHIIIIQQI")
+_COUNT = struct.Struct("<HQ")
+_ENDING = struct.Struct("<BQQQI8s")
+_U16, _U32, _U64 = struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
+_BLOCK = 1 << 20
+_MOST_SKIPPED = 4 * MOST_BYTES
+_SKIPPED_PER_BYTE = 1000
 _BEGINNINGS = {b"\x28\xb5\x2f\xfd": "zstd", b"\x04\x22\x4d\x18": "lz4"}
 _TOO_LARGE = "is damaged: compressed data is cut off, or has more than {} bytes"
 
@@ -33,108 +42,197 @@ class McapFile:
         self.path = path
 
     def contents(self) -> Contents:
-        summary = self._summary()
-        if summary is None or not summary.channels:
-            return self._scanned()
-        kinds = {channel.id: _topic(channel, summary.schemas) for channel in summary.channels.values()}
-        counts: dict[str, int] = {}
-        stated = summary.statistics.channel_message_counts if summary.statistics else {}
-        for channel in summary.channels.values():
-            counts[channel.topic] = counts.get(channel.topic, 0) + stated.get(channel.id, 0)
-        topics = {channel.topic: kinds[channel.id] for channel in summary.channels.values()}
-        return Contents(topics, counts if summary.statistics else {})
+        stated = _Listing()
+        try:
+            stated.add_all(self._summary())
+        except (DamagedError, UnreadableError):
+            # `messages` reports the damage.
+            stated = _Listing()
+        if stated.topics:
+            return Contents(stated.topics, stated.counts)
+        found = _Listing()
+        try:
+            found.add_all(self._records())
+        except DamagedError:
+            if not found.topics:
+                raise
+        return Contents(found.topics, found.counts)
 
     def messages(self, topic: str) -> Iterator[Message]:
-        from mcap.records import Channel
-        from mcap.records import Message as Record
-
         ids: set[int] = set()
-        for record in self._records():
-            if isinstance(record, Channel) and record.topic == topic:
-                ids.add(record.id)
-            elif isinstance(record, Record) and record.channel_id in ids:
-                yield Message(record.log_time, record.data)
+        for opcode, record in self._records():
+            if opcode == _CHANNEL:
+                number, _, name, _ = record.channel()
+                if name == topic:
+                    ids.add(number)
+            elif opcode == _MESSAGE:
+                number, _, time_ns, _ = record.unpack(_MESSAGE_HEAD)
+                if number in ids:
+                    if record.left > MOST_BYTES:
+                        raise DamagedError(f"has a message of {record.left} bytes, expected at most {MOST_BYTES}")
+                    yield Message(time_ns, record.read(record.left))
 
-    def _summary(self) -> Any:
-        """Return what the end of the file states; None if the file has no end, or states nothing."""
-        from mcap.reader import SeekingReader
-
+    def _summary(self) -> Iterator[tuple[int, _Source]]:
+        """Yield the records at the end of the file, none if it has no end. Raises `DamagedError`."""
         with open_regular(self.path) as file:
-            try:
-                stream = cast(IO[bytes], _WholeReads(file))
-                return SeekingReader(stream, record_size_limit=MOST_BYTES).get_summary()
-            except Exception:
-                # Damaged bytes cause any error of Python's arithmetic. `messages` reports the damage.
-                return None
+            end = os.fstat(file.fileno()).st_size - _ENDING.size
+            if end < 0:
+                return
+            file.seek(end)
+            opcode, _, start, _, _, magic = _ENDING.unpack(file.read(_ENDING.size))
+            if (opcode, magic) == (_FOOTER, MAGIC) and 0 < start < end:
+                file.seek(start)
+                yield from _Source(io.BufferedReader(cast(io.RawIOBase, file)), end - start).records()
 
-    def _scanned(self) -> Contents:
-        """Return what is in the file, up to where it is damaged."""
-        from mcap.records import Channel, Schema
-        from mcap.records import Message as Record
-
-        schemas: dict[int, Schema] = {}
-        topics: dict[str, Topic] = {}
-        names: dict[int, str] = {}
-        counts: dict[str, int] = {}
-        try:
-            for record in self._records():
-                if isinstance(record, Schema):
-                    schemas[record.id] = record
-                elif isinstance(record, Channel):
-                    names[record.id] = record.topic
-                    topics[record.topic] = _topic(record, schemas)
-                elif isinstance(record, Record) and record.channel_id in names:
-                    name = names[record.channel_id]
-                    counts[name] = counts.get(name, 0) + 1
-        except DamagedError:
-            if not topics:
-                raise
-        return Contents(topics, counts)
-
-    def _records(self) -> Iterator[McapRecord]:
-        """Yield all records before the summary; raises `DamagedError`."""
-        from mcap.records import Chunk, DataEnd
-        from mcap.stream_reader import StreamReader, breakup_chunk
-
+    def _records(self) -> Iterator[tuple[int, _Source]]:
+        """Yield all records before the summary, those of chunks in place of chunks. Raises `DamagedError`."""
         with open_regular(self.path) as file:
-            stream = _WholeReads(file)
-            records = StreamReader(cast(IO[bytes], stream), emit_chunks=True, record_size_limit=MOST_BYTES).records
-            while True:
-                try:
-                    record = next(records)
-                    found = breakup_chunk(_plain(record)) if isinstance(record, Chunk) else [record]
-                except DamagedError:
-                    raise
-                except Exception as error:
-                    # Damaged bytes cause any error of Python's arithmetic: struct.error, UnicodeDecodeError ...
-                    reason = " ".join(str(error).split()) or type(error).__name__
-                    raise DamagedError(
-                        f"is damaged at byte {stream.tell()} of {stream.size}: {reason[:200]}"
-                    ) from error
-                if isinstance(record, DataEnd):
+            stream = io.BufferedReader(cast(io.RawIOBase, file))
+            source, skipped = _Source(stream, os.fstat(file.fileno()).st_size), 0
+            if source.read(len(MAGIC)) != MAGIC:
+                raise DamagedError("is damaged: it does not begin as MCAP")
+            for opcode, record in source.records():
+                if opcode == _DATA_END:
                     return
-                yield from found
+                if opcode != _CHUNK:
+                    yield opcode, record
+                    continue
+                place = stream.tell()
+                _, _, size, crc = record.unpack(_CHUNK_HEAD)
+                compression = record.text()
+                (packed,) = record.unpack(_U64)
+                if packed > record.left:
+                    raise DamagedError(f"is damaged: the chunk at byte {place} has more bytes than its record")
+                # A few bytes may unpack to gigabytes. Messages that are read do not count.
+                if skipped + size > _MOST_SKIPPED + _SKIPPED_PER_BYTE * place:
+                    raise DamagedError(
+                        f"is damaged: its first {place} bytes unpack to more than {skipped} bytes of other records"
+                    )
+                start = stream.tell()
+                _check_sum(_unpacked(compression, _Window(file, start, packed)), place, size, crc)
+                chunk = _Source(_unpacked(compression, _Window(file, start, packed)), size)
+                for number, inner in enumerate(chunk.records()):
+                    # The times of records differ, so that each takes a byte or more.
+                    if number > packed:
+                        raise DamagedError(f"is damaged: the chunk at byte {place} has more records than bytes")
+                    yield inner
+                skipped += chunk.skipped
+            raise DamagedError("is cut off: it has no record of its end")
 
 
-class _WholeReads:
-    """A file whose `read` returns as many bytes as it is asked for, and allocates nothing for more than there are."""
+class _Listing:
+    """The topics and counts in records."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self.size = os.fstat(file.fileno()).st_size
-        self._file = io.BufferedReader(cast(io.RawIOBase, file))
+    def __init__(self) -> None:
+        self.topics: dict[str, Topic] = {}
+        self.counts: dict[str, int] = {}
+        self._types: dict[int, str] = {}
+        self._names: dict[int, str] = {}
 
-    def read(self, count: int = -1) -> bytes:
-        place = self._file.tell()
-        wanted = self.size - place if count < 0 else count
-        if wanted > self.size - place:
-            raise DamagedError(f"is cut off: it ends at byte {self.size}, and a record goes on to {place + wanted}")
-        return self._file.read(wanted)
+    def add_all(self, records: Iterator[tuple[int, _Source]]) -> None:
+        """Add all `records`. Raises `DamagedError`."""
+        stated: dict[int, int] | None = None
+        for opcode, record in records:
+            if opcode == _SCHEMA:
+                (number,) = record.unpack(_U16)
+                self._types[number] = record.text()
+            elif opcode == _CHANNEL:
+                number, schema, name, encoding = record.channel()
+                self._names[number] = name
+                self.topics[name] = Topic(self._types.get(schema, ""), encoding)
+                check_topics(len(self.topics))
+            elif opcode == _MESSAGE:
+                (number,) = record.unpack(_U16)
+                if name := self._names.get(number, ""):
+                    self.counts[name] = self.counts.get(name, 0) + 1
+            elif opcode == _STATISTICS:
+                *_, size = record.unpack(_STATISTICS_HEAD)
+                stated = dict(record.unpack(_COUNT) for _ in range(min(size, record.left) // _COUNT.size))
+        if stated is not None:
+            for number, name in self._names.items():
+                self.counts[name] = self.counts.get(name, 0) + stated.get(number, 0)
 
-    def seek(self, place: int, whence: int = 0) -> int:
-        return self._file.seek(place, whence)
 
-    def tell(self) -> int:
-        return self._file.tell()
+class _Source:
+    """Bytes of a file, a chunk or a record, of which no more can be read than are left."""
+
+    __slots__ = ("_stream", "left", "skipped")
+
+    def __init__(self, stream: IO[bytes], left: int) -> None:
+        self._stream, self.left = stream, left
+        self.skipped = 0
+        """The bytes of records that nobody read."""
+
+    def read(self, count: int) -> bytes:
+        """Return `count` bytes. Raises `DamagedError` if fewer are left."""
+        if count > self.left:
+            raise DamagedError(f"is cut off: a field has {count} bytes, and {self.left} are left")
+        self.left -= count
+        data = _guarded(self._stream.read, count)
+        if len(data) != count:
+            raise DamagedError(f"is cut off: a field has {count} bytes, and {len(data)} are left")
+        return cast(bytes, data)
+
+    def unpack(self, fields: struct.Struct) -> tuple[Any, ...]:
+        """Return the next numbers."""
+        return fields.unpack(self.read(fields.size))
+
+    def text(self) -> str:
+        """Return a short text. Raises `DamagedError` for more than `NAME_BYTES`."""
+        (size,) = self.unpack(_U32)
+        if size > NAME_BYTES:
+            raise DamagedError(f"is damaged: a name has {size} bytes, expected at most {NAME_BYTES}")
+        return str(_guarded(self.read(size).decode))
+
+    def channel(self) -> tuple[int, int, str, str]:
+        """Return a channel's number, the number of its schema, its topic and its encoding."""
+        return (*self.unpack(_U16), *self.unpack(_U16), self.text(), self.text())
+
+    def records(self) -> Iterator[tuple[int, _Source]]:
+        """Yield the opcode and the content of each record; what the caller leaves of the content is skipped."""
+        while self.left:
+            opcode, length = self.unpack(_RECORD_HEAD)
+            if length > self.left:
+                raise DamagedError(f"is cut off: a record has {length} bytes, and {self.left} are left")
+            self.left -= length
+            record = _Source(self._stream, length)
+            yield opcode, record
+            self.skipped += record.left
+            _guarded(self._stream.seek, record.left, os.SEEK_CUR)
+
+
+def _guarded(call: Callable[..., Any], *arguments: object) -> Any:
+    """Call a library, whose errors on damaged bytes are of any kind. Raises `DamagedError`."""
+    try:
+        return call(*arguments)
+    except DamagedError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DamagedError(f"is damaged: {reason[:200]}") from error
+
+
+class _Window(io.RawIOBase):
+    """A part of an open file. Reading it does not move the file's own place."""
+
+    def __init__(self, file: IO[bytes], start: int, size: int) -> None:
+        self._file, self._place, self._end = file, start, start + size
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._place = offset + (self._place if whence == os.SEEK_CUR else 0)
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        part = memoryview(buffer)[: max(0, self._end - self._place)]
+        count = os.preadv(self._file.fileno(), [part], self._place)
+        self._place += count
+        return count
 
 
 def compression_of(data: bytes) -> str:
@@ -142,45 +240,49 @@ def compression_of(data: bytes) -> str:
     return _BEGINNINGS.get(data[:4], "")
 
 
-def decompressed(name: str, data: bytes, most: int = MOST_BYTES) -> bytes:
-    """Return `data` without its compression: zstd, lz4 or none ("").
+def decompressed(data: bytes, most: int = MOST_BYTES) -> bytes:
+    """Return `data` without its compression by zstd or lz4, or `data` itself if it has none.
 
     Raises `DamagedError` for damaged data, and for more than `most` bytes before it allocates them.
     """
-    try:
-        if name == "zstd":
-            import zstandard
+    name = compression_of(data)
+    if name == "zstd":
+        import zstandard
 
-            if zstandard.frame_content_size(data) > most:
-                raise DamagedError(_TOO_LARGE.format(most))
-            return zstandard.ZstdDecompressor().decompress(data, max_output_size=most)
-        if name == "lz4":
-            from lz4.frame import LZ4FrameDecompressor
+        if _guarded(zstandard.frame_content_size, data) > most:
+            raise DamagedError(_TOO_LARGE.format(most))
+        return cast(bytes, _guarded(zstandard.ZstdDecompressor().decompress, data, most))
+    if name == "lz4":
+        from lz4.frame import LZ4FrameDecompressor
 
-            frame = LZ4FrameDecompressor()
-            plain: bytes = frame.decompress(data, max_length=most)
-            if not frame.eof:
-                raise DamagedError(_TOO_LARGE.format(most))
-            return plain
-    except DamagedError:
-        raise
-    except Exception as error:
-        raise DamagedError(f"is damaged: {name} cannot read it: {' '.join(str(error).split())[:200]}") from error
-    if name:
-        raise DamagedError(f"is compressed with {format_value(name)}, expected zstd, lz4 or nothing")
+        frame = LZ4FrameDecompressor()
+        plain: bytes = _guarded(frame.decompress, data, most)
+        if not frame.eof:
+            raise DamagedError(_TOO_LARGE.format(most))
+        return plain
     return data
 
 
-def _plain(chunk: Chunk) -> Chunk:
-    """Return `chunk` without compression. Raises `DamagedError` for other bytes than were written."""
-    data = decompressed(chunk.compression, chunk.data, min(chunk.uncompressed_size, MOST_BYTES))
-    if len(data) != chunk.uncompressed_size or (
-        chunk.uncompressed_crc and zlib.crc32(data) != chunk.uncompressed_crc
-    ):
-        raise DamagedError("is damaged: the sum of a chunk differs")
-    return replace(chunk, compression="", data=data)
+def _unpacked(name: str, packed: io.RawIOBase) -> IO[bytes]:
+    """Return a stream of what `packed` holds without its compression. Raises `DamagedError` for an unknown one."""
+    if name == "zstd":
+        import zstandard
+
+        return cast(IO[bytes], zstandard.ZstdDecompressor().stream_reader(cast(IO[bytes], packed)))
+    if name == "lz4":
+        from lz4.frame import LZ4FrameFile
+
+        return cast(IO[bytes], LZ4FrameFile(packed))
+    if name:
+        raise DamagedError(f"is compressed with {format_value(name)}, expected zstd, lz4 or nothing")
+    return io.BufferedReader(packed)
 
 
-def _topic(channel: Any, schemas: dict[int, Any]) -> Topic:
-    schema = schemas.get(channel.schema_id)
-    return Topic(schema.name if schema else "", channel.message_encoding)
+def _check_sum(stream: IO[bytes], place: int, size: int, crc: int) -> None:
+    """Raise `DamagedError` for a chunk with other bytes than were written."""
+    found_size = found_crc = 0
+    while found_size <= size and (block := _guarded(stream.read, _BLOCK)):
+        found_size += len(block)
+        found_crc = zlib.crc32(block, found_crc) if crc else 0
+    if (found_size, found_crc) != (size, crc):
+        raise DamagedError(f"is damaged: the sum of the chunk at byte {place} differs")

@@ -1,16 +1,56 @@
-"""Read rosbag2's sqlite3 files (`.db3`) with Python's own sqlite3."""
+"""Read rosbag2's sqlite3 files (`.db3`) with Python's own sqlite3.
+
+A hostile file may have trees that lead in circles, cells of gigabytes, and programs in place of tables. So sqlite3 has
+limits of memory and of steps, and the bytes of rows are counted.
+"""
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import contextmanager
 from pathlib import Path
 
-from sinkprune.jetson.bags.bag_file import MOST_BYTES, Contents, DamagedError, Message, Topic
+from sinkprune.jetson.bags.bag_file import (
+    MOST_BYTES,
+    MOST_TOPICS,
+    NAME_BYTES,
+    Contents,
+    DamagedError,
+    Message,
+    Topic,
+    check_topics,
+)
 
 MAGIC = b"SQLite format 3\0"
-_TABLES = ("topics", "messages")
+_COLUMNS = {
+    "topics": ["id", "name", "type", "serialization_format"],
+    "messages": ["id", "topic_id", "timestamp", "data"],
+}
+"""The first columns of each table, which every version of rosbag2 writes in this order."""
+# Types and the length of a blob are known without reading the value.
+_TOPICS = (
+    "SELECT CASE WHEN typeof(id) = 'integer' THEN id END, "
+    + ", ".join(f"CASE WHEN length({name}) <= {NAME_BYTES} THEN {name} END" for name in _COLUMNS["topics"][1:])
+    + f" FROM topics NOT INDEXED LIMIT {MOST_TOPICS + 1}"
+)
+_IS_ROW = " AND ".join(
+    f"typeof({name}) = '{kind}'" for name, kind in zip(_COLUMNS["messages"], ["integer"] * 3 + ["blob"], strict=True)
+)
+# Without an order, rows are in the order of recording, and are never sorted. Data of other topics is not read.
+_MESSAGES = (
+    f"SELECT CASE WHEN {_IS_ROW} THEN timestamp END, CASE WHEN {_IS_ROW} THEN length(data) END, topic_id IN ({{0}}), "
+    f"CASE WHEN {_IS_ROW} AND length(data) <= {MOST_BYTES} AND topic_id IN ({{0}}) THEN data END "
+    "FROM messages NOT INDEXED"
+)
+_HEAP_BYTES = MOST_BYTES + (16 << 20)
+"""The memory of sqlite3: a message, pages and the schema."""
+_STEPS = 1_000_000
+_FEWEST_STEPS = 20 * _STEPS
+_STEPS_PER_BYTE = 4
+"""Many more than any row takes: reading one of at least 20 bytes takes about 30."""
+_READS = {"sqlite_master", *_COLUMNS}
+_FUNCTIONS = {"length", "typeof"}
 
 
 class SqliteFile:
@@ -21,60 +61,86 @@ class SqliteFile:
         self.path = path
 
     def contents(self) -> Contents:
-        try:
-            with closing(self._opened()) as database:
-                rows = database.execute("SELECT name, type, serialization_format FROM topics").fetchall()
-        except sqlite3.Error as error:
-            raise DamagedError(f"is damaged: {error}") from error
-        # Counting would read every row: an index over topics does not exist.
-        return Contents({str(name): Topic(str(kind), str(encoding)) for name, kind, encoding in rows}, {})
+        with self._opened() as database:
+            # Counting would read every row: an index over topics does not exist.
+            return Contents({name: topic for _, name, topic in _topics(database)}, {})
 
     def messages(self, topic: str) -> Iterator[Message]:
-        size, read, rows = self.path.stat().st_size, 0, 0
-        try:
-            with closing(self._opened()) as database:
-                ids = [row[0] for row in database.execute("SELECT id FROM topics WHERE name = ?", (topic,))]
-                # In the order of recording, row by row. Rows of other topics are counted and not read.
-                found = database.execute(
-                    "SELECT topic_id, timestamp, CASE WHEN length(data) <= ? AND topic_id IN "
-                    f"({','.join('?' * len(ids))}) THEN data END FROM messages ORDER BY id",
-                    (MOST_BYTES, *ids),
-                )
-                for number, time_ns, data in found:
-                    rows, read = rows + 1, read + len(data or b"")
-                    # A damaged tree may lead in circles.
-                    if max(rows, read) > size:
-                        raise DamagedError("is damaged: it has more rows than its size allows")
-                    if number not in ids:
-                        continue
-                    if not isinstance(time_ns, int) or time_ns < 0 or not isinstance(data, bytes):
-                        raise DamagedError(f"is damaged: row {rows} has no message of at most {MOST_BYTES} bytes")
+        size, read = self.path.stat().st_size, 0
+        with self._opened() as database:
+            # Numbers, so that they need no parameters, of which there may be few.
+            ids = ",".join(str(number) for number, name, _ in _topics(database) if name == topic)
+            for row, (time_ns, length, wanted, data) in enumerate(database.execute(_MESSAGES.format(ids)), start=1):
+                if time_ns is None or time_ns < 0 or (wanted and data is None):
+                    raise DamagedError(f"is damaged: row {row} has no message of at most {MOST_BYTES} bytes")
+                read += length
+                # A damaged tree may lead in circles.
+                if read > size:
+                    raise DamagedError("is damaged: it has more rows than its size allows")
+                if wanted:
                     yield Message(time_ns, data)
-        except sqlite3.Error as error:
-            raise DamagedError(f"is damaged after {rows} messages: {error}") from error
 
-    def _opened(self) -> sqlite3.Connection:
-        """Open the file, and check that it has plain tables. Raises `DamagedError` and `sqlite3.Error`."""
+    @contextmanager
+    def _opened(self) -> Iterator[sqlite3.Connection]:
+        """Open the file, and check that it has plain tables. Raises `DamagedError`, also for errors of the block."""
         log = Path(f"{self.path}-wal")
         if log.exists() and log.stat().st_size:
             raise DamagedError(
                 f"has messages in '{log.name}', because its recorder was stopped. Merge them with: sqlite3 "
                 f"{self.path.name} 'PRAGMA wal_checkpoint(TRUNCATE)'"
             )
-        database = sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
+        turns = iter(range((_FEWEST_STEPS + _STEPS_PER_BYTE * self.path.stat().st_size) // _STEPS))
         try:
-            database.execute("PRAGMA trusted_schema = OFF")
-            # Otherwise sqlite3 reads nothing of a file that is cut off. Nothing is written.
-            database.execute("PRAGMA writable_schema = ON")
-            for table in _TABLES:
-                # Views and computed columns are programs.
-                place = database.execute(
-                    "SELECT rootpage FROM sqlite_master WHERE name = ? AND type = 'table'", (table,)
-                ).fetchone()
-                columns = database.execute(f"PRAGMA table_xinfo({table})").fetchall()
-                if not (place and place[0]) or any(hidden for *_, hidden in columns):
-                    raise DamagedError(f"is no recording of rosbag2: it has no plain table '{table}'")
-        except BaseException:
-            database.close()
-            raise
-        return database
+            database = sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
+            try:
+                database.set_progress_handler(lambda: next(turns, None) is None, _STEPS)
+                database.set_authorizer(_authorize)
+                database.execute(f"PRAGMA hard_heap_limit = {_HEAP_BYTES}")
+                database.execute("PRAGMA trusted_schema = OFF")
+                # Otherwise sqlite3 reads nothing of a file that is cut off. Nothing is written.
+                database.execute("PRAGMA writable_schema = ON")
+                for table, expected in _COLUMNS.items():
+                    _check_table(database, table, expected)
+                yield database
+            finally:
+                database.close()
+        except MemoryError as error:
+            raise DamagedError(f"is damaged: sqlite3 needs more than {_HEAP_BYTES} bytes to read it") from error
+        except sqlite3.Error as error:
+            reason = " ".join(str(error).split())[:200]
+            if next(turns, None) is None:
+                reason = "it has more rows than its size allows"
+            raise DamagedError(f"is damaged: {reason}") from error
+
+
+def _authorize(action: int, first: str | None, second: str | None, _database: str | None, program: str | None) -> int:
+    """Allow reading the tables, and no program of the file."""
+    allowed = (
+        action in (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_PRAGMA)
+        or (action == sqlite3.SQLITE_READ and first in _READS)
+        or (action == sqlite3.SQLITE_FUNCTION and second in _FUNCTIONS)
+    )
+    return sqlite3.SQLITE_OK if allowed and program is None else sqlite3.SQLITE_DENY
+
+
+def _check_table(database: sqlite3.Connection, table: str, expected: list[str]) -> None:
+    """Raise `DamagedError` for views and computed columns, which are programs, and for other columns."""
+    place = database.execute(
+        "SELECT rootpage FROM sqlite_master WHERE name = ? AND type = 'table'", (table,)
+    ).fetchone()
+    columns = database.execute(f"PRAGMA table_xinfo({table})").fetchall() if place and place[0] else []
+    if not columns or any(hidden for *_, hidden in columns):
+        raise DamagedError(f"is no recording of rosbag2: it has no plain table '{table}'")
+    if [name for _, name, *_ in columns][: len(expected)] != expected:
+        raise DamagedError(f"is no recording of rosbag2: table '{table}' has other columns than {', '.join(expected)}")
+
+
+def _topics(database: sqlite3.Connection) -> list[tuple[int, str, Topic]]:
+    """Return the number, the name and the facts of each topic. Raises `DamagedError` and `sqlite3.Error`."""
+    topics = []
+    for number, name, kind, encoding in database.execute(_TOPICS):
+        if not isinstance(number, int) or not all(isinstance(text, str) for text in (name, kind, encoding)):
+            raise DamagedError(f"is damaged: a topic has no number, or a name of more than {NAME_BYTES} characters")
+        topics.append((number, name, Topic(kind, encoding)))
+        check_topics(len(topics))
+    return topics
