@@ -116,7 +116,8 @@ def open_bag(path: Path) -> Bag:
 def _unpacked(path: Path) -> Path:
     """Return what zstd -d or lz4 -d wrote next to a compressed file, or `path` itself."""
     plain = path.with_suffix("")
-    return plain if path.suffix not in _SUFFIXES and os.path.exists(plain) else path
+    # Path.exists raises an error for a name that is too long.
+    return plain if path.suffix not in _SUFFIXES and os.path.exists(plain) else path  # noqa: PTH110
 
 
 def _open_file(path: Path) -> BagFile:
@@ -152,7 +153,9 @@ def _listed_files(path: Path) -> list[str]:
         for event in events:
             if getattr(event, "value", "") == _FILES_KEY and isinstance(next(events), yaml.SequenceStartEvent):
                 items = list(takewhile(lambda item: not isinstance(item, yaml.SequenceEndEvent), events))
-                if items and all(isinstance(item, yaml.ScalarEvent) and len(item.value) <= NAME_BYTES for item in items):
+                if items and all(
+                    isinstance(item, yaml.ScalarEvent) and len(item.value) <= NAME_BYTES for item in items
+                ):
                     return [item.value for item in items]
                 break
     except (yaml.YAMLError, ValueError, RecursionError, StopIteration) as error:

@@ -15,25 +15,34 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from io import FileIO
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from sinkprune.contract.checks.fields import Bounds, from_json
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.errors import OutputError
+from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
+from sinkprune.contract.reports.report import PARTS
+from sinkprune.jetson.bags.bag_file import MOST_BYTES
+
+U32 = Annotated[int, Bounds(0, 2**32 - 1)]
+U64 = Annotated[int, Bounds(0, 2**64 - 1)]
+_DAMAGED = (UnreadableError, ValueError, TypeError, KeyError)
 
 
 @dataclass(frozen=True)
 class FrameResult:
     """The answer about a frame, or why there is none."""
 
-    number: int
+    number: U32
     """The number of the frame in the topic, from 0."""
-    time_ns: int
+    time_ns: U64
     """When the frame was recorded, in nanoseconds since 1970."""
-    seconds: int = 0
-    nanoseconds: int = 0
+    seconds: U32 = 0
+    nanoseconds: U32 = 0
     """The time in the frame's own header."""
     frame_id: str = ""
     failure: str | None = None
@@ -42,11 +51,11 @@ class FrameResult:
     finish: str = ""
     budget: str = ""
     confidence: float | None = None
-    prompt_tokens: int = 0
-    visual_tokens: int = 0
-    tokens_per_layer: tuple[int, ...] = ()
-    kv_bytes: int = 0
-    ms: Mapping[str, float | None] | None = None
+    prompt_tokens: U32 = 0
+    visual_tokens: U32 = 0
+    tokens_per_layer: tuple[U32, ...] = ()
+    kv_bytes: U64 = 0
+    ms: dict[str, float | None] | None = None
     """Milliseconds by the parts of `PARTS`."""
     seen_share: float = 1.0
     """The share of the frame's area that the model sees."""
@@ -59,13 +68,13 @@ class FrameResult:
 
     @staticmethod
     def of_line(line: bytes) -> FrameResult:
-        """Return the result in a line. Raises `ValueError` for a line that is damaged."""
-        found = json.loads(line)
-        if not isinstance(found, dict) or found.keys() != {field.name for field in fields(FrameResult)}:
-            raise ValueError("no result of a frame")
+        """Return the result in a line. Raises errors of `_DAMAGED` for a line that is damaged."""
+        found = parsed_json(line)
         found["overlay"] = base64.b64decode(found["overlay"])
-        found["tokens_per_layer"] = tuple(found["tokens_per_layer"])
-        return FrameResult(**found)
+        result = from_json(FrameResult, found)
+        if not set(PARTS).issuperset(result.ms or ()) or (result.failure is None and not result.tokens_per_layer):
+            raise ValueError("no answer about a frame")
+        return result
 
 
 class Journal:
@@ -74,9 +83,9 @@ class Journal:
     def __init__(self, path: Path, file: FileIO, settings: Mapping[str, object]) -> None:
         """Go on with the results in the open `file`, or begin it. Raises `OutputError` for another replay's."""
         self.path, self._file, self.count = path, file, 0
-        head, first = _line(settings), file.readline()
+        head, first = _line(settings), next(self._lines(), b"")
         # A first line that is cut off has no results after it.
-        if first.endswith(b"\n") and first != head:
+        if first and first != head:
             raise OutputError(
                 f"'{path}' has answers of another replay: different {', '.join(_different(first, settings))}. Give "
                 "the same options again, choose another -o, or remove that file to begin anew."
@@ -89,7 +98,7 @@ class Journal:
             complete = len(head)
         for _ in self.results():
             self.count += 1
-        for line in self._lines(self.count):
+        for line in islice(self._lines(), 1, 1 + self.count):
             complete += len(line)
         file.truncate(complete)
         file.seek(complete)
@@ -112,20 +121,17 @@ class Journal:
 
     def results(self) -> Iterator[FrameResult]:
         """Yield the complete results, in the order in which they were added."""
-        for line in self._lines():
+        for line in islice(self._lines(), 1, None):
             try:
                 yield FrameResult.of_line(line)
-            except (ValueError, TypeError):
+            except _DAMAGED:
                 # A power cut may leave zeros in place of the last lines.
                 return
 
-    def _lines(self, most: int | None = None) -> Iterator[bytes]:
-        """Yield up to `most` complete lines after the first."""
+    def _lines(self) -> Iterator[bytes]:
+        """Yield the complete lines, the first of which has the settings."""
         with self.path.open("rb") as file:
-            file.readline()
-            for number, line in enumerate(file):
-                if not line.endswith(b"\n") or number == most:
-                    return
+            while (line := file.readline(MOST_BYTES)).endswith(b"\n"):
                 yield line
 
 
@@ -177,8 +183,8 @@ def _line(value: Mapping[str, Any]) -> bytes:
 def _different(line: bytes, settings: Mapping[str, object]) -> list[str]:
     """Return the names of the settings that differ from those in a line."""
     try:
-        found = json.loads(line)
-    except ValueError:
+        found = parsed_json(line)
+    except UnreadableError:
         found = None
     if not isinstance(found, dict):
         return list(settings)

@@ -16,7 +16,15 @@ from typing import IO, Any, cast
 
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.files.untrusted import UnreadableError, open_regular
-from sinkprune.jetson.bags.bag_file import MOST_BYTES, NAME_BYTES, Contents, DamagedError, Message, Topic, check_topics
+from sinkprune.jetson.bags.bag_file import (
+    MOST_BYTES,
+    NAME_BYTES,
+    Contents,
+    DamagedError,
+    Message,
+    Topic,
+    check_topics,
+)
 
 MAGIC = b"\x89MCAP0\r\n"
 _FOOTER, _SCHEMA, _CHANNEL, _MESSAGE, _CHUNK, _STATISTICS, _DATA_END = 2, 3, 4, 5, 6, 11, 15

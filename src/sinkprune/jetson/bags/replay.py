@@ -14,6 +14,10 @@ from sinkprune.jetson.bags.images import Frame, read_frame
 from sinkprune.jetson.bags.journal import FrameResult, Journal
 from sinkprune.jetson.bags.sampling import Fate, FrameChooser, Sampling
 
+_MOST_UNDECODED = 100
+"""The frames after which a replay stops to look for a first one that can be decoded."""
+_MOST_LISTED = 10_000
+
 
 @dataclass(frozen=True)
 class FrameCounts:
@@ -49,6 +53,7 @@ class Summary:
 
     frames: FrameCounts
     failures: tuple[FrameFailure, ...]
+    """The first failures, at most 10,000."""
     overlays: int
     """The drawings that were written."""
     ms: dict[str, Spread | None]
@@ -86,6 +91,11 @@ class TopicReplay:
                     return read_frame(self.type_name, message.data)
                 except ImageError as error:
                     reason = reason or str(error)
+                if fates[fate] == _MOST_UNDECODED:
+                    raise BagError(
+                        f"none of the first {_MOST_UNDECODED} wanted frames of topic '{self.topic}' in "
+                        f"'{self.bag.path}' can be decoded: {reason.rstrip('.')}. Choose another topic or --start."
+                    )
         found = [f"'{self.bag.path}' has {fates.total()} frames of topic '{self.topic}'"]
         found += [f"none of the {fates[Fate.CHOSEN]} that are wanted can be decoded: {reason}"] if reason else []
         found += [f"{fates[Fate.OUTSIDE]} are before --start or after --end"] if fates[Fate.OUTSIDE] else []
@@ -127,10 +137,12 @@ def summarise(results: Iterable[FrameResult], fates: Mapping[Fate, int]) -> Summ
     """Return the summary of all frames. Raises `BagError` where no frame was answered."""
     failures: list[FrameFailure] = []
     times: dict[str, list[float]] = {part: [] for part in PARTS}
-    answered, overlays, seen_share = 0, 0, 1.0
+    answered, failed, overlays, seen_share = 0, 0, 0, 1.0
     for result in results:
         if result.failure is not None:
-            failures.append(FrameFailure(result.number, result.time_ns, result.failure))
+            failed += 1
+            if failed <= _MOST_LISTED:
+                failures.append(FrameFailure(result.number, result.time_ns, result.failure))
             continue
         answered, overlays = answered + 1, overlays + bool(result.overlay)
         seen_share = min(seen_share, result.seen_share)
@@ -140,14 +152,14 @@ def summarise(results: Iterable[FrameResult], fates: Mapping[Fate, int]) -> Summ
     counts = FrameCounts(
         sum(fates.values()),
         answered,
-        len(failures),
+        failed,
         fates.get(Fate.SKIPPED, 0),
         fates.get(Fate.OUTSIDE, 0),
         fates.get(Fate.AFTER_LIMIT, 0),
     )
     if not answered:
         first = f", the first because {failures[0].reason}" if failures else ""
-        raise BagError(f"no frame was answered: {len(failures)} failed{first}. Choose another topic or other times.")
+        raise BagError(f"no frame was answered: {failed} failed{first}. Choose another topic or other times.")
     return Summary(
         counts,
         tuple(failures),

@@ -1,7 +1,7 @@
 """Read rosbag2's sqlite3 files (`.db3`) with Python's own sqlite3.
 
-A hostile file may have trees that lead in circles, cells of gigabytes, and programs in place of tables. So sqlite3 has
-limits of memory and of steps, and the bytes of rows are counted.
+A hostile file may have trees that lead in circles, cells of gigabytes, and programs in place of tables. So sqlite3
+has limits of memory and of steps, and the bytes of rows are counted.
 """
 
 from __future__ import annotations
@@ -132,7 +132,9 @@ def _check_table(database: sqlite3.Connection, table: str, expected: list[str]) 
     if not columns or any(hidden for *_, hidden in columns):
         raise DamagedError(f"is no recording of rosbag2: it has no plain table '{table}'")
     if [name for _, name, *_ in columns][: len(expected)] != expected:
-        raise DamagedError(f"is no recording of rosbag2: table '{table}' has other columns than {', '.join(expected)}")
+        raise DamagedError(
+            f"is no recording of rosbag2: table '{table}' has other columns than {', '.join(expected)}"
+        )
 
 
 def _topics(database: sqlite3.Connection) -> list[tuple[int, str, Topic]]:
