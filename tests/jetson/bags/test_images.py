@@ -85,6 +85,7 @@ def test_compressed_pictures(photo: Image.Image) -> None:
         (raw_image(RGB, "rgb8", height=6), "7x6 pixels in rgb8, rows of 21 bytes and 105 bytes"),
         (raw_image(RGB, "rgb8", height=1_000_000_000), "7x1000000000 pixels, expected 1 to 67108864"),
         (raw_image(RGB, "rgb8", height=4), "105 bytes in all"),
+        (raw_image(RGB, "x" * 1000), "has a text of 1001 bytes, expected at most 1000"),
         (compressed_image(Image.new("RGB", (4, 4)), "png", name="16UC1; compressedDepth png"), "compressedDepth"),
     ],
 )

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-MOST_BYTES = 512 << 20
-"""The most bytes of a message, which is the largest part of a bag that is read at once."""
+MOST_BYTES = 257 << 20
+"""The most bytes of a message, the largest part of a bag that is held: `MOST_PIXELS` of 4 bytes, and a header."""
 NAME_BYTES = 1000
 """The most bytes of a name: of a topic, a type, a format, a coordinate frame."""
 MOST_TOPICS = 10_000

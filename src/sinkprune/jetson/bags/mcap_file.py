@@ -176,10 +176,10 @@ class _Source:
         if count > self.left:
             raise DamagedError(f"is cut off: a field has {count} bytes, and {self.left} are left")
         self.left -= count
-        data = _guarded(self._stream.read, count)
+        data: bytes = _guarded(self._stream.read, count)
         if len(data) != count:
             raise DamagedError(f"is cut off: a field has {count} bytes, and {len(data)} are left")
-        return cast(bytes, data)
+        return data
 
     def unpack(self, fields: struct.Struct) -> tuple[Any, ...]:
         """Return the next numbers."""
@@ -206,7 +206,10 @@ class _Source:
             record = _Source(self._stream, length)
             yield opcode, record
             self.skipped += record.left
-            _guarded(self._stream.seek, record.left, os.SEEK_CUR)
+            if record.left > _BLOCK:
+                _guarded(self._stream.seek, record.left, os.SEEK_CUR)
+            else:
+                record.read(record.left)
 
 
 def _guarded(call: Callable[..., Any], *arguments: object) -> Any:

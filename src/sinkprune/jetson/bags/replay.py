@@ -10,11 +10,12 @@ from itertools import islice
 from sinkprune.contract.errors import BagError, ImageError, OutputError
 from sinkprune.contract.reports.report import PARTS, Spread
 from sinkprune.jetson.bags.bag import Bag
+from sinkprune.jetson.bags.bag_file import MOST_BYTES
 from sinkprune.jetson.bags.images import Frame, read_frame
 from sinkprune.jetson.bags.journal import FrameResult, Journal
 from sinkprune.jetson.bags.sampling import Fate, FrameChooser, Sampling
 
-_MOST_UNDECODED = 100
+_MOST_UNDECODED, _MOST_UNDECODED_BYTES = 100, 2 * MOST_BYTES
 """The frames after which a replay stops to look for a first one that can be decoded."""
 _MOST_LISTED = 10_000
 
@@ -81,7 +82,7 @@ class TopicReplay:
 
     def first_frame(self) -> Frame:
         """Return the first wanted frame that can be decoded. Raises `BagError` if there is none."""
-        chooser, fates, reason = FrameChooser(self.sampling), Counter[Fate](), ""
+        chooser, fates, reason, undecoded = FrameChooser(self.sampling), Counter[Fate](), "", 0
         for message in self.bag.messages(self.topic):
             self.began_ns = self.began_ns if fates else message.time_ns
             fate = chooser.fate(message.time_ns)
@@ -90,10 +91,10 @@ class TopicReplay:
                 try:
                     return read_frame(self.type_name, message.data)
                 except ImageError as error:
-                    reason = reason or str(error)
-                if fates[fate] == _MOST_UNDECODED:
+                    reason, undecoded = reason or str(error), undecoded + len(message.data)
+                if fates[fate] == _MOST_UNDECODED or undecoded > _MOST_UNDECODED_BYTES:
                     raise BagError(
-                        f"none of the first {_MOST_UNDECODED} wanted frames of topic '{self.topic}' in "
+                        f"none of the first {fates[fate]} wanted frames of topic '{self.topic}' in "
                         f"'{self.bag.path}' can be decoded: {reason.rstrip('.')}. Choose another topic or --start."
                     )
         found = [f"'{self.bag.path}' has {fates.total()} frames of topic '{self.topic}'"]

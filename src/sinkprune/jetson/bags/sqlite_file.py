@@ -27,28 +27,27 @@ _COLUMNS = {
     "topics": ["id", "name", "type", "serialization_format"],
     "messages": ["id", "topic_id", "timestamp", "data"],
 }
+_NAMES = _COLUMNS["topics"][1:]
 """The first columns of each table, which every version of rosbag2 writes in this order."""
-# Types and the length of a blob are known without reading the value.
+# sqlite3 finds types and the length of a blob without reading the value.
 _TOPICS = (
-    "SELECT CASE WHEN typeof(id) = 'integer' THEN id END, "
-    + ", ".join(f"CASE WHEN length({name}) <= {NAME_BYTES} THEN {name} END" for name in _COLUMNS["topics"][1:])
+    "SELECT CASE typeof(id) WHEN 'integer' THEN id END, "
+    + ", ".join(f"CASE WHEN length({name}) <= {NAME_BYTES} THEN {name} END AS {name}" for name in _NAMES)
     + f" FROM topics NOT INDEXED LIMIT {MOST_TOPICS + 1}"
-)
-_IS_ROW = " AND ".join(
-    f"typeof({name}) = '{kind}'" for name, kind in zip(_COLUMNS["messages"], ["integer"] * 3 + ["blob"], strict=True)
 )
 # Without an order, rows are in the order of recording, and are never sorted. Data of other topics is not read.
 _MESSAGES = (
-    f"SELECT CASE WHEN {_IS_ROW} THEN timestamp END, CASE WHEN {_IS_ROW} THEN length(data) END, topic_id IN ({{0}}), "
-    f"CASE WHEN {_IS_ROW} AND length(data) <= {MOST_BYTES} AND topic_id IN ({{0}}) THEN data END "
-    "FROM messages NOT INDEXED"
+    "SELECT CASE typeof(timestamp) WHEN 'integer' THEN timestamp END, CASE WHEN typeof(timestamp) = 'integer' AND "
+    f"typeof(data) = 'blob' AND length(data) <= {MOST_BYTES} THEN data END FROM messages NOT INDEXED "
+    "WHERE typeof(id) <> 'integer' OR typeof(topic_id) <> 'integer' OR topic_id IN ({})"
 )
 _HEAP_BYTES = MOST_BYTES + (16 << 20)
 """The memory of sqlite3: a message, pages and the schema."""
-_STEPS = 1_000_000
-_FEWEST_STEPS = 20 * _STEPS
-_STEPS_PER_BYTE = 4
-"""Many more than any row takes: reading one of at least 20 bytes takes about 30."""
+_STEPS = 10_000
+_STEPS_OF_SCHEMA = 3 * _STEPS
+_FEWEST_STEPS, _STEPS_PER_BYTE = 100 * _STEPS, 2
+"""More than any rows take: reading a row, which has at least 20 bytes, takes about 20."""
+_TOO_MANY = "is damaged: it has more rows than its size allows"
 _READS = {"sqlite_master", *_COLUMNS}
 _FUNCTIONS = {"length", "typeof"}
 
@@ -70,15 +69,14 @@ class SqliteFile:
         with self._opened() as database:
             # Numbers, so that they need no parameters, of which there may be few.
             ids = ",".join(str(number) for number, name, _ in _topics(database) if name == topic)
-            for row, (time_ns, length, wanted, data) in enumerate(database.execute(_MESSAGES.format(ids)), start=1):
-                if time_ns is None or time_ns < 0 or (wanted and data is None):
-                    raise DamagedError(f"is damaged: row {row} has no message of at most {MOST_BYTES} bytes")
-                read += length
+            for time_ns, data in database.execute(_MESSAGES.format(ids)):
+                if time_ns is None or time_ns < 0 or data is None:
+                    raise DamagedError(f"is damaged: a row has no message of at most {MOST_BYTES} bytes")
+                read += len(data)
                 # A damaged tree may lead in circles.
                 if read > size:
-                    raise DamagedError("is damaged: it has more rows than its size allows")
-                if wanted:
-                    yield Message(time_ns, data)
+                    raise DamagedError(_TOO_MANY)
+                yield Message(time_ns, data)
 
     @contextmanager
     def _opened(self) -> Iterator[sqlite3.Connection]:
@@ -89,7 +87,7 @@ class SqliteFile:
                 f"has messages in '{log.name}', because its recorder was stopped. Merge them with: sqlite3 "
                 f"{self.path.name} 'PRAGMA wal_checkpoint(TRUNCATE)'"
             )
-        turns = iter(range((_FEWEST_STEPS + _STEPS_PER_BYTE * self.path.stat().st_size) // _STEPS))
+        turns = iter(range(_STEPS_OF_SCHEMA // _STEPS))
         try:
             database = sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
             try:
@@ -101,16 +99,18 @@ class SqliteFile:
                 database.execute("PRAGMA writable_schema = ON")
                 for table, expected in _COLUMNS.items():
                     _check_table(database, table, expected)
+                # sqlite3 goes on after a schema that it could not read to its end.
+                if next(turns, None) is None:
+                    raise DamagedError(_TOO_MANY)
+                turns = iter(range((_FEWEST_STEPS + _STEPS_PER_BYTE * self.path.stat().st_size) // _STEPS))
                 yield database
             finally:
                 database.close()
         except MemoryError as error:
             raise DamagedError(f"is damaged: sqlite3 needs more than {_HEAP_BYTES} bytes to read it") from error
         except sqlite3.Error as error:
-            reason = " ".join(str(error).split())[:200]
-            if next(turns, None) is None:
-                reason = "it has more rows than its size allows"
-            raise DamagedError(f"is damaged: {reason}") from error
+            reason = f"is damaged: {' '.join(str(error).split())[:200]}"
+            raise DamagedError(reason if next(turns, None) is not None else _TOO_MANY) from error
 
 
 def _authorize(action: int, first: str | None, second: str | None, _database: str | None, program: str | None) -> int:
