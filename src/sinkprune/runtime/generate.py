@@ -36,10 +36,11 @@ def generate(
     observer: Observer,
     state: StreamState,
     prefixes: PrefixCache,
-) -> Generator[str, None, Answer]:
+) -> Generator[str | None, None, Answer]:
     """Run a request, and report each step to `observer`; returns and raises what `Pipeline.stream` does.
 
-    Yields the text of each token, which may be empty.
+    Yields the text of each token, which may be empty, and None between other passes, so that a server answers other
+    requests meanwhile.
 
     `model` is that of `LoadedModel.for_request`, `plans` are those of the request's budget or budgets, and `form` is
     what its answer must be. `new_policy` is called when the first piece is requested, because a deadline is counted
@@ -71,7 +72,7 @@ def generate(
     candidates = policy.candidates(layouts)
     possible = runnable(model.manifest, model.limits, request, candidates, prompt.text_tokens, layouts)
     # A server runs the steps up to here beside those of other requests.
-    yield ""
+    yield None
 
     with clock.measure("ttft"), backend.turn:
         # An earlier request about the same picture may have run since.
@@ -110,18 +111,18 @@ def generate(
             del seen, run
             written = yield from write(model, request, form, sampler, policy, observer, state, cache, ids)
             break
-        written = choose(model, form, sampler, policy, observer, cache, run.logits)
+        took = (time.perf_counter() - began) * 1e3
+        written = yield from choose(model, form, sampler, policy, observer, state, cache, run.logits)
         confidence = max(written.choices.values())
-        following, took = policy.following(run.prefilled.schedule, confidence), (time.perf_counter() - began) * 1e3
+        following = policy.following(run.prefilled.schedule, confidence)
         if following is not None:
-            # A server answers other requests meanwhile.
-            yield ""
+            yield None
         if following is None or state.cancelled:
             written = written if following is None else replace(written, finish="cancelled")
             yield written.text
             del seen, run
             break
-        between += took
+        between += took + written.other_ms
         ms = clock.ms()["ttft"] + between - earlier
         tried.append(TriedBudget(report.budget, confidence, written.choices, report.reused_rows, ms))
         earlier += ms

@@ -46,7 +46,7 @@ class Stream(Generator[str, None, Answer]):
     time; `cancel` may be called from any thread.
     """
 
-    def __init__(self, steps: Generator[str, None, Answer], state: StreamState) -> None:
+    def __init__(self, steps: Generator[str | None, None, Answer], state: StreamState) -> None:
         """Wrap the `steps` of a request, which read and write `state`."""
         self._steps, self._state = steps, state
         self._answer: Answer | None = None
@@ -62,11 +62,12 @@ class Stream(Generator[str, None, Answer]):
             pass
         return piece
 
-    def step(self) -> str:
-        """Generate one token, and return its text: nothing while a character or a stop string is incomplete.
+    def step(self) -> str | None:
+        """Generate one token, and return its text: "" while a character or a stop string is incomplete.
 
-        After the last token, raise `StopIteration` with the answer. A program that answers several requests in turn
-        calls this, so that none waits for a whole piece of another's text.
+        Return None after another pass, as over a closed list. After the last token, raise `StopIteration` with the
+        answer. A program that answers several requests in turn calls this, so that none waits for a whole piece of
+        another's text.
         """
         try:
             with _in_one_thread():
@@ -94,8 +95,8 @@ class Stream(Generator[str, None, Answer]):
         """End the stream after the current token; any thread may call this, at any time.
 
         The reader still gets the last pieces of text, and then `answer` with the finish reason `cancelled` and all
-        tokens so far. A request that is cancelled before its first token generates one token. An answer of a closed
-        list is completed, and cancelling a complete answer has no effect.
+        tokens so far. A request that is cancelled before its first token generates one token. In a closed list, the
+        first token of each text decides then. Cancelling a complete answer has no effect.
         """
         self._state.cancelled = True
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.deadline.policy import BudgetPolicy
-from sinkprune.runtime.steps.choice_scores import ChoiceTokens, score_choices
+from sinkprune.runtime.steps.choice_scores import ChoiceScores, ChoiceTokens, score_choices
 from sinkprune.runtime.steps.decoding import KVCache, decode_one_token
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.observer import Observer
@@ -83,24 +83,46 @@ def choose(
     sampler: Sampler,
     policy: BudgetPolicy,
     observer: Observer,
+    state: StreamState,
     cache: KVCache,
     logits: Array,
-) -> Written:
-    """Return an answer chosen from a closed list, after a prompt with these `logits` [vocab].
+) -> Generator[None, None, Written]:
+    """Return an answer chosen from a closed list, after a prompt with these `logits` [vocab]; yields between passes.
 
-    The likeliest is chosen, or one is sampled. If a deadline comes before all tokens are scored, the first token of
-    each answer decides.
+    The likeliest is chosen, or one is sampled. If a deadline or `Stream.cancel` comes before all tokens are scored,
+    the first token of each answer decides.
     """
     began = time.perf_counter()
-    scores = score_choices(
-        model.chain, model.embedding, cache, logits, choices, observer, lambda passes: bool(policy.finish(passes))
+    scores, paused_ms = yield from _timed(
+        score_choices(
+            model.chain,
+            model.embedding,
+            cache,
+            logits,
+            choices,
+            observer,
+            lambda passes: "cancelled" if state.cancelled else policy.finish(passes),
+        )
     )
     number = sampler(scores.log_probabilities)
     ids, text = [*choices.ids[number]], choices.texts[number]
     probabilities = dict(zip(choices.texts, scores.probabilities, strict=True))
-    took = _ms_since(began)
+    took = _ms_since(began) - paused_ms
     observer.chose(ids[0], logits)
-    return Written(text, ids, "stop" if scores.complete else "deadline", [], took, probabilities)
+    return Written(text, ids, scores.cut or "stop", [], took, probabilities)
+
+
+def _timed(passes: Generator[None, None, ChoiceScores]) -> Generator[None, None, tuple[ChoiceScores, float]]:
+    """Yield where `passes` yields; return its result, and the milliseconds of others between."""
+    others_ms = 0.0
+    while True:
+        try:
+            next(passes)
+        except StopIteration as end:
+            return end.value, others_ms
+        since = time.perf_counter()
+        yield
+        others_ms += _ms_since(since)
 
 
 def _ms_since(start: float) -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinkprune import NumericsError, Pipeline, Session, UsageError
+from sinkprune import Answer, NumericsError, Pipeline, Session, UsageError
 from sinkprune.runtime.deadline.policy import BudgetPolicy
+from sinkprune.runtime.server.scheduler import Job, Scheduler
 from sinkprune.runtime.steps.choice_scores import ChoiceTokens
 from sinkprune.runtime.steps.decoding import decode_one_token
+from sinkprune.runtime.steps.observer import NOBODY, Observer
 from sinkprune.runtime.text.prompt import Prompt
 from support.references.steps import Array, Watched, watched
 
@@ -173,6 +177,70 @@ def test_without_time_the_first_tokens_decide(
     for order in (texts, texts[::-1]):
         answer = asked(pipe, photo, order).answer
         assert (answer.text, answer.finish, answer.confidence) == (order[0], "deadline", 0.5)
+
+
+class Passes(Observer):
+    """Counts passes, and calls `after` at the first."""
+
+    def __init__(self, after: Callable[[], None] = lambda: None) -> None:
+        self.count, self._after = 0, after
+
+    def during(self, part: str) -> AbstractContextManager[Any]:
+        if part == "decode":
+            self.count += 1
+            if self.count == 1:
+                self._after()
+        return nullcontext()
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_each_pass_is_a_step_that_a_cancel_ends(
+    resumes: bool, pipe: Pipeline, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(pipe.backend), "resumes", resumes)
+    whole, seen = asked(pipe, photo, WITHIN).answer, Passes()
+    stream = pipe.stream(photo, QUESTION, choice=WITHIN, observer=seen)
+    counts = list[int]()
+    while not (text := stream.step()):
+        assert text is None
+        counts.append(seen.count)
+        time.sleep(0.1)
+    # Without `resumes`, each row is a pass.
+    assert counts == [*range(seen.count)] and len(counts) >= 2
+    assert next(stream, None) is None and stream.answer.choices == whole.choices
+    # Without the time of others.
+    assert stream.answer.ms["latency"] < 100 * len(counts)  # type: ignore[operator]
+
+    seen = Passes()
+    stream = pipe.stream(photo, QUESTION, choice=WITHIN, observer=seen)
+    assert (stream.step(), stream.step(), seen.count) == (None, None, 1)
+    stream.cancel()
+    assert (stream.rest().finish, seen.count) == ("cancelled", 1)
+
+    seen = Passes()
+    stream = pipe.stream(photo, QUESTION, choice=WITHIN, observer=seen)
+    stream.step()
+    stream.close()
+    assert seen.count == 0
+
+
+def test_a_request_with_priority_is_answered_between_two_passes(pipe: Pipeline, photo: Image.Image) -> None:
+    scheduler, ends, pieces = Scheduler(pipe, most_jobs=8, most_active=1), list[str](), list[str]()
+    urgent = Job(
+        pipe.new_request(photo, QUESTION, max_new_tokens=1), 100, NOBODY, str, lambda end: ends.append("urgent")
+    )
+    slow = Passes(lambda: scheduler.submit(urgent))
+
+    def ended(end: Answer | BaseException) -> None:
+        ends.append(f"list after {slow.count}")
+
+    scheduler.submit(Job(pipe.new_request(photo, QUESTION, choice=WITHIN), -100, slow, pieces.append, ended))
+    until = time.monotonic() + 20
+    while len(ends) < 2 and time.monotonic() < until:
+        time.sleep(0.001)
+    scheduler.close()
+    # One piece: clients that stream receive nothing between passes.
+    assert (ends, len(pieces)) == (["urgent", f"list after {slow.count}"], 1)
 
 
 def test_a_deadline_counts_the_passes(pipe: Pipeline, photo: Image.Image) -> None:

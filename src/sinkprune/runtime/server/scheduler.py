@@ -234,7 +234,8 @@ class Scheduler:
                     job.state = State.RUNNING
                     self._prepare_more()
                 job.on_start(job.prepared_ms)
-            job.on_text(job.stream.step())
+            if (text := job.stream.step()) is not None:
+                job.on_text(text)
         except StopIteration as end:
             self._end(job, end.value)
         except BaseException as error:

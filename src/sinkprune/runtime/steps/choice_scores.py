@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,8 +53,8 @@ class ChoiceScores(NamedTuple):
 
     log_probabilities: Array
     """[choices] float64: not normalised, because the model may give other answers too."""
-    complete: bool
-    """Whether all tokens count; else only the first of each answer does."""
+    cut: str = ""
+    """Why only the first token of each answer counts; "" where all do."""
 
     @property
     def probabilities(self) -> list[float]:
@@ -70,12 +70,12 @@ def score_choices(
     logits: Array,
     choices: ChoiceTokens,
     observer: Observer,
-    late: Callable[[int], bool],
-) -> ChoiceScores:
+    cut: Callable[[int], str],
+) -> Generator[None, None, ChoiceScores]:
     """Return the score of each answer after a prompt with these `logits` [vocab] and `cache`, which may grow.
 
-    `late` receives the number of passes so far, with that of the prompt, and returns whether there is no time for
-    another. Then only the first token of each answer counts. Raises `NumericsError`.
+    Yields before each pass, because a server answers other requests meanwhile. `cut` receives the number of passes
+    so far, with that of the prompt, and returns why there is no other, or "". Raises `NumericsError`.
     """
     scores, scored, passes = np.zeros(len(choices.ids)), set[_Ids](), choices.passes
 
@@ -98,17 +98,23 @@ def score_choices(
         ]
     lengths, positions = cache.lengths, [*cache.next_positions]
     for number, tokens in enumerate(passes, 1):
-        if late(number):
-            return ChoiceScores(first, False)
-        with chain.backend.turn, observer.during("decode"):
-            own = cache
-            if number < len(passes):
-                parts = zip(chain.decoders, saved, lengths, strict=True)
-                restored = [decoder.restore(one, rows, rows + len(tokens)) for decoder, one, rows in parts]
-                own = KVCache(restored, [*positions])
-            for place, following in enumerate(logits_of_rows(chain, own, embedding(tokens)), 1):
-                count(tokens[:place], following)
-    return ChoiceScores(scores, True)
+        own, at_once = cache, len(tokens) if chain.backend.resumes else 1
+        for start in range(0, len(tokens), at_once):
+            yield
+            if reason := cut(number):
+                return ChoiceScores(first, reason)
+            with chain.backend.turn, observer.during("decode"):
+                if start == 0 and number < len(passes):
+                    parts = zip(chain.decoders, saved, lengths, strict=True)
+                    restored = [decoder.restore(one, rows, rows + len(tokens)) for decoder, one, rows in parts]
+                    own = KVCache(restored, [*positions])
+                some = embedding(tokens[start : start + at_once])
+                for place, following in enumerate(logits_of_rows(chain, own, some), start + 1):
+                    count(tokens[:place], following)
+                if start + at_once >= len(tokens):
+                    # Others may need its memory meanwhile.
+                    own = cache
+    return ChoiceScores(scores)
 
 
 def logits_of_rows(chain: Chain, cache: KVCache, rows: Array) -> Iterator[Array]:
