@@ -11,6 +11,7 @@ import pytest
 from sinkprune import Request, UsageError
 from sinkprune.runtime.steps.request import new_request
 from sinkprune.runtime.text.answer_form import CHOICE_BYTES, MOST_CHOICES, REGEX_BYTES, SCHEMA_BYTES
+from sinkprune.runtime.text.tools import Tools
 
 
 def deep(levels: int) -> dict[str, Any]:
@@ -23,6 +24,15 @@ def deep(levels: int) -> dict[str, Any]:
 def many_patterns(count: int) -> list[dict[str, str]]:
     """Patterns whose intersection is hard to compute."""
     return [{"type": "string", "pattern": f"a.{{{number}}}b"} for number in range(10, 10 + count)]
+
+
+def multiples(*divisors: float) -> list[dict[str, Any]]:
+    return [{"type": "number", "multipleOf": divisor} for divisor in divisors]
+
+
+def function(divisor: int) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"a": multiples(divisor)[0]}}
+    return {"type": "function", "function": {"name": f"f{divisor}", "parameters": parameters}}
 
 
 @pytest.mark.parametrize(
@@ -51,6 +61,21 @@ def many_patterns(count: int) -> list[dict[str, str]]:
         ({"schema": {"allOf": many_patterns(30)}}, "schema combines 30 patterns and formats, expected at most 12"),
         ({"schema": {"pattern": "a", "anyOf": many_patterns(12)}}, "schema combines 13 patterns and formats"),
         ({"schema": {"allOf": many_patterns(12)}}, "schema is not supported: Unable to determine if regex is empty"),
+        ({"schema": multiples(9999991)[0]}, "the least common multiple of all multipleOf is 9999991 without decimal"),
+        (
+            {"schema": {"anyOf": multiples(997, 991, 983)}},
+            "is 971230541 without decimal points, expected at",
+        ),
+        # llguidance took 32704 for a multiple of 0.001 and 4295000.
+        ({"schema": {"allOf": multiples(0.001, 4295000)}}, "multipleOf is 4295000000 without decimal points"),
+        (
+            {"schema": {"items": multiples(3e-9)[0]}},
+            "a multipleOf with 9 decimal places, expected at most 8.",
+        ),
+        (
+            {"schema": {"properties": {f"{number}": {} for number in range(3000)}}},
+            "schema is not supported: grammar size (number of symbols) too big (limit for this grammar: 20000).",
+        ),
         ({"regex": ""}, "regex is '', expected a regular expression, as in '[0-9]+ cm'."),
         ({"regex": 3}, "regex is 3, expected a regular expression"),
         ({"regex": "a" * (REGEX_BYTES + 1)}, f"regex has {REGEX_BYTES + 1} bytes, expected at most {REGEX_BYTES}."),
@@ -73,6 +98,17 @@ def test_what_is_no_form_is_refused_at_once_in_one_line(options: dict[str, Any],
     with pytest.raises(UsageError, match=re.escape(said)) as refused:
         new_request("a.jpg", "Why?", **options)
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
+
+
+def test_the_multiples_of_all_tools_count_together() -> None:
+    with pytest.raises(UsageError, match="of all multipleOf is 99990000 without decimal points, expected at most"):
+        Tools([function(9999), function(10000)])
+    assert Tools([function(5000), function(10000)]).functions
+
+
+def test_usual_multiples_are_taken() -> None:
+    schema = {"properties": {str(one): {"type": "number", "multipleOf": one} for one in (0.01, 0.25, 5, 60, 3600)}}
+    assert new_request("a.jpg", "Why?", schema=schema).schema == schema
 
 
 def test_a_request_has_its_own_copy_of_a_schema() -> None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_left
+import time
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,17 @@ MOST_CHOICES = 256
 CHOICE_BYTES = 1 << 10
 # llguidance needs seconds to intersect 20 patterns, and twice the time for each further one.
 MOST_PATTERNS = 12
+# llguidance makes a state for each remainder, outside its limits of work. So larger ones took minutes and gigabytes.
+MOST_MULTIPLE = 10_000
+# llguidance computes with 32 bits: numbers of more places were taken although they are no multiples.
+MULTIPLE_PLACES = 8
+LIMITS = {"initial_lexer_fuel": 300_000, "max_lexer_states": 50_000, "max_grammar_size": 20_000}
+"""llguidance's limits of work. Schemas of the largest size rarely need more. One that does fails within a second."""
 # Larger whole numbers are no exact floats. llguidance computes with floats, and rounds those of more digits.
 _LARGEST = 1 << 53
 
-# Each compiles parts of a wrong schema, to find its place.
-_MOST_CHECKS = 64
+# The processor time in which the place of a problem is looked for, by compiling parts of the schema.
+_PLACE_S = 0.25
 _SHARED = {"$schema", "$id", "$defs", "definitions"}
 """Keywords of a whole schema that its parts depend on."""
 
@@ -201,12 +209,13 @@ def _grammar(body: str, lead: str) -> str:
 
 def _check_content(schema: dict[str, Any]) -> None:
     """Reject numbers that llguidance would change, and patterns that it would take too long to combine."""
-    left, patterns, combines = list[tuple[Place, Any]]([((), schema)]), 0, False
+    left, patterns, combines, opens = list[tuple[Place, Any]]([((), schema)]), 0, False, False
     while left:
         place, part = left.pop()
         if isinstance(part, dict):
             left += [((*place, name), one) for name, one in part.items()]
             given = part.get("patternProperties")
+            opens |= isinstance(given, dict)
             patterns += sum(name in part for name in _PATTERNS) + (len(given) if isinstance(given, dict) else 0)
             combines |= any(name in part for name in _COMBINING) and (
                 "allOf" in part or len(part.keys() - _PLAIN) > 1
@@ -223,30 +232,58 @@ def _check_content(schema: dict[str, Any]) -> None:
             f"schema combines {patterns} patterns and formats, expected at most {MOST_PATTERNS} next to allOf, or "
             "next to anyOf, oneOf and $ref with other keywords. Write each pattern where it applies."
         )
+    check_multiples([schema], combined=combines or opens)
+
+
+def check_multiples(schemas: Sequence[dict[str, Any]], *, combined: bool = False) -> None:
+    """Reject schemas whose `multipleOf` llguidance needs too many states for together; raises `UsageError`.
+
+    `combined` is whether a number may have to be a multiple of several.
+    """
+    parts = [part for schema in schemas for _, part in schema_parts((), schema)]
+    given = [part["multipleOf"] for part in parts if "multipleOf" in part]
+    # llguidance rejects others.
+    sizes = [Decimal(repr(abs(one))).normalize() for one in given if type(one) in (int, float) and one]
+    places = [max(0, -int(size.as_tuple().exponent)) for size in sizes]
+    if max(places, default=0) > MULTIPLE_PLACES:
+        raise UsageError(
+            f"schema has a multipleOf with {max(places)} decimal places, expected at most {MULTIPLE_PLACES}. "
+            "Leave it out, and round the number in your program."
+        )
+    # Where they are combined, all count in units of the last place.
+    units = [int(size.scaleb(max(places) if combined else own)) for size, own in zip(sizes, places, strict=True)]
+    if (least := lcm(*units)) > MOST_MULTIPLE:
+        raise UsageError(
+            f"the least common multiple of all multipleOf is {format_value(least)} without decimal points, "
+            f"expected at most {MOST_MULTIPLE}. Leave out large ones, and check these numbers in your program."
+        )
 
 
 def _problem(grammar: str) -> str:
     """Return why llguidance rejects a grammar, or an empty text."""
-    return reason(load_llguidance().LLMatcher.validate_grammar(grammar))
+    library = load_llguidance()
+    return reason(library.LLMatcher.validate_grammar(grammar, limits=library.LLParserLimits(**LIMITS)))
 
 
 def _place(schema: dict[str, Any], problem: str) -> Place:
-    """Return the place of the innermost schema that has a problem by itself, as far as a few checks find it."""
+    """Return the place of the innermost schema that has a problem by itself, as far as it is found soon."""
     shared: dict[str, Any] = {name: schema[name] for name in _SHARED if name in schema}
-    left = _MOST_CHECKS
+    until = time.thread_time() + _PLACE_S
 
     def has_problem(parts: Sequence[tuple[Place, Any]]) -> bool:
-        nonlocal left
-        left -= 1
+        if time.thread_time() > until:
+            return False
         # llguidance compiles many alternatives fast, but not many properties.
-        return left >= 0 and _problem(schema_grammar({**shared, "anyOf": [part for _, part in parts]})) == problem
+        return _problem(schema_grammar({**shared, "anyOf": [part for _, part in parts]})) == problem
 
     place, inner = Place(), [*subschemas(schema)]
     while True:
-        first = bisect_left(range(len(inner)), True, key=lambda number: has_problem(inner[: number + 1]))
-        if first == len(inner) or not has_problem([inner[first]]):
+        while len(inner) > 1:
+            half = len(inner) // 2
+            inner = inner[:half] if has_problem(inner[:half]) else inner[half:]
+        if not inner or not has_problem(inner):
             return place
-        name, part = inner[first]
+        name, part = inner[0]
         place, inner = (*place, *name), [*subschemas(part)]
 
 

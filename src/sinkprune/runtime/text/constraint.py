@@ -10,13 +10,10 @@ import numpy as np
 
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.text.answer_form import load_llguidance, reason, regex_grammar, schema_grammar
+from sinkprune.runtime.text.answer_form import LIMITS, load_llguidance, reason, regex_grammar, schema_grammar
 from sinkprune.runtime.text.longest_match import NO_MATCH, longest_match
 from sinkprune.runtime.text.prompt import PromptEncoder
 from sinkprune.runtime.text.tools import CALL_MARKS, Tools
-
-# Far more than schemas of the largest size need. A grammar that needs more fails within a second.
-_LIMITS = {"initial_lexer_fuel": 1_000_000, "max_lexer_states": 50_000, "max_grammar_size": 100_000}
 
 
 class Unconstrained:
@@ -123,7 +120,7 @@ class Grammars:
         else:
             begin, end = (self._mark(text, tokenizer) for text in CALL_MARKS)
             grammar = tools.grammar(begin, end, lead)
-        matcher = library.LLMatcher(tokenizer, grammar, log_level=0, limits=library.LLParserLimits(**_LIMITS))
+        matcher = library.LLMatcher(tokenizer, grammar, log_level=0, limits=library.LLParserLimits(**LIMITS))
         constraint = Constraint(matcher, self._stop, self._prompts.special_ids, min_tokens)
         constraint.allowed(tokenizer.vocab_size)
         return constraint

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from functools import lru_cache
 from typing import Any
 
-from sinkprune.runtime.text.answer_form import load_llguidance, written_grammar
+from sinkprune.runtime.text.answer_form import LIMITS, load_llguidance, written_grammar
 
 # llguidance needs about a millisecond for each question about a length, and more for a longer one.
 _SEARCHED = 256
@@ -38,7 +38,8 @@ def _may_match(*regexes: str) -> bool:
     """Return whether a text may match all of the `regexes` as a whole: False only if none does."""
     library = load_llguidance()
     terminal = " & ".join(f"/{library.regex_to_lark(regex, 'd')}/" for regex in regexes)
-    matcher = library.LLMatcher(_bytes(), written_grammar(f"start: TEXT\nTEXT: {terminal}"), log_level=0)
+    grammar, limits = written_grammar(f"start: TEXT\nTEXT: {terminal}"), library.LLParserLimits(**LIMITS)
+    matcher = library.LLMatcher(_bytes(), grammar, log_level=0, limits=limits)
     matcher.compute_bitmask()
     return not matcher.get_error().startswith(NO_MATCH)
 
