@@ -61,13 +61,16 @@ def function(divisor: int) -> dict[str, Any]:
         ({"schema": {"allOf": many_patterns(30)}}, "schema combines 30 patterns and formats, expected at most 12"),
         ({"schema": {"pattern": "a", "anyOf": many_patterns(12)}}, "schema combines 13 patterns and formats"),
         ({"schema": {"allOf": many_patterns(12)}}, "schema is not supported: Unable to determine if regex is empty"),
-        ({"schema": multiples(9999991)[0]}, "the least common multiple of all multipleOf is 9999991 without decimal"),
+        (
+            {"schema": multiples(9999991)[0]},
+            "schema has multipleOf with the least common multiple 9999991 without decimal",
+        ),
         (
             {"schema": {"anyOf": multiples(997, 991, 983)}},
-            "is 971230541 without decimal points, expected at",
+            "least common multiple 971230541 without",
         ),
         # llguidance took 32704 for a multiple of 0.001 and 4295000.
-        ({"schema": {"allOf": multiples(0.001, 4295000)}}, "multipleOf is 4295000000 without decimal points"),
+        ({"schema": {"allOf": multiples(0.001, 4295000)}}, "least common multiple 4295000000 without"),
         (
             {"schema": {"items": multiples(3e-9)[0]}},
             "a multipleOf with 9 decimal places, expected at most 8.",
@@ -101,7 +104,7 @@ def test_what_is_no_form_is_refused_at_once_in_one_line(options: dict[str, Any],
 
 
 def test_the_multiples_of_all_tools_count_together() -> None:
-    with pytest.raises(UsageError, match="of all multipleOf is 99990000 without decimal points, expected at most"):
+    with pytest.raises(UsageError, match="the least common multiple 99990000 without decimal points"):
         Tools([function(9999), function(10000)])
     assert Tools([function(5000), function(10000)]).functions
 

@@ -37,7 +37,7 @@ LIMITS = {"initial_lexer_fuel": 300_000, "max_lexer_states": 50_000, "max_gramma
 _LARGEST = 1 << 53
 
 # The processor time in which the place of a problem is looked for, by compiling parts of the schema.
-_PLACE_S = 0.25
+_PLACE_S = 0.1
 _SHARED = {"$schema", "$id", "$defs", "definitions"}
 """Keywords of a whole schema that its parts depend on."""
 
@@ -254,7 +254,7 @@ def check_multiples(schemas: Sequence[dict[str, Any]], *, combined: bool = False
     units = [int(size.scaleb(max(places) if combined else own)) for size, own in zip(sizes, places, strict=True)]
     if (least := lcm(*units)) > MOST_MULTIPLE:
         raise UsageError(
-            f"the least common multiple of all multipleOf is {format_value(least)} without decimal points, "
+            f"schema has multipleOf with the least common multiple {format_value(least)} without decimal points, "
             f"expected at most {MOST_MULTIPLE}. Leave out large ones, and check these numbers in your program."
         )
 

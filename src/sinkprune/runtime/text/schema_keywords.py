@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -35,6 +35,7 @@ _OTHER_NAMES = {
     "length": "maxLength",
 }
 """Keywords, by names that Python's libraries have for the same."""
+_BY_LETTERS = {known.lower(): known for known in _KEPT}
 # Far from annotations such as "example" and "enumNames".
 _ALIKE = 0.85
 _SHORTEST = 3
@@ -74,13 +75,16 @@ def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[Place, dict[str, Any
     Values such as constants are no schemas, and names of properties no keywords.
     """
     for keyword in (*_MAPS, *_OTHERS):
-        value = schema.get(keyword)
-        inner: dict[Place, Any] = {(keyword,): value}
+        # Schemas of the largest size have thousands of parts with few keywords.
+        if keyword not in schema:
+            continue
+        value = schema[keyword]
+        inner: Iterable[tuple[Place, Any]] = [((keyword,), value)]
         if isinstance(value, list):
-            inner = {(keyword, str(number)): one for number, one in enumerate(value)}
+            inner = (((keyword, str(number)), one) for number, one in enumerate(value))
         elif keyword in _MAPS and isinstance(value, dict):
-            inner = {(keyword, name): one for name, one in value.items()}
-        yield from ((place, one) for place, one in inner.items() if isinstance(one, dict))
+            inner = (((keyword, name), one) for name, one in value.items())
+        yield from ((place, one) for place, one in inner if isinstance(one, dict))
 
 
 def schema_parts(place: Place, schema: dict[str, Any]) -> Iterator[tuple[Place, dict[str, Any]]]:
@@ -107,10 +111,16 @@ def _misspelt(name: str) -> str | None:
     if not name[:1].isalpha():
         # People turn a keyword off as "_pattern".
         return None
-    word, by_letters = name.lower().replace("_", ""), {known.lower(): known for known in _KEPT}
+    word = name.lower().replace("_", "")
     if word in _OTHER_NAMES:
         return _OTHER_NAMES[word]
     # Shortened, as "min" and "maxLen".
-    near = [known for known in by_letters if known.startswith(word) and len(word) >= _SHORTEST]
-    near += get_close_matches(word, by_letters, 1, _ALIKE)
-    return by_letters[near[0]] if near else None
+    near = [known for known in _BY_LETTERS if known.startswith(word) and len(word) >= _SHORTEST]
+    # Enough letters in common: difflib is slow, and a schema may have thousands of names.
+    able = [
+        known
+        for known in _BY_LETTERS
+        if 2 * sum(letter in known for letter in word) >= _ALIKE * (len(word) + len(known))
+    ]
+    near += get_close_matches(word, able, 1, _ALIKE)
+    return _BY_LETTERS[near[0]] if near else None
