@@ -201,6 +201,8 @@ def test_each_pass_is_a_step_that_a_cancel_ends(
     whole, seen = asked(pipe, photo, WITHIN).answer, Passes()
     stream = pipe.stream(photo, QUESTION, choice=WITHIN, observer=seen)
     counts = list[int]()
+    # Preparing it is a step too.
+    assert stream.step() is None
     while not (text := stream.step()):
         assert text is None
         counts.append(seen.count)
@@ -213,13 +215,13 @@ def test_each_pass_is_a_step_that_a_cancel_ends(
 
     seen = Passes()
     stream = pipe.stream(photo, QUESTION, choice=WITHIN, observer=seen)
-    assert (stream.step(), stream.step(), seen.count) == (None, None, 1)
+    assert ([stream.step() for _ in range(3)], seen.count) == ([None] * 3, 1)
     stream.cancel()
     assert (stream.rest().finish, seen.count) == ("cancelled", 1)
 
     seen = Passes()
     stream = pipe.stream(photo, QUESTION, choice=WITHIN, observer=seen)
-    stream.step()
+    assert (stream.step(), stream.step()) == (None, None)
     stream.close()
     assert seen.count == 0
 
