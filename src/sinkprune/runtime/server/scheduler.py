@@ -19,11 +19,14 @@ from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.pictures import PictureLike
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.stream import Stream
+from sinkprune.runtime.system.heap import trim_heap
 
 _PREPARED = 2
 """The most requests that are being prepared, or are prepared and hold pictures; one more of a higher priority."""
 _PIXELS_AT_ONCE = MOST_PIXELS
 """The most pixels of pictures that are decoded at once: those of one picture of the largest size."""
+_LARGE = 1 << 22
+"""The pixels of a picture whose memory is worth some milliseconds."""
 
 
 class State(Enum):
@@ -212,6 +215,9 @@ class Scheduler:
         try:
             stream = (job.answering or self._answering).answer(job.in_time(), job.observer)
             stream.step()
+            if job.pixels > _LARGE:
+                # Each thread has a heap of its own, which would keep the pixels.
+                trim_heap()
         except BaseException as error:
             self._end(job, error)
         else:
