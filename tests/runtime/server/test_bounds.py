@@ -20,6 +20,7 @@ from tests.runtime.server.test_server import AS_JSON, post, served
 from sinkprune import Pipeline
 from sinkprune.runtime.media import images
 from sinkprune.runtime.media.images import ImageBytes
+from sinkprune.runtime.server import bodies
 from sinkprune.runtime.server.bodies import Body
 from sinkprune.runtime.server.chat_request import ChatRequest
 from sinkprune.runtime.server.scheduler import Job
@@ -85,8 +86,9 @@ def head(size: int) -> bytes:
     return HEAD + f"Content-Length: {size}\r\n\r\n".encode()
 
 
-def test_bodies_are_held_up_to_a_bound(pipe: Pipeline) -> None:
+def test_bodies_are_held_up_to_a_bound(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest that is still arriving makes room for others."""
+    monkeypatch.setattr(bodies, "_DISCARDING_S", 0.3)
     body = json.dumps({**BODY, "max_tokens": 1}).encode()
     with served(pipe, max_waiting_bytes=10_000, max_body_bytes=10_000) as address:
         with connected(address) as large, connected(address) as small:
@@ -180,3 +182,11 @@ def test_no_request_survives_its_answer(address: str) -> None:
     frames = [str(one) for one in found if isinstance(one, (FrameType, CoroutineType)) and "sinkprune" in str(one)]
     assert not [one for one in found if isinstance(one, held)], frames
     assert not frames
+
+
+def test_a_client_that_expects_a_status_first_gets_it_at_once(address: str) -> None:
+    """Without `100 Continue`, after which it would send a body that is not read."""
+    text = HEAD.replace(b"json", b"text") + b"Expect: 100-continue\r\nContent-Length: 9\r\n\r\n"
+    with connected(address) as client:
+        client.sendall(text)
+        assert client.recv(1000).startswith(b"HTTP/1.1 415 ")

@@ -158,6 +158,7 @@ def test_the_wait_counts_against_the_deadline(rig: Rig) -> None:
     rig.answers.prepare = lambda name: rig.go.wait(10) and None  # type: ignore[func-returns-value]
     for name in "xy":
         rig.ask(name, 1, waits=False)
+    assert prepared(rig, 3) == "xxy"
     rig.ask("a", 1, deadline_ms=60_000, waits=False)
     rig.ask("b", 1, deadline_ms=1, waits=False)
     time.sleep(0.05)

@@ -50,6 +50,7 @@ class Bodies:
         """
         body = Body(self)
         self._bodies.add(body)
+        http.state.reads_body = True
         try:
             with self._limited(self._max_seconds) as scope:
                 body.arriving = scope
@@ -68,6 +69,9 @@ class Bodies:
         If the connection closed while the client still sends, the client would find it reset, and not read the
         response.
         """
+        if http.headers.get("expect", "").lower() == "100-continue" and not hasattr(http.state, "reads_body"):
+            # The client waits for the status before it sends the body.
+            return
         # RuntimeError: the body was read to its end before.
         with self._limited(_DISCARDING_S), suppress(RuntimeError, ClientDisconnect):
             async for _ in http.stream():

@@ -124,7 +124,9 @@ class Scheduler:
         self._ends = False
         self._numbers, self._last_start = count(1), 0
         self._thread = Thread(target=self._run, name="sinkprune answers", daemon=True)
-        self._thread.start()
+        # Started here, because a machine without free memory starts no thread later.
+        for thread in (self._thread, *(Thread(target=self._prepare_all, daemon=True) for _ in range(_PREPARED + 1))):
+            thread.start()
 
     def submit(self, job: Job) -> None:
         """Queue a job; raises `ApiError` with status 429 for a full queue, and 503 after `close`."""
@@ -139,13 +141,13 @@ class Scheduler:
                 )
             job.number = next(self._numbers)
             self._jobs.append(job)
-            self._prepare_more()
+            self._changed.notify_all()
 
     def cancel(self, job: Job) -> None:
         """End a job without its answer, if it has not ended."""
         with self._changed:
             job.cancelled = True
-            self._changed.notify()
+            self._changed.notify_all()
 
     @property
     def waiting(self) -> int:
@@ -161,7 +163,7 @@ class Scheduler:
         """End all jobs with an error, and the thread after its current step."""
         with self._changed:
             self._ends = True
-            self._changed.notify()
+            self._changed.notify_all()
         self._thread.join()
 
     def _run(self) -> None:
@@ -194,21 +196,28 @@ class Scheduler:
             return min(ready, key=_order)
         return min(running, key=lambda job: job.last_step)
 
-    def _prepare_more(self) -> None:
-        """Start to prepare the jobs that come next, as far as there is room; called with the lock held."""
-        for job in sorted((job for job in self._jobs if job.state is State.WAITING), key=_order):
-            if job.cancelled:
-                continue
-            held = [
-                one for one in self._jobs if one.state is State.PREPARING or (one.state is State.READY and one.pixels)
-            ]
-            pixels = sum(one.pixels for one in held if one.state is State.PREPARING)
-            fits = len(held) < _PREPARED and (not pixels or pixels + job.pixels <= _PIXELS_AT_ONCE)
-            if not fits and (len(held) > _PREPARED or any(one.priority >= job.priority for one in held)):
-                break
-            job.state = State.PREPARING
-            Thread(target=self._prepare, args=(job,), name="sinkprune prepares", daemon=True).start()
-        self._changed.notify()
+    def _next_to_prepare(self) -> Job | None:
+        """Return the job to prepare next, or None where none waits or there is no room."""
+        waiting = [job for job in self._jobs if job.state is State.WAITING and not job.cancelled]
+        if not waiting:
+            return None
+        job = min(waiting, key=_order)
+        preparing = [one for one in self._jobs if one.state is State.PREPARING]
+        held = preparing + [one for one in self._jobs if one.state is State.READY and one.pixels]
+        pixels = sum(one.pixels for one in preparing)
+        fits = len(held) < _PREPARED and (not pixels or pixels + job.pixels <= _PIXELS_AT_ONCE)
+        first = len(held) <= _PREPARED and all(one.priority < job.priority for one in held)
+        return job if fits or first else None
+
+    def _prepare_all(self) -> None:
+        while True:
+            with self._changed:
+                job = self._changed.wait_for(lambda: self._ends or self._next_to_prepare())
+                if not isinstance(job, Job):
+                    break
+                job.state = State.PREPARING
+            self._prepare(job)
+            del job
 
     def _prepare(self, job: Job) -> None:
         began = time.perf_counter()
@@ -220,13 +229,13 @@ class Scheduler:
                 trim_heap()
         except BaseException as error:
             self._end(job, error)
-        else:
-            job.prepared_ms = (time.perf_counter() - began) * 1e3
-            with self._changed:
-                # Otherwise the server has ended.
-                if job.state is State.PREPARING:
-                    job.stream, job.state = stream, State.READY
-                self._prepare_more()
+            return
+        job.prepared_ms = (time.perf_counter() - began) * 1e3
+        with self._changed:
+            # Otherwise the server has ended.
+            if job.state is State.PREPARING:
+                job.stream, job.state = stream, State.READY
+            self._changed.notify_all()
 
     def _step(self, job: Job) -> None:
         """Prefill a job's prompt, or generate its next token."""
@@ -238,7 +247,7 @@ class Scheduler:
                 self._last_start = job.last_step
                 with self._changed:
                     job.state = State.RUNNING
-                    self._prepare_more()
+                    self._changed.notify_all()
                 job.on_start(job.prepared_ms)
             if (text := job.stream.step()) is not None:
                 job.on_text(text)
@@ -253,7 +262,7 @@ class Scheduler:
                 return
             job.state = State.ENDED
             self._jobs.remove(job)
-            self._prepare_more()
+            self._changed.notify_all()
         if job.stream is not None:
             job.stream.close()
         if isinstance(outcome, (SinkpruneError, ApiError)):
