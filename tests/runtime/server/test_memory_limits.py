@@ -1,4 +1,4 @@
-"""What strangers can make the server hold, with the memory that docs/server-limits.md states and no more."""
+"""What strangers can make the server hold, with the memory that docs/guarantees.md states and no more."""
 
 from __future__ import annotations
 
@@ -110,13 +110,12 @@ def costly_json(address: str) -> None:
         b'{"messages": ["' + b"\\u00e9" * MIB + b'"]}',
         b"[" * (7 * MIB),
     ]
-    url = f"{address}/v1/chat/completions"
-    headers = {"Content-Type": "application/json"}
-    at_once(
-        4,
-        lambda number: httpx.post(url, content=contents[number], headers=headers, timeout=60).status_code,
-        {400, 404},
-    )
+
+    def send(number: int) -> int:
+        url, content = f"{address}/v1/chat/completions", contents[number]
+        return httpx.post(url, content=content, headers=AS_JSON, timeout=60).status_code
+
+    at_once(4, send, {400, 404, 429})
 
 
 def large_pictures(address: str) -> None:
