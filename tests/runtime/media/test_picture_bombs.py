@@ -14,7 +14,7 @@ from PIL import Image
 
 from sinkprune.contract.errors import ImageError
 from sinkprune.runtime.media import metered_file
-from sinkprune.runtime.media.images import MOST_TILES, read_image
+from sinkprune.runtime.media.images import MOST_TILES, ImageBytes, read_image
 from sinkprune.runtime.media.metered_file import MeteredFile
 
 # Seconds that the tests allow, in the place of ten.
@@ -77,17 +77,19 @@ def png_of_empty_chunks() -> bytes:
     return data[:33] + chunk * (_SIZE // 4) + data[33:]
 
 
-BOMBS = (
+def tiff_of_many_tags() -> bytes:
+    return tiff((256, 4, 1, 1), (257, 4, 1, 1), *((1000 + number, 4, 1, 0) for number in range(20_000)))
+
+
+BOMBS = (ppm_of_16_bits, ppm_of_words, bmp_of_single_pixels, jpeg_of_scans)
+HEADERS = (
     gif_of_tiny_comments,
     ppm_of_whitespace,
     ppm_of_a_long_comment,
-    ppm_of_16_bits,
-    ppm_of_words,
-    bmp_of_single_pixels,
-    jpeg_of_scans,
     jpeg_of_empty_segments,
     jpeg_of_exif_segments,
     png_of_empty_chunks,
+    tiff_of_many_tags,
 )
 
 
@@ -103,6 +105,15 @@ def test_a_picture_that_takes_too_long_is_refused_in_time(
         read_image(path)
     # What is decoded between two reads comes on top.
     assert time.thread_time() - began < _ALLOWED + 1
+
+
+@pytest.mark.parametrize("bomb", HEADERS, ids=lambda bomb: bomb.__name__)
+def test_a_header_of_too_many_parts_is_refused_at_once(bomb: Callable[[], bytes]) -> None:
+    """A server reads the headers of all requests before their turn, so that seconds would keep others waiting."""
+    began = time.thread_time()
+    with pytest.raises(ImageError, match=r"^the image's header has too many parts\. Give one that is saved anew\.$"):
+        ImageBytes(bomb(), "picture")
+    assert time.thread_time() - began < 1.5
 
 
 def tiff(*entries: tuple[int, int, int, int], data: bytes = b"") -> bytes:

@@ -72,7 +72,7 @@ def read_header(path: str | os.PathLike[str]) -> tuple[int, bool]:
     return _read(path, _header)
 
 
-def _read(path: str | os.PathLike[str], read: Callable[[BinaryIO], _Found]) -> _Found:
+def _read(path: str | os.PathLike[str], read: Callable[[MeteredFile], _Found]) -> _Found:
     """Return what `read` returns of an image file; raises `ImageError` with its name."""
     try:
         file = open_regular(path)
@@ -91,7 +91,7 @@ def _read(path: str | os.PathLike[str], read: Callable[[BinaryIO], _Found]) -> _
                 f"image '{path}' is too large: it has {size} bytes, expected at most {MOST_BYTES}. Scale it down."
             )
         try:
-            return read(cast(BinaryIO, MeteredFile(file, size)))
+            return read(MeteredFile(file, size))
         except UnidentifiedImageError as error:
             raise ImageError(f"'{path}' is not an image of a known format ({size} bytes). {_GIVE}") from error
         except ImageError as error:
@@ -120,11 +120,11 @@ def read_image_bytes(data: bytes) -> Image.Image:
     return _read_bytes(data, _decoded)
 
 
-def _read_bytes(data: bytes, read: Callable[[BinaryIO], _Found]) -> _Found:
+def _read_bytes(data: bytes, read: Callable[[MeteredFile], _Found]) -> _Found:
     if not 0 < len(data) <= MOST_BYTES:
         raise ImageError(f"the image has {len(data)} bytes, expected 1 to {MOST_BYTES}. {_GIVE}")
     try:
-        return read(cast(BinaryIO, MeteredFile(io.BytesIO(data), len(data))))
+        return read(MeteredFile(io.BytesIO(data), len(data)))
     except UnidentifiedImageError as error:
         raise ImageError(f"the image has no known format ({len(data)} bytes). {_GIVE}") from error
 
@@ -182,7 +182,7 @@ def _largest_value(image: Image.Image) -> int:
     return max(int(most) for _, most in cast(Any, image).getextrema())
 
 
-def _decoded(file: BinaryIO) -> Image.Image:
+def _decoded(file: MeteredFile) -> Image.Image:
     """Return the image in an open file; raises `ImageError`, and `UnidentifiedImageError` for other formats."""
     with _opened(file) as image:
         if image.format == "JPEG":
@@ -197,10 +197,16 @@ def _decoded(file: BinaryIO) -> Image.Image:
         return _with_facts(found, count_frames(image), wide)
 
 
+def _open(file: MeteredFile) -> ImageFile.ImageFile:
+    image = Image.open(cast(BinaryIO, file), formats=FORMATS)
+    file.end_header()
+    return image
+
+
 @contextmanager
-def _opened(file: BinaryIO) -> Iterator[ImageFile.ImageFile]:
+def _opened(file: MeteredFile) -> Iterator[ImageFile.ImageFile]:
     """Open an image whose header is within the limits. Raises what `_decoded` raises, also for what follows."""
-    with _damage_as_error(), Image.open(file, formats=FORMATS) as image:
+    with _damage_as_error(), _open(file) as image:
         _check_size(*image.size, MOST_WEBP_PIXELS if image.format == "WEBP" else MOST_PIXELS)
         if image.format == "TIFF":
             _check_tiles(image)
@@ -208,13 +214,13 @@ def _opened(file: BinaryIO) -> Iterator[ImageFile.ImageFile]:
         yield image
 
 
-def _pixels(file: BinaryIO) -> int:
+def _pixels(file: MeteredFile) -> int:
     with _opened(file) as image:
         return image.width * image.height
 
 
-def _header(file: BinaryIO) -> tuple[int, bool]:
-    with _damage_as_error(), Image.open(file, formats=FORMATS) as image:
+def _header(file: MeteredFile) -> tuple[int, bool]:
+    with _damage_as_error(), _open(file) as image:
         return count_frames(image), _has_wide_channels(image) or image.mode in _MODES_OF_16_BITS
 
 
@@ -239,7 +245,7 @@ def _png_decoding(image: Image.Image) -> str:
     return str(cast(Any, image).tile[0][3]) if image.format == "PNG" and getattr(image, "tile", None) else ""
 
 
-def _read_transparent(image: Image.Image, decoding: str, file: BinaryIO | None) -> None:
+def _read_transparent(image: Image.Image, decoding: str, file: MeteredFile | None) -> None:
     """Correct the transparent colour of a PNG (tRNS), which Pillow compares with values of 8 bits as it is stored.
 
     Of 16-bit colours it drops the low bytes, so that they are read from `file` once more. Raises `ImageError` without
@@ -255,7 +261,7 @@ def _read_transparent(image: Image.Image, decoding: str, file: BinaryIO | None) 
             f"the image has a transparent colour of 16 bits a channel, {transparent}, and Pillow keeps 8. Give the "
             "name of its file."
         )
-    with Image.open(file, formats=("PNG",)) as low:
+    with _open(file) as low:
         # The other byte of each value
         cast(Any, low).tile = [(*low.tile[0][:3], "RGB;16L")]
         low.load()

@@ -6,6 +6,7 @@ for every tag that points to them, and decodes a JPEG again for each scan.
 
 from __future__ import annotations
 
+import math
 import time
 from typing import BinaryIO
 
@@ -13,6 +14,11 @@ from sinkprune.contract.errors import ImageError
 
 MOST_SECONDS = 10.0
 """The most processor time for decoding: five times that of the largest pictures on a processor of 2020."""
+_HEADER_SECONDS, _HEADER_READS = 1.0, 10_000
+"""The most processor time and reads for a picture's header, which a server reads before it is the picture's turn.
+
+Those reads take some 40 ms. Exif data that is joined from many segments takes long with few reads.
+"""
 _MOST_TIMES, _SPARE_BYTES = 2, 1 << 20
 
 
@@ -27,16 +33,25 @@ class MeteredFile:
         """Wrap `file` of `size` bytes, and start to count the time of this thread."""
         self._file, self._size = file, size
         self._left = _MOST_TIMES * size + _SPARE_BYTES
-        self._until = time.thread_time() + MOST_SECONDS
+        self._began = time.thread_time()
+        self._seconds, self._reads = _HEADER_SECONDS, float(_HEADER_READS)
         self.seek, self.tell = file.seek, file.tell
 
     def fileno(self) -> int:
         """Return the file's descriptor, which libtiff reads from."""
         return self._file.fileno()
 
+    def end_header(self) -> None:
+        """Allow the time for decoding, and any number of reads, because the header was read."""
+        self._seconds, self._reads = MOST_SECONDS, math.inf
+
     def read(self, count: int = -1) -> bytes:
         """Return up to `count` bytes, or all bytes that are left."""
-        if time.thread_time() > self._until:
+        self._reads -= 1
+        late = time.thread_time() - self._began > self._seconds
+        if self._reads < 0 or (late and self._reads < math.inf):
+            raise ImageError("the image's header has too many parts. Give one that is saved anew.")
+        if late:
             raise ImageError(
                 f"decoding the image takes more than {MOST_SECONDS:g} seconds of processor time. Give one that is "
                 "smaller, or saved anew."
