@@ -190,6 +190,26 @@ def test_an_mcap_that_is_cut_off_is_read_up_to_there(
         assert frames == [0, 1, 2] and damage is not None and "is damaged" in damage
 
 
+@pytest.mark.parametrize("repeat_schemas", [True, False])
+def test_an_mcap_with_many_equal_messages_and_few_repetitions_is_read(repeat_schemas: bool, tmp_path: Path) -> None:
+    """Recorders may repeat channels without schemas. Nodes send equal messages while simulated time stands still."""
+    path = tmp_path / "bag.mcap"
+    with path.open("wb") as file:
+        writer = mcap.writer.Writer(file, repeat_schemas=repeat_schemas)
+        writer.start("ros2")
+        camera, words = (
+            writer.register_channel(topic, "cdr", writer.register_schema(kind, "ros2msg", b""))
+            for topic, kind in ((TOPIC, IMAGE), ("/words", "std_msgs/msg/String"))
+        )
+        for number in range(COUNT):
+            for _ in range(2000):
+                writer.add_message(words, START_NS, b"\0\1\0\0\0", START_NS)
+            writer.add_message(camera, START_NS + number * PERIOD_NS, bytes(100), START_NS)
+        writer.finish()  # type: ignore[no-untyped-call]
+    assert read(path) == (list(range(COUNT)), None)
+    assert open_bag(path).counts == {TOPIC: COUNT, "/words": 2000 * COUNT}
+
+
 def test_a_sqlite3_file_that_is_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
     path = only_file(write_bag(tmp_path / "bag", said(), "sqlite3"))
     whole = path.read_bytes()

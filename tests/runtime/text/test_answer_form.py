@@ -30,9 +30,13 @@ def multiples(*divisors: float) -> list[dict[str, Any]]:
     return [{"type": "number", "multipleOf": divisor} for divisor in divisors]
 
 
-def function(divisor: int) -> dict[str, Any]:
-    parameters = {"type": "object", "properties": {"a": multiples(divisor)[0]}}
-    return {"type": "function", "function": {"name": f"f{divisor}", "parameters": parameters}}
+def names(count: int) -> dict[str, Any]:
+    return {"type": "object", "patternProperties": {f"^a{number}_": {} for number in range(count)}}
+
+
+def function(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
 @pytest.mark.parametrize(
@@ -75,6 +79,8 @@ def function(divisor: int) -> dict[str, Any]:
             {"schema": {"items": multiples(3e-9)[0]}},
             "a multipleOf with 9 decimal places, expected at most 8.",
         ),
+        ({"schema": {"format": "date", "allOf": None}}, "schema is not supported"),
+        ({"schema": names(101)}, "schema has 101 patterns of names in patternProperties, up to 101 in an object"),
         (
             {"schema": {"properties": {f"{number}": {} for number in range(3000)}}},
             "schema is not supported: grammar size (number of symbols) too big (limit for this grammar: 20000).",
@@ -103,10 +109,17 @@ def test_what_is_no_form_is_refused_at_once_in_one_line(options: dict[str, Any],
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
 
 
-def test_the_multiples_of_all_tools_count_together() -> None:
-    with pytest.raises(UsageError, match="the least common multiple 99990000 without decimal points"):
-        Tools([function(9999), function(10000)])
-    assert Tools([function(5000), function(10000)]).functions
+@pytest.mark.parametrize(
+    ("most", "more", "said"),
+    [
+        (multiples(5000)[0], multiples(9999)[0], "the least common multiple 49995000 without decimal points"),
+        (names(70), names(72), "schema has 142 patterns of names in patternProperties, up to 72 in an object"),
+    ],
+)
+def test_the_work_for_all_tools_counts_together(most: dict[str, Any], more: dict[str, Any], said: str) -> None:
+    assert Tools([function("a", a=most), function("b", a=most)]).functions
+    with pytest.raises(UsageError, match=said):
+        Tools([function("a", a=most), function("b", a=more)])
 
 
 def test_usual_multiples_are_taken() -> None:

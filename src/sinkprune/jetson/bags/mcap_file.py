@@ -33,11 +33,14 @@ _MESSAGE_HEAD = struct.Struct("<HIQQ")
 _CHUNK_HEAD = struct.Struct("<QQQI")
 _STATISTICS_HEAD = struct.Struct("<QHIIIIQQI")
 _COUNT = struct.Struct("<HQ")
+_COUNTS_BYTES = _COUNT.size << 16
 _ENDING = struct.Struct("<BQQQI8s")
 _U16, _U32, _U64 = struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
 _BLOCK = 1 << 20
 _MOST_SKIPPED = 4 * MOST_BYTES
 _SKIPPED_PER_BYTE = 1000
+_MOST_RECORDS = 500_000
+"""Records of chunks, beyond one for each byte: equal ones take less than a byte each, and reading them a second."""
 _BEGINNINGS = {b"\x28\xb5\x2f\xfd": "zstd", b"\x04\x22\x4d\x18": "lz4"}
 _TOO_LARGE = "is damaged: compressed data is cut off, or has more than {} bytes"
 
@@ -56,7 +59,8 @@ class McapFile:
         except (DamagedError, UnreadableError):
             # `messages` reports the damage.
             stated = _Listing()
-        if stated.topics:
+        # Recorders may repeat channels without their schemas.
+        if stated.topics and stated.has_schemas:
             return Contents(stated.topics, stated.counts)
         found = _Listing()
         try:
@@ -96,7 +100,7 @@ class McapFile:
         """Yield all records before the summary, those of chunks in place of chunks. Raises `DamagedError`."""
         with open_regular(self.path) as file:
             stream = io.BufferedReader(cast(io.RawIOBase, file))
-            source, skipped = _Source(stream, os.fstat(file.fileno()).st_size), 0
+            source, skipped, count = _Source(stream, os.fstat(file.fileno()).st_size), 0, 0
             if source.read(len(MAGIC)) != MAGIC:
                 raise DamagedError("is damaged: it does not begin as MCAP")
             for opcode, record in source.records():
@@ -119,10 +123,10 @@ class McapFile:
                 start = stream.tell()
                 _check_sum(_unpacked(compression, _Window(file, start, packed)), place, size, crc)
                 chunk = _Source(_unpacked(compression, _Window(file, start, packed)), size)
-                for number, inner in enumerate(chunk.records()):
-                    # The times of records differ, so that each takes a byte or more.
-                    if number > packed:
-                        raise DamagedError(f"is damaged: the chunk at byte {place} has more records than bytes")
+                for inner in chunk.records():
+                    count += 1
+                    if count > _MOST_RECORDS + place + packed:
+                        raise DamagedError(f"is damaged: its first {place + packed} bytes have {count} records")
                     yield inner
                 skipped += chunk.skipped
             raise DamagedError("is cut off: it has no record of its end")
@@ -132,10 +136,19 @@ class _Listing:
     """The topics and counts in records."""
 
     def __init__(self) -> None:
-        self.topics: dict[str, Topic] = {}
         self.counts: dict[str, int] = {}
         self._types: dict[int, str] = {}
-        self._names: dict[int, str] = {}
+        self._channels: dict[int, tuple[int, str, str]] = {}
+
+    @property
+    def topics(self) -> dict[str, Topic]:
+        """The topics by name, whose schemas may come after them."""
+        return {name: Topic(self._types.get(schema, ""), own) for schema, name, own in self._channels.values()}
+
+    @property
+    def has_schemas(self) -> bool:
+        """Whether each channel that has a schema is listed with it. Number 0 stands for none."""
+        return all(schema in self._types for schema, _, _ in self._channels.values() if schema)
 
     def add_all(self, records: Iterator[tuple[int, _Source]]) -> None:
         """Add all `records`. Raises `DamagedError`."""
@@ -146,18 +159,19 @@ class _Listing:
                 self._types[number] = record.text()
             elif opcode == _CHANNEL:
                 number, schema, name, encoding = record.channel()
-                self._names[number] = name
-                self.topics[name] = Topic(self._types.get(schema, ""), encoding)
-                check_topics(len(self.topics))
+                self._channels[number] = schema, name, encoding
+                check_topics(len(self._channels))
             elif opcode == _MESSAGE:
                 (number,) = record.unpack(_U16)
-                if name := self._names.get(number, ""):
+                if number in self._channels:
+                    _, name, _ = self._channels[number]
                     self.counts[name] = self.counts.get(name, 0) + 1
             elif opcode == _STATISTICS:
                 *_, size = record.unpack(_STATISTICS_HEAD)
-                stated = dict(record.unpack(_COUNT) for _ in range(min(size, record.left) // _COUNT.size))
+                size = min(size, record.left, _COUNTS_BYTES)
+                stated = dict(record.unpack(_COUNT) for _ in range(size // _COUNT.size))
         if stated is not None:
-            for number, name in self._names.items():
+            for number, (_, name, _) in self._channels.items():
                 self.counts[name] = self.counts.get(name, 0) + stated.get(number, 0)
 
 

@@ -29,6 +29,8 @@ CHOICE_BYTES = 1 << 10
 MOST_PATTERNS = 12
 # llguidance makes a state for each remainder, outside its limits of work. So larger ones took minutes and gigabytes.
 MOST_MULTIPLE = 10_000
+# llguidance compares each pair of such names with all others, outside its limits of work: 600 took minutes.
+MOST_NAME_PATTERNS = 100
 # llguidance computes with 32 bits: numbers of more places were taken although they are no multiples.
 MULTIPLE_PLACES = 8
 LIMITS = {"initial_lexer_fuel": 300_000, "max_lexer_states": 50_000, "max_grammar_size": 20_000}
@@ -170,8 +172,9 @@ def _with_calendar(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a schema with patterns in the place of formats of dates and times."""
     copy: dict[str, Any] = json.loads(json.dumps(schema))
     for _, part in schema_parts((), copy):
-        if isinstance(part.get("format"), str) and part["format"] in _CALENDAR:
-            part["allOf"] = [*part.get("allOf", []), {"pattern": _CALENDAR[part.pop("format")]}]
+        others = part.get("allOf", [])
+        if isinstance(part.get("format"), str) and part["format"] in _CALENDAR and isinstance(others, list):
+            part["allOf"] = [*others, {"pattern": _CALENDAR[part.pop("format")]}]
     return copy
 
 
@@ -232,15 +235,22 @@ def _check_content(schema: dict[str, Any]) -> None:
             f"schema combines {patterns} patterns and formats, expected at most {MOST_PATTERNS} next to allOf, or "
             "next to anyOf, oneOf and $ref with other keywords. Write each pattern where it applies."
         )
-    check_multiples([schema], combined=combines or opens)
+    check_together([schema], combined=combines or opens)
 
 
-def check_multiples(schemas: Sequence[dict[str, Any]], *, combined: bool = False) -> None:
-    """Reject schemas whose `multipleOf` llguidance needs too many states for together; raises `UsageError`.
+def check_together(schemas: Sequence[dict[str, Any]], *, combined: bool = False) -> None:
+    """Reject schemas whose `multipleOf` and `patternProperties` llguidance needs too much work for together.
 
-    `combined` is whether a number may have to be a multiple of several.
+    `combined` is whether a number may have to be a multiple of several. Raises `UsageError`.
     """
     parts = [part for schema in schemas for _, part in schema_parts((), schema)]
+    names = [len(found) for part in parts if isinstance(found := part.get("patternProperties"), dict)]
+    if sum(count**2 for count in names) > MOST_NAME_PATTERNS**2:
+        raise UsageError(
+            f"schema has {counted(sum(names), 'pattern')} of names in patternProperties, up to {max(names)} in an "
+            f"object, expected at most {MOST_NAME_PATTERNS} in one object, and fewer each in several. Combine "
+            "patterns, as in '^(a|b)_'."
+        )
     given = [part["multipleOf"] for part in parts if "multipleOf" in part]
     # llguidance rejects others.
     sizes = [Decimal(repr(abs(one))).normalize() for one in given if type(one) in (int, float) and one]

@@ -19,7 +19,7 @@ from sinkprune.contract.checks.arguments import check_type, creation_checks_opti
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
-from sinkprune.runtime.text.answer_form import check_multiples, checked_schema, json_copy, json_rule, written_grammar
+from sinkprune.runtime.text.answer_form import check_together, checked_schema, json_copy, json_rule, written_grammar
 
 CALL_MARKS = BEGIN, END = "<tool_call>", "</tool_call>"
 """The texts around a call. Many tokenizers have a token for each."""
@@ -93,7 +93,7 @@ class Tools:
         names = [one["function"]["name"] for one in functions]
         if len(set(names)) < len(names):
             raise UsageError("tools has two functions of the same name. Name each differently.")
-        check_multiples([one["function"].get("parameters", {}) for one in functions])
+        check_together([one["function"].get("parameters", {}) for one in functions])
         if self.choice not in CHOICES:
             raise UsageError(f"the choice of tools is {format_value(self.choice)}, expected {', '.join(CHOICES)}.")
         if self.name is not None and self.choice != "required":
