@@ -6,6 +6,8 @@ import os
 import shutil
 import sqlite3
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
@@ -246,18 +248,29 @@ def test_a_sqlite3_file_with_programs_in_place_of_tables_is_rejected(statement: 
         open_bag(path)
 
 
-def test_a_sqlite3_file_with_a_log_is_rejected(tmp_path: Path) -> None:
+@pytest.mark.parametrize("log", ["wal", "journal"])
+def test_a_sqlite3_file_with_a_log_is_rejected_until_it_is_merged(log: str, tmp_path: Path) -> None:
     path = only_file(write_bag(tmp_path / "bag", said(), "sqlite3"))
-    Path(f"{path}-wal").write_bytes(b"x")
-    with pytest.raises(BagError, match="wal_checkpoint"):
+    killed = f"""
+import os, sqlite3, sys
+database = sqlite3.connect(sys.argv[1], isolation_level=None)
+database.executescript("PRAGMA journal_mode={"WAL" if log == "wal" else "PERSIST"}; PRAGMA cache_size=1; BEGIN;")
+database.execute("UPDATE messages SET timestamp = 0, data = zeroblob(9000)")
+os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", killed, path], check=True)
+    with pytest.raises(BagError, match=f"has changes in '{path.name}-{log}'.* wal_checkpoint"):
         open_bag(path)
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    assert read(path) == (list(range(COUNT)), None)
 
 
 def test_rows_that_are_no_messages_end_the_reading(tmp_path: Path) -> None:
     path = only_file(write_bag(tmp_path / "bag", said(), "sqlite3"))
     wrong_sqlite(path, "UPDATE messages SET timestamp = -1 WHERE id = 5")
     frames, damage = read(path)
-    assert frames == [0, 1] and damage is not None and "a row has no message" in damage
+    assert frames == [0, 1] and damage is not None and "a row has no time, or no message" in damage
 
 
 @pytest.mark.parametrize(

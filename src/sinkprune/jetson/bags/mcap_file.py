@@ -293,7 +293,9 @@ def _unpacked(name: str, packed: io.RawIOBase) -> IO[bytes]:
     if name == "zstd":
         import zstandard
 
-        return cast(IO[bytes], zstandard.ZstdDecompressor().stream_reader(cast(IO[bytes], packed)))
+        return cast(
+            IO[bytes], zstandard.ZstdDecompressor().stream_reader(cast(IO[bytes], packed), read_across_frames=True)
+        )
     if name == "lz4":
         from lz4.frame import LZ4FrameFile
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from sinkprune.contract.files.untrusted import MissingError, open_regular
 from sinkprune.jetson.bags.bag_file import (
     MOST_BYTES,
     MOST_TOPICS,
@@ -71,7 +72,7 @@ class SqliteFile:
             ids = ",".join(str(number) for number, name, _ in _topics(database) if name == topic)
             for time_ns, data in database.execute(_MESSAGES.format(ids)):
                 if time_ns is None or time_ns < 0 or data is None:
-                    raise DamagedError(f"is damaged: a row has no message of at most {MOST_BYTES} bytes")
+                    raise DamagedError(f"is damaged: a row has no time, or no message of at most {MOST_BYTES} bytes")
                 read += len(data)
                 # A damaged tree may lead in circles.
                 if read > size:
@@ -81,12 +82,14 @@ class SqliteFile:
     @contextmanager
     def _opened(self) -> Iterator[sqlite3.Connection]:
         """Open the file, and check that it has plain tables. Raises `DamagedError`, also for errors of the block."""
-        log = Path(f"{self.path}-wal")
-        if log.exists() and log.stat().st_size:
-            raise DamagedError(
-                f"has messages in '{log.name}', because its recorder was stopped. Merge them with: sqlite3 "
-                f"{self.path.name} 'PRAGMA wal_checkpoint(TRUNCATE)'"
-            )
+        for log in (Path(f"{self.path}-wal"), Path(f"{self.path}-journal")):
+            # sqlite3 overwrites the beginning of logs that are done with zeros.
+            with suppress(MissingError), open_regular(log) as file:
+                if file.read(1).strip(b"\0"):
+                    raise DamagedError(
+                        f"has changes in '{log.name}', because its recorder was stopped. Merge them with: sqlite3 "
+                        f"'{self.path}' 'PRAGMA wal_checkpoint(TRUNCATE)'"
+                    )
         turns = iter(range(_STEPS_OF_SCHEMA // _STEPS))
         try:
             database = sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
