@@ -19,6 +19,7 @@ import pytest
 from PIL import Image
 from tests.runtime.server.test_chat_request import PICTURE, TEXT
 from tests.runtime.server.test_connections import HEAD, connected
+from tests.runtime.server.test_server import AS_JSON
 
 from support.programs.commands import own_process
 

@@ -19,6 +19,7 @@ from sinkprune.runtime.acting.observation import state_prompt
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.media.fits import Fit
+from sinkprune.runtime.steps.context_length import check_picture_count
 from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.steps.request import check_texts
 from sinkprune.runtime.text.prompt import PromptEncoder
@@ -85,6 +86,7 @@ def read_question(
     texts = [*[""] * len(files), prompt]
     check_texts(texts, len(files))
     family = load_family(bundle.manifest, fit)
+    check_picture_count(bundle.manifest, None, len(files))
     images = [decoded(file, family) for file in files]
     most = limits.get("prompt_tokens")
     if most is not None:

@@ -118,6 +118,7 @@ def check_chunk(model: LoadedModel, observation: Observation, method: str, budge
 
 
 def _encoded(model: LoadedModel, observation: Observation, layouts: Sequence[VisualLayout]) -> Prompt:
+    model.prompts.check_length([observation.prompt], model.manifest.language_model.max_positions)
     texts = (*[""] * len(layouts), observation.prompt)
     return model.prompts.encode(texts, [layout.texts for layout in layouts])
 

@@ -70,6 +70,7 @@ from sinkprune.runtime.profiling.plot import plot_report
 from sinkprune.runtime.profiling.profile import REPEAT, WARMUP, ProfileRounds
 from sinkprune.runtime.profiling.rate import RateRun
 from sinkprune.runtime.profiling.rate_plot import plot_rate
+from sinkprune.runtime.steps.context_length import check_picture_count
 from sinkprune.runtime.steps.pictures import decoded
 
 _EXAMPLES = """\
@@ -122,7 +123,9 @@ def main(arguments: Sequence[str] | None) -> None:
     if options.frames:
         prompts = [[frame] for frame in read_frames(files, family)]
     else:
-        prompts = [[decoded(source, family) for source in picture_sources(options)]]
+        sources = picture_sources(options)
+        check_picture_count(bundle.manifest, None, len(sources))
+        prompts = [[decoded(source, family) for source in sources]]
     planned = list(dict.fromkeys([*([] if camera else [UNPRUNED]), *budgets]))
     largest = max(prompts, key=lambda pictures: sum(picture.size[0] * picture.size[1] for picture in pictures))
     layouts = [*map(family.layout, largest)]

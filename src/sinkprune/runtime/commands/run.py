@@ -47,6 +47,7 @@ from sinkprune.runtime.families import load_family
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, overlay, picture_bytes
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.answer import Answer
+from sinkprune.runtime.steps.context_length import check_picture_count
 from sinkprune.runtime.steps.loaded_model import check_chosen_after_tower
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.pictures import decoded
@@ -117,6 +118,7 @@ def main(arguments: Sequence[str] | None) -> None:
     costs = costs_before_loading(options, options.costs, bundle) if reads_costs else None
     family = load_family(bundle.manifest, options.fit)
     sources = picture_sources(options)
+    check_picture_count(bundle.manifest, None, len(sources))
     images = [decoded(source, family) for source in sources]
     texts = [options.system or "", *([prompt] if isinstance(prompt, str) else prompt)]
     new_tokens = options.max_new_tokens or DEFAULT_NEW_TOKENS

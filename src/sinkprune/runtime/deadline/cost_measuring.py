@@ -17,7 +17,7 @@ from sinkprune.contract.reports.report import PARTS
 from sinkprune.contract.schedule import Schedule, schedules_up_to
 from sinkprune.runtime.deadline.decoder_times import DecoderTimes
 from sinkprune.runtime.steps.answer import Answer
-from sinkprune.runtime.steps.context_length import runnable
+from sinkprune.runtime.steps.context_length import check_picture_count, runnable
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.steps.request import Request
@@ -56,6 +56,7 @@ def measure_costs(
         raise UsageError(
             "costs are those of pictures, and the request has none. Give one like those of your requests."
         )
+    check_picture_count(manifest, model.limits, len(request.pictures))
     pictures = tuple(decoded(source, family) for source in request.pictures)
     layouts = [*map(family.layout, pictures)]
     text = model.encode_prompt(request, layouts).text_tokens
