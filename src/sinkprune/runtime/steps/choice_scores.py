@@ -77,19 +77,21 @@ def score_choices(
     Yields before each pass, because a server answers other requests meanwhile. `cut` receives the number of passes
     so far, with that of the prompt, and returns why there is no other, or "". Raises `NumericsError`.
     """
-    scores, scored, passes = np.zeros(len(choices.ids)), set[_Ids](), choices.passes
+    scores, scored = np.zeros(len(choices.ids)), set[_Ids]()
+    passes, stop_counts = choices.passes, choices.stop_counts
 
-    def count(prefix: _Ids, logits: Array) -> None:
-        """Add the probability of what follows `prefix`, with these `logits`, to each answer that it begins."""
+    def count(prefix: _Ids, begun: Sequence[int], logits: Array) -> None:
+        """Add the probability of what follows `prefix`, with these `logits`, to the answers that it begins."""
         if prefix not in scored:
             scored.add(prefix)
             check_finite(logits)
-            for number, ids in enumerate(choices.ids):
-                if ids[: len(prefix)] == prefix:
-                    following = ids[len(prefix) : len(prefix) + 1] or (choices.stop if choices.stop_counts else ())
-                    scores[number] += _log_probability(logits, following) if following else 0.0
+            for number in begun:
+                following = choices.ids[number][len(prefix) : len(prefix) + 1] or (
+                    choices.stop if stop_counts else ()
+                )
+                scores[number] += _log_probability(logits, following) if following else 0.0
 
-    count((), logits)
+    count((), range(len(choices.ids)), logits)
     first = scores.copy()
     with chain.backend.turn:
         saved = [
@@ -99,6 +101,7 @@ def score_choices(
     lengths, positions = cache.lengths, [*cache.next_positions]
     for number, tokens in enumerate(passes, 1):
         own, at_once = cache, len(tokens) if chain.backend.resumes else 1
+        begun: Sequence[int] = range(len(choices.ids))
         for start in range(0, len(tokens), at_once):
             yield
             if reason := cut(number):
@@ -110,7 +113,8 @@ def score_choices(
                     own = KVCache(restored, [*positions])
                 some = embedding(tokens[start : start + at_once])
                 for place, following in enumerate(logits_of_rows(chain, own, some), start + 1):
-                    count(tokens[:place], following)
+                    begun = [one for one in begun if choices.ids[one][place - 1 : place] == tokens[place - 1 : place]]
+                    count(tokens[:place], begun, following)
                 if start + at_once >= len(tokens):
                     # Others may need its memory meanwhile.
                     own = cache

@@ -211,12 +211,13 @@ class Watch:
             evicted = memory.evict(number)
         after_stage = {layer: np.flatnonzero(np.isin(rows.visual, left)) for layer, left in survivors.items()}
         layers = result.schedule.per_layer(self._model.manifest.language_model.num_layers)
+        state = StreamState()
+        steps: Generator[str | None, None, Written]
         if isinstance(form, ChoiceTokens):
-            written = choose(self._model, form, sampler, policy, observer, result.cache, logits)
+            steps = choose(self._model, form, sampler, policy, observer, state, result.cache, logits)
         else:
-            written = _last(
-                write(self._model, request, form, sampler, policy, observer, StreamState(), result.cache, ids)
-            )
+            steps = write(self._model, request, form, sampler, policy, observer, state, result.cache, ids)
+        written = _last(steps)
         return FrameAnswer(
             number=number,
             key=found.key,
@@ -288,7 +289,7 @@ class Watch:
         return replace(planned, pictures=(replace(planned.pictures[0], rows=self._memory.rows),))
 
 
-def _last(steps: Generator[str, None, Written]) -> Written:
+def _last(steps: Generator[str | None, None, Written]) -> Written:
     """Run `steps` to the end, and return what they return."""
     while True:
         try:
