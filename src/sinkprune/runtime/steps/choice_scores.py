@@ -78,7 +78,7 @@ def score_choices(
     so far, with that of the prompt, and returns why there is no other, or "". Raises `NumericsError`.
     """
     scores, scored = np.zeros(len(choices.ids)), set[_Ids]()
-    passes, stop_counts = choices.passes, choices.stop_counts
+    passes, stop = choices.passes, choices.stop if choices.stop_counts else ()
 
     def count(prefix: _Ids, begun: Sequence[int], logits: Array) -> None:
         """Add the probability of what follows `prefix`, with these `logits`, to the answers that it begins."""
@@ -86,9 +86,7 @@ def score_choices(
             scored.add(prefix)
             check_finite(logits)
             for number in begun:
-                following = choices.ids[number][len(prefix) : len(prefix) + 1] or (
-                    choices.stop if stop_counts else ()
-                )
+                following = choices.ids[number][len(prefix) : len(prefix) + 1] or stop
                 scores[number] += _log_probability(logits, following) if following else 0.0
 
     count((), range(len(choices.ids)), logits)
