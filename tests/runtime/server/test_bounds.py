@@ -11,6 +11,7 @@ from types import CoroutineType, FrameType
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from PIL import Image
 from tests.runtime.server.test_chat_request import BODY, DAMAGED, PICTURE, TEXT, data_uri
@@ -190,3 +191,23 @@ def test_a_client_that_expects_a_status_first_gets_it_at_once(address: str) -> N
     with connected(address) as client:
         client.sendall(text)
         assert client.recv(1000).startswith(b"HTTP/1.1 415 ")
+
+
+def test_nothing_computes_for_clients_that_left(address: str) -> None:
+    """Whenever they leave: while the body arrives or waits, while it is prepared, or in the middle of the answer."""
+    rng = np.random.default_rng(0)
+    for number in range(100):
+        body = {**BODY, "max_tokens": 500, "min_tokens": 500, "stream": bool(number % 2), "priority": number % 3}
+        content = json.dumps(body | ({"guided_choice": [f"text {n}" for n in range(99)]} if number % 5 == 0 else {}))
+        sent = head(len(content)) + content.encode()
+        with connected(address) as client:
+            client.sendall(sent[: int(rng.integers(len(sent))) if number % 4 == 0 else len(sent)])
+            time.sleep(rng.exponential(0.01))
+    left = time.monotonic()
+    until(
+        lambda: all(
+            f"sinkprune_{state} 0.0" in httpx.get(f"{address}/metrics").text for state in ("waiting", "active")
+        )
+    )
+    # A second, and what a busy machine adds.
+    assert time.monotonic() - left < 3
