@@ -15,7 +15,7 @@ from PIL import Image
 
 from sinkprune import Answer, NumericsError, Pipeline, Session, UsageError
 from sinkprune.runtime.deadline.policy import BudgetPolicy
-from sinkprune.runtime.server.scheduler import Job, Scheduler
+from sinkprune.runtime.server.scheduler import Job, Scheduler, State
 from sinkprune.runtime.steps.choice_scores import ChoiceTokens
 from sinkprune.runtime.steps.decoding import decode_one_token
 from sinkprune.runtime.steps.observer import NOBODY, Observer
@@ -229,9 +229,19 @@ def test_each_pass_is_a_step_that_a_cancel_ends(
 def test_a_request_with_priority_is_answered_between_two_passes(pipe: Pipeline, photo: Image.Image) -> None:
     scheduler, ends, pieces = Scheduler(pipe, most_jobs=8, most_active=1), list[str](), list[str]()
     urgent = Job(
-        pipe.new_request(photo, QUESTION, max_new_tokens=1), 100, NOBODY, str, lambda end: ends.append("urgent")
+        pipe.new_request(photo, QUESTION, max_new_tokens=1),
+        100,
+        NOBODY,
+        str,
+        lambda end: ends.append(f"urgent after {slow.count}"),
     )
-    slow = Passes(lambda: scheduler.submit(urgent))
+
+    def arrives() -> None:
+        scheduler.submit(urgent)
+        while urgent.state is not State.READY:
+            time.sleep(0.001)
+
+    slow = Passes(arrives)
 
     def ended(end: Answer | BaseException) -> None:
         ends.append(f"list after {slow.count}")
@@ -242,7 +252,8 @@ def test_a_request_with_priority_is_answered_between_two_passes(pipe: Pipeline, 
         time.sleep(0.001)
     scheduler.close()
     # One piece: clients that stream receive nothing between passes.
-    assert (ends, len(pieces)) == (["urgent", f"list after {slow.count}"], 1)
+    assert slow.count > 1
+    assert (ends, len(pieces)) == (["urgent after 1", f"list after {slow.count}"], 1)
 
 
 def test_a_deadline_counts_the_passes(pipe: Pipeline, photo: Image.Image) -> None:
