@@ -107,7 +107,7 @@ def test_public_names_are_loaded_on_first_use(tmp_path: Path) -> None:
 
 _INNER = {
     *("Bundle", "Backend", "Engine", "Plan", "PolicyFacts", "SampledFrames", "Sampler", "Curve", "RecentRatios"),
-    *("EncodedPicture", "TowerInput", "PromptRows", "Prefill", "PrefixCache", "Counts"),
+    *("EncodedPicture", "TowerInput", "PromptRows", "Prefill", "PrefixCache", "Counts", "ImageBytes", "VideoBytes"),
 }
 """Types of single steps and of parts of a bundle, which a program gets from a call and passes on."""
 
