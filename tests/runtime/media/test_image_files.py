@@ -15,7 +15,15 @@ import pytest
 from PIL import Image, ImageOps
 
 from sinkprune.contract.errors import ImageError, VideoError
-from sinkprune.runtime.media.images import FORMATS, MOST_BYTES, MOST_PIXELS, MOST_WEBP_PIXELS, read_image, to_rgb
+from sinkprune.runtime.media.images import (
+    FORMATS,
+    MOST_BYTES,
+    MOST_PIXELS,
+    MOST_WEBP_PIXELS,
+    ImageBytes,
+    read_image,
+    to_rgb,
+)
 from sinkprune.runtime.media.video_file import VideoFile
 from support.programs.repository import ROOT
 from support.programs.slow_cases import each_once, slow
@@ -116,7 +124,7 @@ def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> N
     [
         ("PNG", (MOST_PIXELS // 8192 + 1, 8192)),
         ("GIF", (MOST_PIXELS // 8192 + 1, 8192)),
-        slow(("WEBP", (8192, 6145))),
+        slow(("WEBP", (8192, 4097))),
     ],
 )
 def test_one_column_too_many_is_refused_before_decoding(kind: str, size: tuple[int, int], tmp_path: Path) -> None:
@@ -127,6 +135,11 @@ def test_one_column_too_many_is_refused_before_decoding(kind: str, size: tuple[i
     path.write_bytes(path.read_bytes()[: 60 if kind == "PNG" else None])
     with pytest.raises(ImageError, match=rf"photo\.jpg'.*has {size[0]}x{size[1]} pixels.*at most {most}.*Scale it"):
         read_image(path)
+
+
+def test_pixels_count_by_the_memory_that_decoding_takes() -> None:
+    image = Image.new("L", (8, 6))
+    assert [ImageBytes(encoded(image, kind), "it").pixels for kind in ("PNG", "WEBP")] == [48, 96]
 
 
 def test_a_file_larger_than_its_pixels_could_be_is_not_read(tmp_path: Path, photo: Image.Image) -> None:

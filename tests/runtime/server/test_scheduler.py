@@ -175,7 +175,7 @@ def header(width: int, height: int) -> ImageBytes:
     return ImageBytes(buffer.getvalue(), "it")
 
 
-SMALL, LARGE = header(8, 6), header(8192, 8192)
+SMALL, FRAME, LARGE = header(8, 6), header(3840, 2160), header(8192, 8192)
 
 
 def prepared(rig: Rig, count: int) -> str:
@@ -210,10 +210,20 @@ def test_large_pictures_are_decoded_one_at_a_time(rig: Rig) -> None:
         rig.ask(name, 1, picture=LARGE, waits=False)
     rig.ask("c", 1, waits=False)
     assert prepared(rig, 2) == "xa"
-    rig.ask("d", 1, priority=1, picture=LARGE, waits=False)
+    rig.ask("d", 1, priority=1, picture=FRAME, waits=False)
     assert prepared(rig, 3) == "xad"
     rig.run()
     assert {*rig.answers.prepared} == {*"xabcd"}
+
+
+def test_large_pictures_of_rising_priorities_are_decoded_one_at_a_time(rig: Rig) -> None:
+    blocked(rig)
+    rig.answers.prepare = lambda name: rig.go.wait(10) and None  # type: ignore[func-returns-value]
+    for priority, name in enumerate("abc"):
+        rig.ask(name, 1, priority=priority, picture=LARGE, waits=False)
+    assert prepared(rig, 2) == "xa"
+    rig.run()
+    assert {*rig.answers.prepared} == {*"xabc"}
 
 
 def test_answers_go_on_while_a_picture_is_decoded(rig: Rig) -> None:

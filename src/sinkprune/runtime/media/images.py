@@ -24,8 +24,8 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 """The formats that are read. Some of Pillow's other formats start programs, and others fail in unusual ways."""
 MOST_PIXELS = 1 << 26
 """The most pixels of an image: 8192x8192. Decoding takes less than 1 GB."""
-MOST_WEBP_PIXELS = 3 << 24
-"""The most pixels of a WebP file: 8192x6144. Its decoder holds each of them four times."""
+MOST_WEBP_PIXELS = MOST_PIXELS // 2
+"""The most pixels of a WebP file: 8192x4096. Its decoder holds each of them four times, and Python's lock."""
 MOST_BYTES = 257 << 20
 """The most bytes of an image file: `MOST_PIXELS` of 32 bits, and 1 MiB more."""
 MOST_TILES = 1 << 16
@@ -104,7 +104,7 @@ class ImageBytes:
     name: str
     """Where the bytes are from. Messages of later errors begin with it."""
     pixels: int
-    """The number of pixels, by the header."""
+    """The number of pixels, by the header. Those of a WebP file count twice, because they take twice the memory."""
 
     def __init__(self, data: bytes, name: str) -> None:
         """Raises `ImageError`, without `name`, for no known format, and beyond the limits of `read_image`."""
@@ -216,7 +216,7 @@ def _opened(file: MeteredFile) -> Iterator[ImageFile.ImageFile]:
 
 def _pixels(file: MeteredFile) -> int:
     with _opened(file) as image:
-        return image.width * image.height
+        return image.width * image.height * (2 if image.format == "WEBP" else 1)
 
 
 def _header(file: MeteredFile) -> tuple[int, bool]:

@@ -25,6 +25,8 @@ _PREPARED = 2
 """The most requests that are being prepared, or are prepared and hold pictures; one more of a higher priority."""
 _PIXELS_AT_ONCE = MOST_PIXELS
 """The most pixels of pictures that are decoded at once: those of one picture of the largest size."""
+_FEW_PIXELS = 1 << 23
+"""The most pixels of the one more of a higher priority: a frame of 3840x2160. More would be too much memory."""
 _LARGE = 1 << 22
 """The pixels of a picture whose memory is worth some milliseconds."""
 
@@ -206,7 +208,8 @@ class Scheduler:
         held = preparing + [one for one in self._jobs if one.state is State.READY and one.pixels]
         pixels = sum(one.pixels for one in preparing)
         fits = len(held) < _PREPARED and (not pixels or pixels + job.pixels <= _PIXELS_AT_ONCE)
-        first = len(held) <= _PREPARED and all(one.priority < job.priority for one in held)
+        one_more = len(held) <= _PREPARED and job.pixels <= _FEW_PIXELS
+        first = one_more and all(one.priority < job.priority for one in held)
         return job if fits or first else None
 
     def _prepare_all(self) -> None:
