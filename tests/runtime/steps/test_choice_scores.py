@@ -226,6 +226,17 @@ def test_each_pass_is_a_step_that_a_cancel_ends(
     assert seen.count == 0
 
 
+def test_a_long_pass_is_many_steps(pipe: Pipeline, photo: Image.Image, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, whole, parts = ("red", " ".join(["red cup"] * 30)), Passes(), Passes()
+    rows = len(pipe.prompts.answer_ids(texts[1]))
+    monkeypatch.setattr("sinkprune.runtime.steps.choice_scores._AT_ONCE", rows)
+    expected = pipe.generate(photo, QUESTION, observer=whole, choice=texts)
+    monkeypatch.undo()
+    found = pipe.generate(photo, QUESTION, observer=parts, choice=texts)
+    assert (whole.count, parts.count) == (1, math.ceil(rows / 32)) and rows > 32
+    np.testing.assert_allclose([*found.choices.values()], [*expected.choices.values()], rtol=1e-3)
+
+
 def test_a_request_with_priority_is_answered_between_two_passes(pipe: Pipeline, photo: Image.Image) -> None:
     scheduler, ends, pieces = Scheduler(pipe, most_jobs=8, most_active=1), list[str](), list[str]()
     urgent = Job(

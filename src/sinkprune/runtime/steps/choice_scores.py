@@ -17,6 +17,8 @@ from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.text.sampling import check_finite
 
 _Ids = tuple[int, ...]
+# The most tokens of a pass that run before others may: each takes as long as a token of an answer.
+_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,8 @@ def score_choices(
 ) -> Generator[None, None, ChoiceScores]:
     """Return the score of each answer after a prompt with these `logits` [vocab] and `cache`, which may grow.
 
-    Yields before each pass, because a server answers other requests meanwhile. `cut` receives the number of passes
-    so far, with that of the prompt, and returns why there is no other, or "". Raises `NumericsError`.
+    Yields before each part of a pass, because a server answers other requests meanwhile. `cut` receives the number
+    of passes so far, with that of the prompt, and returns why there is no other, or "". Raises `NumericsError`.
     """
     scores, scored = np.zeros(len(choices.ids)), set[_Ids]()
     passes, stop = choices.passes, choices.stop if choices.stop_counts else ()
@@ -98,7 +100,7 @@ def score_choices(
         ]
     lengths, positions = cache.lengths, [*cache.next_positions]
     for number, tokens in enumerate(passes, 1):
-        own, at_once = cache, len(tokens) if chain.backend.resumes else 1
+        own, at_once = cache, _AT_ONCE if chain.backend.resumes else 1
         begun: Sequence[int] = range(len(choices.ids))
         for start in range(0, len(tokens), at_once):
             yield
