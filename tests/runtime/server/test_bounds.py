@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import socket
@@ -22,8 +23,8 @@ from sinkprune import Pipeline
 from sinkprune.runtime.media import images
 from sinkprune.runtime.media.images import ImageBytes
 from sinkprune.runtime.server import bodies
-from sinkprune.runtime.server.bodies import Body
-from sinkprune.runtime.server.chat_request import ChatRequest
+from sinkprune.runtime.server.bodies import Bodies, Body, Places
+from sinkprune.runtime.server.chat_request import ChatReader, ChatRequest
 from sinkprune.runtime.server.scheduler import Job
 from sinkprune.runtime.steps.request import Request
 
@@ -74,6 +75,63 @@ def test_a_text_that_cannot_fit_is_rejected_unread(
 def test_a_body_has_few_values(address: str) -> None:
     found = post(address, messages=[[]] * 300_000)
     assert found.status_code == 400 and "more than 262144 values" in found.text
+
+
+@pytest.mark.parametrize(
+    ("body", "priority"),
+    [
+        (b'{"priority" :\n-100, "model": "m"}', -100),
+        (b'{"messages": ["\\"priority\\": 7"], "priority": 100}', 100),
+        (b'{"messages": ["\\"priority\\": 7"]}', 0),
+        (b'{"priority": 1e2}', 1),
+        (b'{"priority": 123456}', 0),
+        (b'{"priority"', 0),
+        (b"", 0),
+    ],
+)
+def test_the_priority_is_known_before_a_body_is_parsed(body: bytes, priority: int) -> None:
+    arrived = Body(Bodies(1, 1, 1))
+    arrived.data += body
+    assert arrived.priority == priority
+
+
+def test_places_are_taken_by_priority() -> None:
+    """So that many bodies that take long to check keep none of a higher priority waiting."""
+    entered: list[str] = []
+
+    async def run() -> None:
+        places = Places(1)
+
+        async def enter(name: str, priority: int) -> None:
+            await places.enter(priority)
+            entered.append(name)
+
+        tasks = [
+            asyncio.create_task(enter(name, priority))
+            for name, priority in zip("abcde", (0, 0, 5, 9, 9), strict=True)
+        ]
+        await asyncio.sleep(0.01)
+        assert entered == ["a", "c"]
+        tasks[3].cancel()
+        await asyncio.sleep(0.01)
+        places.leave(0)
+        await asyncio.sleep(0.01)
+        assert entered == ["a", "c", "e"]
+        places.leave(5)
+        await asyncio.sleep(0.01)
+        assert entered == ["a", "c", "e"]
+        places.leave(9)
+        await asyncio.sleep(0.01)
+        assert entered == ["a", "c", "e", "b"]
+
+    asyncio.run(run())
+
+
+def test_a_message_of_many_parts_is_read_soon() -> None:
+    """Each part was once copied for each that follows."""
+    began = time.thread_time()
+    texts = ChatReader._texts(None, {"content": [{"type": "text", "text": "a"}] * 87_000}, "it", [])  # type: ignore[arg-type]
+    assert len(texts[0]) == 87_000 and time.thread_time() - began < 1
 
 
 def until(holds: Callable[[], bool]) -> None:

@@ -27,7 +27,7 @@ from sinkprune.contract.checks.format_value import counted, format_value
 from sinkprune.contract.errors import SinkpruneError
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.server.api_error import RETRY_S, ApiError, shortage, shutting_down
-from sinkprune.runtime.server.bodies import Bodies, Body
+from sinkprune.runtime.server.bodies import Bodies, Body, Places
 from sinkprune.runtime.server.body_fields import field_of
 from sinkprune.runtime.server.callers import Callers
 from sinkprune.runtime.server.chat_request import ChatReader, ChatRequest, model_names
@@ -46,7 +46,7 @@ from sinkprune.runtime.text.tool_answer import ToolAnswerReader
 _FETCHED_AT_ONCE = 16
 # Parsing a body takes up to ten times its size, so that large ones are parsed one at a time.
 _SMALL_BODY = 1 << 20
-_PARSED_AT_ONCE = 4
+_PARSED_AT_ONCE = 2
 
 _Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -142,7 +142,7 @@ class _Server:
         self._callers = Callers(settings.host, settings.allow_hosts, settings.allow_origins)
         self._bodies = Bodies(settings.max_body_bytes, settings.max_body_seconds, settings.max_waiting_bytes)
         self._reading = self._fetching = 0
-        self._parsing_small, self._parsing_large = asyncio.Semaphore(_PARSED_AT_ONCE), asyncio.Semaphore(1)
+        self._parsing_small, self._parsing_large = Places(_PARSED_AT_ONCE), Places(1)
         self._started = int(time.time())
         self._metrics = Metrics(
             waiting=lambda: self.scheduler.waiting,
@@ -261,15 +261,21 @@ class _Server:
             raise ApiError(f"the server is reading {others}. Try again later.", status=429, retry_after=RETRY_S)
         reader, data = self._reader, body.data
         parsing = self._parsing_large if len(data) > _SMALL_BODY else self._parsing_small
+        priority = body.priority
         if self._settings.allow_remote_images:
             pictures = replace(
-                reader.pictures, fetch=lambda url: from_thread.run(self._fetch, http, url, body, parsing)
+                reader.pictures, fetch=lambda url: from_thread.run(self._fetch, http, url, body, parsing, priority)
             )
             reader = replace(reader, pictures=pictures)
         self._reading += 1
         try:
-            async with parsing:
+            await parsing.enter(priority)
+            try:
+                if await http.is_disconnected():
+                    raise ClientDisconnect
                 found = await run_in_threadpool(_value_or_error, reader.read, data)
+            finally:
+                parsing.leave(priority)
         finally:
             self._reading -= 1
         if isinstance(found, ChatRequest):
@@ -280,7 +286,7 @@ class _Server:
             # The error's frames have it, in this one too: a cycle that would keep the body.
             del found
 
-    async def _fetch(self, http: Request, url: str, body: Body, parsing: asyncio.Semaphore) -> bytes:
+    async def _fetch(self, http: Request, url: str, body: Body, parsing: Places, priority: int) -> bytes:
         """Return the bytes at an address, for a thread that reads the request `http`.
 
         Meanwhile the request leaves its place for parsing to others.
@@ -291,7 +297,7 @@ class _Server:
         body.add(MOST_REMOTE_BYTES)
         self._fetching += 1
         self._reading -= 1
-        parsing.release()
+        parsing.leave(priority)
         fetching = asyncio.ensure_future(fetch_https(url))
         try:
             while not fetching.done():
@@ -306,7 +312,7 @@ class _Server:
         finally:
             fetching.cancel()
             del fetching
-            await parsing.acquire()
+            await parsing.enter(priority)
             self._reading += 1
             self._fetching -= 1
 

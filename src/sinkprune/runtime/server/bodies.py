@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from heapq import heappop, heappush
+from itertools import count
 
 from anyio import CancelScope, move_on_after
 from starlette.requests import ClientDisconnect, Request
@@ -12,6 +16,7 @@ from sinkprune.runtime.server.api_error import RETRY_S, ApiError, shutting_down
 
 _DISCARDING_S = 10.0
 """How long the rest of a rejected body is read."""
+_PRIORITY = re.compile(rb'"priority"\s*:\s*(-?[0-9]{1,3})(?![0-9])')
 
 
 class Body:
@@ -22,6 +27,12 @@ class Body:
         self.arriving: CancelScope | None = None
         """Ends the reading; None once the body arrived whole."""
         self.data = bytearray()
+
+    @property
+    def priority(self) -> int:
+        """The priority that the request seems to have, before it is parsed: when that is done depends on it."""
+        found = _PRIORITY.match(self.data, max(0, self.data.rfind(b'"priority"')))
+        return int(found[1]) if found else 0
 
     def add(self, size: int) -> None:
         """Count further bytes before they are held; raises `ApiError` with status 429 if there is no room."""
@@ -138,3 +149,43 @@ def _no_room(most: int) -> ApiError:
         status=429,
         retry_after=RETRY_S,
     )
+
+
+class Places:
+    """Places for what a few requests do at a time: those of the largest priority first, each in order of arrival.
+
+    One more of a higher priority than all inside need not wait for them. All calls are made in one event loop.
+    """
+
+    def __init__(self, most: int) -> None:
+        """Let `most` in at once."""
+        self._most, self._inside, self._numbers = most, list[int](), count()
+        self._waiting = list[tuple[int, int, asyncio.Future[None]]]()
+
+    async def enter(self, priority: int) -> None:
+        """Wait for a place, which the caller leaves with the same `priority`."""
+        turn = asyncio.get_running_loop().create_future()
+        heappush(self._waiting, (-priority, next(self._numbers), turn))
+        self._let_in()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self.leave(priority)
+            raise
+
+    def leave(self, priority: int) -> None:
+        """Give a place of this priority to the next."""
+        self._inside.remove(priority)
+        self._let_in()
+
+    def _let_in(self) -> None:
+        while self._waiting:
+            first, _, turn = self._waiting[0]
+            full = len(self._inside) - self._most
+            if not turn.cancelled() and (full > 0 or (full == 0 and -first <= max(self._inside))):
+                return
+            heappop(self._waiting)
+            if not turn.cancelled():
+                self._inside.append(-first)
+                turn.set_result(None)

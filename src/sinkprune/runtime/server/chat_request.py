@@ -291,11 +291,11 @@ class ChatReader:
         """Return the texts around a message's pictures, and add these to `pictures`."""
         if isinstance(content := message.get("content"), str):
             return (content,)
-        texts: list[tuple[str, ...]] = [()]
+        texts = [list[str]()]
         for place, part in _parts(message, where):
             kind = part.get("type") if isinstance(part, dict) else None
             if kind == "text" and isinstance(part.get("text"), str):
-                texts[-1] += (part["text"],)
+                texts[-1].append(part["text"])
             elif _is_picture(part):
                 url = part.get(kind)
                 read = self.pictures.image if kind == "image_url" else self.pictures.video
@@ -306,10 +306,10 @@ class ChatReader:
                         # The server ends, or lacks room: the request is not wrong.
                         raise
                     raise wrong(f"{place}: {error}") from error
-                texts.append(())
+                texts.append([])
             else:
                 raise wrong(f"{place} is {format_json(part)}, expected a text, an image_url or a video_url.")
-        return tuple(texts)
+        return tuple(map(tuple, texts))
 
 
 def _take_unused(options: dict[str, Any], unused: Iterable[tuple[RealNumber | WholeNumber, object]]) -> list[str]:
