@@ -8,6 +8,7 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from threading import Timer
 
 import pytest
 from PIL import Image
@@ -105,6 +106,15 @@ def test_a_picture_that_takes_too_long_is_refused_in_time(
         read_image(path)
     # What is decoded between two reads comes on top.
     assert time.thread_time() - began < _ALLOWED + 1
+
+
+def test_decoding_ends_soon_after_it_is_cancelled() -> None:
+    picture, began = ImageBytes(jpeg_of_scans(), "picture"), time.monotonic()
+    timer = Timer(0.2, picture.cancel)
+    timer.start()
+    with pytest.raises(ImageError, match=r"^nobody needs the image any longer\."):
+        picture.decoded()
+    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("bomb", HEADERS, ids=lambda bomb: bomb.__name__)

@@ -100,7 +100,7 @@ def test_places_are_taken_by_priority() -> None:
     entered: list[str] = []
 
     async def run() -> None:
-        places = Places(1)
+        places = Places(1, more=1)
 
         async def enter(name: str, priority: int) -> None:
             await places.enter(priority)

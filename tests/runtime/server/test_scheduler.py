@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from sinkprune import Request, Stream
+from sinkprune.contract.errors import ImageError
 from sinkprune.runtime.answering import Answering
 from sinkprune.runtime.media.images import ImageBytes
 from sinkprune.runtime.server.api_error import ApiError
@@ -283,6 +284,13 @@ def test_a_client_that_goes_away_ends_its_answer_and_no_other(rig: Rig) -> None:
     assert steps.count("a") <= 3 and steps.count("b") == 3 and "c" not in steps
     assert {"a", "b"} <= {*rig.answers.closed}
     assert isinstance(rig.ends["a"], GeneratorExit) and rig.ends["b"] == "b"
+
+
+def test_decoding_ends_for_a_client_that_goes_away(rig: Rig) -> None:
+    picture = header(8, 6)
+    rig.scheduler.cancel(rig.ask("a", 1, picture=picture))
+    with pytest.raises(ImageError, match="nobody needs the image"):
+        picture.decoded()
 
 
 def test_an_error_ends_its_request_and_no_other(rig: Rig) -> None:

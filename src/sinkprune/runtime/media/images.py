@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Lock
+from threading import Event, Lock
 from typing import Any, BinaryIO, TypeVar, cast
 
 import numpy as np
@@ -109,10 +109,15 @@ class ImageBytes:
     def __init__(self, data: bytes, name: str) -> None:
         """Raises `ImageError`, without `name`, for no known format, and beyond the limits of `read_image`."""
         self._data, self.name, self.pixels = data, name, _read_bytes(data, _pixels)
+        self._cancelled = Event()
 
     def decoded(self) -> Image.Image:
-        """Return the RGB image, as `read_image` does; raises `ImageError`."""
-        return read_image_bytes(self._data)
+        """Return the RGB image, as `read_image` does; raises `ImageError`, also soon after `cancel`."""
+        return _read_bytes(self._data, _decoded, self._cancelled)
+
+    def cancel(self) -> None:
+        """End `decoded`, because nobody needs the image; any thread may call this."""
+        self._cancelled.set()
 
 
 def read_image_bytes(data: bytes) -> Image.Image:
@@ -120,11 +125,11 @@ def read_image_bytes(data: bytes) -> Image.Image:
     return _read_bytes(data, _decoded)
 
 
-def _read_bytes(data: bytes, read: Callable[[MeteredFile], _Found]) -> _Found:
+def _read_bytes(data: bytes, read: Callable[[MeteredFile], _Found], cancelled: Event | None = None) -> _Found:
     if not 0 < len(data) <= MOST_BYTES:
         raise ImageError(f"the image has {len(data)} bytes, expected 1 to {MOST_BYTES}. {_GIVE}")
     try:
-        return read(MeteredFile(io.BytesIO(data), len(data)))
+        return read(MeteredFile(io.BytesIO(data), len(data), cancelled))
     except UnidentifiedImageError as error:
         raise ImageError(f"the image has no known format ({len(data)} bytes). {_GIVE}") from error
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from threading import Event
 from typing import BinaryIO
 
 from sinkprune.contract.errors import ImageError
@@ -29,9 +30,9 @@ class MeteredFile:
     bytes than the file has, because Python reserves memory for the request first.
     """
 
-    def __init__(self, file: BinaryIO, size: int) -> None:
-        """Wrap `file` of `size` bytes, and start to count the time of this thread."""
-        self._file, self._size = file, size
+    def __init__(self, file: BinaryIO, size: int, cancelled: Event | None = None) -> None:
+        """Wrap `file` of `size` bytes, and start to count the time of this thread; `cancelled` ends all reads."""
+        self._file, self._size, self._cancelled = file, size, cancelled
         self._left = _MOST_TIMES * size + _SPARE_BYTES
         self._began = time.thread_time()
         self._seconds, self._reads = _HEADER_SECONDS, float(_HEADER_READS)
@@ -47,6 +48,8 @@ class MeteredFile:
 
     def read(self, count: int = -1) -> bytes:
         """Return up to `count` bytes, or all bytes that are left."""
+        if self._cancelled is not None and self._cancelled.is_set():
+            raise ImageError("nobody needs the image any longer.")
         self._reads -= 1
         late = time.thread_time() - self._began > self._seconds
         if self._reads < 0 or (late and self._reads < math.inf):

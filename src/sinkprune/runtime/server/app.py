@@ -142,7 +142,7 @@ class _Server:
         self._callers = Callers(settings.host, settings.allow_hosts, settings.allow_origins)
         self._bodies = Bodies(settings.max_body_bytes, settings.max_body_seconds, settings.max_waiting_bytes)
         self._reading = self._fetching = 0
-        self._parsing_small, self._parsing_large = Places(_PARSED_AT_ONCE), Places(1)
+        self._parsing_small, self._parsing_large = Places(_PARSED_AT_ONCE, more=1), Places(1)
         self._started = int(time.time())
         self._metrics = Metrics(
             waiting=lambda: self.scheduler.waiting,

@@ -154,12 +154,12 @@ def _no_room(most: int) -> ApiError:
 class Places:
     """Places for what a few requests do at a time: those of the largest priority first, each in order of arrival.
 
-    One more of a higher priority than all inside need not wait for them. All calls are made in one event loop.
+    All calls are made in one event loop.
     """
 
-    def __init__(self, most: int) -> None:
-        """Let `most` in at once."""
-        self._most, self._inside, self._numbers = most, list[int](), count()
+    def __init__(self, most: int, more: int = 0) -> None:
+        """Let `most` in at once, and so many more of a higher priority than all inside."""
+        self._most, self._more, self._inside, self._numbers = most, more, list[int](), count()
         self._waiting = list[tuple[int, int, asyncio.Future[None]]]()
 
     async def enter(self, priority: int) -> None:
@@ -182,8 +182,8 @@ class Places:
     def _let_in(self) -> None:
         while self._waiting:
             first, _, turn = self._waiting[0]
-            full = len(self._inside) - self._most
-            if not turn.cancelled() and (full > 0 or (full == 0 and -first <= max(self._inside))):
+            most = self._most + self._more * all(one < -first for one in self._inside)
+            if not turn.cancelled() and len(self._inside) >= most:
                 return
             heappop(self._waiting)
             if not turn.cancelled():

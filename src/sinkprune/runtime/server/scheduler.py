@@ -150,6 +150,9 @@ class Scheduler:
         with self._changed:
             job.cancelled = True
             self._changed.notify_all()
+        for picture in job.request.pictures:
+            if isinstance(picture, ImageBytes):
+                picture.cancel()
 
     @property
     def waiting(self) -> int:
