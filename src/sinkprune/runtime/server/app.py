@@ -221,6 +221,8 @@ class _Server:
         streams = False
         try:
             chat = await self._read(http, body)
+            # The request has its own copies, which are no larger.
+            body.data.clear()
             reader = None if chat.request.tools is None else ToolAnswerReader()
             completion = Completion(chat.model, kept_tokens=chat.kept_tokens, notes=[*chat.notes], reader=reader)
             events: asyncio.Queue[_Event] = asyncio.Queue()

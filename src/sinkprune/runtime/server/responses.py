@@ -35,7 +35,8 @@ class FileNotes(Observer):
 
     def seen(self, pictures: Sequence[TowerInput]) -> None:
         """Add sentences about pictures whose files have 16 bits, or more than one frame."""
-        self._notes += notes_on([picture.file for picture in pictures])
+        # A request may be prepared again.
+        self._notes += [note for note in notes_on([one.file for one in pictures]) if note not in self._notes]
 
 
 class TokenLogprobs(FileNotes):

@@ -178,7 +178,11 @@ class Scheduler:
                 if not isinstance(job, Job):
                     break
                 job.last_step = step
-            self._step(job)
+                starts = job.state is State.READY
+                if starts:
+                    job.state, self._last_start = State.RUNNING, step
+                    self._changed.notify_all()
+            self._step(job, starts=starts)
             # What it refers to is freed before the next step, which may be an hour later.
             del job
         for job in [*self._jobs]:
@@ -208,12 +212,20 @@ class Scheduler:
             return None
         job = min(waiting, key=_order)
         preparing = [one for one in self._jobs if one.state is State.PREPARING]
-        held = preparing + [one for one in self._jobs if one.state is State.READY and one.pixels]
+        ready = sorted((one for one in self._jobs if one.state is State.READY and one.pixels), key=_order)
         pixels = sum(one.pixels for one in preparing)
-        fits = len(held) < _PREPARED and (not pixels or pixels + job.pixels <= _PIXELS_AT_ONCE)
-        one_more = len(held) <= _PREPARED and job.pixels <= _FEW_PIXELS
-        first = one_more and all(one.priority < job.priority for one in held)
-        return job if fits or first else None
+        if len(preparing + ready) < _PREPARED and (not pixels or pixels + job.pixels <= _PIXELS_AT_ONCE):
+            return job
+        # One more, of a higher priority than all.
+        if job.pixels > _FEW_PIXELS or any(one.priority >= job.priority for one in preparing + ready):
+            return None
+        if len(preparing + ready) > _PREPARED:
+            if not ready:
+                return None
+            # It does not run soon. Later it is prepared again.
+            last = ready[-1]
+            last.state, last.stream = State.WAITING, None
+        return job
 
     def _prepare_all(self) -> None:
         while True:
@@ -243,17 +255,13 @@ class Scheduler:
                 job.stream, job.state = stream, State.READY
             self._changed.notify_all()
 
-    def _step(self, job: Job) -> None:
+    def _step(self, job: Job, *, starts: bool) -> None:
         """Prefill a job's prompt, or generate its next token."""
         if job.cancelled or job.stream is None:
             self._end(job, GeneratorExit())
             return
         try:
-            if job.state is State.READY:
-                self._last_start = job.last_step
-                with self._changed:
-                    job.state = State.RUNNING
-                    self._changed.notify_all()
+            if starts:
                 job.on_start(job.prepared_ms)
             if (text := job.stream.step()) is not None:
                 job.on_text(text)
