@@ -137,6 +137,18 @@ def tiled_tiff(side: int, *tiles: tuple[int, int, int, int]) -> bytes:
     return tiff((256, 4, 1, 1), (257, 4, 1, side), (258, 3, 1, 8), (259, 3, 1, 8), (262, 3, 1, 1), place, *tiles)
 
 
+@pytest.mark.parametrize("tag", [258, 273, 339])
+def test_a_tiff_of_too_many_numbers_is_refused_before_they_are_read(tag: int) -> None:
+    """Pillow made each place of a strip a tile: 10 million took 1.8 GB and half a minute."""
+    large = tiff((256, 4, 1, 64), (257, 4, 1, 64), (tag, 4, 500_000, 200), data=bytes(2_000_200))
+    # The same with the other order of bytes, and as BigTIFF
+    other = b"MM\0*" + struct.pack(">IHHHII", 8, 1, tag, 4, 500_000, 0) + bytes(4)
+    big = b"II+\0\x08\0\0\0" + struct.pack("<QQHHQQ", 16, 1, tag, 4, 500_000, 0) + bytes(8)
+    for data in (large, other, big):
+        with pytest.raises(ImageError, match=rf"^tag {tag} of the image has 500000 values, expected at most 262144"):
+            ImageBytes(data, "picture")
+
+
 def test_bytes_that_are_read_again_and_again_are_refused() -> None:
     """As tags of a TIFF are that share their bytes; newer Pillows refuse that themselves."""
     file = MeteredFile(io.BytesIO(bytes(1 << 20)), 1 << 20)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import re
+import struct
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,6 +45,9 @@ _HAD_16_BITS = "sinkprune_had_16_bits"
 # TIFF tags (TIFF 6.0), and values of four of them that Pillow may misread
 _BITS, _PHOTOMETRIC, _FILL_ORDER, _PLANAR_CONFIGURATION, _SAMPLE_FORMAT = 258, 262, 266, 284, 339
 _ROWS_PER_STRIP, _TILE_WIDTH, _TILE_LENGTH = 278, 322, 323
+_TIFF = re.compile(rb"II[*+]\0|MM\0[*+]")
+# The types of its tags that are bytes to Pillow, and the most values of another
+_BYTES_TYPES, _MOST_VALUES = (1, 2, 6, 7), 1 << 18
 _WHITE_IS_ZERO, _LOW_BIT_FIRST, _PLANES, _SIGNED = 0, 2, 2, 2
 # Modes whose colours are multiplied with alpha, and those of the colours themselves
 _MULTIPLIED = {"La": "LA", "RGBa": "RGBA"}
@@ -203,6 +208,7 @@ def _decoded(file: MeteredFile) -> Image.Image:
 
 
 def _open(file: MeteredFile) -> ImageFile.ImageFile:
+    _check_values(file)
     image = Image.open(cast(BinaryIO, file), formats=FORMATS)
     file.end_header()
     return image
@@ -308,6 +314,25 @@ def _check_size(width: int, height: int, most: int = MOST_PIXELS) -> None:
             f"the image is too large: it has {width}x{height} pixels, expected at most {most} in all. "
             "Scale it down first."
         )
+
+
+def _check_values(file: MeteredFile) -> None:
+    """Raise `ImageError` for a TIFF with a tag of too many numbers: Pillow makes an object or a tile of each."""
+    file.seek(0)
+    head = file.read(16)
+    if _TIFF.match(head):
+        order, big = "<>"[head[:1] == b"M"], b"+" in head[2:4]
+        place, count, entry = ("8xQ", "Q", "HHQ8x") if big else ("4xI", "H", "HHI4x")
+        file.seek(struct.unpack_from(order + place, head)[0])
+        (entries,) = struct.unpack(order + count, file.read(struct.calcsize(order + count)))
+        found = file.read(entries * struct.calcsize(order + entry))
+        whole = len(found) // struct.calcsize(order + entry) * struct.calcsize(order + entry)
+        for tag, kind, values in struct.iter_unpack(order + entry, found[:whole]):
+            if kind not in _BYTES_TYPES and values > _MOST_VALUES:
+                raise ImageError(
+                    f"tag {tag} of the image has {values} values, expected at most {_MOST_VALUES}. Save it anew."
+                )
+    file.seek(0)
 
 
 def _check_tiles(image: Image.Image) -> None:
