@@ -227,7 +227,8 @@ def test_a_sample_is_that_of_a_whole_request(counted: tuple[Pipeline, Calls], ph
 def test_a_cancelled_request_keeps_its_last_step(counted: tuple[Pipeline, Calls], photo: Image.Image) -> None:
     pipe, _ = counted
     stream = pipe.stream(photo, QUESTION, budget="auto", choice=LIST)
-    assert (stream.step(), stream.step(), stream.budget) == ("", "", LADDER[1])
+    while stream.budget != LADDER[1]:
+        assert stream.step() is None
     stream.cancel()
     answer = stream.rest()
     assert (answer.finish, answer.budget, len(answer.tried)) == ("cancelled", LADDER[1], 2)

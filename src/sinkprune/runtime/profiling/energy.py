@@ -36,10 +36,15 @@ def budget_energy(requests: Sequence[StageSpans], curve: EnergyCurve, idle: Idle
 
 def _uses(request: StageSpans, curve: EnergyCurve) -> Mapping[str, _Use] | None:
     """Return the energy of each part of a request; None without readings."""
-    (first,) = request.parts["ttft"]
+    # From the first picture to the first token.
+    first = Span(request.parts["ttft"][0].start, request.parts["ttft"][-1].end)
     assert request.end is not None
     spans = {part: own for part, own in request.parts.items() if part in PARTS}
-    spans |= {"latency": [Span(first.start, request.end)], "per_token": [Span(first.end, request.end)]}
+    spans |= {
+        "latency": [Span(first.start, request.end)],
+        "per_token": [Span(first.end, request.end)],
+        "ttft": [first],
+    }
     uses = {part: use for part, own in spans.items() if (use := _use(own, curve)) is not None}
     if len(uses) < len(spans):
         return None

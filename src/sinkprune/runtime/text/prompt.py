@@ -25,6 +25,8 @@ from sinkprune.runtime.text.tools import CALL_MARKS, ToolCall, Tools, call_text
 
 _MOST_CHARACTERS = 32
 """The most characters of a text for each token of the context. Text of people has 2 to 5, tables with spaces more."""
+_FEW_CHARACTERS = 1 << 16
+"""The most characters of a text that is tokenized without being counted before."""
 _PIECE, _CUT_TOKENS = 1 << 14, 64
 """The characters of a text that are counted at a time, and the tokens that may be due to the cuts of a piece."""
 _Message = dict[str, Any]
@@ -175,7 +177,7 @@ class PromptEncoder:
         """
         texts = [*texts]
         characters = sum(map(len, texts))
-        if characters <= most:
+        if characters <= _FEW_CHARACTERS:
             return
         if characters > _MOST_CHARACTERS * most:
             raise PromptError(
