@@ -27,8 +27,8 @@ _PIXELS_AT_ONCE = MOST_PIXELS
 """The most pixels of pictures that are decoded at once: those of one picture of the largest size."""
 _FEW_PIXELS = 1 << 23
 """The most pixels of the one more of a higher priority: a frame of 3840x2160. More would be too much memory."""
-_LARGE = 1 << 22
-"""The pixels of a picture whose memory is worth some milliseconds."""
+_LARGE = 1 << 24
+"""The pixels of a picture whose memory is worth returning: a later picture takes new memory, which is slower."""
 
 
 class State(Enum):
