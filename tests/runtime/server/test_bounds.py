@@ -269,4 +269,4 @@ def test_nothing_computes_for_clients_that_left(address: str) -> None:
         )
     )
     # A second, and what a busy machine adds.
-    assert time.monotonic() - left < 3
+    assert time.monotonic() - left < 6
