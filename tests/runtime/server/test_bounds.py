@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import CoroutineType, FrameType
 from typing import Any
 
@@ -23,7 +24,7 @@ from sinkprune import Pipeline
 from sinkprune.contract.errors import PromptError
 from sinkprune.runtime.media import images
 from sinkprune.runtime.media.images import ImageBytes
-from sinkprune.runtime.server import bodies
+from sinkprune.runtime.server import app, bodies
 from sinkprune.runtime.server.bodies import Bodies, Body, Places
 from sinkprune.runtime.server.chat_request import ChatReader, ChatRequest
 from sinkprune.runtime.server.scheduler import Job
@@ -68,7 +69,11 @@ def test_a_text_that_cannot_fit_is_rejected_unread(
         pipe.prompts.check_length([text], 40_000)
     pipe.prompts.check_length([text], 400_000)
     monkeypatch.setattr(type(pipe.prompts), "encode", lambda *given: pytest.fail("it was tokenized"))
-    for wrong in (messages({"type": "text", "text": text}), [{"role": "system", "content": text}, *messages(TEXT)]):
+    monkeypatch.setattr(ImageBytes, "decoded", lambda *given: pytest.fail("its picture was decoded"))
+    for wrong in (
+        messages(PICTURE, {"type": "text", "text": text}),
+        [{"role": "system", "content": text}, *messages(TEXT)],
+    ):
         found = post(address, messages=wrong)
         assert found.status_code == 400 and "characters, expected at most 32 for each" in found.text
 
@@ -222,13 +227,23 @@ def send_all(address: str) -> None:
             gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
 
 
-def test_no_request_survives_its_answer(address: str) -> None:
+def test_no_request_survives_its_answer(pipe: Pipeline, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without Python's collector of cycles: neither strings nor pictures cause it to run."""
-    send_all(address)
+
+    def send() -> None:
+        send_all(address)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                type(pipe.family), "inputs", lambda *given: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full"))
+            )
+            found = post(address, session=False)
+            assert found.status_code == 507
+
+    send()
     gc.collect()
     gc.disable()
     try:
-        send_all(address)
+        send()
         until(lambda: "sinkprune_active 0.0" in httpx.get(f"{address}/metrics").text)
         time.sleep(0.3)
         gc.set_debug(gc.DEBUG_SAVEALL)
@@ -270,3 +285,18 @@ def test_nothing_computes_for_clients_that_left(address: str) -> None:
     )
     # A second, and what a busy machine adds.
     assert time.monotonic() - left < 6
+
+
+def test_a_stream_ends_also_if_its_client_left_before_the_first_event() -> None:
+    ended = list[str]()
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b"never"
+
+    async def send(message: object) -> None:
+        raise OSError("the client left")
+
+    stream = app._Stream(chunks(), lambda: ended.append("ended"))
+    with pytest.raises(OSError, match="left"):
+        asyncio.run(stream({"type": "http"}, send, send))  # type: ignore[arg-type]
+    assert ended == ["ended"]

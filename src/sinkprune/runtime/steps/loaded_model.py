@@ -81,7 +81,6 @@ class LoadedModel(NamedTuple):
 
     def encode_prompt(self, request: Request, layouts: Sequence[VisualLayout]) -> Prompt:
         """Return the tokens of a request with pictures of these `layouts`; raises `PromptError`."""
-        self.check_text_length(request)
         visual = [layout.texts for layout in layouts]
         return self.prompts.encode(
             request.texts, visual, request.system, request.history, request.tools, request.tool_call_id
