@@ -227,6 +227,10 @@ def send_all(address: str) -> None:
             gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
 
 
+def full_disk(*given: object) -> None:
+    raise OSError(errno.ENOSPC, "full")
+
+
 def test_no_request_survives_its_answer(pipe: Pipeline, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without Python's collector of cycles: neither strings nor pictures cause it to run."""
 
