@@ -9,6 +9,7 @@ import json
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from threading import Event
 from types import CoroutineType, FrameType
 from typing import Any
 
@@ -304,3 +305,37 @@ def test_a_stream_ends_also_if_its_client_left_before_the_first_event() -> None:
     with pytest.raises(OSError, match="left"):
         asyncio.run(stream({"type": "http"}, send, send))  # type: ignore[arg-type]
     assert ended == ["ended"]
+
+
+@pytest.mark.parametrize("padding", [0, 200_000, 3_000_000])
+def test_a_body_is_not_parsed_for_a_client_that_left(
+    padding: int, pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uvicorn stops to read the connection of a body of more than 64 KiB."""
+    begun, go, read, whole = (
+        list[int](),
+        Event(),
+        ChatReader.read,
+        json.dumps({**BODY, "user": "x" * padding}).encode(),
+    )
+
+    def slow(reader: ChatReader, body: bytes) -> ChatRequest:
+        begun.append(len(body))
+        go.wait(10)
+        return read(reader, body)
+
+    monkeypatch.setattr(app, "_PARSED_AT_ONCE", 0)
+    monkeypatch.setattr(ChatReader, "read", slow)
+    with served(pipe) as address:
+        with connected(address) as first:
+            # In the place for one of a higher priority than all.
+            first.sendall(head(len(whole)) + whole)
+            until(lambda: len(begun) == 1)
+            with connected(address) as second:
+                second.sendall(head(len(whole)) + whole)
+                time.sleep(0.3)
+            time.sleep(0.3)
+            go.set()
+            assert first.recv(100).startswith(b"HTTP/1.1 200 ")
+        until(lambda: 'status="499"} 1.0' in httpx.get(f"{address}/metrics").text)
+    assert len(begun) == 1

@@ -271,6 +271,8 @@ class _Server:
             reader = replace(reader, pictures=pictures)
         self._reading += 1
         try:
+            # uvicorn stopped to read the connection of a large body, and would not notice its end.
+            await http.is_disconnected()
             await parsing.enter(priority)
             try:
                 if await http.is_disconnected():
