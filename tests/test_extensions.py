@@ -1,43 +1,59 @@
-"""New code in a copy of the package: a backend is a module and a row, a family the files of docs/new-family.md."""
+"""Another package adds a family, a method, a backend and a command by entry points, without a change to this one."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from sinkprune import Pipeline
-from support.programs.repository import ROOT
 
-Change = Callable[[str], str]
-"""Takes the text of a file, which is empty for a new file, and returns its new text."""
+_FAMILY = '''
+"""Viola: a LLaVA-1.5 by another name, which transformers does not know."""
 
+from sinkprune.contract.budgets import LLAVA_BUDGETS
+from sinkprune.contract.families import FamilyRow
 
-def run_changed(
-    changes: Mapping[str, Change], folder: Path, *words: object
-) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """Run Python with a copy of the package that has `changes`; return the ended process and the copy."""
-    package = folder / "src/sinkprune"
-    shutil.copytree(ROOT / "src/sinkprune", package, ignore=shutil.ignore_patterns("__pycache__", "demo"))
-    for name, change in changes.items():
-        path = package / name
-        path.write_text(change(path.read_text() if path.exists() else ""))
-    environment = {**os.environ, "PYTHONPATH": str(package.parent)}
-    command = [sys.executable, *map(str, words)]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done, package
+ROW = FamilyRow(
+    "viola",
+    "ViolaForConditionalGeneration",
+    export="viola.export:Viola",
+    runtime="sinkprune.runtime.families.llava:Llava",
+    budgets=LLAVA_BUDGETS,
+)
+'''
+_EXPORT = """
+from sinkprune.export.families.llava import Llava
 
 
-_BACKEND = """
+class Viola(Llava):
+    name = "viola"
+    configured_as = "llava"
+"""
+_METHOD = """
+from functools import partial
+
+from sinkprune.export.methods.before_llm import build_before, fastervlm
+
+build = partial(build_before, fastervlm, "reserve")
+"""
+_BACKEND = '''
+"""A backend that wraps ort-cpu."""
+
 import sys
+from dataclasses import replace
 
+from sinkprune.runtime.backends.known import ORT_ON_CPU
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend, opened
+
+SPEC = replace(ORT_ON_CPU, opened_by="viola.backend:open_backend")
 
 
 class LoggingBackend(OrtBackend):
@@ -48,95 +64,106 @@ class LoggingBackend(OrtBackend):
 
 def open_backend(name, threads, compute, built):
     return opened(LoggingBackend, name, "CPUExecutionProvider", threads, compute, built)
-"""
-_BACKEND_ROW = """    "ort-logging": BackendSpec(
-        "logging_backend", "onnxruntime", ("onnxruntime",), ("fastest", "fp32"), memory=BackendMemory(ORT_CPU)
-    ),
-"""
-_NEXT_ROW = '    "tensorrt": BackendSpec'
-
-
-def test_a_backend_is_a_module_and_a_row(bundle: Callable[..., Path], photo_file: Path, tmp_path: Path) -> None:
-    changes: dict[str, Change] = {
-        "runtime/backends/logging_backend.py": lambda nothing: _BACKEND,
-        "runtime/backends/known.py": lambda table: table.replace(_NEXT_ROW, _BACKEND_ROW + _NEXT_ROW),
-    }
-    root, question = bundle("gqa-112"), ("--prompt", "What is this?", "--budget", "retain-64", "--max-new-tokens", 6)
-    words = ("-m", "sinkprune", "run", root, "--image", photo_file, *question)
-    done, _ = run_changed(changes, tmp_path, *words, "--backend", "ort-logging", "--threads", 1, "--json")
-    found, plain = json.loads(done.stdout), Pipeline.load(root, threads=1)
-    expected = plain.generate(photo_file, "What is this?", budget="retain-64", max_new_tokens=6)
-    assert (found["backend"], found["token_ids"]) == ("ort-logging", expected.token_ids)
-    assert "loads vision\n" in done.stderr
-
-
-_EXPORT = '''
-"""Viola: a LLaVA-1.5 by another name, which transformers does not know."""
-
-from sinkprune.export.families.llava import Llava
-
-
-class Viola(Llava):
-    name = "viola"
-    configured_as = "llava"
-
-
-FAMILY = Viola
 '''
-_RUNTIME = '''
-"""Viola: a LLaVA-1.5 by another name."""
+_COMMAND = """
+from sinkprune.contract.command_line.verbs import Verb
 
-from sinkprune.runtime.families.llava import Llava
-
-
-class Viola(Llava):
-    pass
+HELLO = Verb("viola.command", "say hello")
 
 
-FAMILY = Viola
-'''
-_FAMILIES = "FAMILIES: dict[str, FamilyRow] = {\n"
-_FAMILY_ROW = '    "viola": FamilyRow("viola", "ViolaForConditionalGeneration", "viola", LLAVA_BUDGETS),\n'
-FAMILY_FILES: dict[str, Change] = {
-    "export/families/<name>.py": lambda nothing: _EXPORT,
-    "runtime/families/<name>.py": lambda nothing: _RUNTIME,
-    "contract/families.py": lambda table: table.replace(_FAMILIES, _FAMILIES + _FAMILY_ROW),
+def main(arguments=None):
+    print("hello", *arguments)
+    return 0
+"""
+_ENTRY_POINTS = """
+[sinkprune.families]
+viola = viola.family:ROW
+[sinkprune.methods]
+salient = viola.method:build
+[sinkprune.backends]
+ort-logging = viola.backend:SPEC
+[sinkprune.commands]
+hello = viola.command:HELLO
+"""
+_FILES = {
+    "viola/__init__.py": "",
+    "viola/family.py": _FAMILY,
+    "viola/export.py": _EXPORT,
+    "viola/method.py": _METHOD,
+    "viola/backend.py": _BACKEND,
+    "viola/command.py": _COMMAND,
+    "viola-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: viola\nVersion: 1.0\n",
+    "viola-1.0.dist-info/entry_points.txt": _ENTRY_POINTS,
 }
 QUESTION = "Which colour is the cup on the table?"
-_PROGRAM = """
-import json, sys
-sys.modules["torch"] = None
-import sinkprune
-from sinkprune.export.command import main
-checkpoint, bundle, photo, question = sys.argv[1:]
-assert main([checkpoint, "-o", bundle, "--budgets", "retain-64"]) == 0
-pipeline = sinkprune.Pipeline.load(bundle)
-answer = pipeline.generate(photo, question, budget="retain-64", max_new_tokens=12, min_new_tokens=12)
-print(json.dumps([sinkprune.__file__, pipeline.bundle.manifest.family, answer.token_ids, answer.tokens_per_layer]))
-"""
 
 
-def test_a_family_is_the_files_of_the_page(
-    checkpoint: Callable[[str], Path], pipeline: Callable[..., Pipeline], photo_file: Path, tmp_path: Path
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a package as pip installs it from a wheel."""
+    folder = tmp_path_factory.mktemp("site-packages")
+    for name, text in _FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def sinkprune(package: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sinkprune", *map(str, words)]
+    return subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(package)}, capture_output=True, text=True, check=False
+    )
+
+
+def answer(package: Path, *words: object) -> dict[str, Any]:
+    done = sinkprune(package, "run", *words)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_another_package_adds_family_method_backend_and_command(
+    package: Path,
+    checkpoint: Callable[[str], Path],
+    pipeline: Callable[..., Pipeline],
+    photo_file: Path,
+    tmp_path: Path,
 ) -> None:
-    page = (ROOT / "docs/new-family.md").read_text(encoding="utf-8")
-    section = page.split("## The files\n")[1].split("\n## ")[0]
-    named = re.findall(r"^\| `([^`]+)`", section, re.MULTILINE)
-    assert sorted(named) == sorted(FAMILY_FILES)
-    assert all((ROOT / "src/sinkprune" / name).exists() for name in named if "<name>" not in name)
-
     viola = Path(shutil.copytree(checkpoint("gqa-112"), tmp_path / "viola"))
     config = json.loads((viola / "config.json").read_text())
     config |= {"model_type": "viola", "architectures": ["ViolaForConditionalGeneration"]}
     (viola / "config.json").write_text(json.dumps(config))
+    out = tmp_path / "bundle"
+    options = ("--budgets", "retain-64", "--methods", "salient,fastervlm")
+    exported = sinkprune(package, "export", viola, "-o", out, *options)
+    assert exported.returncode == 0, exported.stderr
 
-    changes = {name.replace("<name>", "viola"): change for name, change in FAMILY_FILES.items()}
-    words = ("-c", _PROGRAM, viola, tmp_path / "bundle", photo_file, QUESTION)
-    done, package = run_changed(changes, tmp_path, *words)
-    file, family, token_ids, tokens_per_layer = json.loads(done.stdout.splitlines()[-1])
-    assert Path(file).is_relative_to(package)
-    assert family == "viola"
-    expected = pipeline("gqa-112").generate(
-        photo_file, QUESTION, budget="retain-64", max_new_tokens=12, min_new_tokens=12
-    )
-    assert (token_ids, tokens_per_layer) == (expected.token_ids, expected.tokens_per_layer)
+    asked = ("--image", photo_file, "--prompt", QUESTION, "--max-new-tokens", 6, "--threads", 1, "--json")
+    pruned = ("--method", "salient", "--budget", "retain-64", "--backend", "ort-logging")
+    done = sinkprune(package, "run", out, *asked, *pruned)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert "loads vision\n" in done.stderr
+    assert (found["backend"], found["method"]) == ("ort-logging", "salient")
+    # `salient` is fastervlm by another name, and viola a LLaVA.
+    expected = answer(package, out, *asked, "--method", "fastervlm", "--budget", "retain-64")
+    assert found["token_ids"] == expected["token_ids"]
+    assert found["tokens_per_layer"] == expected["tokens_per_layer"]
+    assert set(found["tokens_per_layer"]) != {found["visual_tokens"]}
+    whole = answer(package, out, *asked, "--method", "salient", "--budget", "none")
+    own = pipeline("gqa-112").generate(photo_file, QUESTION, max_new_tokens=6)
+    assert whole["token_ids"] == own.token_ids
+
+    assert sinkprune(package, "hello", "there").stdout == "hello there\n"
+    assert "say hello" in sinkprune(package, "--help").stdout
+
+
+def test_a_name_of_two_packages_is_rejected(package: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(package, tmp_path / "other"))
+    (other / "viola-1.0.dist-info").rename(other / "tuba-1.0.dist-info")
+    (other / "tuba-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: tuba\nVersion: 1.0\n")
+    points = (other / "tuba-1.0.dist-info/entry_points.txt").read_text()
+    (other / "tuba-1.0.dist-info/entry_points.txt").write_text(points.replace("viola.", "tuba."))
+    done = sinkprune(Path(f"{package}:{other}"), "hello")
+    assert done.returncode == 2
+    assert "two packages register 'hello'" in done.stderr

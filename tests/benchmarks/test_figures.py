@@ -13,7 +13,7 @@ import figure_rows
 import figure_tables
 import figures
 from sinkprune.contract.errors import UsageError
-from sinkprune.export.methods import all_methods
+from sinkprune.export.methods import METHODS as ALL_METHODS
 from support.programs.repository import ROOT
 
 
@@ -275,6 +275,6 @@ def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_method_is_measured() -> None:
     # On a tower of one resolution `downsample-ttft` is `downsample`.
-    assert sorted([*figure_parts.METHODS.split(","), "downsample-ttft"]) == sorted(all_methods())
+    assert sorted([*figure_parts.METHODS.split(","), "downsample-ttft"]) == sorted(ALL_METHODS)
     page = (ROOT / "docs/accuracy.md").read_text(encoding="utf-8")
     assert f" --methods {figure_parts.METHODS}\n" in page.replace("\\\n", "")

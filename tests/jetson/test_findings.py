@@ -26,7 +26,7 @@ from sinkprune.jetson.host.system_files import SystemFiles
 from sinkprune.jetson.model_tables import build_table
 from sinkprune.jetson.next_steps import next_steps, recommendations
 from sinkprune.jetson.presets import preset_manifest, read_presets
-from sinkprune.runtime.backends.known import KNOWN, ON_CPU
+from sinkprune.runtime.backends.known import KNOWN, on_cpu
 from support.stand_ins.board_trees import LIBRARIES as GOOD
 from support.stand_ins.board_trees import PYTHON_OF_JETPACK_6 as PYTHON
 from support.stand_ins.board_trees import agx_orin_jetpack_7_2, changed, orin_nano_jetpack_6_2, workstation
@@ -264,7 +264,7 @@ def test_the_dialect_that_every_jetpack_of_a_board_runs() -> None:
 
 def test_a_backend_whose_library_is_not_installed(tmp_path: Path) -> None:
     machine = read(workstation(tmp_path), replace(PYTHON, libraries={"onnxruntime": GOOD["onnxruntime"]}))
-    models = [fits("llava-1.1b", 8 << 30, backend=name) for name in ON_CPU]
+    models = [fits("llava-1.1b", 8 << 30, backend=name) for name in on_cpu()]
     findings = list(library_findings(machine, [*models, *models]))
     assert [(finding.backends, finding.found) for finding in findings] == [
         ((name,), f"'{name}' needs openvino, which is not installed") for name in ("ort-cpu+openvino", "openvino")
@@ -294,7 +294,7 @@ def test_a_finding_blocks_what_needs_the_library(tmp_path: Path) -> None:
     assert not only(findings, "the power mode").blocks(model)
     broken = replace(PYTHON, libraries={**GOOD, "openvino": Library(None, "ImportError: no")})
     openvino = only(found(workstation(tmp_path / "pc"), broken), "openvino is installed but does not import")
-    for name in ON_CPU:
+    for name in on_cpu():
         assert openvino.blocks(replace(model, backend=name)) == ("openvino" in KNOWN[name].libraries)
 
 

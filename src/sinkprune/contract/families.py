@@ -1,7 +1,6 @@
-"""The model families, one row each, by their name in `bundle.json`.
+"""The model families, one row each, and the names of their budgets.
 
-A row names a module in `sinkprune.export.families` and one in `sinkprune.runtime.families`. They are imported with
-the first checkpoint or bundle of the family (docs/new-family.md).
+A row names two classes, which are imported with the first checkpoint or bundle of the family (docs/new-family.md).
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from sinkprune.contract.budgets import (
     with_option,
 )
 from sinkprune.contract.errors import BudgetError
+from sinkprune.contract.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -29,21 +29,30 @@ class FamilyRow:
     """The `model_type` of a checkpoint's config.json."""
     architecture: str
     """The class in transformers, as `architectures` of config.json names it, or in LeRobot."""
-    module: str
-    """The name of the family's modules in `export/families/` and `runtime/families/`."""
+    export: str
+    """The class that reads its checkpoints and writes its graphs, as in `package.module:Class`: a
+    `sinkprune.export.families.Family`."""
+    runtime: str
+    """The class that lays out its pictures: a `sinkprune.runtime.families.Family`."""
     budgets: Mapping[str, Budget]
     """The family's budgets by name (method.md section 3)."""
 
 
-FAMILIES: dict[str, FamilyRow] = {
-    "llava": FamilyRow("llava", "LlavaForConditionalGeneration", "llava", LLAVA_BUDGETS),
-    "llava-next": FamilyRow("llava_next", "LlavaNextForConditionalGeneration", "llava_next", LLAVA_NEXT_BUDGETS),
-    "qwen2.5-vl": FamilyRow("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", QWEN_BUDGETS),
-    "qwen2-vl": FamilyRow("qwen2_vl", "Qwen2VLForConditionalGeneration", "qwen2_vl", QWEN_BUDGETS),
-    "qwen3-vl": FamilyRow("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3_vl", QWEN_BUDGETS),
-    "pi0": FamilyRow("pi0", "PI0ForConditionalGeneration", "pi0", QWEN_BUDGETS),
-    "pi0.5": FamilyRow("pi05", "PI05Policy", "pi05", QWEN_BUDGETS),
-}
+def _ours(model_type: str, architecture: str, classes: str, budgets: Mapping[str, Budget]) -> FamilyRow:
+    places = (f"sinkprune.{side}.families.{classes}" for side in ("export", "runtime"))
+    return FamilyRow(model_type, architecture, *places, budgets)
+
+
+LLAVA = _ours("llava", "LlavaForConditionalGeneration", "llava:Llava", LLAVA_BUDGETS)
+LLAVA_NEXT = _ours("llava_next", "LlavaNextForConditionalGeneration", "llava_next:LlavaNext", LLAVA_NEXT_BUDGETS)
+QWEN2_5_VL = _ours("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl:Qwen25VL", QWEN_BUDGETS)
+QWEN2_VL = _ours("qwen2_vl", "Qwen2VLForConditionalGeneration", "qwen2_vl:Qwen2VL", QWEN_BUDGETS)
+QWEN3_VL = _ours("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3_vl:Qwen3VL", QWEN_BUDGETS)
+PI0 = _ours("pi0", "PI0ForConditionalGeneration", "pi0:Pi0", QWEN_BUDGETS)
+PI05 = _ours("pi05", "PI05Policy", "pi05:Pi05", QWEN_BUDGETS)
+
+FAMILIES = Registry[FamilyRow]("sinkprune.families")
+"""Every family that an installed package registers, by its name in `bundle.json`."""
 
 
 def parse_budget(family: str, name: str) -> Budget:

@@ -12,10 +12,10 @@ from sinkprune.jetson.boards import Board, Boards, JetPack
 from sinkprune.jetson.fit import BOARD_BACKEND, ModelFit
 from sinkprune.jetson.host.machine import Machine
 from sinkprune.jetson.recommendation import best_form, refused_by_backend, usable_forms
-from sinkprune.runtime.backends.known import KNOWN, ON_CPU
+from sinkprune.runtime.backends.known import KNOWN, on_cpu
 
 _BACKENDS = {
-    library: tuple(name for name in (*ON_CPU, BOARD_BACKEND, "tensorrt-rtx") if library in KNOWN[name].libraries)
+    library: tuple(name for name in (*on_cpu(), BOARD_BACKEND, "tensorrt-rtx") if library in KNOWN[name].libraries)
     for library in ("onnxruntime", "openvino", "tensorrt", "tensorrt_rtx")
 }
 """The backends that need each engine library."""
@@ -109,7 +109,7 @@ def library_findings(machine: Machine, models: Sequence[ModelFit]) -> Iterator[F
     """
     if not any(name in machine.python.libraries for name in _BACKENDS):
         return
-    for backend in dict.fromkeys(model.backend for model in models if model.backend in ON_CPU):
+    for backend in dict.fromkeys(model.backend for model in models if model.backend in on_cpu()):
         for name in KNOWN[backend].libraries:
             if name not in machine.python.libraries:
                 extra = f"pip install 'sinkprune[{_EXTRAS[name]}]'"

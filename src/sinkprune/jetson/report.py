@@ -35,7 +35,7 @@ from sinkprune.jetson.presets import preset_manifest, read_presets
 from sinkprune.jetson.recommendation import Recommendation
 from sinkprune.jetson.times import SHARES, PeakUtilisation
 from sinkprune.runtime.backends.compatibility import usual_backend
-from sinkprune.runtime.backends.known import KNOWN, ON_CPU
+from sinkprune.runtime.backends.known import KNOWN, on_cpu
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def _own_target(model: str, bundle: Bundle, target: TargetMachine, wanted: str |
             f"the engines '{model}' were built for target {built}, and backend '{wanted}' takes target "
             f"{KNOWN[wanted].target}. Leave out --backend, or give the bundle."
         )
-    if backend != target.backend and backend not in ON_CPU:
+    if backend != target.backend and backend not in on_cpu():
         raise UsageError(
             f"the engines '{model}' are for {built}, and the memory of that GPU is unknown "
             "here. Run this on that machine, or add --board NAME."

@@ -36,7 +36,7 @@ from sinkprune.engines.targets import BuildJob
 from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.dialects import DIALECTS
-from sinkprune.export.methods import all_methods
+from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends.models import Model
 from support.models.manifests import file_of
@@ -113,7 +113,7 @@ def compile_graph(bundle: Bundle, graph: str, folder: Path) -> bytes:
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_no_graph_is_left_out(dialect: str, graphs: Callable[[str, str], Graphs]) -> None:
     bundle = graphs(dialect, "fp16").bundle
-    listed = [*with_weights(bundle), *(graph for method in all_methods() for graph in of_method(bundle, method))]
+    listed = [*with_weights(bundle), *(graph for method in ALL_METHODS for graph in of_method(bundle, method))]
     assert sorted(listed) == sorted(bundle.manifest.graphs)
     cut_short = {method for method, plans in bundle.manifest.plans.items() if tuple(plans) != BUDGETS}
     # Methods that prune only in the decoder cannot reach the smallest budgets.
@@ -155,7 +155,7 @@ UNLIKE = ("sinkpruner", "visionzip", "dart", "divprune", "sparsevlm", "prunesid"
     # test_trt10_checker.py checks all of opset20 for TensorRT 10.3.
     slow_except(
         {("opset24", "fp16", "sinkpruner"), *product(["opset20"], ["fp16"], UNLIKE)},
-        [*product(DIALECTS, ["fp16"], all_methods()), ("opset20", "fp32", "sinkpruner")],
+        [*product(DIALECTS, ["fp16"], ALL_METHODS), ("opset20", "fp32", "sinkpruner")],
     ),
 )
 def test_every_plan_of_a_method_compiles(

@@ -13,7 +13,7 @@ from sinkprune.contract.budgets import Counts, Share, prune_layers, scaled_layer
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.families import FAMILIES, parse_budget
 from sinkprune.export.dialects import opset24
-from sinkprune.export.methods import all_methods
+from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.equal_mean import (
     UnreachableMean,
@@ -64,10 +64,10 @@ def realised(plan: PlanGraphs, num_layers: int, visual_tokens: int) -> Fraction:
 
 @pytest.mark.parametrize(
     ("method", "num_layers", "visual_tokens"),
-    every(2, ((method, *model) for method in all_methods() for model in MODELS)),
+    every(2, ((method, *model) for method in ALL_METHODS for model in MODELS)),
 )
 def test_means_are_equal_to_half_a_token(method: str, num_layers: int, visual_tokens: int) -> None:
-    build, model, reached = all_methods()[method], facts(num_layers, visual_tokens), 0
+    build, model, reached = ALL_METHODS[method], facts(num_layers, visual_tokens), 0
     for name in MODELS[num_layers, visual_tokens]:
         budget = parse_budget("llava", name)
         wanted = mean_tokens(budget.resolve(visual_tokens), prune_layers(num_layers), num_layers)
@@ -97,17 +97,17 @@ def test_what_llava_7b_cannot_reach_is_reported_with_both_means(method: str) -> 
     for name in FAMILIES["llava"].budgets:
         budget = parse_budget("llava", name)
         if MEANS[name] > AT_LEAST[method] - 0.5:
-            all_methods()[method](facts(), budget)
+            ALL_METHODS[method](facts(), budget)
             continue
         with pytest.raises(UnreachableMean) as caught:
-            all_methods()[method](facts(), budget)
+            ALL_METHODS[method](facts(), budget)
         assert "all 576 visual tokens" in str(caught.value)
         assert f"{AT_LEAST[method]:.1f} at least; the budget's is {MEANS[name]:.1f}" in str(caught.value)
 
 
 def test_schedules_of_llava_7b() -> None:
     counts = {
-        method: [all_methods()[method](facts(), parse_budget("llava", name)).kept.resolve(576) for name in names]
+        method: [ALL_METHODS[method](facts(), parse_budget("llava", name)).kept.resolve(576) for name in names]
         for method, names in {
             "uniform": ["retain-128", "retain-64"],
             "fastv": ["retain-128", "retain-64"],
@@ -156,7 +156,7 @@ def test_nearest_schedules_on_any_model(num_layers: int, visual_tokens: int, nam
 
 def test_ablations_take_out_one_part_each() -> None:
     budget = parse_budget("llava", "retain-64")
-    plans = {part: all_methods()[f"sinkpruner-{part}"](facts(), budget) for part in _PARTS}
+    plans = {part: ALL_METHODS[f"sinkpruner-{part}"](facts(), budget) for part in _PARTS}
     assert {part: plan.kept.resolve(576) for part, plan in plans.items()} == _PARTS
     assert {part for part, plan in plans.items() if plan.sanitizer is None} == {"no-sanitizer"}
     assert {part for part, plan in plans.items() if not plan.select_after} == {"no-text-pruner"}
@@ -196,7 +196,7 @@ def test_layers_without_heads_have_no_stage_and_the_mean_stays(
 ) -> None:
     model, budget = facts(), parse_budget("llava", name)
     heads = {layer: (0,) if layer in reading else () for layer in prune_layers(32)}
-    plan = all_methods()[method](replace(model, heads=heads), budget)
+    plan = ALL_METHODS[method](replace(model, heads=heads), budget)
     counts, whole = plan.kept.resolve(576), budget.resolve(576)
     assert tuple(plan.select_after) == reading and dict(plan.heads) == dict.fromkeys(reading, (0,))
     assert abs(realised(plan, 32, 576) - mean_tokens(whole, prune_layers(32), 32)) <= Fraction(1, 2)
@@ -204,7 +204,7 @@ def test_layers_without_heads_have_no_stage_and_the_mean_stays(
     if reading:
         assert replace(counts, stages=()) == replace(whole, stages=())
     else:
-        without = all_methods()["sinkpruner-no-text-pruner"](model, budget)
+        without = ALL_METHODS["sinkpruner-no-text-pruner"](model, budget)
         assert counts == without.kept.resolve(576)
 
 

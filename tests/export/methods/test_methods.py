@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sinkprune.contract.budgets import Budget
 from sinkprune.contract.families import parse_budget
-from sinkprune.export.methods import all_methods
+from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.export.pruning.equal_mean import UnreachableMean
 from support.models import graphs
 from support.models.token_features import KINDS, token_features
@@ -168,6 +168,6 @@ def test_the_page_of_methods_names_every_method_and_no_other() -> None:
     table = re.search(r"(^\|.*\n)+", page, re.MULTILINE)
     assert table
     names = [name for row in table[0].splitlines() for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
-    assert {f"sinkpruner{name}" if name.startswith("-") else name for name in names} == set(all_methods())
+    assert {f"sinkpruner{name}" if name.startswith("-") else name for name in names} == set(ALL_METHODS)
     rules = page.split("## The rules\n")[1].split("\n## ")[0]
-    assert [name for name in all_methods() if not name.startswith("sinkpruner") and f"`{name}`" not in rules] == []
+    assert [name for name in ALL_METHODS if not name.startswith("sinkpruner") and f"`{name}`" not in rules] == []

@@ -21,7 +21,8 @@ from sinkprune.contract.families import FAMILIES, parse_budget
 from sinkprune.contract.flops import layer_flops
 from sinkprune.contract.schedule import PictureSchedule
 from sinkprune.export.dialects import opset24
-from sinkprune.export.methods import all_methods, load_method
+from sinkprune.export.methods import METHODS as ALL_METHODS
+from sinkprune.export.methods import load_method
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.equal_mean import UnreachableMean
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, VariableTokens
@@ -35,7 +36,7 @@ D = 16
 SIZES = (1, 2, 3, 4, 5, 8, 19, 101, 480)
 BUDGETS = FAMILIES["qwen3-vl"].budgets
 # `downsample-ttft` has the budget's time, not its mean.
-EQUAL_MEAN = [method for method in all_methods() if method != "downsample-ttft"]
+EQUAL_MEAN = [method for method in ALL_METHODS if method != "downsample-ttft"]
 SERIAL = parse_budget("qwen3-vl", "prune-77.8+serial")
 
 
@@ -101,7 +102,7 @@ def test_shares_of_the_largest_images_are_exact_where_shapes_have_32_bits(method
 
 
 def test_the_shares_of_the_longest_clip_fit_into_32_bits() -> None:
-    for build, budget in product(all_methods().values(), BUDGETS.values()):
+    for build, budget in product(ALL_METHODS.values(), BUDGETS.values()):
         with suppress(UnreachableMean):
             kept = build(facts(), budget).kept
             assert all(share.numerator * 200_000 < 2**31 for share in (kept.reserve, kept.diverse, *kept.stages))

@@ -20,7 +20,7 @@ from sinkprune.contract.plans import Plan
 from sinkprune.contract.schedule import schedule
 from sinkprune.export.bundle_writer import Unreachable, export_bundle
 from sinkprune.export.families import read_family
-from sinkprune.export.methods import all_methods
+from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.export.pruning.plan import VariableTokens
 from sinkprune.export.source import ExportRequest
 from support.models.chosen_heads import WITH_HEADS, every_method, heads_by_layer
@@ -42,7 +42,7 @@ from support.references.steps import ask, deepstack_output, tower_output
 
 PROMPT = "Which colour is the cup?"
 NEW_TOKENS = 4
-METHODS = tuple(method for method in all_methods() if method not in VARYING)
+METHODS = tuple(method for method in ALL_METHODS if method not in VARYING)
 BUDGETS = ("prune-66.7", "prune-88.9")
 # Of the small decoders only one is deep enough for PyramidDrop to reach a budget.
 REACHING = {

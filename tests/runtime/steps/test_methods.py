@@ -20,7 +20,7 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.plans import AVERAGING
 from sinkprune.export.bundle_writer import Unreachable, export_bundle
-from sinkprune.export.methods import all_methods
+from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.profiling.profile import ProfileRounds
 from sinkprune.runtime.token_map import token_fates, token_map
@@ -42,7 +42,7 @@ from support.references.steps import tower_output
 PROMPT = "Describe the image, please: which colour is the cup?"
 LAYERS, TOKENS = 8, 64
 BUDGETS = ("retain-192", "retain-192+compact", "retain-32")
-METHODS = tuple(method for method in all_methods() if method not in VARYING)
+METHODS = tuple(method for method in ALL_METHODS if method not in VARYING)
 
 
 @pytest.fixture(scope="module")

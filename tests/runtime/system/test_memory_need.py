@@ -21,7 +21,7 @@ from sinkprune.contract.precision import WeightForms, WeightsName
 from sinkprune.contract.schedule import schedule
 from sinkprune.contract.system.memory_need import MemoryNeed, memory_line, running_need
 from sinkprune.contract.system.system_memory import available_bytes
-from sinkprune.runtime.backends.known import BACKENDS, KNOWN, ON_CPU
+from sinkprune.runtime.backends.known import KNOWN, on_cpu
 from sinkprune.runtime.commands import memory as memory_command
 from sinkprune.runtime.commands.memory import free_bytes
 from sinkprune.runtime.families import load_family
@@ -118,7 +118,7 @@ def test_every_form_of_weights_is_counted(bundle: Callable[..., Path]) -> None:
             assert need.weights >= sum(map(manifest.weight_bytes, manifest.graphs))
 
 
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ON_CPU])
+@pytest.mark.parametrize("backend", [name for name in KNOWN if name not in on_cpu()])
 def test_a_gpu_holds_what_files_hold_and_a_gigabyte_beside(backend: str, bundle: Callable[..., Path]) -> None:
     manifest = read_bundle(bundle("gqa-112", weights="int4")).manifest
     need, here = need_of(manifest, backend=backend), need_of(manifest)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sinkprune.contract.budgets import prune_layers
-from sinkprune.export.methods import all_methods
+from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.export.pruning.chosen_heads import HEADS_VERSION, ChosenHeads, LayerHeads
 
 WITH_HEADS = ("sinkpruner-heads", "sinkpruner-text-heads")
@@ -34,6 +34,6 @@ def every_method(source: Path | Mapping[str, Any]) -> dict[str, Any]:
     config = source if isinstance(source, Mapping) else json.loads((source / "config.json").read_text())
     text = config.get("text_config", config)
     return {
-        "methods": tuple(all_methods()),
+        "methods": tuple(ALL_METHODS),
         "heads": chosen_heads(text["num_hidden_layers"], text["num_attention_heads"]),
     }

@@ -79,7 +79,7 @@ def _parser() -> CommandParser:
     # Imports numpy, as the imports of `main` do.
     from sinkprune.engines.gate import PROMPT
     from sinkprune.runtime.backends import THREADS
-    from sinkprune.runtime.backends.known import BACKENDS, COMPUTES
+    from sinkprune.runtime.backends.known import COMPUTES, KNOWN
     from sinkprune.runtime.media.fits import add_fit_option
 
     parser = CommandParser(
@@ -98,7 +98,7 @@ def _parser() -> CommandParser:
         help="an image file to ask about, or a camera's frame; may be repeated",
     )
     add("--prompt", default=PROMPT, help=f"the question, or a policy's instruction (default: {PROMPT})")
-    add("--backend", choices=BACKENDS, help="the backend of the engines (default: the one they are built for)")
+    add("--backend", choices=[*KNOWN], help="the backend of the engines (default: the one they are built for)")
     add("--compute", choices=COMPUTES, help="openvino, openvino-gpu: the type of the computation (default: fastest)")
     add_fit_option(parser)
     add("--threads", type=THREADS, help="CPU threads of the engines (default: all cores)")

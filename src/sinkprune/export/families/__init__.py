@@ -7,13 +7,13 @@ add a family.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from importlib import import_module
 from typing import Annotated, Any, Literal, Protocol, TypedDict
 
 from sinkprune.contract.checks.fields import Bounds, Count
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.manifest import LanguageModel, PolicyFacts
+from sinkprune.contract.registry import load_object
 from sinkprune.contract.towers import Tower
 from sinkprune.export.checkpoint.folder import Name, read_fields
 from sinkprune.export.checkpoint.text import SpecialTokens
@@ -127,8 +127,8 @@ def read_family(source: str, config: Mapping[str, Any], salience: SalienceBlock 
         raise CheckpointError(
             f"checkpoint '{source}' is a {found}{kind} which is not supported; supported architectures: {supported}."
         )
-    module = import_module(f"{__name__}.{row.module}")
-    return module.FAMILY(source, config, salience)
+    family: Family = load_object(row.export)(source, config, salience)
+    return family
 
 
 def _original_llava(source: str, known: _KnownBy) -> CheckpointError:

@@ -213,6 +213,3 @@ class Llava(LlamaShaped):
             # Shorter contexts have no row outside the window.
             facts = replace(facts, max_positions=min(facts.max_positions, window))
         return Llama(facts, text.rms_norm_eps, qkv_bias=qkv_bias, output_bias=bias, mlp_bias=mlp_bias)
-
-
-FAMILY = Llava

@@ -71,6 +71,3 @@ class LlavaNext(Llava):
                 f"{known['image_grid_pinpoints']}, config.json has {self._pinpoints}. They do not belong together."
             )
         return known
-
-
-FAMILY = LlavaNext

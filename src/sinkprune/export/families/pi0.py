@@ -254,6 +254,3 @@ class Pi0(LlamaShaped):
             gate="gelu_pytorch_tanh",
             norm_offset=1.0,
         )
-
-
-FAMILY = Pi0

@@ -29,6 +29,3 @@ class Pi05(Pi0):
         "{% for content in message['content'] if content['type'] == 'text' %}{{ content['text'] }}{% endfor %}"
         "{% endfor %}"
     )
-
-
-FAMILY = Pi05

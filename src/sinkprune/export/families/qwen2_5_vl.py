@@ -329,6 +329,3 @@ class Qwen25VL(LlamaShaped):
             "window_side": window // unit,
             "tokens_per_second": vision.tokens_per_second,
         }
-
-
-FAMILY = Qwen25VL

@@ -37,6 +37,3 @@ class Qwen2VL(Qwen25VL):
             "window_side": 0,
             "tokens_per_second": None,
         }
-
-
-FAMILY = Qwen2VL

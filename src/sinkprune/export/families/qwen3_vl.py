@@ -123,6 +123,3 @@ class Qwen3VL(Qwen25VL):
         most = min((size.get("longest_edge") or 768 * 32 * 32) // max(together, frames), most)
         least = min(size.get("shortest_edge") or 128 * 32 * 32, together * most)
         return {"min_pixels": least, "max_pixels": most}, {"min_pixels": -(-least // together), "max_pixels": most}
-
-
-FAMILY = Qwen3VL

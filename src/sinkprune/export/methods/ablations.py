@@ -40,15 +40,6 @@ def no_aggregation(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     return _without_sink(facts, budget, replace(budget, aggregate=False))
 
 
-METHODS = {
-    "sinkpruner-no-sanitizer": no_sanitizer,
-    "sinkpruner-no-text-pruner": no_text_pruner,
-    "sinkpruner-no-diversity": no_diversity,
-    "sinkpruner-no-outlier-removal": no_outlier_removal,
-    "sinkpruner-no-aggregation": no_aggregation,
-}
-
-
 def _without_sink(facts: PlanFacts, budget: Budget, without: Budget) -> PlanGraphs:
     """Return the plan of `without` that keeps as many tokens as `budget`, or all if there are fewer."""
     n = facts.nominal_tokens

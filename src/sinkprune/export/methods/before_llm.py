@@ -147,10 +147,8 @@ def build_before(
     return PlanGraphs(kept, graph)
 
 
-METHODS = {
-    "fastervlm": partial(build_before, fastervlm, "reserve"),
-    "divprune": partial(build_before, divprune, "diverse"),
-    "dart": partial(build_before, dart, "diverse"),
-    "uniform": partial(build_before, uniform, "diverse"),
-    "random": partial(build_before, random, "diverse"),
-}
+build_fastervlm = partial(build_before, fastervlm, "reserve")
+build_divprune = partial(build_before, divprune, "diverse")
+build_dart = partial(build_before, dart, "diverse")
+build_uniform = partial(build_before, uniform, "diverse")
+build_random = partial(build_before, random, "diverse")

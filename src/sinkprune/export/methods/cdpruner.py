@@ -41,7 +41,7 @@ def cdpruner(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues
     return chosen_in_rounds(facts, kept, graph, "DeterminantRound", _round, [kernel], [factor, gain], k)
 
 
-METHODS = {"cdpruner": partial(build_before, cdpruner, "diverse")}
+build = partial(build_before, cdpruner, "diverse")
 
 
 def _scaled(op: Any, values: ir.Value) -> ir.Value:

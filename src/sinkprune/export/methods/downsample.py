@@ -72,9 +72,6 @@ def build_for_ttft(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     return PlanGraphs(replace(share, sanitizer=False))
 
 
-METHODS = {"downsample": build, "downsample-ttft": build_for_ttft}
-
-
 def grid_blocks(tokens: int, count: int) -> list[list[int]]:
     """Return the tokens of each of `count` blocks, in raster order.
 

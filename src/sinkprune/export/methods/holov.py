@@ -67,7 +67,7 @@ def holov(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k
     return ascending(graph, largest(graph, op.Where(taken, float("inf"), salience), count), count)
 
 
-METHODS = {"holov": partial(build_before, holov, "diverse")}
+build = partial(build_before, holov, "diverse")
 
 
 def _part_of_each(graph: Graph, features: TowerValues, tokens: ir.Value) -> ir.Value:

@@ -38,6 +38,3 @@ def sparsevlm(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     cuts = prune_layers(facts.language_model.num_layers)
     kept = scaled_stages(facts, budget, cuts, budget.resolve(facts.nominal_tokens).stages)
     return PlanGraphs(kept, select_after=build_selects(facts, kept, cuts, text_like_the_image))
-
-
-METHODS = {"fastv": fastv, "pyramiddrop": pyramiddrop, "sparsevlm": sparsevlm}

@@ -50,7 +50,7 @@ def mmtok(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k
     return chosen_in_rounds(facts, kept, graph, "CoverageRound", _round, [cover, tolerance], [covered, free], k)
 
 
-METHODS = {"mmtok": partial(build_before, mmtok, "diverse")}
+build = partial(build_before, mmtok, "diverse")
 
 
 def _covers(op: Any, cosines: ir.Value, temperature: float) -> ir.Value:

@@ -48,9 +48,6 @@ def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     return PlanGraphs(kept, _sanitizer(facts, kept), selects, evidence=evidence)
 
 
-METHODS = {"occamtoken": build}
-
-
 def _sanitizer(facts: PlanFacts, kept: Budget) -> Graph:
     """Return the sanitizer: the register, which is the mean of the outliers, then the most salient other tokens.
 

@@ -56,7 +56,7 @@ def prunesid(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues
     return ascending(graph, largest(graph, op.Where(picked, float("inf"), features.salience), count), count)
 
 
-METHODS = {"prunesid": partial(build_before, prunesid, "diverse")}
+build = partial(build_before, prunesid, "diverse")
 
 
 def _component(graph: Graph, features: TowerValues, count: ir.Value, width: int) -> ir.Value:

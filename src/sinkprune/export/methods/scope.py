@@ -44,7 +44,7 @@ def scope(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues, k
     return chosen_in_rounds(facts, kept, graph, "SaliencyCoverageRound", _round, fixed, state, k)
 
 
-METHODS = {"scope": partial(build_before, scope, "diverse")}
+build = partial(build_before, scope, "diverse")
 
 
 def _round(

@@ -18,7 +18,7 @@ from sinkprune.export.graph import Graph
 from sinkprune.export.pruning.chosen_heads import HOW_TO_CHOOSE, NAMES
 from sinkprune.export.pruning.equal_mean import fewer_stages, without_stages
 from sinkprune.export.pruning.functions import diversity_select, gathered, top_rho
-from sinkprune.export.pruning.plan import Method, PlanFacts, PlanGraphs
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 from sinkprune.export.pruning.sanitizer import TowerValues, ascending, largest, new_sanitizer, output_rows
 from sinkprune.export.pruning.select import build_selects, every_text_row
 from sinkprune.export.pruning.shares import as_vector, sanitizer_counts
@@ -73,9 +73,6 @@ def build_with_heads(facts: PlanFacts, budget: Budget, score: Score = by_salienc
     else:
         kept = budget if len(reading) == len(cuts) else fewer_stages(facts, budget, reading)
     return build_after(facts, kept, reading, score, {layer: facts.heads[layer] for layer in reading})
-
-
-METHODS: dict[str, Method] = {"sinkpruner": build, "sinkpruner-heads": build_with_heads}
 
 
 def _sanitizer(facts: PlanFacts, budget: Budget, score: Score) -> Graph:

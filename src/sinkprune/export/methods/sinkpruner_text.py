@@ -30,10 +30,8 @@ def by_salience_and_relevance(
     return graph.op.Add(_scaled(graph, features.salience, outlier), _scaled(graph, relevance, outlier))
 
 
-METHODS = {
-    "sinkpruner-text": partial(build, score=by_salience_and_relevance),
-    "sinkpruner-text-heads": partial(build_with_heads, score=by_salience_and_relevance),
-}
+build_with_text = partial(build, score=by_salience_and_relevance)
+build_with_text_and_heads = partial(build_with_heads, score=by_salience_and_relevance)
 
 
 def _scaled(graph: Graph, values: ir.Value, outlier: ir.Value | None) -> ir.Value:

@@ -45,9 +45,6 @@ def build_filtered(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     return _build(facts, removing, min(tokens_into_llm(facts, budget), left))
 
 
-METHODS = {"visionzip": build, "visionzip+filter": build_filtered}
-
-
 def _build(facts: PlanFacts, options: Budget, count: int) -> PlanGraphs:
     """Return the plan that keeps `count` of the nominal tokens."""
     if count < 1:

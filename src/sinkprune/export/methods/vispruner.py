@@ -51,9 +51,6 @@ def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     return PlanGraphs(kept, graph)
 
 
-METHODS = {"vispruner": build}
-
-
 def rounds(facts: PlanFacts, kept: Budget) -> int:
     """Return the rounds that drop all but the kept tokens, of any number of tokens up to the most.
 

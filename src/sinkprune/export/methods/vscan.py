@@ -51,9 +51,6 @@ def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     return PlanGraphs(kept, _sanitizer(facts, kept), build_selects(facts, kept, cuts, last_row))
 
 
-METHODS = {"vscan": build}
-
-
 def _sanitizer(facts: PlanFacts, kept: Budget) -> Graph:
     """Return the sanitizer of the first stage: kept tokens in raster order, with the others merged into them."""
     most = facts.most_counts(kept)

@@ -22,7 +22,7 @@ from sinkprune.jetson.host.system_files import SystemFiles
 from sinkprune.jetson.presets import read_presets
 from sinkprune.jetson.report import Query, report_on_board, report_on_machine
 from sinkprune.jetson.tables import print_report
-from sinkprune.runtime.backends.known import BACKENDS, ON_CPU
+from sinkprune.runtime.backends.known import KNOWN, on_cpu
 
 _EXAMPLES = """\
 examples:
@@ -63,9 +63,9 @@ def _size(words: str) -> tuple[int, int]:
 
 def _cpu_backend(name: str) -> str:
     """Return the name; raises `UsageError` for a backend that is no CPU's."""
-    if name in BACKENDS and name not in ON_CPU:
+    if name in KNOWN and KNOWN[name].on_gpu:
         raise UsageError(
-            f"--backend is '{name}', expected a library for CPUs: {', '.join(ON_CPU)}. For TensorRT leave it out on "
+            f"--backend is '{name}', expected a library for CPUs: {', '.join(on_cpu())}. For TensorRT leave it out on "
             "the board, or give --board NAME on any machine; sinkprune-profile measures any other library."
         )
     return name
@@ -91,7 +91,7 @@ def _parser(boards: str, presets: str) -> CommandParser:
     add(
         "--backend",
         type=_cpu_backend,
-        choices=ON_CPU,
+        choices=on_cpu(),
         help="engine library (default: tensorrt on a board, else the installed one)",
     )
     parser.add_json("the whole report")

@@ -1,4 +1,4 @@
-"""The interface of backends: an engine library on a device. A new backend is a module, and a row in `known`."""
+"""The interface of backends: an engine library on a device. `known` registers backends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from importlib import import_module
 from typing import Any, Protocol
 
 from sinkprune.contract.checks.format_value import format_value
@@ -14,8 +13,9 @@ from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.contract.manifest import CacheForm
 from sinkprune.contract.precision import Array
+from sinkprune.contract.registry import load_object
 from sinkprune.runtime.backends.compatibility import BuiltEngines
-from sinkprune.runtime.backends.known import BACKENDS, COMPUTES, KNOWN, Compute
+from sinkprune.runtime.backends.known import COMPUTES, KNOWN, Compute
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.system.processor import processor_name
 
@@ -83,7 +83,7 @@ class Backend(Protocol):
     """An engine library on a device: loads graphs, holds tensors, and measures times."""
 
     name: str
-    """One of `BACKENDS`."""
+    """A name in `KNOWN`."""
     threads: int
     """CPU threads an engine computes with."""
     compute: str
@@ -157,8 +157,8 @@ def load_backend(
     `threads` is for CPU work (default: all cores). `compute`, one of `COMPUTES`, is for all backends but ort-cuda and
     TensorRT (default: fastest). Raises `BackendError`, `EnginesError`, `UsageError`.
     """
-    if not isinstance(name, str) or name not in BACKENDS:
-        raise BackendError(f"unknown backend {format_value(name)}; known backends: {', '.join(BACKENDS)}.")
+    if not isinstance(name, str) or name not in KNOWN:
+        raise BackendError(f"unknown backend {format_value(name)}; known backends: {', '.join(KNOWN)}.")
     threads = None if threads is None else THREADS.check(threads)
     if threads is not None and not KNOWN[name].takes_threads:
         raise UsageError(f"threads is {threads}, but backend '{name}' computes on the GPU. Leave it out.")
@@ -166,7 +166,8 @@ def load_backend(
         _check_compute(name, compute, built)
     if built is not None:
         built.check_backend(name)
-    return import_module(f"{__name__}.{KNOWN[name].module}").open_backend(name, threads, compute or "fastest", built)
+    backend: Backend = load_object(KNOWN[name].opened_by)(name, threads, compute or "fastest", built)
+    return backend
 
 
 def _check_compute(name: str, compute: Any, built: BuiltEngines | None) -> None:

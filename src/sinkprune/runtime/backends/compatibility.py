@@ -18,7 +18,7 @@ from sinkprune.contract.engines_manifest import (
 )
 from sinkprune.contract.errors import EnginesError, UsageError
 from sinkprune.contract.files.trust import ANY, Trust
-from sinkprune.runtime.backends.known import KNOWN
+from sinkprune.runtime.backends.known import DEFAULT, KNOWN
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.system.processor import architecture, instructions
 
@@ -181,7 +181,7 @@ def _checked(engines: Engines, bundle: Bundle) -> BuiltEngines:
 def usual_backend(bundle: Bundle, built: BuiltEngines | None = None) -> str:
     """Return the default backend of `bundle`: of the engines `built` or its own, or the one that runs anywhere."""
     engines = built.engines if built is not None else bundle.engines
-    return next(iter(KNOWN)) if engines is None else backend_of(engines.manifest.target)
+    return DEFAULT if engines is None else backend_of(engines.manifest.target)
 
 
 def backend_of(target: Target) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from sinkprune.contract.engines_manifest import Target
+from sinkprune.contract.registry import Registry
 from sinkprune.contract.system.memory_need import OPENVINO, ORT_CPU, BackendMemory
 
 Compute = Literal["fastest", "bf16", "fp32"]
@@ -24,10 +25,11 @@ TOWER_IN = "; vision in "
 
 @dataclass(frozen=True)
 class BackendSpec:
-    """The facts about a backend. A new backend is a module and a row in `KNOWN`."""
+    """The facts about a backend. docs/architecture.md adds one."""
 
-    module: str
-    """The module of this package whose `open_backend(name, threads, compute, built)` returns the `Backend`."""
+    opened_by: str
+    """The function that returns the `Backend`, as in `package.module:open_backend`. It is called with the name, the
+    threads, the compute and the `BuiltEngines`, as `load_backend` gets them."""
     target: Target
     """The target of its engines (`sinkprune-build --target`)."""
     libraries: tuple[str, ...]
@@ -42,42 +44,46 @@ class BackendSpec:
     """Whether `sinkprune-calibrate schedule` may try budgets on it that no engine was built for."""
 
 
-KNOWN = {
-    "ort-cpu": BackendSpec(
-        "onnxruntime.backend",
-        "onnxruntime",
-        ("onnxruntime",),
-        computes=("fastest", "fp32"),
-        memory=BackendMemory(ORT_CPU),
-        runs_new_budgets=True,
-    ),
-    "ort-cpu+openvino": BackendSpec(
-        "openvino.with_onnxruntime",
-        "onnxruntime+openvino",
-        ("onnxruntime", "openvino"),
-        computes=("fastest", "fp32"),
-        memory=BackendMemory(ORT_CPU, OPENVINO),
-        runs_new_budgets=True,
-    ),
-    "ort-cuda": BackendSpec(
-        "onnxruntime.backend", "onnxruntime", ("onnxruntime",), on_gpu=True, runs_new_budgets=True
-    ),
-    "openvino": BackendSpec(
-        "openvino.backend",
-        "openvino",
-        ("openvino",),
-        computes=COMPUTES,
-        memory=BackendMemory(OPENVINO),
-        runs_new_budgets=True,
-    ),
-    "openvino-gpu": BackendSpec(
-        "openvino.backend", "openvino", ("openvino",), ("fastest", "fp32"), on_gpu=True, takes_threads=False
-    ),
-    "tensorrt": BackendSpec("tensorrt.backend", "tensorrt", ("tensorrt",), on_gpu=True, takes_threads=False),
-    "tensorrt-rtx": BackendSpec(
-        "tensorrt.backend", "tensorrt-rtx", ("tensorrt_rtx",), on_gpu=True, takes_threads=False
-    ),
-}
-"""By name. The first backend is the default for bundles, and the first of a target the default for its engines."""
-BACKENDS = tuple(KNOWN)
-ON_CPU = tuple(name for name, spec in KNOWN.items() if not spec.on_gpu)
+_OURS = "sinkprune.runtime.backends"
+ORT_ON_CPU = BackendSpec(
+    f"{_OURS}.onnxruntime.backend:open_backend",
+    "onnxruntime",
+    ("onnxruntime",),
+    computes=("fastest", "fp32"),
+    memory=BackendMemory(ORT_CPU),
+    runs_new_budgets=True,
+)
+ORT_WITH_OPENVINO = BackendSpec(
+    f"{_OURS}.openvino.with_onnxruntime:open_backend",
+    "onnxruntime+openvino",
+    ("onnxruntime", "openvino"),
+    computes=("fastest", "fp32"),
+    memory=BackendMemory(ORT_CPU, OPENVINO),
+    runs_new_budgets=True,
+)
+ORT_CUDA = replace(ORT_ON_CPU, computes=(), on_gpu=True, memory=None)
+OPENVINO_CPU = BackendSpec(
+    f"{_OURS}.openvino.backend:open_backend",
+    "openvino",
+    ("openvino",),
+    computes=COMPUTES,
+    memory=BackendMemory(OPENVINO),
+    runs_new_budgets=True,
+)
+OPENVINO_GPU = BackendSpec(
+    OPENVINO_CPU.opened_by, "openvino", ("openvino",), ("fastest", "fp32"), on_gpu=True, takes_threads=False
+)
+TENSORRT = BackendSpec(
+    f"{_OURS}.tensorrt.backend:open_backend", "tensorrt", ("tensorrt",), on_gpu=True, takes_threads=False
+)
+TENSORRT_RTX = replace(TENSORRT, target="tensorrt-rtx", libraries=("tensorrt_rtx",))
+
+KNOWN = Registry[BackendSpec]("sinkprune.backends")
+"""Every backend that an installed package registers, by name."""
+DEFAULT = "ort-cpu"
+"""The backend of bundles, and of engines for the target that it shares with others."""
+
+
+def on_cpu() -> list[str]:
+    """Return the names of the backends that compute on the processor."""
+    return [name for name, spec in KNOWN.items() if not spec.on_gpu]

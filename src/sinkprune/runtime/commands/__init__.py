@@ -23,7 +23,7 @@ from sinkprune.contract.files.output_files import OutputFile, check_outputs
 from sinkprune.contract.files.trust import Trust, add_trust_options
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines, own_engines, usual_backend
-from sinkprune.runtime.backends.known import BACKENDS, COMPUTES, Compute
+from sinkprune.runtime.backends.known import COMPUTES, KNOWN, Compute
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.media.fits import Fit, add_fit_option
@@ -164,7 +164,7 @@ def engine_parser(name: str, description: str, examples: str) -> CommandParser:
     parser = CommandParser(name, description, examples)
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export or sinkprune-build")
-    add("--backend", choices=BACKENDS, help="engine library (default: ort-cpu, or the library of the engines)")
+    add("--backend", choices=[*KNOWN], help="engine library (default: ort-cpu, or the library of the engines)")
     add(
         "--compute",
         choices=COMPUTES,

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
 from PIL import Image
@@ -16,6 +15,7 @@ from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
+from sinkprune.contract.registry import load_object
 from sinkprune.runtime.media.clip import Picture, SampledFrames, Video
 from sinkprune.runtime.media.fits import Fit, check_fit
 from sinkprune.runtime.media.picture_warnings import FileFacts
@@ -87,8 +87,7 @@ def load_family(manifest: Manifest, fit: Fit | None = None) -> Family:
     """
     check_fit(fit)
     try:
-        module = import_module(f"{__name__}.{FAMILIES[manifest.family].module}")
-        family: Family = module.FAMILY(manifest)
+        family: Family = load_object(FAMILIES[manifest.family].runtime)(manifest)
         pixel = Image.new("RGB", (1, 1))
         given = {name: list(array.shape) for name, array in family.inputs(pixel).items()}
         layout = family.layout(pixel)

@@ -61,6 +61,3 @@ class Llava(SquarePictures):
             tower_flops=groups * vit_flops(self._tower, self._tower.tokens + isinstance(self._tower, ViTTower)),
             projector_flops=self._projector_flops,
         )
-
-
-FAMILY = Llava

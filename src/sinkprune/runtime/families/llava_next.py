@@ -64,6 +64,3 @@ class LlavaNext(Llava):
                 corner = ((left - canvas.left) * x, (top - canvas.top) * y)
                 boxes.append(grid_boxes((*corner, corner[0] + length * x, corner[1] + length * y), side, side))
         return np.concatenate(boxes)
-
-
-FAMILY = LlavaNext

@@ -55,6 +55,3 @@ def _processor(settings: Mapping[str, Any]) -> PaddedProcessor | ResizeWithPad:
     """Return what turns pictures into squares: LeRobot's functions by their names, else transformers' processor."""
     kind = settings.get("image_processor_type")
     return ResizeWithPad(settings) if kind in get_args(LeRobotResize) else PaddedProcessor(settings)
-
-
-FAMILY = Pi0

@@ -7,6 +7,3 @@ from sinkprune.runtime.families.pi0 import Pi0
 
 class Pi05(Pi0):
     """The image side of a pi0.5 bundle."""
-
-
-FAMILY = Pi05

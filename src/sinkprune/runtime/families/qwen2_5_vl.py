@@ -189,6 +189,3 @@ class Qwen25VL:
         places = np.indices((h, w)).reshape(2, h // merge, merge, w // merge, merge)
         rows, columns = places.transpose(0, 1, 3, 2, 4).reshape(2, -1)
         return rows, columns
-
-
-FAMILY = Qwen25VL

@@ -16,6 +16,3 @@ class Qwen2VL(Qwen25VL):
 
     def _times(self, frames: int, clip: SampledFrames) -> Array:
         return np.arange(frames)
-
-
-FAMILY = Qwen2VL

@@ -69,6 +69,3 @@ class Qwen3VL(Qwen25VL):
         index = rows[:, :, None] * self._side + columns[:, None, :]
         weight = down[:, :, None] * right[:, None, :]
         return index.reshape(-1, 4), weight.reshape(-1, 4).astype(self._dtype)
-
-
-FAMILY = Qwen3VL
