@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T]):
-    """The names of an entry point group, in alphabetical order. What a name stands for is imported when it is read."""
+    """The names of an entry point group, sorted. What a name stands for is imported when it is read."""
 
     def __init__(self, group: str) -> None:
         """Read nothing yet: `group` is looked up when a name is."""

@@ -106,7 +106,7 @@ class Pipeline(StaysInProcess, Answering, KeepsCosts[Costs]):
     ) -> Pipeline:
         """Load a bundle or a folder of engines, by its path or already read; or `engines` built from the bundle.
 
-        `backend` is the name of a backend (default: ort-cpu, or the backend of the engines). `fit` is how pictures that
+        `backend` is its name (default: ort-cpu, or the backend of the engines). `fit` is how pictures that
         are not square become square: `crop`, `pad` or `stretch` (default: as the checkpoint does). `compute` is what
         openvino (fastest, bf16, fp32), ort-cpu, ort-cpu+openvino and openvino-gpu (fastest, fp32) compute in
         (default: fastest). `threads` is the number of CPU threads (default: all cores). `wrap` takes a graph's name,

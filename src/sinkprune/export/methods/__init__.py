@@ -1,6 +1,6 @@
 """Pruning methods. A method turns a budget into weightless graphs, a `PlanGraphs`.
 
-The decoder is cut after each layer where a plan selects. A method is a function `Method` and a line in pyproject.toml;
+The decoder is cut after each layer where a plan selects. A method is a `Method`, and a line in pyproject.toml;
 a method that chooses tokens before the LLM is made of a rule by `before_llm.build_before`.
 """
 

@@ -65,8 +65,8 @@ def _cpu_backend(name: str) -> str:
     """Return the name; raises `UsageError` for a backend that is no CPU's."""
     if name in KNOWN and KNOWN[name].on_gpu:
         raise UsageError(
-            f"--backend is '{name}', expected a library for CPUs: {', '.join(on_cpu())}. For TensorRT leave it out on "
-            "the board, or give --board NAME on any machine; sinkprune-profile measures any other library."
+            f"--backend is '{name}', expected a library for CPUs: {', '.join(on_cpu())}. For TensorRT leave it "
+            "out on the board, or give --board NAME on any machine; sinkprune-profile measures any other library."
         )
     return name
 
