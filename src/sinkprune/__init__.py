@@ -72,7 +72,6 @@ if TYPE_CHECKING:
     from sinkprune.runtime.stream import Stream
     from sinkprune.runtime.text.prompt import Turn
     from sinkprune.runtime.text.tools import ToolCall, Tools
-    from sinkprune.runtime.watching.watch import FrameAnswer, WatchSettings
 
 __version__ = "0.1.0"
 __all__ = [
@@ -98,7 +97,6 @@ __all__ = [
     "EnginesError",
     "FewerFramesWarning",
     "FirstFrameWarning",
-    "FrameAnswer",
     "ImageError",
     "Kept",
     "NewTokensError",
@@ -137,7 +135,6 @@ __all__ = [
     "VideoError",
     "VideoFile",
     "VisualLayout",
-    "WatchSettings",
     "overlay",
     "read_action_costs",
     "read_costs",
@@ -167,7 +164,6 @@ _NAMES = {
     "runtime.stream": "Stream",
     "runtime.text.prompt": "Turn",
     "runtime.text.tools": "ToolCall Tools",
-    "runtime.watching.watch": "FrameAnswer WatchSettings",
 }
 _MODULES = {name: f"sinkprune.{module}" for module, names in _NAMES.items() for name in names.split()}
 

@@ -7,14 +7,12 @@ import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from PIL import Image
 
 import follow_ups
 import kept_heights
-import watching
 from sinkprune.contract.command_line import progress_lines
 from sinkprune.contract.command_line.command import INTERRUPTED
 
@@ -26,29 +24,24 @@ class SlowPipeline:
         time.sleep(0.05)
         return SimpleNamespace(text="yes", ms={"ttft": 1.0}, tokens_per_layer=[8])
 
-    def watch(self, camera: Any, *_: object, **__: object) -> list[SimpleNamespace]:
-        return [self.generate() for _ in camera]
-
 
 def test_long_benchmarks_have_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_lines, "SECONDS", 0.05)
     question = SimpleNamespace(prompt="Is it red?", is_right=lambda text: text == "yes")
     picture = Image.new("RGB", (8, 8))
     item = SimpleNamespace(load_image=lambda: picture, question=question)
-    for module in (kept_heights, watching, follow_ups):
+    for module in (kept_heights, follow_ups):
         monkeypatch.setattr(module, "Pipeline", SimpleNamespace(load=lambda *_, **__: SlowPipeline()))
     monkeypatch.setattr(kept_heights, "load_task", lambda *_: [item] * 4)
     monkeypatch.setattr(kept_heights, "heights", lambda _: [0.5])
-    for module in (watching, follow_ups):
-        monkeypatch.setattr(module, "questions_about", lambda *_: [(picture, question)] * 4)
+    monkeypatch.setattr(follow_ups, "questions_about", lambda *_: [(picture, question)] * 4)
     monkeypatch.setattr(follow_ups, "_last", lambda _: {1})
-    asking = "asking with retain-64"
-    for main, said in ((kept_heights.main, asking), (watching.main, "asking"), (follow_ups.main, asking)):
+    for main in (kept_heights.main, follow_ups.main):
         code, (printed, lines) = main([str(Path("bundle"))]), capsys.readouterr()
         assert code == 0, lines
         if main != kept_heights.main:
             assert "Small sample: 4 questions. " in printed
-        assert re.search(rf"^{said}: [1-4] of 4 questions in ", lines, re.MULTILINE), lines
+        assert re.search(r"^asking with retain-64: [1-4] of 4 questions in ", lines, re.MULTILINE), lines
 
 
 def test_interrupted_follow_ups_keep_the_answers_so_far(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 from sinkprune.contract.budgets import AUTO
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.checks.arguments import check_type, checks_options, checks_options_and
+from sinkprune.contract.checks.arguments import checks_options, checks_options_and
 from sinkprune.contract.command_line.progress_lines import shown_progress
 from sinkprune.contract.costs.file import ANSWER_COSTS
 from sinkprune.contract.costs.model import Costs
@@ -48,7 +48,6 @@ from sinkprune.runtime.steps.request import (
 from sinkprune.runtime.stream import Stream, StreamState
 from sinkprune.runtime.text.constraint import Grammars, Unconstrained
 from sinkprune.runtime.text.prompt import Text
-from sinkprune.runtime.watching.watch import USUAL_SETTINGS, FrameAnswer, Watch, WatchSettings, check_frames
 
 
 class Pipeline(StaysInProcess, Answering, KeepsCosts[Costs]):
@@ -166,36 +165,6 @@ class Pipeline(StaysInProcess, Answering, KeepsCosts[Costs]):
         stream = Stream(generate(model, request, plans, form, new_policy, observer, state, prefixes), state)
         stream.count_from(began)
         return stream
-
-    def watch(
-        self,
-        frames: Iterable[PictureLike],
-        instruction: str,
-        *,
-        settings: WatchSettings = USUAL_SETTINGS,
-        observer: Observer = NOBODY,
-        **options: Any,
-    ) -> Iterator[FrameAnswer]:
-        """Answer `instruction` after each of `frames`, which may never end, with what is left of earlier frames.
-
-        `frames` are pictures of one size, as from a `Camera`. `settings` say how much of them is remembered; memory
-        and time of a frame are bounded (docs/watch.md). `options` are those of `stream`, without `deadline_ms`; the
-        budget must prune inside the decoder. `observer` receives each frame's steps, except `answered`.
-
-        Raises at once what `stream` raises. Reading an answer raises what reading a stream raises, and `ImageError`
-        for a frame of another size.
-        """
-        check_request_options(options.keys() - {"deadline_ms"}, "settings", "observer", without="deadline_ms")
-        check_frames(frames)
-        check_type("settings", settings, (WatchSettings,), "WatchSettings")
-        check_type("observer", observer, (Observer,), "an Observer")
-        return Watch(
-            self._model,
-            lambda frame: self.new_request(frame, instruction, **options),
-            self._formed,
-            settings,
-            observer,
-        ).run(frames)
 
     def encode(self, image: PictureLike) -> EncodedPicture:
         """Return an image as the unpruned LLM receives it, with norms and salience; raises `ImageError`."""

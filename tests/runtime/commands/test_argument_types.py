@@ -23,7 +23,6 @@ from sinkprune import (
     Tools,
     Turn,
     VideoFile,
-    WatchSettings,
     overlay,
     read_action_costs,
     read_costs,
@@ -247,7 +246,6 @@ def test_unknown_arguments_are_refused_with_a_guess(
         (Tools, "paralel", "parallel"),
         (Turn, "tool_call", "tool_calls"),
         (VideoFile, "pth", "path"),
-        (WatchSettings, "capacit", "capacity"),
     ],
 )
 def test_each_public_call_names_its_options(call: Any, given: str, meant: str) -> None:

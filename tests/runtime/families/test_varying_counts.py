@@ -226,7 +226,6 @@ def test_what_needs_counts_before_the_request_is_refused(
         lambda: pipe.generate(photo, QUESTION, deadline_ms=500.0, **options),
         lambda: pipe.generate(photo, QUESTION, deadline_ms=500.0, method=METHOD, budget="none"),
         lambda: pipe.warm_up(photo, QUESTION, seconds=0, **options),
-        lambda: next(pipe.watch([photo], QUESTION, **options)),
         # Thresholds would not help a deadline.
         lambda: run_once(uncounted, uncounted.new_request(photo, QUESTION, deadline_ms=500.0, **options), []),
     )

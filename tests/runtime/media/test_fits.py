@@ -258,5 +258,3 @@ def test_each_size_causes_one_warning(bundle: Callable[..., Path], photo: Image.
         with warnings.catch_warnings(), pytest.raises(PartlySeenWarning):
             warnings.simplefilter("error")
             other.generate(wide, "What?", max_new_tokens=1)
-    with pytest.warns(PartlySeenWarning, match="of 160x90"):
-        next(other.watch([wide], "What?", budget="retain-64", max_new_tokens=1))

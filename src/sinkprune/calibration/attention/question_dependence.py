@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from sinkprune.calibration.asking import Loaded, Sample, ask
+from sinkprune.calibration.attention.received_attention import received_by_head
 from sinkprune.calibration.attention.watching import AttentionObserver
 from sinkprune.calibration.evaluation.report import BASELINE
 from sinkprune.contract.budgets import prune_layers
@@ -19,7 +20,6 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.export.pruning.chosen_heads import HEADS_VERSION, ChosenHeads, LayerHeads
 from sinkprune.runtime.profiling.profile import model_name
-from sinkprune.runtime.watching.received_attention import received_by_head
 
 _SHARE_OF_LARGEST = 0.5
 """A layer's heads are chosen if their dependence is at least this share of the layer's largest."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
+from sinkprune.calibration.attention.received_attention import received_attention
 from sinkprune.calibration.scheduling.search import PlanSpace
 from sinkprune.calibration.scheduling.trials import TRIAL
 from sinkprune.contract.budgets import Share
@@ -19,7 +20,6 @@ from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.encoding import encode, run_tower
 from sinkprune.runtime.steps.prompt_rows import PromptRows, lay_out
-from sinkprune.runtime.watching.received_attention import received_attention
 
 
 class PictureAttention(NamedTuple):

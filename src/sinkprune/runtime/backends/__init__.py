@@ -98,8 +98,6 @@ class Backend(Protocol):
     """Whether a decoder takes several new rows after earlier ones, as sessions need."""
     compiles_lengths: bool = False
     """Whether an engine compiles operators when it first meets a number of rows, which then takes longer."""
-    any_length: bool = True
-    """Whether engines take any number of visual rows, as a watch needs; if not, only those of whole pictures."""
 
     @property
     def machine(self) -> str:

@@ -122,16 +122,6 @@ def _quota(chain: Chain, plan: Plan, tower: TowerOutput) -> dict[str, Tensor]:
     return {"quota": chain.backend.tensor(np.zeros(counts.sink + kept, np.int64))}
 
 
-def encode_tokens(chain: Chain, tower: TowerOutput, index: Array, clock: Stopwatch) -> EncodedPicture:
-    """Run the projector, if any, on the tokens `index` [n] of the `tower`'s output, as one group.
-
-    `index` is int64, numbered through all groups.
-    """
-    join = chain.backend.join
-    deepstack = None if tower.deepstack is None else join([tower.deepstack], index)
-    return _projected(chain, tower, join([tower.tokens], index), deepstack, index[None], clock)
-
-
 def _projected(
     chain: Chain, tower: TowerOutput, tokens: Tensor, deepstack: Tensor | None, kept_index: Array, clock: Stopwatch
 ) -> EncodedPicture:

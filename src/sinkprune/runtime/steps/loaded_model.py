@@ -124,6 +124,6 @@ def check_counts_known(manifest: Manifest, method: str) -> None:
     """Raise `UsageError` for a method whose counts vary by picture: costs are predicted by counts."""
     if any(each.evidence for each in manifest.plans[method].values()):
         raise UsageError(
-            f"method '{method}' keeps another number of tokens of each picture, and deadlines, costs, budget "
-            f"'{AUTO}' and watches need the number before. Give one budget and no deadline, or another method."
+            f"method '{method}' keeps another number of tokens of each picture, and deadlines, costs and budget "
+            f"'{AUTO}' need the number before. Give one budget and no deadline, or another method."
         )

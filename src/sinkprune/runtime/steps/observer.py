@@ -51,7 +51,7 @@ class Observer:
         """Receives a policy's actions [1,chunk,action_dim] as its expert gives them, normalised."""
 
     def answered(self, answer: Answer) -> None:
-        """Receives the whole answer, with kept sets and milliseconds. A watch and a policy do not call it."""
+        """Receives the whole answer, with kept sets and milliseconds. A policy does not call it."""
 
 
 NOBODY = Observer()

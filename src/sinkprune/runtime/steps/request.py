@@ -246,11 +246,10 @@ def choice_note(unused: Sequence[str]) -> str:
     return f"{' and '.join(unused)} changed nothing: the texts of a closed list are scored whole."
 
 
-def check_request_options(given: Iterable[str], *others: str, without: str = "") -> None:
-    """Raise `OptionError` for names that are neither options of `new_request`, except `without`, nor of `others`."""
-    known = [*REQUEST_OPTIONS, "order", *others]
+def check_request_options(given: Iterable[str], *others: str) -> None:
+    """Raise `OptionError` for names that are neither options of `new_request` nor of `others`."""
     elsewhere = dict.fromkeys(OPTIONS_OF_LOADING, "Pipeline.load, not of a request")
-    check_options(given, [name for name in known if name != without], elsewhere)
+    check_options(given, [*REQUEST_OPTIONS, "order", *others], elsewhere)
 
 
 def check_picture(picture: object) -> None:

@@ -74,8 +74,6 @@ class TensorRTBackend(Backend, CacheMemory):
         self.turn = Turns()
         # Engines of the other dialect have the profile `prefill` without a cache, and `decode` with one new row.
         self.resumes = built.bundle.manifest.cache == "in-place"
-        # Optimisation profiles have ranges for the pictures of one request.
-        self.any_length = False
 
     def load(self, model: Model) -> Engine:
         return self._load(model, {})
