@@ -9,7 +9,6 @@ from typing import NamedTuple
 from figure_tables import (
     Figures,
     accuracy_short,
-    confidence_curve,
     kinds,
     methods_full,
     methods_short,
@@ -197,17 +196,6 @@ PARTS = {
             "python benchmarks/robot/robot_success.py {work}/robot --episodes 500 --json {json}",
         ),
         {"robot-success": robot_success, "robot-paired": robot_paired, "robot-times": robot_times},
-        by_default=False,
-    ),
-    "confidence": Part(
-        (
-            "sinkprune-export demo/pocket -o {work}/ladders --force --budgets retain-32,retain-64,retain-128,"
-            "retain-32+from-retain-64,retain-32+from-retain-128,retain-64+from-retain-128",
-            "python -m sinkprune.demo.write_scenes {work}/scenes 80",
-            "sinkprune-calibrate confidence {work}/ladders --data {work}/scenes/scenes.jsonl --threads 1 "
-            "--json {json}",
-        ),
-        {"confidence": confidence_curve},
         by_default=False,
     ),
     "peers": Part(

@@ -302,37 +302,3 @@ def peers_short(figures: Figures) -> str:
         f"{figures['date']}, {plan['threads']} threads of a shared {report['machine']}:\n\n"
         + _table(["engine", "TTFT ms", "a token ms"], rows)
     )
-
-
-def confidence_curve(figures: Figures) -> str:
-    """Return the accuracy and TTFT of each budget, and of budget `auto` with several thresholds."""
-    report = figures["report"]
-    unpruned = report["budgets"]["none"]["ttft_ms"]
-    rows = [
-        [f"`{name}`", "", *_closed(found, unpruned), "" if (ms := found["resumed_ms"]) is None else f"{ms:.1f}"]
-        for name, found in report["budgets"].items()
-    ]
-    rows += [
-        [f"`auto`, {100 * found['share']:g} %", _steps(found), *_closed(found, unpruned), ""]
-        for found in report["curve"]
-    ]
-    columns = ["budget", "steps, and the share of questions that reach each", "accuracy in %", "of `none`'s"]
-    commands = "\n".join(["```", *figures["commands"], "```"])
-    return (
-        f"Measured on {_where(figures)}:\n\n{commands}\n\n{report['questions']} questions with closed lists about "
-        f"{report['pictures']} pictures. `auto` is cross-validated over {report['folds']} parts of the pictures:\n\n"
-        + _table([*columns, "TTFT ms", "of `none`'s", "as a later step, ms"], rows)
-    )
-
-
-def _closed(found: Mapping[str, Any], unpruned_ms: float) -> list[str]:
-    """Return the cells of accuracy and TTFT, each with its share of the unpruned model's."""
-    low, high = found["ci95"]
-    accuracy, ttft = f"{100 * found['accuracy']:.1f} ±{50 * (high - low):.1f}", found["ttft_ms"]
-    return [accuracy, f"{100 * found['relative']:.1f} %", f"{ttft:.1f}", f"{ttft / unpruned_ms:.2f}"]
-
-
-def _steps(point: Mapping[str, Any]) -> str:
-    """Return the budgets of a point on the curve, as in "`retain-32`, then `none` (12 %)"."""
-    first, *others = point["reached"].items()
-    return ", then ".join([f"`{first[0]}`", *(f"`{name}` ({100 * share:.0f} %)" for name, share in others)])

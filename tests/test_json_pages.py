@@ -12,7 +12,6 @@ from typing import Any, get_args, get_origin, get_type_hints
 import pytest
 
 from sinkprune.calibration.attention.report import AttentionReport, LayerFigures, RunFigures
-from sinkprune.calibration.confidence.report import ConfidenceReport, CurvePoint, FixedBudget
 from sinkprune.calibration.evaluation.intervals import Mean
 from sinkprune.calibration.evaluation.report import CombinationReport, EvaluationReport, KindReport
 from sinkprune.calibration.evidence.report import EvidenceReport, FoundThresholds
@@ -33,7 +32,7 @@ from sinkprune.jetson.report import DoctorReport
 from sinkprune.jetson.times import TimeRange
 from sinkprune.runtime.acting.report import PARTS as ACTION_PARTS
 from sinkprune.runtime.acting.report import ActionDeadline
-from sinkprune.runtime.steps.answer import DeadlineReport, TriedBudget
+from sinkprune.runtime.steps.answer import DeadlineReport
 from sinkprune.runtime.token_map import TokenClass, TokenMap
 from support.programs.commands import run
 from support.programs.repository import ROOT
@@ -49,8 +48,6 @@ OBJECTS: dict[str, type] = {
     "token spread": TokenSpread,
     "found thresholds": FoundThresholds,
     "curve": Curve,
-    "fixed budget": FixedBudget,
-    "point": CurvePoint,
     "candidate": Candidate,
     "definition": Budget,
     "share": Share,
@@ -69,7 +66,6 @@ REPORTS: dict[str, tuple[type, ...]] = {
     "sinkprune-check": (GateReport,),
     "sinkprune-evaluate": (EvaluationReport,),
     "sinkprune-calibrate schedule": (ScheduleReport,),
-    "sinkprune-calibrate confidence": (ConfidenceReport,),
     "sinkprune-calibrate evidence": (EvidenceReport,),
     "sinkprune-calibrate quantize": (QuantisationReport,),
     "sinkprune-calibrate attention": (AttentionReport,),
@@ -84,7 +80,6 @@ INTERRUPTED = (
     "evaluate",
     "calibrate norms",
     "calibrate attention",
-    "calibrate confidence",
 )
 ADDED = {f"sinkprune-{name}": {"interrupted", "notes"} for name in INTERRUPTED} | {
     f"sinkprune-calibrate {verb}": {"sha256", "notes"} for verb in ("schedule", "quantize", "evidence")
@@ -180,12 +175,8 @@ def test_parts_are_named() -> None:
 
 def test_an_answer_s_keys_are_named(bundle: Callable[..., Path], photo_file: Path) -> None:
     outcome = run("sinkprune-run", bundle("gqa-112"), "--image", photo_file, *QUESTION, "--json")
-    written = {re.sub(r"^ms\..*", "ms.*", path) for path in paths_in(json.loads(outcome.stdout))} - {
-        "deadline",
-        "tried",
-    }
+    written = {re.sub(r"^ms\..*", "ms.*", path) for path in paths_in(json.loads(outcome.stdout))} - {"deadline"}
     written |= {f"deadline.{field.name}" for field in fields(DeadlineReport)}
-    written |= {f"tried.{field.name}" for field in fields(TriedBudget)}
     assert written == documented(sections()["sinkprune-run"])
 
 

@@ -81,12 +81,11 @@ NOT_RUN: dict[str, str] = {
     r"sinkprune-export .*--sign": PARTS,
     r"sinkprune-run .*(--sha256 3f0c|--signed-by)": PARTS,
     r"sinkprune-(calibrate|evaluate) .*\bpocket": MINUTES,
-    r"sinkprune-calibrate (schedule|quantize|confidence ladders) ": MINUTES,
+    r"sinkprune-calibrate (schedule|quantize) ": MINUTES,
     r"sinkprune-calibrate norms \./clip": PARTS,
     r"sinkprune-calibrate (attention|evidence) robot-": "needs moments: see tests/calibration",
     r"sinkprune-replay ": PARTS,
     r"sinkprune-run .*--deadline-ms": LOAD,
-    r"sinkprune-run .*--thresholds": PARTS,
     r"sinkprune-serve ": "it ends when it is interrupted: see tests/runtime/commands/test_serve_command.py",
 }
 """By a pattern at the start of a command: the reason why it does not run here."""

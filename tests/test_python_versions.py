@@ -33,7 +33,7 @@ EXPORTS = {
     "robot": ["pocket-robot", "--max-images", "2"],
 }
 """By the name of a bundle on the pages: the pocket model in its place, and options of its export."""
-RUN = re.compile(rf"sinkprune-(run|act|replay) ({'|'.join(EXPORTS)}) (?!.*--(deadline-ms|thresholds))")
+RUN = re.compile(rf"sinkprune-(run|act|replay) ({'|'.join(EXPORTS)}) (?!.*--deadline-ms)")
 COMMANDS = list(dict.fromkeys(text for _, text in ALL if RUN.match(text)))
 
 
@@ -75,7 +75,7 @@ def test_pytorch_is_not_installed() -> None:
     assert len(COMMANDS) > 8
 
 
-@pytest.mark.parametrize("verb", ["norms", "attention", "quantize", "confidence", "evidence", "schedule"])
+@pytest.mark.parametrize("verb", ["norms", "attention", "quantize", "evidence", "schedule"])
 def test_a_verb_starts(verb: str) -> None:
     with pytest.raises(SystemExit) as ended:
         run("sinkprune-calibrate", verb, "--help")

@@ -58,14 +58,13 @@ if TYPE_CHECKING:
     from sinkprune.contract.schedule import PictureSchedule
     from sinkprune.runtime.acting.report import ActionDeadline, ActionFlops, ActionReport
     from sinkprune.runtime.camera import Camera
-    from sinkprune.runtime.confidence.thresholds import Thresholds, read_thresholds, write_thresholds
     from sinkprune.runtime.media.clip import Clip
     from sinkprune.runtime.media.video_file import VideoFile
     from sinkprune.runtime.overlay import overlay
     from sinkprune.runtime.pipeline import Pipeline
     from sinkprune.runtime.policy import Policy
     from sinkprune.runtime.session import Session
-    from sinkprune.runtime.steps.answer import Answer, DeadlineReport, TriedBudget
+    from sinkprune.runtime.steps.answer import Answer, DeadlineReport
     from sinkprune.runtime.steps.kept import Kept
     from sinkprune.runtime.steps.observer import Observer
     from sinkprune.runtime.steps.request import Request
@@ -121,12 +120,10 @@ __all__ = [
     "SinkpruneError",
     "Stream",
     "TaskError",
-    "Thresholds",
     "TooLittleMemoryError",
     "ToolCall",
     "Tools",
     "ToolsError",
-    "TriedBudget",
     "Turn",
     "UnitsWarning",
     "UnknownBoardError",
@@ -138,9 +135,7 @@ __all__ = [
     "overlay",
     "read_action_costs",
     "read_costs",
-    "read_thresholds",
     "write_costs",
-    "write_thresholds",
 ]
 
 _NAMES = {
@@ -151,14 +146,13 @@ _NAMES = {
     "contract.schedule": "PictureSchedule",
     "runtime.acting.report": "ActionDeadline ActionFlops ActionReport",
     "runtime.camera": "Camera",
-    "runtime.confidence.thresholds": "Thresholds read_thresholds write_thresholds",
     "runtime.media.clip": "Clip",
     "runtime.media.video_file": "VideoFile",
     "runtime.overlay": "overlay",
     "runtime.pipeline": "Pipeline",
     "runtime.policy": "Policy",
     "runtime.session": "Session",
-    "runtime.steps.answer": "Answer DeadlineReport Kept TriedBudget",
+    "runtime.steps.answer": "Answer DeadlineReport Kept",
     "runtime.steps.observer": "Observer",
     "runtime.steps.request": "Request",
     "runtime.stream": "Stream",

@@ -60,7 +60,7 @@ def changed_text(folder: Path, what: str, sha256: str | None, key: Path | None, 
         return f"{name}: unchanged{', because of --dry-run' if dry_run else ''}\n"
     return (
         f"{name}: {what}\n{sum_lines(sha256, key)}The sha256 is new: replace it where you give --sha256 or sha256=, "
-        "and make this bundle's engines and thresholds again.\n"
+        "and make this bundle's engines again.\n"
     )
 
 

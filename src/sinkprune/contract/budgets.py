@@ -18,8 +18,6 @@ from sinkprune.contract.errors import BudgetError
 
 UNPRUNED = "none"
 """The budget of the unpruned engines, which every bundle has."""
-AUTO = "auto"
-"""The budget of requests with a closed list that are answered at larger budgets until the answer is sure enough."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from fractions import Fraction
 from itertools import zip_longest
 from typing import Annotated, Literal
 
-from sinkprune.contract.budgets import AUTO, UNPRUNED, Budget, Counts, Share
+from sinkprune.contract.budgets import UNPRUNED, Budget, Counts, Share
 from sinkprune.contract.checks.fields import OPTIONAL, Bounds, Count
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.families import parse_budget
@@ -154,10 +154,6 @@ def find_plan(
 
 def _remedy(family: str, budget: str) -> str:
     """Return the sentence about how to add a `budget` to a bundle of the `family`."""
-    if budget == AUTO:
-        return (
-            "It is for sinkprune-run and sinkprune-serve with --thresholds, and for pipelines and sessions in Python."
-        )
     of_machine = _OF_MACHINE.fullmatch(budget)
     if of_machine:
         option = {"in": "--target-ms", "mean": "--budget-tokens"}[of_machine[1]]

@@ -86,11 +86,11 @@ class BudgetRun:
     def store(self, chain: Chain, prefixes: PrefixCache) -> None:
         """Store what later requests may share, where it is worth storing."""
         if prefixes.stores(self.key, self.seen.prompt.texts[-1]):
-            self.put_prefix(chain, prefixes)
+            self._put_prefix(chain, prefixes)
         if self.new_lead:
             self._put_lead(chain, prefixes)
 
-    def put_prefix(self, chain: Chain, prefixes: PrefixCache) -> None:
+    def _put_prefix(self, chain: Chain, prefixes: PrefixCache) -> None:
         """Store the prompt's rows in the segments before the first select; the cache may have grown since."""
         result, text, length = self.prefilled, self.seen.prompt.texts[-1], self.rows.length
         segments = segments_before_select(chain.segments, result.schedule.plan)
@@ -119,10 +119,9 @@ def run_budget(
     planned: Schedule,
     clock: Stopwatch,
     observer: Observer,
-    own_prefixes: PrefixCache,
     prefixes: PrefixCache,
 ) -> BudgetRun:
-    """Run the steps at the `planned` budget, but for rows that `own_prefixes` or `prefixes` has.
+    """Run the steps at the `planned` budget, but for rows that `prefixes` has.
 
     Raises what `prefill` does.
     """
@@ -131,7 +130,7 @@ def run_budget(
     question = model.question_ids(plan, seen.request, seen.prompt)
     key, lead_key = PrefixKey.of(manifest, plan, seen.digests, texts, question), LeadKey.of(manifest, plan, texts)
     stored, new_lead = [*prefixes.lead(lead_key)], prefixes.stores_lead(lead_key)
-    shared = own_prefixes.shared(key, texts[-1]) or prefixes.shared(key, texts[-1])
+    shared = prefixes.shared(key, texts[-1])
     if shared is None:
         words = backend.tensor(embedding(question)) if question else None
         encoded = [encode(chain, plan, tower, clock, words) for tower in seen.towers]

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Generator
 
-from sinkprune.contract.budgets import AUTO
 from sinkprune.contract.plans import Plan
 from sinkprune.runtime.budget_run import SeenPrompt, run_budget
 from sinkprune.runtime.deadline.policy import BudgetPolicy
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import TowerInput
 from sinkprune.runtime.media.picture_warnings import facts_of
-from sinkprune.runtime.steps.answer import Answer, TriedBudget, timings
+from sinkprune.runtime.steps.answer import Answer, timings
 from sinkprune.runtime.steps.choice_scores import ChoiceTokens
 from sinkprune.runtime.steps.context_length import check_picture_count, runnable
 from sinkprune.runtime.steps.encoding import TowerOutput, run_tower
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.pictures import decoded
-from sinkprune.runtime.steps.prefix_cache import ANY_SIZE, PrefixCache
+from sinkprune.runtime.steps.prefix_cache import PrefixCache
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.stream import StreamState
 from sinkprune.runtime.text.constraint import Unconstrained
@@ -30,7 +27,7 @@ from sinkprune.runtime.writing import choose, write
 def generate(
     model: LoadedModel,
     request: Request,
-    plans: Sequence[Plan | None],
+    plan: Plan | None,
     form: Unconstrained | ChoiceTokens,
     new_policy: Callable[[], BudgetPolicy],
     observer: Observer,
@@ -42,18 +39,17 @@ def generate(
     Yields the text of each token, which may be empty, and None between other passes, so that a server answers other
     requests meanwhile.
 
-    `model` is that of `LoadedModel.for_request`, `plans` are those of the request's budget or budgets, and `form` is
-    what its answer must be. `new_policy` is called when the first piece is requested, because a deadline is counted
-    from then on. What requests about the same pictures share is read from `prefixes` and added to it.
+    `model` is that of `LoadedModel.for_request`, `plan` that of the request's budget, and `form` is what its answer
+    must be. `new_policy` is called when the first piece is requested, because a deadline is counted from then on.
+    What requests about the same pictures share is read from `prefixes` and added to it.
     """
     family, chain, backend, policy = model.family, model.chain, model.chain.backend, new_policy()
-    clock, own_prefixes = Stopwatch(backend, observer.during), PrefixCache(ANY_SIZE)
-    for plan in plans:
-        chain.load_plan(plan)
+    clock = Stopwatch(backend, observer.during)
+    chain.load_plan(plan)
     uses = chain.first_uses
     check_picture_count(model.manifest, model.limits, len(request.pictures))
     model.check_text_length(request)
-    share = plans[0].picture_share if plans[0] else None
+    share = plan.picture_share if plan else None
     digests, known, seen_inputs = list[bytes](), list[TowerOutput | None](), list[TowerInput]()
     for place, source in enumerate(request.pictures):
         # One after the other, because the pixels of a large picture take hundreds of MB.
@@ -87,59 +83,30 @@ def generate(
         del known, seen_inputs
         seen = SeenPrompt(request, prompt, layouts, digests, towers)
         planned = policy.choose(possible, prompt.text_tokens)
-        run = run_budget(model, seen, planned, clock, observer, own_prefixes, prefixes)
+        run = run_budget(model, seen, planned, clock, observer, prefixes)
         sampler = model.new_sampler(request, prompt, layouts)
         # A closed list is compared later.
         ids = [] if isinstance(form, ChoiceTokens) else [sampler(run.logits, form.allowed(run.logits.size))]
     del towers
 
-    tried: list[TriedBudget] = []
-    # Milliseconds from the first tokens of earlier steps to the next steps, and of all earlier steps.
-    between, earlier = 0.0, 0.0
-    while True:
-        began = time.perf_counter()
-        policy.first_token()
-        observer.prefilled(run.prefilled)
-        for token in ids:
-            observer.chose(token, run.logits)
-        with backend.turn:
-            report = run.report(chain)
-            run.store(chain, prefixes)
-        state.budget, cache = report.budget, run.prefilled.cache
-        if not isinstance(form, ChoiceTokens):
-            # Embeddings take no memory while the answer is decoded.
-            del seen, run
-            written = yield from write(model, request, form, sampler, policy, observer, state, cache, ids)
-            break
-        took = (time.perf_counter() - began) * 1e3
-        written = yield from choose(model, form, sampler, policy, observer, state, cache, run.logits)
-        confidence = max(written.choices.values())
-        following = policy.following(run.prefilled.schedule, confidence)
-        if following is not None:
-            yield None
-        if following is None or state.cancelled:
-            written = written if following is None else replace(written, finish="cancelled")
-            yield written.text
-            del seen, run
-            break
-        between += took + written.other_ms
-        ms = clock.ms()["ttft"] + between - earlier
-        tried.append(TriedBudget(report.budget, confidence, written.choices, report.reused_rows, ms))
-        earlier += ms
-        with clock.measure("ttft"), backend.turn:
-            known_rows = prefixes.shared(run.key, prompt.texts[-1])
-            if known_rows is None or known_rows[1] < run.rows.length:
-                run.put_prefix(chain, own_prefixes)
-            run = run_budget(model, seen, following, clock, observer, own_prefixes, prefixes)
-            sampler = model.new_sampler(request, prompt, layouts)
+    policy.first_token()
+    observer.prefilled(run.prefilled)
+    for token in ids:
+        observer.chose(token, run.logits)
+    with backend.turn:
+        report = run.report(chain)
+        run.store(chain, prefixes)
+    state.budget, cache, logits = report.budget, run.prefilled.cache, run.logits
+    # Embeddings take no memory while the answer is decoded.
+    del seen, run
+    if isinstance(form, ChoiceTokens):
+        written = yield from choose(model, form, sampler, policy, observer, state, cache, logits)
+        yield written.text
+    else:
+        written = yield from write(model, request, form, sampler, policy, observer, state, cache, ids)
 
     # Before the deadline's clock stops: a cache of openvino is freed only when no other thread runs the model.
-    del cache, own_prefixes
-    spent = clock.ms()
-    times = timings({**spent, "ttft": spent["ttft"] + between}, written.token_ms, written.other_ms)
-    if request.budget == AUTO:
-        last = (times["latency"] or 0.0) - earlier
-        tried.append(TriedBudget(report.budget, confidence, written.choices, report.reused_rows, last))
+    del cache
     answer = Answer(
         text=written.text,
         token_ids=written.token_ids,
@@ -150,13 +117,12 @@ def generate(
         visual_tokens=sum(layout.all_tokens for layout in layouts),
         tokens_per_layer=report.tokens_per_layer,
         kv_bytes=report.kv_bytes,
-        ms=times,
+        ms=timings(clock.ms(), written.token_ms, written.other_ms),
         images=report.images,
         reused_towers=reused_towers,
         reused_rows=report.reused_rows,
         deadline=policy.ended(written.token_ms, comparable=not report.knew_pictures and chain.first_uses == uses),
         choices=written.choices,
-        tried=tuple(tried),
     )
     observer.answered(answer)
     return answer

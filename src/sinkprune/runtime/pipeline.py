@@ -9,20 +9,16 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from sinkprune.contract.budgets import AUTO
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.arguments import checks_options, checks_options_and
 from sinkprune.contract.command_line.progress_lines import shown_progress
 from sinkprune.contract.costs.file import ANSWER_COSTS
 from sinkprune.contract.costs.model import Costs
-from sinkprune.contract.plans import Plan
 from sinkprune.contract.reports.progress import OnProgress, reporting, unreported
 from sinkprune.runtime.answering import Answering
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import Compute
-from sinkprune.runtime.confidence.policy import ConfidencePolicy
-from sinkprune.runtime.confidence.thresholds import Thresholds, usable_thresholds
 from sinkprune.runtime.deadline.cost_measuring import MEASURING_COSTS, SECONDS, SECONDS_RANGE, measure_costs
 from sinkprune.runtime.deadline.kept_costs import KeepsCosts, warn_of_load
 from sinkprune.runtime.deadline.policy import BudgetPolicy, DeadlinePolicy
@@ -78,8 +74,6 @@ class Pipeline(StaysInProcess, Answering, KeepsCosts[Costs]):
         """Milliseconds that `Pipeline.load` took, with the check of sums; None without `Pipeline.load`."""
         self._model = load_model(bundle, backend, built, wrap, fit, progress)
         super().__init__(bundle, backend, ANSWER_COSTS)
-        self.thresholds: Thresholds | None = None
-        """How sure answers at budget `auto` must be; see `read_thresholds`."""
         self.limits, self.family = self._model.limits, self._model.family
         self.prompts, self.embedding, self.chain = self._model.prompts, self._model.embedding, self._model.chain
         self._stop = tuple(bundle.manifest.tokens.stop)
@@ -147,22 +141,20 @@ class Pipeline(StaysInProcess, Answering, KeepsCosts[Costs]):
         What earlier requests of a session share with it is in `prefixes`.
         """
         began, state = time.perf_counter(), StreamState()
-        plans = self.plans(request.method, request.budget)
-        thresholds = self.thresholds if request.budget == AUTO else None
+        manifest = self.bundle.manifest
+        plan = manifest.plan(request.method, request.budget)
         request, form = self._formed(request)
-        manifest, model = self.bundle.manifest, self._model.for_request(request, plans[0])
+        model = self._model.for_request(request, plan)
         costs = None if request.deadline_ms is None else self._known_costs()
         passes = form.passes if isinstance(form, ChoiceTokens) else None
 
         def new_policy() -> BudgetPolicy:
-            if thresholds is not None:
-                return ConfidencePolicy(manifest, request, passes, thresholds)
             if request.deadline_ms is None or costs is None:
                 return BudgetPolicy(manifest, request, passes)
             history = self._history_of(costs)
             return DeadlinePolicy(manifest, request, passes, request.deadline_ms, costs, history, began=state.began())
 
-        stream = Stream(generate(model, request, plans, form, new_policy, observer, state, prefixes), state)
+        stream = Stream(generate(model, request, plan, form, new_policy, observer, state, prefixes), state)
         stream.count_from(began)
         return stream
 
@@ -245,15 +237,3 @@ class Pipeline(StaysInProcess, Answering, KeepsCosts[Costs]):
         ids = tuple(tuple(self.prompts.answer_ids(text)) for text in request.choice)
         choices = ChoiceTokens(tuple(request.choice), ids, self._stop)
         return replace(request, max_new_tokens=max(map(len, ids)), min_new_tokens=0), choices
-
-    def plans(self, method: str, budget: str) -> list[Plan | None]:
-        """Return the plans that a request may run at without a deadline: one, or at budget `auto` several.
-
-        Raises `BudgetError` for a method or budget that the bundle does not have, and `UsageError` at budget `auto`
-        without thresholds of this bundle.
-        """
-        manifest = self.bundle.manifest
-        if budget != AUTO:
-            return [manifest.plan(method, budget)]
-        thresholds = usable_thresholds(self.thresholds, self.bundle, method, self.backend.compute)
-        return [manifest.plan(method, each) for each in thresholds.least]

@@ -13,7 +13,6 @@ from support.programs.commands import run
 COMMANDS = {
     "evaluate": ("sinkprune-evaluate", "--data"),
     "attention": ("sinkprune-calibrate", "attention", "--data"),
-    "confidence": ("sinkprune-calibrate", "confidence", "--choice", "a cup", "--choice", "b", "--data"),
     "profile": ("sinkprune-profile", "--repeat", 1, "--prompt", "What is this?", "--image"),
     "rate": ("sinkprune-profile", "--rate", 50, "--duration", 1, "--prompt", "What is this?", "--image"),
 }

@@ -19,7 +19,6 @@ NOTE = "wide.png: the model sees 50 % of the picture (the middle 100x100 of 200x
 ASKING = {
     "evaluate": ("sinkprune-evaluate",),
     "attention": ("sinkprune-calibrate", "attention"),
-    "confidence": ("sinkprune-calibrate", "confidence", "--choice", "a", "--choice", "b"),
 }
 
 
@@ -33,7 +32,7 @@ def mixed(tmp_path: Path, photo: Image.Image) -> Path:
     return tmp_path / "q.jsonl"
 
 
-@pytest.mark.parametrize("command", ["evaluate", "attention", "confidence"])
+@pytest.mark.parametrize("command", ["evaluate", "attention"])
 def test_a_later_picture_is_noted_before_questions_are_asked(
     command: str, bundle: Callable[..., Path], mixed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -182,7 +182,6 @@ def test_heads_are_chosen_and_exported(folder: Path, checkpoint: Callable[[str],
     "command",
     [
         ("sinkprune-evaluate", "--budgets", "nope"),
-        ("sinkprune-calibrate", "confidence"),
         ("sinkprune-calibrate", "norms"),
         ("sinkprune-calibrate", "quantize", "-o", "quantised", "--weights", "int8"),
         ("sinkprune-calibrate", "schedule", "--target-ms", 50),

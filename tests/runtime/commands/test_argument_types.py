@@ -18,7 +18,6 @@ from sinkprune import (
     Policy,
     Request,
     Session,
-    Thresholds,
     ToolCall,
     Tools,
     Turn,
@@ -26,9 +25,7 @@ from sinkprune import (
     overlay,
     read_action_costs,
     read_costs,
-    read_thresholds,
     write_costs,
-    write_thresholds,
 )
 from sinkprune.contract.errors import BudgetError, OptionError, PromptError, SinkpruneError, UsageError
 from sinkprune.runtime.steps.request import new_request
@@ -178,7 +175,7 @@ def test_whole_numbers_of_numpy_become_ints_which_do_not_overflow(kind: Any) -> 
 
 @pytest.mark.parametrize(
     "function",
-    [overlay, read_costs, write_costs, read_action_costs, read_thresholds, write_thresholds, Thresholds],
+    [overlay, read_costs, write_costs, read_action_costs],
 )
 def test_public_functions_name_their_options(function: Any) -> None:
     with pytest.raises(OptionError, match=r"no option 'nonsense'\. Options are: "):

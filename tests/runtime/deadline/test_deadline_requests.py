@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from burning import burning
-from sinkprune import Pipeline, write_thresholds
+from sinkprune import Pipeline
 from sinkprune.contract.costs.file import read_costs, write_costs
 from sinkprune.contract.costs.model import Curve, predict
 from sinkprune.contract.errors import DeadlineError, UsageError
@@ -102,13 +102,11 @@ def test_without_costs_a_deadline_is_refused_before_anything_runs(bundle: Bundle
     assert pipeline.generate(photo, QUESTION, deadline_ms=60_000, max_new_tokens=1).deadline is not None
 
 
-def test_costs_and_thresholds_of_a_wrong_type(bundle: Bundles, photo: Image.Image) -> None:
+def test_costs_of_a_wrong_type(bundle: Bundles, photo: Image.Image) -> None:
     pipeline: Any = Pipeline.load(bundle("gqa-112"))
-    pipeline.costs = pipeline.thresholds = 5
+    pipeline.costs = 5
     with pytest.raises(TypeError, match="costs is 5, expected Costs, as read_costs"):
         pipeline.generate(photo, QUESTION, deadline_ms=60_000)
-    with pytest.raises(TypeError, match="thresholds is 5, expected Thresholds, as read_thresholds returns"):
-        pipeline.stream(photo, QUESTION, budget="auto", choice=["yes", "no"])
 
 
 def test_costs_of_another_place_are_neither_used_nor_kept(
@@ -133,9 +131,8 @@ def test_costs_that_are_not_known_are_an_error_of_the_call(bundle: Bundles, phot
 
 def test_what_is_written_has_the_right_type(tmp_path: Path) -> None:
     wrong: Any = 3
-    for write in (write_costs, write_thresholds):
-        with pytest.raises(TypeError, match="is 3, expected"):
-            write(tmp_path / "file.json", wrong)
+    with pytest.raises(TypeError, match="is 3, expected"):
+        write_costs(tmp_path / "file.json", wrong)
     assert not [*tmp_path.iterdir()]
 
 

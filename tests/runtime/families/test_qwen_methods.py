@@ -276,21 +276,16 @@ def test_it_is_refused_before_anything_is_measured(
     pipe, progress = bundles("qwen-tied"), list[object]()
     with pytest.raises(UsageError, match="makes pictures smaller before the vision tower runs"):
         pipe.warm_up(photo, PROMPT, method="downsample", progress=lambda *step: progress.append(step))
-    with pytest.raises(UsageError, match="makes pictures smaller before the vision tower runs"):
-        pipe.generate(photo, PROMPT, method="downsample", budget="auto", choice=("yes", "no"))
     assert not progress
     photo.save(tmp_path / "photo.png")
     arguments = (pipe.bundle.path, "--image", tmp_path / "photo.png", "--prompt", PROMPT, "--method", "downsample")
     for given in (
         ("--budget", "prune-66.7", "--deadline-ms", 300),
         ("--budget", "prune-66.7", "--deadline-ms", 300, "--warm-up"),
-        ("--budget", "auto", "--choice", "yes", "--choice", "no"),
     ):
         assert_refused(
             run("sinkprune-run", *arguments, *given), "makes pictures smaller before the vision tower runs"
         )
-    auto = ("--method", "downsample", "--budget", "auto")
-    assert_refused(run("sinkprune-serve", pipe.bundle.path, *auto), "makes pictures smaller before")
 
 
 def test_commands_take_methods(bundles: Callable[[str], Pipeline], photo: Image.Image, tmp_path: Path) -> None:

@@ -22,8 +22,6 @@ from PIL import Image
 from tests.runtime.server.test_server import asked
 from tests.runtime.server.test_server_tools import NAMED, TOOLS
 
-from sinkprune import Pipeline, Thresholds, write_thresholds
-
 # 20,000 take longer than the suite's limit for a test: SOAK_REQUESTS=20000 pytest -m slow -o faulthandler_timeout=0
 REQUESTS, CLIENTS = int(os.environ.get("SOAK_REQUESTS", "6000")), 8
 BUDGETS = ("prune-66.7", "prune-88.9")
@@ -48,9 +46,9 @@ def resident_bytes(process: int) -> int:
 
 
 @contextmanager
-def server(path: Path, thresholds: Path) -> Iterator[tuple[str, int]]:
+def server(path: Path) -> Iterator[tuple[str, int]]:
     """Yield the address and the process of a server, which has no client in its memory, and collects no cycles."""
-    limits = ("--session-mb", 4, "--threads", 1, "--name", "m", "--thresholds", thresholds)
+    limits = ("--session-mb", 4, "--threads", 1, "--name", "m")
     program = "import gc, sys; gc.disable(); from sinkprune.runtime.commands.serve import main; main()"
     words = [sys.executable, "-c", program, *map(str, (path, "--port", 0, "--json", *limits))]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as running:
@@ -89,8 +87,6 @@ def fields(kind: str, rng: np.random.Generator) -> dict[str, Any]:
             return {"guided_regex": f"{word(rng)}[0-9]{{1,3}}", "max_tokens": 20}
         case "choice":
             return {"guided_choice": words}
-        case "auto":
-            return {"guided_choice": words, "model": "m:auto"}
         case "tools":
             return {"tools": TOOLS, "tool_choice": ["auto", "none", "required", NAMED][rng.integers(4)]}
         case "kept tokens":
@@ -104,7 +100,7 @@ def fields(kind: str, rng: np.random.Generator) -> dict[str, Any]:
     return {}
 
 
-KINDS = ("plain", "schema", "regex", "choice", "auto", "tools", "kept tokens", "logprobs", "sampled", *["wrong"] * 4)
+KINDS = ("plain", "schema", "regex", "choice", "tools", "kept tokens", "logprobs", "sampled", *["wrong"] * 4)
 
 
 def check_form(body: dict[str, Any], found: dict[str, Any]) -> None:
@@ -155,13 +151,10 @@ def ask(http: httpx.Client, rng: np.random.Generator) -> str:
 
 
 @pytest.mark.slow
-def test_memory_stays_and_nothing_is_stuck(bundle: Callable[..., Path], tmp_path: Path) -> None:
+def test_memory_stays_and_nothing_is_stuck(bundle: Callable[..., Path]) -> None:
     path = bundle("qwen-tools", "fp32", BUDGETS)
-    pipe = Pipeline.load(path, threads=1)
-    sure = Thresholds(1, pipe.bundle.sha256, pipe.backend.compute, "sinkpruner", {BUDGETS[0]: 0.5, "none": 0.0})
-    write_thresholds(tmp_path / "thresholds.json", sure)
     grown, ended = [], dict.fromkeys(("whole", "gone", "wrong"), 0)
-    with server(path, tmp_path / "thresholds.json") as (address, process):
+    with server(path) as (address, process):
 
         def client(number: int) -> list[str]:
             rng = np.random.default_rng(number)

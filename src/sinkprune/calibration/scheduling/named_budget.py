@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 from sinkprune.calibration.changed_bundle import changed_folder, check_changeable
 from sinkprune.calibration.scheduling.trials import plan_facts
-from sinkprune.contract.budgets import AUTO, UNPRUNED, Budget
+from sinkprune.contract.budgets import UNPRUNED, Budget
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import BudgetError
@@ -31,8 +31,6 @@ def check_name(manifest: Manifest, name: str) -> None:
             f"the name {format_value(name)} cannot be a budget's, expected up to 64 of a-z, 0-9, dots, dashes and "
             "underscores, a letter or digit first. Choose another --name."
         )
-    if name == AUTO:
-        raise BudgetError(f"'{AUTO}' cannot be a budget's name, which chooses among budgets. Choose another --name.")
     if name == UNPRUNED or name in FAMILIES[manifest.family].budgets:
         raise BudgetError(
             f"'{name}' is the name of a budget that every bundle of family '{manifest.family}' may have, and means "

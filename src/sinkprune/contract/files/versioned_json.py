@@ -1,4 +1,4 @@
-"""JSON files that users keep between commands: one object with a version, such as costs, thresholds and heads."""
+"""JSON files that users keep between commands: one object with a version, such as costs and heads."""
 
 from __future__ import annotations
 

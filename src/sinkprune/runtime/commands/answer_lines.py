@@ -16,9 +16,8 @@ CUT_OFF = {"length": "--max-new-tokens", "deadline": "--deadline-ms"}
 
 def result_lines(answer: Answer) -> str:
     """Return what stands below the text of an answer: its times, and the confidence of closed lists."""
-    tried = [f"tried {step.budget}: confidence {step.confidence:.3f}, {step.ms:.0f} ms\n" for step in answer.tried]
     choices = [readable(f"{share:.3f} {text}\n") for text, share in answer.choices.items()]
-    return f"\n{_timings(answer)}\n" + "".join(tried + choices)
+    return f"\n{_timings(answer)}\n" + "".join(choices)
 
 
 def _timings(answer: Answer) -> str:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sinkprune.contract.budgets import AUTO, UNPRUNED
-from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
@@ -41,7 +40,6 @@ from sinkprune.runtime.commands.form_options import FormOptions, add_form_option
 from sinkprune.runtime.commands.interrupts import NO_COSTS, beside_earlier, ended_by_interrupt, explain_interrupt
 from sinkprune.runtime.commands.memory import MemoryCheck, check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
-from sinkprune.runtime.confidence.thresholds import Thresholds, missing_thresholds, read_thresholds
 from sinkprune.runtime.deadline.cost_measuring import MEASURING_COSTS
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, overlay, picture_bytes
@@ -71,8 +69,6 @@ examples:
   sinkprune-run bundle --image wide.jpg --prompt "Is there a cup at the edge?" --fit pad
   sinkprune-run bundle --video clip.mp4 --prompt "What happens?" --budget prune-80
   sinkprune-run bundle --image photo.jpg --prompt "Is the door open?" --choice yes --choice no
-  sinkprune-run bundle --image photo.jpg --prompt "Is the door open?" --choice yes --choice no --budget auto \\
-      --thresholds thresholds.json
   sinkprune-run bundle --image photo.jpg --prompt "Describe the cup." --schema cup.json
   sinkprune-run bundle --image photo.jpg --prompt "How many cups are there?" --regex "[0-9]{1,2}"
   sinkprune-run bundle --image photo.jpg --prompt "Is the door open?" --deadline-ms 300 --max-new-tokens 8 --warm-up
@@ -90,7 +86,6 @@ class _Options(PictureOptions, FormOptions):
     deadline_ms: float | None
     warm_up: bool
     costs: Path | None
-    thresholds: Path | None
     max_new_tokens: int | None
     temperature: float
     top_p: float
@@ -109,11 +104,9 @@ def main(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, _Options)
     _check_options(options)
     form, prompt = read_form(options, options.stop), prompt_pieces(options.prompt)
-    thresholds = read_thresholds(options.thresholds) if options.thresholds else None
-    bundle = open_bundle(options, [] if options.budget == AUTO else [options.budget])
-    if options.budget == AUTO or options.deadline_ms is not None:
+    bundle = open_bundle(options, [options.budget])
+    if options.deadline_ms is not None:
         check_chosen_after_tower(bundle.manifest, options.method)
-    budgets = _budgets(options, bundle, thresholds)
     reads_costs = options.deadline_ms is not None and not options.warm_up
     costs = costs_before_loading(options, options.costs, bundle) if reads_costs else None
     family = load_family(bundle.manifest, options.fit)
@@ -123,13 +116,13 @@ def main(arguments: Sequence[str] | None) -> None:
     texts = [options.system or "", *([prompt] if isinstance(prompt, str) else prompt)]
     new_tokens = options.max_new_tokens or DEFAULT_NEW_TOKENS
     layouts = [*map(family.layout, images)]
-    memory = check_memory(options, bundle, layouts, options.method, budgets, texts, new_tokens)
+    memory = check_memory(options, bundle, layouts, options.method, [options.budget], texts, new_tokens)
 
     pipeline = load_pipeline(options, bundle)
     request = pipeline.new_request(images, prompt, **_given_fields(options), **form)
     # Before a long answer.
     notes = note_pictures(family, options.picture_files, images)
-    pipeline.thresholds, pipeline.costs = thresholds, costs
+    pipeline.costs = costs
     _warm_up(pipeline, request, layouts, options)
     if options.deadline_ms is not None:
         # A deadline counts the reading of the pictures, so they are read anew.
@@ -174,15 +167,11 @@ def _check_options(options: _Options) -> None:
     """Reject options that exclude each other, and outputs that cannot be written."""
     overlays = [(options.overlay, PICTURE_SUFFIXES)] if options.overlay else []
     read = [*options.picture_files, *options.key_files, *options.form_files]
-    read += [file for file in (options.costs, options.thresholds) if file]
+    read += [options.costs] if options.costs else []
     check_outputs([*json_outputs(options.json), *overlays], read, options.folders)
     if options.overlay and options.budget == UNPRUNED and options.deadline_ms is None:
         raise UsageError("--overlay draws what pruning kept. Give a --budget other than none, or --deadline-ms.")
     check_cost_options(options.warm_up, options.costs, options.deadline_ms)
-    if options.budget == AUTO and options.deadline_ms is not None:
-        raise UsageError(f"--budget {AUTO} takes the time that an unsure answer needs. Leave out --deadline-ms.")
-    if options.thresholds and options.budget != AUTO:
-        raise UsageError(f"--thresholds is for --budget {AUTO}, and the budget is '{options.budget}'. Give both.")
 
 
 def _given_fields(options: _Options) -> dict[str, Any]:
@@ -239,19 +228,6 @@ class _TokenCount(Observer):
         self._lines.report("writing", self._count, self._most, "tokens")
 
 
-def _budgets(options: _Options, bundle: Bundle, thresholds: Thresholds | None) -> list[str]:
-    """Return the budgets whose memory is checked: all that `auto` may run at, or the largest.
-
-    Raises `UsageError` for budget `auto` without thresholds of this bundle.
-    """
-    if options.budget != AUTO:
-        return [options.budget]
-    if thresholds is None:
-        raise missing_thresholds(bundle.manifest, options.method)
-    thresholds.check(bundle, options.method)
-    return [*thresholds.least]
-
-
 def _unused_options(options: _Options, budget: str) -> list[str]:
     """Return a note for each option without effect: sampling of a greedy answer, threads without a core, overlay."""
     notes = []
@@ -289,8 +265,7 @@ def _parser() -> CommandParser:
     add(
         "--budget",
         default=UNPRUNED,
-        help="a budget of the bundle, or none; with --deadline-ms the largest that may be chosen; auto, with "
-        "--choice and --thresholds, tries larger budgets until the answer is sure enough (default: none)",
+        help="a budget of the bundle, or none; with --deadline-ms the largest that may be chosen (default: none)",
     )
     add(
         "--deadline-ms",
@@ -306,12 +281,6 @@ def _parser() -> CommandParser:
         "seconds, or minutes for a large model",
     )
     add_costs(parser)
-    add(
-        "--thresholds",
-        type=Path,
-        metavar="FILE.json",
-        help="for --budget auto: how sure answers must be, from sinkprune-calibrate confidence --thresholds",
-    )
     add(
         "--max-new-tokens",
         type=MAX_NEW_TOKENS,

@@ -34,8 +34,8 @@ examples:
   sinkprune-serve engines --host 0.0.0.0 --port 8080 --api-key "$(cat key)"
 
 Any client of OpenAI's chat completions works, with http://127.0.0.1:8000/v1 as its base URL. The model is the
-bundle's name; NAME:retain-64 chooses a budget, and NAME:auto with --thresholds. The API key may also be in the
-environment variable {API_KEY}.
+bundle's name; NAME:retain-64 chooses a budget. The API key may also be in the environment variable
+{API_KEY}.
 """
 
 
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None) -> None:
     )
     parser.add_json("the server's address and models, as soon as it listens,")
     options = parser.parse(arguments, _Options)
-    read = [*options.key_files, *(file for file in (options.costs, options.thresholds) if file)]
+    read = [*options.key_files, *([options.costs] if options.costs else [])]
     check_outputs(json_outputs(options.json), read, options.folders)
 
     found = read_app_bundle(options)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import Image
 
-from sinkprune.contract.budgets import AUTO, UNPRUNED
+from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.checks.needed_package import needs_package
 from sinkprune.contract.checks.ranges import WholeNumber
@@ -21,7 +21,6 @@ from sinkprune.contract.costs.file import read_costs
 from sinkprune.contract.errors import UsageError
 from sinkprune.runtime.commands import BundleOptions, add_costs, load_pipeline
 from sinkprune.runtime.commands.memory import check_memory
-from sinkprune.runtime.confidence.thresholds import Thresholds, missing_thresholds, read_thresholds
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.media.picture_warnings import seen_part
@@ -51,7 +50,6 @@ class AppOptions(BundleOptions):
     budget: str
     method: str
     costs: Path | None
-    thresholds: Path | None
     api_key: str | None
     allow_host: list[str]
     allow_origin: list[str]
@@ -69,7 +67,6 @@ class AppBundle(NamedTuple):
     bundle: Bundle
     name: str
     """The model's name."""
-    thresholds: Thresholds | None
     models: tuple[str, ...]
     """The names that requests may have in `model`."""
     api_key: str | None
@@ -83,13 +80,6 @@ def add_app_options(parser: CommandParser) -> None:
     add("--budget", default=UNPRUNED, help="the budget of requests that name none (default: none)")
     add("--method", default=DEFAULT_METHOD, help=f"the method of requests that name none (default: {DEFAULT_METHOD})")
     add_costs(parser)
-    add(
-        "--thresholds",
-        type=Path,
-        metavar="FILE.json",
-        help="adds budget auto for closed lists: how sure answers must be, from sinkprune-calibrate confidence "
-        "--thresholds",
-    )
     add("--api-key", metavar="KEY", help="the key that every request must have")
     add(
         "--allow-host",
@@ -140,12 +130,7 @@ def read_app_bundle(options: AppOptions) -> AppBundle:
     bundle = read_runnable(options.bundle, options.trust)
     check_kind(bundle, acts=False)
     server = import_server()
-    bundle.manifest.plan(options.method, UNPRUNED if options.budget == AUTO else options.budget)
-    thresholds = read_thresholds(options.thresholds) if options.thresholds else None
-    if thresholds is not None:
-        thresholds.check(bundle, options.method)
-    elif options.budget == AUTO:
-        raise missing_thresholds(bundle.manifest, options.method)
+    bundle.manifest.plan(options.method, options.budget)
     if options.max_waiting_bytes < options.max_body_mb * _MIB:
         raise UsageError(
             f"--max-waiting-bytes is {options.max_waiting_bytes}, expected {options.max_body_mb * _MIB} or more: one "
@@ -154,8 +139,8 @@ def read_app_bundle(options: AppOptions) -> AppBundle:
     name = options.bundle.resolve().name if options.name is None else options.name
     if not name or ":" in name or not name.isprintable():
         raise UsageError(f"the model's name is '{name}', expected printable characters without ':'. Choose a --name.")
-    models = server.model_names(name, bundle.manifest, options.method, auto=thresholds is not None)
-    return AppBundle(bundle, name, thresholds, models, _api_key(options))
+    models = server.model_names(name, bundle.manifest, options.method)
+    return AppBundle(bundle, name, models, _api_key(options))
 
 
 def load_app(options: AppOptions, found: AppBundle, host: str) -> Starlette:
@@ -163,18 +148,12 @@ def load_app(options: AppOptions, found: AppBundle, host: str) -> Starlette:
 
     Prints a note on stderr if the model sees pictures in part.
 
-    Raises `TooLittleMemoryError`, `UsageError` for thresholds or costs of other engines, and what `load_pipeline`
-    raises.
+    Raises `TooLittleMemoryError`, `UsageError` for costs of other engines, and what `load_pipeline` raises.
     """
     server = import_server()
-    budgets = [UNPRUNED, *([options.budget] if options.budget != AUTO else [])]
     usual = load_family(found.bundle.manifest, options.fit).layout(_USUAL_PICTURE)
-    check_memory(options, found.bundle, [usual], options.method, budgets, "", DEFAULT_NEW_TOKENS)
+    check_memory(options, found.bundle, [usual], options.method, [UNPRUNED, options.budget], "", DEFAULT_NEW_TOKENS)
     pipeline = load_pipeline(options, found.bundle)
-    if found.thresholds:
-        # What the backend computes in is known now.
-        found.thresholds.check(found.bundle, options.method, pipeline.backend.compute)
-    pipeline.thresholds = found.thresholds
     if options.costs:
         pipeline.costs = read_costs(options.costs, pipeline.place)
     with status("loading the pruning graphs"):

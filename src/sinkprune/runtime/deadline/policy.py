@@ -53,14 +53,6 @@ class BudgetPolicy:
         """
         return possible[0]
 
-    def following(self, chosen: Schedule, confidence: float) -> Schedule | None:
-        """Return the budget to answer at again, or None where the answer stands.
-
-        Called after an answer from a closed list at the `chosen` budget. `confidence` is the probability of the
-        likeliest answer.
-        """
-        return None
-
     def first_token(self) -> None:
         """Called when the first token is complete."""
 

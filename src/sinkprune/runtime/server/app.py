@@ -128,13 +128,11 @@ class _Server:
         answering = self._session or pipeline
         self._reader = ChatReader(
             settings.name,
-            model_names(
-                settings.name, pipeline.bundle.manifest, settings.method, auto=pipeline.thresholds is not None
-            ),
+            model_names(settings.name, pipeline.bundle.manifest, settings.method),
             settings.budget,
             settings.method,
             answering,
-            pipeline.plans,
+            pipeline.bundle.manifest.plan,
             lambda pictures: check_picture_count(pipeline.bundle.manifest, pipeline.limits, pictures),
             PictureReader(pipeline.family, None),
         )

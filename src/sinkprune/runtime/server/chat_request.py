@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sinkprune.contract.budgets import AUTO, UNPRUNED
+from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
 from sinkprune.contract.errors import SinkpruneError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
@@ -93,13 +93,9 @@ class ChatRequest:
     """Sentences about fields that change nothing."""
 
 
-def model_names(name: str, manifest: Manifest, method: str, *, auto: bool = False) -> tuple[str, ...]:
-    """Return the names of the models of a bundle: `name`, and `name:BUDGET` for each budget of `method`.
-
-    With `auto`, budget `auto` is one of them.
-    """
-    budgets = [UNPRUNED, *manifest.plans[method], *([AUTO] if auto else [])]
-    return (name, *(f"{name}:{budget}" for budget in budgets))
+def model_names(name: str, manifest: Manifest, method: str) -> tuple[str, ...]:
+    """Return the names of the models of a bundle: `name`, and `name:BUDGET` for each budget of `method`."""
+    return (name, *(f"{name}:{budget}" for budget in (UNPRUNED, *manifest.plans[method])))
 
 
 @dataclass(frozen=True)
@@ -117,7 +113,7 @@ class ChatReader:
     answering: Answering
     """Makes and checks requests."""
     plan: Callable[[str, str], object]
-    """Finds the plans of a method and a budget; raises `BudgetError`, and `UsageError` for budget `auto`."""
+    """Finds the plan of a method and a budget; raises `BudgetError`."""
     check_count: Callable[[int], None]
     """Raises `PromptError` for more pictures than a request may have."""
     pictures: PictureReader

@@ -67,7 +67,7 @@ class TokenLogprobs(FileNotes):
 
 _OF_ANSWER = (
     *("budget", "method", "finish", "visual_tokens", "seen_share", "seen_size", "seen_frames", "tokens_per_layer"),
-    *("ms", "confidence", "choices", "tried", "deadline"),
+    *("ms", "confidence", "choices", "deadline"),
 )
 """The keys of `Answer.as_json` that `sinkprune` has. OpenAI's fields have the others."""
 

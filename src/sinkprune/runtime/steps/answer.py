@@ -57,23 +57,6 @@ class DeadlineReport(DeadlineOutcome):
 
 
 @dataclass(frozen=True)
-class TriedBudget:
-    """One step of a request at budget `auto`: an answer at one budget."""
-
-    budget: str
-    confidence: float
-    """The probability of the likeliest answer of the list. It decides whether a larger budget is tried."""
-    choices: Mapping[str, float]
-    """The probability of each answer of the list."""
-    reused_rows: int
-    """How many rows of the prompt came from an earlier step or request, in the decoder's layers before the first that
-    prunes."""
-    ms: float
-    """Milliseconds of the step. Those of the first include the vision tower. All steps together take
-    `Answer.ms["latency"]`."""
-
-
-@dataclass(frozen=True)
 class Answer:
     """The text of an answer, with its tokens, times and what was kept of the pictures.
 
@@ -105,13 +88,11 @@ class Answer:
     """How many pictures a `Session` had encoded for an earlier request."""
     reused_rows: int = 0
     """How many rows of the prompt a `Session` took from an earlier request, in the decoder's layers before the first
-    that prunes. At budget `auto` also those from an earlier step."""
+    that prunes."""
     deadline: DeadlineReport | None = None
     """How the deadline was met or missed; None without a deadline."""
     choices: Mapping[str, float] = field(default_factory=dict)
     """The probability of each answer of the request's `choice` among these answers; empty without them."""
-    tried: tuple[TriedBudget, ...] = ()
-    """At budget `auto`, what was tried, smallest budget first. The last is `budget`. Empty at other budgets."""
 
     @property
     def confidence(self) -> float | None:

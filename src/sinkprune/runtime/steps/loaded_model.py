@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sinkprune.contract.budgets import AUTO, UNPRUNED
+from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.engines_manifest import Limits
 from sinkprune.contract.errors import BudgetError, UsageError
 from sinkprune.contract.layout import VisualLayout
@@ -40,11 +40,11 @@ class LoadedModel(NamedTuple):
     def for_request(self, request: Request, plan: Plan | None) -> LoadedModel:
         """Return the model that sees the pictures of `request` in the size of its `plan`.
 
-        With a deadline or budget `auto`, the budget is chosen after the tower has run, by the number of tokens. So
-        this raises `UsageError` for a method whose tower runs at the budget's size, and for one whose counts vary by
-        picture. Raises `BudgetError` for a plan that was not calibrated.
+        With a deadline, the budget is chosen after the tower has run, by the number of tokens. So this raises
+        `UsageError` for a method whose tower runs at the budget's size, and for one whose counts vary by picture.
+        Raises `BudgetError` for a plan that was not calibrated.
         """
-        if request.budget == AUTO or request.deadline_ms is not None:
+        if request.deadline_ms is not None:
             check_chosen_after_tower(self.manifest, request.method)
         self.check_counted(plan, request.method, request.budget)
         share = plan.picture_share if plan is not None else None
@@ -109,14 +109,14 @@ class LoadedModel(NamedTuple):
 def check_chosen_after_tower(manifest: Manifest, method: str) -> None:
     """Raise `UsageError` for a method whose budget cannot be chosen after the vision tower, by its tokens.
 
-    Deadlines and budget `auto` choose so. Raises `BudgetError` for a method that the bundle does not have.
+    Deadlines choose so. Raises `BudgetError` for a method that the bundle does not have.
     """
     manifest.plan(method, UNPRUNED)
     check_counts_known(manifest, method)
     if any(each.picture_share for each in manifest.plans[method].values()):
         raise UsageError(
-            f"method '{method}' makes pictures smaller before the vision tower runs, and budget '{AUTO}' and "
-            "deadlines choose a budget afterwards. Give one budget and no deadline, or another method."
+            f"method '{method}' makes pictures smaller before the vision tower runs, and deadlines choose "
+            "a budget afterwards. Give one budget and no deadline, or another method."
         )
 
 
@@ -124,6 +124,6 @@ def check_counts_known(manifest: Manifest, method: str) -> None:
     """Raise `UsageError` for a method whose counts vary by picture: costs are predicted by counts."""
     if any(each.evidence for each in manifest.plans[method].values()):
         raise UsageError(
-            f"method '{method}' keeps another number of tokens of each picture, and deadlines, costs and budget "
-            f"'{AUTO}' need the number before. Give one budget and no deadline, or another method."
+            f"method '{method}' keeps another number of tokens of each picture, and deadlines and costs "
+            "need the number before. Give one budget and no deadline, or another method."
         )

@@ -26,8 +26,6 @@ from sinkprune.runtime.media.clip import Picture, SampledFrames
 from sinkprune.runtime.media.images import strips
 from sinkprune.runtime.steps.encoding import EncodedPicture, TowerOutput
 
-ANY_SIZE = 1 << 62
-"""The size of a cache without a bound."""
 WORTH_FLOPS = 10**8
 """The least FLOPs of text rows that are worth storing. Restoring rows takes some 0.3 ms, as does so much work."""
 _LAST = b"last picture %d"
@@ -93,15 +91,6 @@ class PrefixKey(NamedTuple):
                 sanitizer += f" {plan.evidence.thresholds[0]!r}"
         shown = (*map(tuple, texts[:-1]),)
         return cls((*digests,), shown, sanitizer, plan is not None, before, (*question,))
-
-
-def ladders(manifest: Manifest, method: str) -> list[list[str]]:
-    """Return the groups of two budgets or more of a method whose requests share rows until the first select."""
-    groups: dict[PrefixKey, list[str]] = {}
-    for budget, plan in manifest.plans[method].items():
-        if plan.select_after:
-            groups.setdefault(PrefixKey.of(manifest, plan, (), ((),)), []).append(budget)
-    return [budgets for budgets in groups.values() if len(budgets) > 1]
 
 
 def segments_before_select(segments: Sequence[range], plan: Plan | None) -> int:

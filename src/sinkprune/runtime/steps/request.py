@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from sinkprune.contract.budgets import AUTO, UNPRUNED
+from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.arguments import check_options, check_plan_names, check_type, creation_checks_options
 from sinkprune.contract.checks.format_value import counted, format_value, type_name
 from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
@@ -59,7 +59,7 @@ class Request:
     """The question: one text before each of its pictures, and one after the last, as in a `Turn`."""
     budget: str = UNPRUNED
     """A budget of the bundle, as in `retain-64`; `none` runs unpruned. With a deadline, the largest that may be
-    chosen. `auto`, for a `choice`, tries larger budgets until the answer is sure enough (docs/confidence.md)."""
+    chosen."""
     method: str = DEFAULT_METHOD
     """A method of the bundle, as `sinkprune-export --methods` names them."""
     max_new_tokens: int = DEFAULT_NEW_TOKENS
@@ -140,8 +140,6 @@ class Request:
         check_one_form(forms, self.stop)
         if self.tool_call_id is not None:
             check_call_id(self.tool_call_id)
-        if self.budget == AUTO:
-            self._check_auto()
         if self.system is not None:
             _check_text("system message", self.system)
         self.new_sampler()
@@ -158,18 +156,6 @@ class Request:
     def follows_grammar(self) -> bool:
         """Whether `schema`, `regex` or calls of `tools` decide which tokens may come next."""
         return self.schema is not None or self.regex is not None or (self.tools is not None and self.tools.may_call)
-
-    def _check_auto(self) -> None:
-        if not self.choice:
-            raise UsageError(
-                f"budget '{AUTO}' chooses by the confidence of an answer from a closed list, and the request has "
-                "none. Give the answers (choice, --choice, guided_choice), or another budget."
-            )
-        if self.deadline_ms is not None:
-            raise UsageError(
-                f"budget '{AUTO}' takes the time that an unsure answer needs, and a deadline limits it. Leave out "
-                "the deadline, or give another budget."
-            )
 
     @property
     def penalties(self) -> list[str]:

@@ -1,1 +1,0 @@
-"""Thresholds of confidence for budget `auto`, found on a user's questions."""
