@@ -74,7 +74,7 @@ profile() {
         power=(--power nvml)
     fi
     sinkprune-profile "$bundle" --image "$picture" --prompt "What is in the cup, and what lies on the saucer?" \
-        --new-tokens 16 --repeat 9 --warmup 2 --json "$report" ${power[@]+"${power[@]}"} "$@"
+        --new-tokens 16 --repeat 9 --warmup-rounds 2 --json "$report" ${power[@]+"${power[@]}"} "$@"
 }
 
 ort_cuda() {

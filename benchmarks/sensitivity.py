@@ -66,8 +66,6 @@ def main(arguments: Sequence[str] | None) -> None:
     add = parser.add_argument
     add("--checkpoint", default="demo/pocket", help="of a LLaVA (default: demo/pocket)")
     add("--data", default=SCENES, help="scenes, or FILE.jsonl (default: scenes)")
-    # The former name of --data.
-    add("--task", dest="data", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add("--limit", type=WholeNumber("--limit", 1, 10**9), metavar="N", help="the first N questions only")
     add("--budgets", default="retain-64,retain-32", help="comma-separated (default: retain-64,retain-32)")
     add("--threads", type=THREADS, default=1, help="CPU threads (default: 1)")

@@ -177,8 +177,6 @@ def test_help_and_version_of_every_command(command: str, sinkprune: Callable[...
     printed = sinkprune(*command.split(), "--help")
     assert printed.stdout.startswith(f"usage: sinkprune {command} [-h]")
     assert "--json [FILE.json]" in printed.stdout
-    for former in ("--task", "--questions", "--pictures", "--images"):
-        assert former not in printed.stdout
     assert (command in MEASURING) == ("--data DATA" in printed.stdout)
 
 
@@ -206,9 +204,7 @@ def test_an_unknown_verb_is_refused_with_a_list_of_verbs(sinkprune: Callable[...
     assert_refused(sinkprune("ewaluate", "x"), "no verb 'ewaluate'", "profile, export", "Did you mean 'evaluate'?")
     assert_refused(sinkprune("norm", "x", script=entry_points.calibrate), "attention, quantize", "mean 'norms'?")
     assert "Did you mean" not in sinkprune("42").stderr
-    # Before there were verbs, the first word was a bundle: a path is one still.
-    assert_refused(sinkprune("calibrate", "llava-7b"), "no verb 'llava-7b'", "norms, attention")
-    assert_refused(sinkprune("calibrate", "./llava-7b"), "no folder 'llava-7b'", "sinkprune-export")
+    assert_refused(sinkprune("calibrate", "./llava-7b"), "no verb './llava-7b'", "norms, attention")
 
 
 @pytest.mark.parametrize(
@@ -275,28 +271,6 @@ def test_the_version_loads_no_library() -> None:
 def test_the_package_is_a_program(sinkprune: Callable[..., Outcome]) -> None:
     printed = sinkprune("--help")
     assert sinkprune("--help", script=lambda: runpy.run_module("sinkprune", run_name="__main__")) == printed
-
-
-@pytest.mark.parametrize(
-    ("command", "former", "name", "value"),
-    [
-        ("evaluate", "--task", "data", "wide-scenes"),
-        ("calibrate", "--task", "data", "x.jsonl"),
-        ("calibrate norms", "--task", "data", "x.jsonl"),
-        ("calibrate quantize", "--pictures", "limit", 7),
-        ("calibrate schedule", "--questions", "limit", 7),
-    ],
-)
-def test_former_names_keep_their_meaning(
-    command: str, former: str, name: str, value: object, parse: Parse, tmp_path: Path
-) -> None:
-    # Before there were verbs, `calibrate` alone was `norms`, with options before the bundle or after it.
-    positionals, needed = COMMANDS.get(command, ((str(tmp_path),), ()))
-    words = (*positionals, *needed)
-    assert getattr(parse(command, *words, former, str(value)), name) == value
-    assert getattr(parse(command, *words, f"--{name}", str(value)), name) == value
-    assert getattr(parse(command, *words), name) != value
-    assert getattr(parse(command, former, str(value), *words), name) == value
 
 
 def test_the_suggestion_is_an_option_that_is_alike(capsys: pytest.CaptureFixture[str]) -> None:

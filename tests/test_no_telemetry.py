@@ -62,7 +62,7 @@ def test_commands_use_neither_home_nor_network(
         ("sinkprune-export", checkpoint("gqa-112"), "-o", bundle, "--budgets", "retain-64"),
         ("sinkprune-run", bundle, *ask, "--budget", "retain-64", "--overlay", tmp_path / "kept.png"),
         ("sinkprune-profile", bundle, *ask, "--repeat", 1, "--new-tokens", 2, "--plot", tmp_path / "profile.png"),
-        ("sinkprune-evaluate", bundle, "--task", task, "--json", tmp_path / "accuracy.json"),
+        ("sinkprune-evaluate", bundle, "--data", task, "--json", tmp_path / "accuracy.json"),
         ("sinkprune-build", bundle, "-o", tmp_path / "engines", "--target", "onnxruntime"),
         ("sinkprune-check", bundle, tmp_path / "engines", *ask[:2], "--fit", "pad"),
         ("sinkprune-run", bundle, *ask, "--budget", "retain-64", "--backend", "openvino"),

@@ -23,12 +23,10 @@ from support.programs.repository import ROOT
 READ = (
     "--camera",
     "--image",
-    "--images",
     "--video",
     "--frames",
     "--check",
     "--data",
-    "--task",
     "--sign",
     "--signed-by",
 )

@@ -53,7 +53,7 @@ def test_every_variant_keeps_the_mean_and_is_compared_with_the_method(
     checkpoint: Callable[[str], Path], task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = tmp_path / "told.json"
-    words = ["--checkpoint", checkpoint("gqa-112"), "--task", task, "--budgets", "retain-192", "--json", told]
+    words = ["--checkpoint", checkpoint("gqa-112"), "--data", task, "--budgets", "retain-192", "--json", told]
     assert sensitivity.main([*map(str, words)]) == 0
     found = {variant["method"]: variant for variant in json.loads(told.read_text())}
     own = found["sinkpruner"]

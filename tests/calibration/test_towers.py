@@ -51,7 +51,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_outliers_are_found_where_they_were_planted(kind: str, tower: Towers, photos: Path, tmp_path: Path) -> None:
     files = tmp_path / "norms.json", tmp_path / "norms.png"
     outcome = run(
-        *("sinkprune-calibrate", "norms", tower(kind), "--images", photos, "--threads", 1),
+        *("sinkprune-calibrate", "norms", tower(kind), "--data", photos, "--threads", 1),
         *("--json", files[0], "--plot", files[1], "--heatmaps", tmp_path / "maps"),
     )
     assert (outcome.code, outcome.stderr) == (0, wrote(tmp_path / "maps", *files[::-1]))
@@ -67,9 +67,7 @@ def test_outliers_are_found_where_they_were_planted(kind: str, tower: Towers, ph
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_planted_token_is_suggested_to_be_taken_out(kind: str, photos: Path, tmp_path: Path) -> None:
     make_tower(tmp_path / "tower", kind, planted=(7,))
-    outcome = run(
-        "sinkprune-calibrate", "norms", tmp_path / "tower", "--images", photos, "--json", tmp_path / "n.json"
-    )
+    outcome = run("sinkprune-calibrate", "norms", tmp_path / "tower", "--data", photos, "--json", tmp_path / "n.json")
     assert outcome.code == 0, outcome.stderr
     report = json.loads((tmp_path / "n.json").read_text())
     assert report["suggested_per_mille"] == 62
@@ -108,7 +106,7 @@ def test_norms_and_salience_are_those_of_the_block(kind: str, layer: int, tower:
 
 def test_what_is_no_tower_is_refused(tower: Towers, photos: Path, tmp_path: Path) -> None:
     def refused(*said: str) -> None:
-        outcome = run("sinkprune-calibrate", "norms", tmp_path, "--images", photos)
+        outcome = run("sinkprune-calibrate", "norms", tmp_path, "--data", photos)
         assert_refused(outcome, *said)
 
     refused("bundle.json")
@@ -135,20 +133,18 @@ def test_a_file_that_is_missing_is_named(missing: str, tower: Towers, photos: Pa
     for path in tower("clip_vision_model").iterdir():
         if path.name != missing:
             (tmp_path / path.name).write_bytes(path.read_bytes())
-    outcome = run("sinkprune-calibrate", "norms", tmp_path, "--images", photos)
+    outcome = run("sinkprune-calibrate", "norms", tmp_path, "--data", photos)
     assert_refused(outcome, "cannot be loaded or run as a vision tower", missing.split(".")[0])
 
 
 def test_options_that_have_no_meaning_are_refused(tower: Towers, bundle: Callable[..., Path], photos: Path) -> None:
     clip = tower("clip_vision_model")
-    assert_refused(run("sinkprune-calibrate", "norms", clip, "--images", photos, "--sha256", "0"), "--sha256 is for")
+    assert_refused(run("sinkprune-calibrate", "norms", clip, "--data", photos, "--sha256", "0"), "--sha256 is for")
     assert_refused(
-        run("sinkprune-calibrate", "norms", bundle("gqa-112"), "--images", photos, "--layer", "-1"), "--layer is for"
+        run("sinkprune-calibrate", "norms", bundle("gqa-112"), "--data", photos, "--layer", "-1"), "--layer is for"
     )
-    assert_refused(
-        run("sinkprune-calibrate", "norms", clip, "--images", photos, "--layer", "-4"), "expected -3 to -1"
-    )
-    assert_refused(run("sinkprune-calibrate", "norms", clip, "--images", photos, "--layer", "0"), "expected -3 to -1")
+    assert_refused(run("sinkprune-calibrate", "norms", clip, "--data", photos, "--layer", "-4"), "expected -3 to -1")
+    assert_refused(run("sinkprune-calibrate", "norms", clip, "--data", photos, "--layer", "0"), "expected -3 to -1")
 
 
 @pytest.mark.parametrize("package", ["torch", "transformers"])
@@ -157,7 +153,7 @@ def test_a_missing_package_is_named_with_its_extra(package: str, tower: Towers, 
         "import sys; sys.modules[sys.argv[1]] = None\n"
         "from sinkprune.entry_points import calibrate; sys.argv[:] = ['', *sys.argv[2:]]; sys.exit(calibrate())"
     )
-    words = [sys.executable, "-c", program, package, "norms", str(tower("dinov2")), "--images", str(photos)]
+    words = [sys.executable, "-c", program, package, "norms", str(tower("dinov2")), "--data", str(photos)]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 2, done.stderr
     stderr = without_progress(done.stderr)

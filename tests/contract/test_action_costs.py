@@ -21,8 +21,8 @@ MS = st.floats(0.01, 1e4)
 PLACE = Place("0" * 64, (1, 3), "fp32", "int8", "ort-cpu", "fp32", 2, "a machine")
 BUDGETS = {
     "none": BudgetCosts(100.0, 10.5, 276.5),
-    "prune-80": BudgetCosts(50.0, 8.0),
-    "prune-8": BudgetCosts(60.0, 9.0),
+    "prune-80": BudgetCosts(50.0, 8.0, 61.5),
+    "prune-8": BudgetCosts(60.0, 9.0, 130.0),
 }
 COSTS = ActionCosts("sinkpruner", 2, BUDGETS, place=PLACE, prompt_tokens=20)
 
@@ -36,30 +36,17 @@ def test_costs_are_read_as_they_were_written(tmp_path: Path) -> None:
         assert found == written and list(found.budgets) == list(BUDGETS)
 
 
-def test_costs_of_version_1_are_read_without_the_chunks_since(tmp_path: Path) -> None:
-    """They include frames and tower, which chunks are no longer compared with."""
-    path = tmp_path / "costs.json"
-    old = to_json(replace(COSTS, recent=RecentRatios((0.5, 2.0), (1.25,)), measured_at=1.75e9))
-    del old["prompt_tokens"]
-    old["budgets"] = {name: {"before_ms": 9.5, "step_ms": 2.5} for name in BUDGETS}
-    path.write_text(json.dumps({**old, "action_costs_version": 1}))
-    budgets = {name: BudgetCosts(9.5, 2.5) for name in BUDGETS}
-    expected = replace(COSTS, budgets=budgets, prompt_tokens=None, measured_at=1.75e9)
-    assert read_action_costs(path, PLACE) == expected
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"action_costs_version": 3}, "have the version 3, this sinkprune reads 2"),
+        *(({"action_costs_version": n}, f"have the version {n}, this sinkprune reads 3") for n in (1, 2, 4)),
         ({"measured_at": "yesterday"}, "malformed at $.measured_at"),
         ({"frames": 0}, "malformed at $.frames"),
         ({"budgets": {}}, "are of no budget, expected one at least"),
         ({"budgets": {"none": {"before_ms": 1.0, "step_ms": 0, "rows": 9}}}, "malformed at $.budgets.none.step_ms"),
         ({"budgets": {"none": {"before_ms": -1, "step_ms": 1, "rows": 9}}}, "malformed at $.budgets.none.before_ms"),
         ({"budgets": {"none": {"before_ms": 1, "step_ms": 1, "rows": 0}}}, "malformed at $.budgets.none.rows"),
-        ({"action_costs_version": 1, "budgets": ["none"]}, "malformed at $.budgets"),
-        ({"action_costs_version": 1, "budgets": {"none": 3}}, "malformed at $.budgets.none"),
+        ({"budgets": {"none": 3}}, "malformed at $.budgets.none"),
         ("{", "costs"),
         ({"action_costs_version": None}, "is no file of action costs: found no action_costs_version."),
     ],
@@ -88,7 +75,7 @@ def test_costs_of_answers_and_of_policies_are_told_apart(tmp_path: Path) -> None
         read_costs(path, PLACE)
     gives = "Give it to sinkprune-act or read_action_costs."
     assert str(refusal.value) == f"'{path}' has the costs of a robot policy. {gives}"
-    path.write_text(json.dumps({"costs_version": 2}))
+    path.write_text(json.dumps({"costs_version": 5}))
     with pytest.raises(UsageError) as refusal:
         read_action_costs(path, PLACE)
     assert str(refusal.value) == f"'{path}' has the costs of answers. Give it to sinkprune-run or read_costs."
@@ -117,10 +104,6 @@ def test_each_text_token_above_the_measured_prompt_costs_as_much(
         assert found[name].before_ms == pytest.approx(own.before_ms + more * before / rows)
         assert found[name].step_ms == pytest.approx(own.step_ms + more * of_a_row)
         assert found[name].rows == own.rows
-
-
-def test_costs_without_rows_are_the_same_for_every_prompt() -> None:
-    assert COSTS.of_chunk(500, 1) == BUDGETS
 
 
 def test_frames_that_are_missing_leave_out_their_share_of_the_visual_rows() -> None:

@@ -111,6 +111,6 @@ def test_its_scenes_can_be_written_and_evaluated(pocket: Pocket, tmp_path: Path)
     assert [item.question for item in written] == [item.question for item in originals]
     assert written[-1].load_image().tobytes() == originals[-1].load_image().tobytes()
     outcome = run(
-        "sinkprune-evaluate", pocket("fp32").bundle.path, "--task", tmp_path / "scenes.jsonl", "--budgets", "none"
+        "sinkprune-evaluate", pocket("fp32").bundle.path, "--data", tmp_path / "scenes.jsonl", "--budgets", "none"
     )
     assert outcome.code == 0, outcome.stderr

@@ -114,9 +114,9 @@ def test_every_command_accepts_it_as_a_bundle(built: Built, photo_file: Path, tm
     assert json.loads(report.read_text())["backend"] == "ort-cpu"
     task = tmp_path / "task.jsonl"
     task.write_text(json.dumps({"image": str(photo_file), "question": "What?", "answer": "a"}) + "\n")
-    evaluated = run("sinkprune-evaluate", engines, "--task", task, "--budgets", "retain-64")
+    evaluated = run("sinkprune-evaluate", engines, "--data", task, "--budgets", "retain-64")
     assert evaluated.code == 0, evaluated.stderr
-    calibrated = run("sinkprune-calibrate", engines, "--task", task)
+    calibrated = run("sinkprune-calibrate", "norms", engines, "--data", task)
     assert calibrated.code == 0, calibrated.stderr
 
 

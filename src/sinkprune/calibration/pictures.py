@@ -47,12 +47,12 @@ def note_items(family: Family, items: Sequence[Item]) -> list[str]:
     return note_many_pictures(family, {item.picture: item.facts for item in items})
 
 
-def file_pictures(paths: Sequence[Path]) -> list[NamedPicture]:
-    """Return the image files in `paths`, and the files in its folders that end in one of `SUFFIXES`, by name.
+def folder_pictures(folder: Path) -> list[NamedPicture]:
+    """Return the files in `folder` that end in one of `SUFFIXES`, by name.
 
     All are decoded once. Raises `ImageError` for a file that is no picture, and for a folder without pictures.
     """
-    files = [file for path in paths for file in ([path] if not path.is_dir() else _in_folder(path))]
+    files = _in_folder(folder)
     return [
         NamedPicture(str(file), partial(read_image, file), picture_facts(image))
         for file in files

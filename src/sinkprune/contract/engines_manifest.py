@@ -31,7 +31,7 @@ ANY_SHAPE: tuple[Target, ...] = ("onnxruntime", "onnxruntime+openvino", "openvin
 ASKED_LIMITS = "limits"
 """The flag that names the limits a user gave to `sinkprune-build`, with a space between: the fields of `Limits`.
 
-Engines that take any shape enforce these limits only. Engines built before this flag existed enforce none."""
+Engines that take any shape enforce these limits only."""
 Realisation = Literal["plugin", "function", "stripped"]
 """How an engine computes a `TopRho` or `DiversitySelect` node: by our plugin; by the compiled function body; or by
 our plugin after the function body was stripped, because functions take precedence before TensorRT 10.7."""

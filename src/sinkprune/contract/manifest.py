@@ -1,4 +1,4 @@
-"""The content of `bundle.json`, field by field. It may grow; what is there keeps its name and meaning."""
+"""The content of `bundle.json`, field by field."""
 
 from __future__ import annotations
 
@@ -26,13 +26,11 @@ BESIDE_GRAPHS = (EMBEDDING, TOKENIZER, CHAT_TEMPLATE)
 EXPERT = "expert"
 """The graph of one denoising step of a policy."""
 MODULATION = "modulation"
-"""The graph of what a policy's expert reads of a step's time, where that is much. Earlier bundles lack it."""
+"""The graph of what a policy's expert reads of a step's time, where that is much."""
 
 Dtype = Literal["float32", "float16", "int64", "bool"]
 DialectName = Literal["opset24", "opset20"]
 """The operators of the graphs, by their ONNX opset. TensorRT 10.3 (JetPack 6) needs opset 20."""
-FORMER_DIALECTS: dict[str, DialectName] = {"onnx24": "opset24", "opset23": "opset24", "trt10": "opset20"}
-"""The names of dialects up to formats 3 and 4, and their successors."""
 RepetitionPenalty = Annotated[float, Bounds(0.01, 100.0)]
 """The factor by which tokens that the prompt or the answer has become less likely."""
 CacheForm = Literal["in-place", "rows"]
@@ -237,7 +235,7 @@ class Manifest:
     @property
     def modulates(self) -> bool:
         """Return whether the expert's norms read the graph `modulation`, which runs once for each time."""
-        return self.policy is not None and MODULATION in self.graphs
+        return self.policy is not None and bool(self.policy.state_in_prompt)
 
     @property
     def acting(self) -> PolicyFacts:

@@ -188,7 +188,7 @@ def _known_names() -> str:
 
 def _parser() -> CommandParser:
     # These import numpy. Before `run_command`, an interrupt would end in a traceback.
-    from sinkprune.contract.manifest import FORMER_DIALECTS, DialectName
+    from sinkprune.contract.manifest import DialectName
     from sinkprune.contract.precision import BLOCK_SIZES, DTYPES, WeightsName
 
     parser = CommandParser(
@@ -229,8 +229,6 @@ def _parser() -> CommandParser:
     )
     add(
         "--dialect",
-        # Former names of dialects are valid too.
-        type=lambda name: FORMER_DIALECTS.get(name, name),
         choices=get_args(DialectName),
         default="opset24",
         help="operators of the graphs: opset20 for TensorRT 10.3, as on JetPack 6 (default: opset24)",

@@ -29,7 +29,9 @@ def test_each_picture_is_measured_once(
     bundle: Bundles, task: Path, tmp_path: Path, pipeline: Callable[..., Pipeline]
 ) -> None:
     files = tmp_path / "norms.json", tmp_path / "norms.png"
-    outcome = run("sinkprune-calibrate", bundle("gqa-112"), "--task", task, "--json", files[0], "--plot", files[1])
+    outcome = run(
+        "sinkprune-calibrate", "norms", bundle("gqa-112"), "--data", task, "--json", files[0], "--plot", files[1]
+    )
     assert (outcome.code, without_notes(outcome.stderr)) == (0, wrote(files[1], files[0]))
     report = json.loads(files[0].read_text())
     assert (report["pictures"], report["tokens"]) == (2, 128)

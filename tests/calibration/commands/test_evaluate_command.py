@@ -44,7 +44,7 @@ def test_the_report_the_plot_and_the_answers(bundle: Bundles, task: Path, tmp_pa
     files = {name: tmp_path / name for name in ("report.json", "plot.png", "answers.jsonl")}
     outcome = run(
         "sinkprune-evaluate",
-        *(bundle("gqa-112"), "--task", task, *BUDGETS, "--json", files["report.json"]),
+        *(bundle("gqa-112"), "--data", task, *BUDGETS, "--json", files["report.json"]),
         *("--plot", files["plot.png"], "--answers", files["answers.jsonl"]),
     )
     assert outcome.code == 0, outcome.stderr
@@ -112,7 +112,7 @@ def test_planted_outliers_reach_the_methods(bundle: Bundles, task: Path, tmp_pat
     kept = {}
     for name, flags in (("plain", ()), ("planted", ("--plant-outliers",))):
         report = tmp_path / f"{name}.json"
-        outcome = run("sinkprune-evaluate", bundle("gqa-112"), "--task", task, *BUDGETS, *flags, "--json", report)
+        outcome = run("sinkprune-evaluate", bundle("gqa-112"), "--data", task, *BUDGETS, *flags, "--json", report)
         assert outcome.code == 0, outcome.stderr
         assert ("outliers planted" in outcome.stdout) == bool(flags)
         kept[name] = json.loads(report.read_text())
@@ -125,7 +125,7 @@ def test_planted_outliers_reach_the_methods(bundle: Bundles, task: Path, tmp_pat
 def test_a_fit_shows_the_whole_pictures(
     bundle: Bundles, task: Path, tmp_path: Path, pipeline: Callable[..., Pipeline]
 ) -> None:
-    arguments = (bundle("gqa-112"), "--task", task, "--budgets", "none", "--answers", tmp_path / "answers.jsonl")
+    arguments = (bundle("gqa-112"), "--data", task, "--budgets", "none", "--answers", tmp_path / "answers.jsonl")
     photo = Image.open(task.parent / "coffee.png").resize((112, 112), Image.Resampling.BICUBIC)
     expected = pipeline("gqa-112").generate(photo, "What is this?", max_new_tokens=8).text
     for fit in (None, "stretch"):
@@ -140,7 +140,7 @@ def test_a_fit_shows_the_whole_pictures(
 def test_blind_shows_grey_pictures_to_the_model(
     bundle: Bundles, task: Path, tmp_path: Path, pipeline: Callable[..., Pipeline]
 ) -> None:
-    arguments = (bundle("gqa-112"), "--task", task, "--budgets", "none", "--limit", 3)
+    arguments = (bundle("gqa-112"), "--data", task, "--budgets", "none", "--limit", 3)
     outcome = run("sinkprune-evaluate", *arguments, "--blind", "--answers", tmp_path / "a.jsonl")
     assert outcome.code == 0
     assert "every picture replaced by a grey one" in outcome.stdout
@@ -154,7 +154,7 @@ def test_blind_shows_grey_pictures_to_the_model(
 
 
 def test_outputs_are_checked_before_anything_runs(bundle: Bundles, task: Path, tmp_path: Path) -> None:
-    arguments = (bundle("gqa-112"), "--task", task)
+    arguments = (bundle("gqa-112"), "--data", task)
     assert_refused(run("sinkprune-evaluate", *arguments, "--json", tmp_path / "no" / "x.json"), "there is no folder")
     assert_refused(run("sinkprune-evaluate", *arguments, "--json", tmp_path / "x.txt"), ".txt", ".json")
     assert_refused(run("sinkprune-evaluate", *arguments, "--plot", tmp_path / "x.bmp"), ".bmp", ".png")
@@ -176,14 +176,14 @@ def test_outputs_are_checked_before_anything_runs(bundle: Bundles, task: Path, t
 
 def test_bad_arguments_are_refused(bundle: Bundles, task: Path, tmp_path: Path) -> None:
     small = bundle("gqa-112")
-    assert_refused(run("sinkprune-evaluate", small, "--task", task, "--limit", 0), "--limit is 0", "from 1")
+    assert_refused(run("sinkprune-evaluate", small, "--data", task, "--limit", 0), "--limit is 0", "from 1")
     assert_refused(
-        run("sinkprune-evaluate", small, "--task", task, "--max-new-tokens", 0), "--max-new-tokens is 0", "from 1"
+        run("sinkprune-evaluate", small, "--data", task, "--max-new-tokens", 0), "--max-new-tokens is 0", "from 1"
     )
-    assert_refused(run("sinkprune-evaluate", small, "--task", task, "--budgets", "retain-9"), "retain-9", "retain-64")
-    assert_refused(run("sinkprune-evaluate", small, "--task", task, "--methods", "tome"), "tome", "sinkpruner")
-    assert_refused(run("sinkprune-evaluate", small, "--task", "pope"), "'pope' is no test set", "scenes")
-    assert_refused(run("sinkprune-evaluate", tmp_path, "--task", task), "is not a bundle")
+    assert_refused(run("sinkprune-evaluate", small, "--data", task, "--budgets", "retain-9"), "retain-9", "retain-64")
+    assert_refused(run("sinkprune-evaluate", small, "--data", task, "--methods", "tome"), "tome", "sinkpruner")
+    assert_refused(run("sinkprune-evaluate", small, "--data", "pope"), "'pope' is no test set", "scenes")
+    assert_refused(run("sinkprune-evaluate", tmp_path, "--data", task), "is not a bundle")
 
 
 def test_a_bad_line_is_refused_before_the_model_is_loaded(
@@ -196,7 +196,7 @@ def test_a_bad_line_is_refused_before_the_model_is_loaded(
     bad = task.parent / "bad.jsonl"
     bad.write_text(task.read_text() + '{"image": "gone.png", "question": "?", "answer": "x"}\n')
     outputs = ("--json", tmp_path / "x.json", "--answers", tmp_path / "x.jsonl")
-    assert_refused(run("sinkprune-evaluate", bundle("gqa-112"), "--task", bad, *outputs), "line 5", "gone.png")
+    assert_refused(run("sinkprune-evaluate", bundle("gqa-112"), "--data", bad, *outputs), "line 5", "gone.png")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -302,7 +302,7 @@ def test_kinds_are_shown_as_they_are_called(bundle: Bundles, task: Path, tmp_pat
     for line, kind in zip(lines, ("[red]x", "[/]", "\x1b[2Jy", "[link=file:///]z"), strict=True):
         line |= {"kind": kind, "image": str(task.parent / line["image"])}
     (tmp_path / "kinds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    outcome = run("sinkprune-evaluate", bundle("gqa-112"), "--task", tmp_path / "kinds.jsonl", "--budgets", "none")
+    outcome = run("sinkprune-evaluate", bundle("gqa-112"), "--data", tmp_path / "kinds.jsonl", "--budgets", "none")
     assert outcome.code == 0, outcome.stderr
     for shown in ("[red]x ", "[/] ", "\\x1b[2Jy ", "[link=file:///]z "):
         assert shown in outcome.stdout
@@ -310,7 +310,7 @@ def test_kinds_are_shown_as_they_are_called(bundle: Bundles, task: Path, tmp_pat
 
 
 def test_brackets_are_announced_where_there_are_any(bundle: Bundles, task: Path) -> None:
-    arguments = ("sinkprune-evaluate", bundle("gqa-112"), "--task", task, "--budgets")
+    arguments = ("sinkprune-evaluate", bundle("gqa-112"), "--data", task, "--budgets")
     alone, pruned = run(*arguments, "none", "--threads", 1).stdout, run(*arguments, "retain-64").stdout
     assert "; accuracy in % and its 95 % interval\n" in alone and "brackets" not in alone
     assert "in brackets the share of none's" in pruned and "%)" in pruned

@@ -49,8 +49,7 @@ def test_a_later_picture_is_noted_before_questions_are_asked(
 
 
 def test_norms_note_a_later_picture(bundle: Callable[..., Path], mixed: Path) -> None:
-    files = [mixed.parent / name for name in SIZES]
-    outcome = run("sinkprune-calibrate", "norms", bundle("gqa-112"), "--images", *files)
+    outcome = run("sinkprune-calibrate", "norms", bundle("gqa-112"), "--data", mixed.parent)
     assert outcome.code == 0, outcome.stderr
     assert outcome.stderr.startswith(f"{mixed.parent}/{NOTE}")
 
@@ -60,13 +59,12 @@ def test_a_later_picture_of_16_bits_is_noted(command: str, bundle: Callable[...,
     """The darkest: a bright one is no help for it."""
     for name, value in (("wide.png", 257 * 200), ("wider.png", 2570)):
         Image.fromarray(np.full((90, 90), value, np.uint16)).save(mixed.parent / name)
-    files = [mixed.parent / name for name in SIZES]
     words = ASKING.get(command, ("sinkprune-calibrate", "norms"))
-    given = ("--data", mixed, "--budgets", "none") if command == "evaluate" else ("--images", *files)
+    given = ("--data", mixed, "--budgets", "none") if command == "evaluate" else ("--data", mixed.parent)
     outcome = run(*words, bundle("gqa-112"), *given, "--json", mixed.parent / "report.json")
     assert outcome.code == 0, outcome.stderr
     assert outcome.stderr.count("16 bits a channel were scaled to 8. The largest value is now 10 of 255.") == 1
-    assert outcome.stderr.startswith(f"{files[-1]}: 16 bits a channel")
+    assert outcome.stderr.startswith(f"{mixed.parent}/wider.png: 16 bits a channel")
     assert outcome.stderr.count(" 1 more file has 16 bits.\n") == 1
     (note,) = json.loads((mixed.parent / "report.json").read_text())["notes"]
     assert outcome.stderr.splitlines()[0] == note

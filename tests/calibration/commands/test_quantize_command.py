@@ -27,7 +27,7 @@ from sinkprune.export.weights.calibrated_rounding import InputProducts, calibrat
 from sinkprune.export.weights.rounding import rounded
 from support.models.manifests import file_of
 from support.models.tasks import PHOTOS, write_task
-from support.programs.commands import assert_refused, run, without_notes
+from support.programs.commands import assert_refused, run
 from support.programs.killed_commands import kill_when, left
 from support.programs.slow_cases import slow_except
 from support.references.steps import watched
@@ -211,7 +211,7 @@ def test_the_logits_error_is_that_of_the_two_bundles(
 
 def test_a_tower_may_stay_as_it_is_and_states_be_fp16(bundle: Bundles, task: Path, tmp_path: Path) -> None:
     floats, output = bundle("gqa-112", "fp16"), tmp_path / "out"
-    tower = ("--weights", "int8", "--vision-weights", "fp16", "--pictures", "1", "--max-error", "9")
+    tower = ("--weights", "int8", "--vision-weights", "fp16", "--limit", "1", "--max-error", "9")
     outcome = run("sinkprune-calibrate", "quantize", floats, "--data", task, "-o", output, *tower)
     assert outcome.code == 0, outcome.stderr
     before, after = read_bundle(floats).manifest, read_bundle(output).manifest
@@ -292,7 +292,7 @@ def test_data_that_cannot_be_read_is_refused(
         (None, ["--vision-weights", "int3"], "--vision-weights is int3, expected"),
         (None, ["--block-size", "64"], "--block-size is 64, but no weights are int4."),
         (None, ["--data", "scenes"], "the test set"),
-        (None, ["--pictures", "0"], "--limit is 0, expected a whole number from 1"),
+        (None, ["--limit", "0"], "--limit is 0, expected a whole number from 1"),
         (None, ["--max-error", "nan"], "--max-error is nan, expected 0 or more"),
     ],
 )
@@ -314,13 +314,6 @@ def test_places_are_checked_before_anything_slow(bundle: Bundles, quantised: Pat
     errors = quantised / "errors.json"
     assert_refused(run("sinkprune-calibrate", *asked(quantised, "--force", "--json", errors)), "errors.json")
     read_bundle(quantised).verify()
-
-
-def test_without_a_verb_norms_are_measured(bundle: Bundles, task: Path) -> None:
-    bare, named = (run("sinkprune-calibrate", *verb, bundle("gqa-112"), "--task", task) for verb in ([], ["norms"]))
-    assert (bare.code, without_notes(bare.stderr)) == (0, "")
-    assert bare == named
-    assert "2 pictures" in bare.stdout
 
 
 def test_a_fit_shows_the_whole_pictures(bundle: Bundles, task: Path) -> None:

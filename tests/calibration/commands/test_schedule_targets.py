@@ -38,7 +38,9 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     def measure_costs(pipeline: Pipeline, *given: object) -> Costs:
         nothing, row = Curve(0.0, 0.0, 0.0), Curve(0.0, 1.0, 0.0)
         segments = (row,) * len(pipeline.bundle.manifest.segments)
-        return Costs(COSTS_VERSION, pipeline.place, nothing, nothing, nothing, segments, nothing, 1.0, row)
+        return Costs(
+            COSTS_VERSION, pipeline.place, nothing, nothing, nothing, segments, nothing, 1.0, row, (), 0.0, 10**6
+        )
 
     def set_tail(tail: float) -> None:
         def measure(times: RequestTimes, combinations: Sequence[Combination], new_tokens: int) -> list[Spread]:

@@ -73,9 +73,14 @@ WRONG = {
         "--temperature": ["nan", "1e999", "warm"],
         "--top-p": ["0", "1.1"],
     },
-    "sinkprune-profile": {"--repeat": ["0", _DIGITS], "--warmup": ["-1"], "--new-tokens": ["0"], "--threads": ["0"]},
+    "sinkprune-profile": {
+        "--repeat": ["0", _DIGITS],
+        "--warmup-rounds": ["-1"],
+        "--new-tokens": ["0"],
+        "--threads": ["0"],
+    },
     "sinkprune-evaluate": {"--limit": ["0"], "--max-new-tokens": ["0"], "--threads": ["-1"]},
-    "sinkprune-calibrate": {"--threads": [_HUGE]},
+    "sinkprune-calibrate norms": {"--threads": [_HUGE]},
     "sinkprune-build": {
         "--sm": ["99999999", "0", _DIGITS, "86,x", "-86"],
         "--max-prompt": [_HUGE],
@@ -104,7 +109,7 @@ def test_options_out_of_range_are_refused_before_anything_is_opened(
         "sinkprune-build": (*output, "--target", "onnxruntime"),
         "sinkprune-export": output,
     }
-    refused = run(command, tmp_path / "none", *needed.get(command, ()), f"{option}={value}")
+    refused = run(*command.split(), tmp_path / "none", *needed.get(command, ()), f"{option}={value}")
     assert_refused(refused, "expected")
     assert option.strip("-") in refused.stderr.replace(" ", "-")
     assert list(tmp_path.iterdir()) == []

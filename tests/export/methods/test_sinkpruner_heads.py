@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -198,18 +197,6 @@ def test_the_manifest_has_the_heads(root: Path) -> None:
     for method in WITH_HEADS:
         assert plans[method]["retain-64"].heads == {str(layer): own for layer, own in by_layer.items()}
     assert plans["sinkpruner"]["retain-64"].heads is None
-
-
-def test_bundles_of_earlier_versions_have_no_heads_and_load(root: Path, tmp_path: Path) -> None:
-    """Earlier versions wrote plans without the field."""
-    older = Path(shutil.copytree(root, tmp_path / "older"))
-    data = json.loads((root / "bundle.json").read_text())
-    for plans in data["plans"].values():
-        for plan in plans.values():
-            plan.pop("heads", None)
-    (older / "bundle.json").write_text(json.dumps(data))
-    read = read_bundle(older).manifest.plans
-    assert [plan.heads for plans in read.values() for plan in plans.values()] == [None, None, None]
 
 
 def test_a_missing_field_of_any_other_kind_is_still_refused(root: Path, tmp_path: Path) -> None:

@@ -34,7 +34,9 @@ PLACE = Place("0" * 64, (), "fp32", "fp32", "ort-cpu", "fp32", 2, "a machine")
 
 def costs_of(ms: dict[str, tuple[float, float]], method: str = "sinkpruner", frames: int = 1) -> ActionCosts:
     """Costs that were not measured."""
-    return ActionCosts(method, frames, {name: BudgetCosts(*each) for name, each in ms.items()}, place=PLACE)
+    # No prompt is longer than the measured one.
+    budgets = {name: BudgetCosts(*each, rows=1) for name, each in ms.items()}
+    return ActionCosts(method, frames, budgets, place=PLACE, prompt_tokens=10**6)
 
 
 def choose(

@@ -1,7 +1,8 @@
-"""What pi0.5's expert reads of the time: against plain numpy, once for each time, and in earlier bundles."""
+"""What pi0.5's expert reads of the time: against plain numpy, once for each time."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -13,10 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinkprune import Policy
+from sinkprune import BundleError, Policy
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.graph_contract import contract_violations
-from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.runtime.acting import step_times
 from sinkprune.runtime.backends import Backend, Engine
 from support.models.pi05_checkpoints import EXPERT
@@ -94,21 +94,12 @@ def test_no_chunk_with_a_deadline_waits_for_times(warm_up: bool, path: Path, pho
     assert policy._times._known[1.0] is first and count < len(policy._times._known) <= step_times._MOST
 
 
-def test_earlier_bundles_have_no_such_graph(path: Path) -> None:
-    manifest = read_bundle(path).manifest
-    assert manifest.modulates and not list(contract_violations(manifest))
-    expert = manifest.graphs["expert"]
-    time = TensorSpec("time_embedding", "float32", (1, 1, manifest.policy.expert.hidden_size))  # type: ignore[union-attr]
-
-    def with_expert(inputs: tuple[TensorSpec, ...]) -> list[str]:
-        graphs = {name: spec for name, spec in manifest.graphs.items() if name != "modulation"}
-        graphs["expert"] = GraphSpec(expert.file, inputs, expert.outputs)
-        return list(contract_violations(replace(manifest, graphs=graphs)))
-
-    earlier = tuple(time if one.name == "modulation" else one for one in expert.inputs)
-    assert with_expert(earlier) == []
-    (missing,) = with_expert(expert.inputs)
-    assert "its input is modulation" in missing and "expected none" in missing
+def test_an_expert_without_the_graph_of_its_modulation_is_no_policy(path: Path, tmp_path: Path) -> None:
+    data = json.loads((path / "bundle.json").read_text())
+    del data["graphs"]["modulation"]
+    (tmp_path / "bundle.json").write_text(json.dumps(data))
+    with pytest.raises(BundleError, match="lacks the graph 'modulation'"):
+        read_bundle(tmp_path)
 
 
 def test_another_size_of_the_modulation_is_no_policy(path: Path) -> None:

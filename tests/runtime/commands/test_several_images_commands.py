@@ -61,7 +61,7 @@ def test_the_profile_measures_all_images_together(
 ) -> None:
     root, report = bundle("gqa-112", "fp32", BUDGETS, max_images=3), tmp_path / "report.json"
     images = ("--image", files[0], "--image", files[1])
-    options = ("--prompt", "What?", "--repeat", 1, "--warmup", 0, "--new-tokens", 2, "--json", report)
+    options = ("--prompt", "What?", "--repeat", 1, "--warmup-rounds", 0, "--new-tokens", 2, "--json", report)
     assert run("sinkprune-profile", root, *images, *options).code == 0
     one = json.loads(report.read_text())["budgets"]["none"]["flops"]
     assert run("sinkprune-profile", root, *images[:2], *options).code == 0

@@ -65,7 +65,7 @@ def test_a_thin_line_is_seen_by_less_than_a_percent(bundle: Bundles, files: dict
 
 
 def test_profile_reports_every_size_of_frames(bundle: Bundles, files: dict[str, Path]) -> None:
-    once = ("--budgets", "retain-64", "--prompt", "What?", "--new-tokens", 1, "--warmup", 0)
+    once = ("--budgets", "retain-64", "--prompt", "What?", "--new-tokens", 1, "--warmup-rounds", 0)
     outcome = run("sinkprune-profile", bundle("gqa-112"), *images(files, "wide"), *once, "--repeat", 1)
     assert (outcome.code, outcome.stderr) == (0, f"{files['wide']}: {WIDE}\n")
     frames_of = ("--frames", files["wide"].parent, "--rate", 20, "--duration", 1)

@@ -96,7 +96,7 @@ def test_damage_after_the_first_frame_rejects_nothing(suffix: str, tmp_path: Pat
     ("command", "options"),
     [
         ("sinkprune-run", ("--max-new-tokens", 1)),
-        ("sinkprune-profile", ("--budgets", "none", "--repeat", 1, "--warmup", 0, "--new-tokens", 1)),
+        ("sinkprune-profile", ("--budgets", "none", "--repeat", 1, "--warmup-rounds", 0, "--new-tokens", 1)),
     ],
 )
 def test_one_line_for_each_file(

@@ -36,7 +36,7 @@ def depth(tmp_path: Path) -> Path:
     ("command", "options"),
     [
         ("sinkprune-run", ("--max-new-tokens", 1)),
-        ("sinkprune-profile", ("--budgets", "none", "--repeat", 1, "--warmup", 0, "--new-tokens", 1)),
+        ("sinkprune-profile", ("--budgets", "none", "--repeat", 1, "--warmup-rounds", 0, "--new-tokens", 1)),
     ],
 )
 def test_one_line_names_the_largest_value(

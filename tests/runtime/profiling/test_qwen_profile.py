@@ -45,7 +45,7 @@ def test_the_profile_prints_the_targets_at_480_tokens(
     photo.resize((24 * side, 20 * side)).save(tmp_path / "photo.png")
     outcome = run(
         *("sinkprune-profile", deep_bundle, "--image", tmp_path / "photo.png", "--prompt", "What?"),
-        *("--repeat", 1, "--warmup", 0, "--new-tokens", 2, "--json", tmp_path / "profile.json"),
+        *("--repeat", 1, "--warmup-rounds", 0, "--new-tokens", 2, "--json", tmp_path / "profile.json"),
     )
     assert outcome.code == 0, outcome.stderr
     report = json.loads((tmp_path / "profile.json").read_text())["budgets"]

@@ -112,7 +112,7 @@ def test_an_interrupted_command_reports_the_answers_so_far(
         2,
         "--budgets",
         "none,retain-64",
-        "--warmup",
+        "--warmup-rounds",
         1,
         "--json",
         tmp_path / "x.json",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from sinkprune.contract.command_line.verbs import Verb, run_verb
 
@@ -16,24 +15,10 @@ VERBS = {
     "evidence": Verb(f"{_COMMANDS}.evidence", "find thresholds of methods whose counts vary by picture"),
     "schedule": Verb(f"{_COMMANDS}.schedule", "find a budget that answers in time on this machine"),
 }
-_OWN_OPTIONS = ("-h", "--help", "--version")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `sinkprune-calibrate` with `arguments`, or the process's own if None; returns the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
-    if words and words[0] not in VERBS and _is_of_norms(words[0]):
-        words = ["norms", *words]
-    description = (
-        "Measure a model on your pictures and prompts, and fit a bundle to them and to this machine. "
-        "A bundle in place of the verb runs norms."
-    )
+    description = "Measure a model on your pictures and prompts, and fit a bundle to them and to this machine."
     return run_verb("sinkprune calibrate", description, VERBS, words)
-
-
-def _is_of_norms(word: str) -> bool:
-    """Return whether `word` begins a call of `norms` without its name, as in `sinkprune-calibrate BUNDLE`."""
-    if word.startswith("-"):
-        return word not in _OWN_OPTIONS
-    # A word that names nothing is a verb that does not exist; a path that does not exist may be a bundle's.
-    return Path(word).exists() or "/" in word

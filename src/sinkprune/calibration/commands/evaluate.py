@@ -11,7 +11,6 @@ from rich.table import Table
 
 from sinkprune.calibration.commands.measuring import (
     TaskOptions,
-    add_former_name,
     open_task,
     task_parser,
 )
@@ -142,7 +141,6 @@ def _parser() -> CommandParser:
         limit="the first N questions only",
         drawn="accuracy against visual tokens",
     )
-    add_former_name(parser, "--task", "data")
     add = parser.add_argument
     add("--blind", action="store_true", help="use grey pictures, to measure the accuracy of guessing")
     add(

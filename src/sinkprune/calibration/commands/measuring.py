@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from PIL import Image
 
@@ -88,11 +87,6 @@ def add_changing_options(parser: CommandParser) -> None:
     add("--skip-sums", action="store_true", help="compare file sizes only, not their sha256")
     add_trust_options(parser)
     add_sign_option(parser, "the bundle")
-
-
-def add_former_name(parser: Any, name: str, option: str, **kind: Any) -> None:
-    """Accept `name`, which earlier versions had for an option, without showing it in the help."""
-    parser.add_argument(name, dest=option, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind)
 
 
 def check_answers(bundle: Bundle) -> None:

@@ -13,13 +13,12 @@ from PIL import Image
 from sinkprune.calibration.commands.measuring import (
     LIMIT,
     OWN_TEST_SETS,
-    add_former_name,
     check_answers,
     check_unpruned_memory,
 )
 from sinkprune.calibration.heatmaps import HeatmapFolder
 from sinkprune.calibration.norms import NormReport, summarise
-from sinkprune.calibration.pictures import SUFFIXES, NamedPicture, file_pictures, task_pictures
+from sinkprune.calibration.pictures import SUFFIXES, NamedPicture, folder_pictures, task_pictures
 from sinkprune.calibration.plots import plot_norms
 from sinkprune.calibration.tasks import SCENES
 from sinkprune.calibration.token_features import TokenFeatures, bundle_features
@@ -68,7 +67,6 @@ MeasureFeatures = Callable[[Image.Image], TokenFeatures]
 @dataclass(kw_only=True)
 class _Options(BundleOptions, ReportOptions):
     data: str
-    images: list[Path] | None
     limit: int | None
     heatmaps: Path | None
     layer: int | None
@@ -80,11 +78,11 @@ def main(arguments: Sequence[str] | None) -> None:
     options = parser.parse(arguments, _Options)
     is_tower = (options.bundle / CONFIG).exists() and not (options.bundle / MANIFEST).exists()
     _check_fit(parser, options, is_tower=is_tower)
-    files = options.images or ([Path(options.data)] if Path(options.data).is_dir() else [])
-    check_report_options(options, options, [] if files else [Path(options.data)])
+    folder = Path(options.data) if Path(options.data).is_dir() else None
+    check_report_options(options, options, [] if folder else [Path(options.data)])
     bundle = None if is_tower else _open(options)
     with status("checking the pictures"):
-        pictures = (file_pictures(files) if files else task_pictures(options.data))[: options.limit]
+        pictures = (folder_pictures(folder) if folder else task_pictures(options.data))[: options.limit]
     read = [Path(picture.name) for picture in pictures]
     check_outputs([*options.outputs, *_heatmap_outputs(options, pictures)], read, options.folders)
     model, tower, shares, notes = (
@@ -125,16 +123,12 @@ def _parser() -> CommandParser:
         "BUNDLE may also be a checkpoint folder of a vision tower without an LLM: CLIP, SigLIP or DINOv2.",
         _EXAMPLES,
     )
-    shown = parser.add_mutually_exclusive_group()
-    shown.add_argument(
+    parser.add_argument(
         "--data",
         type=PathOrName,
         default=SCENES,
         help=f"pictures: a folder (files ending in {', '.join(SUFFIXES)}), those of FILE.jsonl, {OWN_TEST_SETS}",
     )
-    add_former_name(shown, "--task", "data")
-    # Its own field, because it takes several files.
-    shown.add_argument("--images", type=Path, nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=LIMIT, metavar="N", help="the first N pictures only (default: all)")
     parser.add_argument(
         "--heatmaps",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sinkprune.calibration.commands.measuring import add_former_name, check_answers
+from sinkprune.calibration.commands.measuring import check_answers
 from sinkprune.calibration.pictures import note_items
 from sinkprune.calibration.plots import plot_quantisation
 from sinkprune.calibration.tasks import Item, check_own_questions, items_by_picture, load_task
@@ -193,7 +193,6 @@ def _parser() -> CommandParser:
         help=f"the most inputs that share a scale in int4 (default: {max(BLOCK_SIZES)})",
     )
     add("--limit", type=_LIMIT, default=32, metavar="N", help="the first N pictures of --data only (default: 32)")
-    add_former_name(parser, "--pictures", "limit", type=_LIMIT)
     add(
         "--max-error",
         type=_MAX_ERROR,

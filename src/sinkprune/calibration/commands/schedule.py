@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from sinkprune.calibration.changed_bundle import changed_text
-from sinkprune.calibration.commands.measuring import add_changing_options, add_former_name, check_answers
+from sinkprune.calibration.commands.measuring import add_changing_options, check_answers
 from sinkprune.calibration.evaluation.sample_size import accuracy_warnings, mean_warnings
 from sinkprune.calibration.pictures import note_items
 from sinkprune.calibration.scheduling.questions import PICTURES, PictureQuestion, questions_to_measure
@@ -333,7 +333,6 @@ def _parser() -> CommandParser:
     add("--name", help="the budget's name in the bundle (default: for example in-250ms, mean-64)")
     add("--data", type=Path, metavar="FILE.jsonl", help="questions about pictures, as sinkprune evaluate reads them")
     add("--limit", type=_LIMIT, metavar="N", help=f"the first N questions of --data only (default: {_QUESTIONS})")
-    add_former_name(parser, "--questions", "limit", type=_LIMIT)
     add("--image", type=Path, action="append", help="an image file to measure; may be repeated (default: scenes)")
     add("--prompt", help=f"the question about it (default: {_PROMPT})")
     add(

@@ -11,7 +11,7 @@ from typing import Annotated
 from sinkprune.contract.checks.fields import Bounds, Count, Few
 from sinkprune.contract.costs.model import MeasuredCosts, Place
 
-ACTION_COSTS_VERSION = 2
+ACTION_COSTS_VERSION = 3
 LEAST_MS = 1e-6
 """Costs are above 0, because measured times are divided by them."""
 _Milliseconds = Annotated[float, Bounds(LEAST_MS, 1e12)]
@@ -23,11 +23,11 @@ class BudgetCosts:
     """Median milliseconds of a chunk at one budget, from the end of the vision tower on."""
 
     before_ms: _Milliseconds
-    """All but the denoising steps. Files of version 1 include the frames and the tower."""
+    """All but the denoising steps."""
     step_ms: _Milliseconds
     """One denoising step."""
-    rows: _Rows | None = None
-    """Text and visual tokens, as the mean over the decoder's layers; None in a file of version 1."""
+    rows: _Rows
+    """Text and visual tokens, as the mean over the decoder's layers."""
 
     def chunk_ms(self, steps: int) -> float:
         """Return the milliseconds of so many denoising steps and all before them."""
@@ -44,8 +44,8 @@ class ActionCosts(MeasuredCosts):
     budgets: dict[str, BudgetCosts]
     """By budget, those that keep the most tokens first."""
     place: Place = field(kw_only=True)
-    prompt_tokens: Count | None = field(default=None, kw_only=True)
-    """Text tokens of the measured prompt; None in a file of version 1."""
+    prompt_tokens: Count = field(kw_only=True)
+    """Text tokens of the measured prompt."""
     action_costs_version: Count = ACTION_COSTS_VERSION
     """`ACTION_COSTS_VERSION`."""
 
@@ -58,8 +58,6 @@ class ActionCosts(MeasuredCosts):
         """
         budgets = list(self.budgets.values())
         largest, smallest = budgets[0], budgets[-1]
-        if self.prompt_tokens is None or largest.rows is None or smallest.rows is None:
-            return self.budgets
         more = max(0, tokens - self.prompt_tokens)
         before, step = largest.before_ms / largest.rows, largest.step_ms / largest.rows
         saved_before = saved_step = 0.0
@@ -69,7 +67,7 @@ class ActionCosts(MeasuredCosts):
             saved_before = max(0.0, largest.before_ms - smallest.before_ms) / apart
         found = {}
         for name, own in self.budgets.items():
-            fewer = (1 - frames / self.frames) * max(0.0, (own.rows or 0.0) - self.prompt_tokens)
+            fewer = (1 - frames / self.frames) * max(0.0, own.rows - self.prompt_tokens)
             found[name] = replace(
                 own,
                 before_ms=max(LEAST_MS, own.before_ms + more * before - fewer * saved_before),

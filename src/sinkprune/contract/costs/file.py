@@ -9,13 +9,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from sinkprune.contract.checks.arguments import check_path, check_type, checks_options
 from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.checks.format_value import counted, format_value
 from sinkprune.contract.costs.actions import ACTION_COSTS_VERSION, ActionCosts
-from sinkprune.contract.costs.model import COSTS_VERSION, Costs, Place, RecentRatios
+from sinkprune.contract.costs.model import COSTS_VERSION, Costs, Place
 from sinkprune.contract.errors import DeadlineError, OutputError, UsageError
 from sinkprune.contract.files.versioned_json import read_versioned, write_versioned
 
@@ -35,8 +35,6 @@ class CostsFormat(Generic[C]):
     kind: type[C]
     name: str
     version: int
-    upgraded: Callable[[dict[str, Any]], dict[str, Any]]
-    """Turns an earlier version into this one."""
     fault: Callable[[C], str]
     """Returns what is wrong with costs whose fields are all valid, or ""."""
     of: str
@@ -56,7 +54,7 @@ class CostsFormat(Generic[C]):
         """
         check_path("path", path)
         check_type("here", here, (Place,), "a Place, as pipeline.place and policy.place are")
-        costs = read_versioned(path, self.kind, self.name, self.version, self.again, self.upgraded, _KINDS)
+        costs = read_versioned(path, self.kind, self.name, self.version, self.again, _KINDS)
         self.check_place(costs, here, f"the {self.name} '{path}'")
         if fault := self.fault(costs):
             raise UsageError(f"the {self.name} '{path}' {fault}. {self.again}")
@@ -78,12 +76,11 @@ class CostsFormat(Generic[C]):
     def cached(self, place: Place, method: str = "") -> C | None:
         """Return the costs of `place` that `cache_costs` wrote last, or None; those of actions are of a `method`.
 
-        None also for a file that cannot be read; the next measurement replaces it. Earlier versions wrote costs of
-        actions to the file without a method: without others, those are returned, whatever their method.
+        None also for a file that cannot be read; the next measurement replaces it.
         """
-        for file in filter(None, (cache_file(place, method), cache_file(place))):
-            with suppress(UsageError, OSError):
-                return self.read(file, place)
+        file = cache_file(place, method)
+        with suppress(UsageError, OSError):
+            return self.read(file, place) if file else None
         return None
 
     def missing(self, place: Place, method: str = "") -> DeadlineError:
@@ -98,35 +95,6 @@ class CostsFormat(Generic[C]):
         )
 
 
-def _upgraded(data: dict[str, Any]) -> dict[str, Any]:
-    """Return costs of earlier versions as now.
-
-    Version 1 lacks the time and load of the measurement, and later requests; 2 lacks the rows of the measurement, and
-    3 the times of the first tokens and of passes over several rows.
-    """
-    version = data["costs_version"]
-    if type(version) is not int or not 1 <= version < COSTS_VERSION:
-        return data
-    added: dict[str, Any] = {"token_start": [], "pass_row": 0.0, "costs_version": COSTS_VERSION}
-    if version <= 2:
-        added |= {"most_rows": None}
-    if version == 1:
-        added |= {"measured_at": None, "load": None, "recent": to_json(RecentRatios())}
-    return {**data, **added}
-
-
-def _upgraded_actions(data: dict[str, Any]) -> dict[str, Any]:
-    """Return costs of version 1 as now. They include frames and tower, so later chunks are not compared with them."""
-    version = data["action_costs_version"]
-    if type(version) is not int or version != 1:
-        return data
-    budgets = data.get("budgets")
-    if isinstance(budgets, dict):
-        budgets = {name: {**own, "rows": None} if isinstance(own, dict) else own for name, own in budgets.items()}
-    changed = {"budgets": budgets, "prompt_tokens": None, "recent": to_json(RecentRatios())}
-    return {**data, **changed, "action_costs_version": ACTION_COSTS_VERSION}
-
-
 def _segments_fault(costs: Costs) -> str:
     found, expected = len(costs.decoders), len(costs.place.cut_after) + 1
     return "" if found == expected else f"are of {found} decoder segments, the bundle has {expected}"
@@ -136,7 +104,6 @@ ANSWER_COSTS = CostsFormat(
     Costs,
     "costs",
     COSTS_VERSION,
-    _upgraded,
     _segments_fault,
     of="requests",
     warm_up="sinkprune-run --warm-up or pipeline.warm_up(picture, prompt)",
@@ -148,7 +115,6 @@ ACTION_COSTS = CostsFormat(
     ActionCosts,
     "action costs",
     ACTION_COSTS_VERSION,
-    _upgraded_actions,
     lambda costs: "" if costs.budgets else "are of no budget, expected one at least",
     of="chunks",
     warm_up="sinkprune-act --warm-up or policy.warm_up(cameras, instruction, state)",

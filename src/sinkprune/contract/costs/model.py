@@ -18,7 +18,7 @@ from sinkprune.contract.checks.fields import Bounds, Count
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.schedule import Schedule
 
-COSTS_VERSION = 4
+COSTS_VERSION = 5
 _FAR_ABOVE = 1.5
 """Curves of costs hold up to about so many times the rows that they were measured with."""
 LOADED = 0.25
@@ -121,7 +121,7 @@ class MeasuredCosts:
     """When and under which load costs were measured, and how later requests compare with them."""
 
     measured_at: Annotated[float, Bounds(0, 1e12)] | None = None
-    """The time of the measurement, in seconds of Unix time; None if the file lacks it."""
+    """The time of the measurement, in seconds of Unix time; None before they are kept."""
     load: Annotated[float, Bounds(0, 1)] | None = None
     """The share of processor time of other programs meanwhile; None if it is unknown."""
     recent: RecentRatios = RecentRatios()
@@ -168,18 +168,17 @@ class Costs(MeasuredCosts):
     decoder takes longer after other engines than alone."""
     token: Curve
     """A token after the first few, by the rows in the caches, as the mean over the layers."""
-    token_start: tuple[Ratio, ...] = ()
+    token_start: tuple[Ratio, ...]
     """For each of the first few tokens after the prompt: its time as a multiple of a later token's. A prefill takes
-    the weights of a small model out of the processor's caches. Empty in a file of version 1 to 3."""
-    pass_row: Milliseconds = 0.0
-    """Of a pass over several rows, as for an answer of a closed list: each row after the first, with the head. 0 in a
-    file of version 1 to 3."""
-    most_rows: Count | None = None
-    """The most tokens of a measured prompt, text and visual; None in a file of version 1 or 2."""
+    the weights of a small model out of the processor's caches."""
+    pass_row: Milliseconds
+    """Of a pass over several rows, as for an answer of a closed list: each row after the first, with the head."""
+    most_rows: Count
+    """The most tokens of a measured prompt, text and visual."""
 
     def far_above(self, rows: int) -> str:
         """Return what to say after a reason if a prompt has far more `rows` than any measured one, else nothing."""
-        if self.most_rows is None or rows <= _FAR_ABOVE * self.most_rows:
+        if rows <= _FAR_ABOVE * self.most_rows:
             return ""
         return (
             f"; the costs were measured with up to {self.most_rows} tokens in the prompt, and this one has {rows}: "

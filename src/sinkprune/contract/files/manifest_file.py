@@ -94,10 +94,8 @@ class ManifestFile:
             raise self.error(f"'{path}' {error}. {self.again}") from error
         version = parsed.get("format_version") if isinstance(parsed, dict) else None
         if type(version) is not int or version != self.format_version:
-            older = type(version) is int and version < self.format_version
-            way_out = f"Make it again: {self.make.format(root=path.parent)} --force" if older else self.upgrade
             raise self.error(
-                f"'{path}' has format version {version!r}, this sinkprune reads {self.format_version}. {way_out}"
+                f"'{path}' has format version {version!r}, this sinkprune reads {self.format_version}. {self.upgrade}"
             )
         try:
             return from_json(kind, parsed)

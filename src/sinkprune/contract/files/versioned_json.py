@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from sinkprune.contract.checks.fields import SchemaError, from_json, to_json
 from sinkprune.contract.checks.format_value import format_value
@@ -36,13 +36,12 @@ def read_versioned(
     what: str,
     version: int,
     remedy: str,
-    upgraded: Callable[[dict[str, Any]], dict[str, Any]] = lambda data: data,
     others: Mapping[str, str] = MappingProxyType({}),
 ) -> T:
     """Return the `kind` in the JSON file `path`, whose field `<what>_version` must be `version`, with `_` for spaces.
 
-    `upgraded` may turn an earlier version into this one. Raises `UsageError` for any other file; its message ends
-    with `remedy`. `others` has the end of the message for other kinds of files, by the field of their version.
+    Raises `UsageError` for any other file; its message ends with `remedy`. `others` has the end of the message for
+    other kinds of files, by the field of their version.
     """
     field = f"{what.replace(' ', '_')}_version"
     try:
@@ -54,7 +53,6 @@ def read_versioned(
             if isinstance(data, dict) and data.get(other) is not None:
                 raise UsageError(f"'{path}' {said}")
         raise UsageError(f"'{path}' is no file of {what}: found no {field}. {remedy}")
-    data = upgraded(data)
     found = data[field]
     if type(found) is not int or found != version:
         raise UsageError(

@@ -208,8 +208,6 @@ def _parser() -> CommandParser:
     add("--repeat", type=REPEAT, help=f"measured rounds (default: {USUAL_REPEAT})")
     add(
         "--warmup-rounds",
-        # The older name, too close to run's --warm-up.
-        "--warmup",
         dest="warmup",
         type=WARMUP.named("--warmup-rounds"),
         default=1,
