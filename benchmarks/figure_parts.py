@@ -40,19 +40,19 @@ class Part(NamedTuple):
 
 METHODS = (
     "sinkpruner,downsample,sinkpruner-text,sinkpruner-heads,sinkpruner-text-heads,random,uniform,fastervlm,visionzip,"
-    "visionzip+filter,divprune,dart,cdpruner,mmtok,prunesid,vispruner,holov,scope,vscan,occamtoken,fastv,pyramiddrop,sparsevlm,"
+    "visionzip+filter,divprune,dart,cdpruner,mmtok,prunesid,vispruner,holov,scope,vscan,fastv,pyramiddrop,sparsevlm,"
     "sinkpruner-no-sanitizer,sinkpruner-no-text-pruner,"
     "sinkpruner-no-diversity,sinkpruner-no-outlier-removal,sinkpruner-no-aggregation"
 )
 _VARIED = (
     "sinkpruner,downsample,downsample-ttft,sinkpruner-text,sinkpruner-heads,sinkpruner-text-heads,random,uniform,"
-    "fastervlm,visionzip,visionzip+filter,divprune,dart,cdpruner,mmtok,prunesid,vispruner,holov,scope,vscan,occamtoken,"
+    "fastervlm,visionzip,visionzip+filter,divprune,dart,cdpruner,mmtok,prunesid,vispruner,holov,scope,vscan,"
     "fastv,pyramiddrop,sparsevlm,sinkpruner-no-text-pruner,sinkpruner-no-outlier-removal,sinkpruner-no-diversity"
 )
 _ROBOT = (
     "sinkpruner,downsample,sinkpruner-text,sinkpruner-no-text-pruner,sinkpruner-no-outlier-removal,sinkpruner-no-diversity,"
     "random,uniform,divprune,fastervlm,visionzip,dart,vispruner,cdpruner,vscan,mmtok,prunesid,holov,scope,fastv,"
-    "sinkpruner-heads,occamtoken"
+    "sinkpruner-heads"
 )
 _CHOSEN_HEADS = (
     "python -m sinkprune.demo.write_scenes {work}/validation 60 validation",
@@ -109,9 +109,6 @@ PARTS = {
             *_CHOSEN_HEADS,
             "sinkprune-export demo/pocket -o {work}/methods --force --heads {work}/heads.json "
             f"--methods {METHODS}",
-            # Equal means on the test pictures, whose photos are others than those of the validation set.
-            "python -m sinkprune.demo.write_scenes {work}/test 80",
-            "sinkprune-calibrate evidence {work}/methods --data {work}/test/scenes.jsonl --threads 1",
             # Two threads take longer than one for so small a model.
             "sinkprune-evaluate {work}/methods --threads 1 --json {json} --plot {plot}",
         ),
@@ -134,8 +131,6 @@ PARTS = {
             "--budgets none --heads {work}/qwen3-heads.json",
             f"sinkprune-export demo/pocket-qwen3 -o {{work}}/varied --force --heads {{work}}/qwen3-heads.json "
             f"--methods {_VARIED} --budgets prune-66.7,prune-77.8,prune-88.9,prune-88.9+serial",
-            "python -m sinkprune.demo.write_scenes {work}/varied-test 60 test varied-scenes",
-            "sinkprune-calibrate evidence {work}/varied --data {work}/varied-test/scenes.jsonl --threads 1",
             "sinkprune-evaluate {work}/varied --data varied-scenes --threads 1 --json {json} --plot {plot}",
         ),
         {
@@ -192,7 +187,6 @@ PARTS = {
             "--limit 200 --heads {work}/robot-heads.json",
             "sinkprune-export demo/pocket-robot -o {work}/robot --force --max-images 2 "
             f"--heads {{work}}/robot-heads.json --methods {_ROBOT}",
-            "sinkprune-calibrate evidence {work}/robot --data {work}/moments/moments.jsonl",
             "python benchmarks/robot/robot_success.py {work}/robot --episodes 500 --json {json}",
         ),
         {"robot-success": robot_success, "robot-paired": robot_paired, "robot-times": robot_times},

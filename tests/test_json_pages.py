@@ -14,7 +14,6 @@ import pytest
 from sinkprune.calibration.attention.report import AttentionReport, LayerFigures, RunFigures
 from sinkprune.calibration.evaluation.intervals import Mean
 from sinkprune.calibration.evaluation.report import CombinationReport, EvaluationReport, KindReport
-from sinkprune.calibration.evidence.report import EvidenceReport, FoundThresholds
 from sinkprune.calibration.norms import NormReport
 from sinkprune.calibration.quantising.report import LayerError, LogitError, QuantisationReport
 from sinkprune.calibration.scheduling.report import Candidate, ScheduleReport
@@ -24,7 +23,7 @@ from sinkprune.contract.precision import WeightForms
 from sinkprune.contract.reports.policy_report import PARTS as POLICY_PARTS
 from sinkprune.contract.reports.policy_report import PolicyBudgetReport, PolicyReport
 from sinkprune.contract.reports.rate_report import Latency, RateReport
-from sinkprune.contract.reports.report import PARTS, BudgetReport, ProfileReport, Spread, TokenSpread
+from sinkprune.contract.reports.report import PARTS, BudgetReport, ProfileReport, Spread
 from sinkprune.engines.gate.report import GateReport
 from sinkprune.jetson.commands.replay import ReplayReport
 from sinkprune.jetson.host.power_mode import ClockFrequency
@@ -45,8 +44,6 @@ OBJECTS: dict[str, type] = {
     "token class": TokenClass,
     "result": CombinationReport,
     "kind": KindReport,
-    "token spread": TokenSpread,
-    "found thresholds": FoundThresholds,
     "curve": Curve,
     "candidate": Candidate,
     "definition": Budget,
@@ -66,7 +63,6 @@ REPORTS: dict[str, tuple[type, ...]] = {
     "sinkprune-check": (GateReport,),
     "sinkprune-evaluate": (EvaluationReport,),
     "sinkprune-calibrate schedule": (ScheduleReport,),
-    "sinkprune-calibrate evidence": (EvidenceReport,),
     "sinkprune-calibrate quantize": (QuantisationReport,),
     "sinkprune-calibrate attention": (AttentionReport,),
     "sinkprune-calibrate norms": (NormReport,),
@@ -82,7 +78,7 @@ INTERRUPTED = (
     "calibrate attention",
 )
 ADDED = {f"sinkprune-{name}": {"interrupted", "notes"} for name in INTERRUPTED} | {
-    f"sinkprune-calibrate {verb}": {"sha256", "notes"} for verb in ("schedule", "quantize", "evidence")
+    f"sinkprune-calibrate {verb}": {"sha256", "notes"} for verb in ("schedule", "quantize")
 }
 """The keys that a command adds to its report."""
 QUESTION = ("--prompt", "What is this?", "--budget", "retain-64", "--max-new-tokens", "2")

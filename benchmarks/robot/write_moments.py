@@ -1,7 +1,7 @@
 """Writes moments of the pocket robot for `sinkprune-calibrate`: frames of both cameras, instructions and states.
 
     python benchmarks/robot/write_moments.py moments --tables 100
-    sinkprune-calibrate evidence robot --data moments/moments.jsonl
+    sinkprune-calibrate attention robot --data moments/moments.jsonl
 
 The tables are others than those of the episodes that measure success. Each table has a moment for each of two
 objects, after up to seven steps of the scripted expert.

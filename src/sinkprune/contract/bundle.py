@@ -22,7 +22,7 @@ from sinkprune.contract.files.trust import ANY, Trust
 from sinkprune.contract.files.untrusted import MANIFEST_BYTES
 from sinkprune.contract.graph_contract import contract_violations
 from sinkprune.contract.manifest import BESIDE_GRAPHS, BUNDLE, MANIFEST, MODULATION, Manifest
-from sinkprune.contract.plans import Evidence, Plan
+from sinkprune.contract.plans import Plan
 from sinkprune.contract.reports.progress import OnProgress, unreported
 
 
@@ -134,7 +134,7 @@ def _complaints(manifest: Manifest) -> Iterator[str]:
 
 
 def _complaints_of_plan(manifest: Manifest, what: str, plan: Plan) -> Iterator[str]:
-    has_shares = manifest.any_resolution or plan.evidence is not None
+    has_shares = manifest.any_resolution
     kept, other = (plan.shares, plan.counts) if has_shares else (plan.counts, plan.shares)
     if kept is None or other is not None:
         yield f"{what} must have {'shares and no counts' if has_shares else 'counts and no shares'}"
@@ -148,14 +148,3 @@ def _complaints_of_plan(manifest: Manifest, what: str, plan: Plan) -> Iterator[s
             f"{what} selects after layers {', '.join(plan.select_after)} with {len(kept.stages)} counts; the decoder "
             f"is cut after {', '.join(cuts)}"
         )
-    if plan.evidence is not None:
-        yield from _complaints_of_evidence(what, plan, plan.evidence)
-
-
-def _complaints_of_evidence(what: str, plan: Plan, evidence: Evidence) -> Iterator[str]:
-    tests = len(plan.cuts) + 1
-    if plan.sanitizer is None or tests > 2:
-        yield f"{what} counts tokens by their evidence, expected a sanitizer and at most one stage"
-    for name, found in (("graphs", evidence.graphs), ("aims", evidence.aims), ("thresholds", evidence.thresholds)):
-        if found is not None and len(found) != tests:
-            yield f"{what} has {len(found)} {name} of evidence, expected {tests}"

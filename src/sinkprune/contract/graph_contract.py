@@ -120,8 +120,6 @@ class _Interfaces:
         width = self._lm.hidden_size
         if plan.sanitizer:
             kept = plan.counts.kept if plan.counts else None
-            # For sanitizers whose counts vary by picture: the length is the number of tokens to keep.
-            quota = _index("quota") if plan.evidence else []
             # For sanitizers that read the question: all tokens, and its words, as the decoder receives them.
             read = [self._floats("embeddings", None, self._tokens, width), self._floats("question", None, width)]
             chosen = [
@@ -129,17 +127,10 @@ class _Interfaces:
                 TensorSpec("kept_index", "int64", (None, kept)),
                 *self._deepstack("kept_deepstack", None, kept),
             ]
-            yield plan.sanitizer, [*self._features, *read, *quota], chosen
+            yield plan.sanitizer, [*self._features, *read], chosen
         indices = _index("visual_index", "text_index", "visual_group", "quota")
         given = [*self._rows(), self._query, self._key, *indices, self._norms]
         left = [*self._rows("_out"), *_index("visual_index_out", "text_index_out", "keep_index")]
-        if plan.evidence:
-            before, *after = plan.evidence.graphs
-            yield before, [self._norms, self._salience], [TensorSpec("evidence", "float32", (1, None))]
-            evidence = TensorSpec("evidence", "float32", (None,))
-            for graph in after:
-                yield graph, [*given, *_index("register")], [evidence]
-            given.append(evidence)
         for graph in plan.select_after.values():
             yield graph, given, left
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
-from itertools import zip_longest
-from typing import Annotated, Literal
+from typing import Literal
 
 from sinkprune.contract.budgets import UNPRUNED, Budget, Counts, Share
-from sinkprune.contract.checks.fields import OPTIONAL, Bounds, Count
+from sinkprune.contract.checks.fields import OPTIONAL, Count
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.families import parse_budget
-from sinkprune.contract.precision import Array
 
 MAX_TOP_K = 3840
 """The largest K of a TopK in TensorRT 10 (ITopKLayer, NvInfer.h). The export keeps pruning graphs within it."""
@@ -27,40 +24,6 @@ are known by name, because a bundle's plans do not say this.
 
 _OF_MACHINE = re.compile(r"(in|mean)-([0-9.]+)(?:ms)?")
 """Names of budgets that sinkprune-calibrate schedule writes."""
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """How a method counts the tokens of each picture: by a test of each, before the LLM and after each pruning layer.
-
-    The number of tokens that pass a test is the length of the input `quota` of the graph that keeps them. The plan's
-    shares are upper bounds of it.
-    """
-
-    graphs: tuple[str, ...]
-    """The graph that measures the evidence of tokens, for each test."""
-    aims: tuple[Share, ...]
-    """The share of a picture's tokens that each test keeps, as the mean over pictures."""
-    thresholds: tuple[Annotated[float, Bounds(-1, 3.5e38)], ...] | None
-    """The threshold of each test, in units of the register's evidence; None until `sinkprune-calibrate evidence`
-    finds those that meet the aims."""
-
-    def test(self, number: int) -> tuple[str, float]:
-        """Return graph and threshold of a test: 0 before the LLM, then one a pruning layer. Needs thresholds."""
-        if self.thresholds is None:
-            raise ValueError("a plan that was not calibrated has no thresholds")
-        return self.graphs[number], self.thresholds[number]
-
-    def aimed_mean(self, tokens: int, cuts: list[int], num_layers: int) -> Fraction:
-        """Return the aimed mean over the layers of the visual tokens of a picture with `tokens` in all groups."""
-        ends = [*(cut + 1 for cut in cuts), num_layers]
-        layers = (end - start for start, end in zip([0, *ends], ends, strict=False))
-        return Fraction(sum(aim.of(tokens) * count for aim, count in zip(self.aims, layers, strict=True)), num_layers)
-
-
-def exceeding(evidence: Array, threshold: float, most: int) -> int:
-    """Return how many values of `evidence` exceed the `threshold`: at least one, at most `most` and `MAX_TOP_K`."""
-    return min(most, MAX_TOP_K, max(1, int((evidence > threshold).sum())))
 
 
 @dataclass(frozen=True)
@@ -80,9 +43,6 @@ class Plan:
     or those by which another method meets the budget's mean. None if there are `counts`."""
     heads: dict[str, tuple[Count, ...]] | None = field(default=None, metadata=OPTIONAL)
     """The attention heads that count in the select after each layer, by the layer's 0-based number; None for all."""
-    evidence: Evidence | None = field(default=None, metadata=OPTIONAL)
-    """How a method counts the tokens of each picture, if counts vary by picture; None if they follow from the number
-    of tokens. A plan with evidence has shares, which are upper bounds."""
 
     def keeps(self, tokens: int, groups: int) -> tuple[Counts, int]:
         """Return what the graphs keep of a picture of `groups` groups of `tokens` visual tokens each.
@@ -108,9 +68,7 @@ class Plan:
     @property
     def graphs(self) -> list[str]:
         """Return the names of all graphs, in the order they run."""
-        keep = [*([] if self.sanitizer is None else [self.sanitizer]), *self.select_after.values()]
-        measure = [] if self.evidence is None else self.evidence.graphs
-        return [graph for pair in zip_longest(measure, keep) for graph in pair if graph is not None]
+        return [*([] if self.sanitizer is None else [self.sanitizer]), *self.select_after.values()]
 
     @property
     def cuts(self) -> list[int]:

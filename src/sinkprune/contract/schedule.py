@@ -6,7 +6,7 @@ This module counts survivors on the host, and `sinkprune.export.pruning.shares` 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 from sinkprune.contract.budgets import UNPRUNED, Counts
@@ -37,15 +37,6 @@ class PictureSchedule:
             # A stage that may keep more rows than are left drops nothing (method.md section 2).
             after[cut] = left = min(left, stage)
         return cls(rows, after, counts, groups)
-
-    def with_rows(self, rows: int) -> PictureSchedule:
-        """Return this schedule where the sanitizer kept `rows`, of one group without diverse tokens."""
-        if self.counts is None:
-            raise ValueError("a schedule without a sanitizer has no counts that vary")
-        counts = replace(self.counts, reserve=rows - self.counts.sink)
-        return replace(
-            self, rows=rows, after={cut: min(left, rows) for cut, left in self.after.items()}, counts=counts
-        )
 
     def reaching(self, layer: int) -> int:
         """Return the rows that decoder layer `layer` (0-based) runs on; `num_layers` stands for the head."""
@@ -84,18 +75,6 @@ class Schedule:
     def size(self, num_layers: int) -> int:
         """Return the visual rows of all `num_layers` decoder layers together: they order budgets."""
         return sum(self.per_layer(num_layers))
-
-    def with_rows(self, rows: Sequence[int]) -> Schedule:
-        """Return this schedule where the sanitizer kept `rows` of each picture, if counts vary by picture."""
-        if self.plan is None or self.plan.evidence is None:
-            return self
-        pairs = zip(self.pictures, rows, strict=True)
-        return replace(self, pictures=tuple(picture.with_rows(count) for picture, count in pairs))
-
-    def with_left(self, layer: int, rows: Sequence[int]) -> Schedule:
-        """Return this schedule where the pruning layer `layer` (0-based) left `rows` of each picture."""
-        pairs = zip(self.pictures, rows, strict=True)
-        return replace(self, pictures=tuple(replace(one, after={**one.after, layer: left}) for one, left in pairs))
 
     def kept_after(self, layer: int) -> list[int]:
         """Return the rows of each picture that survive the pruning layer `layer` (0-based)."""

@@ -15,7 +15,7 @@ from sinkprune.contract.engines_manifest import Limits, OptimisationProfile, Opt
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import GraphSpec, Manifest
-from sinkprune.contract.plans import MAX_TOP_K, Plan
+from sinkprune.contract.plans import Plan
 from sinkprune.contract.schedule import PictureSchedule, schedule
 from sinkprune.runtime.backends.kv_cache import ROOM, room_for
 from sinkprune.runtime.families import load_family
@@ -74,37 +74,19 @@ class _Picture:
         """
         unpruned, n = len(self.layout.unpruned_rows), self.layout.tokens
         for plan, planned in self.planned:
-            measures = () if plan.evidence is None else plan.evidence.graphs
-            for number, (cut, select) in enumerate(plan.select_after.items()):
-                if graph in (select, *measures[number + 1 : number + 2]):
-                    return sorted({planned.reaching(int(cut)), *self._varying(plan, int(cut))})
+            for cut, select in plan.select_after.items():
+                if graph == select:
+                    return [planned.reaching(int(cut))]
         if graph == "projector":
             kept = {planned.counts.kept for plan, planned in self.planned if plan.sanitizer and planned.counts}
-            return sorted({n, *kept, *(rows for plan, _ in self.planned for rows in self._varying(plan, 0))})
+            return sorted({n, *kept})
         if graph.startswith("decoder_"):
             layer = self.manifest.segments[int(graph.removeprefix("decoder_"))].start
         elif graph == "head":
             layer = self.manifest.language_model.num_layers
         else:
             return [n]
-        rows = {
-            self._aimed(plan, layer) if plan.evidence else planned.reaching(layer) for plan, planned in self.planned
-        }
-        return sorted({unpruned, *rows})
-
-    def _aimed(self, plan: Plan, layer: int) -> int:
-        """Return the visual tokens that `layer` is to run on, as the mean over pictures, where counts vary."""
-        aims = plan.evidence.aims if plan.evidence else ()
-        return aims[sum(cut < layer for cut in plan.cuts)].of(self.layout.all_tokens)
-
-    def _varying(self, plan: Plan, layer: int) -> list[int]:
-        """Return the smallest and the usual number of visual tokens of `layer`, if counts vary by picture."""
-        return [1, self._aimed(plan, layer)] if plan.evidence else []
-
-    def quota(self, graph: str) -> _Span:
-        """Return the number of tokens that the sanitizer `graph` keeps, if counts vary by picture."""
-        own = [(plan, planned.rows) for plan, planned in self.planned if plan.evidence and plan.sanitizer == graph]
-        return _Span(1, self._aimed(own[0][0], 0), min(own[0][1], MAX_TOP_K)) if own else _Span(1, 1, 1)
+        return sorted({unpruned, *(planned.reaching(layer) for _, planned in self.planned)})
 
     def sizes(self, graph: str, limits: Limits) -> dict[str, _Span]:
         """Return every dynamic dimension of `graph`, for pictures up to this one."""
@@ -122,7 +104,6 @@ class _Picture:
             "C": _Span(0, 0, 0),
             "V": _Span(fewest, usual, most),
             "V2": _Span(1, usual, most),
-            "n0": self.quota(graph),
             "L": _Span(0, usual_prompt, limits.prompt_tokens),
             "T": _Span(1, usual_prompt, limits.prompt_tokens),
             **self.vision_sizes,

@@ -11,7 +11,7 @@ from sinkprune.contract.budgets import UNPRUNED, Budget
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.families import FAMILIES, parse_budget
 from sinkprune.contract.manifest import GraphSpec
-from sinkprune.contract.plans import Evidence, Plan
+from sinkprune.contract.plans import Plan
 from sinkprune.export.methods import load_method
 from sinkprune.export.pruning.equal_mean import UnreachableMean
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
@@ -97,10 +97,7 @@ def save_plan(
     }
     sanitizer = f"{folder}/{built.sanitizer.name}" if built.sanitizer else None
     selects = {str(layer): f"{folder}/{graph.name}" for layer, graph in built.select_after.items()}
-    evidence, varies = None, built.evidence
-    if varies is not None:
-        evidence = Evidence(tuple(f"{folder}/{graph.name}" for graph in varies.graphs), varies.aims, None)
-    counts = built.kept.resolve(facts.tokens) if isinstance(facts.tokens, int) and varies is None else None
+    counts = built.kept.resolve(facts.tokens) if isinstance(facts.tokens, int) else None
     shares = None if counts else built.kept
     heads = {str(layer): chosen for layer, chosen in built.heads.items()} or None
-    return Plan(sanitizer, selects, built.kept.positions, counts, shares, heads, evidence), graphs
+    return Plan(sanitizer, selects, built.kept.positions, counts, shares, heads), graphs

@@ -139,7 +139,6 @@ def run_budget(
         encoded = [*prefix.encoded]
         stored[: len(prefix.saved)] = prefix.stored(rows_shared)
     observer.encoded(encoded)
-    planned = planned.with_rows([one.kept_index.size for one in encoded])
     rows = lay_out(
         backend, embedding, model.family.between_rows, texts, seen.layouts, encoded, pruned=plan is not None
     )

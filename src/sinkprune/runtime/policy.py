@@ -31,7 +31,6 @@ from sinkprune.runtime.deadline.cost_measuring import MEASURING_COSTS, SECONDS, 
 from sinkprune.runtime.deadline.kept_costs import KeepsCosts, warn_of_load
 from sinkprune.runtime.loading import During, StaysInProcess, check_kind, load_model, open_with_backend
 from sinkprune.runtime.steps.chain import Wrap
-from sinkprune.runtime.steps.loaded_model import check_counts_known
 from sinkprune.runtime.steps.observer import NOBODY, Observer
 from sinkprune.runtime.steps.request import DEADLINE_MS, OPTIONS_OF_LOADING
 
@@ -152,7 +151,6 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
         )
         least = least_steps(min_steps, observation.steps, deadline_ms)
         deadline_ms = None if deadline_ms is None else DEADLINE_MS.check(deadline_ms)
-        self._model.check_counted(plan, method, budget)
         if deadline_ms is None:
             self._model.chain.load_plan(plan)
             return self._run(observation, method, lambda text: BudgetAndSteps(budget, observation.steps), observer)
@@ -194,7 +192,7 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
         cache folder for later processes.
 
         Warns with `CostsWarning` if other programs kept the machine busy meanwhile, or if that folder cannot be
-        written. Raises what `act` raises, and `UsageError` for a method whose counts vary by picture.
+        written. Raises what `act` raises.
         """
         check_plan_names(budget, method)
         with shown_progress(MEASURING_COSTS, progress) as report:
@@ -229,7 +227,6 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
         manifest = self.bundle.manifest
         check_plan_names(budget, method)
         manifest.plan(method, budget)
-        check_counts_known(manifest, method)
         observation = observed(manifest, cameras, instruction, state, order=order)
         layouts = layouts_of(self._model, observation)
         schedules = schedules_up_to(manifest, method, budget, layouts)
@@ -264,9 +261,8 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
         """Check that `act` takes these, without running the model; raises what `act` raises for them."""
         manifest = self.bundle.manifest
         check_plan_names(budget, method)
-        plan = manifest.plan(method, budget)
+        manifest.plan(method, budget)
         observation = observed(manifest, cameras, instruction, state)
-        self._model.check_counted(plan, method, budget)
         check_chunk(self._model, observation, method, budget)
 
     def load_plans(self, method: str, progress: OnProgress = unreported) -> None:

@@ -53,7 +53,7 @@ def test_the_report_the_plot_and_the_answers(bundle: Bundles, task: Path, tmp_pa
         assert words in outcome.stdout
     report = json.loads(files["report.json"].read_text())
     fields = {"accuracy", "ci95", "relative", "relative_ci95", "by_kind", "mean_visual_tokens"}
-    fields |= {"ttft_ms", "prefill_ms", "latency_ms", "versus_first", "visual_tokens", "aimed_visual_tokens"}
+    fields |= {"ttft_ms", "prefill_ms", "latency_ms", "versus_first"}
     assert set(report["none"]) == fields
     assert (report["task"], report["questions"], report["unreachable"]) == ("task.jsonl", 4, [])
     assert report["pictures"] == 2

@@ -16,8 +16,6 @@ import pytest
 from sinkprune.calibration.commands import schedule as schedule_command
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.demo.write_scenes import write_scenes
-from sinkprune.export.bundle_writer import export_bundle
-from sinkprune.export.source import ExportRequest
 from support.programs.commands import run
 from support.programs.schedule_runs import schedule
 
@@ -93,22 +91,6 @@ def test_calibrations_are_printed(
     assert outcome.code == 2 and printed in outcome.stdout
     assert outcome.stderr.endswith(f"error: the system refused '{words[-1]}': File too large. {FREE}\n")
     assert not list(tmp_path.iterdir())
-
-
-def test_thresholds_outlive_a_bundle_that_cannot_be_changed(
-    checkpoint: Checkpoints, scenes: Path, tmp_path: Path
-) -> None:
-    request = ExportRequest(str(checkpoint("gqa-112")), ("retain-192", "retain-64"), ("occamtoken",))
-    export_bundle(request, tmp_path / "bundle")
-    before = read_bundle(tmp_path / "bundle").sha256
-    words = ("--data", scenes, "--limit", 3, "--json", tmp_path / "found.json")
-    with full_disk(_MOST_OF_REPORTS):
-        outcome = run("sinkprune-calibrate", "evidence", tmp_path / "bundle", *words)
-    assert outcome.code == 2 and "thresholds" in outcome.stdout and "sha256" not in outcome.stdout
-    assert outcome.stderr.endswith(f"error: the system refused '{tmp_path / 'bundle'}': File too large. {FREE}\n")
-    assert json.loads((tmp_path / "found.json").read_bytes())["sha256"] is None
-    assert read_bundle(tmp_path / "bundle").sha256 == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "found.json"]
 
 
 @pytest.mark.usefixtures("no_note_of_load", "any_prediction")

@@ -9,11 +9,9 @@ from typing import NoReturn
 
 import pytest
 
-from sinkprune.calibration.commands import attention, evidence, norms
+from sinkprune.calibration.commands import attention, norms
 from sinkprune.calibration.quantising import quantise
 from sinkprune.demo.write_scenes import write_scenes
-from sinkprune.export.bundle_writer import export_bundle
-from sinkprune.export.source import ExportRequest
 from support.programs.commands import run
 
 Bundles = Callable[..., Path]
@@ -104,19 +102,6 @@ def test_norms_are_reported_of_whole_pictures(
     whole = json.loads(run(*command, "--limit", 1, "--json").stdout)
     assert whole.pop("interrupted") is None and told.pop("interrupted") == said
     assert whole == {**told, "warnings": told["warnings"][1:]}
-
-
-def test_thresholds_need_all_questions(
-    checkpoint: Callable[[str], Path], scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    methods = ("sinkpruner", "occamtoken")
-    export_bundle(ExportRequest(str(checkpoint("gqa-112")), ("retain-64",), methods), tmp_path / "bundle")
-    before = (tmp_path / "bundle" / "bundle.json").read_bytes()
-    monkeypatch.setattr(evidence, "find_thresholds", interrupted)
-    outcome = run("sinkprune-calibrate", "evidence", tmp_path / "bundle", "--data", scenes / "scenes.jsonl")
-    said = "nothing was kept, and the bundle is unchanged: thresholds need all questions."
-    assert (outcome.code, outcome.stderr) == (130, f"interrupted; {said}\n")
-    assert (tmp_path / "bundle" / "bundle.json").read_bytes() == before
 
 
 def test_a_rounded_bundle_needs_all_layers(

@@ -1,4 +1,4 @@
-"""`sinkprune-calibrate evidence` and `attention` of a robot policy, on moments of two cameras."""
+"""`sinkprune-calibrate attention` of a robot policy, on moments of two cameras."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinkprune import ActionReport, BudgetError, Policy
+from sinkprune import ActionReport, Policy
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.pruning.chosen_heads import read_heads
 from sinkprune.export.source import ExportRequest
 from support.programs.commands import assert_refused, run
 
-EVIDENCE, ATTENTION = ("sinkprune-calibrate", "evidence"), ("sinkprune-calibrate", "attention")
+ATTENTION = ("sinkprune-calibrate", "attention")
 BUDGETS = ("prune-66.7", "prune-88.9")
 STATE = [0.5] * 5
 MOMENTS = (
@@ -34,19 +34,13 @@ MOMENTS = (
 def folder(checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small policy that is not calibrated, next to a file of moments."""
     root = tmp_path_factory.mktemp("policy")
-    methods = ("sinkpruner", "occamtoken", "random")
+    methods = ("sinkpruner", "random")
     export_bundle(ExportRequest(str(checkpoint("pi0")), BUDGETS, methods, max_images=2), root / "bundle")
     for number, name in enumerate(("a.png", "b.png", "c.png")):
         photo.crop((60 * number, 20, 60 * number + 240, 220)).save(root / name)
     lines = [{"cameras": list(names), "instruction": words, "state": STATE} for names, words in MOMENTS]
     (root / "moments.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return root
-
-
-@pytest.fixture
-def own(folder: Path, tmp_path: Path) -> Path:
-    """A copy of the bundle that may be changed."""
-    return Path(shutil.copytree(folder / "bundle", tmp_path / "bundle"))
 
 
 def acted(policy: Policy, folder: Path, method: str, budget: str) -> list[ActionReport]:
@@ -58,19 +52,18 @@ def acted(policy: Policy, folder: Path, method: str, budget: str) -> list[Action
     return found
 
 
-def test_frames_of_several_are_noted(own: Path, photo: Image.Image, tmp_path: Path) -> None:
+def test_frames_of_several_are_noted(folder: Path, photo: Image.Image, tmp_path: Path) -> None:
     for name in ("a.gif", "b.gif"):
         photo.resize((90, 90)).save(tmp_path / name, save_all=True, append_images=[Image.new("RGB", (90, 90))])
     line = {"cameras": ["a.gif", "b.gif"], "instruction": "pick up the cup", "state": STATE}
     (tmp_path / "moments.jsonl").write_text(json.dumps(line))
-    outcome = run(*EVIDENCE, own, "--data", tmp_path / "moments.jsonl")
+    outcome = run(*ATTENTION, folder / "bundle", "--data", tmp_path / "moments.jsonl", "--budgets", "none")
     said = "the model sees the first of 2 frames. Give frames as files of their own. 1 more file has several frames."
     assert f"{tmp_path}/a.gif: {said}\n" in outcome.stderr
 
 
-@pytest.mark.parametrize("command", [EVIDENCE, (*ATTENTION, "--methods", "sinkpruner")])
 def test_an_instruction_that_is_too_long_is_refused_before_the_first_moment(
-    command: tuple[str, ...], own: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def act(*_: object, **__: object) -> None:
         raise AssertionError("no moment may run")
@@ -80,38 +73,11 @@ def test_an_instruction_that_is_too_long_is_refused_before_the_first_moment(
     data = folder / "long.jsonl"
     data.write_text((folder / "moments.jsonl").read_text() + json.dumps(line) + "\n")
     assert_refused(
-        run(*command, own, "--data", data), "error: moment 'long': ", "text tokens", "Give a shorter instruction"
+        run(*ATTENTION, folder / "bundle", "--data", data),
+        "error: moment 'long': ",
+        "text tokens",
+        "Give a shorter instruction",
     )
-
-
-def test_the_mean_over_the_moments_is_the_budgets(own: Path, folder: Path, tmp_path: Path) -> None:
-    """Tokens of all cameras of a moment count together."""
-    outcome = run(*EVIDENCE, own, "--data", folder / "moments.jsonl", "--json", tmp_path / "found.json")
-    assert outcome.code == 0, outcome.stderr
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert (found["questions"], found["pictures"], found["seen_share"]) == (4, 3, 1.0)
-    assert found["sha256"] == read_bundle(own).sha256
-    policy = Policy.load(own)
-    for budget in BUDGETS:
-        report, plan = found["budgets"][budget], policy.bundle.manifest.plans["occamtoken"][budget]
-        assert plan.evidence is not None and list(plan.evidence.thresholds or ()) == report["thresholds"]
-        means = [float(np.mean(each.tokens_per_layer)) for each in acted(policy, folder, "occamtoken", budget)]
-        assert np.mean(means) == pytest.approx(report["mean_visual_tokens"], abs=1e-9)
-        spread = report["visual_tokens"]
-        assert (spread["min"], spread["max"]) == (pytest.approx(min(means)), pytest.approx(max(means)))
-        fixed = [float(np.mean(each.tokens_per_layer)) for each in acted(policy, folder, "sinkpruner", budget)]
-        assert report["aimed_visual_tokens"] == pytest.approx(np.mean(fixed), abs=1.5)
-        assert abs(report["mean_visual_tokens"] - report["aimed_visual_tokens"]) <= 1.5
-        assert len(set(means)) > 1
-
-
-def test_without_thresholds_it_does_not_act(folder: Path) -> None:
-    policy = Policy.load(folder / "bundle")
-    with pytest.raises(BudgetError, match="sinkprune-calibrate evidence BUNDLE --method occamtoken"):
-        acted(policy, folder, "occamtoken", "prune-66.7")
-    frame = folder / "a.png"
-    with pytest.raises(BudgetError, match="sinkprune-calibrate evidence BUNDLE --method occamtoken"):
-        policy.check([frame, None], "pick up the cup", STATE, method="occamtoken", budget="prune-66.7")
 
 
 def test_shares_of_sink_tokens_are_those_of_all_cameras(folder: Path) -> None:
@@ -192,7 +158,7 @@ def test_commands_for_models_that_answer_name_the_policy(command: tuple[object, 
     policy, (name, *words) = folder / "bundle", command
     outcome = run(str(name), *words, policy, "--data", folder / "moments.jsonl")
     found = f"error: '{policy}' is a robot policy (family 'pi0'), which gives actions and no text. "
-    assert_refused(outcome, f"{found}Use sinkprune-calibrate attention or evidence, or sinkprune-act.\n")
+    assert_refused(outcome, f"{found}Use sinkprune-calibrate attention or sinkprune-act.\n")
 
 
 def test_the_kind_is_named_before_unknown_budgets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,4 +180,4 @@ def test_what_is_refused(folder: Path, bundle: Callable[..., Path], photo_file: 
     assert_refused(run(*ATTENTION, policy), "expected a file of moments that ends in .jsonl")
     assert_refused(run(*ATTENTION, bundle("gqa-112"), "--data", data), "unknown field 'cameras'")
     data.write_text(json.dumps({**line, "state": [1]}))
-    assert_refused(run(*EVIDENCE, policy, "--data", data), "line 1: the state has the shape [1], expected 5 numbers")
+    assert_refused(run(*ATTENTION, policy, "--data", data), "line 1: the state has the shape [1], expected 5 numbers")

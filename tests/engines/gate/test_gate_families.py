@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 
-from sinkprune.export.bundle_writer import export_bundle
-from sinkprune.export.source import ExportRequest
-from support.models.manifests import set_thresholds
 from support.programs.commands import assert_refused, run
 
 
@@ -44,19 +41,6 @@ def test_honest_engines_of_every_family(
     assert f"sinkpruner/{budget}/sanitizer" in report["graphs"]
     # Unpruned all are kept, of every group.
     assert report["texts"][0]["kept_alike"] == 1
-
-
-@pytest.mark.parametrize("target", ["onnxruntime", pytest.param("openvino", marks=pytest.mark.slow)])
-def test_methods_whose_counts_vary_pass(
-    target: str, checkpoint: Callable[[str], Path], photo_file: Path, tmp_path: Path
-) -> None:
-    root = tmp_path / "bundle"
-    export_bundle(ExportRequest(str(checkpoint("gqa-112")), ("retain-64",), ("occamtoken",)), root)
-    set_thresholds(root, 1.0, 0.97)
-    options = ("--target", target, "--check", photo_file)
-    outcome = run("sinkprune-build", root, "-o", tmp_path / "engines", *options)
-    assert outcome.code == 0, outcome.stderr
-    assert "check passed" in outcome.stdout
 
 
 @pytest.mark.slow

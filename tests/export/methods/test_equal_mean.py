@@ -49,13 +49,8 @@ def facts(num_layers: int = 32, visual_tokens: int = 576) -> PlanFacts:
 
 def realised(plan: PlanGraphs, num_layers: int, visual_tokens: int) -> Fraction:
     """The mean over layers, counted layer by layer, of an image of so many tokens."""
-    if plan.evidence is None:
-        counts = plan.kept.resolve(visual_tokens)
-        visible, left = counts.kept, [*counts.stages]
-    else:
-        # What the counts are to be as the mean over pictures.
-        visible, *left = (aim.of(visual_tokens) for aim in plan.evidence.aims)
-    stages, layers = dict(zip(plan.select_after, left, strict=True)), []
+    counts = plan.kept.resolve(visual_tokens)
+    visible, stages, layers = counts.kept, dict(zip(plan.select_after, counts.stages, strict=True)), []
     for layer in range(num_layers):
         layers.append(visible)
         visible = min(visible, stages.get(layer, visible))

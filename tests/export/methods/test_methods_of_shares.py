@@ -200,10 +200,6 @@ def mean_of(plan: PlanGraphs, n: int, layers: int) -> Fraction:
         # The picture is made smaller, to this share.
         return Fraction(plan.kept.reserve.of(n))
     counts = plan.kept.resolve(n)
-    if plan.evidence is not None:
-        # What the counts are to be as the mean over pictures.
-        before, *after = (aim.of(n) for aim in plan.evidence.aims)
-        counts = Counts(0, 0, before, 0, tuple(after))
     return PictureSchedule.of(counts, 1, tuple(plan.select_after)).mean(layers)
 
 

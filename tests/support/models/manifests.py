@@ -41,14 +41,6 @@ def file_of(folder: Bundle | Engines, graph: str) -> Path:
     return folder.path / specs[graph].file
 
 
-def set_thresholds(root: Path, *thresholds: float) -> None:
-    """Give these thresholds to every plan of the bundle whose counts vary by picture."""
-    data = manifest_data(root)
-    for plan in (plan for plans in data["plans"].values() for plan in plans.values() if "evidence" in plan):
-        plan["evidence"]["thresholds"] = [*thresholds]
-    write_data(root, data)
-
-
 def refusal(root: Path) -> str:
     """The message a bundle is refused with, which names the bundle."""
     with pytest.raises(BundleError) as caught:

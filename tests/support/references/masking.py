@@ -50,7 +50,7 @@ def masked_forward(
     model: Any,
     sequence: Sequence,
     budget: str,
-    stages: Mapping[int, int | list[int] | Callable[[Array], int]],
+    stages: Mapping[int, int | list[int]],
     later: Array | None = None,
     asking: Asking = lambda hidden, visual, text: text,
     heads: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
@@ -98,7 +98,6 @@ def masked_forward(
             for image, most in zip(images, quotas, strict=True):
                 own = [place for place, row in enumerate(visual) if alive[row] in image]
                 rows_of_image = [visual[place] for place in own]
-                most = most(scores[own]) if callable(most) else most
                 kept &= set(keep_rows(scores[own], len(alive), rows_of_image, most))
             result.survivors[number] = [alive[place] for place in sorted(kept)]
             visible[:prefilled] = False

@@ -330,7 +330,5 @@ IN_LLM = {
 """Methods that drop tokens inside the LLM only."""
 TWO_STAGES = {"vscan": InLlm((16,), _last_row)}
 """Methods that drop tokens before the LLM too."""
-VARYING = ("occamtoken",)
-"""Methods whose counts vary by picture: `support.references.occamtoken` has their rules."""
 CANNOT_REACH_ALL = {**{method: own.cuts for method, own in IN_LLM.items()}, "sinkpruner-no-sanitizer": (2, 6, 15)}
 """The layers of 32 after which methods drop tokens that run their first layers on all tokens."""

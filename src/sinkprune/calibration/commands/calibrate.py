@@ -12,7 +12,6 @@ VERBS = {
     "norms": Verb(f"{_COMMANDS}.norms", "measure token norms: are there outliers, and how many?"),
     "attention": Verb(f"{_COMMANDS}.attention", "count sink tokens among the kept, and measure attention"),
     "quantize": Verb(f"{_COMMANDS}.quantize", "store weights in 4 or 8 bits, rounded for your pictures"),
-    "evidence": Verb(f"{_COMMANDS}.evidence", "find thresholds of methods whose counts vary by picture"),
     "schedule": Verb(f"{_COMMANDS}.schedule", "find a budget that answers in time on this machine"),
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -196,8 +196,6 @@ def _print_tables(result: EvaluationReport, *, papers: bool) -> None:
         rough = f"; of fewer than {FEWEST_OF_P95} questions, p95 is close to the slowest" if few else ""
         console.print(f"\nTTFT in ms: median (p95), and visual tokens a layer{rough}")
         console.print(_grid(result, _ttft_and_tokens))
-    for line in _varying(result):
-        console.print(line, markup=False)
     none = result.none
     accuracy = _accuracy(none.accuracy, none.ci95)
     console.print(f"\nnone: {accuracy}, TTFT and visual tokens {_ttft_and_tokens(none)}; by kind")
@@ -254,19 +252,6 @@ def _grid(result: EvaluationReport, cell: Callable[[CombinationReport], str]) ->
             plain_text(method), *(cell(points[budget]) if budget in points else "not held" for budget in budgets)
         )
     return table
-
-
-def _varying(result: EvaluationReport) -> Iterator[str]:
-    """Yield the visual tokens a layer of each combination whose counts vary by picture."""
-    for method, budgets in result.methods.items():
-        for budget, point in budgets.items():
-            if point.aimed_visual_tokens is not None:
-                spread = point.visual_tokens
-                yield (
-                    f"\n{escaped(method)} at {escaped(budget)}: {point.mean_visual_tokens:.1f} visual tokens a layer "
-                    f"(aim {point.aimed_visual_tokens:.1f}); of single questions {spread.min:.1f} to "
-                    f"{spread.max:.1f}, median {spread.median:.1f}"
-                )
 
 
 def _accuracy(accuracy: float, interval: tuple[float, float]) -> str:

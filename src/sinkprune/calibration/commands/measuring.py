@@ -91,7 +91,7 @@ def add_changing_options(parser: CommandParser) -> None:
 
 def check_answers(bundle: Bundle) -> None:
     """Raise `UsageError` for a robot policy, with the commands that measure one."""
-    check_kind(bundle, acts=False, instead="sinkprune-calibrate attention or evidence, or sinkprune-act")
+    check_kind(bundle, acts=False, instead="sinkprune-calibrate attention or sinkprune-act")
 
 
 def open_task(

@@ -203,18 +203,13 @@ def _reply(
     question = item.question
     answer = generate_answer(pipeline, image, question, combination, max_new_tokens=max_new_tokens)
     ms = {part: answer.ms[part] or 0.0 for part in ("ttft", "prefill", "latency")}
-    plan = None if combination.budget == UNPRUNED else pipeline.bundle.manifest.plan(*combination)
-    aimed, layers = None, len(answer.tokens_per_layer)
-    if plan is not None and plan.evidence is not None:
-        aimed = float(plan.evidence.aimed_mean(answer.visual_tokens, plan.cuts, layers))
     return Reply(
         id=question.id,
         kind=question.kind,
         combination=combination,
         text=answer.text,
         right=question.is_right(answer.text),
-        mean_visual_tokens=sum(answer.tokens_per_layer) / layers,
-        aimed_visual_tokens=aimed,
+        mean_visual_tokens=sum(answer.tokens_per_layer) / len(answer.tokens_per_layer),
         ttft_ms=ms["ttft"],
         prefill_ms=ms["prefill"],
         latency_ms=ms["latency"],

@@ -12,7 +12,7 @@ from sinkprune.calibration.evaluation.intervals import Interval, Mean, PictureBo
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import WeightForms
-from sinkprune.contract.reports.report import Spread, TokenSpread
+from sinkprune.contract.reports.report import Spread
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.profiling.profile import model_name, used_versions
 
@@ -52,8 +52,6 @@ class Reply:
     """Milliseconds of the prefill, with its selects."""
     latency_ms: float
     """Milliseconds from the request to the last token."""
-    aimed_visual_tokens: float | None
-    """What `mean_visual_tokens` is to be as the mean over pictures, if the counts of the method vary by picture."""
     picture: str
     """The picture's name. Questions about one picture are not independent."""
     seen_share: float
@@ -92,10 +90,6 @@ class CombinationReport:
     """The answers to the questions of each kind, by the kind's name."""
     mean_visual_tokens: float
     """Visual tokens a decoder layer ran on, mean over all layers and questions (input counting)."""
-    visual_tokens: TokenSpread
-    """The same of single questions: means over all layers."""
-    aimed_visual_tokens: float | None
-    """What `mean_visual_tokens` is to be, if the counts of the method vary by picture; else None."""
     ttft_ms: Spread
     """Milliseconds from a request to its first token, over the questions."""
     prefill_ms: Spread
@@ -198,7 +192,6 @@ def summarise(
     if first is not None:
         versus = bootstrap([own.right - other.right for own, other in zip(replies, first, strict=True)])
     kinds = dict.fromkeys(reply.kind for reply in replies)
-    aims = [reply.aimed_visual_tokens for reply in replies if reply.aimed_visual_tokens is not None]
     return CombinationReport(
         accuracy=float(right.mean()),
         ci95=wilson(int(right.sum()), len(right)),
@@ -207,8 +200,6 @@ def summarise(
         versus_first=versus,
         by_kind={kind: _summarise_kind([reply for reply in replies if reply.kind == kind]) for kind in kinds},
         mean_visual_tokens=sum(reply.mean_visual_tokens for reply in replies) / len(replies),
-        visual_tokens=TokenSpread.of([reply.mean_visual_tokens for reply in replies]),
-        aimed_visual_tokens=sum(aims) / len(aims) if aims else None,
         ttft_ms=Spread.of([reply.ttft_ms for reply in replies]),
         prefill_ms=Spread.of([reply.prefill_ms for reply in replies]),
         latency_ms=Spread.of([reply.latency_ms for reply in replies]),

@@ -53,20 +53,6 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class TokenSpread:
-    """Visual tokens a layer of requests: the fewest, the median and the most."""
-
-    min: float
-    median: float
-    max: float
-
-    @staticmethod
-    def of(values: Sequence[float]) -> TokenSpread:
-        """Return the spread of at least one value."""
-        return TokenSpread(min(values), statistics.median(values), max(values))
-
-
-@dataclass(frozen=True)
 class PrefillAndTtft:
     """One figure for the prefill and one for the time to first token."""
 

@@ -106,4 +106,4 @@ def kind_of(output: TensorSpec) -> OutputKind:
         return "logits"
     if output.name in ("actions_out", "velocity"):
         return "actions"
-    return "values" if output.name in ("norms", "salience", "evidence") else "rows"
+    return "values" if output.name in ("norms", "salience") else "rows"

@@ -236,8 +236,7 @@ class _Recorder:
     def _store(self, graph: str, call: RecordedCall, *, once: bool) -> None:
         """Write a call to a new file; with `once`, only if no call with the same inputs is there."""
         for name, array in call.outputs.items():
-            # Evidence is -inf for tokens that are never kept.
-            if not (np.isfinite(array) | (np.isneginf(array) & (name == "evidence"))).all():
+            if not np.isfinite(array).all():
                 raise NumericsError(
                     f"the ONNX graph '{graph}' gives values in '{name}' that are not finite, so nothing can be "
                     "compared with them. If the bundle is fp16, its values may exceed that type; export it with "

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from sinkprune.contract.budgets import Budget, Counts, Share
+from sinkprune.contract.budgets import Budget, Counts
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.manifest import LanguageModel
 from sinkprune.contract.plans import MAX_TOP_K
@@ -126,15 +125,6 @@ class PlanFacts:
         )
 
 
-class EvidenceGraphs(NamedTuple):
-    """How a method counts the tokens of each picture (`sinkprune.contract.plans.Evidence`)."""
-
-    graphs: tuple[Graph, ...]
-    """The graph that measures the evidence of tokens, for each test."""
-    aims: tuple[Share, ...]
-    """The share of a picture's tokens that each test is to keep, as the mean over pictures."""
-
-
 @dataclass(frozen=True)
 class PlanGraphs:
     """The graphs of a method at a budget."""
@@ -150,14 +140,12 @@ class PlanGraphs:
     """The graph after each decoder layer (0-based) where the method drops tokens."""
     heads: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """The heads of each layer (0-based) whose attention counts there; all heads of a layer that is not in it."""
-    evidence: EvidenceGraphs | None = None
-    """How the tokens of each picture are counted, if counts vary by picture; `kept` are then upper bounds."""
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
         """Return all graphs."""
         own = () if self.sanitizer is None else (self.sanitizer,)
-        return (*own, *self.select_after.values(), *(self.evidence.graphs if self.evidence else ()))
+        return (*own, *self.select_after.values())
 
 
 Method = Callable[[PlanFacts, Budget], PlanGraphs]

@@ -53,14 +53,9 @@ def output_tokens(graph: Graph, facts: PlanFacts, kept: Budget, features: TowerV
     output_rows(graph, facts, kept, gathered(graph.op, features.rows, index), index)
 
 
-def output_rows(
-    graph: Graph, facts: PlanFacts, kept: Budget, rows: ir.Value, index: ir.Value, count: Dim | None = None
-) -> None:
-    """Output `rows` [G,n0,D'], as in `TowerValues.rows`, and the token of each, `index` [G,n0].
-
-    `count` is n0 in the shapes of outputs, if it is not that of the shares `kept`.
-    """
-    count, width, features = count or rows_kept(facts, kept), facts.visual_width, None
+def output_rows(graph: Graph, facts: PlanFacts, kept: Budget, rows: ir.Value, index: ir.Value) -> None:
+    """Output `rows` [G,n0,D'], as in `TowerValues.rows`, and the token of each, `index` [G,n0]."""
+    count, width, features = rows_kept(facts, kept), facts.visual_width, None
     groups: Dim = 1 if facts.as_one(kept) else "G"
     if facts.deepstack:
         rows, features = graph.op.Split(rows, [width, facts.deepstack_width], axis=-1, _outputs=2)

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget, Share
-from sinkprune.contract.manifest import LanguageModel
 from sinkprune.export.graph import Dim, Graph
 from sinkprune.export.pruning.functions import unit_rows
 from sinkprune.export.pruning.plan import PlanFacts
@@ -115,27 +114,22 @@ def build_select(
     facts: PlanFacts,
     choice: SelectionRule,
     budget: Budget,
-    queries: ChooseQueries | None,
+    queries: ChooseQueries,
     heads: Sequence[int] | None = None,
 ) -> None:
     """Write a select that keeps, in order, the visual rows of `choice` and every other row.
 
-    Scores are the attention of the querying rows, mean over `heads`; None for all. Without `queries` they are the
-    input `evidence` [V], which another graph measures (`sinkprune.export.pruning.evidence`).
+    Scores are the attention of the querying rows, mean over `heads`; None for all.
     """
     op, model, h = graph.op, facts.language_model, facts.language_model.head_dim
     table: list[Dim] = [1, "S", h // 2]
     hidden = graph.input("hidden", [1, "S", model.hidden_size])
     cos, sin = graph.input("cos", table), graph.input("sin", table)
-    if queries is None:
-        scores = graph.input("evidence", ["V"], _FLOAT)
-        visual, text = _places(graph)
-    else:
-        query, key = _heads(graph, model)
-        visual, text = _places(graph)
-        stage = Stage(hidden, query, key, visual, text, op.Shape(query, start=2, end=3))
-        scores = received_attention(graph, facts, stage, budget, queries, heads)
-    alive, left = choice(graph, scores)
+    query = graph.input("query", [1, model.num_heads, "S", h])
+    key = graph.input("key", [1, model.num_kv_heads, "S", h])
+    visual, text = graph.input("visual_index", ["V"], _INT64), graph.input("text_index", ["L"], _INT64)
+    stage = Stage(hidden, query, key, visual, text, op.Shape(query, start=2, end=3))
+    alive, left = choice(graph, _received_attention(graph, facts, stage, budget, queries, heads))
 
     rows = op.Shape(hidden, start=1, end=2)
     survives = op.ScatterElements(op.Expand(1, rows), visual, alive, axis=0)
@@ -158,31 +152,13 @@ def build_select(
     graph.output("keep_index", keep, ["S2"], _INT64)
 
 
-def declare_stage(graph: Graph, model: LanguageModel) -> Stage:
-    """Declare the inputs of a graph that scores visual rows and keeps none, and return them."""
-    hidden = graph.input("hidden", [1, "S", model.hidden_size])
-    query, key = _heads(graph, model)
-    # The shape of `hidden`, because TensorRT drops unused inputs.
-    return Stage(hidden, query, key, *_places(graph), graph.op.Shape(hidden, start=1, end=2))
-
-
-def _heads(graph: Graph, model: LanguageModel) -> tuple[ir.Value, ir.Value]:
-    query = graph.input("query", [1, model.num_heads, "S", model.head_dim])
-    return query, graph.input("key", [1, model.num_kv_heads, "S", model.head_dim])
-
-
-def _places(graph: Graph) -> tuple[ir.Value, ir.Value]:
-    visual = graph.input("visual_index", ["V"], _INT64)
-    return visual, graph.input("text_index", ["L"], _INT64)
-
-
-def received_attention(
+def _received_attention(
     graph: Graph,
     facts: PlanFacts,
     stage: Stage,
     budget: Budget,
     queries: ChooseQueries,
-    heads: Sequence[int] | None = None,
+    heads: Sequence[int] | None,
 ) -> ir.Value:
     """Return p [V] fp32: the attention of the querying rows to each visual row, mean over rows and `heads`."""
     op, model, h = graph.op, facts.language_model, facts.language_model.head_dim

@@ -75,7 +75,6 @@ def run_chunk(
             norms = towers[0].device_norms
             del tower, towers
             observer.encoded(encoded)
-            planned = planned.with_rows([one.kept_index.size for one in encoded])
             between, pruned = family.between_rows, plan is not None
             rows = lay_out(backend, embedding, between, prompt.texts, layouts, encoded, pruned=pruned)
             observer.laid_out(rows)

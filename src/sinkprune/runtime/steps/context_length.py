@@ -118,8 +118,7 @@ def _check_pruning(planned: Schedule, layouts: Sequence[VisualLayout], num_layer
         raise PruningError(
             f"pruning was asked for, and the request has no picture. Leave out the budget, or give '{UNPRUNED}'."
         )
-    varies = planned.plan is not None and planned.plan.evidence is not None
-    if drops and not varies and left == sum(layout.all_tokens for layout in layouts):
+    if drops and left == sum(layout.all_tokens for layout in layouts):
         raise PruningError(
             f"pruning was asked for and nothing was pruned: the image has {counted(left, 'visual token')} and "
             f"the budget keeps as many. Use budget '{UNPRUNED}', or a smaller one."

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from sinkprune.contract.errors import BundleError
-from sinkprune.contract.plans import Evidence, exceeding
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import Schedule
 from sinkprune.runtime.backends import Cache, Tensor
@@ -41,7 +40,7 @@ class Prefill:
     before that segment."""
     cache: KVCache
     schedule: Schedule
-    """What was kept, also where counts vary by picture."""
+    """What was kept."""
     keep_index: Mapping[int, Tensor]
     """After each pruning layer: the rows that survived it, among its input rows."""
     scored: Mapping[str, Tensor]
@@ -76,7 +75,7 @@ def prefill(
         given, start = {**selects.left, **rows.deepstack_inputs}, 0
         for segment, (decoder, layers) in enumerate(zip(chain.decoders, chain.segments, strict=True)):
             # From the schedule: reading a shape from the device would wait for it.
-            length, last = text + selects.schedule.reaching(layers.start), layers[-1]
+            length, last = text + schedule.reaching(layers.start), layers[-1]
             earlier = stored[segment] if segment < len(stored) else None
             own = decoder.restore(earlier.saved, earlier.rows, length) if earlier else decoder.new_cache()
             outputs: Mapping[str, Tensor] = {}
@@ -100,7 +99,7 @@ def prefill(
             elif "hidden_out" in outputs:
                 given = {"hidden": outputs["hidden_out"], "cos": given["cos"], "sin": given["sin"]}
     chain.note_prefill(plan, text, len(rows.visual))
-    return Prefill(given["hidden"], cache, selects.schedule, keep_index, scored, leads)
+    return Prefill(given["hidden"], cache, schedule, keep_index, scored, leads)
 
 
 class _Selects:
@@ -111,11 +110,9 @@ class _Selects:
     ) -> None:
         """Begin with all `rows`; `norms` and `clock` are those of `prefill`."""
         plan = schedule.plan
-        self._after, self._evidence = (plan.select_after, plan.evidence) if plan else ({}, None)
-        self._chain, self._clock, self._rows, self._picture = chain, clock, rows, rows.picture
+        self._after = plan.select_after if plan else {}
+        self._chain, self._schedule, self._clock, self._picture = chain, schedule, clock, rows.picture
         self._norms = {} if norms is None else {"norms": norms}
-        self.schedule = schedule
-        """What is kept: where counts vary by picture, as the selects found so far."""
         cos, sin = chain.rotary.tables(rows.positions.rows)
         indices = {"visual_index": rows.visual.astype(np.int64), "text_index": rows.text.astype(np.int64)}
         on_host = {"cos": cos, "sin": sin, **indices}
@@ -132,15 +129,12 @@ class _Selects:
 
     def __call__(self, layer: int, outputs: Mapping[str, Tensor]) -> Tensor:
         """Run the select after `layer` on the `outputs` of its segment, and return its `keep_index`."""
-        chain, kept_rows = self._chain, self.schedule.kept_after(layer)
+        chain, kept_rows = self._chain, self._schedule.kept_after(layer)
         select = chain.plan_engine(self._after[str(layer)])
         with self._clock.measure("select"):
             scored = {name: outputs[name] for name in ("query", "key")}
             given = {**self._state, "hidden": outputs["hidden_out"], **scored, **self._norms}
-            if self._evidence is not None:
-                given["evidence"], kept_rows = _tested(chain, self._evidence, self._rows, given, kept_rows)
-                self.schedule = self.schedule.with_left(layer, kept_rows)
-            if chain.several_images or self._evidence is not None:
+            if chain.several_images:
                 quota = np.repeat(np.arange(len(kept_rows)), kept_rows)
                 given |= {"visual_group": chain.backend.tensor(self._picture), "quota": chain.backend.tensor(quota)}
                 self._picture = quota
@@ -153,23 +147,6 @@ def first_logits(chain: Chain, prefilled: Prefill, clock: Stopwatch) -> Tensor:
     """Return the logits [1,vocab] of the first token, as a part of the prefill."""
     with clock.measure("prefill"):
         return chain.last({"hidden": prefilled.hidden})["logits"]
-
-
-def _tested(
-    chain: Chain, evidence: Evidence, rows: PromptRows, given: Mapping[str, Tensor], most: Sequence[int]
-) -> tuple[Tensor, list[int]]:
-    """Return the evidence of the visual rows, and how many of each picture's pass the test of the plan's stage.
-
-    `given` are the inputs of its select. At most `most` rows of each picture pass.
-    """
-    graph, threshold = evidence.test(1)
-    # The sanitizer's first row of a picture is the mean of its outliers: its register.
-    registers = np.flatnonzero(rows.source == 0)[rows.picture]
-    measured = chain.plan_engine(graph)({**given, "register": chain.backend.tensor(registers)})["evidence"]
-    values = chain.backend.numpy(measured)
-    return measured, [
-        exceeding(values[rows.picture == picture], threshold, count) for picture, count in enumerate(most)
-    ]
 
 
 def check_rows(graph: str, found: int, expected: int) -> None:

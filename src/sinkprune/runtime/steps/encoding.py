@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sinkprune.contract.errors import NumericsError
-from sinkprune.contract.plans import Plan, exceeding
+from sinkprune.contract.plans import Plan
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Tensor
 from sinkprune.runtime.device.stopwatch import Stopwatch
@@ -105,21 +105,9 @@ def encode(
     if question is not None:
         inputs |= {"question": question, "embeddings": _in_llm(chain, tower.tokens, clock)}
     with clock.measure("sanitizer"):
-        kept = sanitizer(inputs | _quota(chain, plan, tower))
+        kept = sanitizer(inputs)
     index = chain.backend.numpy(kept["kept_index"])
     return _projected(chain, tower, kept["kept_tokens"], kept.get("kept_deepstack"), index, clock)
-
-
-def _quota(chain: Chain, plan: Plan, tower: TowerOutput) -> dict[str, Tensor]:
-    """Return the inputs by which a sanitizer keeps the tokens that pass the test of `plan`; none without a test."""
-    if plan.evidence is None:
-        return {}
-    graph, threshold = plan.evidence.test(0)
-    measured = chain.plan_engine(graph)({"norms": tower.device_norms, "salience": tower.device_salience})
-    groups, tokens = tower.norms.shape
-    counts, _ = plan.keeps(tokens, groups)
-    kept = exceeding(chain.backend.numpy(measured["evidence"]), threshold, counts.reserve)
-    return {"quota": chain.backend.tensor(np.zeros(counts.sink + kept, np.int64))}
 
 
 def _projected(

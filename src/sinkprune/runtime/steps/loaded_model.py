@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.engines_manifest import Limits
-from sinkprune.contract.errors import BudgetError, UsageError
+from sinkprune.contract.errors import UsageError
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.plans import Plan
@@ -41,23 +41,12 @@ class LoadedModel(NamedTuple):
         """Return the model that sees the pictures of `request` in the size of its `plan`.
 
         With a deadline, the budget is chosen after the tower has run, by the number of tokens. So this raises
-        `UsageError` for a method whose tower runs at the budget's size, and for one whose counts vary by picture.
-        Raises `BudgetError` for a plan that was not calibrated.
+        `UsageError` for a method whose tower runs at the budget's size.
         """
         if request.deadline_ms is not None:
             check_chosen_after_tower(self.manifest, request.method)
-        self.check_counted(plan, request.method, request.budget)
         share = plan.picture_share if plan is not None else None
         return self if share is None else self._replace(family=self.family.smaller(share))
-
-    def check_counted(self, plan: Plan | None, method: str, budget: str) -> None:
-        """Raise `BudgetError` for a plan whose counts vary by picture and that was not calibrated."""
-        if plan is not None and plan.evidence is not None and plan.evidence.thresholds is None:
-            raise BudgetError(
-                f"method '{method}' keeps another number of tokens of each picture, and what meets the mean "
-                f"of budget '{budget}' is not known yet. Find it on pictures like yours: sinkprune-calibrate "
-                f"evidence BUNDLE --method {method} --data FILE.jsonl"
-            )
 
     def load_plans(self, method: str, progress: OnProgress) -> None:
         """Load the pruning graphs of all budgets of a method, so that no request waits for them.
@@ -112,18 +101,8 @@ def check_chosen_after_tower(manifest: Manifest, method: str) -> None:
     Deadlines choose so. Raises `BudgetError` for a method that the bundle does not have.
     """
     manifest.plan(method, UNPRUNED)
-    check_counts_known(manifest, method)
     if any(each.picture_share for each in manifest.plans[method].values()):
         raise UsageError(
             f"method '{method}' makes pictures smaller before the vision tower runs, and deadlines choose "
             "a budget afterwards. Give one budget and no deadline, or another method."
-        )
-
-
-def check_counts_known(manifest: Manifest, method: str) -> None:
-    """Raise `UsageError` for a method whose counts vary by picture: costs are predicted by counts."""
-    if any(each.evidence for each in manifest.plans[method].values()):
-        raise UsageError(
-            f"method '{method}' keeps another number of tokens of each picture, and deadlines and costs "
-            "need the number before. Give one budget and no deadline, or another method."
         )

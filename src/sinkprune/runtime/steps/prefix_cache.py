@@ -61,8 +61,7 @@ class PrefixKey(NamedTuple):
     texts: tuple[tuple[int, ...], ...]
     """The token ids before each part of a picture."""
     sanitizer: str | None
-    """The sum of the plan's sanitizer, and its threshold of evidence, if any; None without a sanitizer. Budgets with
-    equal sanitizers share rows."""
+    """The sum of the plan's sanitizer; None without a sanitizer. Budgets with equal sanitizers share rows."""
     pruned: bool
     """Whether a plan runs: an unpruned prompt may have further rows."""
     segments: int
@@ -87,8 +86,6 @@ class PrefixKey(NamedTuple):
         sanitizer = None
         if plan is not None and plan.sanitizer is not None:
             sanitizer = manifest.files[manifest.graphs[plan.sanitizer].file].sha256
-            if plan.evidence is not None and plan.evidence.thresholds is not None:
-                sanitizer += f" {plan.evidence.thresholds[0]!r}"
         shown = (*map(tuple, texts[:-1]),)
         return cls((*digests,), shown, sanitizer, plan is not None, before, (*question,))
 

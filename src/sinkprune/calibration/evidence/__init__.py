@@ -1,1 +1,0 @@
-"""Finding the thresholds of methods whose counts vary by picture."""
