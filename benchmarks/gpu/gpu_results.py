@@ -168,7 +168,7 @@ def _profile_table(name: str, report: Mapping[str, Any]) -> list[str]:
         ]
         energy = found.get("energy")
         if power and energy:
-            cells += [f"{energy['joules']['latency']['joules']:.2f}", f"{energy['watts']:.0f}"]
+            cells += [f"{energy['joules']:.2f}", f"{energy['watts']:.0f}"]
         elif power:
             cells += ["-", "-"]
         lines.append(f"| {' | '.join(cells)} |")

@@ -53,7 +53,7 @@ def test_tegrastats_counts_joules_of_the_whole_board(
     found = readings(sensor, 4)
     assert watts(found) == pytest.approx(expected)
     assert 0.25 < found[-1].seconds - found[0].seconds < 2
-    assert found[0].joules == 0 and found[0].temperatures["tj"] > 40 and found[0].clocks["cpu"] > 700
+    assert found[0].joules == 0
 
 
 def test_the_power_between_two_lines_is_the_mean_of_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -71,8 +71,7 @@ def test_time_stamps_that_jump_and_other_lines_change_no_joules(
     ]
     install_tegrastats(monkeypatch, tmp_path / "bin", ["tegrastats: warning", *jumping, "VDD_CPU_GPU_CV 5mW/5mW"])
     with measuring(open_sensor("tegrastats", on_gpu=False), 1.0) as meter:
-        assert meter.idle.watts == pytest.approx(4.761)
-        assert meter.idle.p5 == pytest.approx(4.761) == pytest.approx(meter.idle.p95)
+        assert meter.idle_watts == pytest.approx(4.761)
         report = meter.report()
     assert report.failure is None and 80 < report.period_ms < 250
     assert "power" not in {thread.name for thread in threading.enumerate()}
@@ -187,17 +186,15 @@ def test_nvml_counts_the_joules_of_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_
     assert (sensor.name, sensor.measures) == ("nvml", "NVIDIA H100 GPU-0, the board")
     found = readings(sensor, 5)
     assert watts(found) == pytest.approx(300, rel=0.05)
-    assert (found[0].temperatures, found[0].clocks) == ({"gpu": 41.0}, {"gpu": 1980.0})
 
 
 def test_a_gpu_without_a_counter_is_read_by_its_power(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     state = install_pynvml(monkeypatch, tmp_path / "nvml")
     told = json.loads(state.read_text()) | {"milliwatts_counted": "NVMLError_NotSupported"}
-    state.write_text(json.dumps(told | {"temperature": "NVMLError_NotSupported", "clock": "NVMLError_NotSupported"}))
+    state.write_text(json.dumps(told))
     sensor = open_sensor("nvml", on_gpu=True)
     found = readings(sensor, 5)
     assert watts(found) == pytest.approx(300) and "average over a second" in sensor.measures
-    assert (found[0].temperatures, found[0].clocks) == ({}, {})
 
 
 @pytest.mark.parametrize(

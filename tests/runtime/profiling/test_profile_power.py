@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
+import statistics
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,9 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.contract.errors import PowerError
-from sinkprune.contract.reports.report import OF_TTFT, PARTS
 from sinkprune.runtime.commands.power import PowerOptions, wanted_sensor
-from sinkprune.runtime.power.meter import measuring
+from sinkprune.runtime.power.meter import EnergyMeter, Span, measuring
+from sinkprune.runtime.power.sensor import Reading, Sensor
 from sinkprune.runtime.profiling.profile import ProfileRounds
 from support.programs.commands import assert_refused, run, without_notes, wrote
 from support.stand_ins import power_stand_ins as boards
@@ -24,7 +26,7 @@ from support.stand_ins.power_stand_ins import SteadyPower, install_tegrastats
 ASK = ("--prompt", "What is this?", "--new-tokens", 3)
 
 
-def test_joules_are_told_for_every_part(
+def test_joules_are_told_for_every_budget(
     bundle: Callable[..., Path], photo_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_tegrastats(monkeypatch, tmp_path / "bin", [boards.AGX_ORIN])
@@ -39,22 +41,13 @@ def test_joules_are_told_for_every_part(
     assert (power["sensor"], power["failure"]) == ("tegrastats", None)
     assert power["measures"] == "VDD_GPU_SOC + VDD_CPU_CV + VIN_SYS_5V0 of this board"
     assert 80 < power["period_ms"] < 250 and power["longest_gap_ms"] >= power["period_ms"]
-    assert power["idle"]["watts"] == pytest.approx(watts) and power["idle"]["seconds"] == pytest.approx(0.5, abs=0.2)
-    for name, budget in report["budgets"].items():
-        energy, ms = budget["energy"], {part: spread["median"] for part, spread in budget["ms"].items()}
+    assert power["idle_watts"] == pytest.approx(watts)
+    for budget in report["budgets"].values():
+        energy, latency = budget["energy"], budget["ms"]["latency"]["median"] / 1e3
         assert (energy["runs"], energy["left_out"]) == (2, 0)
-        assert energy["watts"] == pytest.approx(watts) and set(energy["joules"]) == set(PARTS)
-        assert energy["joules"]["latency"]["joules"] == pytest.approx(0, abs=1e-6)
-        gross = {part: use["joules_with_idle"] for part, use in energy["joules"].items() if use}
-        assert gross["latency"] == pytest.approx(watts * ms["latency"] / 1e3, rel=0.3)
-        # On a busy machine, waiting between tokens is longer than any of them.
-        assert gross["per_token"] >= 0.9 * watts * ms["per_token"] / 1e3
-        assert math.isclose(gross["ttft"] + (report["new_tokens"] - 1) * gross["per_token"], gross["latency"])
-        assert math.isclose(sum(gross.get(part, 0.0) for part in OF_TTFT), gross["ttft"])
-        assert (energy["joules"]["select"] is None) == (name == "none")
-        assert energy["joules"]["preprocess"]["estimated"]
-    assert "J a token, 22.43 W meanwhile" in outcome.stdout
-    assert "~" in outcome.stdout and "22.43 W when idle (p5 22.43, p95 22.43, " in outcome.stdout
+        assert energy["watts"] == pytest.approx(watts) and energy["joules"] == pytest.approx(0, abs=1e-6)
+        assert energy["joules_with_idle"] == pytest.approx(watts * latency, rel=0.3)
+    assert "J an answer, 22.43 W meanwhile" in outcome.stdout and "22.43 W when idle subtracted" in outcome.stdout
     with Image.open(plot) as drawn:
         assert drawn.width > 800
 
@@ -74,7 +67,7 @@ def test_idle_power_is_subtracted(pipeline: Callable[..., Pipeline], photo: Imag
     with measuring(power.sensor, 0.5) as meter:
         power.set_to(watts=33)
         # Waits for a reading: between two, energy is interpolated.
-        meter.curve()
+        meter.wait_for_reading()
         rounds = ProfileRounds(
             pipeline("mha-336"), photo, "What?", ["none"], method="sinkpruner", new_tokens=24, meter=meter
         )
@@ -82,11 +75,65 @@ def test_idle_power_is_subtracted(pipeline: Callable[..., Pipeline], photo: Imag
         report = rounds.report()
     energy = report.budgets["none"].energy
     assert energy is not None and report.power is not None
-    assert report.power.idle.watts == pytest.approx(11)
+    assert report.power.idle_watts == pytest.approx(11)
     assert energy.watts == pytest.approx(33)
-    request = energy.joules["latency"]
-    assert request is not None
-    assert request.joules / request.joules_with_idle == pytest.approx(22 / 33)
+    assert energy.joules / energy.joules_with_idle == pytest.approx(22 / 33)
+
+
+READINGS = [Reading(0.05 * number, 0.4 * number + 0.01 * number**2) for number in range(80)]
+"""Of almost four seconds."""
+
+
+def metered(readings: list[Reading]) -> EnergyMeter:
+    """A meter of a sensor that has died after these readings; 3 W are idle power."""
+
+    def read() -> Generator[Reading]:
+        yield from readings
+        raise PowerError("dead")
+
+    meter = EnergyMeter(Sensor("rapl", "a stand-in", read))
+    while meter.failure is None:
+        time.sleep(0.001)
+    meter.idle_watts = 3.0
+    return meter
+
+
+def plain_joules(span: Span) -> float:
+    """Of each stretch between two readings, the share that lies inside."""
+    used = 0.0
+    for before, after in itertools.pairwise(READINGS):
+        inside = min(span.end, after.seconds) - max(span.start, before.seconds)
+        used += (after.joules - before.joules) * max(0.0, inside) / (after.seconds - before.seconds)
+    return used
+
+
+def test_joules_of_answers_are_those_of_the_readings() -> None:
+    answers = [Span(0.51, 1.234), Span(1.3, 1.9), Span(2.0, 2.001)]
+    energy = metered(READINGS).budget_energy(answers)
+    assert energy is not None and (energy.runs, energy.left_out) == (3, 0)
+    gross = [plain_joules(span) for span in answers]
+    net = [joules - 3 * (span.end - span.start) for joules, span in zip(gross, answers, strict=True)]
+    assert energy.joules_with_idle == pytest.approx(statistics.fmean(gross))
+    assert energy.joules == pytest.approx(statistics.fmean(net))
+    assert energy.deviation == pytest.approx(statistics.stdev(net))
+    assert energy.watts == pytest.approx(sum(gross) / sum(span.end - span.start for span in answers))
+    assert not energy.estimated
+
+
+def test_answers_shorter_than_two_periods_are_estimated() -> None:
+    meter = metered(READINGS)
+    found = [meter.budget_energy([Span(1.0, 1.0 + seconds)]) for seconds in (0.099, 0.101)]
+    assert [energy and (energy.estimated, energy.deviation) for energy in found] == [(True, None), (False, None)]
+
+
+def test_answers_without_readings_are_left_out() -> None:
+    late, never = Span(3.5, 5.0), Span(20, 21)
+    energy = metered(READINGS).budget_energy([Span(1, 1.5), late, never])
+    assert energy is not None and (energy.runs, energy.left_out) == (1, 2)
+    assert metered(READINGS).budget_energy([late]) is None
+    gap = [one for one in READINGS if not 1.2 < one.seconds < 2.4]
+    energy = metered(gap).budget_energy([Span(1, 2), Span(2.5, 3)])
+    assert energy is not None and (energy.runs, energy.left_out) == (1, 1)
 
 
 def test_a_sensor_that_dies_is_told_and_the_times_are_kept(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sinkprune.runtime.power.tegrastats_line import parse_line
+from sinkprune.runtime.power.tegrastats import parse_rails, total_rails
 from support.stand_ins import power_stand_ins as boards
 
 
@@ -43,35 +43,7 @@ from support.stand_ins import power_stand_ins as boards
     ],
 )
 def test_rails_and_their_total(line: str, rails: dict[str, int] | None, total: int | None) -> None:
-    found = parse_line(line)
-    assert rails is None or found.rails == rails
-    assert sum(found.rails[name] for name in found.total_rails) == (total or 0)
-    assert bool(found.total_rails) == (total is not None)
-
-
-@pytest.mark.parametrize(
-    ("line", "clocks"),
-    [
-        (boards.ORIN_NANO, {"cpu": 729}),
-        (boards.ORIN_NANO_BUSY, {"cpu": 729, "memory": 2133, "gpu": 621}),
-        (boards.ORIN_NX_7_2, {"cpu": (4 * 1036 + 2 * 729) / 6}),
-        (boards.AGX_ORIN, {"cpu": 2201, "memory": 2133, "gpu": 407}),
-        (boards.AGX_ORIN_7_2, {"cpu": (4 * 729 + 2 * 1190) / 6, "gpu": 1300}),
-        (boards.THOR_IDLE, {"cpu": 2601, "memory": 4266, "gpu": 1574}),
-        (boards.TX2, {"cpu": (1421 + 2031 + 2034 + 1420) / 4, "memory": 1866, "gpu": 1300}),
-        ("GR3D_FREQ 0%@[1300, 0]", {"gpu": 650}),
-        ("GR3D_FREQ 0% EMC_FREQ 0%", {}),
-        ("CPU [off,off] GR3D_FREQ @[]", {}),
-    ],
-)
-def test_clocks_are_means_of_the_units_that_are_on(line: str, clocks: dict[str, float]) -> None:
-    assert parse_line(line).clocks == pytest.approx(clocks)
-
-
-def test_temperatures_are_present_ones_of_sensors_that_work() -> None:
-    nano = parse_line(boards.ORIN_NANO).temperatures
-    assert nano == {"cpu": 48.468, "soc2": 47.531, "soc0": 48.062, "gpu": 48.562, "tj": 49.156, "soc1": 49.156}
-    assert parse_line(boards.ORIN_NX_7_2).temperatures["tj"] == 59.687
-    agx = parse_line(boards.AGX_ORIN).temperatures
-    assert agx["Tboard"] == 62 and "CV2" not in agx
-    assert parse_line("tj@-12.5C Tdiode@N.NC").temperatures == {"tj": -12.5}
+    found = parse_rails(line)
+    assert rails is None or found == rails
+    assert sum(found[name] for name in total_rails(found)) == (total or 0)
+    assert bool(total_rails(found)) == (total is not None)

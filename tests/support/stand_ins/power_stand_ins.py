@@ -190,7 +190,6 @@ import json, time
 from pathlib import Path
 
 STATE = Path(__file__).with_name("state.json")
-NVML_TEMPERATURE_GPU, NVML_CLOCK_SM = 0, 1
 class NVMLError(Exception):
     pass
 class NVMLError_NotSupported(NVMLError):
@@ -222,10 +221,6 @@ def nvmlDeviceGetTotalEnergyConsumption(gpu):
     return int(rate * time.monotonic())
 def nvmlDeviceGetPowerUsage(gpu):
     return _answer("milliwatts")
-def nvmlDeviceGetTemperature(gpu, sensor):
-    return _answer("temperature")
-def nvmlDeviceGetClockInfo(gpu, kind):
-    return _answer("clock")
 """
 
 
@@ -239,8 +234,5 @@ def install_pynvml(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
     monkeypatch.delitem(sys.modules, "pynvml", raising=False)
     monkeypatch.syspath_prepend(folder)
     state = folder / "state.json"
-    state.write_text(
-        '{"count": 1, "name": "NVIDIA H100", "milliwatts_counted": 300000, "milliwatts": 300000, "temperature": 41, '
-        '"clock": 1980}'
-    )
+    state.write_text('{"count": 1, "name": "NVIDIA H100", "milliwatts_counted": 300000, "milliwatts": 300000}')
     return state

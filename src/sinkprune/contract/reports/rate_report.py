@@ -62,14 +62,12 @@ class BudgetRate:
 
 @dataclass(frozen=True)
 class ConditionsReport:
-    """Temperatures, clocks and power, each a list as long as `seconds`, with None for missing readings."""
+    """Temperatures and clocks, each a list as long as `seconds`, with None for missing readings."""
 
     seconds: tuple[float, ...]
     """From the first frame of all."""
     temperatures_c: dict[str, tuple[float | None, ...]]
     clocks_mhz: dict[str, tuple[float | None, ...]]
-    watts: tuple[float | None, ...]
-    """The mean since the previous entry, idle included."""
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.command_line.progress_lines import status
 from sinkprune.contract.errors import PowerError, UsageError
-from sinkprune.contract.reports.energy import IDLE_SECONDS, PartEnergy, PowerReport
+from sinkprune.contract.reports.energy import IDLE_SECONDS, BudgetEnergy, PowerReport
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.power import AUTO, SENSORS, open_sensor
 from sinkprune.runtime.power.meter import IDLE, EnergyMeter, measuring
@@ -74,18 +75,18 @@ def check_lived(power: PowerReport | None) -> None:
 
 def power_line(power: PowerReport) -> str:
     """Return a line about the sensor and the idle power."""
-    idle = power.idle
     return (
         f"joules by {power.sensor} ({power.measures}), a reading every {power.period_ms:.0f} ms (longest gap "
-        f"{power.longest_gap_ms:.0f}); {idle.watts:.2f} W when idle (p5 {idle.p5:.2f}, p95 {idle.p95:.2f}, "
-        f"{idle.seconds:.0f} s) subtracted"
+        f"{power.longest_gap_ms:.0f}); {power.idle_watts:.2f} W when idle subtracted"
     )
 
 
-def joules_text(part: PartEnergy | None) -> str:
-    """Return the joules of a part with their standard deviation; a tilde marks an estimate."""
-    if part is None:
-        return "-"
-    unit, factor = ("J", 1.0) if max(abs(part.joules), part.deviation or 0.0) >= 1 else ("mJ", 1e3)
-    spread = "" if part.deviation is None else f" ±{factor * part.deviation:.2g}"
-    return f"{'~' if part.estimated else ''}{factor * part.joules:.3g}{spread} {unit}"
+def joules_text(energy: BudgetEnergy | None) -> str:
+    """Return the joules of an answer with their standard deviation; a tilde marks an estimate."""
+    if energy is None:
+        return "no joules: the power sensor reported nothing for its runs"
+    unit, factor = ("J", 1.0) if max(abs(energy.joules), energy.deviation or 0.0) >= 1 else ("mJ", 1e3)
+    spread = "" if energy.deviation is None else f" ±{factor * energy.deviation:.2g}"
+    left_out = f"; {counted(energy.left_out, 'run')} left out" if energy.left_out else ""
+    joules = f"{'~' if energy.estimated else ''}{factor * energy.joules:.3g}{spread} {unit}"
+    return f"{joules} an answer, {energy.watts:.2f} W meanwhile{left_out}"

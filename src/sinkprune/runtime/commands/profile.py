@@ -23,7 +23,6 @@ from sinkprune.contract.command_line.table_console import (
     spread_text,
 )
 from sinkprune.contract.files.output_files import check_outputs
-from sinkprune.contract.reports.energy import BudgetEnergy
 from sinkprune.contract.reports.report import OF_TTFT, BudgetReport, ProfileReport
 from sinkprune.runtime.commands import (
     PictureOptions,
@@ -272,7 +271,7 @@ def _print_table(report: ProfileReport) -> None:
             console.print(plain_text(f"{name}: peak memory in MB: {_peaks(budget)}"))
     if report.power is not None:
         for name, budget in rows.items():
-            console.print(plain_text(f"{name}: {_joules(budget.energy)}"))
+            console.print(plain_text(f"{name}: {joules_text(budget.energy)}"))
         console.print(plain_text(power_line(report.power)))
     if report.load_ms is not None and report.first_answer_ms is not None:
         console.print(f"loaded in {report.load_ms:.0f} ms, the first answer began at {report.first_answer_ms:.0f} ms")
@@ -291,16 +290,6 @@ def _rates(budget: BudgetReport) -> str:
     if budget.decode_tokens_per_s is not None:
         rates.append(f"decode {budget.decode_tokens_per_s:.1f} tokens/s, {budget.decode_gb_per_s:.1f} GB/s")
     return ", ".join(rates)
-
-
-def _joules(energy: BudgetEnergy | None) -> str:
-    """Return the joules of a request, of its parts and of a token."""
-    if energy is None:
-        return "no joules: the power sensor reported nothing for its runs"
-    parts = [f"{part} {joules_text(use)}" for part in (*OF_TTFT, "select") if (use := energy.joules[part])]
-    left_out = f"; {counted(energy.left_out, 'run')} left out" if energy.left_out else ""
-    request, token = (joules_text(energy.joules[part]) for part in ("latency", "per_token"))
-    return f"{request} a request ({', '.join(parts)}), {token} a token, {energy.watts:.2f} W meanwhile{left_out}"
 
 
 def _peaks(budget: BudgetReport) -> str:

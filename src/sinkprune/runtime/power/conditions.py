@@ -1,4 +1,4 @@
-"""Temperatures, clocks and power of a machine, once a second while a program does its work."""
+"""Temperatures and clocks of a machine, once a second while a program does its work."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
 from sinkprune.contract.reports.rate_report import ConditionsReport
-from sinkprune.runtime.power.meter import EnergyMeter
-from sinkprune.runtime.power.sensor import ROOT, Reading
+from sinkprune.runtime.power.sensor import ROOT
 
 PERIOD_SECONDS = 1.0
 _ZONES = "sys/class/thermal/thermal_zone*"
@@ -33,49 +31,35 @@ class Conditions(NamedTuple):
     """MHz of `cpu` and, on a Jetson, `gpu`: the mean of the clusters."""
 
 
-class _Row(NamedTuple):
-    seconds: float
-    conditions: Conditions
-    reading: Reading | None
-    """The newest of the power sensor; None without a sensor that lives."""
-
-
 class ConditionsLog:
     """The conditions that `logging_conditions` has read so far."""
 
     def __init__(self) -> None:
-        self._rows: list[_Row] = []
+        self._rows: list[tuple[float, Conditions]] = []
 
-    def add(self, meter: EnergyMeter | None, root: Path) -> None:
-        """Add the present conditions, from the system's files below `root` and from `meter`."""
-        conditions, reading = read_conditions(root), meter.newest if meter else None
-        if reading is not None:
-            # tegrastats has names of its own for the system's zones.
-            conditions = Conditions(
-                {**conditions.temperatures, **reading.temperatures}, {**conditions.clocks, **reading.clocks}
-            )
-        self._rows.append(_Row(time.monotonic(), conditions, reading))
+    def add(self, root: Path) -> None:
+        """Add the present conditions, from the system's files below `root`."""
+        self._rows.append((time.monotonic(), read_conditions(root)))
 
     def report(self, start: float) -> ConditionsReport:
         """Return all conditions, with seconds counted from `start`, a moment of `time.monotonic`."""
         return ConditionsReport(
-            seconds=tuple(row.seconds - start for row in self._rows),
-            temperatures_c=_by_name([row.conditions.temperatures for row in self._rows]),
-            clocks_mhz=_by_name([row.conditions.clocks for row in self._rows]),
-            watts=tuple(_watts([None, *(row.reading for row in self._rows)])),
+            seconds=tuple(seconds - start for seconds, _ in self._rows),
+            temperatures_c=_by_name([conditions.temperatures for _, conditions in self._rows]),
+            clocks_mhz=_by_name([conditions.clocks for _, conditions in self._rows]),
         )
 
 
 @contextmanager
-def logging_conditions(meter: EnergyMeter | None = None, root: Path = ROOT) -> Iterator[ConditionsLog]:
+def logging_conditions(root: Path = ROOT) -> Iterator[ConditionsLog]:
     """Yield a log of the conditions at the block's beginning and end, and once a second in between."""
     log, ended = ConditionsLog(), threading.Event()
 
     def add_periodically() -> None:
         while not ended.wait(PERIOD_SECONDS):
-            log.add(meter, root)
+            log.add(root)
 
-    log.add(meter, root)
+    log.add(root)
     thread = threading.Thread(target=add_periodically, name="conditions", daemon=True)
     thread.start()
     try:
@@ -83,7 +67,7 @@ def logging_conditions(meter: EnergyMeter | None = None, root: Path = ROOT) -> I
     finally:
         ended.set()
         thread.join()
-        log.add(meter, root)
+        log.add(root)
 
 
 def read_conditions(root: Path = ROOT) -> Conditions:
@@ -102,15 +86,6 @@ def _by_name(rows: list[Mapping[str, float]]) -> dict[str, tuple[float | None, .
     """Return the values of all rows by name, with None where a row lacks the name."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: tuple(row.get(name) for row in rows) for name in names}
-
-
-def _watts(readings: list[Reading | None]) -> Iterator[float | None]:
-    """Yield the mean power between every two adjacent readings; None if either is missing."""
-    for before, now in pairwise(readings):
-        if before is None or now is None or now.seconds <= before.seconds:
-            yield None
-        else:
-            yield (now.joules - before.joules) / (now.seconds - before.seconds)
 
 
 def _mean(root: Path, patterns: tuple[str, ...], per_mhz: float) -> float | None:

@@ -1,4 +1,4 @@
-"""Reads a sensor in a thread while a program does its work."""
+"""Reads a sensor in a thread while a program does its work, and counts the joules of stretches of time."""
 
 from __future__ import annotations
 
@@ -6,30 +6,40 @@ import statistics
 import threading
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import takewhile
+from typing import NamedTuple
+
+import numpy as np
 
 from sinkprune.contract.checks.ranges import RealNumber
 from sinkprune.contract.errors import PowerError
-from sinkprune.contract.reports.energy import IDLE_SECONDS, IdlePower, PowerReport
-from sinkprune.runtime.power.curve import EnergyCurve
-from sinkprune.runtime.power.sensor import SILENT_SECONDS, Reading, Sensor
+from sinkprune.contract.reports.energy import IDLE_SECONDS, BudgetEnergy, PowerReport
+from sinkprune.runtime.power.sensor import SILENT_SECONDS, Sensor
 
 IDLE = RealNumber("idle_seconds", 0.5, 3600, "from 0.5 to 3600 seconds")
+MOST_GAP_SECONDS = 1.0
+"""The longest time between two readings for which energy is interpolated."""
+
+
+class Span(NamedTuple):
+    """A stretch of time, by `time.monotonic`."""
+
+    start: float
+    end: float
 
 
 class EnergyMeter:
     """All readings of a sensor since `measuring` began. A day of them takes some tens of megabytes."""
 
-    idle: IdlePower
-    """Measured before the block of `measuring` began."""
+    idle_watts: float
+    """The mean power before the block of `measuring` began."""
 
     def __init__(self, sensor: Sensor) -> None:
         """Start a thread that reads the sensor."""
         self._sensor = sensor
         self._seconds, self._joules = array("d"), array("d")
-        self._newest: Reading | None = None
         self._error: Exception | None = None
         self._changed = threading.Condition()
         self._ended = threading.Event()
@@ -41,51 +51,88 @@ class EnergyMeter:
         """Why the sensor died; None while it lives."""
         return None if self._error is None else str(self._error)
 
-    @property
-    def newest(self) -> Reading | None:
-        """The last reading; None if the sensor has died."""
-        return None if self._error else self._newest
-
-    def curve(self) -> EnergyCurve:
-        """Return the energy over all readings. Waits for one more reading if the sensor lives."""
+    def wait_for_reading(self) -> None:
+        """Wait for a reading after this moment, if the sensor lives."""
         now = time.monotonic()
         with self._changed:
-            self._changed.wait_for(lambda: self._error or (self._newest and self._newest.seconds > now))
+            self._changed.wait_for(lambda: self._error or (self._seconds and self._seconds[-1] > now))
             if self._error and not isinstance(self._error, PowerError):
                 raise self._error
-            return EnergyCurve(self._seconds, self._joules)
+
+    def joules(self, spans: Sequence[Span]) -> list[float | None]:
+        """Return the joules of each of `spans`, idle included, interpolated linearly between readings.
+
+        None without readings around a span, or with gaps. Waits for one more reading if the sensor lives.
+        """
+        self.wait_for_reading()
+        with self._changed:
+            seconds, joules = np.array(self._seconds), np.array(self._joules)
+
+        def used(span: Span) -> float | None:
+            first = int(np.searchsorted(seconds, span.start, side="right")) - 1
+            last = int(np.searchsorted(seconds, span.end, side="left"))
+            if first < 0 or last >= len(seconds):
+                return None
+            if np.diff(seconds[first : last + 1]).max(initial=0.0) > MOST_GAP_SECONDS:
+                return None
+            return float(np.diff(np.interp(span, seconds, joules))[0])
+
+        return [used(span) for span in spans]
+
+    def budget_energy(self, answers: Sequence[Span]) -> BudgetEnergy | None:
+        """Return the mean joules of `answers`, without those that lack readings; None if all of them do."""
+        pairs = zip(self.joules(answers), (span.end - span.start for span in answers), strict=True)
+        known = [(joules, seconds) for joules, seconds in pairs if joules is not None]
+        if not known:
+            return None
+        net = [joules - self.idle_watts * seconds for joules, seconds in known]
+        joules, seconds = (sum(values) for values in zip(*known, strict=True))
+        return BudgetEnergy(
+            runs=len(known),
+            left_out=len(answers) - len(known),
+            joules=statistics.fmean(net),
+            joules_with_idle=joules / len(known),
+            deviation=statistics.stdev(net) if len(net) > 1 else None,
+            watts=joules / seconds,
+            estimated=seconds / len(known) < 2 * statistics.median(self._gaps()),
+        )
 
     def report(self) -> PowerReport:
         """Describe the sensor and its readings so far."""
-        gaps = self.curve().gaps()
+        gaps = self._gaps()
         return PowerReport(
             sensor=self._sensor.name,
             measures=self._sensor.measures,
             period_ms=1e3 * statistics.median(gaps),
             longest_gap_ms=1e3 * max(gaps),
-            idle=self.idle,
+            idle_watts=self.idle_watts,
             failure=self.failure,
         )
 
+    def _gaps(self) -> list[float]:
+        """Return the seconds between every two adjacent readings."""
+        self.wait_for_reading()
+        with self._changed:
+            return np.diff(self._seconds).tolist()
+
     def measure_idle(self, seconds: float) -> None:
         """Measure idle power for this time. Raises `PowerError`."""
-        self.curve()
+        self.wait_for_reading()
         start = time.monotonic()
         with self._changed:
             self._changed.wait_for(lambda: self._error, seconds)
         end = time.monotonic()
-        curve = self.curve()
+        (joules,) = self.joules([Span(start, end)])
         if self._error is not None:
             raise self._error
-        joules, watts = curve.joules(start, end), curve.watts(start, end)
-        if joules is None or len(watts) < 2:
+        values = sum(start <= moment <= end for moment in self._seconds)
+        if joules is None or values < 3:
             raise PowerError(
-                f"{self._sensor.name} gave {len(watts) + 1} values in {seconds:g} idle seconds, expected 3 or "
+                f"{self._sensor.name} gave {values} values in {seconds:g} idle seconds, expected 3 or "
                 "more and none apart by more than a second. Give --idle more seconds, or end what keeps this machine "
                 "busy."
             )
-        shares = statistics.quantiles(watts, n=20, method="inclusive")
-        self.idle = IdlePower(joules / (end - start), shares[0], shares[-1], end - start, len(watts) + 1)
+        self.idle_watts = joules / (end - start)
 
     def stop(self) -> None:
         """End the thread, which ends the sensor."""
@@ -100,7 +147,6 @@ class EnergyMeter:
                     with self._changed:
                         self._seconds.append(reading.seconds)
                         self._joules.append(reading.joules)
-                        self._newest = reading
                         self._changed.notify_all()
         except Exception as error:
             with self._changed:

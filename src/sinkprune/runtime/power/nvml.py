@@ -49,31 +49,22 @@ class _Gpu:
             return [self.query(_COUNTER)]
 
         for seconds, millijoules in count_steps(read, [_COUNTER_RANGE], "the GPU's counter"):
-            yield Reading(seconds, millijoules / 1e3, *self._conditions())
+            yield Reading(seconds, millijoules / 1e3)
 
     def readings_by_power(self) -> Generator[Reading]:
         integral = PowerIntegral()
         while True:
             milliwatts, seconds = self.query(_POWER), time.monotonic()
-            yield Reading(seconds, integral.add(seconds, milliwatts / 1e3), *self._conditions())
+            yield Reading(seconds, integral.add(seconds, milliwatts / 1e3))
             time.sleep(PERIOD_SECONDS)
 
-    def _conditions(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the temperatures and clocks that the GPU supports."""
-        degrees = self.query("nvmlDeviceGetTemperature", self._library.NVML_TEMPERATURE_GPU, optional=True)
-        megahertz = self.query("nvmlDeviceGetClockInfo", self._library.NVML_CLOCK_SM, optional=True)
-        return (
-            {} if degrees is None else {"gpu": float(degrees)},
-            {} if megahertz is None else {"gpu": float(megahertz)},
-        )
-
-    def query(self, function: str, *arguments: Any, optional: bool = False) -> Any:
+    def query(self, function: str, *, optional: bool = False) -> Any:
         """Return what a function of the library returns for this GPU; None if `optional` and not supported.
 
         Raises `PowerError`.
         """
         try:
-            return getattr(self._library, function)(self._handle, *arguments)
+            return getattr(self._library, function)(self._handle)
         except self._library.NVMLError_NoPermission as error:
             raise PowerError("the GPU's power may not be read: no permission. Run this command with sudo.") from error
         except self._library.NVMLError as error:

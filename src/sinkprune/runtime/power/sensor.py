@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,10 +23,6 @@ class Reading(NamedTuple):
     """By `time.monotonic`, which no change of the wall clock moves."""
     joules: float
     """Since the first reading, or the moment before it."""
-    temperatures: Mapping[str, float] = {}
-    """In degrees Celsius, by the place's name."""
-    clocks: Mapping[str, float] = {}
-    """In MHz, by the unit's name."""
 
 
 class Sensor(NamedTuple):

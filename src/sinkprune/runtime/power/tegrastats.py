@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import subprocess
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -14,9 +15,20 @@ from pathlib import Path
 from sinkprune.contract.errors import NoSensorError, PowerError
 from sinkprune.contract.system.child_processes import find_program
 from sinkprune.runtime.power.sensor import SILENT_SECONDS, PowerIntegral, Reading, Sensor
-from sinkprune.runtime.power.tegrastats_line import TOTALS, TegrastatsLine, parse_line
 
 COMMAND = "tegrastats"
+TOTALS = (
+    ("VIN",),
+    ("VDD_IN",),
+    ("VDD_GPU_SOC", "VDD_CPU_CV", "VIN_SYS_5V0"),
+    ("VDD_GPU", "VDD_CPU_SOC_MSS", "VIN_SYS_5V0"),
+)
+"""The rails whose sum is the power of a whole board or module. If a line has several, the first counts.
+
+In order: Thor's board; Orin Nano and NX; AGX Orin; Thor's module on a board without a meter.
+"""
+# A rail's first value is its present power. The mean since the start follows, and from JetPack 7.2 on the maximum.
+_RAIL = re.compile(r"(?<!\S)([A-Z][A-Z0-9_]*) (\d+)(?:mW(?:/\d+mW){0,2}|/\d+)(?!\S)")
 _PERIOD_MS = 100
 _QUOTED = 200
 # The longest line of any board has 700 bytes.
@@ -42,9 +54,9 @@ def _find_rails(path: str) -> tuple[str, ...]:
     printed: set[str] = set()
     with closing(_lines(path)) as lines:
         for line in islice(lines, _TRIED_LINES):
-            if line.total_rails:
-                return line.total_rails
-            printed |= line.rails.keys()
+            if found := total_rails(line):
+                return found
+            printed |= line.keys()
     if not printed:
         raise PowerError(
             f"'{path}' prints no power rails. Some boards print them for root only: run this command with sudo."
@@ -66,18 +78,21 @@ def _readings(path: str, rails: tuple[str, ...]) -> Generator[Reading]:
         for line in lines:
             now = time.monotonic()
             # A line may be cut off, be a warning, or lack a rail. The integral bridges it.
-            if missing := sorted(set(rails) - line.rails.keys()):
+            if missing := sorted(set(rails) - line.keys()):
                 if now - complete > SILENT_SECONDS:
                     raise PowerError(
                         f"'{path}' has printed no {', no '.join(missing)} for {SILENT_SECONDS:.0f} seconds."
                     )
                 continue
-            complete, watts = now, sum(line.rails[rail] for rail in rails) / 1e3
-            yield Reading(now, integral.add(now, watts), line.temperatures, line.clocks)
+            complete, watts = now, sum(line[rail] for rail in rails) / 1e3
+            yield Reading(now, integral.add(now, watts))
 
 
-def _lines(path: str) -> Generator[TegrastatsLine]:
-    """Yield the lines of a new process, which ends with this generator. Raises `PowerError` if it prints no more."""
+def _lines(path: str) -> Generator[dict[str, int]]:
+    """Yield the rails of each line of a new process, which ends with this generator.
+
+    Raises `PowerError` if it prints no more.
+    """
     words = [path, "--interval", str(_PERIOD_MS)]
     try:
         process = subprocess.Popen(
@@ -92,7 +107,7 @@ def _lines(path: str) -> Generator[TegrastatsLine]:
             process.kill()
 
 
-def _parsed_lines(path: str, process: subprocess.Popen[bytes]) -> Iterator[TegrastatsLine]:
+def _parsed_lines(path: str, process: subprocess.Popen[bytes]) -> Iterator[dict[str, int]]:
     assert process.stdout is not None
     pipe, unread, other_words = process.stdout.fileno(), b"", ""
     while True:
@@ -109,7 +124,17 @@ def _parsed_lines(path: str, process: subprocess.Popen[bytes]) -> Iterator[Tegra
             unread += piece
         line, _, unread = unread.partition(b"\n")
         text = line.decode(errors="replace")
-        parsed = parse_line(text)
-        if not parsed.rails:
+        rails = parse_rails(text)
+        if not rails:
             other_words = text.strip() or other_words
-        yield parsed
+        yield rails
+
+
+def parse_rails(line: str) -> dict[str, int]:
+    """Return the present milliwatts of each rail of a line of `tegrastats`, whose format has no version."""
+    return {name: int(milliwatts) for name, milliwatts in _RAIL.findall(line)}
+
+
+def total_rails(rails: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the first of `TOTALS` that a line's `rails` have completely; empty if there is none."""
+    return next((names for names in TOTALS if rails.keys() >= set(names)), ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -27,10 +28,8 @@ from sinkprune.contract.schedule import schedule
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.policy import Policy
-from sinkprune.runtime.power.meter import EnergyMeter
-from sinkprune.runtime.profiling.energy import budget_energy
+from sinkprune.runtime.power.meter import EnergyMeter, Span
 from sinkprune.runtime.profiling.peak_memory import PeaksOfStages
-from sinkprune.runtime.profiling.stage_spans import StageSpans
 from sinkprune.runtime.session import Session
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.context_length import check_picture_count, runnable
@@ -89,8 +88,8 @@ class _Run(NamedTuple):
     """One run of one row."""
 
     answer: Answer
-    spans: StageSpans | None
-    """None without a power sensor."""
+    span: Span
+    """From the request to the whole answer."""
     warm_ttft: float | None
     """Milliseconds; None if warm runs are not measured."""
 
@@ -133,8 +132,8 @@ class ProfileRounds(Rounds[Row, _Run]):
         memory, pipeline = self._memory[row], self._pipeline
         # In earlier rounds, and in the first of all without any, memory depends on the order of the rows.
         memory.watching = turn == 0
-        spans = None if self._meter is None else StageSpans(pipeline.backend, also=memory)
         with memory.whole.watch():
+            began = time.monotonic()
             answer = pipeline.generate(
                 self._image,
                 self._prompt,
@@ -142,27 +141,27 @@ class ProfileRounds(Rounds[Row, _Run]):
                 method=row.method,
                 max_new_tokens=self._new_tokens,
                 min_new_tokens=self._new_tokens,
-                observer=spans or memory,
+                observer=memory,
             )
+            span = Span(began, time.monotonic())
         warm = _warm_ttft(pipeline, self._image, self._prompt, row) if self._warm else None
-        return _Run(answer, spans, warm)
+        return _Run(answer, span, warm)
 
     def report(self) -> ProfileReport:
         """Return the report of the complete rounds, one at least."""
         pipeline, meter = self._pipeline, self._meter
-        curve = meter.curve() if meter else None
         runs = {row: [found[row] for found in self._rounds] for row in self._kinds}
         unpruned = runs[Row(self._method, UNPRUNED)]
         answer = unpruned[0].answer
-
-        def energy(own: Sequence[_Run]) -> BudgetEnergy | None:
-            if meter is None or curve is None:
-                return None
-            return budget_energy([run.spans for run in own if run.spans], curve, meter.idle)
-
         reports = by_method(
             {
-                row: _budget_report(pipeline, self._memory[row], own, unpruned, energy(own))
+                row: _budget_report(
+                    pipeline,
+                    self._memory[row],
+                    own,
+                    unpruned,
+                    meter.budget_energy([run.span for run in own]) if meter else None,
+                )
                 for row, own in runs.items()
             }
         )

@@ -11,8 +11,7 @@ from sinkprune.contract.reports.energy import RateEnergy
 from sinkprune.contract.reports.rate_report import BudgetRate, Latency, RateReport
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.power.conditions import logging_conditions
-from sinkprune.runtime.power.curve import EnergyCurve
-from sinkprune.runtime.power.meter import EnergyMeter
+from sinkprune.runtime.power.meter import EnergyMeter, Span
 from sinkprune.runtime.power.sensor import ROOT
 from sinkprune.runtime.profiling.frame_clock import FrameClock, ServedFrame
 from sinkprune.runtime.profiling.profile import WARMUP, check_budgets, report_header
@@ -48,7 +47,7 @@ class RateRun:
         check_budgets(pipeline, next(iter(pictures)), prompt, budgets, method=method, new_tokens=new_tokens)
         self._pipeline, self._pictures, self._prompt, self._source = pipeline, pictures, prompt, source
         self._method, self._new_tokens, self._warmup = method, new_tokens, 0
-        self._meter, self._conditions = meter, logging_conditions(meter, root)
+        self._meter, self._conditions = meter, logging_conditions(root)
         self._first: dict[str, Answer] = {}
         self._seen_share = 1.0
         self._served: dict[str, list[ServedFrame]] = {name: [] for name in budgets}
@@ -81,7 +80,6 @@ class RateRun:
         """Return the report on the answers so far, of which there must be one."""
         served = {name: frames for name, frames in self._served.items() if frames}
         start, meter, source = min(frames[0].came for frames in served.values()), self._meter, self._source
-        curve = meter.curve() if meter else None
         answer = self._first[next(iter(served))]
         return RateReport(
             **vars(report_header(self._pipeline, self._method, answer.prompt_tokens, self._new_tokens, meter)),
@@ -90,7 +88,7 @@ class RateRun:
             pictures=len(self._pictures),
             warmup=self._warmup,
             seen_share=self._seen_share,
-            rates={name: self._budget_rate(name, start, curve) for name in served},
+            rates={name: self._budget_rate(name, start) for name in served},
             conditions=self._log.report(start),
         )
 
@@ -106,7 +104,7 @@ class RateRun:
         self._seen_share = min([self._seen_share, *(kept.layout.seen_share for kept in answer.images)])
         return self._first.setdefault(budget, answer)
 
-    def _budget_rate(self, name: str, start: float, curve: EnergyCurve | None) -> BudgetRate:
+    def _budget_rate(self, name: str, start: float) -> BudgetRate:
         answer, served, source = self._first[name], self._served[name], self._source
         latencies = [1e3 * (done.ended - done.came) for done in served]
         began, last = served[0].came, served[-1]
@@ -127,12 +125,14 @@ class RateRun:
             busy_ms=Latency.of([1e3 * (done.ended - done.began) for done in served]),
             answered_frames=tuple(done.frame for done in served),
             answer_latency_ms=tuple(latencies),
-            energy=self._energy(began, ended, len(served), curve),
+            energy=self._energy(Span(began, ended), len(served)),
         )
 
-    def _energy(self, began: float, ended: float, answered: int, curve: EnergyCurve | None) -> RateEnergy | None:
-        joules = curve.joules(began, ended) if curve else None
-        if self._meter is None or joules is None:
+    def _energy(self, span: Span, answered: int) -> RateEnergy | None:
+        if self._meter is None:
             return None
-        idle = self._meter.idle.watts * (ended - began)
-        return RateEnergy((joules - idle) / answered, joules / answered, joules / (ended - began))
+        (joules,), seconds = self._meter.joules([span]), span.end - span.start
+        if joules is None:
+            return None
+        idle = self._meter.idle_watts * seconds
+        return RateEnergy((joules - idle) / answered, joules / answered, joules / seconds)

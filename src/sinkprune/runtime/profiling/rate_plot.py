@@ -17,12 +17,11 @@ _MOST_LINES = 6
 
 
 def plot_rate(report: RateReport, suffix: str) -> bytes:
-    """Return the bytes of a picture file: latencies over time, then power, temperatures and clocks if known."""
+    """Return the bytes of a picture file: latencies over time, then temperatures and clocks if known."""
     conditions = report.conditions
     below = [
         (label, lines)
         for label, lines in (
-            ("W", {"power": conditions.watts}),
             ("°C", _highest(conditions.temperatures_c)),
             ("MHz", conditions.clocks_mhz),
         )
