@@ -28,7 +28,6 @@ from sinkprune.engines.gate.report import GateReport
 from sinkprune.jetson.commands.replay import ReplayReport
 from sinkprune.jetson.host.power_mode import ClockFrequency
 from sinkprune.jetson.report import DoctorReport
-from sinkprune.jetson.times import TimeRange
 from sinkprune.runtime.acting.report import PARTS as ACTION_PARTS
 from sinkprune.runtime.acting.report import ActionDeadline
 from sinkprune.runtime.steps.answer import DeadlineReport
@@ -54,7 +53,6 @@ OBJECTS: dict[str, type] = {
     "layer error": LayerError,
     "logit error": LogitError,
     "clock": ClockFrequency,
-    "range": TimeRange,
 }
 """The objects that several keys hold, by their name on the pages."""
 REPORTS: dict[str, tuple[type, ...]] = {

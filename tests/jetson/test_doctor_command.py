@@ -46,10 +46,10 @@ def test_a_board_from_a_workstation() -> None:
     rows = [
         line.split() for line in done.stdout.splitlines() if re.search(r"^(fp16|int8|int4)? +(none|retain-)", line)
     ]
-    assert rows[0] == ["fp16", "none", "576>576>576", "21.4!", "500", "523", "581-1163", "133", "149-160", "0"]
-    assert rows[4] == ["retain-32", "576>65>22", "21.4!", "130w", "151", "170-215", "130", "146-157", "0"]
-    assert rows[11] == ["retain-192", "576>385>138", "6.5", "206", "228", "254-508", "35", "44-85", "1365"]
-    assert [row[0] for row in rows if len(row) == 10] == ["fp16", "int8", "int4"]
+    assert rows[0] == ["fp16", "none", "576>576>576", "21.4!", "500", "523", "133", "0"]
+    assert rows[4] == ["retain-32", "576>65>22", "21.4!", "130w", "151", "130", "0"]
+    assert rows[11] == ["retain-192", "576>385>138", "6.5", "206", "228", "35", "1365"]
+    assert [row[0] for row in rows if len(row) == 8] == ["fp16", "int8", "int4"]
     builds = [line.split() for line in done.stdout.splitlines() if line.endswith((" no", " yes"))]
     assert [(row[0], row[-1]) for row in builds] == [("fp16", "no"), ("int8", "no"), ("int4", "yes")]
     assert re.search(r"^weights .* disk GB with --move +build fits$", done.stdout, re.MULTILINE)
@@ -57,8 +57,7 @@ def test_a_board_from_a_workstation() -> None:
     assert re.search(
         r"^15W +15 W +longer than in the tables below; its clocks .* not known", done.stdout, re.MULTILINE
     )
-    assert "llava-1.5-7b: int4 at retain-192 on tensorrt. Only int4 fits. One picture" in done.stdout
-    assert "take 1.6 to 3.1 s." in done.stdout
+    assert "llava-1.5-7b: int4 at retain-192 on tensorrt. Only int4 fits.\n" in done.stdout
     assert "libraries" not in done.stdout
     assert not re.search(r" $", done.stdout, re.MULTILINE)
 
@@ -68,7 +67,7 @@ def test_without_times_no_table_speaks_of_times() -> None:
     assert done.code == 0, done.stderr
     assert re.search(r"^power mode +budget$", done.stdout, re.MULTILINE)
     assert re.search(r"^15W +15 W$", done.stdout, re.MULTILINE)
-    assert "weights and cache. Times are known only for TensorRT on a board." in done.stdout
+    assert "Bounds of times are known only for TensorRT on a board." in done.stdout
 
 
 def test_what_to_do_first_names_the_model() -> None:
@@ -76,14 +75,6 @@ def test_what_to_do_first_names_the_model() -> None:
     assert done.code == 0, done.stderr
     first = done.stdout.partition("\nFirst:\n")[2].splitlines()[0]
     assert first.startswith("  for 'llava-1.5-13b': use a smaller model or a board with more memory;")
-
-
-def test_times_below_a_second_are_in_milliseconds(bundle: Callable[..., Path]) -> None:
-    done = doctor("--board", "orin-nano-8gb", bundle("mha-336", "fp16"))
-    assert done.code == 0, done.stderr
-    found = re.search(r"and 32 new tokens take ([0-9.]+) to ([0-9.]+) ms\.", done.stdout)
-    assert found is not None, done.stdout
-    assert 0 < float(found[1]) < float(found[2])
 
 
 @pytest.mark.parametrize("board", ["orin-nano-8gb", "thor-t5000"])

@@ -87,11 +87,12 @@ def test_the_recommendation_is_the_best_row_that_fits(monkeypatch: pytest.Monkey
     set_python(monkeypatch, "3.10.12")
     report = told("--root", orin_nano_jetpack_6_2(tmp_path), "llava-1.1b")
     (model,), (found,) = report["models"], report["recommendations"]
-    times = {form["weights"]: form["budgets"][found["budget"]]["times"]["answer"] for form in model["forms"]}
-    best = min(times, key=lambda weights: times[weights]["most"])
+    bounds = {form["weights"]: form["budgets"][found["budget"]]["bounds"] for form in model["forms"]}
+    best = min(bounds, key=lambda weights: bounds[weights]["token_ms"])
     assert best.startswith(found["weights"])
-    assert found["answer_ms"] == times[best]
-    assert found["why"] == "int4 answers soonest (compared: fp16, int8, int4)."
+    # No other form has a lower bound of any time.
+    assert all(bounds[best][name] <= own[name] for own in bounds.values() for name in own)
+    assert re.fullmatch(r"Of fp16, int8, int4, int4 reads the fewest bytes for a token, [0-9.]+ GB\.", found["why"])
     assert report["next"] == [
         "sinkprune-export llava-1.1b --random-weights -o llava-1.1b-int4 --precision fp16 --weights int4 --dialect "
         "opset20  # true shapes; for its weights give the checkpoint, without --random-weights"
@@ -111,7 +112,7 @@ def test_a_bundle_of_another_dialect_is_exported_again(
     # A bundle has its checkpoint's name, not its path.
     given = r"PATH/TO/[^/\s]+"
     assert re.match(
-        rf"sinkprune-export {given} -o \S+-int8 --precision fp16 --weights int8 --dialect opset20$", command
+        rf"sinkprune-export {given} -o \S+-int4 --precision fp16 --weights int4 --dialect opset20$", command
     )
     assert not report["recommendations"][0]["as_it_is"]
 
@@ -129,5 +130,5 @@ def test_a_bundle_that_is_too_large_is_exported_smaller(
     report = told("--root", changed(tmp_path, {"proc/meminfo": free[1]}), path)
     assert any("as it is exported" in finding["found"] for finding in report["findings"])
     assert re.match(
-        r"sinkprune-export \S+ -o \S+-int8 --precision fp16 --weights int8 --dialect opset20", report["next"][0]
+        r"sinkprune-export \S+ -o \S+-int4 --precision fp16 --weights int4 --dialect opset20", report["next"][0]
     )

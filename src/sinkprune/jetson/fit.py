@@ -1,7 +1,7 @@
 """Which forms of weights and budgets of a model fit a machine, and bounds of their times.
 
 The bounds are a roofline's. A prefill takes at least its FLOPs at the board's dense peak, and at least one read of
-the weights. A token takes at least a read of weights and cache. `times.py` has ranges for real runs.
+the weights. A token takes at least a read of weights and cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from sinkprune.contract.system.memory_need import MemoryNeed, cache_bytes, runni
 from sinkprune.jetson.boards import Board
 from sinkprune.jetson.build_fit import BuildFit, build_fit
 from sinkprune.jetson.other_forms import manifest_in_form
-from sinkprune.jetson.times import ExpectedTimes, TimeBounds, expected_times
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.picture_warnings import seen_part, smaller_picture
@@ -32,7 +31,6 @@ from sinkprune.runtime.steps.request import DEFAULT_METHOD
 PROMPT_TOKENS = 64
 NEW_TOKENS = 128
 """Tokens of text in prompt and answer, for needs and bounds, unless engines accept fewer."""
-_TYPICAL_NEW_TOKENS = 32
 BOARD_BACKEND = "tensorrt"
 ModelState = Literal["preset", "bundle", "engines"]
 """The state of a model: not exported, a folder of graphs, or a folder of engines."""
@@ -50,11 +48,6 @@ class TextLengths(NamedTuple):
     new: int = NEW_TOKENS
     most: int | None = None
     """The most tokens of prompt and answer together that engines accept; None without a limit."""
-
-    @property
-    def typical(self) -> int:
-        """The answer of a typical request. A recommendation is for one picture, `prompt` and this."""
-        return min(self.new, _TYPICAL_NEW_TOKENS)
 
 
 _USUAL_LENGTHS = TextLengths()
@@ -81,6 +74,30 @@ class TargetMachine:
 
 
 @dataclass(frozen=True)
+class TimeBounds:
+    """The least milliseconds by a board's datasheet."""
+
+    encoder_flops_ms: float
+    """Vision tower and projector, at the dense fp16 peak."""
+    prefill_flops_ms: float
+    """The decoder's prefill, at the dense fp16 peak."""
+    prefill_weights_ms: float
+    """The decoder's prefill, by reading its weights once."""
+    token_ms: float
+    """A token of the answer, by reading weights and cache."""
+
+    @property
+    def prefill_ms(self) -> float:
+        """The larger of the two bounds of a prefill."""
+        return max(self.prefill_flops_ms, self.prefill_weights_ms)
+
+    @property
+    def by_weights(self) -> bool:
+        """Whether reading the weights bounds the prefill, not FLOPs."""
+        return self.prefill_weights_ms > self.prefill_flops_ms
+
+
+@dataclass(frozen=True)
 class BudgetFit:
     """A form of weights at a budget."""
 
@@ -92,8 +109,7 @@ class BudgetFit:
     decode_bytes: int
     """Bytes that a token of the answer reads: weights of decoder and head, and the cache of the prompt."""
     bounds: TimeBounds | None
-    times: ExpectedTimes | None
-    """For an answer of `TextLengths.typical` tokens; None without bounds."""
+    """Known for TensorRT on a board."""
     longest_text: int | None
     """The most tokens of prompt and answer together that memory, model and engines allow after the picture.
 
@@ -161,16 +177,15 @@ class ModelFit:
     """A phrase for that size, if the model sees the picture clearly smaller than it is."""
     prompt_tokens: int
     new_tokens: int
-    typical_new_tokens: int
     method: str
     """The pruning method of the budgets in `rows`; empty for a bundle without any."""
     rows: dict[str, BudgetRows]
     forms: tuple[FormFit, ...]
 
     @property
-    def has_times(self) -> bool:
-        """Whether bounds and times are known, which they are for TensorRT on a board."""
-        return any(fit.times for form in self.forms for fit in form.budgets.values())
+    def has_bounds(self) -> bool:
+        """Whether bounds are known, which they are for TensorRT on a board."""
+        return any(fit.bounds for form in self.forms for fit in form.budgets.values())
 
     def fitting(self) -> Iterator[tuple[FormFit, str]]:
         """Yield the forms that fit, each with its first budget that fits. An unknown fit counts as a fit."""
@@ -217,7 +232,6 @@ def fit(name: str, kind: ModelState, manifest: Manifest, target: TargetMachine, 
         seen_smaller=smaller_picture(layout) or None,
         prompt_tokens=target.text.prompt,
         new_tokens=target.text.new,
-        typical_new_tokens=target.text.typical,
         method=method,
         rows=rows,
         forms=tuple(forms),
@@ -281,7 +295,6 @@ def _budget_fit(
         kv_bytes=cache,
         decode_bytes=step,
         bounds=bounds,
-        times=expected_times(bounds, stored.weights.decoder, lengths.typical) if bounds else None,
         longest_text=max(text, 0) if target.usable_bytes else None,
         longest_context=planned.rows * (text >= 0) + max(text, 0) if target.usable_bytes else None,
     )

@@ -13,7 +13,6 @@ from sinkprune.contract.system.memory_need import gigabytes
 from sinkprune.jetson.fit import BudgetFit, FormFit, ModelFit
 from sinkprune.jetson.recommendation import Recommendation, refused_by_backend
 from sinkprune.jetson.report import DoctorReport
-from sinkprune.jetson.times import COMPUTE, PeakUtilisation, TimeRange, rounded
 
 _UNKNOWN = "-"
 
@@ -25,8 +24,8 @@ def heading(model: ModelFit) -> str:
 
 
 def budget_table(model: ModelFit) -> Table:
-    """Return a row for each form of weights and budget: memory, times and the longest context."""
-    timed = model.has_times
+    """Return a row for each form of weights and budget: memory, bounds of times and the longest context."""
+    timed = model.has_bounds
     table = make_table(["weights", "budget"], ["visual", "GB", *_time_headings(timed), "text"])
     for form in model.forms:
         name = _form_name(model, form)
@@ -59,8 +58,8 @@ def _form_name(model: ModelFit, form: FormFit) -> str:
 
 
 def overview(models: Sequence[ModelFit], recommended: Sequence[Recommendation]) -> Table:
-    """Return a row for each preset: its recommendation, with memory, times and the longest context."""
-    timed = any(model.has_times for model in models)
+    """Return a row for each preset: its recommendation, with memory, bounds of times and the longest context."""
+    timed = any(model.has_bounds for model in models)
     table = make_table(["preset", "weights", "budget"], ["GB", "build", *_time_headings(timed)[timed:], "text"])
     found = {one.model: one for one in recommended}
     for model in models:
@@ -76,7 +75,7 @@ def overview(models: Sequence[ModelFit], recommended: Sequence[Recommendation]) 
 
 
 def legend(report: DoctorReport) -> Iterator[str]:
-    """Yield what the columns of the tables mean, and how the ranges were derived."""
+    """Yield what the columns of the tables mean."""
     model, requests = report.models[0], dict[tuple[int, int], list[str]]()
     for each in report.models:
         requests.setdefault((each.prompt_tokens, each.new_tokens), []).append(each.name)
@@ -99,56 +98,41 @@ def legend(report: DoctorReport) -> Iterator[str]:
     yield "text: the most tokens of prompt and answer together that fit after the picture."
     if any(form.exported for one in report.models for form in one.forms):
         yield "*: the folder as it is. The other forms are computed, to one per cent of the weights."
-    if not any(model.has_times for model in report.models):
-        yield "token GB: bytes that a token reads, weights and cache. Times are known only for TensorRT on a board."
+    if not any(model.has_bounds for model in report.models):
+        yield "token GB: bytes that a token reads, weights and cache."
+        yield "Bounds of times are known only for TensorRT on a board."
         return
     timed = "TTFT, token" if report.overview else "prefill, TTFT, token"
     yield f"{timed}: the least milliseconds that the datasheet allows, for each."
     yield "TTFT: vision tower and prefill; preparing the picture is not counted."
     if not report.overview:
         yield "w: reading the weights bounds the prefill, and a smaller budget gains nothing."
-    shares = report.shares
-    read = ", ".join(f"{form} {_share(shares[form])}" for form in ("fp16", "int8", "int4"))
-    yield f"range: the bound over measured shares of the peak: FLOPs {_share(shares[COMPUTE])}; reading {read}."
-    yield "The shares were measured on CPUs, not on a board. Expect the slow end, or slower (docs/doctor.md)."
 
 
 def recommendation(found: Recommendation, report: DoctorReport) -> str:
     """Return the recommendation for a model, as sentences."""
-    asked = report.models[0]
     model = next(model for model in report.models if model.name == found.model)
     same = sum(form.decoder_form == found.weights for form in model.forms)
     weights = f"{found.weights} with {found.precision} states" if same > 1 else found.weights
     text = f"{found.model}: {weights} at {found.budget} on {found.backend}. {found.why}"
-    if found.answer_ms:
-        text += (
-            f" One picture, a prompt of {asked.prompt_tokens} tokens and {asked.typical_new_tokens} new tokens take "
-            f"{_seconds(found.answer_ms)}."
-        )
     return f"{text} {found.faster}" if found.faster else text
 
 
-def _seconds(times: TimeRange) -> str:
-    """Return a range in seconds, or in milliseconds where tenths of a second are too coarse."""
-    if times.least < 1000:
-        return f"{times.range.replace('-', ' to ')} ms"
-    return f"{times.least / 1e3:.1f} to {times.most / 1e3:.1f} s"
-
-
-def _share(share: PeakUtilisation) -> str:
-    return f"{share.least:.2f}-{share.most:.2f}"
-
-
 def _time_headings(timed: bool) -> list[str]:
-    return ["prefill", "TTFT", "range", "token", "range"] if timed else ["token GB"]
+    return ["prefill", "TTFT", "token"] if timed else ["token GB"]
 
 
 def _time_cells(fit: BudgetFit) -> list[str]:
-    if fit.bounds is None or fit.times is None:
+    bounds = fit.bounds
+    if bounds is None:
         return [_gigabytes(fit.decode_bytes, digits=2)]
-    prefill = f"{rounded(fit.bounds.prefill_ms)}{'w' if fit.bounds.by_weights else ' '}"
-    ttft, token = fit.times.ttft, fit.times.token
-    return [prefill, ttft.rounded_bound, ttft.range, token.rounded_bound, token.range]
+    prefill = f"{_rounded(bounds.prefill_ms)}{'w' if bounds.by_weights else ' '}"
+    return [prefill, _rounded(bounds.encoder_flops_ms + bounds.prefill_ms), _rounded(bounds.token_ms)]
+
+
+def _rounded(milliseconds: float) -> str:
+    """Return milliseconds with two digits at least."""
+    return f"{milliseconds:.0f}" if milliseconds >= 10 else f"{milliseconds:.2g}"
 
 
 def _memory(fit: BudgetFit) -> Text:

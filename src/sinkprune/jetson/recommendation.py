@@ -1,16 +1,19 @@
-"""The recommendation for a model on a machine: the form of weights and the budget that answer soonest."""
+"""The recommendation for a model on a machine: the form of weights and the budget to run.
+
+Of two forms at one budget, the one that reads fewer bytes a token has the lower bounds of all times: a prefill has
+the same FLOPs in both.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.precision import PrecisionName
 from sinkprune.contract.system.memory_need import gigabytes
-from sinkprune.jetson.fit import BOARD_BACKEND, BudgetFit, FormFit, ModelFit
-from sinkprune.jetson.times import TimeRange
+from sinkprune.jetson.fit import BOARD_BACKEND, FormFit, ModelFit
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,10 @@ class Recommendation:
     """Whether the folder can run unchanged; else the model must first be exported in this form."""
     budget: str
     backend: str
-    answer_ms: TimeRange | None
-    """The time of a typical request; None if the machine's speed is unknown."""
     why: str
     """The reason, as a sentence."""
     faster: str | None
-    """The weights that would answer sooner than those of the folder, as a sentence; None if there are none."""
+    """The weights that would read fewer bytes a token than those of the folder, as a sentence; None if none would."""
 
 
 def usable_forms(model: ModelFit) -> Iterator[FormFit]:
@@ -49,10 +50,11 @@ def refused_by_backend(model: ModelFit, form: FormFit) -> bool:
 
 
 def best_form(model: ModelFit) -> tuple[FormFit, str] | None:
-    """Return the form to export that answers soonest and its budget; None if no form can run.
+    """Return the form to export that reads the fewest bytes a token, and its budget; None if no form can run.
 
     The budget comes first: the largest pruned one that an export makes and that fits in any form, because it is the
-    most accurate. Then comes the quickest form that fits at this budget, whether the folder has it or not.
+    most accurate. Then comes the form that reads the fewest bytes of those that fit at this budget, whether the
+    folder has it or not.
     """
     forms = list(usable_forms(model))
     # Without budgets that were added to the folder.
@@ -61,7 +63,7 @@ def best_form(model: ModelFit) -> tuple[FormFit, str] | None:
     budget = next((name for name in names if any(_fits(form, name) for form in forms)), None)
     if budget is None:
         return None
-    return min((form for form in forms if _fits(form, budget)), key=lambda form: _slowness(form, budget)), budget
+    return _fewest_bytes((form for form in forms if _fits(form, budget)), budget), budget
 
 
 def recommend(model: ModelFit, *, as_it_is: bool) -> Recommendation | None:
@@ -82,7 +84,6 @@ def recommend(model: ModelFit, *, as_it_is: bool) -> Recommendation | None:
         as_it_is=own is not None,
         budget=budget,
         backend=model.backend,
-        answer_ms=_answer(form.budgets[budget]),
         why=_why(model, form, budget, compared, own is not None),
         faster=_faster(form, budget, compared) if own is not None and model.kind != "engines" else None,
     )
@@ -98,14 +99,8 @@ def _fits(form: FormFit, budget: str) -> bool:
     return form.budgets[budget].fits is not False
 
 
-def _slowness(form: FormFit, budget: str) -> float:
-    """Return the slow end of the range in milliseconds; bytes per token if the machine's speed is unknown."""
-    fit = form.budgets[budget]
-    return fit.times.answer.most if fit.times else float(fit.decode_bytes)
-
-
-def _answer(fit: BudgetFit) -> TimeRange | None:
-    return fit.times.answer if fit.times else None
+def _fewest_bytes(forms: Iterable[FormFit], budget: str) -> FormFit:
+    return min(forms, key=lambda form: form.budgets[budget].decode_bytes)
 
 
 def _why(model: ModelFit, form: FormFit, budget: str, compared: list[FormFit], as_it_is: bool) -> str:
@@ -115,23 +110,15 @@ def _why(model: ModelFit, form: FormFit, budget: str, compared: list[FormFit], a
     if len(compared) == 1:
         return f"Only {form.decoder_form} fits."
     names = ", ".join(other.decoder_form for other in compared)
-    fit = form.budgets[budget]
-    if fit.times is None:
-        return (
-            f"Of {names}, {form.decoder_form} reads the fewest bytes for a token, {gigabytes(fit.decode_bytes)}. "
-            "Times are known only for TensorRT on a board."
-        )
-    return f"{form.decoder_form} answers soonest (compared: {names})."
+    size = gigabytes(form.budgets[budget].decode_bytes)
+    return f"Of {names}, {form.decoder_form} reads the fewest bytes for a token, {size}."
 
 
 def _faster(own: FormFit, budget: str, compared: list[FormFit]) -> str | None:
-    """Return the form that would be quicker than the folder's own, as a sentence; None if there is none."""
-    best = min(compared, key=lambda form: _slowness(form, budget))
+    """Return the form that reads fewer bytes than the folder's own, as a sentence; None if there is none."""
+    best = _fewest_bytes(compared, budget)
     if best is own:
         return None
-    new, old = best.budgets[budget], own.budgets[budget]
-    if new.times and old.times:
-        gain = f"would take {new.times.token.range} ms a token, these {old.times.token.range}"
-    else:
-        gain = f"would read {gigabytes(new.decode_bytes)} a token, these {gigabytes(old.decode_bytes)}"
-    return f"Weights in {best.decoder_form} {gain}: export with --weights {best.decoder_form}."
+    new, old = (gigabytes(form.budgets[budget].decode_bytes) for form in (best, own))
+    form = best.decoder_form
+    return f"Weights in {form} would read {new} a token, these {old}: export with --weights {form}."

@@ -33,7 +33,6 @@ from sinkprune.jetson.host.power_mode import ModeFacts, mode_facts
 from sinkprune.jetson.next_steps import first_steps, next_steps, recommendations
 from sinkprune.jetson.presets import preset_manifest, read_presets
 from sinkprune.jetson.recommendation import Recommendation
-from sinkprune.jetson.times import SHARES, PeakUtilisation
 from sinkprune.runtime.backends.compatibility import usual_backend
 from sinkprune.runtime.backends.known import KNOWN, on_cpu
 
@@ -72,8 +71,6 @@ class DoctorReport:
     """Whether `models` are all presets, because the user named no model."""
     power_modes: tuple[ModeFacts, ...]
     """The board's power modes; empty without a known board."""
-    shares: dict[str, PeakUtilisation]
-    """The measured shares of a peak that ranges of times are derived from, as in `SHARES`."""
     recommendations: tuple[Recommendation, ...]
     """How to run each model that can run."""
     first: tuple[str, ...]
@@ -139,7 +136,6 @@ def _report(
         models=models,
         overview=not query.models,
         power_modes=mode_facts(machine.power_mode if machine else None, facts.power_modes if facts else ()),
-        shares=SHARES,
         recommendations=tuple(recommended),
         first=tuple(first_steps(findings, recommended)),
         next=tuple(next_steps(models, recommended, findings, dialect)),

@@ -44,7 +44,7 @@ def print_report(report: DoctorReport) -> None:
         console.print("No problems found.")
     if report.power_modes:
         console.print()
-        console.print(_power_modes(report.power_modes, any(model.has_times for model in report.models)))
+        console.print(_power_modes(report.power_modes, any(model.has_bounds for model in report.models)))
     if report.overview:
         console.print()
         console.print(overview(report.models, report.recommendations))
@@ -79,15 +79,15 @@ def _print_advice(console: TableConsole, report: DoctorReport) -> None:
         console.print("  Then run sinkprune-doctor again: it prints the commands.")
 
 
-def _power_modes(modes: Sequence[ModeFacts], with_times: bool) -> Table:
-    """Return the table of a board's power modes; `with_times` says whether the tables below have times."""
-    table = make_table(["power mode", "budget", *(["times"] if with_times else [])])
+def _power_modes(modes: Sequence[ModeFacts], with_bounds: bool) -> Table:
+    """Return the table of a board's power modes; `with_bounds` says whether the tables below have bounds."""
+    table = make_table(["power mode", "budget", *(["bounds"] if with_bounds else [])])
     for mode in modes:
         name = f"{mode.name}{' (now)' if mode.current else ''}"
         longer = "longer than in the tables below; its clocks are not known here"
-        times = "as in the tables below" if mode.bounds_hold else longer
+        bounds = "as in the tables below" if mode.bounds_hold else longer
         watts = f"{mode.watts} W" if mode.watts else "no limit"
-        table.add_row(plain_text(name), watts, *([times] if with_times else []))
+        table.add_row(plain_text(name), watts, *([bounds] if with_bounds else []))
     return table
 
 

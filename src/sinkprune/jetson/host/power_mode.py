@@ -49,7 +49,7 @@ class ModeFacts:
     current: bool | None
     """Whether the board is in this mode; None for a board elsewhere."""
     bounds_hold: bool
-    """Whether bounds and ranges are for this mode. Other modes are slower, with clocks that are unknown here."""
+    """Whether bounds are for this mode. Other modes are slower, with clocks that are unknown here."""
 
 
 @dataclass(frozen=True)
