@@ -177,19 +177,18 @@ def main(arguments: Sequence[str] | None) -> None:
     torch.cuda.synchronize()
 
     ways: dict[str, Callable[[], float]] = {}
-    for single, name in ((False, "kernels, a launch a phase"), (True, "kernels, one launch a node")):
-        enqueue, chosen = _kernels(device, tokens, norms, candidate, reserved, shape, single)
+    enqueue, chosen = _kernels(device, tokens, norms, candidate, reserved, shape)
+    enqueue()
+    device.synchronize()
+    expected = plain_selection(tokens, norms, reserved, shape)[1]
+    same = sum(len(set(a) & set(b)) for a, b in zip(chosen.tolist(), expected.tolist(), strict=True))
+    sys.stdout.write(f"kernels: {same} of {expected.numel()} chosen as by plain PyTorch\n")
+    ways["kernels"] = _timed_on(device, enqueue)
+    if device.has_graphs:
+        device.begin_capture()
         enqueue()
-        device.synchronize()
-        expected = plain_selection(tokens, norms, reserved, shape)[1]
-        same = sum(len(set(a) & set(b)) for a, b in zip(chosen.tolist(), expected.tolist(), strict=True))
-        sys.stdout.write(f"{name}: {same} of {expected.numel()} chosen as by plain PyTorch\n")
-        ways[name] = _timed_on(device, enqueue)
-        if device.has_graphs:
-            device.begin_capture()
-            enqueue()
-            graph = device.end_capture()
-            ways[f"{name}, graph"] = _timed_on(device, lambda graph=graph: device.replay(graph))
+        graph = device.end_capture()
+        ways["kernels, graph"] = _timed_on(device, lambda: device.replay(graph))
     stream = torch.cuda.Stream()
     ways["plain PyTorch"] = _timed_by_torch(stream, lambda: plain_selection(tokens, norms, reserved, shape))
     try:
@@ -217,7 +216,6 @@ def _kernels(
     candidate: torch.Tensor,
     reserved: torch.Tensor,
     shape: Shape,
-    single: bool,
 ) -> tuple[Callable[[], None], torch.Tensor]:
     """What enqueues both plugins' launches, and where the chosen will be."""
     sink, outlier = torch.empty_like(tokens[:, :1]), torch.empty_like(candidate, dtype=torch.int32)
@@ -234,7 +232,7 @@ def _kernels(
     sizes |= {"R": shape.reserve, "count": shape.diverse, "batch": shape.batch}
     diverse = launches.diversity_launches(addresses, sizes, shape.dtype)
     torch.cuda.synchronize()
-    both = [*top, *(launches.in_one_launch(diverse) if single else diverse)]
+    both = [*top, *diverse]
     runner = KernelRunner()
     runner.prepare(both)
     # Held by what is returned, so that their memory is not given out again.

@@ -23,7 +23,7 @@ H100 = "NVIDIA H100 80GB HBM3, 9.0, 81559, 570.86.15, 700.00"
 """The output of nvidia-smi for an H100."""
 KERNELS = {
     "device": "NVIDIA H100",
-    "us": {"kernels, one launch a node": [61.0, 60.0, 75.0], "plain PyTorch": [400.0] * 3},
+    "us": {"kernels": [61.0, 60.0, 75.0], "plain PyTorch": [400.0] * 3},
 }
 ROWS = {
     "PyTorch float16": {part: [46.0, 45.0, 90.5] for part in PARTS},
@@ -120,7 +120,7 @@ def test_all_parts_run_and_are_reported(rig: Rig) -> None:
         "### NVIDIA H100 80GB HBM3 (compute capability 9.0, 80 GiB), driver 570.86.15, power limit "
     )
     assert "| `gpu-tests` | run | 10 passed, 0 failed, 2 skipped |" in table
-    assert "| kernels, one launch a node | 61.0 | 75.0 |" in table
+    assert "| kernels | 61.0 | 75.0 |" in table
     assert table.count("| `retain-64` | 64, ") == 3
     assert "| ort-cuda retain-64 | 27.25 (26.00 to 42.00) | " in table
     found = results["parts"]["ort-cuda-llava-1.5-7b"]["found"]["budgets"]

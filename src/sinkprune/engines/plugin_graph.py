@@ -18,7 +18,7 @@ from onnx import helper, numpy_helper
 
 from sinkprune.contract.engines_manifest import Realisation
 from sinkprune.contract.errors import EnginesError
-from sinkprune.engines.plugins.descriptions import DOMAIN, PLUGINS, VERSION, Plugin
+from sinkprune.engines.plugins.descriptions import DOMAIN, NAMESPACE, PLUGINS, VERSION, Plugin
 from sinkprune.runtime.backends.models import Model
 
 PLUGINS_FIRST = (10, 7)
@@ -47,21 +47,12 @@ def custom_nodes(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
     return found
 
 
-def has_shape_inputs(model: onnx.ModelProto) -> bool:
-    """Return whether a node of domain `sinkprune` has a computed size as input, and not a constant of the graph.
-
-    Raises `EnginesError` for a node without a plugin.
-    """
-    known, nodes = constants(model.graph), custom_nodes(model).values()
-    return any(value not in known for node in nodes for value in node.input[len(_plugin(node).inputs) :])
-
-
-def for_plugins(model: onnx.ModelProto, version: tuple[int, ...], namespace: str) -> onnx.ModelProto:
-    """Return a copy of `model` for a build of TensorRT `version` with the plugins of `namespace`.
+def for_plugins(model: onnx.ModelProto, version: tuple[int, ...]) -> onnx.ModelProto:
+    """Return a copy of `model` for a build of TensorRT `version` with plugins.
 
     Each node of domain `sinkprune` names its plugin. Its masks are INT32, with casts from and to BOOL. A constant
     shape input becomes an attribute, which all versions accept. A computed one is marked as a shape input (10.1 and
-    later, not ahead of time). Functions that TensorRT would prefer are removed. Raises `EnginesError` for a node
+    later). Functions that TensorRT would prefer are removed. Raises `EnginesError` for a node
     without a plugin.
     """
     fitted = deepcopy(model)
@@ -69,7 +60,7 @@ def for_plugins(model: onnx.ModelProto, version: tuple[int, ...], namespace: str
     for node in custom_nodes(fitted).values():
         plugin = _plugin(node)
         # The parser finds a plugin by these; since 10.10 also by the domain (`FallbackPluginImporter`).
-        for name, value in (("plugin_namespace", namespace), ("plugin_version", VERSION)):
+        for name, value in (("plugin_namespace", NAMESPACE), ("plugin_version", VERSION)):
             node.attribute.append(helper.make_attribute(name, value))
         _fold_shape_inputs(node, plugin, known)
         _cast_masks(fitted.graph, node, plugin)

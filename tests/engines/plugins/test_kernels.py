@@ -31,7 +31,6 @@ Array = np.ndarray[Any, Any]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # The largest and the smallest magnitude of a row.
 EXTREMES = {torch.float32: (1e37, 1e-37), torch.float16: (6e4, 1e-4), torch.bfloat16: (1e37, 1e-37)}
-SINGLE = pytest.mark.parametrize("single", [False, True], ids=["a launch a phase", "one launch"])
 AGAIN = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -66,11 +65,11 @@ def spread(rng: np.random.Generator, n: int, width: int) -> Array:
 
 
 def assert_diverse(
-    run: Runner, tokens: torch.Tensor, candidate: Array, reserved: Array, count: int, batch: int, single: bool
+    run: Runner, tokens: torch.Tensor, candidate: Array, reserved: Array, count: int, batch: int
 ) -> None:
     """Compare with the reference, group by group; `candidate` [G,N] bool, `reserved` [G,R]."""
     case = kernel_runs.diversity(
-        tokens, torch.from_numpy(candidate), torch.from_numpy(reserved.astype(np.int64)), count, batch, single
+        tokens, torch.from_numpy(candidate), torch.from_numpy(reserved.astype(np.int64)), count, batch
     )
     chosen = run(case)["chosen"].tolist()
     for group, rows in enumerate(tokens.to(torch.float64).numpy()):
@@ -117,7 +116,6 @@ def test_ties_in_norm_go_to_the_lower_index(run: Runner, norms: list[float], dat
     assert_top(run, torch.arange(len(norms) * 2.0).view(1, -1, 2), np.array([norms]), count)
 
 
-@SINGLE
 @pytest.mark.parametrize(
     ("dtype", "groups", "n", "width", "reserves", "count", "batch"),
     [
@@ -131,7 +129,7 @@ def test_ties_in_norm_go_to_the_lower_index(run: Runner, norms: list[float], dat
     ],
 )
 def test_diversity_select(
-    run: Runner, dtype: str, groups: int, n: int, width: int, reserves: int, count: int, batch: int, single: bool
+    run: Runner, dtype: str, groups: int, n: int, width: int, reserves: int, count: int, batch: int
 ) -> None:
     rng = np.random.default_rng(n)
     tokens = torch.from_numpy(np.stack([few_values(rng, n, width) for _ in range(groups)])).to(getattr(torch, dtype))
@@ -139,15 +137,14 @@ def test_diversity_select(
     candidate = np.stack(
         [np.isin(np.arange(n), rng.choice(n, (n + count) // 2, replace=False)) for _ in range(groups)]
     )
-    assert_diverse(run, tokens, candidate, reserved, count, batch, single)
+    assert_diverse(run, tokens, candidate, reserved, count, batch)
 
 
-@SINGLE
-def test_the_farthest_is_chosen_where_no_two_are_alike(run: Runner, single: bool) -> None:
+def test_the_farthest_is_chosen_where_no_two_are_alike(run: Runner) -> None:
     rng = np.random.default_rng(3)
     tokens = torch.from_numpy(np.stack([spread(rng, 31, 24) for _ in range(2)])).float()
     candidate = np.arange(31)[None] % 7 != np.array([[0], [3]])
-    assert_diverse(run, tokens, candidate, np.array([[0, 7], [3, 10]]), 8, 4, single)
+    assert_diverse(run, tokens, candidate, np.array([[0, 7], [3, 10]]), 8, 4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -158,7 +155,7 @@ def test_rows_of_every_magnitude(run: Runner, dtype: torch.dtype) -> None:
     rows = np.sign(few_values(rng, 30, 6)) * 2.0**exponents
     tokens = torch.from_numpy(rows)[None].to(dtype)
     assert torch.isfinite(tokens).all()
-    assert_diverse(run, tokens, np.ones((1, 30), bool), np.array([[4, 9]]), 7, 4, single=False)
+    assert_diverse(run, tokens, np.ones((1, 30), bool), np.array([[4, 9]]), 7, 4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -167,21 +164,21 @@ def test_equal_rows_tie_wherever_they_stand(run: Runner, dtype: torch.dtype) -> 
     # Three rows, over and over, in another order in each block of rows; long, so that sums round.
     rows = rng.normal(size=(3, 200))[rng.integers(0, 3, 67)]
     tokens = torch.from_numpy(rows)[None].to(dtype)
-    assert_diverse(run, tokens, np.ones((1, 67), bool), np.array([[17]]), 30, 16, single=False)
+    assert_diverse(run, tokens, np.ones((1, 67), bool), np.array([[17]]), 30, 16)
 
 
 def test_rows_like_one_that_is_kept_are_as_good_as_each_other(run: Runner) -> None:
     # A third of a row is no power of two of it, so their cosine rounds to either side of 1.
     kept = np.random.default_rng(7).normal(size=(8, 5))
     tokens = torch.from_numpy(np.concatenate([kept, kept / 3, kept / 7]))[None].float()
-    assert_diverse(run, tokens, (np.arange(24) >= 8)[None], np.arange(8)[None], 8, 8, single=False)
+    assert_diverse(run, tokens, (np.arange(24) >= 8)[None], np.arange(8)[None], 8, 8)
 
 
 def test_two_chunks_of_tokens(run: Runner) -> None:
     rng = np.random.default_rng(8)
     tokens = torch.from_numpy(few_values(rng, 1060, 4)[None]).half()
     candidate = (np.arange(1060) > 1000)[None]
-    assert_diverse(run, tokens, candidate, np.array([[2]]), 30, 16, single=True)
+    assert_diverse(run, tokens, candidate, np.array([[2]]), 30, 16)
 
 
 @pytest.mark.slow
@@ -190,7 +187,7 @@ def test_the_most_tokens_there_may_be(run: Runner) -> None:
     n = 1 << 15
     tokens = torch.from_numpy(rng.choice([-2.0, -1.0, 0.0, 1.0], (1, n, 1))).half()
     assert_top(run, tokens, rng.integers(0, 99, (1, n)), -(-n // 100))
-    assert_diverse(run, tokens, rng.random((1, n)) < 0.5, rng.integers(n - 9, n, (1, 3)), 20, 20, single=True)
+    assert_diverse(run, tokens, rng.random((1, n)) < 0.5, rng.integers(n - 9, n, (1, 3)), 20, 20)
 
 
 @given(data=st.data(), n=st.integers(1, 36), batch=st.integers(4, 18), seed=st.integers(0, 2**32 - 1))
@@ -202,8 +199,8 @@ def test_any_small_case(run: Runner, data: st.DataObject, n: int, batch: int, se
     tokens = torch.from_numpy(few_values(rng, n, data.draw(st.integers(1, 9), label="width"))[None])
     reserved = rng.choice(n, (1, data.draw(st.integers(0, n), label="reserves")), replace=False)
     count = data.draw(st.integers(1, int(candidate.sum())), label="count")
-    dtype, single = data.draw(st.sampled_from(DTYPES), label="dtype"), data.draw(st.booleans(), label="single")
-    assert_diverse(run, tokens.to(dtype), candidate, reserved, count, batch, single)
+    dtype = data.draw(st.sampled_from(DTYPES), label="dtype")
+    assert_diverse(run, tokens.to(dtype), candidate, reserved, count, batch)
 
 
 @pytest.mark.parametrize("dtype", slow_except({"float16"}, ["float32", "float16"]))
@@ -220,7 +217,6 @@ def test_the_function_bodies_in_onnx_runtime_agree(run: Runner, dtype: str) -> N
     top = run(kernel_runs.top_rho(torch.from_numpy(tokens), torch.from_numpy(norms), shape.outliers))
     np.testing.assert_array_equal(top["outlier"].bool().numpy(), expected["outlier"])
     np.testing.assert_allclose(top["sink"].numpy(), expected["sink"], rtol=2e-3, atol=2e-3)
-    for single in (False, True):
-        arrays = (torch.from_numpy(array) for array in (tokens, candidate, reserved))
-        chosen = run(kernel_runs.diversity(*arrays, shape.diverse, shape.batch, single))["chosen"]
-        np.testing.assert_array_equal(chosen.numpy(), expected["chosen"])
+    arrays = (torch.from_numpy(array) for array in (tokens, candidate, reserved))
+    chosen = run(kernel_runs.diversity(*arrays, shape.diverse, shape.batch))["chosen"]
+    np.testing.assert_array_equal(chosen.numpy(), expected["chosen"])

@@ -31,7 +31,7 @@ import tensorrt_rtx as trt
 
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.families import parse_budget
-from sinkprune.engines.plugin_graph import custom_nodes, for_plugins, has_shape_inputs, realisations
+from sinkprune.engines.plugin_graph import custom_nodes, for_plugins, realisations
 
 Array = np.ndarray[Any, Any]
 N, D = 80, 32
@@ -59,22 +59,21 @@ def attributes(node: onnx.NodeProto) -> dict[str, Any]:
     return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
 
 
-@pytest.mark.parametrize(("version", "namespace"), [(BEFORE, "sinkprune"), (SINCE, "sinkprune_ahead_of_time")])
-def test_nodes_are_named_for_the_parser(model: onnx.ModelProto, version: tuple[int, ...], namespace: str) -> None:
-    fitted = for_plugins(model, version, namespace)
-    named = {"plugin_namespace": namespace.encode(), "plugin_version": b"1"}
+@pytest.mark.parametrize("version", [BEFORE, SINCE])
+def test_nodes_are_named_for_the_parser(model: onnx.ModelProto, version: tuple[int, ...]) -> None:
+    fitted = for_plugins(model, version)
+    named = {"plugin_namespace": b"sinkprune", "plugin_version": b"1"}
     assert attributes(node_of(fitted, "TopRho")) == {"per_mille": 10, **named}
     node = node_of(fitted, "DiversitySelect")
     count = 64 * N // 576
     assert attributes(node) == {"batch": 16, "count": count, **named}
     assert len(node.input) == 3
-    assert not has_shape_inputs(model)
 
 
 def test_functions_are_stripped_where_they_would_win(model: onnx.ModelProto) -> None:
     before = model.SerializeToString()
-    assert [function.name for function in for_plugins(model, BEFORE, "sinkprune").functions] == []
-    assert {function.name for function in for_plugins(model, SINCE, "sinkprune").functions} == {
+    assert [function.name for function in for_plugins(model, BEFORE).functions] == []
+    assert {function.name for function in for_plugins(model, SINCE).functions} == {
         "TopRho",
         "DiversitySelect",
     }
@@ -84,7 +83,7 @@ def test_functions_are_stripped_where_they_would_win(model: onnx.ModelProto) -> 
 def test_other_functions_stay(model: onnx.ModelProto) -> None:
     changed = deepcopy(model)
     changed.functions.append(helper.make_function("other", "TopRho", [], [], [], []))
-    assert [function.domain for function in for_plugins(changed, BEFORE, "sinkprune").functions] == ["other"]
+    assert [function.domain for function in for_plugins(changed, BEFORE).functions] == ["other"]
 
 
 def with_computed_count(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -96,8 +95,7 @@ def with_computed_count(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def test_a_computed_count_is_a_shape_input(model: onnx.ModelProto) -> None:
     changed = with_computed_count(model)
-    assert has_shape_inputs(changed)
-    fitted = for_plugins(changed, BEFORE, "sinkprune")
+    fitted = for_plugins(changed, BEFORE)
     node = node_of(fitted, "DiversitySelect")
     assert attributes(node)["tensorrt_plugin_shape_input_indices"] == [3]
     assert "count" not in attributes(node)
@@ -108,8 +106,7 @@ def test_a_count_in_a_constant_node_is_an_attribute(model: onnx.ModelProto) -> N
     changed = with_computed_count(model)
     constant = numpy_helper.from_array(np.array([5]))
     changed.graph.node.insert(0, helper.make_node("Constant", [], ["count"], name="five", value=constant))
-    assert not has_shape_inputs(changed)
-    assert attributes(node_of(for_plugins(changed, BEFORE, "sinkprune"), "DiversitySelect"))["count"] == 5
+    assert attributes(node_of(for_plugins(changed, BEFORE), "DiversitySelect"))["count"] == 5
 
 
 class TopRho(OpRun):
@@ -151,7 +148,7 @@ def test_the_fitted_graph_computes_what_the_exported_one_does(model: onnx.ModelP
         "norms": np.linalg.norm(tokens, axis=-1),
         "salience": rng.random((2, N), dtype=np.float32),
     }
-    fitted = for_plugins(model, BEFORE, "sinkprune")
+    fitted = for_plugins(model, BEFORE)
     onnx.checker.check_model(fitted)
     expected = ReferenceEvaluator(model).run(None, inputs)
     found = ReferenceEvaluator(fitted, new_ops=[TopRho, DiversitySelect]).run(None, inputs)
@@ -163,7 +160,7 @@ def test_a_node_without_a_name_of_its_own_is_refused(model: onnx.ModelProto) -> 
     changed = deepcopy(model)
     node_of(changed, "TopRho").name = node_of(changed, "DiversitySelect").name
     with pytest.raises(EnginesError, match="2 nodes of domain sinkprune and 1 names"):
-        for_plugins(changed, SINCE, "sinkprune")
+        for_plugins(changed, SINCE)
     node_of(changed, "TopRho").name = ""
     with pytest.raises(EnginesError, match="each needs its own"):
         custom_nodes(changed)
@@ -175,7 +172,7 @@ def test_an_operator_without_a_plugin_is_refused(model: onnx.ModelProto) -> None
     with pytest.raises(
         EnginesError, match=r"no plugin is known for node 'TopRho_node_0', TopTau .* TopRho, Diversity"
     ):
-        for_plugins(changed, SINCE, "sinkprune")
+        for_plugins(changed, SINCE)
 
 
 def parsed(model: onnx.ModelProto) -> Any:
@@ -221,7 +218,7 @@ def plugin_layer(name: str) -> FakeLayer:
 def test_plugins_differ_from_functions(model: onnx.ModelProto) -> None:
     both = FakeNetwork([plugin_layer("TopRho_node_0"), plugin_layer("DiversitySelect_node_14")])
     for version, realisation in ((SINCE, "plugin"), (BEFORE, "stripped")):
-        found = realisations(for_plugins(model, version, "sinkprune"), both, trt)
+        found = realisations(for_plugins(model, version), both, trt)
         assert found == {"TopRho_node_0": realisation, "DiversitySelect_node_14": realisation}
 
     inlined = FakeLayer("Div_2", trt.LayerType.ELEMENTWISE, "[ONNX Layer: Div_2 | Local Function: DiversitySelect]")
@@ -276,7 +273,7 @@ def test_the_real_parser_creates_our_plugin(
     model: onnx.ModelProto, tmp_path: Path, version: tuple[int, ...], operator: str, created: str
 ) -> None:
     """TensorRT-RTX, like TensorRT since 10.7, prefers the plugin to a function in the file."""
-    fitted = for_plugins(model, version, "sinkprune")
+    fitted = for_plugins(model, version)
     # The other node needs its function, because it has no plugin here.
     others = [function for function in model.functions if function.name != operator]
     if version < SINCE:

@@ -157,11 +157,11 @@ def test_the_timing_cache_is_reused_where_it_fits(library: Libraries) -> None:
 def test_sanitizers_are_fitted_to_plugins_and_nothing_else_is(
     library: Libraries, bundle: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[int, bool]] = []
+    asked: list[int] = []
 
-    def register_for_build(trt: Any, sm: int, *, shape_inputs: bool) -> tuple[str, dict[str, str]] | None:
-        asked.append((sm, shape_inputs))
-        return ("sinkprune", {"TopRho": "sum"}) if sm >= 80 else None
+    def register_for_build(trt: Any, sm: int) -> dict[str, str] | None:
+        asked.append(sm)
+        return {"TopRho": "sum"} if sm >= 80 else None
 
     monkeypatch.setattr(registry, "register_for_build", register_for_build)
     trt, source = library("10.3.0", 87), bundle("opset20")
@@ -172,5 +172,5 @@ def test_sanitizers_are_fitted_to_plugins_and_nothing_else_is(
     fitted = trt.fit(sanitizer)
     assert sanitizer.functions
     assert not fitted.functions
-    assert (trt.plugins, asked) == ({"TopRho": "sum"}, [(87, False)])
+    assert (trt.plugins, asked) == ({"TopRho": "sum"}, [87])
     assert library("10.3.0", 75).fit(sanitizer) is sanitizer

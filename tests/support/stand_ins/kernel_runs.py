@@ -60,12 +60,8 @@ def diversity(
     reserved: torch.Tensor,
     count: int,
     batch: int,
-    single: bool = False,
 ) -> Case:
-    """Return the case of `DiversitySelect` on tokens [G,N,D], candidate [G,N] and reserved [G,R]; writes `chosen`.
-
-    One launch a phase, or a `single` one as an ahead-of-time plugin has it.
-    """
+    """Return the case of `DiversitySelect` on tokens [G,N,D], candidate [G,N] and reserved [G,R]; writes `chosen`."""
     groups, n, width = tokens.shape
     memory = {
         "tokens": tokens.contiguous(),
@@ -76,11 +72,7 @@ def diversity(
         "workspace": torch.full((launches.diversity_workspace(groups, n) // 4,), torch.nan),
     }
     sizes = {"G": groups, "N": n, "D": width, "R": reserved.shape[1], "count": count, "batch": batch}
-    return Case(_single_launch if single else launches.diversity_launches, memory, sizes)
-
-
-def _single_launch(addresses: dict[str, int], sizes: dict[str, int], dtype: str) -> list[Launch]:
-    return launches.in_one_launch(launches.diversity_launches(addresses, sizes, dtype))
+    return Case(launches.diversity_launches, memory, sizes)
 
 
 @contextmanager

@@ -23,12 +23,7 @@ INDEX = "index.json"
 
 KERNELS = {
     "TopRho": ("top_rho",),
-    "DiversitySelect": (
-        "diversity_phase",
-        "diversity_phase_unaligned",
-        "diversity_select",
-        "diversity_select_unaligned",
-    ),
+    "DiversitySelect": ("diversity_phase", "diversity_phase_unaligned"),
 }
 """The names of the kernels of each plugin, by the plugin's name; `compile.py` compiles them."""
 
@@ -63,20 +58,6 @@ def binary(kernel: str, dtype: str, sm: int) -> Binary:
             "which is older than all of them. Build the engines again on it; they then do without plugins."
         )
     return _read(shipped[max(lower)], shipped[max(lower)]["ptx"])
-
-
-def ptx(kernel: str, dtype: str, sm: int) -> Binary:
-    """Return the PTX of `kernel` for tokens of `dtype` on exactly `sm`, e.g. 87, for an ahead-of-time plugin.
-
-    Raises `BackendError` if it is not shipped.
-    """
-    shipped = _shipped(kernel, dtype)
-    if sm not in shipped:
-        raise BackendError(
-            f"the kernel {kernel} for {dtype} tokens is shipped for {_listed(shipped)}, not for sm_{sm}. Build the "
-            "engines for one of these."
-        )
-    return _read(shipped[sm], shipped[sm]["ptx"])
 
 
 def sha256(plugin: str) -> str:

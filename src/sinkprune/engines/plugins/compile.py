@@ -4,8 +4,8 @@ Run `python -m sinkprune.engines.plugins.compile` after a change of `kernels.py`
 until then.
 
 The archive holds a cubin and a PTX for each kernel, type of the tokens and sm. Cubins load without a compiler, and on
-drivers older than the PTX. The PTX is for ahead-of-time plugins, and for GPUs newer than the list. LZMA reduces the
-files to a seventh, less than the 5 MB of the wheel's limit, and `zipfile` reads them on any board.
+drivers older than the PTX. The PTX is for GPUs newer than the list. LZMA reduces the files to a seventh, and
+`zipfile` reads them on any board.
 """
 
 from __future__ import annotations
@@ -73,15 +73,11 @@ class Configuration:
 def configurations(dtype: str) -> dict[str, Configuration]:
     """Return how every kernel is compiled for tokens of `dtype`, by its name in `launches.py` and `binaries.py`."""
     phase = {"ROWS": launches.ROWS, "DEPTH": _DEPTH[dtype], "CHUNK": 1024}
-    # One block has all the work of a group, so it is a large one.
-    select = {**phase, "ROWS": 128}
     aligned = ("tokens", "width")
     return {
         "top_rho": Configuration("top_rho", _TOP_RHO, {"COLUMNS": launches.COLUMNS, "ROWS": 128, "CHUNK": 1024}, 4),
         "diversity_phase": Configuration("diversity_select", _DIVERSITY, phase, 4, aligned),
         "diversity_phase_unaligned": Configuration("diversity_select", _DIVERSITY, phase, 4),
-        "diversity_select": Configuration("diversity_select", _DIVERSITY, select, 8, aligned),
-        "diversity_select_unaligned": Configuration("diversity_select", _DIVERSITY, select, 8),
     }
 
 

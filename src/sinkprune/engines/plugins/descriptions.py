@@ -1,6 +1,6 @@
 """The plugins of domain `sinkprune`: their tensors, attributes and kernel launches.
 
-`plugin_v3.py` and `ahead_of_time.py` wrap these descriptions for TensorRT. `plugin_graph.py` adapts graphs to them.
+`plugin_v3.py` wraps these descriptions for TensorRT. `plugin_graph.py` adapts graphs to them.
 The function bodies of `sinkprune.export.pruning.functions` define the semantics.
 """
 
@@ -11,25 +11,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sinkprune.engines.plugins.launches import (
-    SCRATCH_ROWS,
     Launch,
     diversity_launches,
-    diversity_phases,
     diversity_workspace,
-    top_rho_grid,
     top_rho_launches,
-    variant,
 )
 
 DOMAIN = "sinkprune"
 """The ONNX domain of the nodes that plugins replace."""
-# TensorRT finds a plugin by name, version and namespace. Both kinds of plugin may be registered at once.
+# TensorRT finds a plugin by name, version and namespace.
 NAMESPACE = "sinkprune"
-"""The namespace of plugins that are Python classes (`plugin_v3.py`)."""
-AHEAD_OF_TIME_NAMESPACE = "sinkprune_ahead_of_time"
-"""The namespace of plugins that are compiled into an engine (`ahead_of_time.py`)."""
 VERSION = "1"
-"""The version of every plugin; TensorRT gives ahead-of-time plugins version 1."""
 
 Sizes = Mapping[str, int]
 """The sizes of a call by name: G groups of N tokens of width D, R reserved tokens, and the plugin's attributes."""
@@ -52,7 +44,7 @@ def tensor_types(library: Any, tokens: Any) -> dict[TensorType, Any]:
 
 @dataclass(frozen=True)
 class PluginTensor:
-    """An input or output of a plugin, or an output in place of a workspace."""
+    """An input or output of a plugin."""
 
     name: str
     type: TensorType
@@ -61,25 +53,8 @@ class PluginTensor:
 
 
 @dataclass(frozen=True)
-class SingleKernel:
-    """A whole node as one kernel without workspace, for an ahead-of-time plugin.
-
-    The kernel's parameters are the inputs, the integers, the outputs and `scratch`, in this order.
-    """
-
-    kernel: Callable[[int], str]
-    """From a width D, the kernel's name in `binaries.py`."""
-    integers: Callable[[Mapping[str, Any], Any], Sequence[Any]]
-    """The kernel's integers from sizes, which may be symbolic, and `tensorrt.plugin`, which calculates with them."""
-    grid: Callable[[Any, int], tuple[Any, ...]]
-    """The blocks along three axes, from G, which may be symbolic, and D."""
-    scratch: tuple[PluginTensor, ...] = ()
-    """Outputs in place of a workspace, which nothing reads."""
-
-
-@dataclass(frozen=True)
 class Plugin:
-    """The inputs, outputs and launches of a plugin, for both kinds of TensorRT plugins."""
+    """The inputs, outputs and launches of a plugin."""
 
     name: str
     """The name of the plugin, and the operator of the ONNX nodes that it replaces."""
@@ -94,8 +69,6 @@ class Plugin:
     launches: Callable[[Mapping[str, int], Sizes, str], list[Launch]]
     """Its kernels in order, from device addresses (by tensor name, and `workspace`), sizes, and the tokens' type as
     `Launch.dtype` names it."""
-    single: SingleKernel
-    """The same work as `launches`, as one kernel."""
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -123,11 +96,6 @@ def _top_rho(addresses: Mapping[str, int], sizes: Sizes, dtype: str) -> list[Lau
     return top_rho_launches(addresses, {**sizes, "count": count}, dtype)
 
 
-def _diversity_integers(sizes: Mapping[str, Any], symbolic: Any) -> Sequence[Any]:
-    count, batch = sizes["count"], sizes["batch"]
-    return (sizes["N"], sizes["D"], sizes["R"], count, batch, 0, diversity_phases(count, batch))
-
-
 PLUGINS = (
     Plugin(
         name="TopRho",
@@ -137,15 +105,6 @@ PLUGINS = (
         attributes=("per_mille",),
         workspace=lambda sizes: 0,
         launches=_top_rho,
-        single=SingleKernel(
-            kernel=lambda width: "top_rho",
-            integers=lambda sizes, symbolic: (
-                sizes["N"],
-                sizes["D"],
-                symbolic.max(symbolic.cdiv(sizes["N"] * sizes["per_mille"], 1000), 1),
-            ),
-            grid=top_rho_grid,
-        ),
     ),
     Plugin(
         name="DiversitySelect",
@@ -159,13 +118,6 @@ PLUGINS = (
         attributes=("batch",),
         workspace=lambda sizes: diversity_workspace(sizes["G"], sizes["N"]),
         launches=diversity_launches,
-        single=SingleKernel(
-            kernel=lambda width: variant("diversity_select", width),
-            integers=_diversity_integers,
-            # The second axis is the group, which has one block.
-            grid=lambda groups, width: (1, groups, 1),
-            scratch=(PluginTensor("scratch", "float32", ("G", SCRATCH_ROWS, "N")),),
-        ),
     ),
 )
 """The plugins of domain `sinkprune`, one for each operator."""

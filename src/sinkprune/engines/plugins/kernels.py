@@ -6,17 +6,15 @@ Ties go to the lower index: equal rows are given the same arithmetic wherever th
 
 `diversity_select` runs the phases `first` to `last` (exclusive): 0 measures the rows, 1 compares them with what is
 reserved, and each one after that is a round, which chooses `batch` candidates and compares the rows with them. The
-maximum so far is kept in `scratch`, +inf once a token is chosen or no candidate. It is compiled twice, as the table
-in `compile.py` says: for one launch a phase (`diversity_phase`: any number of blocks a group, which all choose alike
-and compare each its own rows) and for one launch of all phases (`diversity_select`: one block a group, so that a
-block's barrier is all the synchronisation it needs, and an ahead-of-time plugin can hold it).
+maximum so far is kept in `scratch`, +inf once a token is chosen or no candidate. Each phase is a launch
+(`diversity_phase` in `compile.py`), of any number of blocks a group, which all choose alike and compare each its own
+rows.
 
 Work and traffic, N tokens of width D, R reserved and K chosen in rounds of b: 2*N*D*(R+K-b) FLOP, and N*D elements
 read 2 + R/32 + (K-b)/16 times, mostly from L2. For N=576, D=1024, fp16, 64 + 64, b=16 that is 132 MFLOP and 8.3 MB:
 2 us at the rates of an H200-class GPU, were it one kernel on all of it. It is not: six dependent launches, in each a
-chain of loads, 32 counts to find a threshold, or both. With `top_rho` an H200 takes 100 us in a CUDA graph, and 366
-us as one block a group, since one SM reads those 8.3 MB (docs/measurements/gpu-h200.md). Time grows as N * (R + K)
-once N passes 128 blocks of 32 rows.
+chain of loads, 32 counts to find a threshold, or both. With `top_rho` an H200 takes 100 us in a CUDA graph
+(docs/measurements/gpu-h200.md). Time grows as N * (R + K) once N passes 128 blocks of 32 rows.
 """
 
 from __future__ import annotations

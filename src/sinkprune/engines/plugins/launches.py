@@ -1,8 +1,8 @@
 """The kernel launches of `TopRho` and `DiversitySelect`, from raw device addresses. Needs no Triton.
 
-The kernels are in `kernels.py`, their binaries come from `binaries.py`. A kernel's parameters are in the order of an
-ahead-of-time TensorRT plugin: inputs, integers, outputs. Masks are int32, not bool: TensorRT's plugins take no BOOL
-(NvInferRuntimePlugin.h, `PluginTensorDesc::type`), and the graph has casts.
+The kernels are in `kernels.py`, their binaries come from `binaries.py`. A kernel's parameters are its
+inputs, integers and outputs. Masks are int32, not bool: TensorRT's plugins take no BOOL (NvInferRuntimePlugin.h,
+`PluginTensorDesc::type`), and the graph has casts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def diversity_phases(count: int, batch: int) -> int:
 
 
 def diversity_workspace(groups: int, n: int) -> int:
-    """Return the bytes of workspace that `diversity_launches` needs; as an output of one kernel, fp32 [G,4,N]."""
+    """Return the bytes of workspace that `diversity_launches` needs: fp32 [G,4,N]."""
     return groups * SCRATCH_ROWS * n * 4
 
 
@@ -83,14 +83,6 @@ def diversity_launches(addresses: Mapping[str, int], sizes: Mapping[str, int], d
         integers = _integers(n, width, sizes["R"], count, batch, phase, phase + 1)
         launches.append(Launch(kernel, dtype, (blocks, sizes["G"], 1), (*inputs, *integers, *outputs)))
     return launches
-
-
-def in_one_launch(phases: list[Launch]) -> list[Launch]:
-    """Return the launches of `diversity_launches` as one with one block a group, for an ahead-of-time plugin."""
-    first, last = phases[0], phases[-1]
-    kernel = first.kernel.replace("diversity_phase", "diversity_select")
-    arguments = (*first.arguments[:9], last.arguments[9], *first.arguments[10:])
-    return [Launch(kernel, first.dtype, last.grid, arguments)]
 
 
 def variant(kernel: str, width: int, tokens: int = 0) -> str:

@@ -7,18 +7,13 @@ folder, and finds the installed entry point. TensorRT's registry keeps the creat
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 from sinkprune.contract.errors import BackendError
-from sinkprune.engines.plugins.ahead_of_time import register_ahead_of_time
 from sinkprune.engines.plugins.binaries import sha256, shipped_sms
-from sinkprune.engines.plugins.descriptions import AHEAD_OF_TIME_NAMESPACE, NAMESPACE, PLUGINS, VERSION
+from sinkprune.engines.plugins.descriptions import NAMESPACE, PLUGINS, VERSION
 from sinkprune.engines.plugins.kernel_runner import KernelRunner
 from sinkprune.engines.plugins.plugin_v3 import creator
-
-FIRST_AHEAD_OF_TIME = (10, 9)
-"""The first TensorRT with `tensorrt.plugin.aot_impl`."""
 
 
 def register(library: Any) -> dict[str, str]:
@@ -38,19 +33,9 @@ def register(library: Any) -> dict[str, str]:
     return {plugin.name: sha256(plugin.name) for plugin in PLUGINS}
 
 
-def register_for_build(library: Any, sm: int, *, shape_inputs: bool) -> tuple[str, dict[str, str]] | None:
+def register_for_build(library: Any, sm: int) -> dict[str, str] | None:
     """Register the plugins for a build with `library` for `sm`; None if no kernels are shipped for such a GPU.
 
-    Returns the namespace of the plugins, and the plugins that engines need when they are loaded, as `register` does.
-    Engines need none if the library has ahead-of-time plugins, a PTX is shipped for `sm`, and no node has
-    `shape_inputs`. Raises `BackendError` if the library rejects a plugin. Never run with a library that builds them.
+    Returns the plugins that engines need when they are loaded, as `register` does, and raises what `register` raises.
     """
-    if sm < min(shipped_sms()):
-        return None
-    version = tuple(int(part) for part in library.__version__.split(".")[:2])
-    if version < FIRST_AHEAD_OF_TIME or sm not in shipped_sms() or shape_inputs:
-        return NAMESPACE, register(library)
-    plugins = import_module(f"{library.__name__}.plugin")
-    for plugin in PLUGINS:
-        register_ahead_of_time(library, plugins, plugin, sm)
-    return AHEAD_OF_TIME_NAMESPACE, {}
+    return None if sm < min(shipped_sms()) else register(library)

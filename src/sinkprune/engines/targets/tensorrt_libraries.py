@@ -15,7 +15,7 @@ from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import Target
 from sinkprune.contract.errors import BackendError, EnginesError, UsageError
 from sinkprune.contract.files.output_files import write_whole
-from sinkprune.engines.plugin_graph import custom_nodes, for_plugins, has_shape_inputs, read_model
+from sinkprune.engines.plugin_graph import custom_nodes, for_plugins, read_model
 from sinkprune.engines.plugins import registry
 from sinkprune.engines.preflight import COPIES, BuildMemory, system_memory
 from sinkprune.engines.targets.tensorrt import TensorRTBuilder, export_again
@@ -71,12 +71,11 @@ class TensorRT(TensorRTBuilder):
         if not custom_nodes(model):
             return model
         (sm,) = self.compute_capabilities
-        registered = registry.register_for_build(self._trt, sm, shape_inputs=has_shape_inputs(model))
-        if registered is None:
+        needed = registry.register_for_build(self._trt, sm)
+        if needed is None:
             return model
-        namespace, needed = registered
         self.plugins |= needed
-        return for_plugins(model, _version(self._trt), namespace)
+        return for_plugins(model, _version(self._trt))
 
     def network_flags(self) -> int:
         """Return the flag for strong types before TensorRT 11; later networks always have them."""
