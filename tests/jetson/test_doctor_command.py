@@ -53,10 +53,7 @@ def test_a_board_from_a_workstation() -> None:
     builds = [line.split() for line in done.stdout.splitlines() if line.endswith((" no", " yes"))]
     assert [(row[0], row[-1]) for row in builds] == [("fp16", "no"), ("int8", "no"), ("int4", "yes")]
     assert re.search(r"^weights .* disk GB with --move +build fits$", done.stdout, re.MULTILINE)
-    assert re.search(r"^MAXN +no limit +as in the tables below$", done.stdout, re.MULTILINE)
-    assert re.search(
-        r"^15W +15 W +longer than in the tables below; its clocks .* not known", done.stdout, re.MULTILINE
-    )
+    assert re.search(r"^power modes +7W, 15W, 25W, MAXN$", done.stdout, re.MULTILINE)
     assert "llava-1.5-7b: int4 at retain-192 on tensorrt. Only int4 fits.\n" in done.stdout
     assert "libraries" not in done.stdout
     assert not re.search(r" $", done.stdout, re.MULTILINE)
@@ -65,8 +62,6 @@ def test_a_board_from_a_workstation() -> None:
 def test_without_times_no_table_speaks_of_times() -> None:
     done = doctor("--board", "orin-nano-8gb", "--backend", "ort-cpu")
     assert done.code == 0, done.stderr
-    assert re.search(r"^power mode +budget$", done.stdout, re.MULTILINE)
-    assert re.search(r"^15W +15 W$", done.stdout, re.MULTILINE)
     assert "Bounds of times are known only for TensorRT on a board." in done.stdout
 
 
@@ -81,7 +76,7 @@ def test_what_to_do_first_names_the_model() -> None:
 def test_tables_fit_into_100_columns(board: str) -> None:
     for models in ([], ["llava-1.5-13b", "qwen2.5-vl-7b"]):
         done = doctor("--board", board, *models, "--picture", "1280x720")
-        tables = re.split("\n(Recommended|First|Next):", done.stdout.partition("power mode")[2])[0]
+        tables = re.split("\n(Recommended|First|Next):", done.stdout.partition("for programs")[2])[0]
         assert max(map(len, tables.splitlines())) <= 100
         assert "\N{HORIZONTAL ELLIPSIS}" not in tables
 
@@ -113,13 +108,6 @@ def test_a_recorded_board_is_described(tmp_path: Path) -> None:
         "name": "15W",
         "modes": {"15W": 0, "25W": 1, "MAXN_SUPER": 2, "7W": 3},
     }
-    modes = [(mode["name"], mode["watts"], mode["current"], mode["bounds_hold"]) for mode in report["power_modes"]]
-    assert modes == [
-        ("7W", 7, False, False),
-        ("15W", 15, True, False),
-        ("25W", 25, False, False),
-        ("MAXN_SUPER", None, False, True),
-    ]
     # This Python is none of the board's.
     assert any("is installed for Python 3.10" in finding["found"] for finding in report["findings"])
     assert any(finding["stops"] for finding in report["findings"])

@@ -142,7 +142,6 @@ def test_the_longest_text_is_the_last_that_fits() -> None:
         rows = schedule(manifest, "sinkpruner", budget, [layout])
         found = model.forms[-1].budgets[budget]
         assert found.longest_text is not None
-        assert found.longest_context == rows.rows + found.longest_text
         needs = [
             running_need(manifest, None, built=False, layouts=[layout], planned=rows, tokens=tokens).bytes
             for tokens in (found.longest_text, found.longest_text + 1)
@@ -150,7 +149,7 @@ def test_the_longest_text_is_the_last_that_fits() -> None:
         assert needs[0] <= 7_150_000_000 < needs[1]
     # With enough memory the model's positions are the limit. Without memory for the weights, no text fits.
     roomy = preset("llava-1.5-7b", usable=1 << 40).forms[-1].budgets["none"]
-    assert (roomy.longest_text, roomy.longest_context) == (4096 - 576, 4096)
+    assert roomy.longest_text == 4096 - 576
     heavy = model.forms[0].budgets["none"]
-    assert (heavy.longest_text, heavy.longest_context) == (0, 0)
+    assert heavy.longest_text == 0
     assert preset("llava-1.5-7b").forms[0].budgets["none"].longest_text is None

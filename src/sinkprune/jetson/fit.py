@@ -114,8 +114,6 @@ class BudgetFit:
     """The most tokens of prompt and answer together that memory, model and engines allow after the picture.
 
     None if the machine's memory is unknown."""
-    longest_context: int | None
-    """`longest_text` and the picture's tokens into the LLM; 0 if no text fits."""
 
 
 @dataclass(frozen=True)
@@ -296,7 +294,6 @@ def _budget_fit(
         decode_bytes=step,
         bounds=bounds,
         longest_text=max(text, 0) if target.usable_bytes else None,
-        longest_context=planned.rows * (text >= 0) + max(text, 0) if target.usable_bytes else None,
     )
 
 

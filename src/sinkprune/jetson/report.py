@@ -29,7 +29,6 @@ from sinkprune.jetson.fit import (
     fit,
 )
 from sinkprune.jetson.host.machine import Machine
-from sinkprune.jetson.host.power_mode import ModeFacts, mode_facts
 from sinkprune.jetson.next_steps import first_steps, next_steps, recommendations
 from sinkprune.jetson.presets import preset_manifest, read_presets
 from sinkprune.jetson.recommendation import Recommendation
@@ -69,8 +68,6 @@ class DoctorReport:
     models: tuple[ModelFit, ...]
     overview: bool
     """Whether `models` are all presets, because the user named no model."""
-    power_modes: tuple[ModeFacts, ...]
-    """The board's power modes; empty without a known board."""
     recommendations: tuple[Recommendation, ...]
     """How to run each model that can run."""
     first: tuple[str, ...]
@@ -135,7 +132,6 @@ def _report(
         findings=tuple(findings),
         models=models,
         overview=not query.models,
-        power_modes=mode_facts(machine.power_mode if machine else None, facts.power_modes if facts else ()),
         recommendations=tuple(recommended),
         first=tuple(first_steps(findings, recommended)),
         next=tuple(next_steps(models, recommended, findings, dialect)),

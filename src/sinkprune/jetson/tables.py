@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from rich.table import Table
 from rich.text import Text
 
 from sinkprune.contract.checks.format_value import counted
-from sinkprune.contract.command_line.table_console import TableConsole, make_table, plain_text
+from sinkprune.contract.command_line.table_console import TableConsole, plain_text
 from sinkprune.contract.system.memory_need import gigabytes
 from sinkprune.jetson.boards import Board
 from sinkprune.jetson.findings import Finding
 from sinkprune.jetson.host.machine import Machine
-from sinkprune.jetson.host.power_mode import ClockFrequency, ModeFacts
+from sinkprune.jetson.host.power_mode import ClockFrequency
 from sinkprune.jetson.host.python_environment import Library
 from sinkprune.jetson.model_tables import (
     budget_table,
@@ -42,9 +41,6 @@ def print_report(report: DoctorReport) -> None:
         console.print(_finding(finding), soft_wrap=True)
     if report.machine and not report.findings:
         console.print("No problems found.")
-    if report.power_modes:
-        console.print()
-        console.print(_power_modes(report.power_modes, any(model.has_bounds for model in report.models)))
     if report.overview:
         console.print()
         console.print(overview(report.models, report.recommendations))
@@ -77,18 +73,6 @@ def _print_advice(console: TableConsole, report: DoctorReport) -> None:
             console.print(plain_text(f"  {line}"), soft_wrap=True)
     if report.first and not report.next:
         console.print("  Then run sinkprune-doctor again: it prints the commands.")
-
-
-def _power_modes(modes: Sequence[ModeFacts], with_bounds: bool) -> Table:
-    """Return the table of a board's power modes; `with_bounds` says whether the tables below have bounds."""
-    table = make_table(["power mode", "budget", *(["bounds"] if with_bounds else [])])
-    for mode in modes:
-        name = f"{mode.name}{' (now)' if mode.current else ''}"
-        longer = "longer than in the tables below; its clocks are not known here"
-        bounds = "as in the tables below" if mode.bounds_hold else longer
-        watts = f"{mode.watts} W" if mode.watts else "no limit"
-        table.add_row(plain_text(name), watts, *([bounds] if with_bounds else []))
-    return table
 
 
 def _machine_rows(machine: Machine) -> Iterator[tuple[str, str]]:
@@ -139,7 +123,8 @@ def _board_rows(board: Board | None, report: DoctorReport) -> Iterator[tuple[str
     yield "module", f"{board.module}, sm_{board.sm}"
     int8 = f", {board.int8_tops:g} TOPS int8" if board.int8_tops else ""
     figures = f"{board.memory_gb} GB, {board.gb_per_s:g} GB/s, {board.fp16_tflops:g} TFLOP/s fp16{int8}"
-    yield "datasheet", f"{figures} (dense; verify before quoting)"
+    yield "power modes", ", ".join(board.power_modes)
+    yield "datasheet", f"{figures} (dense, fastest power mode; verify before quoting)"
     if report.machine is None and report.usable_bytes:
         yield "for programs", f"about {gigabytes(report.usable_bytes)}, without a desktop"
 

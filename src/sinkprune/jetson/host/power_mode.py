@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sinkprune.jetson.host.system_files import SystemFiles
@@ -27,29 +26,14 @@ class PowerMode:
 
     @property
     def fastest(self) -> tuple[str, int] | None:
-        """The mode without limits and its number; None if the board has none."""
-        name = fastest_mode(self.modes)
+        """The mode without limits and its number; None if the board has none. MAXN_SUPER is faster than MAXN."""
+        name = max((name for name in self.modes if name.startswith("MAXN")), key=len, default=None)
         return (name, self.modes[name]) if name else None
 
     @property
     def is_fastest(self) -> bool:
         """Whether the board is in its fastest mode, or has none."""
         return self.fastest is None or self.fastest[1] == self.id
-
-
-@dataclass(frozen=True)
-class ModeFacts:
-    """The known facts of a board's power mode."""
-
-    name: str
-    number: int | None
-    """The argument of `nvpmodel -m`; None for a board elsewhere."""
-    watts: int | None
-    """The power budget in its name; None without one."""
-    current: bool | None
-    """Whether the board is in this mode; None for a board elsewhere."""
-    bounds_hold: bool
-    """Whether bounds are for this mode. Other modes are slower, with clocks that are unknown here."""
 
 
 @dataclass(frozen=True)
@@ -78,23 +62,6 @@ def read_power_mode(files: SystemFiles) -> PowerMode | None:
         return None
     number = int(found[1])
     return PowerMode(number, next((name for name, own in modes.items() if own == number), None), modes)
-
-
-def mode_facts(found: PowerMode | None, names: tuple[str, ...]) -> tuple[ModeFacts, ...]:
-    """Return the power modes of nvpmodel, or without it those of `names`. Datasheets are for the fastest."""
-    modes: dict[str, int | None] = dict(found.modes) if found and found.modes else dict.fromkeys(names)
-    watts = {name: int(budget[1]) if (budget := re.search(r"(\d+)W", name)) else None for name in modes}
-    unlimited = fastest_mode(modes)
-    fastest = unlimited or max(modes, key=lambda name: watts[name] or 0, default=None)
-    return tuple(
-        ModeFacts(name, number, watts[name], number == found.id if found and found.modes else None, name == fastest)
-        for name, number in sorted(modes.items(), key=lambda mode: watts[mode[0]] or 10**9)
-    )
-
-
-def fastest_mode(names: Iterable[str]) -> str | None:
-    """Return the mode without limits, or None. MAXN_SUPER is faster than MAXN if a board has both."""
-    return max((name for name in names if name.startswith("MAXN")), key=len, default=None)
 
 
 def read_cpu_clock(files: SystemFiles) -> ClockFrequency | None:
