@@ -76,7 +76,8 @@ def test_what_to_do_first_names_the_model() -> None:
 def test_tables_fit_into_100_columns(board: str) -> None:
     for models in ([], ["llava-1.5-13b", "qwen2.5-vl-7b"]):
         done = doctor("--board", board, *models, "--picture", "1280x720")
-        tables = re.split("\n(Recommended|First|Next):", done.stdout.partition("for programs")[2])[0]
+        tables = re.split("\n(?=preset |weights )", done.stdout, maxsplit=1)[1]
+        tables = re.split("\n(Recommended|First|Next):", tables)[0]
         assert max(map(len, tables.splitlines())) <= 100
         assert "\N{HORIZONTAL ELLIPSIS}" not in tables
 
