@@ -19,7 +19,7 @@ import numpy as np
 from sinkprune import Answer, Pipeline
 from sinkprune.calibration.tasks import load_task
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.progress_lines import ProgressLines
+from sinkprune.contract.command_line.progress import progress_bar
 from sinkprune.runtime.commands import name_list
 
 
@@ -45,10 +45,10 @@ def main(arguments: Sequence[str] | None) -> None:
     for budget in options.budgets:
         asked = {"budget": budget, "method": options.method, "max_new_tokens": 1}
         rows = list[list[float]]()
-        with ProgressLines(f"asking with {budget}", len(items), "questions") as lines:
+        with progress_bar(f"asking with {budget}", len(items), "questions") as count:
             for item in items:
                 rows.append(heights(pipeline.generate(item.load_image(), item.question.prompt, **asked)))
-                lines.update(advance=1)
+                count()
         found = np.array(rows)
         errors = found.std(axis=0) / len(found) ** 0.5
         columns = (f"{mean:.3f} ±{error:.3f}" for mean, error in zip(found.mean(axis=0), errors, strict=True))

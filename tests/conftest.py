@@ -22,7 +22,6 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.command_line import progress_lines
 from sinkprune.contract.manifest import DialectName
 from sinkprune.contract.precision import WeightsName
 from sinkprune.runtime.backends.models import Model
@@ -202,14 +201,6 @@ def photo_file(photo: Image.Image, tmp_path_factory: pytest.TempPathFactory) -> 
     path = tmp_path_factory.mktemp("photo") / "coffee.jpg"
     photo.save(path, quality=95)
     return path
-
-
-@pytest.fixture(autouse=True, scope="session")
-def no_progress_lines() -> Iterator[None]:
-    """Tests find what a command writes to stderr in less than ten seconds, however slow the machine is."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(progress_lines, "SECONDS", 3600.0)
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -58,9 +58,6 @@ def parse(monkeypatch: pytest.MonkeyPatch) -> Parse:
 
     def parsed(self: argparse.ArgumentParser, *given: Any, **named: Any) -> argparse.Namespace:
         options = plain(self, *given, **named)
-        # The parser tries readings of `--json` on copies, whose `error` raises.
-        if "error" in vars(self):
-            return options
         raise Parsed(options)
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
@@ -89,13 +86,12 @@ def test_json_means_the_same_in_every_command(command: str, parse: Parse) -> Non
     file, printed = Path("out.json"), Path("-")
     for words, expected in (
         ((*positionals, *needed), None),
-        (("--json", *positionals, *needed), printed),
         ((*positionals, *needed, "--json"), printed),
         ((*positionals, "--json", *needed), printed),
         (("--json", "-", *positionals, *needed), printed),
         ((*positionals, *needed, "--json", "-"), printed),
         (("--json=-", *positionals, *needed), printed),
-        (("--js", *positionals, *needed), printed),
+        ((*positionals, *needed, "--js"), printed),
         (("--json", "out.json", *positionals, *needed), file),
         (("--json=out.json", *positionals, *needed), file),
         ((*positionals, *needed, "--json", "out.json"), file),
@@ -104,28 +100,10 @@ def test_json_means_the_same_in_every_command(command: str, parse: Parse) -> Non
         assert given(parse(command, *words)) == ([*positionals], expected), words
 
 
-def test_a_json_file_may_be_a_positional(parse: Parse, tmp_path: Path) -> None:
-    # In former versions --json had no value.
-    random = ("-o", "bundle", "--random-weights")
-    assert given(parse("export", "--json", "config.json", *random)) == (["config.json"], Path("-"))
-    assert given(parse("export", "--json", "config.json", "x", *random)) == (["x"], Path("config.json"))
-    assert given(parse("doctor", "--json", str(tmp_path), "preset")) == ([str(tmp_path), "preset"], Path("-"))
-    folder = tmp_path / "bundle.json"
-    folder.mkdir()
-    assert given(parse("doctor", "--json", str(folder))) == ([str(folder)], Path("-"))
-
-
-def test_an_option_without_its_value_leaves_the_bundle(parse: Parse, sinkprune: Callable[..., Outcome]) -> None:
-    for words, power in (
-        (("--power", "bundle"), "auto"),
-        (("bundle", "--power"), "auto"),
-        (("--power", "rapl", "bundle"), "rapl"),
-    ):
-        options = parse("profile", *words, *_QUESTION)
-        assert (options.power, options.bundle) == (power, Path("bundle"))
-    assert "invalid choice: 'rappel'" in sinkprune("profile", "bundle", "--power", "rappel", *_QUESTION).stderr
-    # Of --power, --plot and --prompt
-    assert "ambiguous option: --p " in sinkprune("profile", "bundle", "--p", *_QUESTION).stderr
+def test_a_positional_after_a_bare_option_is_its_value(tmp_path: Path, sinkprune: Callable[..., Outcome]) -> None:
+    assert "required: BUNDLE" in sinkprune("profile", "--json", "bundle", *_QUESTION).stderr
+    assert "invalid choice: 'bundle'" in sinkprune("profile", "--power", "bundle", *_QUESTION).stderr
+    assert_refused(sinkprune("doctor", "--json", str(tmp_path)), "expected .json")
 
 
 def test_another_ending_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from support.programs.commands import own_process, without_notes, without_progress, wrote
+from support.programs.commands import own_process, without_notes, wrote
 from support.programs.repository import ROOT
 from support.stand_ins import without_network
 
@@ -71,7 +71,7 @@ def test_commands_use_neither_home_nor_network(
     for command, *arguments in commands:
         done = run_offline(own_process(str(command), *arguments), home)
         named = [file for option, file in pairwise(arguments) if option in ("--overlay", "--plot", "--json")]
-        assert (done.returncode, without_notes(without_progress(done.stderr))) == (0, wrote(*named)), command
+        assert (done.returncode, without_notes(done.stderr)) == (0, wrote(*named)), command
         assert list(home.rglob("*")) == [], command
 
 

@@ -31,7 +31,7 @@ from sinkprune.contract.bundle import read_runnable
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
-from sinkprune.contract.command_line.progress_lines import status
+from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.reports.progress import OnProgress
 

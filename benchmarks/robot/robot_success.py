@@ -23,7 +23,7 @@ from sinkprune.calibration.evaluation.intervals import PictureBootstrap, wilson
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.json_output import write_json
-from sinkprune.contract.command_line.progress_lines import ProgressLines
+from sinkprune.contract.command_line.progress import progress_bar
 from sinkprune.demo.robot_table import RobotTable
 from sinkprune.runtime.commands.interrupts import beside_earlier
 from sinkprune.runtime.system.processor import processor_name
@@ -66,13 +66,13 @@ def main(arguments: Sequence[str] | None) -> None:
     plans += [(method, budget) for method, own in policy.bundle.manifest.plans.items() for budget in own]
     episodes, interrupted, earlier = list[dict[Plan, Episode]](), "", ""
     try:
-        with ProgressLines("acting", options.episodes * len(plans), "episodes") as lines:
+        with progress_bar("acting", options.episodes * len(plans), "episodes") as count:
             for number in range(options.episodes):
                 own = dict[Plan, Episode]()
                 # Methods take turns, so that times are of the same minutes.
                 for plan in plans:
                     own[plan] = run_episode(policy, number, *plan)
-                    lines.update(advance=1)
+                    count()
                 episodes.append(own)
     except KeyboardInterrupt as interrupt:
         if not episodes:

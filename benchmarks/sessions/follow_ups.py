@@ -27,7 +27,7 @@ from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
-from sinkprune.contract.command_line.progress_lines import status
+from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.text.questions import Question
 from sinkprune.demo.scene_questions import questions_about

@@ -21,7 +21,7 @@ from PIL import Image
 from sinkprune import Pipeline, Session
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
-from sinkprune.contract.command_line.progress_lines import status
+from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.files.output_files import check_outputs
 
 QUESTIONS = "What colour is the circle?", "How many red objects are there?"

@@ -1,10 +1,8 @@
-"""Benchmarks that take long show their progress."""
+"""Benchmarks that ask few questions, or are interrupted."""
 
 from __future__ import annotations
 
 import json
-import re
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,42 +10,30 @@ import pytest
 from PIL import Image
 
 import follow_ups
-import kept_heights
-from sinkprune.contract.command_line import progress_lines
 from sinkprune.contract.command_line.command import INTERRUPTED
 
 
-class SlowPipeline:
-    """Answers each question in 50 milliseconds, without a model."""
+class QuickPipeline:
+    """Answers each question without a model."""
 
     def generate(self, *_: object, **__: object) -> SimpleNamespace:
-        time.sleep(0.05)
         return SimpleNamespace(text="yes", ms={"ttft": 1.0}, tokens_per_layer=[8])
 
 
-def test_long_benchmarks_have_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_lines, "SECONDS", 0.05)
+def test_few_questions_are_noted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     question = SimpleNamespace(prompt="Is it red?", is_right=lambda text: text == "yes")
     picture = Image.new("RGB", (8, 8))
-    item = SimpleNamespace(load_image=lambda: picture, question=question)
-    for module in (kept_heights, follow_ups):
-        monkeypatch.setattr(module, "Pipeline", SimpleNamespace(load=lambda *_, **__: SlowPipeline()))
-    monkeypatch.setattr(kept_heights, "load_task", lambda *_: [item] * 4)
-    monkeypatch.setattr(kept_heights, "heights", lambda _: [0.5])
+    monkeypatch.setattr(follow_ups, "Pipeline", SimpleNamespace(load=lambda *_, **__: QuickPipeline()))
     monkeypatch.setattr(follow_ups, "questions_about", lambda *_: [(picture, question)] * 4)
     monkeypatch.setattr(follow_ups, "_last", lambda _: {1})
-    for main in (kept_heights.main, follow_ups.main):
-        code, (printed, lines) = main([str(Path("bundle"))]), capsys.readouterr()
-        assert code == 0, lines
-        if main != kept_heights.main:
-            assert "Small sample: 4 questions. " in printed
-        assert re.search(r"^asking with retain-64: [1-4] of 4 questions in ", lines, re.MULTILINE), lines
+    assert follow_ups.main([str(Path("bundle"))]) == 0
+    assert "Small sample: 4 questions. " in capsys.readouterr().out
 
 
 def test_interrupted_follow_ups_keep_the_answers_so_far(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    class Interrupted(SlowPipeline):
+    class Interrupted(QuickPipeline):
         asked = 0
 
         def generate(self, *_: object, **__: object) -> SimpleNamespace:

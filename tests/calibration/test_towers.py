@@ -16,7 +16,7 @@ from skimage import data
 
 from sinkprune.calibration.towers import VisionTower
 from support.models.tower_checkpoints import KINDS, PATCHES, PLANTED, SIZE, blocks, make_tower
-from support.programs.commands import assert_refused, run, without_progress, wrote
+from support.programs.commands import assert_refused, run, wrote
 from support.programs.slow_cases import slow_except
 
 Towers = Callable[[str], Path]
@@ -156,6 +156,6 @@ def test_a_missing_package_is_named_with_its_extra(package: str, tower: Towers, 
     words = [sys.executable, "-c", program, package, "norms", str(tower("dinov2")), "--data", str(photos)]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 2, done.stderr
-    stderr = without_progress(done.stderr)
+    stderr = done.stderr
     assert stderr.startswith(f"error: measuring a tower without an LLM needs the package '{package}'")
     assert "pip install 'sinkprune[towers]'" in done.stderr

@@ -12,7 +12,7 @@ import pytest
 from sinkprune.contract.errors import BundleError
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
-from support.programs.commands import assert_refused, own_process, run, without_progress
+from support.programs.commands import assert_refused, own_process, run
 
 Checkpoints = Callable[[str], Path]
 Bundles = Callable[..., Path]
@@ -90,7 +90,7 @@ def test_a_name_that_is_not_utf_8_is_reported(place: Path) -> None:
     command = own_process("sinkprune-export", "llava-1.1b", "--random-weights", "-o", os.fsdecode(b"out\xff"))
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2
-    assert without_progress(done.stderr) == "error: the name 'out\\udcff' is not UTF-8. Choose another.\n"
+    assert done.stderr == "error: the name 'out\\udcff' is not UTF-8. Choose another.\n"
 
 
 def test_what_is_read_is_not_written_into(place: Path, checkpoint: Checkpoints, bundle: Bundles) -> None:

@@ -17,7 +17,6 @@ from importlib import import_module
 from typing import Any
 
 from fuzz.child import Call, run_here
-from sinkprune.contract.command_line import progress_lines
 
 _OUTPUT_BYTES = 1 << 20
 """The bytes of each stream that are read; more are not needed to judge it."""
@@ -33,8 +32,6 @@ def serve(modules: list[str]) -> None:
     for module in modules:
         import_module(module)
     _import_onnxruntime()
-    # Lines of progress would be noise where a busy machine takes five seconds.
-    progress_lines.SECONDS = 3600.0
     gc.collect()
     gc.freeze()
     for line in sys.stdin:

@@ -11,7 +11,7 @@ from sinkprune.calibration.moments import Moment, load_moments
 from sinkprune.calibration.pictures import note_items, seen_shares
 from sinkprune.calibration.tasks import Item, load_task, naming
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.command_line.progress_lines import status
+from sinkprune.contract.command_line.progress import status
 from sinkprune.runtime.commands import BundleOptions, load_pipeline
 from sinkprune.runtime.commands.picture_notes import note_files
 from sinkprune.runtime.commands.policy_options import load_policy

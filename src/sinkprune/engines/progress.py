@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import TaskID
 
 from sinkprune.contract.command_line.interrupts import INTERRUPTS
-from sinkprune.contract.command_line.progress_lines import ProgressLines
+from sinkprune.contract.command_line.progress import new_bars
 
 
 class BuildProgress:
@@ -45,63 +44,49 @@ SILENT = BuildProgress()
 """Shows nothing of a build."""
 
 
-class TerminalProgress(BuildProgress, Progress):
-    """Shows a build on stderr: a bar of graphs and a bar for each running phase, or lines without a terminal."""
+class TerminalProgress(BuildProgress):
+    """Shows a build on a terminal's stderr while its block runs: a bar of graphs and a bar for each running phase."""
 
     def __init__(self) -> None:
-        console = Console(stderr=True)
-        super().__init__(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._lines = ProgressLines("reading", beside_bar=True)
-        self._graphs = self.add_task("reading", total=None)
+        self._bars = new_bars()
+        self._graphs = self._bars.add_task("reading", total=None)
         self._phases: dict[str, TaskID] = {}
         self._depths: dict[str, int] = {}
 
-    def start(self) -> None:
-        """Start the display."""
-        self._lines.__enter__()
-        super().start()
+    def __enter__(self) -> TerminalProgress:
+        self._bars.start()
+        return self
 
-    def stop(self) -> None:
-        """End the display."""
-        super().stop()
-        self._lines.__exit__(None, None, None)
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
 
     def report(self, line: str) -> None:
         """Write the line, also without a terminal."""
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._bars.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def part(self, what: str, done: float, total: float, unit: str) -> None:
         """Show the work in the place of the graphs."""
-        self.update(self._graphs, description=what, completed=round(100 * done / (total or 1)), total=100)
-        self._lines.report(what, done, total, unit)
+        self._bars.update(self._graphs, description=what, completed=done, total=total or None)
 
     def graph(self, name: str, number: int, total: int, work: str = "building engines") -> None:
         """Set the bar of graphs to `number` of `total`, with the name of the current graph."""
-        self.update(self._graphs, description=name, completed=number, total=total)
-        self._lines.report(work, number, total, "graphs")
+        text = f"{work}: {number} of {total} graphs, {name}"
+        self._bars.update(self._graphs, description=text, completed=number, total=total)
 
     def phase_start(self, name: str, parent: str | None, steps: int) -> None:
         """Add a bar for the phase, indented below its parent's."""
         self._depths[name] = self._depths.get(parent or "", 0) + 1
-        self._phases[name] = self.add_task("  " * self._depths[name] + name, total=steps)
+        self._phases[name] = self._bars.add_task("  " * self._depths[name] + name, total=steps)
 
     def step_complete(self, name: str, step: int) -> None:
         """Advance the phase's bar to after the step `step`, counted from 0."""
         if name in self._phases:
-            self.update(self._phases[name], completed=step + 1)
+            self._bars.update(self._phases[name], completed=step + 1)
 
     def phase_finish(self, name: str) -> None:
         """Remove the phase's bar."""
         if name in self._phases:
-            self.remove_task(self._phases.pop(name))
+            self._bars.remove_task(self._phases.pop(name))
 
 
 def new_monitor(trt: Any, progress: BuildProgress, interrupted: threading.Event) -> Any:

@@ -16,7 +16,7 @@ from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser, PathOrName
 from sinkprune.contract.command_line.json_output import json_outputs, write_result
-from sinkprune.contract.command_line.progress_lines import status
+from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.files.trust import add_sign_option, sum_lines

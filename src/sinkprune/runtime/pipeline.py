@@ -11,7 +11,7 @@ from typing import Any
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.arguments import checks_options, checks_options_and
-from sinkprune.contract.command_line.progress_lines import shown_progress
+from sinkprune.contract.command_line.progress import shown_progress
 from sinkprune.contract.costs.file import ANSWER_COSTS
 from sinkprune.contract.costs.model import Costs
 from sinkprune.contract.reports.progress import OnProgress, reporting, unreported

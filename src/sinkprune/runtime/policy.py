@@ -11,7 +11,7 @@ from dataclasses import replace
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.arguments import check_plan_names, check_type, checks_options, checks_options_and
-from sinkprune.contract.command_line.progress_lines import shown_progress
+from sinkprune.contract.command_line.progress import shown_progress
 from sinkprune.contract.costs.actions import ActionCosts
 from sinkprune.contract.costs.file import ACTION_COSTS
 from sinkprune.contract.manifest import PolicyFacts

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from sinkprune.calibration.scheduling import report_text
 from sinkprune.calibration.scheduling.propose import Proposer
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.checks.fields import from_json
-from sinkprune.contract.command_line import progress_lines
 from sinkprune.contract.costs import model as costs_model
 from sinkprune.contract.costs.model import Costs
 from sinkprune.runtime.backends.known import KNOWN
@@ -73,22 +71,6 @@ def test_what_became_of_the_costs_is_noted(own: Path, tmp_path: Path, monkeypatc
             assert run(*words, *way).stderr.startswith(
                 f"{DRAWN}{said}measured at 0 %. Measure them again when the machine"
             )
-
-
-def test_progress_ends_before_the_result(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slowly(*given: Any) -> None:
-        write_costs(*given)
-        time.sleep(0.2)
-
-    write_costs = schedule_command._write_costs
-    monkeypatch.setattr(schedule_command, "_write_costs", slowly)
-    monkeypatch.setattr(progress_lines, "SECONDS", 0.05)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    words = ("sinkprune-calibrate", "schedule", own, "--seconds", 0, "--costs", tmp_path / "costs.json")
-    lines = run(*words).stderr.splitlines()
-    results = [number for number, line in enumerate(lines) if re.match("note: the costs are kept|wrote ", line)]
-    progress = [number for number, line in enumerate(lines) if line.startswith("measuring")]
-    assert len(results) == 2 and progress and max(progress) < min(results)
 
 
 @pytest.mark.usefixtures("any_prediction")

@@ -17,7 +17,7 @@ from PIL import Image
 from sinkprune.runtime.commands.act import main as act
 from sinkprune.runtime.commands.run import main as run
 from sinkprune.runtime.policy import Policy
-from support.programs.commands import without_notes, without_progress
+from support.programs.commands import without_notes
 
 CLOSED, FULL = (OSError(number, os.strerror(number)) for number in (errno.EPIPE, errno.ENOSPC))
 
@@ -38,7 +38,7 @@ def into(error: OSError, main: Callable[..., int], *words: object) -> tuple[int,
     stderr = io.StringIO()
     with redirect_stdout(_TakesNothing(error)), redirect_stderr(stderr):
         code = main([*map(str, words)])
-    return code, without_notes(without_progress(stderr.getvalue()))
+    return code, without_notes(stderr.getvalue())
 
 
 @pytest.fixture(scope="module")

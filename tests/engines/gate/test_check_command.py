@@ -13,7 +13,6 @@ from PIL import Image
 
 from sinkprune import Answer, Pipeline
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.contract.engines_manifest import ENGINES, read_engines
 from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.engines.gate import comparing, recording
@@ -22,7 +21,7 @@ from sinkprune.engines.gate.limits import rounding_of
 from sinkprune.engines.gate.question import GateQuestion
 from sinkprune.engines.gate.recording import record
 from sinkprune.engines.gate.report import GateReport, first_refusal
-from sinkprune.engines.progress import SILENT
+from sinkprune.engines.progress import SILENT, TerminalProgress
 from sinkprune.runtime import backends
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.backends.compatibility import open_engines
@@ -242,10 +241,14 @@ def test_engines_and_answers_have_progress_of_their_own(
 ) -> None:
     lines = dict[str, list[str]]()
 
-    def noted(progress: ProgressLines, what: str, done: float, total: float, unit: str) -> None:
+    def noted(progress: object, what: str, done: float, total: float, unit: str) -> None:
         lines.setdefault(what, []).append(f"{done:g} of {total:g} {unit}")
 
-    monkeypatch.setattr(ProgressLines, "report", noted)
+    def graph(progress: object, name: str, number: int, total: int, work: str) -> None:
+        noted(progress, work, number, total, "graphs")
+
+    monkeypatch.setattr(TerminalProgress, "part", noted)
+    monkeypatch.setattr(TerminalProgress, "graph", graph)
     outcome = run("sinkprune-check", source, built("onnxruntime"), "--image", photo_file, "--json")
     report = json.loads(outcome.stdout)
     engines, tokens = len(report["graphs"]), sum(text["tokens"] for text in report["texts"])

@@ -14,7 +14,7 @@ from threading import Thread
 
 import pytest
 
-from support.programs.commands import assert_refused, run, without_progress
+from support.programs.commands import assert_refused, run
 from support.programs.repository import ROOT
 
 _PROGRAM = """
@@ -84,7 +84,7 @@ def exported(tmp_path: Path, names: list[str], **environment: str) -> list[tuple
     command = [sys.executable, "-c", _PROGRAM, str(tmp_path / "out"), *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=variables)
     assert done.returncode == 0, done.stderr
-    return [(code, without_progress(message)) for code, message in json.loads(done.stdout)]
+    return [(code, message) for code, message in json.loads(done.stdout)]
 
 
 def test_what_the_hub_rejects_is_reported_in_one_message(tmp_path: Path) -> None:

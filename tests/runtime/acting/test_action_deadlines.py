@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -16,7 +17,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from sinkprune import Policy
-from sinkprune.contract.command_line import progress_lines
 from sinkprune.contract.costs.actions import ActionCosts, BudgetCosts
 from sinkprune.contract.costs.model import Place
 from sinkprune.contract.errors import BudgetError, DeadlineError, UsageError
@@ -24,6 +24,7 @@ from sinkprune.runtime.acting import chunk
 from sinkprune.runtime.acting.deadline import FEWEST_STEPS, ChosenChunk, ChunkDeadline, check_costs, choose_chunk
 from sinkprune.runtime.acting.report import ActionReport
 from sinkprune.runtime.deadline.request_history import MARGIN, RequestHistory
+from support.programs.commands import Terminal
 
 BUDGETS = ("prune-77.8", "prune-88.9")
 NAMES = ("none", *BUDGETS)
@@ -182,9 +183,9 @@ def warm(bundle: Callable[..., Path], photo: Image.Image) -> Policy:
 
 
 def test_a_warm_up_reports_its_progress_if_wanted(
-    warm: Policy, photo: Image.Image, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    warm: Policy, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress_lines, "SECONDS", 0.01)
+    monkeypatch.setattr(sys, "stderr", stderr := Terminal())
     reported, costs = set[tuple[str, str]](), warm.costs
 
     def report(what: str, done: float, total: float, unit: str) -> None:
@@ -193,7 +194,7 @@ def test_a_warm_up_reports_its_progress_if_wanted(
 
     for progress, shown in ((False, False), (report, False), (True, True)):
         warm.warm_up([photo, None], "go", STATE, budget="prune-88.9", seconds=0, progress=progress)
-        assert ("measuring costs: " in capsys.readouterr().err) == shown
+        assert ("measuring costs: " in stderr.getvalue()) == shown
     assert reported == {("measuring costs", "rounds")}
     warm.costs = costs
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,8 +12,6 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.command_line import progress_lines
-from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.request import Request
 from support.programs.commands import assert_refused, run
 
@@ -81,23 +78,6 @@ def test_a_picture_of_one_token_is_answered_unpruned(ask: tuple[Any, ...], bundl
     # By the costs that the first command kept.
     outcome = run(*words)
     assert outcome.code == 0 and "[none] TTFT" in outcome.stdout, (outcome.stdout, outcome.stderr)
-
-
-def test_slow_budgets_graphs_have_a_line(ask: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(*ask, "--warm-up").code == 0
-    load_plan = Chain.load_plan
-
-    def slow(chain: Chain, *plan: Any) -> None:
-        time.sleep(0.1)
-        load_plan(chain, *plan)
-
-    monkeypatch.setattr(Chain, "load_plan", slow)
-    monkeypatch.setattr(progress_lines, "SECONDS", 0.01)
-    outcome = run(*ask)
-    assert outcome.code == 0, outcome.stderr
-    lines = [line for line in outcome.stderr.splitlines() if line.startswith("loading the budgets' graphs: ")]
-    for done in (0, 3):
-        assert any(f" {done} of 4 budgets in " in line for line in lines), lines
 
 
 def test_times_that_cannot_be_kept_lead_to_a_warning(

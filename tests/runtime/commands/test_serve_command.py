@@ -25,7 +25,7 @@ from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend
 from sinkprune.runtime.commands import serve
-from support.programs.commands import assert_refused, own_process, run, without_progress
+from support.programs.commands import assert_refused, own_process, run
 
 
 def test_it_answers_until_it_is_interrupted(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_it_answers_until_it_is_interrupted(checkpoint: Callable[[str], Path], t
                 assert line, server.wait()
             assert re.fullmatch(
                 r"note: of a picture of 640x480 pixels, the model sees 75 % .* --fit pad .*\n",
-                without_progress(earlier),
+                earlier,
             )
             message = r"robot answers at (http://127\.0\.0\.1:\d+)/v1\. \1/ is a page to try it\. Ctrl-C ends it\.\n"
             found = re.fullmatch(message, line)
@@ -55,7 +55,7 @@ def test_it_answers_until_it_is_interrupted(checkpoint: Callable[[str], Path], t
             assert "<title>" in httpx.get(f"{found[1]}/").text
             server.send_signal(signal.SIGINT)
             out, errors = server.communicate(timeout=30)
-            assert (server.returncode, without_progress(errors)) == (0, "The server has ended.\n")
+            assert (server.returncode, errors) == (0, "The server has ended.\n")
             assert json.loads(out) == {"url": f"{found[1]}/v1", "models": ["robot", "robot:none", "robot:retain-64"]}
         finally:
             server.kill()

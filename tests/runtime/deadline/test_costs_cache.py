@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import time
@@ -18,13 +17,12 @@ import pytest
 from PIL import Image
 
 from sinkprune import CostsWarning, Pipeline
-from sinkprune.contract.command_line import progress_lines
 from sinkprune.contract.costs.file import ANSWER_COSTS, cache_costs, cache_file, read_costs
 from sinkprune.contract.costs.model import Costs, RecentRatios
 from sinkprune.contract.errors import UsageError
 from sinkprune.runtime.deadline import other_load
 from sinkprune.runtime.deadline.other_load import OtherLoad
-from support.programs.commands import run
+from support.programs.commands import Terminal, run
 
 Bundles = Callable[..., Path]
 QUESTION = "Is there a red circle?"
@@ -215,21 +213,18 @@ def test_costs_that_are_measured_under_load_are_a_warning(
     assert kept == f"note: the costs are kept in '{pipeline.save_costs()}'."
 
 
-def test_a_warm_up_shows_its_progress_if_wanted(
-    measured: Pipeline, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress_lines, "SECONDS", 0.05)
+def test_a_warm_up_shows_its_progress_if_wanted(measured: Pipeline, photo: Image.Image) -> None:
     reported = list[tuple[str, float, float, str]]()
 
     def written(**options: Any) -> str:
-        with redirect_stderr(io.StringIO()) as stderr:
+        with redirect_stderr(Terminal()) as stderr:
             measured.warm_up(photo, QUESTION, seconds=0.0, **options)
         return stderr.getvalue()
 
     costs = measured.costs
     assert written() == written(progress=lambda *each: reported.append(each)) == ""
     assert {(what, unit) for what, _, _, unit in reported} >= {("measuring costs", "rounds")}
-    assert re.search(r"^measuring costs: [\d.]+ of \d+ rounds in ", written(progress=True), re.MULTILINE)
+    assert re.search(r"measuring costs: [\d.]+ of \d+ rounds", written(progress=True))
     with pytest.raises(TypeError, match=r"progress is 'yes', expected True, False or a function\."):
         written(progress="yes")
     measured.costs = costs

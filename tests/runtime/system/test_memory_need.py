@@ -25,7 +25,7 @@ from sinkprune.runtime.backends.known import KNOWN, on_cpu
 from sinkprune.runtime.commands import memory as memory_command
 from sinkprune.runtime.commands.memory import free_bytes
 from sinkprune.runtime.families import load_family
-from support.programs.commands import BIN, assert_refused, run, without_progress
+from support.programs.commands import BIN, assert_refused, run
 from support.programs.slow_cases import every
 
 # Under a limit of so many bytes beyond what the process has; prints the peak of one without.
@@ -174,7 +174,7 @@ def test_too_little_memory_is_refused_with_both_numbers(
     asked = {"run": question, "profile": question, "serve": ("--port", 0)}.get(command, ())
     done = in_own_process(80 << 20, command, bundle("gqa-112"), *asked)
     assert done.returncode == 2, done.stderr
-    stderr = without_progress(done.stderr)
+    stderr = done.stderr
     assert stderr.count("\n") == 1
     assert stderr.startswith("error: not enough memory: '")
     assert re.search(r", (0\.1 GB|\d+ MB) are free", stderr)
@@ -189,7 +189,7 @@ def test_a_small_need_is_near_the_peak_and_not_printed(
     asked = ("--image", photo_file, "--fit", "pad", "--prompt", "What is this?", "--json", "--max-new-tokens", 4)
     done = in_own_process(0, "run", bundle("gqa-112", weights=form), *asked)
     assert done.returncode == 0, done.stderr
-    assert without_progress(done.stderr) == ""
+    assert done.stderr == ""
     answer, peak = done.stdout.splitlines()
     memory = json.loads(answer)["memory"]
     assert 0.7 <= memory["needed_bytes"] / (int(peak) * 1024) <= 1.4
@@ -205,7 +205,7 @@ def test_the_need_of_the_1b_preset(form: str, tmp_path: Path, photo_file: Path) 
     subprocess.run([BIN / "sinkprune-export", "llava-1.1b", *options, "-o", path], check=True, capture_output=True)
     done = in_own_process(0, "run", path, "--image", photo_file, "--prompt", "What?", "--json", "--max-new-tokens", 8)
     assert done.returncode == 0, done.stderr
-    assert without_progress(done.stderr).startswith("needs about ")
+    assert done.stderr.startswith("needs about ")
     answer, peak = done.stdout.splitlines()
     assert 0.8 <= json.loads(answer)["memory"]["needed_bytes"] / (int(peak) * 1024) <= 1.2
     weights = sum(file.stat().st_size for file in (path / "graphs" / "weights").iterdir())

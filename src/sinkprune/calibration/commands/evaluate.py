@@ -30,12 +30,12 @@ from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
+from sinkprune.contract.command_line.progress import progress_bar
 from sinkprune.contract.command_line.table_console import (
     TableConsole,
     make_table,
     median_text,
     plain_text,
-    progress_bar,
     spread_text,
 )
 from sinkprune.contract.command_line.written_files import write_output

@@ -28,8 +28,7 @@ from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser, PathOrName
-from sinkprune.contract.command_line.progress_lines import status
-from sinkprune.contract.command_line.table_console import progress_bar
+from sinkprune.contract.command_line.progress import progress_bar, status
 from sinkprune.contract.errors import OutputError, UsageError
 from sinkprune.contract.files.output_files import OutputFile, check_outputs
 from sinkprune.contract.manifest import MANIFEST

@@ -26,7 +26,7 @@ from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, write_json, write_result
-from sinkprune.contract.command_line.progress_lines import status
+from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.command_line.written_files import note_written, write_each
 from sinkprune.contract.costs.file import write_costs
 from sinkprune.contract.costs.model import Costs

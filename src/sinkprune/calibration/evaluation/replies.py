@@ -20,7 +20,7 @@ from sinkprune.calibration.evaluation.report import (
 from sinkprune.calibration.evaluation.sample_size import accuracy_warnings, mean_warnings
 from sinkprune.calibration.tasks import Item, naming, with_grey_picture
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.command_line.progress_lines import status
+from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.text.questions import Question

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import re
 import signal
 import sys
 import warnings
@@ -24,30 +23,14 @@ from sinkprune.contract.errors import CostsWarning, PictureWarning, SinkpruneErr
 
 INTERRUPTED = 130
 
-# Errors of the disk or of permissions, which users can mend.
-_DISK_ERRORS = ("ENOSPC", "EDQUOT", "EFBIG", "EACCES", "EPERM", "EROFS", "EIO", "ENAMETOOLONG")
-_NO_MEMORY = "Cannot allocate memory"
-# What Python, the linker, ONNX Runtime, OpenVINO and oneTBB report where the system has no more, and our message.
-_SHORTAGES = {
-    "can't start new thread|pthread_create failed|Resource temporarily unavailable|thread creation failed": (
-        "there are too few threads: {}. End other programs, raise the limit that is set (ulimit -u or -v, or "
-        "TasksMax of a systemd unit), or give --threads a smaller number."
+# What users can mend, by the system's errors.
+_REMEDIES = {
+    **dict.fromkeys(
+        ("ENOSPC", "EDQUOT", "EFBIG", "EACCES", "EPERM", "EROFS", "EIO", "ENAMETOOLONG"),
+        "Free space, or choose a place you may read and write.",
     ),
-    f"{_NO_MEMORY}|failed to map segment|bad_alloc|bad allocation|Failed to allocate memory": (
-        "there is too little memory: {}. End other programs, raise the limit that is set (ulimit -v), or use a "
-        "machine with more."
-    ),
-    "Too many open files": (
-        "no more files can be opened: {}. Raise the limit that is set (ulimit -n), or end other programs."
-    ),
-    "Failed to write external initializers": (
-        "the weights of a graph could not be written: the disk is full, or files may not be so large (ulimit -f). "
-        "Free space, or choose another place."
-    ),
-    "basic_ios::clear: iostream error": (
-        "openvino could not write or read the file of a graph: the disk is full, files may not be so large (ulimit "
-        "-f), or the file is damaged. Free space, or choose another place."
-    ),
+    "ENOMEM": "End other programs, raise the limit that is set (ulimit -v), or use a machine with more memory.",
+    **dict.fromkeys(("EMFILE", "ENFILE"), "Raise the limit that is set (ulimit -n), or end other programs."),
 }
 
 
@@ -61,11 +44,7 @@ def start(module: str, *words: str) -> int:
 
     def main(arguments: Sequence[str] | None) -> None:
         nonlocal code
-        # Here, because an interrupt before `run_command` ends in a traceback.
-        from sinkprune.contract.command_line.progress_lines import starting
-
-        with starting():
-            code = import_module(module).main([*words, *sys.argv[1:]])
+        code = import_module(module).main([*words, *sys.argv[1:]])
         # The command has reported output that cannot be written.
         _drop_unwritten_output()
 
@@ -106,13 +85,13 @@ def run_command(body: Callable[[Sequence[str] | None], None], arguments: Sequenc
         # The reader of our output ended early, as `head` does.
         return 0
     except KeyboardInterrupt as interrupt:
-        _write_last_line(f"interrupted; {escaped(str(interrupt) or 'nothing half-written was left.')}\n")
+        _write_to_stderr(f"interrupted; {escaped(str(interrupt) or 'nothing half-written was left.')}\n")
         return INTERRUPTED
     except Exception as error:
         message = _message_for_user(error)
         if message is None:
             raise
-        _write_last_line(f"error: {escaped(message)}\n")
+        _write_to_stderr(f"error: {escaped(message)}\n")
         return 2
     return 0
 
@@ -127,45 +106,25 @@ def naming_stdout() -> Iterator[None]:
         raise
 
 
-def _write_last_line(line: str) -> None:
-    """Write the last line of a command to stderr: no line of its start follows."""
-    # Without it there are none, and with too many open files it cannot be imported.
-    if lines := sys.modules.get("sinkprune.contract.command_line.progress_lines"):
-        lines.end_start_lines()
+def _write_to_stderr(line: str) -> None:
     with suppress(OSError):
         sys.stderr.write(line)
 
 
 def _message_for_user(error: Exception) -> str | None:
     """Return the message for an error that the user can mend; None for a bug."""
+    if isinstance(error, SinkpruneError):
+        return str(error)
     if isinstance(error, FileNotFoundError):
         try:
             os.getcwd()  # noqa: PTH109 -- pathlib is not loaded yet
         except FileNotFoundError:
             return "the current folder was removed. Change to a folder that exists, and run the command again."
-    if shortage := _shortage(error):
-        return shortage
-    if isinstance(error, SinkpruneError):
-        return str(error)
-    if isinstance(error, OSError) and errno.errorcode.get(error.errno or 0) in _DISK_ERRORS:
+    if isinstance(error, MemoryError):
+        error = OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)}: {error}".removesuffix(": "))
+    if isinstance(error, OSError) and (remedy := _REMEDIES.get(errno.errorcode.get(error.errno or 0, ""))):
         place = f" '{error.filename}'" if error.filename else ""
-        return f"the system refused{place}: {error.strerror}. Free space, or choose a place you may read and write."
-    return None
-
-
-def _shortage(error: BaseException | None) -> str | None:
-    """Return the message if `error`, or an error that caused it, is a lack of memory, threads or open files."""
-    while error is not None:
-        # Our own messages quote the user's text.
-        text = "" if isinstance(error, SinkpruneError) else str(error)
-        if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
-            text += _NO_MEMORY
-        for words, message in _SHORTAGES.items():
-            if re.search(words, text):
-                # Libraries write the cause last.
-                last = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
-                return message.format(last.rstrip(".")[-160:])
-        error = error.__cause__
+        return f"the system refused{place}: {error.strerror}. {remedy}"
     return None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import sys
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -13,8 +12,7 @@ from typing import Any, NoReturn, TypeVar
 from sinkprune import __version__
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import naming_stdout
-from sinkprune.contract.command_line.json_output import STDOUT, SUFFIX
-from sinkprune.contract.command_line.progress_lines import end_start_lines
+from sinkprune.contract.command_line.json_output import STDOUT
 
 Options = TypeVar("Options")
 _ALIKE = 0.7
@@ -40,14 +38,18 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=version, help="print the version and exit")
 
     def add_json(self, content: str) -> None:
-        """Add `--json [FILE]`, the `json_path` of `json_output` in this package; `content` is for the help."""
+        """Add `--json [FILE]`, the `json_path` of `json_output` in this package; `content` is for the help.
+
+        A positional after a bare `--json` would be its file, as with any optional value of argparse.
+        """
         self.add_argument(
             "--json",
             nargs="?",
             const=STDOUT,
             type=Path,
             metavar="FILE.json",
-            help=f"write {content} as JSON; without FILE.json, or with -, print the JSON and nothing else",
+            help=f"write {content} as JSON; without FILE.json, or with -, print the JSON and nothing else. "
+            "A bare --json comes last",
         )
 
     def error(self, message: str) -> NoReturn:
@@ -65,7 +67,6 @@ class CommandParser(argparse.ArgumentParser):
         ]
         near = [(word, found) for word in words for found in get_close_matches(word, names, 1, _ALIKE)]
         meant = f" Did you mean --{near[0][1]}{f' by --{near[0][0]}' * missing}?" if near else ""
-        end_start_lines()
         self.exit(2, f"error: {escaped(message + '.' + meant)} See {self.prog} --help.\n")
 
     def parse(self, arguments: Sequence[str] | None, kind: type[Options]) -> Options:
@@ -73,18 +74,9 @@ class CommandParser(argparse.ArgumentParser):
         return kind(**vars(self.parse_args(arguments)))
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse as argparse does, but leave a word to a positional rather than to an optional value."""
-        words = self._words = [*(sys.argv[1:] if args is None else args)]
-        end = words.index("--") if "--" in words else len(words)
-        for action in self._actions:
-            for place in range(end) if action.nargs == "?" else ():
-                if self._means(words[place], action):
-                    bare = [*words[:place], f"{action.option_strings[0]}={action.const}", *words[place + 1 :]]
-                    readings = [words, bare] if _is_value(words[place + 1 : end], action) else [bare, words]
-                    # Only the words left for BUNDLE distinguish `--json BUNDLE` from `--json FILE BUNDLE`.
-                    usual = words if action.choices else readings[0]
-                    words = next((reading for reading in readings if self._accepts(reading)), usual)
-        return super().parse_known_args(words, namespace)
+        """Parse as argparse does, and keep the words for `error`."""
+        self._words = [*(sys.argv[1:] if args is None else args)]
+        return super().parse_known_args(self._words, namespace)
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Print as argparse does, but raise `OSError` for a help or a version that standard output does not take."""
@@ -105,38 +97,9 @@ class CommandParser(argparse.ArgumentParser):
         """Return whether the word is an option, abbreviated or not, maybe with a value."""
         return any(name.startswith(word.partition("=")[0]) for name in self._option_string_actions)
 
-    def _means(self, word: str, option: argparse.Action) -> bool:
-        """Return whether the word is this option and no other, abbreviated or not, without `=` and a value."""
-        named = {action for name, action in self._option_string_actions.items() if name.startswith(word)}
-        return word in option.option_strings or (word.startswith("--") and named == {option})
-
-    def _accepts(self, words: Sequence[str]) -> bool:
-        """Return whether a copy of this parser, which raises instead of exiting, accepts `words`."""
-
-        def refuse(message: str) -> NoReturn:
-            raise argparse.ArgumentError(None, message)
-
-        trial = copy.copy(self)
-        trial.error = refuse  # type: ignore[method-assign]
-        try:
-            return not argparse.ArgumentParser.parse_known_args(trial, words)[1]
-        except argparse.ArgumentError:
-            return False
-
 
 def _as_started(prog: str) -> str:
     """Return `sinkprune run` as `sinkprune-run` in a process that was started by that name."""
     script = Path(sys.argv[0]).name
     verbs = script.replace("-", " ")
     return script + prog.removeprefix(verbs) if f"{prog} ".startswith(f"{verbs} ") else prog
-
-
-def _is_value(following: Sequence[str], action: argparse.Action) -> bool:
-    """Return whether the next word can be the option's value: one of its choices, a JSON file's name, or empty."""
-    if not following:
-        return False
-    word = following[0]
-    if action.choices:
-        return word in action.choices
-    # An empty word is a value that is missing, not BUNDLE.
-    return not word or word == str(STDOUT) or (Path(word).suffix.lower() == SUFFIX and not Path(word).is_dir())

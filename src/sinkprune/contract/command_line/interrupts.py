@@ -9,18 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from importlib.machinery import ExtensionFileLoader
-from traceback import walk_stack
+from contextlib import contextmanager
 from types import FrameType
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a command in order: Ctrl-C, the end of a service or a container, and that of a terminal."""
-SECONDS = 2.0
-"""How long an interrupt may take to end a command without a line about it."""
 _CLEAN_UP_S = 3.0
 """How long a clean-up may take before another Ctrl-C stops it."""
-_LINE = "interrupting: the step that runs now ends first\n"
 
 
 @contextmanager
@@ -40,7 +35,7 @@ def signals_as_interrupts() -> Iterator[None]:
     def on_dropped(dropped: sys.UnraisableHookArgs) -> None:
         if issubclass(dropped.exc_type, KeyboardInterrupt):
             handler.interrupted_at = None
-            _repeat(signal.SIGTERM)
+            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM)).start()
         else:
             hook(dropped)
 
@@ -51,8 +46,7 @@ def signals_as_interrupts() -> Iterator[None]:
     hook, sys.unraisablehook = sys.unraisablehook, on_dropped
     earlier = {number: signal.signal(number, handler) for number in numbers}
     try:
-        with _late_interrupts_noted():
-            yield
+        yield
     except Exception as error:
         if handler.interrupted_at is not None:
             raise KeyboardInterrupt from error
@@ -76,12 +70,8 @@ class _Interrupts:
         # A second Ctrl-C would stop the clean-up of the first. Later ones stop what still runs.
         if self.interrupted_at is not None and now - self.interrupted_at < _CLEAN_UP_S:
             return
-        if _loads_extension(frame):
-            # An exception in Python code that C++ calls may end the process.
-            _repeat(number)
-        else:
-            self.interrupted_at = now
-            raise KeyboardInterrupt
+        self.interrupted_at = now
+        raise KeyboardInterrupt
 
 
 def _leave_terminal() -> None:
@@ -91,52 +81,3 @@ def _leave_terminal() -> None:
         if stat.S_ISCHR(os.fstat(descriptor).st_mode):
             os.dup2(nowhere, descriptor)
     os.close(nowhere)
-
-
-def _repeat(number: int) -> None:
-    threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
-
-
-def _loads_extension(frame: FrameType | None) -> bool:
-    """Return whether `frame` or a caller imports a compiled module."""
-    return any(
-        caller.f_code.co_name in ("create_module", "exec_module")
-        and isinstance(caller.f_locals.get("self"), ExtensionFileLoader)
-        for caller, _ in walk_stack(frame)
-    )
-
-
-@contextmanager
-def _late_interrupts_noted() -> Iterator[None]:
-    """Print a line if one of `INTERRUPTS` has not ended the block after `SECONDS`.
-
-    Python handles signals in the main thread, between its own steps: a library's call, such as a run of a graph,
-    ends first. But it writes the number of each signal to a pipe at once, and a thread reads that. Only the main
-    thread may enter the block.
-    """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    ended = threading.Event()
-
-    def watch() -> None:
-        while number := os.read(reader, 1):
-            if number[0] in INTERRUPTS:
-                if not ended.wait(SECONDS):
-                    with suppress(OSError):
-                        sys.stderr.write(_LINE)
-                return
-
-    thread = threading.Thread(target=watch, name="sinkprune interrupts", daemon=True)
-    earlier = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        signal.set_wakeup_fd(earlier)
-        # The thread ends by a byte. Closing alone would not do where a forked process has the pipe too.
-        with suppress(BlockingIOError):
-            os.write(writer, bytes([signal.SIGINT]))
-        thread.join()
-        os.close(writer)
-        os.close(reader)

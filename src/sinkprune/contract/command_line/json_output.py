@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from sinkprune.contract.command_line.command import naming_stdout
+from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.command_line.written_files import write_each, write_output
 from sinkprune.contract.files.output_files import OutputFile
+from sinkprune.contract.reports.progress import OnProgress
 
 STDOUT = Path("-")
 """The value of `--json` that prints."""
-SUFFIX = ".json"
-"""The ending of a file that `--json` writes."""
 
 
 def prints_json(json_path: Path | None) -> bool:
@@ -27,7 +28,7 @@ def prints_json(json_path: Path | None) -> bool:
 
 def json_outputs(json_path: Path | None) -> list[OutputFile]:
     """Return the file that `write_json` will write, for `check_outputs`; empty if the JSON is printed."""
-    return [] if json_path is None or prints_json(json_path) else [(json_path, (SUFFIX,))]
+    return [] if json_path is None or prints_json(json_path) else [(json_path, (".json",))]
 
 
 def write_json(json_path: Path | None, value: object) -> None:
@@ -54,11 +55,19 @@ class RunningOutput:
         self._prints = not prints_json(json_path)
         self._goes_on = any((json_path, *still_wanted))
         self._refused: OSError | None = None
+        self._shown = ExitStack()
+
+    @contextmanager
+    def until_written(self, text: str) -> Iterator[OnProgress]:
+        """Show progress as `status` does, until the first text is printed, which then shows how far the work is."""
+        with self._shown:
+            yield self._shown.enter_context(status(text))
 
     def write(self, text: str) -> None:
         """Print `text` at once; raises `OSError` where standard output takes no more and no file is wanted."""
         if not self._prints or self._refused:
             return
+        self._shown.close()
         try:
             with naming_stdout():
                 sys.stdout.write(text)

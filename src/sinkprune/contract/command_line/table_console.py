@@ -1,19 +1,16 @@
-"""The console, the progress and the tables of commands that measure."""
+"""The console and the tables of commands that measure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.contract.reports.report import FEWEST_OF_P95, EngineHeader, ReportHeader, Spread
 
 USUAL_REPEAT = 5
@@ -77,28 +74,6 @@ def make_table(left: Sequence[str], right: Sequence[str] = ()) -> Table:
 def plain_text(text: str) -> Text:
     """Return untrusted text for rich's tables, in which markup and control characters have no effect."""
     return Text(escaped(text))
-
-
-@contextmanager
-def progress_bar(what: str, total: int, unit: str) -> Iterator[Callable[..., None]]:
-    """Show the progress on stderr, as a bar on a terminal and as lines elsewhere.
-
-    Yields a function that counts steps, by default one; its first argument, if any, names the work from then on.
-    """
-    console = Console(stderr=True)
-    columns = [TextColumn("{task.description:<28}", markup=False), BarColumn(), MofNCompleteColumn()]
-    times = [TimeElapsedColumn(), TimeRemainingColumn()]
-    with (
-        ProgressLines(what, total, unit, beside_bar=True) as lines,
-        Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal) as bar,
-    ):
-        task = bar.add_task(what, total=total)
-
-        def count(name: str = what, steps: int = 1) -> None:
-            bar.update(task, advance=steps, description=escaped(name))
-            lines.update(name, advance=steps)
-
-        yield count
 
 
 def median_text(spread: Spread | None) -> str:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.json_output import RunningOutput, json_outputs, write_result
-from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.contract.command_line.table_console import few_note
 from sinkprune.contract.errors import OutputError, UsageError
 from sinkprune.contract.files.output_files import check_outputs
@@ -217,12 +217,12 @@ def _answer_all(topic: TopicReplay, journal: Journal, answering: _Answering) -> 
     options, resumed, began = answering.options, journal.count, time.monotonic()
     if resumed:
         sys.stderr.write(f"goes on after {counted(resumed, 'frame')} of an earlier replay\n")
-    counts, output = topic.bag.counts, RunningOutput(options.json, options.output)
-
-    with ProgressLines("replaying", (counts or {}).get(options.topic) or None, "frames") as lines:
+    total, output = (topic.bag.counts or {}).get(options.topic, 0), RunningOutput(options.json, options.output)
+    with output.until_written("replaying") as progress:
+        numbers = count(1)
 
         def on_frame(result: FrameResult | None) -> None:
-            lines.update(advance=1)
+            progress("replaying", next(numbers), total, "frames")
             if result is not None and result.failure is None:
                 seconds = (result.time_ns - topic.began_ns) / 1e9
                 output.write(f"{result.number} {seconds:.3f} s: {escaped(result.text)}\n")

@@ -11,8 +11,8 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.json_output import RunningOutput, json_outputs, prints_json, write_json
-from sinkprune.contract.command_line.progress_lines import ProgressLines, status
+from sinkprune.contract.command_line.json_output import RunningOutput, json_outputs, write_json
+from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.command_line.written_files import write_each, write_output
 from sinkprune.contract.costs.actions import ActionCosts
 from sinkprune.contract.costs.file import ACTION_COSTS
@@ -107,13 +107,10 @@ def main(arguments: Sequence[str] | None) -> None:
     total, ended, kept = len(observations.moments), None, ""
     output = RunningOutput(options.json, options.overlay)
     try:
-        with explain_interrupt(_NO_CHUNK), ProgressLines("acting", total, "chunks") as lines:
+        with explain_interrupt(_NO_CHUNK), output.until_written("acting") as progress:
             for moment in observations.moments:
                 chunks.append(_chunk(policy, moment, options))
-                lines.update(advance=1)
-                if not prints_json(options.json):
-                    # Lines of progress would stand between those of chunks, where both go to one file.
-                    lines.end()
+                progress("acting", len(chunks), total, "chunks")
                 output.write(_line(chunks[-1], len(chunks), total))
     except (KeyboardInterrupt, SinkpruneError) as end:
         if not chunks:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.command_line.progress import progress_bar
 from sinkprune.contract.command_line.written_files import write_each
 from sinkprune.runtime.commands import ReportOptions, write_report
 from sinkprune.runtime.stream import Stream
@@ -62,9 +63,6 @@ def until_interrupt(
     `measure` takes a function that it calls with the name of what was measured, and the number of new steps (default:
     one). There are `total` steps, each a `unit`.
     """
-    # Slow to import, and `sinkprune-run` draws no bar.
-    from sinkprune.contract.command_line.table_console import progress_bar
-
     try:
         with progress_bar("measuring", total, unit) as count:
             measure(lambda name, steps=1: count(f"measuring {name}", steps))

@@ -13,7 +13,7 @@ from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.format_value import counted, format_value
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command_parser import CommandParser, PathOrName
-from sinkprune.contract.command_line.progress_lines import status
+from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_text
 from sinkprune.contract.manifest import Manifest, PolicyFacts

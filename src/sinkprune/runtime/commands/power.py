@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from sinkprune.contract.checks.format_value import counted
-from sinkprune.contract.command_line.progress_lines import status
+from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.errors import PowerError, UsageError
 from sinkprune.contract.reports.energy import IDLE_SECONDS, BudgetEnergy, PowerReport
 from sinkprune.runtime.backends.known import KNOWN

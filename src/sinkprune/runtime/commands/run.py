@@ -12,13 +12,14 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.command_parser import CommandParser
-from sinkprune.contract.command_line.json_output import RunningOutput, json_outputs, prints_json, write_json
-from sinkprune.contract.command_line.progress_lines import ProgressLines, status
+from sinkprune.contract.command_line.json_output import RunningOutput, json_outputs, write_json
+from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.command_line.written_files import write_each, write_output
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.precision import Array
+from sinkprune.contract.reports.progress import OnProgress
 from sinkprune.runtime.commands import (
     IMAGE_PLACE,
     PictureOptions,
@@ -204,28 +205,21 @@ def _warm_up(pipeline: Pipeline, request: Request, layouts: Sequence[VisualLayou
 
 def _answered(pipeline: Pipeline, request: Request, options: _Options, output: RunningOutput) -> Answer:
     """Return the answer, and write its text to `output` while it is decoded. Ctrl-C ends it."""
-    with ProgressLines("answering") as lines:
-
-        def on_text(piece: str) -> None:
-            if not prints_json(options.json):
-                # Lines of progress would stand within the answer, where both go to one file.
-                lines.end()
-            output.write(readable(piece))
-
-        stream = pipeline.answer(request, _TokenCount(lines, request.max_new_tokens))
+    with output.until_written("answering") as progress:
+        stream = pipeline.answer(request, _TokenCount(progress, request.max_new_tokens))
         with ended_by_interrupt(stream):
-            return stream.rest(on_text)
+            return stream.rest(lambda piece: output.write(readable(piece)))
 
 
 class _TokenCount(Observer):
     """Reports the tokens of an answer as progress."""
 
-    def __init__(self, lines: ProgressLines, most: int) -> None:
-        self._lines, self._most, self._count = lines, most, 0
+    def __init__(self, progress: OnProgress, most: int) -> None:
+        self._progress, self._most, self._count = progress, most, 0
 
     def chose(self, token: int, logits: Array) -> None:
         self._count += 1
-        self._lines.report("writing", self._count, self._most, "tokens")
+        self._progress("writing", self._count, self._most, "tokens")
 
 
 def _unused_options(options: _Options, budget: str) -> list[str]:

@@ -16,7 +16,7 @@ from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.checks.needed_package import needs_package
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.command_line.command_parser import CommandParser
-from sinkprune.contract.command_line.progress_lines import status
+from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.costs.file import read_costs
 from sinkprune.contract.errors import UsageError
 from sinkprune.runtime.commands import BundleOptions, add_costs, load_pipeline

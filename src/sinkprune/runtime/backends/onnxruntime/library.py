@@ -29,7 +29,7 @@ def import_onnxruntime(name: str) -> Any:
         import onnxruntime
     except ImportError as error:
         raise BackendError(
-            f"'{name}' needs onnxruntime, which is not installed. "
+            f"'{name}' needs onnxruntime, and its import failed: {error}. "
             "Install it with: pip install 'sinkprune[cpu]', or 'sinkprune[cuda]' for an NVIDIA GPU."
         ) from error
     onnxruntime.disable_telemetry_events()

@@ -28,7 +28,8 @@ def import_openvino(name: str) -> Any:
         import openvino.opset15
     except ImportError as error:
         raise BackendError(
-            f"'{name}' needs openvino, which is not installed. Install it with: pip install 'sinkprune[openvino]'."
+            f"'{name}' needs openvino, and its import failed: {error}. "
+            "Install it with: pip install 'sinkprune[openvino]'."
         ) from error
     finally:
         if not known:
