@@ -118,7 +118,7 @@ def test_a_keyword_that_is_ignored_is_found(small: Pipeline, tmp_path: Path, mon
     }
     (tmp_path / "draft3" / "disallow.json").write_text(json.dumps([case]))
     assert measure(small, cases(tmp_path), 1, "none", 20)["schemas"] == {"rejected": 1}
-    monkeypatch.setattr(answer_form, "check_keywords", lambda schema: None)
+    monkeypatch.setattr(answer_form, "_check_keywords", lambda schema: None)
     [answer, value] = measure(small, cases(tmp_path), 1, "none", 20)["violations"]
     assert answer.startswith("draft3/disallow.json: forbids: ") and answer.endswith(": 1")
     assert value.endswith('"disallow": "integer", "enum": [1]} allows 1')

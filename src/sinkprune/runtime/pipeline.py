@@ -207,10 +207,7 @@ class Pipeline(StaysInProcess, Answering, KeepsCosts[Costs]):
         check_chosen_after_tower(self.bundle.manifest, request.method)
         self.load_plans(request.method, progress)
         # The first form of an answer reads the tokenizer, which a request with a deadline has no time for.
-        # The longest match is kept too.
         self._formed(request)
-        if request.regex is not None:
-            self._grammars.most_tokens(request.regex, request.max_new_tokens)
 
         def ask(one: Request) -> Answer:
             return self.answer(one).rest()
@@ -228,12 +225,9 @@ class Pipeline(StaysInProcess, Answering, KeepsCosts[Costs]):
     def _formed(self, request: Request) -> tuple[Request, Unconstrained | ChoiceTokens]:
         """Return the request with the length of its answer, and the form of its answer."""
         if not request.choice:
-            form = self._grammars.constraint(request.schema, request.regex, request.min_new_tokens, request.tools)
-            if request.regex is not None and request.deadline_ms is not None:
-                # The budget is chosen before the answer ends by itself.
-                most = self._grammars.most_tokens(request.regex, request.max_new_tokens)
-                request = replace(request, max_new_tokens=most, min_new_tokens=min(request.min_new_tokens, most))
-            return request, form
+            return request, self._grammars.constraint(
+                request.schema, request.regex, request.min_new_tokens, request.tools
+            )
         ids = tuple(tuple(self.prompts.answer_ids(text)) for text in request.choice)
         choices = ChoiceTokens(tuple(request.choice), ids, self._stop)
         return replace(request, max_new_tokens=max(map(len, ids)), min_new_tokens=0), choices

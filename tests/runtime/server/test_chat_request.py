@@ -380,7 +380,6 @@ def test_two_forms_of_an_answer_are_named_as_in_the_body(first: str, second: str
         # In either order.
         read(reader, **{second: FORMS[second], first: FORMS[first]})
     assert str(refused.value).startswith(f"{first} and {second} were given")
-    assert refused.value.param == first
 
 
 @pytest.mark.parametrize("names", [("max_tokens", "max_completion_tokens"), ("min_tokens", "min_new_tokens")])

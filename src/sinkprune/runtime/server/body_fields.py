@@ -112,8 +112,7 @@ def rejection(error: SinkpruneError, given: Mapping[str, Any]) -> ApiError:
         return ApiError(
             f"{least} is {given[least]}, and {most} is {given[most]}. Lower {least}, or raise {most}.", least
         )
-    first = str(error).split()[0]
-    return ApiError(str(error), first if first in given else field_of(error, given))
+    return ApiError(str(error), field_of(error, given))
 
 
 def read_either(given: Mapping[str, Any], names: Sequence[str]) -> Any:

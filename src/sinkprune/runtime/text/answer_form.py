@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from math import lcm
 from pathlib import Path
@@ -18,7 +18,6 @@ from sinkprune.contract.checks.format_value import counted, format_value
 from sinkprune.contract.checks.needed_package import needs_package
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_json
-from sinkprune.runtime.text.schema_keywords import Place, at, check_keywords, schema_parts, subschemas
 
 # Forms may come from network clients, and compiling takes time and memory.
 SCHEMA_BYTES = 1 << 16
@@ -42,6 +41,22 @@ _LARGEST = 1 << 53
 _PLACE_S = 0.1
 _SHARED = {"$schema", "$id", "$defs", "definitions"}
 """Keywords of a whole schema that its parts depend on."""
+
+_DRAFTS = ("draft-04", "draft-06", "draft-07", "draft/2019-09", "draft/2020-12")
+_MAPS = ("$defs", "definitions", "patternProperties", "properties")
+"""Keywords whose value is schemas by name."""
+_OTHERS = ("allOf", "anyOf", "oneOf", "prefixItems", "items", "additionalItems", "additionalProperties")
+"""Keywords whose value is a schema or a list of schemas."""
+_IGNORED = {
+    *("contains", "minContains", "maxContains", "propertyNames", "dependentRequired", "dependentSchemas"),
+    *("if", "then", "else", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"),
+    *("disallow", "divisibleBy", "extends"),
+}
+"""llguidance ignores them if the draft of the schema does not have them, and supports them in no draft."""
+_SHOWN = 80
+
+Place = tuple[str, ...]
+"""Names of fields on the way to a part of a schema, as in `("properties", "colour", "if")`."""
 
 _PATTERNS = ("pattern", "format")
 _COMBINING = ("allOf", "anyOf", "oneOf", "$ref")
@@ -73,7 +88,7 @@ def checked_schema(given: object) -> dict[str, Any] | None:
             '{"type": "object", "properties": {"colour": {"type": "string"}}}.'
         )
     copy: dict[str, Any] = json_copy("schema", dict(given), SCHEMA_BYTES) or {"type": "object"}
-    check_keywords(copy)
+    _check_keywords(copy)
     _check_content(copy)
     if problem := _problem(schema_grammar(copy)):
         raise UsageError(
@@ -81,6 +96,57 @@ def checked_schema(given: object) -> dict[str, Any] | None:
             "docs/structured-output.md has the limits."
         )
     return copy
+
+
+def _check_keywords(schema: dict[str, Any]) -> None:
+    """Reject what llguidance would ignore: an old or unknown draft, and some keywords; raises `UsageError`."""
+    draft = schema.get("$schema")
+    known = [f"{scheme}://json-schema.org/{name}/schema" for scheme in ("http", "https") for name in _DRAFTS]
+    if draft is not None and not (isinstance(draft, str) and draft.removesuffix("#") in known):
+        raise UsageError(
+            f"schema has $schema {format_value(draft)}, expected draft 4, 6, 7, 2019-09 or 2020-12. Leave out "
+            "$schema, or write the schema for one of them."
+        )
+    for place, part in schema_parts((), schema):
+        for name in _IGNORED & part.keys():
+            raise UsageError(f"schema has a keyword{at((*place, name))} that is not supported. Leave it out.")
+        if not isinstance(part.get("required", []), list):
+            raise UsageError(
+                f"schema has {format_value(part['required'])}{at((*place, 'required'))}, expected a list of names. "
+                "Write it next to properties."
+            )
+
+
+def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """Yield the schemas directly within a schema, and their places, definitions first.
+
+    Values such as constants are no schemas, and names of properties no keywords.
+    """
+    for keyword in (*_MAPS, *_OTHERS):
+        # Schemas of the largest size have thousands of parts with few keywords.
+        if keyword not in schema:
+            continue
+        value = schema[keyword]
+        inner: Iterable[tuple[Place, Any]] = [((keyword,), value)]
+        if isinstance(value, list):
+            inner = (((keyword, str(number)), one) for number, one in enumerate(value))
+        elif keyword in _MAPS and isinstance(value, dict):
+            inner = (((keyword, name), one) for name, one in value.items())
+        yield from ((place, one) for place, one in inner if isinstance(one, dict))
+
+
+def schema_parts(place: Place, schema: dict[str, Any]) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """Yield a schema and all schemas in it, with their places."""
+    yield place, schema
+    for inner, part in subschemas(schema):
+        yield from schema_parts((*place, *inner), part)
+
+
+def at(place: Place) -> str:
+    """Return where a part of a schema is, as in " at 'properties/colour/if'"; "" for the schema itself."""
+    # Quoted, and on one line. The end of a long place matters most.
+    text = repr("/".join(place))
+    return f" at {text if len(text) <= _SHOWN else f'{text[0]}...{text[-_SHOWN:]}'}" if place else ""
 
 
 def json_copy(name: str, given: object, most_bytes: int) -> Any:

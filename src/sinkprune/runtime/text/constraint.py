@@ -11,9 +11,11 @@ import numpy as np
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.text.answer_form import LIMITS, load_llguidance, reason, regex_grammar, schema_grammar
-from sinkprune.runtime.text.longest_match import NO_MATCH, longest_match
 from sinkprune.runtime.text.prompt import PromptEncoder
 from sinkprune.runtime.text.tools import CALL_MARKS, Tools
+
+_NO_MATCH = "NoExtensionBias"
+"""How llguidance's error starts where no text matches."""
 
 
 class Unconstrained:
@@ -86,7 +88,7 @@ class Constraint(Unconstrained):
         if not self._matcher.is_error():
             return
         error = self._matcher.get_error()
-        if error.startswith(NO_MATCH):
+        if error.startswith(_NO_MATCH):
             raise UsageError("no text has the form of the answer. Correct the regex, the schema or the tools.")
         raise UsageError(
             f"the form of the answer is too complex: {reason(error)}. Simplify the schema, the regex or the tools."
@@ -124,13 +126,6 @@ class Grammars:
         constraint = Constraint(matcher, self._stop, self._prompts.special_ids, min_tokens)
         constraint.allowed(tokenizer.vocab_size)
         return constraint
-
-    def most_tokens(self, regex: str, most: int) -> int:
-        """Return how many tokens an answer that matches a checked `regex` can have, as far as they are below `most`.
-
-        Each token writes a byte or more. A stop token follows only where the answer could be longer.
-        """
-        return max(1, min(most, longest_match(regex, most) + len(self._lead(self._tokenizer()))))
 
     def _lead(self, tokenizer: Any) -> str:
         """Return what the decoder takes from the start of an answer, which is no part of its text."""
