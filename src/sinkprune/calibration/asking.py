@@ -12,7 +12,7 @@ from sinkprune.calibration.pictures import note_items, seen_shares
 from sinkprune.calibration.tasks import Item, load_task, naming
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.command_line.progress import status
-from sinkprune.runtime.commands import BundleOptions, load_pipeline
+from sinkprune.runtime.commands import Options, load_pipeline
 from sinkprune.runtime.commands.picture_notes import note_files
 from sinkprune.runtime.commands.policy_options import load_policy
 from sinkprune.runtime.media.picture_warnings import file_facts
@@ -32,7 +32,7 @@ def load_samples(bundle: Bundle, data: str, limit: int | None) -> list[Sample]:
     return [*(load_moments(manifest, Path(data), limit) if manifest.policy else load_task(data, limit))]
 
 
-def load_measured(options: BundleOptions, bundle: Bundle, wrap: Wrap) -> Loaded:
+def load_measured(options: Options, bundle: Bundle, wrap: Wrap) -> Loaded:
     """Load `bundle` on the chosen backend, with progress on stderr; `wrap` may replace each engine."""
     if bundle.manifest.policy:
         return load_policy(options, bundle, wrap)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sinkprune.contract.checks.needed_package import needs_package
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.errors import PictureWarning, UsageError
-from sinkprune.runtime.commands import bundle_parser
-from sinkprune.runtime.commands.served_app import AppOptions, add_app_options, load_app, read_app_bundle
+from sinkprune.runtime.commands import Options, bundle_parser
+from sinkprune.runtime.commands.served_app import add_app_options, load_app, read_app_bundle
 from sinkprune.runtime.system.cores import usable_cores
 
 if TYPE_CHECKING:
@@ -25,17 +24,10 @@ _BY_SESSION = "ray.serve.experimental.consistent_hash_router:ConsistentHashRoute
 _EXAMPLES = "Arguments are written NAME=VALUE, without dashes: bundle=/srv/bundle replicas=2 sessions=true"
 
 
-@dataclass(kw_only=True)
-class _Options(AppOptions):
-    replicas: int
-    sessions: bool
-    max_waiting: int
-
-
 class Replica:
     """A process of Ray with its own copy of the weights, which runs the application of `sinkprune-serve`."""
 
-    def __init__(self, options: AppOptions) -> None:
+    def __init__(self, options: Options) -> None:
         """Start without an application, which Ray asks for next."""
         self._options = options
 
@@ -77,10 +69,10 @@ def build(arguments: Mapping[str, Any]) -> Any:
             else {}
         ),
     )
-    return deployment.bind(AppOptions(**{name: vars(options)[name] for name in AppOptions.__dataclass_fields__}))
+    return deployment.bind(options)
 
 
-def _parse(arguments: Mapping[str, Any]) -> _Options:
+def _parse(arguments: Mapping[str, Any]) -> Options:
     """Return the arguments, which are texts or the values of a config file; raises `UsageError`."""
     parser = bundle_parser(
         "sinkprune.runtime.ray_serve:build", "Answer questions about pictures on Ray Serve.", _EXAMPLES
@@ -112,7 +104,7 @@ def _parse(arguments: Mapping[str, Any]) -> _Options:
             words.append(f"{option}={text}")
         elif text.lower() == "true":
             words.append(option)
-    options = parser.parse(words, _Options)
+    options = parser.parse(words, Options)
     if options.threads is None:
         options.threads = max(1, usable_cores() // options.replicas)
     # Replicas may have another current folder.

@@ -15,7 +15,8 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.contract.errors import PowerError
-from sinkprune.runtime.commands.power import PowerOptions, wanted_sensor
+from sinkprune.runtime.commands import Options
+from sinkprune.runtime.commands.power import wanted_sensor
 from sinkprune.runtime.power.meter import EnergyMeter, Span, measuring
 from sinkprune.runtime.power.sensor import Reading, Sensor
 from sinkprune.runtime.profiling.profile import ProfileRounds
@@ -180,7 +181,7 @@ def test_engines_for_a_gpu_want_a_sensor_that_sees_it(monkeypatch: pytest.Monkey
 
     def found(backend: str) -> str:
         try:
-            sensor = wanted_sensor(PowerOptions(power="auto", idle=None), backend)
+            sensor = wanted_sensor(Options(power="auto", idle=None), backend)
         except PowerError as error:
             return str(error)
         return str(sensor and sensor.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from sinkprune.calibration.attention.report import (
     summarise,
 )
 from sinkprune.calibration.attention.watching import AttentionObserver, observe
-from sinkprune.calibration.commands.measuring import TaskOptions, open_task, task_parser
+from sinkprune.calibration.commands.measuring import open_task, task_parser
 from sinkprune.calibration.evaluation.intervals import Mean
 from sinkprune.calibration.evaluation.report import BASELINE, Combination, task_head
 from sinkprune.calibration.evaluation.sample_size import mean_warnings
@@ -35,6 +35,7 @@ from sinkprune.contract.command_line.table_console import TableConsole, make_tab
 from sinkprune.contract.command_line.written_files import note_written
 from sinkprune.contract.manifest import Manifest
 from sinkprune.export.pruning.chosen_heads import ChosenHeads, write_heads
+from sinkprune.runtime.commands import Options
 from sinkprune.runtime.commands.interrupts import NO_QUESTION, interrupted_warnings, write_measured
 from sinkprune.runtime.media.picture_warnings import unseen_warnings
 
@@ -57,11 +58,6 @@ _WITHOUT = ("fastervlm", "sinkpruner-no-outlier-removal")
 """Methods that drop tokens in front of the LLM like SinkPruner, and keep sink tokens."""
 
 
-@dataclass(kw_only=True)
-class _Options(TaskOptions):
-    heads: Path | None
-
-
 @entry_point
 def main(arguments: Sequence[str] | None) -> None:
     parser = task_parser(
@@ -79,7 +75,7 @@ def main(arguments: Sequence[str] | None) -> None:
         help="choose the attention heads of methods sinkpruner-heads and sinkpruner-text-heads, and write them for "
         "sinkprune-export --heads",
     )
-    options = parser.parse(arguments, _Options)
+    options = parser.parse(arguments, Options)
     if options.heads:
         check_own_questions(Path(options.data))
     task = open_task(

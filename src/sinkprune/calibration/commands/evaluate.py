@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rich.table import Table
 
 from sinkprune.calibration.commands.measuring import (
-    TaskOptions,
     open_task,
     task_parser,
 )
@@ -42,9 +41,8 @@ from sinkprune.contract.command_line.written_files import write_output
 from sinkprune.contract.files.output_files import OutputFile
 from sinkprune.contract.reports.report import FEWEST_OF_P95
 from sinkprune.contract.reports.rows import in_order_of_rows
-from sinkprune.runtime.commands import load_pipeline
+from sinkprune.runtime.commands import Options, add_most_tokens, load_pipeline
 from sinkprune.runtime.commands.interrupts import NO_QUESTION, interrupted_warnings, write_measured
-from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
 
 _EXAMPLES = """\
 examples:
@@ -61,18 +59,9 @@ a line of FILE.jsonl, `image` relative to the file; `kind` and `id` are optional
 """
 
 
-@dataclass(kw_only=True)
-class _Options(TaskOptions):
-    blind: bool
-    plant_outliers: bool
-    max_new_tokens: int | None
-    answers: Path | None
-    table: bool
-
-
 @entry_point
 def main(arguments: Sequence[str] | None) -> None:
-    options = _parser().parse(arguments, _Options)
+    options = _parser().parse(arguments, Options)
     answers: list[OutputFile] = [(options.answers, (".jsonl",))] if options.answers else []
     new_tokens = options.max_new_tokens or NEW_TOKENS
     task = open_task(options, new_tokens, lambda bundle, data, limit: load_task(data, limit), *answers)
@@ -113,7 +102,7 @@ def main(arguments: Sequence[str] | None) -> None:
     if interrupted:
         result = replace(result, warnings=(*interrupted_warnings(interrupted), *result.warnings))
 
-    def write_answers(moved: _Options) -> None:
+    def write_answers(moved: Options) -> None:
         if moved.answers:
             write_output(moved.answers, "".join(map(_answer_line, replies)).encode())
 
@@ -148,11 +137,7 @@ def _parser() -> CommandParser:
         action="store_true",
         help="turn the least salient 1 %% of each picture's tokens into high-norm, salient outliers after the tower",
     )
-    add(
-        "--max-new-tokens",
-        type=MAX_NEW_TOKENS,
-        help=f"longest answer (default: {NEW_TOKENS}, or the engines' limit)",
-    )
+    add_most_tokens(parser, NEW_TOKENS)
     add(
         "--table",
         action="store_true",

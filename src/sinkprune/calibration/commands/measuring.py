@@ -23,8 +23,7 @@ from sinkprune.contract.files.trust import add_sign_option, add_trust_options
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.known import COMPUTES, KNOWN
 from sinkprune.runtime.commands import (
-    BundleOptions,
-    ReportOptions,
+    Options,
     add_report_options,
     bundle_parser,
     check_report_options,
@@ -40,16 +39,6 @@ LIMIT = WholeNumber("--limit", 1, 10**9)
 OWN_TEST_SETS = f"or a test set of this package: {', '.join(TEST_SETS)} (default: {SCENES})"
 
 
-@dataclass(kw_only=True)
-class TaskOptions(BundleOptions, ReportOptions):
-    """The options of `task_parser`; a command's own options are fields of a subclass."""
-
-    data: str
-    methods: list[str] | None
-    budgets: list[str] | None
-    limit: int | None
-
-
 @dataclass(frozen=True)
 class OpenTask(Generic[S]):
     """A bundle and the questions or moments that it is measured on."""
@@ -62,7 +51,7 @@ class OpenTask(Generic[S]):
 
 
 def task_parser(name: str, description: str, examples: str, *, limit: str, drawn: str) -> CommandParser:
-    """Return a parser with the arguments of `TaskOptions`; `limit` is help, and `--plot` draws what `drawn` names."""
+    """Return a parser with the questions and plans to measure; `limit` is help, `--plot` draws what `drawn` names."""
     parser = bundle_parser(name, description, examples)
     add = parser.add_argument
     add("--data", type=PathOrName, default=SCENES, help=f"questions about pictures: FILE.jsonl, {OWN_TEST_SETS}")
@@ -74,7 +63,7 @@ def task_parser(name: str, description: str, examples: str, *, limit: str, drawn
 
 
 def add_changing_options(parser: CommandParser) -> None:
-    """Add the options of `BundleOptions`, and `--sign`, of commands that measure plans and write them to the bundle.
+    """Add the options of loading, and `--sign`, of commands that measure plans and write them to the bundle.
 
     Backends that run built engines only are no choices.
     """
@@ -95,7 +84,7 @@ def check_answers(bundle: Bundle) -> None:
 
 
 def open_task(
-    options: TaskOptions,
+    options: Options,
     new_tokens: int,
     load: Callable[[Bundle, str, int | None], list[S]],
     *others: OutputFile,
@@ -106,7 +95,7 @@ def open_task(
     `load` reads the data. `others` are outputs besides the report. Raises `BundleError`, `BudgetError`, `TaskError`,
     `OutputError` and `TooLittleMemoryError`, and `UsageError` for a robot policy, unless it `may_act`.
     """
-    check_report_options(options, options, [Path(options.data)], *others)
+    check_report_options(options, [Path(options.data)], *others)
     bundle = read_runnable(options.bundle, options.trust)
     if not may_act:
         check_answers(bundle)
@@ -119,7 +108,7 @@ def open_task(
 
 
 def check_unpruned_memory(
-    options: BundleOptions, bundle: Bundle, pictures: Sequence[Image.Image], prompt: str = "", new_tokens: int = 0
+    options: Options, bundle: Bundle, pictures: Sequence[Image.Image], prompt: str = "", new_tokens: int = 0
 ) -> None:
     """Check the memory that one unpruned request takes; raises `TooLittleMemoryError` and `ImageError`."""
     method, family = next(iter(bundle.manifest.plans)), load_family(bundle.manifest, options.fit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from PIL import Image
@@ -33,8 +33,7 @@ from sinkprune.contract.errors import OutputError, UsageError
 from sinkprune.contract.files.output_files import OutputFile, check_outputs
 from sinkprune.contract.manifest import MANIFEST
 from sinkprune.runtime.commands import (
-    BundleOptions,
-    ReportOptions,
+    Options,
     add_report_options,
     bundle_parser,
     check_report_options,
@@ -63,22 +62,14 @@ MeasureFeatures = Callable[[Image.Image], TokenFeatures]
 """Returns the features of an RGB image's tokens."""
 
 
-@dataclass(kw_only=True)
-class _Options(BundleOptions, ReportOptions):
-    data: str
-    limit: int | None
-    heatmaps: Path | None
-    layer: int | None
-
-
 @entry_point
 def main(arguments: Sequence[str] | None) -> None:
     parser = _parser()
-    options = parser.parse(arguments, _Options)
+    options = parser.parse(arguments, Options)
     is_tower = (options.bundle / CONFIG).exists() and not (options.bundle / MANIFEST).exists()
     _check_fit(parser, options, is_tower=is_tower)
     folder = Path(options.data) if Path(options.data).is_dir() else None
-    check_report_options(options, options, [] if folder else [Path(options.data)])
+    check_report_options(options, [] if folder else [Path(options.data)])
     bundle = None if is_tower else _open(options)
     with status("checking the pictures"):
         pictures = (folder_pictures(folder) if folder else task_pictures(options.data))[: options.limit]
@@ -144,7 +135,7 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _check_fit(parser: argparse.ArgumentParser, options: _Options, *, is_tower: bool) -> None:
+def _check_fit(parser: argparse.ArgumentParser, options: Options, *, is_tower: bool) -> None:
     """Reject options of bundles for a tower, and of towers for a bundle; raises `UsageError`."""
     foreign = _FOR_BUNDLES if is_tower else ("layer",)
     given = [name for name in foreign if getattr(options, name) != parser.get_default(name)]
@@ -156,7 +147,7 @@ def _check_fit(parser: argparse.ArgumentParser, options: _Options, *, is_tower: 
 
 
 def _lone_tower(
-    options: _Options, pictures: Sequence[NamedPicture]
+    options: Options, pictures: Sequence[NamedPicture]
 ) -> tuple[str, MeasureFeatures, list[float], list[str]]:
     """Return the name and the features of a tower without an LLM, no shares of pictures that it sees, and notes."""
     layer = _LAYER if options.layer is None else options.layer
@@ -165,7 +156,7 @@ def _lone_tower(
     return options.bundle.resolve().name, tower.features, [], notes
 
 
-def _open(options: _Options) -> Bundle:
+def _open(options: Options) -> Bundle:
     """Open the bundle of a model that answers; raises `BundleError` and `UsageError`."""
     if not options.bundle.exists():
         raise UsageError(
@@ -178,7 +169,7 @@ def _open(options: _Options) -> Bundle:
 
 
 def _bundle_tower(
-    options: _Options, bundle: Bundle, pictures: Sequence[NamedPicture]
+    options: Options, bundle: Bundle, pictures: Sequence[NamedPicture]
 ) -> tuple[str, MeasureFeatures, list[float], list[str]]:
     """Return the model's name, the features of a bundle's tower, the share that it sees of each picture, notes."""
     check_unpruned_memory(options, bundle, [pictures[0].load()])
@@ -189,7 +180,7 @@ def _bundle_tower(
     return model, lambda image: bundle_features(pipeline, image), shares, notes
 
 
-def _heatmap_outputs(options: _Options, pictures: Sequence[NamedPicture]) -> list[OutputFile]:
+def _heatmap_outputs(options: Options, pictures: Sequence[NamedPicture]) -> list[OutputFile]:
     """Return the heat maps that will be written, or their folder if it does not exist yet.
 
     Raises `OutputError` for a file in the folder's place, and `UsageError` without matplotlib.

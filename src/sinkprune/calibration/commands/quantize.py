@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,13 +24,12 @@ from sinkprune.contract.files.output_files import check_apart, check_outputs
 from sinkprune.contract.files.signature import read_private_key
 from sinkprune.contract.files.trust import add_sign_option, add_trust_options, sum_lines
 from sinkprune.contract.manifest import BUNDLE
-from sinkprune.contract.precision import BLOCK_SIZES, WeightsName
+from sinkprune.contract.precision import BLOCK_SIZES
 from sinkprune.contract.system.system_memory import available_bytes
 from sinkprune.export.packages import report_missing_package
 from sinkprune.runtime.backends import THREADS, load_backend
 from sinkprune.runtime.commands import (
-    BundleOptions,
-    ReportOptions,
+    Options,
     add_report_options,
     write_report,
 )
@@ -61,23 +59,9 @@ _MAX_LAYER_ERROR = RealNumber("--max-layer-error", 0, 1e9, "0 or more")
 _SHOWN = 10
 
 
-@dataclass(kw_only=True)
-class _Options(BundleOptions, ReportOptions):
-    data: Path
-    output: Path
-    weights: WeightsName
-    vision_weights: WeightsName | None
-    block_size: int | None
-    limit: int
-    max_error: float
-    max_layer_error: float
-    force: bool
-    sign: Path | None
-
-
 @entry_point
 def main(arguments: Sequence[str] | None) -> None:
-    options = _parser().parse(arguments, _Options)
+    options = _parser().parse(arguments, Options)
     with report_missing_package("quantising"), status("loading packages"):
         from sinkprune.calibration.quantising.chain_run import encode_prompts
         from sinkprune.calibration.quantising.quantise import ErrorLimits, quantise_bundle, quantised_forms

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -35,7 +35,7 @@ from sinkprune.contract.files.output_files import OutputFile, check_apart, check
 from sinkprune.contract.files.signature import read_private_key
 from sinkprune.contract.manifest import BUNDLE
 from sinkprune.export.packages import report_missing_package
-from sinkprune.runtime.commands import BundleOptions, add_new_tokens, load_pipeline
+from sinkprune.runtime.commands import Options, add_new_tokens, load_pipeline
 from sinkprune.runtime.commands.deadline_costs import doubtful_costs, kept_line
 from sinkprune.runtime.commands.interrupts import NO_COSTS, beside_earlier
 from sinkprune.runtime.commands.memory import check_memory
@@ -75,22 +75,8 @@ _DRAWN = (
 )
 
 
-@dataclass(kw_only=True)
-class _Options(BundleOptions):
-    target_ms: float | None
-    budget_tokens: float | None
-    new_tokens: int
-    name: str | None
-    data: Path | None
-    limit: int | None
-    image: list[Path] | None
-    prompt: str | None
-    costs: Path | None
-    json: Path | None
-    dry_run: bool
-    force: bool
-    seconds: float
-    sign: Path | None
+class _Options(Options):
+    """The options of this command."""
 
     @property
     def wants_budget(self) -> bool:

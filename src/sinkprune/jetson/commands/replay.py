@@ -28,8 +28,16 @@ from sinkprune.jetson.bags.images import Frame
 from sinkprune.jetson.bags.journal import FrameResult, Journal, open_journal
 from sinkprune.jetson.bags.replay import Summary, TopicReplay, summarise
 from sinkprune.jetson.bags.sampling import Sampling
-from sinkprune.runtime.commands import BundleOptions, bundle_parser, load_pipeline, prompt_pieces
-from sinkprune.runtime.commands.form_options import FormOptions, add_form_options, read_form
+from sinkprune.runtime.commands import (
+    Options,
+    add_method,
+    add_most_tokens,
+    add_system,
+    bundle_parser,
+    load_pipeline,
+    prompt_pieces,
+)
+from sinkprune.runtime.commands.form_options import add_form_options, read_form
 from sinkprune.runtime.commands.memory import check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.families import load_family
@@ -38,7 +46,7 @@ from sinkprune.runtime.media.images import NEARLY_BLACK, largest_of_16_bits
 from sinkprune.runtime.overlay import overlay, picture_bytes
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.profile import model_name
-from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS, check_texts
+from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS, check_texts
 
 _SUFFIX = ".mcap"
 _EXAMPLES = """\
@@ -56,24 +64,8 @@ _END = _START.named("end")
 _LIMIT = WholeNumber("limit", 1, 10**9)
 
 
-@dataclass(kw_only=True)
-class _Options(BundleOptions, FormOptions):
-    bag: Path
-    topic: str
-    prompt: str
-    method: str
-    budget: str
-    max_new_tokens: int | None
-    system: str | None
-    every: float | None
-    max_rate: float | None
-    start: float | None
-    end: float | None
-    limit: int | None
-    no_overlay: bool
-    output: Path
-    force: bool
-    json: Path | None
+class _Options(Options):
+    """The options of this command."""
 
     @property
     def sampling(self) -> Sampling:
@@ -320,13 +312,9 @@ def _parser() -> Any:
     add("--prompt", required=True, help=f"the question; {places}")
     add("-o", "--output", type=Path, required=True, metavar="OUT.mcap", help="the file to write")
     add("--budget", default=UNPRUNED, help="a budget of the bundle, or none (default: none)")
-    add("--method", default="sinkpruner", help="pruning method (default: sinkpruner)")
-    add(
-        "--max-new-tokens",
-        type=MAX_NEW_TOKENS,
-        help=f"longest answer (default: {DEFAULT_NEW_TOKENS}, or the engines' limit)",
-    )
-    add("--system", metavar="TEXT", help="a system message; '' removes that of the checkpoint's chat template")
+    add_method(parser)
+    add_most_tokens(parser, DEFAULT_NEW_TOKENS)
+    add_system(parser)
     add_form_options(parser)
     add(
         "--every", type=_EVERY, metavar="SECONDS", help="answer the first frame of each period (default: every frame)"

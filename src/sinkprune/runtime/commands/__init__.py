@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -44,11 +43,10 @@ IMAGE_PLACE = "{image}"
 """The place of an image in a prompt."""
 
 
-@dataclass(kw_only=True)
-class BundleOptions:
-    """The options of `bundle_parser`, or of `engine_parser`, for `CommandParser.parse`.
+class Options(argparse.Namespace):
+    """The options of a command, by the names of its parser, for `CommandParser.parse`.
 
-    A command's own options are fields of a subclass.
+    Commands may lack those that have a default here.
     """
 
     bundle: Path
@@ -61,6 +59,8 @@ class BundleOptions:
     signed_by: Path | None = None
     engines_sha256: str | None = None
     skip_sums: bool = False
+    json: Path | None
+    plot: Path | None = None
 
     @property
     def trust(self) -> Trust:
@@ -83,28 +83,15 @@ class BundleOptions:
         names = ("backend", "threads", "engines", "compute", "engines_sha256", "signed_by")
         return {name: getattr(self, name) for name in names} | {"check_sums": not self.skip_sums, "during": status}
 
-
-@dataclass(kw_only=True)
-class PictureOptions(BundleOptions):
-    """The options of `new_parser`."""
-
-    image: list[Path] | None
-    video: list[Path] | None
-    prompt: str
-    method: str
-
     @property
     def picture_files(self) -> list[Path]:
         """The files of `picture_sources`."""
         return self.image or self.video or []
 
-
-@dataclass(kw_only=True)
-class ReportOptions:
-    """The options of `add_report_options`."""
-
-    json: Path | None
-    plot: Path | None
+    @property
+    def form_files(self) -> list[Path]:
+        """The files that `read_form` reads."""
+        return [self.schema] if self.schema else []
 
     @property
     def outputs(self) -> list[OutputFile]:
@@ -147,20 +134,20 @@ def bundle_parser(name: str, description: str, examples: str) -> CommandParser:
     return parser
 
 
-def opened_engines(options: BundleOptions, bundle: Bundle) -> BuiltEngines | None:
+def opened_engines(options: Options, bundle: Bundle) -> BuiltEngines | None:
     """Return the engines of `--engines`, or those that `bundle` lies in; raises what `open_engines` raises."""
     if options.engines is None:
         return own_engines(bundle)
     return open_engines(options.engines, bundle, Trust(options.engines_sha256, options.signed_by))
 
 
-def chosen_backend(options: BundleOptions, bundle: Bundle) -> str:
+def chosen_backend(options: Options, bundle: Bundle) -> str:
     """Return the name of the backend that will run; raises what `opened_engines` raises."""
     return options.backend or usual_backend(bundle, opened_engines(options, bundle))
 
 
 def engine_parser(name: str, description: str, examples: str) -> CommandParser:
-    """Return a parser with the arguments of commands that run a bundle: those of `BundleOptions` without `--fit`."""
+    """Return a parser with the arguments of commands that run a bundle, without `--fit`."""
     parser = CommandParser(name, description, examples)
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export or sinkprune-build")
@@ -180,7 +167,7 @@ def engine_parser(name: str, description: str, examples: str) -> CommandParser:
     return parser
 
 
-def open_bundle(options: PictureOptions, budgets: list[str], *, may_act: bool = False) -> Bundle:
+def open_bundle(options: Options, budgets: list[str], *, may_act: bool = False) -> Bundle:
     """Open the bundle, and check early that it takes videos, if given, and has the method and the budgets.
 
     Raises `VideoError` and `BudgetError`, and `UsageError` for a robot policy, unless it `may_act`.
@@ -195,12 +182,12 @@ def open_bundle(options: PictureOptions, budgets: list[str], *, may_act: bool = 
     return bundle
 
 
-def load_pipeline(options: BundleOptions, bundle: Bundle, wrap: Wrap | None = None) -> Pipeline:
+def load_pipeline(options: Options, bundle: Bundle, wrap: Wrap | None = None) -> Pipeline:
     """Load `bundle` on the chosen backend, with progress on stderr."""
     return Pipeline.load(bundle, wrap=wrap, fit=options.fit, **options.loading)
 
 
-def picture_sources(options: PictureOptions) -> list[Path | VideoFile]:
+def picture_sources(options: Options) -> list[Path | VideoFile]:
     """Return the image files, or the opened video files.
 
     Prints a note about each long video that must be decoded as a whole. Raises `VideoError` with the file's name.
@@ -220,6 +207,22 @@ def prompt_pieces(prompt: str) -> str | list[str]:
     pieces = prompt.split(IMAGE_PLACE)
     check_texts(pieces, len(pieces) - 1)
     return pieces if len(pieces) > 1 else prompt
+
+
+def add_most_tokens(parser: CommandParser, default: int) -> None:
+    """Add `--max-new-tokens`, which is None unless it is given; `default` is for the help."""
+    parser.add_argument(
+        "--max-new-tokens",
+        type=MAX_NEW_TOKENS,
+        help=f"longest answer (default: {default}, or the engines' limit)",
+    )
+
+
+def add_system(parser: CommandParser) -> None:
+    """Add `--system`."""
+    parser.add_argument(
+        "--system", metavar="TEXT", help="a system message; '' removes that of the checkpoint's chat template"
+    )
 
 
 def add_new_tokens(parser: CommandParser, default: int, note: str = "") -> None:
@@ -242,25 +245,23 @@ def add_costs(parser: CommandParser, note: str = _COSTS) -> None:
 
 
 def add_report_options(parser: CommandParser, drawn: str) -> None:
-    """Add the arguments of `ReportOptions`; `check_report_options` and `write_report` read them."""
+    """Add `--json` and `--plot`; `check_report_options` and `write_report` read them."""
     parser.add_json("the report")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"draw {drawn}")
 
 
-def check_report_options(
-    bundle: BundleOptions, report: ReportOptions, read: Iterable[Path], *others: OutputFile
-) -> None:
+def check_report_options(options: Options, read: Iterable[Path], *others: OutputFile) -> None:
     """Reject outputs that cannot be written, or that the command reads; `others` are outputs besides reports.
 
     Raises `OutputError`, and `UsageError` without matplotlib.
     """
-    check_outputs([*report.outputs, *others], [*read, *bundle.key_files], bundle.folders)
-    if report.plot:
+    check_outputs([*options.outputs, *others], [*read, *options.key_files], options.folders)
+    if options.plot:
         import_matplotlib()
 
 
 def write_report(
-    options: ReportOptions,
+    options: Options,
     report: R,
     plot: Callable[[R, str], bytes],
     in_words: Callable[[], object],
@@ -279,5 +280,5 @@ def name_list(words: str) -> list[str]:
     """Return the names in a comma-separated option; raises `ArgumentTypeError` if there is none."""
     names = [name.strip() for name in words.split(",") if name.strip()]
     if not names:
-        raise ArgumentTypeError(f"found {format_value(words)}, expected names with commas between them")
+        raise argparse.ArgumentTypeError(f"found {format_value(words)}, expected names with commas between them")
     return names

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from sinkprune.contract.budgets import UNPRUNED
@@ -22,7 +21,7 @@ from sinkprune.contract.layout import VisualLayout
 from sinkprune.runtime.acting.deadline import check_costs, check_least_steps
 from sinkprune.runtime.acting.observation import SEED, STEPS
 from sinkprune.runtime.acting.report import ActionReport
-from sinkprune.runtime.commands import BundleOptions, add_costs, add_method, engine_parser
+from sinkprune.runtime.commands import Options, add_costs, add_method, engine_parser
 from sinkprune.runtime.commands.answer_lines import late_chunks_line
 from sinkprune.runtime.commands.deadline_costs import (
     check_cost_options,
@@ -61,23 +60,6 @@ examples:
 _NO_CHUNK = "no whole chunk was computed, so nothing was kept."
 _SHOWN = 8
 """How many numbers of an action a line has; --json has all."""
-
-
-@dataclass(kw_only=True)
-class _Options(BundleOptions):
-    camera: list[str]
-    instruction: str
-    state: str
-    method: str
-    budget: str
-    steps: int | None
-    seed: int | None
-    deadline_ms: float | None
-    min_steps: int | None
-    warm_up: bool
-    costs: Path | None
-    overlay: Path | None
-    json: Path | None
 
 
 @entry_point
@@ -148,7 +130,7 @@ def main(arguments: Sequence[str] | None) -> None:
     output.end()
 
 
-def _parse(arguments: Sequence[str] | None) -> _Options:
+def _parse(arguments: Sequence[str] | None) -> Options:
     parser = engine_parser(
         "sinkprune act",
         "Return a robot policy's next chunk of actions, from frames, instruction and state.",
@@ -199,10 +181,10 @@ def _parse(arguments: Sequence[str] | None) -> _Options:
     )
     add("--overlay", type=Path, metavar="FILE.png", help="draw each camera's kept and dropped tokens, in one picture")
     parser.add_json("the actions and their figures")
-    return parser.parse(arguments, _Options)
+    return parser.parse(arguments, Options)
 
 
-def _check_combinations(options: _Options, observations: Observations) -> None:
+def _check_combinations(options: Options, observations: Observations) -> None:
     """Raise `UsageError` for options that exclude each other."""
     if options.min_steps is not None and options.deadline_ms is None:
         raise UsageError("--min-steps is for a deadline, and there is none. Add --deadline-ms.")
@@ -216,7 +198,7 @@ def _check_combinations(options: _Options, observations: Observations) -> None:
         )
 
 
-def _open(options: _Options, observations: Observations) -> tuple[Bundle, Observations, list[str]]:
+def _open(options: Options, observations: Observations) -> tuple[Bundle, Observations, list[str]]:
     """Open the policy's bundle, and check the budget and all observations before anything is loaded.
 
     Returns the bundle, the observations in the order of its cameras, and the notes on states that were printed.
@@ -232,7 +214,7 @@ def _open(options: _Options, observations: Observations) -> tuple[Bundle, Observ
     return bundle, observations, notes
 
 
-def _usable_costs(options: _Options, bundle: Bundle, frames: int) -> ActionCosts | None:
+def _usable_costs(options: Options, bundle: Bundle, frames: int) -> ActionCosts | None:
     """Return the costs of `--costs`, or kept ones, before anything is loaded; None if they must be measured.
 
     Raises `UsageError` for a file, and `DeadlineError` for one of other chunks.
@@ -254,7 +236,7 @@ def _usable_costs(options: _Options, bundle: Bundle, frames: int) -> ActionCosts
 
 
 def _prepare(
-    policy: Policy, costs: ActionCosts | None, moment: Moment, layouts: Sequence[VisualLayout], options: _Options
+    policy: Policy, costs: ActionCosts | None, moment: Moment, layouts: Sequence[VisualLayout], options: Options
 ) -> None:
     """Give the policy its `costs`, or measure them; and run it once, because a process's first chunk is slower."""
     given = list(moment.cameras), options.instruction, moment.state
@@ -270,7 +252,7 @@ def _prepare(
             policy.act(*given, method=options.method, budget=budget, steps=1)
 
 
-def _chunk(policy: Policy, moment: Moment, options: _Options) -> ActionReport:
+def _chunk(policy: Policy, moment: Moment, options: Options) -> ActionReport:
     return policy.act(
         list(moment.cameras),
         options.instruction,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle
@@ -18,25 +17,17 @@ from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.schedule import schedules_up_to
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.compatibility import usual_backend
-from sinkprune.runtime.commands import BundleOptions, opened_engines
+from sinkprune.runtime.commands import Options, opened_engines
 from sinkprune.runtime.deadline.kept_costs import KeepsCosts, place_of
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.policy import Policy
 from sinkprune.runtime.steps.request import Request
 
-
-class CostOptions(Protocol):
-    """The options of commands with a deadline."""
-
-    costs: Path | None
-    budget: str
-
-
 _DAY_S = 86_400.0
 _OLD_S = 30 * _DAY_S
 
 
-def costs_before_loading(options: BundleOptions, file: Path | None, bundle: Bundle) -> Costs:
+def costs_before_loading(options: Options, file: Path | None, bundle: Bundle) -> Costs:
     """Return the costs in `file`, or else those that `--warm-up` kept, before anything is loaded.
 
     Raises `DeadlineError`, `UsageError` for other files, and what `Pipeline.load` raises for engines and backends.
@@ -57,7 +48,7 @@ def check_cost_options(warm_up: bool, costs: Path | None, deadline_ms: float | N
         raise UsageError("--warm-up measures costs, and --costs reads measured ones. Leave out one of the two.")
 
 
-def place_here(options: BundleOptions, bundle: Bundle) -> Place:
+def place_here(options: Options, bundle: Bundle) -> Place:
     """Return the place of costs of `bundle`, with the engines and the backend of `options`, before they are loaded.
 
     Raises what `Pipeline.load` raises for engines and backends.
@@ -94,7 +85,7 @@ def first_budgets(loaded: Pipeline | Policy, method: str, budget: str, layouts: 
 
 def saved_costs_lines(
     keeper: KeepsCosts[Costs] | KeepsCosts[ActionCosts],
-    options: CostOptions,
+    options: Options,
     *,
     measured: bool,
 ) -> str:

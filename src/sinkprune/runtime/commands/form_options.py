@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sinkprune.contract.errors import UsageError
+from sinkprune.runtime.commands import Options
 from sinkprune.runtime.text.answer_form import check_one_form, checked_choices, checked_regex, read_schema
 
 
-@dataclass(kw_only=True)
-class FormOptions:
-    """The options of `add_form_options`."""
-
-    schema: Path | None
-    regex: str | None
-    choice: list[str]
-
-    @property
-    def form_files(self) -> list[Path]:
-        """The files that `read_form` reads."""
-        return [self.schema] if self.schema else []
-
-
 def add_form_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `FormOptions`; `read_form` reads them."""
+    """Add the options of an answer's form; `read_form` reads them."""
     add = parser.add_argument
     add("--schema", type=Path, metavar="FILE.json", help="answer in JSON that conforms to the JSON schema in a file")
     add("--regex", metavar="REGEX", help="answer with a text that matches a regular expression")
@@ -39,7 +25,7 @@ def add_form_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_form(options: FormOptions, stop: list[str]) -> dict[str, Any]:
+def read_form(options: Options, stop: list[str]) -> dict[str, Any]:
     """Return the form as fields of a `Request`; raises `UsageError` for a wrong form, and for more than one."""
     form = {
         "schema": read_schema(options.schema) if options.schema else None,

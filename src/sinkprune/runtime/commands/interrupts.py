@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +13,10 @@ from typing import Any, TypeVar
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.progress import progress_bar
 from sinkprune.contract.command_line.written_files import write_each
-from sinkprune.runtime.commands import ReportOptions, write_report
+from sinkprune.runtime.commands import Options, write_report
 from sinkprune.runtime.stream import Stream
 
-Options = TypeVar("Options")
-Reported = TypeVar("Reported", bound=ReportOptions)
+Given = TypeVar("Given")
 R = TypeVar("R")
 NO_COSTS = "no costs were kept: they need all rounds of the measurement."
 NO_QUESTION = "no whole question was measured, so nothing was kept."
@@ -72,14 +70,14 @@ def until_interrupt(
 
 
 def write_measured(
-    options: Reported,
+    options: Options,
     report: R,
     plot: Callable[[R, str], bytes],
     in_words: Callable[[], object],
     notes: Sequence[str],
     interrupted: str,
     *,
-    first: Callable[[Reported], object] = lambda options: None,
+    first: Callable[[Options], object] = lambda options: None,
     last: Callable[[], object] = lambda: None,
     outputs: Sequence[str] = ("json", "plot"),
 ) -> None:
@@ -101,8 +99,8 @@ def interrupted_warnings(counts: str) -> tuple[str, ...]:
     return (f"Interrupted: {counts}",) if counts else ()
 
 
-def beside_earlier(options: Options, *names: str) -> tuple[Options, str]:
-    """Return `options`, a dataclass, whose outputs `names` replace no file that is there, and a sentence about them.
+def beside_earlier(options: Given, *names: str) -> tuple[Given, str]:
+    """Return a copy of `options` whose outputs `names` replace no file that is there, and a sentence about them.
 
     The results of an interrupted measurement go next to an earlier file: `x.interrupted.json` next to `x.json`, and
     `x.interrupted-2.json` next to both.
@@ -114,8 +112,7 @@ def beside_earlier(options: Options, *names: str) -> tuple[Options, str]:
     if not moved:
         return options, ""
     listed = ", ".join(f"'{escaped(str(path))}'" for path in moved.values())
-    changed: Options = dataclasses.replace(options, **moved)  # type: ignore[type-var]
-    return changed, f" Earlier files stay; these results are in {listed}."
+    return type(options)(**{**vars(options), **moved}), f" Earlier files stay; these results are in {listed}."
 
 
 def _free_name(path: Path) -> Path:

@@ -15,7 +15,7 @@ from sinkprune.contract.system.system_memory import available_bytes
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.backends.openvino.devices import Gpu
 from sinkprune.runtime.backends.openvino.library import import_openvino
-from sinkprune.runtime.commands import BundleOptions, chosen_backend
+from sinkprune.runtime.commands import Options, chosen_backend
 from sinkprune.runtime.device import open_device
 
 _TEMPLATE_TOKENS = 64
@@ -33,7 +33,7 @@ class MemoryCheck(NamedTuple):
 
 
 def check_memory(
-    options: BundleOptions,
+    options: Options,
     bundle: Bundle,
     layouts: Sequence[VisualLayout],
     method: str,

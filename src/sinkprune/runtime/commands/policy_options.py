@@ -18,7 +18,7 @@ from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_text
 from sinkprune.contract.manifest import Manifest, PolicyFacts
 from sinkprune.runtime.acting.observation import in_trained_order, observed, short_name, unusual_state
-from sinkprune.runtime.commands import BundleOptions
+from sinkprune.runtime.commands import Options
 from sinkprune.runtime.commands.rate import frame_files
 from sinkprune.runtime.media.picture_warnings import FileFacts, file_facts
 from sinkprune.runtime.policy import Policy
@@ -302,6 +302,6 @@ def _listing(names: Sequence[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def load_policy(options: BundleOptions, bundle: Bundle, wrap: Wrap | None = None) -> Policy:
+def load_policy(options: Options, bundle: Bundle, wrap: Wrap | None = None) -> Policy:
     """Load the policy `bundle` on the chosen backend, with progress on stderr."""
     return Policy.load(bundle, wrap=wrap, **options.loading)

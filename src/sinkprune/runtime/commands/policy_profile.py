@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import PolicyFacts
 from sinkprune.contract.reports.policy_report import PolicyBudgetReport, PolicyReport
 from sinkprune.runtime.acting.observation import STEPS
-from sinkprune.runtime.commands import BundleOptions, ReportOptions, name_list
+from sinkprune.runtime.commands import Options, name_list
 from sinkprune.runtime.commands.interrupts import until_interrupt, write_measured
 from sinkprune.runtime.commands.memory import check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
@@ -42,20 +41,6 @@ x: speed-up over none, of chunks with as many steps; ideal x: what FLOPs allow; 
 jitter: from the median to p95"""
 
 
-@dataclass(kw_only=True)
-class PolicyProfileOptions(BundleOptions, ReportOptions):
-    """The options of `profile_policy`."""
-
-    camera: list[str] | None
-    state: str | None
-    steps: list[int] | None
-    prompt: str
-    method: str
-    budgets: list[str] | None
-    repeat: int | None
-    warmup: int
-
-
 def step_list(words: str) -> list[int]:
     """Return the numbers of steps in a comma-separated option; raises `ArgumentTypeError`."""
     try:
@@ -64,7 +49,7 @@ def step_list(words: str) -> list[int]:
         raise ArgumentTypeError(f"found {format_value(words)}, expected whole numbers with commas between") from error
 
 
-def profile_policy(options: PolicyProfileOptions, bundle: Bundle, observations: Observations) -> None:
+def profile_policy(options: Options, bundle: Bundle, observations: Observations) -> None:
     """Measure the policy `bundle`, print a table, and write the report.
 
     Raises what `Policy.load` and `Policy.act` raise, and `KeyboardInterrupt` after the report of complete rounds.

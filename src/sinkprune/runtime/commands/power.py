@@ -5,20 +5,20 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
 from sinkprune.contract.checks.format_value import counted
 from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.errors import PowerError, UsageError
 from sinkprune.contract.reports.energy import IDLE_SECONDS, BudgetEnergy, PowerReport
 from sinkprune.runtime.backends.known import KNOWN
+from sinkprune.runtime.commands import Options
 from sinkprune.runtime.power import AUTO, SENSORS, open_sensor
 from sinkprune.runtime.power.meter import IDLE, EnergyMeter, measuring
 from sinkprune.runtime.power.sensor import Sensor
 
 
 def add_power_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `PowerOptions`."""
+    """Add `--power` and `--idle`."""
     parser.add_argument(
         "--power",
         nargs="?",
@@ -34,15 +34,7 @@ def add_power_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@dataclass(kw_only=True)
-class PowerOptions:
-    """The options of `add_power_options`."""
-
-    power: str | None
-    idle: float | None
-
-
-def wanted_sensor(options: PowerOptions, backend: str) -> Sensor | None:
+def wanted_sensor(options: Options, backend: str) -> Sensor | None:
     """Open the sensor of the device that `backend` computes on; None without `--power`.
 
     Raises `PowerError` and `UsageError`.
@@ -55,7 +47,7 @@ def wanted_sensor(options: PowerOptions, backend: str) -> Sensor | None:
 
 
 @contextmanager
-def maybe_measuring(options: PowerOptions, sensor: Sensor | None) -> Iterator[EnergyMeter | None]:
+def maybe_measuring(options: Options, sensor: Sensor | None) -> Iterator[EnergyMeter | None]:
     """Measure idle power, then yield a meter on `sensor`; yields None without a sensor. Raises `PowerError`."""
     if sensor is None:
         yield None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from sinkprune.contract.command_line.table_console import (
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.reports.report import OF_TTFT, BudgetReport, ProfileReport
 from sinkprune.runtime.commands import (
-    PictureOptions,
+    Options,
     add_new_tokens,
     add_report_options,
     check_report_options,
@@ -42,13 +41,11 @@ from sinkprune.runtime.commands.memory import check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.commands.policy_options import add_cameras, add_state, check_kind_options, given_observations
 from sinkprune.runtime.commands.policy_profile import (
-    PolicyProfileOptions,
     measured_rounds,
     profile_policy,
     step_list,
 )
 from sinkprune.runtime.commands.power import (
-    PowerOptions,
     add_power_options,
     check_lived,
     joules_text,
@@ -57,7 +54,6 @@ from sinkprune.runtime.commands.power import (
     wanted_sensor,
 )
 from sinkprune.runtime.commands.rate import (
-    RateOptions,
     add_rate_options,
     frame_files,
     print_rates,
@@ -90,11 +86,6 @@ visual: tokens of the pictures > into the LLM > in its last layer; mean %: their
 x: speed-up over none; ideal x: what the FLOPs of the prefill allow; achieved: prefill x as a share of ideal x"""
 
 
-@dataclass(kw_only=True)
-class _Options(PictureOptions, PolicyProfileOptions, RateOptions, PowerOptions):
-    new_tokens: int | None
-
-
 _OF_ANSWERS = ("image", "video", "frames", "rate", "duration", "new_tokens", "warm", "power", "idle", "fit")
 """The options that a robot policy does not take."""
 _OF_POLICIES = ("camera", "state", "steps")
@@ -103,10 +94,10 @@ _OF_POLICIES = ("camera", "state", "steps")
 
 @entry_point
 def main(arguments: Sequence[str] | None) -> None:
-    options = _parser().parse(arguments, _Options)
+    options = _parser().parse(arguments, Options)
     camera = wanted_camera(options)
     files = frame_files(options.frames) if options.frames else options.picture_files
-    check_report_options(options, options, files)
+    check_report_options(options, files)
     prompt = prompt_pieces(options.prompt)
     bundle = open_bundle(options, options.budgets or [], may_act=True)
     if bundle.manifest.policy is not None:
@@ -146,7 +137,7 @@ def main(arguments: Sequence[str] | None) -> None:
             _profile_rate(options, run, len(planned) * camera.frames, notes)
 
 
-def _profile_rounds(options: _Options, rounds: ProfileRounds, notes: list[str]) -> None:
+def _profile_rounds(options: Options, rounds: ProfileRounds, notes: list[str]) -> None:
     """Measure the budgets in turn, and write the report; raises what `write_measured` raises, and `PowerError`."""
     interrupted = measured_rounds(rounds, options.repeat or USUAL_REPEAT, options.warmup, "answers")
     report = rounds.report()
@@ -161,7 +152,7 @@ def _profile_rounds(options: _Options, rounds: ProfileRounds, notes: list[str]) 
     )
 
 
-def _profile_rate(options: _Options, run: RateRun, frames: int, notes: list[str]) -> None:
+def _profile_rate(options: Options, run: RateRun, frames: int, notes: list[str]) -> None:
     """Answer the camera's `frames`, and write the report; raises what `write_measured` raises, and `PowerError`."""
     interrupt = until_interrupt(partial(run.measure, options.warmup), frames, "frames")
     if interrupt and not run.count:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
 
 from sinkprune.contract.command_line.table_console import TableConsole, make_table, plain_text
@@ -11,6 +10,7 @@ from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.files.numbered_files import by_number
 from sinkprune.contract.reports.rate_report import RateReport
 from sinkprune.contract.reports.report import FEWEST_OF_P95
+from sinkprune.runtime.commands import Options
 from sinkprune.runtime.commands.power import power_line
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.clip import Picture
@@ -24,24 +24,13 @@ _FEWEST_OF_P99 = 100
 
 
 def add_rate_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `RateOptions`, except `--frames`, `--repeat` and `--warm`."""
+    """Add `--rate` and `--duration`."""
     add = parser.add_argument
     add("--rate", type=RATE, metavar="HZ", help="send requests at a camera's rate, each budget for --duration")
     add("--duration", type=DURATION, metavar="SECONDS", help=f"for --rate (default: {DURATION_SECONDS:g})")
 
 
-@dataclass(kw_only=True)
-class RateOptions:
-    """The options of `add_rate_options`."""
-
-    frames: Path | None
-    rate: float | None
-    duration: float | None
-    repeat: int | None
-    warm: bool
-
-
-def wanted_camera(options: RateOptions) -> FrameClock | None:
+def wanted_camera(options: Options) -> FrameClock | None:
     """Return the clock of frames, or None without --rate; raises `UsageError` for options that exclude each other."""
     if options.rate is None:
         for name in ("frames", "duration"):

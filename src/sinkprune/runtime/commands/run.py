@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from sinkprune.contract.precision import Array
 from sinkprune.contract.reports.progress import OnProgress
 from sinkprune.runtime.commands import (
     IMAGE_PLACE,
-    PictureOptions,
+    Options,
     add_costs,
+    add_most_tokens,
+    add_system,
     load_pipeline,
     new_parser,
     open_bundle,
@@ -37,7 +39,7 @@ from sinkprune.runtime.commands.deadline_costs import (
     run_once,
     saved_costs_lines,
 )
-from sinkprune.runtime.commands.form_options import FormOptions, add_form_options, read_form, stop_text
+from sinkprune.runtime.commands.form_options import add_form_options, read_form, stop_text
 from sinkprune.runtime.commands.interrupts import NO_COSTS, beside_earlier, ended_by_interrupt, explain_interrupt
 from sinkprune.runtime.commands.memory import MemoryCheck, check_memory
 from sinkprune.runtime.commands.picture_notes import note_pictures
@@ -50,7 +52,7 @@ from sinkprune.runtime.steps.context_length import check_picture_count
 from sinkprune.runtime.steps.loaded_model import check_chosen_after_tower
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.pictures import decoded
-from sinkprune.runtime.steps.request import DEADLINE_MS, DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS, Request
+from sinkprune.runtime.steps.request import DEADLINE_MS, DEFAULT_NEW_TOKENS, Request
 from sinkprune.runtime.system.cores import usable_cores
 from sinkprune.runtime.text.sampling import (
     FREQUENCY_PENALTY,
@@ -81,28 +83,9 @@ _REQUEST = (
 """The options that are fields of a request."""
 
 
-@dataclass(kw_only=True)
-class _Options(PictureOptions, FormOptions):
-    budget: str
-    deadline_ms: float | None
-    warm_up: bool
-    costs: Path | None
-    max_new_tokens: int | None
-    temperature: float
-    top_p: float
-    seed: int | None
-    repetition_penalty: float | None
-    presence_penalty: float
-    frequency_penalty: float
-    system: str | None
-    stop: list[str]
-    overlay: Path | None
-    json: Path | None
-
-
 @entry_point
 def main(arguments: Sequence[str] | None) -> None:
-    options = _parser().parse(arguments, _Options)
+    options = _parser().parse(arguments, Options)
     _check_options(options)
     form, prompt = read_form(options, options.stop), prompt_pieces(options.prompt)
     bundle = open_bundle(options, [options.budget])
@@ -157,14 +140,14 @@ def main(arguments: Sequence[str] | None) -> None:
     output.end()
 
 
-def _report_deadline(pipeline: Pipeline, answer: Answer, options: _Options) -> None:
+def _report_deadline(pipeline: Pipeline, answer: Answer, options: Options) -> None:
     """Print whether the answer was late, and keep what it took for later runs."""
     if answer.deadline is not None:
         sys.stderr.write(late_line(answer.deadline))
         sys.stderr.write(saved_costs_lines(pipeline, options, measured=options.warm_up))
 
 
-def _check_options(options: _Options) -> None:
+def _check_options(options: Options) -> None:
     """Reject options that exclude each other, and outputs that cannot be written."""
     overlays = [(options.overlay, PICTURE_SUFFIXES)] if options.overlay else []
     read = [*options.picture_files, *options.key_files, *options.form_files]
@@ -175,7 +158,7 @@ def _check_options(options: _Options) -> None:
     check_cost_options(options.warm_up, options.costs, options.deadline_ms)
 
 
-def _given_fields(options: _Options) -> dict[str, Any]:
+def _given_fields(options: Options) -> dict[str, Any]:
     """Return the options that are fields of a request, without those that change nothing."""
     fields = {name: getattr(options, name) for name in _REQUEST}
     if options.max_new_tokens is None:
@@ -189,7 +172,7 @@ def _given_fields(options: _Options) -> dict[str, Any]:
     return fields
 
 
-def _warm_up(pipeline: Pipeline, request: Request, layouts: Sequence[VisualLayout], options: _Options) -> None:
+def _warm_up(pipeline: Pipeline, request: Request, layouts: Sequence[VisualLayout], options: Options) -> None:
     """Measure costs if asked, and do before a request with a deadline what would make it late."""
     if options.warm_up:
         with explain_interrupt(NO_COSTS), status(MEASURING_COSTS) as progress:
@@ -203,7 +186,7 @@ def _warm_up(pipeline: Pipeline, request: Request, layouts: Sequence[VisualLayou
                 run_once(pipeline, request, layouts)
 
 
-def _answered(pipeline: Pipeline, request: Request, options: _Options, output: RunningOutput) -> Answer:
+def _answered(pipeline: Pipeline, request: Request, options: Options, output: RunningOutput) -> Answer:
     """Return the answer, and write its text to `output` while it is decoded. Ctrl-C ends it."""
     with output.until_written("answering") as progress:
         stream = pipeline.answer(request, _TokenCount(progress, request.max_new_tokens))
@@ -222,7 +205,7 @@ class _TokenCount(Observer):
         self._progress("writing", self._count, self._most, "tokens")
 
 
-def _unused_options(options: _Options, budget: str) -> list[str]:
+def _unused_options(options: Options, budget: str) -> list[str]:
     """Return a note for each option without effect: sampling of a greedy answer, threads without a core, overlay."""
     notes = []
     if options.overlay and budget == UNPRUNED:
@@ -275,11 +258,7 @@ def _parser() -> CommandParser:
         "seconds, or minutes for a large model",
     )
     add_costs(parser)
-    add(
-        "--max-new-tokens",
-        type=MAX_NEW_TOKENS,
-        help=f"longest answer (default: {DEFAULT_NEW_TOKENS}, or the engines' limit)",
-    )
+    add_most_tokens(parser, DEFAULT_NEW_TOKENS)
     add("--temperature", type=TEMPERATURE, default=0.0, help="0 is greedy (default: 0)")
     add(
         "--top-p",
@@ -303,7 +282,7 @@ def _parser() -> CommandParser:
             metavar="NUMBER",
             help=f"lower the logits of tokens that the answer has by this, {times}; -2 to 2 (default: 0)",
         )
-    add("--system", metavar="TEXT", help="a system message; '' removes that of the checkpoint's chat template")
+    add_system(parser)
     add(
         "--stop",
         action="append",

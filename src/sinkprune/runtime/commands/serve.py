@@ -6,8 +6,6 @@ import asyncio
 import signal
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.checks.terminal import escaped
@@ -15,10 +13,9 @@ from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs
-from sinkprune.runtime.commands import bundle_parser
+from sinkprune.runtime.commands import Options, bundle_parser
 from sinkprune.runtime.commands.served_app import (
     API_KEY,
-    AppOptions,
     add_app_options,
     load_app,
     log,
@@ -39,14 +36,6 @@ bundle's name; NAME:retain-64 chooses a budget. The API key may also be in the e
 """
 
 
-@dataclass(kw_only=True)
-class _Options(AppOptions):
-    host: str
-    port: int
-    drain_s: int
-    json: Path | None
-
-
 @entry_point
 def main(arguments: Sequence[str] | None) -> None:
     parser = bundle_parser("sinkprune serve", "Answer questions about pictures over HTTP, as OpenAI does.", _EXAMPLES)
@@ -62,7 +51,7 @@ def main(arguments: Sequence[str] | None) -> None:
         help=f"time that requests have to end after SIGTERM or Ctrl-C (default: {_USUAL_DRAIN_S})",
     )
     parser.add_json("the server's address and models, as soon as it listens,")
-    options = parser.parse(arguments, _Options)
+    options = parser.parse(arguments, Options)
     read = [*options.key_files, *([options.costs] if options.costs else [])]
     check_outputs(json_outputs(options.json), read, options.folders)
 
@@ -81,8 +70,6 @@ def main(arguments: Sequence[str] | None) -> None:
             )
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        # Requests have --drain-s seconds to end: that is no late end of the command.
-        signal.set_wakeup_fd(-1)
         # uvicorn takes signals over later, when asyncio has begun, and raises them again when it has ended.
         hangups = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else ()
         for number in (signal.SIGINT, signal.SIGTERM, *hangups):

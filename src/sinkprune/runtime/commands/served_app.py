@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import Image
@@ -19,7 +17,7 @@ from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.costs.file import read_costs
 from sinkprune.contract.errors import UsageError
-from sinkprune.runtime.commands import BundleOptions, add_costs, load_pipeline
+from sinkprune.runtime.commands import Options, add_costs, load_pipeline
 from sinkprune.runtime.commands.memory import check_memory
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.loading import check_kind
@@ -42,25 +40,6 @@ _SESSION_MB = WholeNumber("session_mb", 0, 1 << 20)
 _USUAL_PICTURE = Image.new("RGB", (640, 480))
 
 
-@dataclass(kw_only=True)
-class AppOptions(BundleOptions):
-    """The options of `add_app_options` and of `bundle_parser`."""
-
-    name: str | None
-    budget: str
-    method: str
-    costs: Path | None
-    api_key: str | None
-    allow_host: list[str]
-    allow_origin: list[str]
-    allow_remote_images: bool
-    max_queue: int
-    max_active: int
-    max_body_mb: int
-    max_waiting_bytes: int
-    session_mb: int
-
-
 class AppBundle(NamedTuple):
     """A bundle that the application can serve as the options require, before its graphs are loaded."""
 
@@ -74,7 +53,7 @@ class AppBundle(NamedTuple):
 
 
 def add_app_options(parser: CommandParser) -> None:
-    """Add what the application answers, and its limits; `AppOptions` has the values."""
+    """Add what the application answers, and its limits."""
     add = parser.add_argument
     add("--name", help="the model's name (default: the name of the bundle's folder, to which a link leads)")
     add("--budget", default=UNPRUNED, help="the budget of requests that name none (default: none)")
@@ -121,7 +100,7 @@ def add_app_options(parser: CommandParser) -> None:
     )
 
 
-def read_app_bundle(options: AppOptions) -> AppBundle:
+def read_app_bundle(options: Options) -> AppBundle:
     """Read the bundle's manifest, and check that it has what the options name.
 
     Raises `BundleError`, `BudgetError`, and `UsageError` for a robot policy, for a wrong name or key, and without the
@@ -143,7 +122,7 @@ def read_app_bundle(options: AppOptions) -> AppBundle:
     return AppBundle(bundle, name, models, _api_key(options))
 
 
-def load_app(options: AppOptions, found: AppBundle, host: str) -> Starlette:
+def load_app(options: Options, found: AppBundle, host: str) -> Starlette:
     """Load the graphs and return the application, whose server listens at `host`.
 
     Prints a note on stderr if the model sees pictures in part.
@@ -193,7 +172,7 @@ def log(line: str) -> None:
         sys.stderr.flush()
 
 
-def _api_key(options: AppOptions) -> str | None:
+def _api_key(options: Options) -> str | None:
     """Return the key of the option or of the environment, or None; raises `UsageError` without printing the key."""
     if options.api_key is not None:
         where, key = "--api-key", options.api_key

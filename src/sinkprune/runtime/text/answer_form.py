@@ -108,7 +108,7 @@ def _check_keywords(schema: dict[str, Any]) -> None:
             "$schema, or write the schema for one of them."
         )
     for place, part in schema_parts((), schema):
-        for name in _IGNORED & part.keys():
+        for name in (name for name in part if name in _IGNORED):
             raise UsageError(f"schema has a keyword{at((*place, name))} that is not supported. Leave it out.")
         if not isinstance(part.get("required", []), list):
             raise UsageError(
