@@ -1,7 +1,8 @@
 """Read MCAP files (mcap.dev/spec), also those that are cut off, and hold no more than one message.
 
 Files are read from their start to their end. That needs no index, and reads the beginning of a file that is cut off.
-The library mcap reads whole chunks, attachments and indexes into memory, so this module skips them by itself.
+The libraries mcap and rosbags read whole chunks, attachments or indexes into memory, and rosbags needs an end with an
+index. So this module reads records by itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,11 @@
-"""Checks of single fields of a request's body. Messages have the field's name and value as the client sent them."""
+"""Checks of single fields of a request's body. Messages have the field's name and value as the client sent them.
+
+By hand: pydantic would still need these checks and names, and a translation of its errors.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -9,6 +13,7 @@ from typing import Any
 from sinkprune.contract.checks.arguments import guessed
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.checks.ranges import WholeNumber
+from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.errors import (
     BudgetError,
     DeadlineError,
@@ -22,7 +27,6 @@ from sinkprune.contract.errors import (
 )
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
 from sinkprune.runtime.server.api_error import ApiError
-from sinkprune.runtime.server.json_values import format_json
 from sinkprune.runtime.steps.request import (
     DEADLINE_MS,
     MAX_NEW_TOKENS,
@@ -40,6 +44,33 @@ MOST_TOKENS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
 LEAST_TOKENS = ("min_tokens", "min_new_tokens")
 """vLLM's name of `min_new_tokens`, and ours; both may be given with one value."""
 _EXAMPLE = '{"type": "object", "properties": {"colour": {"type": "string"}}}'
+
+_SHOWN = 80
+_KINDS: Mapping[type, str] = {
+    str: "a string",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    list: "an array",
+    dict: "an object",
+    type(None): "null",
+}
+
+
+def json_kind(value: object) -> str:
+    """Return the type of parsed JSON with its article, as in "a string" and "an object"."""
+    return _KINDS[type(value)]
+
+
+def format_json(value: object) -> str:
+    """Return parsed JSON as a client writes it, on one line; long values are cut off."""
+    text = escaped(json.dumps(value, ensure_ascii=False))
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def format_field(given: Mapping[str, object], name: str) -> str:
+    """Return a field's value as `format_json` does, or "missing" where an object has no such field."""
+    return format_json(given[name]) if name in given else "missing"
 
 
 def unsupported_field(name: str, known: Iterable[str], of_python: Mapping[str, str]) -> str:

@@ -24,6 +24,9 @@ from sinkprune.runtime.server.body_fields import (
     MOST_TOKENS,
     PRIORITY,
     TOP_LOGPROBS,
+    format_field,
+    format_json,
+    json_kind,
     read_either,
     read_flag,
     read_guided_json,
@@ -32,7 +35,6 @@ from sinkprune.runtime.server.body_fields import (
     rejection,
     unsupported_field,
 )
-from sinkprune.runtime.server.json_values import format_field, format_json, json_kind
 from sinkprune.runtime.server.picture_urls import PictureReader
 from sinkprune.runtime.server.tools import TOOL_FIELDS, OpenCalls, read_tools
 from sinkprune.runtime.steps.request import Request, choice_note, greedy_note

@@ -22,8 +22,8 @@ from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.images import ImageBytes
 from sinkprune.runtime.media.video_file import VideoBytes
 from sinkprune.runtime.server.api_error import wrong
+from sinkprune.runtime.server.body_fields import format_json
 from sinkprune.runtime.server.connections import Parser
-from sinkprune.runtime.server.json_values import format_json
 
 MOST_REMOTE_BYTES = 32 << 20
 """The most bytes of a picture that is fetched."""

@@ -9,8 +9,7 @@ from typing import Any
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import UsageError
 from sinkprune.runtime.server.api_error import ApiError, wrong
-from sinkprune.runtime.server.body_fields import read_flag
-from sinkprune.runtime.server.json_values import format_field, format_json
+from sinkprune.runtime.server.body_fields import format_field, format_json, read_flag
 from sinkprune.runtime.text.prompt import Turn
 from sinkprune.runtime.text.tool_answer import AnswerPart
 from sinkprune.runtime.text.tools import ToolCall, Tools, read_arguments
