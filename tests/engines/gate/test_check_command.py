@@ -244,7 +244,7 @@ def test_engines_and_answers_have_progress_of_their_own(
     def noted(progress: object, what: str, done: float, total: float, unit: str) -> None:
         lines.setdefault(what, []).append(f"{done:g} of {total:g} {unit}")
 
-    def graph(progress: object, name: str, number: int, total: int, work: str) -> None:
+    def graph(progress: object, name: str, number: int, total: int, work: str = "building engines") -> None:
         noted(progress, work, number, total, "graphs")
 
     monkeypatch.setattr(TerminalProgress, "part", noted)
