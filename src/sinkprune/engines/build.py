@@ -28,8 +28,8 @@ from sinkprune.contract.files.folders import (
     first_names,
     made_parents,
     replacing,
+    unlisted_files,
 )
-from sinkprune.contract.files.listed_files import remove_listed
 from sinkprune.contract.files.manifest_file import file_specs, sha256
 from sinkprune.contract.files.output_files import check_in_no_bundle
 from sinkprune.contract.files.signature import Sign
@@ -124,8 +124,10 @@ def build_engines(
                     gate.check_answers(root, progress)
         except KeyboardInterrupt as interrupt:
             raise KeyboardInterrupt(_kept(work, len(profiles))) from interrupt
-        if move and (strangers := remove_listed(bundle.path, BUNDLE)):
+        if move and (strangers := unlisted_files(bundle.path, BUNDLE)):
             progress.report(f"'{bundle.path}' holds what is not of the bundle, and stays: {first_names(strangers)}.")
+        elif move:
+            shutil.rmtree(bundle.path.resolve())
     return manifest
 
 

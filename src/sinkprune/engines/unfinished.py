@@ -1,7 +1,7 @@
 """The complete engines of a build that has not ended, in a folder next to its output.
 
-`.NAME.building/` is next to `NAME`. It holds `sinkprune.lock`, which is locked while a build runs, and `engines/`, a
-normal folder of engines. A build that is killed or fails leaves it there, and the same command resumes from it.
+`.NAME.building/` is next to `NAME`, and locked while a build runs. It holds `engines/`, a normal folder of engines. A
+build that is killed or fails leaves it there, and the same command resumes from it.
 """
 
 from __future__ import annotations
@@ -10,21 +10,19 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 
 from sinkprune.contract.engines_manifest import ENGINES, Engines, EnginesManifest, EngineSpec
 from sinkprune.contract.errors import EnginesError
-from sinkprune.contract.files.folders import is_own_folder, unwritable
-from sinkprune.contract.files.listed_files import listed_files, unlisted_paths
+from sinkprune.contract.files.folders import beside, staging, sync_folder, sync_tree, unlisted_files
 from sinkprune.contract.files.manifest_file import FileSpec, file_specs
-from sinkprune.contract.files.system_calls import locked, sync_folder, sync_tree
 from sinkprune.contract.files.trust import ANY
 from sinkprune.contract.files.untrusted import UnreadableError
 
 _ENGINES = "engines"
-_RECORD = "record"
+_BUILDING = "building"
 # The errors of file systems that cannot give a file a second name.
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EXDEV)
 _GROWING = {"engines", "files", "plugins"}
@@ -33,7 +31,7 @@ _GROWING = {"engines", "files", "plugins"}
 
 def is_begun(output: Path) -> bool:
     """Return whether an earlier build of the folder `output` left complete engines."""
-    return os.path.lexists(_place(output) / _ENGINES / ENGINES.name)
+    return os.path.lexists(beside(output, _BUILDING) / _ENGINES / ENGINES.name)
 
 
 class UnfinishedBuild:
@@ -57,8 +55,8 @@ class UnfinishedBuild:
         """Return the manifest in `root`; None if there is none, or if a listed file is missing or has changed."""
         try:
             found, _ = ENGINES.read(self.root, EnginesManifest, ANY)
-            for name in list(unlisted_paths(self.root, listed_files(self.root, ENGINES))):
-                _remove(self.root / name)
+            for name in unlisted_files(self.root, ENGINES):
+                (self.root / name).unlink()
             ENGINES.check_sums(self.root, ENGINES.hold(self.root, found.files), found.files)
         except (EnginesError, UnreadableError, OSError):
             return None
@@ -79,11 +77,7 @@ class UnfinishedBuild:
         listed = self.manifest.files
         files = {**listed, **file_specs(self.root, {*listed, ENGINES.name})}
         manifest = self._manifest_with(graph, engine, plugins, files)
-        record = self.place / _RECORD
-        record.mkdir(exist_ok=True)
-        ENGINES.write(record, manifest)
-        sync_tree(record)
-        (record / ENGINES.name).replace(self.root / ENGINES.name)
+        ENGINES.write(self.root, manifest)
         sync_folder(self.root)
         self.manifest = manifest
 
@@ -122,19 +116,7 @@ def unfinished_build(output: Path, plan: EnginesManifest) -> Iterator[Unfinished
     If the block raises, complete engines stay for the next build; otherwise the folder is removed. Raises
     `EnginesError` if another process builds this folder, or if the place belongs to another user.
     """
-    place = _place(output)
-    try:
-        with suppress(FileExistsError):
-            place.mkdir(mode=0o700)
-    except OSError as error:
-        raise unwritable(output, ENGINES, error) from error
-    if not is_own_folder(place):
-        raise EnginesError(f"'{place}' is not a folder of your own, and the build needs that place. Move it away.")
-    with locked(place, create=True) as held:
-        if not held:
-            raise EnginesError(
-                f"another sinkprune-build is writing '{output}'. Wait for it, or choose another place."
-            )
+    with staging(output, _BUILDING, ENGINES) as place:
         work = UnfinishedBuild(place, plan)
         keep = True
         try:
@@ -142,15 +124,6 @@ def unfinished_build(output: Path, plan: EnginesManifest) -> Iterator[Unfinished
             keep = False
         finally:
             if not (keep and is_begun(output)):
-                shutil.rmtree(place, ignore_errors=True)
-
-
-def _place(output: Path) -> Path:
-    return output.absolute().with_name(f".{output.name}.building")
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+                # Its folder is removed with the lock.
+                for path in place.iterdir():
+                    shutil.rmtree(path, ignore_errors=True)

@@ -1,6 +1,6 @@
 """A program that kills processes while they replace a folder, and reads the folder after each.
 
-`kill_replacing.py FOLDER {exchange,two-renames} {calls,random} COUNT` kills at the first `COUNT` system calls, each
+`kill_replacing.py FOLDER {calls,random} COUNT` kills at the first `COUNT` system calls, each
 once, or at `COUNT` random moments. It prints a JSON list of the outcomes. It is a program because it forks often.
 """
 
@@ -20,10 +20,7 @@ from types import FrameType
 from typing import Any
 
 from sinkprune.contract.files.folders import recover
-from sinkprune.contract.files.system_calls import Rename, system_rename
-from support.programs.listed_folders import KIND, no_such_rename, replace, whole_version
-
-RENAMES: dict[str, Rename] = {"exchange": system_rename, "two-renames": no_such_rename}
+from support.programs.listed_folders import KIND, replace, whole_version
 
 
 def forked(body: Callable[[], None], after: float | None = None) -> bool:
@@ -76,9 +73,9 @@ def found(output: Path) -> int | None:
 
 
 def main() -> None:
-    folder, how, moments, count = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
-    output, rename, randomness = folder / "bundle", RENAMES[how], random.Random(4)
-    duration, outcomes = shortest(5, lambda: replace(output, 1, rename=rename)), []
+    folder, moments, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    output, randomness = folder / "bundle", random.Random(4)
+    duration, outcomes = shortest(5, lambda: replace(output, 1)), []
     old: int | None = 1
     for number in range(1, count + 1):
         # Sometimes there is no old folder.
@@ -86,7 +83,7 @@ def main() -> None:
             shutil.rmtree(output)
             old = None
         new = 2 * number
-        body = partial(replace, output, new, rename=rename)
+        body = partial(replace, output, new)
         if moments == "calls":
             killed = forked(partial(killed_at_call, number, body))
         else:
@@ -95,7 +92,7 @@ def main() -> None:
         words: dict[int | None, str] = {new: "new", old: "old" if old is not None else "nothing"}
         # At random moments, some processes find the remains of several others.
         if moments == "calls" or number % 3 == 0:
-            replace(output, new + 1, rename=rename)
+            replace(output, new + 1)
             left = sorted(path.name for path in folder.iterdir())
         outcomes.append({"killed": killed, "seen": seen, "found": words[version], "left": left})
         old = found(output)

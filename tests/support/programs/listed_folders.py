@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +12,6 @@ from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.files.folders import replacing
 from sinkprune.contract.files.manifest_file import ManifestFile, file_specs, sha256
-from sinkprune.contract.files.system_calls import Rename, RenameMode, system_rename
 
 KIND = ManifestFile(
     name="bundle.json",
@@ -51,9 +48,9 @@ def whole_version(root: Path) -> int:
 
 
 @contextmanager
-def replaced(output: Path, *, force: bool = True, rename: Rename = system_rename) -> Iterator[Path]:
+def replaced(output: Path, *, force: bool = True) -> Iterator[Path]:
     """Run `replacing` on such a folder."""
-    with replacing(output, KIND, 0, "free some", force=force, rename=rename) as root:
+    with replacing(output, KIND, 0, "free some", force=force) as root:
         yield root
 
 
@@ -61,8 +58,3 @@ def replace(output: Path, version: int, **options: Any) -> None:
     """Replace `output` by the files of a `version`."""
     with replaced(output, **options) as root:
         write_folder(root, version)
-
-
-def no_such_rename(source: Path, target: Path, how: RenameMode) -> None:
-    """Fail like a file system that can only rename."""
-    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))

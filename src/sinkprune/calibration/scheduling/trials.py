@@ -9,9 +9,9 @@ from pathlib import Path
 from sinkprune.contract.budgets import Budget
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import BundleError
+from sinkprune.contract.files.folders import naming_full
 from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.files.manifest_file import FileSpec, sha256
-from sinkprune.contract.files.system_calls import naming_full
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.towers import QwenTower

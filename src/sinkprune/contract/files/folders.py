@@ -1,63 +1,41 @@
-"""Writes a folder next to its place, syncs it, and exchanges it with the folder that is there.
+"""Writes a folder next to its place, syncs it, moves the old folder away, and renames the new one to its place.
 
-A process may be killed at any moment: the next command finds the old folder or the new one, whole. The staging folder
-`.NAME.????????.partial/` next to `NAME` holds
-
-- `sinkprune.lock`, locked while its process lives,
-- `new/`, the folder that is being written: all of it is ours,
-- `old/`, the folder that is replaced: the files that its manifest lists are ours.
-
-Both `new/` and `old/` are there if a process was killed after it moved `NAME` away and before it moved `new/` there.
+The staging folder `.NAME.partial/` next to `NAME` holds `new/`, the folder that is being written, and `old/`, the
+folder that is replaced. A killed process leaves the staging folder there. If both are in it and `NAME` is missing,
+the next command that reads or writes `NAME` moves `old/` back. The next command that writes `NAME` removes the rest.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
-import re
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from sinkprune.contract.files.listed_files import listed_files, remove_listed, unlisted_paths
 from sinkprune.contract.files.manifest_file import ManifestFile
-from sinkprune.contract.files.system_calls import (
-    LOCK,
-    UNSUPPORTED,
-    Rename,
-    RenameMode,
-    locked,
-    move,
-    naming_full,
-    sync_folder,
-    sync_tree,
-    system_rename,
-)
-from sinkprune.contract.files.untrusted import UnreadableError
+from sinkprune.contract.files.untrusted import UnreadableError, read_json
 
-_PARTIAL = ".partial"
-# In bytes. File systems allow 255, and the staging folder's name is longer than the folder's.
-_LONGEST_NAME = 255 - len(f"..12345678{_PARTIAL}")
-# As many files as the removal of a folder opens at once: one for each level, and one to list the last.
-_RESERVE = 8
-# How often another process may change the place between the check and the rename.
-_ATTEMPTS = 100
+# File systems write concurrent requests together: 60 files take 10 ms, and 200 ms one by one.
+_SYNC_THREADS = 8
+# A folder may be writable but not readable. Some file systems sync no folders.
+_NO_FOLDER_SYNC = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP)
+# What the system reports, without a name, where a disk or a limit takes no more of a file.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def recover(output: Path, kind: ManifestFile) -> None:
-    """Put the folder `output` back if a process was killed after it moved the folder away.
+    """Move the folder `output` back if a process was killed after it moved the folder away.
 
-    Raises `kind.error` if the folder cannot be moved back.
+    Raises `kind.error` if another process is writing the folder, and if it cannot be moved back.
     """
-    # A quick return for readers of folders that exist.
-    if os.path.lexists(output):
-        return
-    with _abandoned(output, kind) as stagings:
-        for staging in stagings:
-            staging.restore()
+    if not os.path.lexists(output) and os.path.isdir(beside(output, "partial")):  # noqa: PTH112  (no OSError)
+        with staging(output, "partial", kind) as place:
+            _restore(place, output, kind)
 
 
 def check_replaceable(output: Path, kind: ManifestFile, *, force: bool) -> None:
@@ -66,21 +44,27 @@ def check_replaceable(output: Path, kind: ManifestFile, *, force: bool) -> None:
     Anything at `output` must be a folder of this kind with no files but those that its manifest lists, and `force`
     must be given.
     """
-    _check_name(output, kind)
     recover(output, kind)
+    _check_replaceable(output, kind, force=force)
+
+
+def _check_replaceable(output: Path, kind: ManifestFile, *, force: bool) -> None:
     try:
+        with suppress(FileNotFoundError):
+            # Its name is longer, and may be too long.
+            beside(output, "partial").lstat()
         mode = output.lstat().st_mode
     except FileNotFoundError:
         return
-    except OSError as error:
-        raise kind.error(f"'{output}' cannot be written: {error.strerror}. Choose another place.") from error
+    except (OSError, ValueError) as error:
+        raise unwritable(output, kind, error) from error
     if stat.S_ISLNK(mode):
         raise kind.error(
             f"'{output}' is a link to '{output.readlink()}'. Give the folder itself, or choose another place; "
             "it is left as it is."
         )
     try:
-        listed = listed_files(output, kind)
+        strangers = unlisted_files(output, kind)
     except UnreadableError as error:
         raise kind.error(
             f"'{output}' exists and is not {kind.a_folder}: its {kind.name} {error}. Choose another place; "
@@ -90,7 +74,7 @@ def check_replaceable(output: Path, kind: ManifestFile, *, force: bool) -> None:
         raise kind.error(
             f"'{output}' is {kind.a_folder} already. Add --force to replace it, or choose another place."
         )
-    if strangers := sorted(unlisted_paths(output, listed)):
+    if strangers:
         raise kind.error(
             f"'{output}' holds what its {kind.name} does not list: {first_names(strangers)}. Move it away, or choose "
             "another place; it is left as it is."
@@ -120,23 +104,35 @@ def check_room(place: Path, needed: int, kind: ManifestFile, way_out: str) -> No
 
 
 @contextmanager
-def replacing(
-    output: Path, kind: ManifestFile, needed: int, way_out: str, *, force: bool, rename: Rename = system_rename
-) -> Iterator[Path]:
+def replacing(output: Path, kind: ManifestFile, needed: int, way_out: str, *, force: bool) -> Iterator[Path]:
     """Yield a temporary folder with `needed` bytes free, which becomes `output` at the end of the block.
 
     The block writes a manifest of this `kind` that lists all other files. If anything fails, `output` stays as it was
-    and the temporary folder is removed. Staging folders of killed processes are removed too. `way_out` completes the
-    message about a full disk with a way to need less. `rename` exchanges folders. Raises `kind.error`, also for
-    what `check_replaceable` rejects.
+    and the temporary folder is removed, as is that of a killed process. `way_out` completes the message about a full
+    disk with a way to need less. Raises `kind.error`, also for what `check_replaceable` rejects.
     """
     check_replaceable(output, kind, force=force)
-    remove_abandoned(output, kind)
-    with made_parents(output, kind), new_staging(output, kind, rename) as staging, naming_full(output):
-        check_room(output, needed, kind, way_out)
-        yield staging.new
-        sync_tree(staging.new)
-        staging.install(force=force)
+    with made_parents(output, kind), staging(output, "partial", kind) as place, naming_full(output):
+        new = place / "new"
+        _clear(place, output, kind)
+        try:
+            check_room(output, needed, kind, way_out)
+            new.mkdir()
+            yield new
+            sync_tree(new)
+            # Hours may have passed since the first check.
+            _check_replaceable(output, kind, force=force)
+            try:
+                if os.path.lexists(output):
+                    output.absolute().rename(place / "old")
+                new.rename(output)
+            except OSError as error:
+                raise unwritable(output, kind, error) from error
+            # The disk must hold the new name before old files are removed.
+            sync_folder(place)
+            sync_folder(output.absolute().parent)
+        finally:
+            _clear(place, output, kind)
 
 
 @contextmanager
@@ -158,202 +154,147 @@ def made_parents(output: Path, kind: ManifestFile) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def staging(output: Path, suffix: str, kind: ManifestFile) -> Iterator[Path]:
+    """Make the folder `.NAME.suffix` next to `output`, lock it for the block, and then remove it if it is empty.
+
+    The system releases the lock when the process ends, however it ends. Raises `kind.error` if another process holds
+    the lock, and for a folder of another user.
+    """
+    place = beside(output, suffix)
+    try:
+        made = not place.is_dir()
+        place.mkdir(exist_ok=True)
+        descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise unwritable(output, kind, error) from error
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid != os.geteuid():
+            raise kind.error(
+                f"'{place}' is not a folder of your own, and the command needs that place. Move it away."
+            )
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = os.path.samestat(found, place.stat())
+        except OSError as error:
+            # A file system may have no locks, and then only a new folder is certainly of this process.
+            held = made and not isinstance(error, BlockingIOError)
+        if not held:
+            raise kind.error(
+                f"another command is writing '{output}'. Wait for it, or choose another place. If none is running, "
+                f"remove '{place}'."
+            )
+        try:
+            yield place
+        finally:
+            with suppress(OSError):
+                place.rmdir()
+    finally:
+        os.close(descriptor)
+
+
+def unlisted_files(folder: Path, kind: ManifestFile) -> list[str]:
+    """Return the paths of everything in `folder` but folders and the regular files that its manifest lists.
+
+    The manifest may have any format version. Raises `UnreadableError` for a manifest that sinkprune did not write;
+    the message follows the manifest's name.
+    """
+    data = read_json(folder / kind.name, follow_links=False)
+    if not isinstance(data, dict) or "sinkprune_version" not in data or not isinstance(data.get("files"), dict):
+        raise UnreadableError("is none of sinkprune's: it lacks `sinkprune_version` or `files`")
+    listed = {kind.name, kind.signature, *data["files"]}
+    modes = {str(path.relative_to(folder)): path.lstat().st_mode for path in folder.rglob("*")}
+    return sorted(
+        name for name, mode in modes.items() if not stat.S_ISDIR(mode) and not (stat.S_ISREG(mode) and name in listed)
+    )
+
+
+def beside(output: Path, suffix: str) -> Path:
+    """Return the path of the folder `.NAME.suffix` next to the folder `output`."""
+    place = output.absolute()
+    return place.parent / f".{place.name}.{suffix}"
+
+
 def first_names(names: list[str]) -> str:
     """Return up to three of `names` in quotes, and the number of the others."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(repr, names[:3])) + more
 
 
-def unwritable(output: Path, kind: ManifestFile, error: OSError) -> Exception:
+def unwritable(output: Path, kind: ManifestFile, error: OSError | ValueError) -> Exception:
     """Return the `kind.error` for a folder `output` that the system refused with `error`."""
-    found = f"{error.strerror} in '{output.absolute().parent}'"
+    found = f"{getattr(error, 'strerror', None) or error} in '{output.absolute().parent}'"
     return kind.error(f"'{output}' cannot be written: {found}. Choose a place you may write to.")
 
 
-def is_own_folder(path: Path) -> bool:
-    """Return whether `path` is a folder of this user, and no link to one."""
-    found = path.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-
-
-@dataclass(frozen=True)
-class Staging:
-    """A staging folder whose lock this process holds."""
-
-    place: Path
-    output: Path
-    kind: ManifestFile
-    rename: Rename = system_rename
-
-    @property
-    def new(self) -> Path:
-        return self.place / "new"
-
-    @property
-    def old(self) -> Path:
-        return self.place / "old"
-
-    def install(self, *, force: bool) -> None:
-        """Move the finished folder `new` to `output`. Whatever was there ends up in `old`."""
-        for left in reversed(range(_ATTEMPTS)):
-            # Hours may have passed since the first check.
-            check_replaceable(self.output, self.kind, force=force)
-            try:
-                if os.path.lexists(self.output):
-                    # An earlier attempt may have filled `old`.
-                    self._remove_old()
-                    self._exchange()
-                else:
-                    move(self.new, self.output, self.rename)
-                break
-            except OSError as error:
-                # Another process may create or remove `output` after the check.
-                overtaken = isinstance(error, (FileExistsError, FileNotFoundError)) and self.new.is_dir()
-                if not (overtaken and left):
-                    raise unwritable(self.output, self.kind, error) from error
-        # The disk must hold the new name before old files are removed.
-        sync_folder(self.place)
-        sync_folder(self.output.parent)
-
-    def _exchange(self) -> None:
-        # From here on only listed files are removed, so files that appear in `output` meanwhile survive.
-        self.new.rename(self.old)
-        try:
-            self.rename(self.old, self.output, RenameMode.EXCHANGE)
-        except OSError as error:
-            # Nothing was exchanged. After KeyboardInterrupt this is not certain, so it must not come here.
-            self.old.rename(self.new)
-            if error.errno not in UNSUPPORTED:
-                raise
-            # If the process is killed between these two renames, `recover` puts the old folder back.
-            self.output.rename(self.old)
-            move(self.new, self.output, self.rename)
-
-    def restore(self) -> None:
-        """Move `old` back to `output` if nothing replaced it. Raises `kind.error` if that is impossible."""
-        if not (_is_folder(self.new) and _is_folder(self.old)):
-            return
-        try:
-            listed_files(self.old, self.kind)
-        except UnreadableError:
-            return
-        try:
-            move(self.old, self.output)
-        except OSError as error:
-            raise self.kind.error(
-                f"the {self.kind.folder} that stood at '{self.output}' lies in '{self.old}' and cannot be put back: "
-                f"{error.strerror}. Move it where you want it, then remove '{self.place}'."
-            ) from error
-        sync_folder(self.output.parent)
-
-    def remove(self) -> None:
-        """Remove the staging folder. Raises `kind.error` for files that are not ours, and keeps them."""
-        self.restore()
-        shutil.rmtree(self.new, ignore_errors=True)
-        self._remove_old()
-        if os.listdir(self.place) == [LOCK]:  # noqa: PTH208
-            (self.place / LOCK).unlink()
-            # Another process may remove the empty folder first.
-            with suppress(FileNotFoundError):
-                self.place.rmdir()
-
-    def _remove_old(self) -> None:
-        if not _is_folder(self.old):
-            return
-        try:
-            left = remove_listed(self.old, self.kind)
-        except OSError as error:
-            raise self.kind.error(
-                f"the {self.kind.folder} that was replaced at '{self.output}' lies in '{self.old}' and cannot be "
-                f"removed: {error.strerror}. The new {self.kind.folder} is in its place. Remove '{self.place}' by "
-                "hand."
-            ) from error
-        if left:
-            raise self.kind.error(
-                f"{first_names(left)} came into '{self.output}' while it was replaced, and lies in '{self.old}' now. "
-                f"The new {self.kind.folder} is in its place. Move what is yours away, then remove '{self.place}'."
-            )
-
-
 @contextmanager
-def new_staging(output: Path, kind: ManifestFile, rename: Rename = system_rename) -> Iterator[Staging]:
-    """Make a staging folder for `output` with an empty `new`, and remove it after the block. Raises `kind.error`."""
-    with ExitStack() as stack:
-        reserve, held = stack.enter_context(ExitStack()), False
-        try:
-            for _ in range(_RESERVE):
-                reserve.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-            while not held:
-                name = tempfile.mkdtemp(prefix=f".{output.name}.", suffix=_PARTIAL, dir=output.absolute().parent)
-                place = Path(name)
-                try:
-                    held = stack.enter_context(locked(place, create=True))
-                except FileNotFoundError:
-                    # Before it is locked, another process may take it for abandoned and remove it.
-                    continue
-                except OSError:
-                    place.rmdir()
-                    raise
-            staging = Staging(place, output, kind, rename)
-            stack.callback(staging.remove)
-            stack.callback(reserve.close)
-            staging.new.mkdir()
-        except OSError as error:
-            raise unwritable(output, kind, error) from error
-        yield staging
-
-
-def remove_abandoned(output: Path, kind: ManifestFile) -> None:
-    """Remove the staging folders of killed processes. Raises `kind.error` for files that are not ours."""
-    for place in _places(output):
-        # An empty folder: its process was killed before it made the lock.
-        with suppress(OSError):
-            place.rmdir()
-    with _abandoned(output, kind) as stagings:
-        for staging in stagings:
-            staging.remove()
-
-
-@contextmanager
-def _abandoned(output: Path, kind: ManifestFile) -> Iterator[list[Staging]]:
-    """Lock the staging folders for `output` whose processes have ended, and yield them."""
-    with ExitStack() as stack:
-        stagings = []
-        for place in _places(output):
-            with suppress(OSError):
-                if stack.enter_context(locked(place, create=False)):
-                    stagings.append(Staging(place, output, kind))
-        yield stagings
-
-
-def _places(output: Path) -> list[Path]:
-    """Return the folders next to `output` that have the name of a staging folder."""
-    pattern = re.compile(rf"\.{re.escape(output.name)}\.[a-z0-9_]{{8}}{re.escape(_PARTIAL)}")
+def naming_full(place: Path) -> Iterator[None]:
+    """Name `place` in an error of the block that a disk or a limit takes no more."""
     try:
-        named = sorted(path for path in output.parent.iterdir() if pattern.fullmatch(path.name))
-        return [path for path in named if is_own_folder(path)]
-    except (OSError, ValueError):
-        return []
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            error.filename = error.filename or str(place)
+        raise
 
 
-def _check_name(output: Path, kind: ManifestFile) -> None:
-    """Reject a path that no folder can have, or that no message can show."""
-    text = str(output)
-    if "\0" in text:
-        raise kind.error(f"the name {text!a} holds a NUL. Choose another.")
-    if text != text.encode(errors="replace").decode():
-        raise kind.error(f"the name {text!a} is not UTF-8. Choose another.")
-    if output.name in ("", ".."):
-        raise kind.error(f"'{output}' names no new folder. Give it a name, as in '{output / kind.folder}'.")
-    length = len(output.name.encode())
-    if length > _LONGEST_NAME:
-        raise kind.error(
-            f"'{output}' has a name of {length} bytes, expected at most {_LONGEST_NAME}. Choose another."
-        )
-    above = next(folder for folder in output.absolute().parents if os.path.lexists(folder))
-    if not above.is_dir():
-        raise kind.error(f"'{output}' cannot be written: '{above}' is no folder. Choose another place.")
+def sync_tree(root: Path) -> None:
+    """Wait until the disk holds the folder `root` and everything below it. Raises `OSError`."""
+    with ThreadPoolExecutor(_SYNC_THREADS) as pool:
+        # list() raises what a thread raised.
+        list(pool.map(lambda path: sync_folder(path) if path.is_dir() else _sync(path), (root, *root.rglob("*"))))
 
 
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk holds the names in `folder`; their contents may follow later. Raises `OSError`."""
+    try:
+        _sync(folder)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _restore(place: Path, output: Path, kind: ManifestFile) -> None:
+    """Move the old folder back if the new one did not come into its place."""
+    old = place / "old"
+    if os.path.lexists(old) and os.path.lexists(place / "new"):
+        try:
+            if os.path.lexists(output):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            old.rename(output)
+            sync_folder(output.absolute().parent)
+        except OSError as error:
+            raise kind.error(
+                f"the {kind.folder} that stood at '{output}' lies in '{old}' and cannot be put back: "
+                f"{error.strerror}. Move it where you want it, then remove '{place}'."
+            ) from error
+
+
+def _clear(place: Path, output: Path, kind: ManifestFile) -> None:
+    """Remove what a finished, failed or killed process left in its staging folder, but no files of others."""
+    _restore(place, output, kind)
+    new, old = place / "new", place / "old"
+    try:
+        if os.path.lexists(new):
+            shutil.rmtree(new)
+        if os.path.lexists(old):
+            if strangers := unlisted_files(old, kind):
+                raise kind.error(
+                    f"{first_names(strangers)} came into '{output}' while it was replaced, and lies in '{old}' now. "
+                    f"The new {kind.folder} is in its place. Move what is yours away, then remove '{place}'."
+                )
+            # If this process is killed, the next finds the rest in the folder that is removed without a check.
+            old.rename(new)
+            shutil.rmtree(new)
+    except (OSError, UnreadableError) as error:
+        found = getattr(error, "strerror", None) or f"{kind.name} {error}"
+        raise kind.error(f"'{place}' cannot be removed: {found}. Remove it by hand.") from error

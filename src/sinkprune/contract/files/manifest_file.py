@@ -20,6 +20,7 @@ from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
 from sinkprune.contract.checks.fields import Bounds, SchemaError, from_json, to_json
 from sinkprune.contract.errors import SinkpruneError
 from sinkprune.contract.files.held_files import HeldFile
+from sinkprune.contract.files.output_files import write_whole
 from sinkprune.contract.files.signature import SIGNATURE_BYTES, Sign, verify_signature
 from sinkprune.contract.files.trust import Trust
 from sinkprune.contract.files.untrusted import MANIFEST_BYTES, MissingError, UnreadableError, parsed_json, read_bytes
@@ -117,7 +118,7 @@ class ManifestFile:
             from_json(type(manifest), parsed_json(data))
         except (SchemaError, UnreadableError) as error:
             raise self.error(f"the {self.folder} cannot be described by its {self.name}: {error}.") from error
-        (root / self.name).write_bytes(data)
+        write_whole(root / self.name, data)
         if sign is not None:
             (root / self.signature).write_bytes(sign(data))
 

@@ -19,7 +19,7 @@ import numpy as np
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import EnginesError, NumericsError
-from sinkprune.contract.files.system_calls import sync_tree
+from sinkprune.contract.files.folders import sync_tree
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import schedule
 from sinkprune.contract.system.memory_need import running_need
