@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def test_a_token_without_a_row_is_refused(token: int, opened: Bundle) -> None:
 @pytest.mark.parametrize("dtype", [np.int8, np.float16, np.float64, ml_dtypes.bfloat16])
 def test_a_table_of_another_type_is_refused(dtype: Any, manifest: Manifest, tmp_path: Path) -> None:
     save_file({"weight": np.zeros(shape(manifest), dtype)}, tmp_path / "table")
-    with pytest.raises(BundleError, match="its tensor 'weight' is not there, expected float32"):
+    with pytest.raises(BundleError, match=r"its tensor 'weight' is .*, expected F32\["):
         read(tmp_path / "table", manifest)
 
 
@@ -83,23 +84,26 @@ def test_a_table_of_another_shape_or_name_is_refused(manifest: Manifest, tmp_pat
     ("header", "length", "said"),
     [
         (b"", 0, "is not JSON"),
-        (b"{}", 1 << 40, "its header would have"),
-        (b"{}", 100, "its header would have"),
+        (b"{}", 1 << 60, "is not JSON"),
         (b"[]", None, "its header is malformed"),
         ({"weight": 1}, None, "its header is malformed"),
-        ({"weight": {"dtype": "F32", "shape": [2, 2]}}, None, "its header is malformed"),
-        ({"weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0]}}, None, "its header is malformed"),
-        ({"weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 17]}}, None, "has 16 bytes, from 0 to 17"),
-        ({"weight": {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]}}, None, "from 0 to 64 of 16"),
-        ({"weight": {"dtype": "F32", "shape": [-2, -2], "data_offsets": [0, 16]}}, None, "no whole numbers"),
-        ({"weight": {"dtype": "F32", "shape": [2, True], "data_offsets": [0, 8]}}, None, "no whole numbers"),
+        ({"weight": {"dtype": "F32", "shape": [384, 56]}}, None, "its header is malformed"),
+        ({"weight": {"dtype": "F32", "shape": [-2, -2], "data_offsets": [0, 16]}}, None, "its header is malformed"),
         ({"weight": {"dtype": ["F32"], "shape": [2, 2], "data_offsets": [0, 16]}}, None, "its header is malformed"),
+        ({"weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}, None, "is F32"),
+        ({"weight": {"dtype": "F32", "shape": "its own", "data_offsets": [0]}}, None, "is at "),
+        ({"weight": {"dtype": "F32", "shape": "its own", "data_offsets": [0, 16]}}, None, "is at "),
+        ({"weight": {"dtype": "F32", "shape": "its own", "data_offsets": "its own"}}, None, "is at .* of 16 bytes"),
     ],
     ids=str,
 )
 def test_a_damaged_file_is_refused(
     header: Any, length: int | None, said: str, manifest: Manifest, tmp_path: Path
 ) -> None:
+    table = {"shape": shape(manifest), "data_offsets": (0, prod(shape(manifest)) * 4)}
+    for entry in header.values() if isinstance(header, dict) else ():
+        if isinstance(entry, dict):
+            entry.update({name: table[name] for name, value in entry.items() if value == "its own"})
     with pytest.raises(BundleError, match=said):
         read(with_header(tmp_path / "table", header, bytes(16), length), manifest)
 
