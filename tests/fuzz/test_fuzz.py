@@ -32,11 +32,8 @@ def worker() -> Iterator[Worker]:
 
 
 def found_before() -> Iterator[object]:
-    """Yield the corpus. The suite runs a share of each kind, and `make test-slow` all.
-
-    test_text_bombs.py renders all templates, and `run` loads all tokenizers.
-    """
-    one_of = {"templates/": 20, "manifests.jsonl": 3, "checkpoints.jsonl": 2}
+    """Yield the corpus. The suite runs a share of each kind, and `make test-slow` all."""
+    one_of = {"templates/": 5, "manifests.jsonl": 3, "checkpoints.jsonl": 2}
     for number, (name, case) in enumerate(corpus()):
         every = next((count for kind, count in one_of.items() if name.startswith(kind)), 1)
         slow = number % every or (" export:" in name and number % 5)

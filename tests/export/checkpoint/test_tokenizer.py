@@ -149,9 +149,17 @@ def test_the_error_for_a_missing_tokenizer_json_shows_how_to_make_it(folder: Pat
     ("file", "content", "message"),
     [
         ("tokenizer.json", b"\xff", "not UTF-8"),
-        ("tokenizer.json", b"[" * 5000, "not JSON|nested"),
-        ("tokenizer.json", b"{}", "model that is no object"),
-        ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {"a": 4294967295}}}', "ids that are not between"),
+        ("tokenizer.json", b"[" * 5000, "is no valid tokenizer"),
+        (
+            "tokenizer.json",
+            b'{"model": {"type": "WordLevel", "vocab": {}, "unk_token": "a"}}',
+            "WordLevel, expected BPE",
+        ),
+        (
+            "tokenizer.json",
+            b'{"model": {"type": "BPE", "vocab": {}, "merges": [], "dropout": 0.5}}',
+            "BPE without dropout",
+        ),
         ("tokenizer_config.json", b"[]", "expected a JSON object"),
         ("tokenizer_config.json", b'{"added_tokens_decoder": []}', "added_tokens_decoder is malformed"),
         ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": {"content": "y"}}}', "id of a token is malformed"),

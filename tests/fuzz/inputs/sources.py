@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 
 from fuzz import looping
-from fuzz.inputs import media, templates
+from fuzz.inputs import media
 from fuzz.inputs.cases import SPECIAL_FILES, Case, Change, Content, SpecialFile, case_of
 from fuzz.inputs.mutations import crossed, document_of, edits_of, wrong_bytes
 from fuzz.subjects import Subjects
@@ -23,11 +23,6 @@ _OF_CORPUS = {
     "videos": (("video:qwen2_5_vl", "clip.mp4"),),
 }
 """By folder of the corpus: the subjects and the files that each of its files replaces."""
-_HONEST_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] | upper }}: {% for item in message['content'] %}"
-    "{% if item['type'] == 'image' %}<image>\n{% else %}{{ item['text'] }} {% endif %}{% endfor %}{% endfor %}"
-    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
-)
 
 
 def corpus() -> Iterator[tuple[str, Case]]:
@@ -73,24 +68,13 @@ def tensors(subjects: Subjects, random: Random) -> Iterator[Case]:
 
 
 def texts(subjects: Subjects, random: Random) -> Iterator[Case]:
-    """Yield chat templates of a grammar, and damaged chat templates and tokenizers."""
+    """Yield damaged chat templates."""
     names = _of(subjects, "run", "run", "run", "export")
     while True:
         name = random.choice(names)
         root = "checkpoint" if name.startswith("export") else "bundle/weights"
-        template, tokenizer = f"{root}/chat_template.jinja", f"{root}/tokenizer.json"
-        match random.randrange(4):
-            case 0:
-                data = (subjects.folder(name) / tokenizer).read_bytes()
-                yield Case(name, (Content(tokenizer, wrong_bytes(data, random)),))
-            case 1:
-                edits = edits_of(subjects.folder(name) / tokenizer, tokenizer)
-                yield Case(name, (random.choice(edits),))
-            case 2:
-                data = (subjects.folder(name) / "bundle/weights/chat_template.jinja").read_bytes()
-                yield Case(name, (Content(template, wrong_bytes(data, random)),))
-            case _:
-                yield Case(name, (Content(template, templates.template(random, _HONEST_TEMPLATE).encode()),))
+        data = (subjects.folder(name) / "bundle/weights/chat_template.jinja").read_bytes()
+        yield Case(name, (Content(f"{root}/chat_template.jinja", wrong_bytes(data, random)),))
 
 
 def pictures(subjects: Subjects, random: Random) -> Iterator[Case]:

@@ -10,7 +10,6 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable
 from contextlib import closing
 from typing import Any, BinaryIO, NoReturn
 
@@ -120,16 +119,15 @@ def decoded_text(data: bytes | bytearray) -> str:
         raise UnreadableError(f"is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
-def parsed_json(data: bytes | bytearray, new_object: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:
+def parsed_json(data: bytes | bytearray) -> Any:
     """Return UTF-8 `data` parsed as JSON (RFC 8259).
 
-    `new_object` makes an object of its names and values, and may raise `ValueError`. Raises `UnreadableError`, also
-    for NaN and Infinity (even as 1e999), more than 64 levels of nesting, numbers of thousands of digits, and halves
-    of surrogate pairs.
+    Raises `UnreadableError`, also for NaN and Infinity (even as 1e999), more than 64 levels of nesting, numbers of
+    thousands of digits, and halves of surrogate pairs.
     """
     try:
         text = decoded_text(data)
-        value = json.loads(text, parse_constant=_not_json, parse_float=_finite, object_pairs_hook=new_object)
+        value = json.loads(text, parse_constant=_not_json, parse_float=_finite)
     except RecursionError as error:
         raise UnreadableError(_TOO_DEEP) from error
     except ValueError as error:

@@ -1,1 +1,1 @@
-"""Tokenizer files and questions, checked before a library reads them."""
+"""Questions about pictures."""

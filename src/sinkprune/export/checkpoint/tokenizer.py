@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE
 
 from sinkprune.contract.errors import CheckpointError
-from sinkprune.contract.files.untrusted import TOKENIZER_BYTES, UnreadableError
-from sinkprune.contract.text.tokenizer_json import check_tokenizer_json
+from sinkprune.contract.files.untrusted import TOKENIZER_BYTES
 from sinkprune.export.checkpoint.folder import has_entry, read_json, read_text
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -87,14 +87,20 @@ def _backend(folder: Path) -> Tokenizer:
             f"transformers.AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
         )
     try:
-        check_tokenizer_json(text.encode())
-        return Tokenizer.from_str(text)
+        backend = Tokenizer.from_str(text)
     except BaseException as error:
         # The tokenizers library raises many kinds of errors, panics among them.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        found = str(error) if isinstance(error, UnreadableError) else f"is no valid tokenizer: {str(error)[:200]}"
-        raise CheckpointError(f"'{folder / name}' {found}. Download it again.") from error
+        found = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"'{folder / name}' is no valid tokenizer: {found}. Download it again.") from error
+    # The runtime decodes answers byte by byte, and dropout is for training.
+    if not isinstance(backend.model, BPE) or backend.model.dropout:
+        raise CheckpointError(
+            f"'{folder / name}' has a model of type {type(backend.model).__name__}, expected BPE without dropout. "
+            "Use a checkpoint whose tokenizer is BPE."
+        )
+    return backend
 
 
 def _former_added_tokens(folder: Path, special: Set[str]) -> dict[int, AddedToken]:

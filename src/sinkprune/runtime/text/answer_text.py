@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from codecs import getincrementaldecoder
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 
 from tokenizers import Tokenizer
+
+from sinkprune.contract.errors import BundleError
 
 _PRINTED = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
@@ -14,6 +17,18 @@ _BYTES = {chr(byte): byte for byte in _PRINTED} | {chr(256 + place): byte for pl
 """The bytes that the letters of byte-level tokens stand for, as in GPT-2's vocabulary."""
 _FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 """The tokens of sentencepiece that stand for a byte."""
+
+
+@contextmanager
+def tokenizer_errors(problem: str) -> Iterator[None]:
+    """Raise a `BundleError` for errors of the tokenizers library, which are of many kinds and may be panics."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise BundleError(f"the bundle's tokenizer.json {problem}: {reason}. Export the checkpoint again.") from error
 
 
 class AnswerText:
@@ -91,7 +106,8 @@ class TokenBytes:
         return found
 
     def _decoded(self, *tokens: int) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        with tokenizer_errors("cannot decode an answer"):
+            text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
         return text
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -17,9 +16,9 @@ from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.arguments import creation_checks_options
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import BundleError, PromptError, ToolsError, UsageError
-from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES, UnreadableError
+from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.contract.manifest import CHAT_TEMPLATE, TOKENIZER, Tokens
-from sinkprune.contract.text.tokenizer_json import check_tokenizer_json
+from sinkprune.runtime.text.answer_text import tokenizer_errors
 from sinkprune.runtime.text.chat_template import ChatTemplate
 from sinkprune.runtime.text.tools import CALL_MARKS, ToolCall, Tools, call_text
 
@@ -96,8 +95,7 @@ class PromptEncoder:
 
     def __init__(self, tokenizer_json: bytes, chat_template: bytes, tokens: Tokens) -> None:
         """Read the content of a bundle's tokenizer.json and chat template; raises `BundleError`."""
-        with _tokenizer_errors("is no valid tokenizer"):
-            check_tokenizer_json(tokenizer_json)
+        with tokenizer_errors("is no valid tokenizer"):
             self.tokenizer, self._encoder = (Tokenizer.from_buffer(tokenizer_json) for _ in range(2))
         for tokenizer in (self.tokenizer, self._encoder):
             tokenizer.no_truncation()
@@ -156,7 +154,7 @@ class PromptEncoder:
         # As in transformers' processors: where the template writes the first special token, the tokenizer adds none.
         bos = [special.stand_in for special in self._specials if special.token.content == self._tokens.bos]
         adds = not bos or not rendered.startswith(bos[0])
-        with _tokenizer_errors("cannot encode the prompt"):
+        with tokenizer_errors("cannot encode the prompt"):
             encoded = self._encoder.encode(rendered, add_special_tokens=adds).ids
         ids = [self._identities.get(token, token) for token in encoded]
         image = self._encoder.token_to_id(self._image)
@@ -187,7 +185,7 @@ class PromptEncoder:
         tokens = 0
         for text in texts:
             for start in range(0, len(text), _PIECE):
-                with _tokenizer_errors("cannot encode the prompt"):
+                with tokenizer_errors("cannot encode the prompt"):
                     found = len(self._encoder.encode(text[start : start + _PIECE], add_special_tokens=False))
                 # A word that a piece begins or ends in may have more tokens than it has as a whole.
                 tokens += max(0, found - _CUT_TOKENS)
@@ -199,7 +197,8 @@ class PromptEncoder:
     def question_ids(self, texts: Sequence[Text]) -> list[int]:
         """Return the token ids of a turn's words, without the template; `texts` are around the turn's pictures."""
         words = " ".join(filter(None, chain.from_iterable(map(text_parts, texts))))
-        ids: list[int] = self._encoder.encode(words, add_special_tokens=False).ids
+        with tokenizer_errors("cannot encode the prompt"):
+            ids: list[int] = self._encoder.encode(words, add_special_tokens=False).ids
         return [self._identities.get(token, token) for token in ids]
 
     def answer_ids(self, text: str) -> list[int]:
@@ -209,8 +208,10 @@ class PromptEncoder:
         `UsageError` for a text that these tokens do not decode to: the tokenizer may lack characters.
         """
         for written in (f" {text}", text):
-            ids: list[int] = self._encoder.encode(written, add_special_tokens=False).ids
-            if not self._identities.keys() & ids and self.tokenizer.decode(ids, skip_special_tokens=True) == text:
+            with tokenizer_errors("cannot encode an answer"):
+                ids: list[int] = self._encoder.encode(written, add_special_tokens=False).ids
+                found = self.tokenizer.decode(ids, skip_special_tokens=True)
+            if not self._identities.keys() & ids and found == text:
                 return ids
         raise UsageError(
             f"the model's tokenizer cannot write {format_value(text)} as an answer. Use other characters, as in "
@@ -338,20 +339,6 @@ def _text_content(parts: Iterable[str]) -> list[dict[str, str]]:
 
 def _system_message(parts: Sequence[str], in_parts: bool) -> _Message:
     return {"role": "system", "content": _text_content(parts) if in_parts else "".join(parts)}
-
-
-@contextmanager
-def _tokenizer_errors(problem: str) -> Iterator[None]:
-    """Raise a `BundleError` for errors of the tokenizers library, which are of many kinds and may be panics."""
-    try:
-        yield
-    except UnreadableError as error:
-        raise BundleError(f"the bundle's tokenizer.json {error}. Export the checkpoint again.") from error
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        reason = " ".join(str(error).split())[:200]
-        raise BundleError(f"the bundle's tokenizer.json {problem}: {reason}. Export the checkpoint again.") from error
 
 
 def _with_written_marks(tokenizer: Tokenizer) -> Tokenizer:
