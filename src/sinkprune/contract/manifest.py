@@ -120,7 +120,6 @@ class PolicyFacts:
     """The names of the cameras, in their order; None if the checkpoint has no names."""
     most_prompt_tokens: Few | None = field(default=None, metadata=OPTIONAL)
     """The most text tokens of a prompt in the training; None if the checkpoint does not have this number."""
-
     state_in_prompt: bool | None = field(default=None, metadata=OPTIONAL)
     """Whether the state is text of the prompt (pi0.5, arXiv 2504.16054) and no input of the expert."""
 

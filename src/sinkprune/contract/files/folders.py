@@ -203,11 +203,7 @@ def unlisted_files(folder: Path, kind: ManifestFile) -> list[str]:
     data = read_json(folder / kind.name, follow_links=False)
     if not isinstance(data, dict) or "sinkprune_version" not in data or not isinstance(data.get("files"), dict):
         raise UnreadableError("is none of sinkprune's: it lacks `sinkprune_version` or `files`")
-    listed = {kind.name, kind.signature, *data["files"]}
-    modes = {str(path.relative_to(folder)): path.lstat().st_mode for path in folder.rglob("*")}
-    return sorted(
-        name for name, mode in modes.items() if not stat.S_ISDIR(mode) and not (stat.S_ISREG(mode) and name in listed)
-    )
+    return kind.unlisted(folder, data["files"])
 
 
 def beside(output: Path, suffix: str) -> Path:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+import stat
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -132,7 +133,7 @@ class ManifestFile:
         Raises `error` for a file that is missing, of another size, no regular file, or not listed.
         """
         for name in files:
-            if is_outside(name):
+            if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise self.error(
                     f"'{root / self.name}' names the file '{name}', which lies outside the {self.folder}."
                 )
@@ -141,14 +142,22 @@ class ManifestFile:
         for name, file in held.items():
             if file.size != files[name].size:
                 raise self._refusal(root, name, f"has {file.size} bytes, expected {files[name].size}")
-        listed = {*files, self.name, self.signature}
-        for name in _all_below(root):
-            if name not in listed:
-                raise self.error(
-                    f"{self.folder} '{root}': found the file '{name}', which {self.name} does not list. "
-                    f"Move it elsewhere, or {self._or_again}"
-                )
+        for name in self.unlisted(root, files):
+            raise self.error(
+                f"{self.folder} '{root}': found the file '{name}', which {self.name} does not list. "
+                f"Move it elsewhere, or {self._or_again}"
+            )
         return held
+
+    def unlisted(self, root: Path, files: Iterable[str]) -> list[str]:
+        """Return the paths of everything below `root` but folders and the regular ones of `files`."""
+        listed = {*files, self.name, self.signature}
+        modes = {str(path.relative_to(root)): path.lstat().st_mode for path in root.rglob("*")}
+        return sorted(
+            name
+            for name, mode in modes.items()
+            if not stat.S_ISDIR(mode) and not (stat.S_ISREG(mode) and name in listed)
+        )
 
     def check_sums(
         self,
@@ -246,11 +255,6 @@ def _counted(progress: OnProgress, total: int) -> Callable[[int], None]:
     return count
 
 
-def is_outside(name: str) -> bool:
-    """Return whether the file `name` of a manifest lies outside its folder."""
-    return Path(name).is_absolute() or ".." in Path(name).parts
-
-
 def sha256(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str:
     """Return the sha256 of a file that sinkprune wrote, in hexadecimal. `on_bytes` takes what is done."""
     digest = hashlib.sha256()
@@ -263,9 +267,3 @@ def sha256(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> 
 
 def _encoded(manifest: Any) -> bytes:
     return (json.dumps(to_json(manifest), indent=1) + "\n").encode()
-
-
-def _all_below(root: Path) -> list[str]:
-    """Return the paths of everything below `root` but folders, relative to `root`. Links are not followed."""
-    found = (path for path in root.rglob("*") if path.is_symlink() or not path.is_dir())
-    return sorted(str(path.relative_to(root)) for path in found)
