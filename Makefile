@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-robot test lint types pytest figures test-slow test-harness test-ray test-lerobot test-lerobot-0.6 test-python test-intel-gpu test-aarch64 test-x86-64 fuzz clean
+.PHONY: demo demo-robot test lint types pytest docs figures test-slow test-harness test-ray test-lerobot test-lerobot-0.6 test-python test-intel-gpu test-aarch64 test-x86-64 fuzz clean
 
 demo: .venv/.demo
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash demo/demo.sh demo-output
@@ -34,6 +34,10 @@ LONG := -o faulthandler_timeout=3600
 # A thread of BLAS to each worker: they share cores, and OpenBLAS spins where its threads do.
 pytest: .venv/.dev
 	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) -m "not slow and not gpu and not harness and not ray and not lerobot and not intel_gpu and not python"
+
+# The site of docs/ in build/docs, with its pages about JSON and the reference made from the code.
+docs: .venv/.docs
+	$(BIN)/sphinx-build --fail-on-warning --fresh-env --quiet docs build/docs
 
 # Measures the tables of the README and the docs again on this machine: make figures FIGURES="savings accuracy"
 figures: .venv/.dev
@@ -129,7 +133,7 @@ REACHED := import sys, urllib.request; urllib.request.urlopen(sys.argv[1] + "/to
 test-lerobot test-lerobot-0.6 .venv/.dev: PIP_INDEX = $(if $(TORCH_INDEX),$$($(BIN)/python -c '$(REACHED)' $(TORCH_INDEX) 2>/dev/null && \
 	echo --extra-index-url $(TORCH_INDEX) || echo "$(TORCH_INDEX) cannot be reached: taking pip's torch" >&2))
 
-.venv/.demo .venv/.dev: .venv/.%: pyproject.toml | $(BIN)/python
+.venv/.demo .venv/.dev .venv/.docs: .venv/.%: pyproject.toml | $(BIN)/python
 	@echo "installing the packages of .[$*] into .venv; it takes one to five minutes"
 	$(BIN)/pip install --progress-bar off $(PIP_INDEX) --editable ".[$*]"
 	touch $@

@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 from figure_tables import (
     Figures,
-    accuracy_short,
+    confidence_curve,
     kinds,
     methods_full,
-    methods_short,
     paired,
     peers_short,
     robot_paired,
@@ -97,13 +96,6 @@ PARTS = {
         ),
         {"savings": savings_short, "savings-in-full": savings_full},
     ),
-    "accuracy": Part(
-        (
-            "sinkprune-export demo/pocket -o {work}/pocket --force",
-            "sinkprune-evaluate {work}/pocket --budgets retain-128,retain-64,retain-32 --json {json}",
-        ),
-        {"accuracy": accuracy_short},
-    ),
     "methods": Part(
         (
             *_CHOSEN_HEADS,
@@ -114,7 +106,6 @@ PARTS = {
         ),
         {
             "methods": methods_full,
-            "methods-short": methods_short,
             "methods-versus": versus_full,
             "methods-ttft": ttft_full,
             "methods-kinds": partial(kinds, columns=_KINDS),

@@ -1,13 +1,14 @@
 """Measures the figures of README.md and docs/ again on this machine, and writes them between their markers.
 
-    python benchmarks/figures.py                    # savings and accuracy: about ten minutes on two cores
+    python benchmarks/figures.py                    # savings: about five minutes on two cores
     python benchmarks/figures.py savings            # one part
     python benchmarks/figures.py --render           # no measuring: writes the tables of the kept measurements again
     python benchmarks/figures.py varied --rows dart,fastv    # rows of single methods; the others stay
 
 Each part runs commands and keeps their JSON in docs/measurements/figures/PART.json. Its tables replace the text
-between `<!-- figures: TABLE -->` and `<!-- end of figures -->` in every page. Most other parts take 10 to 120 minutes
-of a core each, and `peers` needs the engines of docs/peers.md, so these run only if named.
+between `<!-- figures: TABLE -->` and `<!-- end of figures -->` in every page. Tables that a page names with the
+directive `figures-table` are made when the site is built. Most other parts take 10 to 120 minutes of a core each, and
+`peers` needs the engines of docs/peers.md, so these run only if named.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ def rendered(text: str, kept: Mapping[str, Figures]) -> str:
         if block[2] not in tables:
             raise UsageError(f"found a marker for figures '{block[2]}', expected one of {', '.join(tables)}.")
         part, table = tables[block[2]]
-        return block[1] + table(kept[part]) + block[3] if part in kept else block[0]
+        return (
+            block[1] + table(kept[part] | {"methods": kept.get("methods")}) + block[3] if part in kept else block[0]
+        )
 
     return BLOCK.sub(replaced, text)
 

@@ -16,7 +16,7 @@ CAPITALS = re.compile(r"(?<![\w-])[A-Z][A-Z0-9_]{2,}(?!\w|\.\w)")
 # Placeholders for text that is still missing, also in commands and examples.
 NOTES = re.compile(r"\b(?:TODO|TBD|TBA|FIXME|X{2,}|N{2,})\b|\?{3,}")
 # Names that pages also write in lower case, as an extra, a marker or an ordinary word.
-NAMES = {"CLIP", "CPU", "CUDA", "FILE", "GPU", "JSON", "LLM", "LOW", "ONNX", "PATH"}
+NAMES = {"API", "CLIP", "CPU", "CUDA", "FILE", "GPU", "JSON", "LLM", "LOW", "ONNX", "PATH"}
 # Three letters or more with a number, e.g. FLAT16, are a placeholder, except for these.
 NUMBERED = {"AVX2", "AVX512", "SSE41", "SSE42", "UTF8"}
 

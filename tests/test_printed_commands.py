@@ -69,7 +69,6 @@ NOT_RUN: dict[str, str] = {
     r"python demo/photo\.py": PARTS,
     r"mkdir others|python -m sinkprune\.demo\.write_scenes": MINUTES,
     r"openssl ": PARTS,
-    r"sinkprune-calibrate [a-z]+ robot ": "needs the moments of another command: see test_policy_calibration.py",
     r"sinkprune-build .*--target tensorrt": GPU,
     r"sinkprune-profile ENGINES": GPU,
     r"sinkprune-check ": GPU,

@@ -37,7 +37,7 @@ class Kept:
 
     @property
     def tokens(self) -> Array:
-        """[G'*n0] int64: the tokens of `index`, numbered through all groups."""
+        """`[G'*n0]` int64: the tokens of `index`, numbered through all groups."""
         groups, tokens = self.norms.shape
         return (self.index + tokens * np.arange(groups)[:, None]).ravel()
 
