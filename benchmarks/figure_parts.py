@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from figure_tables import (
     Figures,
-    confidence_curve,
     kinds,
     methods_full,
     paired,

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 from docutils import nodes
 from docutils.parsers.rst import directives
 from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
 import sinkprune
@@ -24,7 +25,6 @@ ROOT = Path(__file__).parent.parent
 OBJECTS = (
     "WeightForms",
     "Spread",
-    "TokenSpread",
     "Mean",
     "Latency",
     "Curve",
@@ -136,7 +136,10 @@ def first_sentence(kind: type) -> str:
 def class_named(name: str) -> type:
     """Return the class of that name, in whatever module of the package it is."""
     root = Path(sinkprune.__file__).parent
-    [path] = (path for path in root.rglob("*.py") if re.search(rf"^class {name}\b", path.read_text("utf-8"), re.M))
+    found = [path for path in root.rglob("*.py") if re.search(rf"^class {name}\b", path.read_text("utf-8"), re.M)]
+    if len(found) != 1:
+        raise ExtensionError(f"found {len(found)} classes {name} in the package, expected one. Correct the page.")
+    [path] = found
     return getattr(import_module(".".join(path.relative_to(root.parent).with_suffix("").parts)), name)  # type: ignore[no-any-return]
 
 
