@@ -39,8 +39,8 @@ class FamilyRow:
 
 
 def _ours(model_type: str, architecture: str, classes: str, budgets: Mapping[str, Budget]) -> FamilyRow:
-    places = (f"sinkprune.{side}.families.{classes}" for side in ("export", "runtime"))
-    return FamilyRow(model_type, architecture, *places, budgets)
+    export, runtime = (f"sinkprune.{side}.families.{classes}" for side in ("export", "runtime"))
+    return FamilyRow(model_type, architecture, export, runtime, budgets)
 
 
 LLAVA = _ours("llava", "LlavaForConditionalGeneration", "llava:Llava", LLAVA_BUDGETS)

@@ -83,7 +83,11 @@ class Schedule:
 
 def schedule(manifest: Manifest, method: str, budget: str, layouts: Sequence[VisualLayout]) -> Schedule:
     """Return the schedule of `method` at `budget` for pictures of these layouts. Raises `BudgetError`."""
-    plan = manifest.plan(method, budget)
+    return scheduled(budget, manifest.plan(method, budget), layouts)
+
+
+def scheduled(budget: str, plan: Plan | None, layouts: Sequence[VisualLayout]) -> Schedule:
+    """Return the schedule of the `plan` of a `budget` for pictures of these layouts."""
     if plan is None:
         pictures = tuple(PictureSchedule(len(layout.unpruned_rows), {}) for layout in layouts)
         return Schedule(budget, None, pictures)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -21,9 +21,10 @@ from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.deadline.cost_measuring import MEASURING_COSTS, SECONDS, SECONDS_RANGE, measure_costs
 from sinkprune.runtime.deadline.kept_costs import KeepsCosts, warn_of_load
-from sinkprune.runtime.deadline.policy import BudgetPolicy, DeadlinePolicy
+from sinkprune.runtime.deadline.policy import DeadlinePolicy
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.generate import generate
+from sinkprune.runtime.hooks import Budgets, Hooks, Rows, Tokens
 from sinkprune.runtime.loading import During, StaysInProcess, check_kind, load_model, open_with_backend
 from sinkprune.runtime.media.fits import Fit, check_fit
 from sinkprune.runtime.steps.answer import Answer
@@ -33,7 +34,6 @@ from sinkprune.runtime.steps.encoding import EncodedPicture, encode, run_tower
 from sinkprune.runtime.steps.loaded_model import check_chosen_after_tower
 from sinkprune.runtime.steps.observer import NOBODY, Observer
 from sinkprune.runtime.steps.pictures import PictureLike, decoded
-from sinkprune.runtime.steps.prefix_cache import NO_PREFIXES, PrefixCache
 from sinkprune.runtime.steps.request import (
     DEFAULT_NEW_TOKENS,
     REQUEST_OPTIONS,
@@ -42,7 +42,7 @@ from sinkprune.runtime.steps.request import (
     new_request,
 )
 from sinkprune.runtime.stream import Stream, StreamState
-from sinkprune.runtime.text.constraint import Grammars, Unconstrained
+from sinkprune.runtime.text.constraint import Grammars
 from sinkprune.runtime.text.prompt import Text
 
 
@@ -135,26 +135,37 @@ class Pipeline(StaysInProcess, Answering, KeepsCosts[Costs]):
         pipeline.load_ms = (time.perf_counter() - began) * 1e3
         return pipeline
 
-    def answer(self, request: Request, observer: Observer = NOBODY, prefixes: PrefixCache = NO_PREFIXES) -> Stream:
+    def answer(self, request: Request, observer: Observer = NOBODY, new_rows: Callable[[], Rows] = Rows) -> Stream:
         """Return the stream of a request, with each step reported to `observer`; raises what `stream` does.
 
-        What earlier requests of a session share with it is in `prefixes`.
+        `new_rows` makes the request's hook for rows of earlier requests.
         """
         began, state = time.perf_counter(), StreamState()
         manifest = self.bundle.manifest
         plan = manifest.plan(request.method, request.budget)
-        request, form = self._formed(request)
+        request, tokens = self._formed(request)
         model = self._model.for_request(request, plan)
         costs = None if request.deadline_ms is None else self._known_costs()
-        passes = form.passes if isinstance(form, ChoiceTokens) else None
+        passes = tokens.passes if isinstance(tokens, ChoiceTokens) else None
 
-        def new_policy() -> BudgetPolicy:
+        def new_hooks() -> Hooks:
             if request.deadline_ms is None or costs is None:
-                return BudgetPolicy(manifest, request, passes)
-            history = self._history_of(costs)
-            return DeadlinePolicy(manifest, request, passes, request.deadline_ms, costs, history, began=state.began())
+                budgets = Budgets(manifest, request, plan, None if passes is None else len(passes))
+            else:
+                budgets = DeadlinePolicy(
+                    manifest,
+                    request,
+                    plan,
+                    passes,
+                    request.deadline_ms,
+                    costs,
+                    self._history_of(costs),
+                    began=state.began(),
+                    first_uses=lambda: self.chain.first_uses,
+                )
+            return Hooks(budgets, new_rows(), tokens, observer)
 
-        stream = Stream(generate(model, request, plan, form, new_policy, observer, state, prefixes), state)
+        stream = Stream(generate(model, request, new_hooks, state), state)
         stream.count_from(began)
         return stream
 
@@ -222,7 +233,7 @@ class Pipeline(StaysInProcess, Answering, KeepsCosts[Costs]):
         """
         self._model.load_plans(method, progress)
 
-    def _formed(self, request: Request) -> tuple[Request, Unconstrained | ChoiceTokens]:
+    def _formed(self, request: Request) -> tuple[Request, Tokens]:
         """Return the request with the length of its answer, and the form of its answer."""
         if not request.choice:
             return request, self._grammars.constraint(

@@ -13,7 +13,7 @@ from sinkprune.runtime.loading import StaysInProcess
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.observer import NOBODY, Observer
 from sinkprune.runtime.steps.pictures import PictureLike
-from sinkprune.runtime.steps.prefix_cache import PrefixCache
+from sinkprune.runtime.steps.prefix_cache import PrefixCache, SessionRows
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.stream import Stream
 from sinkprune.runtime.text.prompt import Text
@@ -67,4 +67,4 @@ class Session(StaysInProcess, Answering):
         return self.pipeline.new_request(image, prompt, **options)
 
     def answer(self, request: Request, observer: Observer = NOBODY) -> Stream:
-        return self.pipeline.answer(request, observer, self._prefixes)
+        return self.pipeline.answer(request, observer, lambda: SessionRows(self._prefixes))

@@ -14,8 +14,11 @@ from sinkprune.calibration.scheduling.trials import TRIAL
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.manifest import Manifest, decoder_segments
-from sinkprune.export.methods import in_llm
+from sinkprune.export.methods import METHODS
 from sinkprune.export.pruning.plan import Method, PlanFacts
+
+IN_LLM = ("fastv", "pyramiddrop", "sparsevlm")
+"""The methods whose layers are tried."""
 
 
 def other_cuts(
@@ -27,7 +30,8 @@ def other_cuts(
 ) -> Iterable[OtherCuts]:
     """Yield the best budget of at most `limit` with the cuts of each method that the bundle lacks."""
     own, layers = manifest.cut_after, manifest.language_model.num_layers
-    for method, build in in_llm.METHODS.items():
+    for method in IN_LLM:
+        build = METHODS[method]
         cuts = tuple(sorted({*own, *_cuts_of(build, manifest, facts)}))
         if cuts == own:
             continue

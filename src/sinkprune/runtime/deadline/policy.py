@@ -1,7 +1,4 @@
-"""Budget policies: which budget a request runs at, and when its answer ends.
-
-With a deadline, the policy chooses the largest budget whose answer is expected in time, and ends the answer in time.
-"""
+"""Chooses the largest budget whose answer is expected before a deadline, and ends the answer in time."""
 
 from __future__ import annotations
 
@@ -15,8 +12,10 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.costs.model import Costs, Prediction, predict
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.schedule import Schedule, schedule, schedules_up_to
+from sinkprune.contract.plans import Plan
+from sinkprune.contract.schedule import Schedule, schedules_up_to
 from sinkprune.runtime.deadline.request_history import RequestHistory, Slowdown
+from sinkprune.runtime.hooks import Budgets
 from sinkprune.runtime.steps.answer import DeadlineReport
 from sinkprune.runtime.steps.request import Request
 
@@ -28,45 +27,6 @@ _ENOUGH_TOKENS = 8
 this many. The tokens that it lacks get the first token's ratio of measured to predicted time, so that short answers
 correct costs that are too high."""
 _ADVICE = "set max_new_tokens (--max-new-tokens, the server's max_tokens) to the tokens that you need"
-
-
-class BudgetPolicy:
-    """The policy without a deadline: the requested budget, and up to `max_new_tokens` tokens or all passes of a list.
-
-    A request calls `candidates`, then `choose` once, `first_token`, `finish` after each token, and `ended`.
-    """
-
-    def __init__(self, manifest: Manifest, request: Request, passes: Sequence[Sequence[int]] | None = None) -> None:
-        """Choose for a `request` to a bundle; `passes` are those of its closed list (`ChoiceTokens.passes`)."""
-        self._manifest, self._request, self._passes = manifest, request, passes
-        # The prompt gives the first token, and is the first pass.
-        self._most = request.max_new_tokens if passes is None else 1 + len(passes)
-
-    def candidates(self, layouts: Sequence[VisualLayout]) -> list[Schedule]:
-        """Return the budgets that the request may run at; raises `BudgetError` for an unknown budget."""
-        return [schedule(self._manifest, self._request.method, self._request.budget, layouts)]
-
-    def choose(self, possible: Sequence[Schedule], text: int) -> Schedule:
-        """Choose one of the `candidates` that can run, in their order, for a prompt with `text` tokens of text.
-
-        Called when the vision tower is done.
-        """
-        return possible[0]
-
-    def first_token(self) -> None:
-        """Called when the first token is complete."""
-
-    def finish(self, tokens: int) -> str:
-        """Return why the answer ends after so many tokens, or passes of a closed list; "" where it may go on."""
-        return "length" if tokens >= self._most else ""
-
-    def ended(self, token_ms: Sequence[float], *, comparable: bool = True) -> DeadlineReport | None:
-        """Called when the answer is complete, with the milliseconds of each token after the first.
-
-        `comparable` is whether costs are those of such a request: it reused no rows of an earlier one, loaded no
-        graph, and is not the first.
-        """
-        return None
 
 
 class _Option(NamedTuple):
@@ -94,7 +54,7 @@ class _Decision:
     reason: str
 
 
-class DeadlinePolicy(BudgetPolicy):
+class DeadlinePolicy(Budgets):
     """The policy of a request with a deadline.
 
     It chooses the largest budget, up to the request's, at which all tokens, or all passes of a closed list, are
@@ -110,22 +70,27 @@ class DeadlinePolicy(BudgetPolicy):
         self,
         manifest: Manifest,
         request: Request,
+        plan: Plan | None,
         passes: Sequence[Sequence[int]] | None,
         deadline_ms: float,
         costs: Costs,
         history: RequestHistory,
         now: Now = time.perf_counter,
         began: float | None = None,
+        first_uses: Callable[[], int] = int,
     ) -> None:
         """Count the deadline from `began`, a time of the clock `now` (default: from this call on).
 
-        The request's own times are added to `history`.
+        `passes` are those of the request's closed list (`ChoiceTokens.passes`). `first_uses` is `Chain.first_uses`.
+        The request's own times are added to `history`, unless it reused rows, loaded a graph or was the first.
         """
-        super().__init__(manifest, request, passes)
+        super().__init__(manifest, request, plan, None if passes is None else len(passes))
+        self._passes, self._first_uses = passes, first_uses
         self._deadline_ms, self._costs, self._history = deadline_ms, costs, history
         self._now, self._began = now, now() if began is None else began
 
     def candidates(self, layouts: Sequence[VisualLayout]) -> list[Schedule]:
+        self._uses = self._first_uses()
         return schedules_up_to(self._manifest, self._request.method, self._request.budget, layouts)
 
     def choose(self, possible: Sequence[Schedule], text: int) -> Schedule:
@@ -178,10 +143,10 @@ class DeadlinePolicy(BudgetPolicy):
         in_time = self._elapsed() + expected.later(tokens) - expected.later(tokens - 1) <= self._deadline_ms
         return super().finish(tokens) or ("" if in_time else "deadline")
 
-    def ended(self, token_ms: Sequence[float], *, comparable: bool = True) -> DeadlineReport:
+    def ended(self, token_ms: Sequence[float], *, reused: bool) -> DeadlineReport:
         measured, chosen, costs = self._elapsed(), self._decision, self._costs
         usual, expected = chosen.option.usual, chosen.option.expected
-        if comparable:
+        if not reused and self._first_uses() == self._uses:
             first, count = self._first_ms - chosen.tower_ms, max(len(token_ms), _ENOUGH_TOKENS)
             missing = usual.later(count) - usual.later(len(token_ms))
             self._history.add(usual, first, sum(token_ms) + missing * first / usual.first, count)

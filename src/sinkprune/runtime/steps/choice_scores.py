@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,11 +11,13 @@ import numpy as np
 
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Tensor
+from sinkprune.runtime.hooks import Tokens
 from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.decoding import KVCache, run_rows
 from sinkprune.runtime.steps.embedding import Embedding
 from sinkprune.runtime.steps.observer import Observer
-from sinkprune.runtime.text.sampling import check_finite
+from sinkprune.runtime.text.sampling import Sampler, check_finite
+from sinkprune.runtime.writing import Draft, Written, ms_since
 
 _Ids = tuple[int, ...]
 # The most tokens of a pass that run before others may: each takes as long as a token of an answer.
@@ -22,8 +25,8 @@ _AT_ONCE = 32
 
 
 @dataclass(frozen=True)
-class ChoiceTokens:
-    """A closed list of answers in tokens.
+class ChoiceTokens(Tokens):
+    """A closed list of answers in tokens, of which one is chosen by its probability.
 
     The probability of an answer is the product of those of its tokens. If the tokens of one answer begin another, as
     "red" begins "red cup", a stop token after each answer counts too. Otherwise "red" would never be less likely than
@@ -48,6 +51,34 @@ class ChoiceTokens:
         The last token of an answer only runs if a stop token counts. Tokens that begin another pass need none.
         """
         return _longest(self.ids if self.stop_counts else [ids[:-1] for ids in self.ids])
+
+    def first(self, sampler: Sampler, logits: Array) -> list[int]:
+        return []
+
+    def write(self, draft: Draft) -> Generator[str | None, None, Written]:
+        """Choose the likeliest answer, or sample one; yields between passes, and its text at the end.
+
+        If a deadline or `Stream.cancel` comes before all tokens are scored, the first token of each answer decides.
+        """
+        began, budgets, seen, state = time.perf_counter(), draft.hooks.budgets, draft.hooks.seen, draft.state
+        scores, paused_ms = yield from _timed(
+            score_choices(
+                draft.model.chain,
+                draft.model.embedding,
+                draft.cache,
+                draft.logits,
+                self,
+                seen,
+                lambda passes: "cancelled" if state.cancelled else budgets.finish(passes),
+            )
+        )
+        number = draft.sampler(scores.log_probabilities)
+        ids, text = [*self.ids[number]], self.texts[number]
+        probabilities = dict(zip(self.texts, scores.probabilities, strict=True))
+        took = ms_since(began) - paused_ms
+        seen.chose(ids[0], draft.logits)
+        yield text
+        return Written(text, ids, scores.cut or "stop", [], took, probabilities)
 
 
 class ChoiceScores(NamedTuple):
@@ -119,6 +150,19 @@ def score_choices(
                     # Others may need its memory meanwhile.
                     own = cache
     return ChoiceScores(scores)
+
+
+def _timed(passes: Generator[None, None, ChoiceScores]) -> Generator[None, None, tuple[ChoiceScores, float]]:
+    """Yield where `passes` yields; return its result, and the milliseconds of others between."""
+    others_ms = 0.0
+    while True:
+        try:
+            next(passes)
+        except StopIteration as end:
+            return end.value, others_ms
+        since = time.perf_counter()
+        yield
+        others_ms += ms_since(since)
 
 
 def logits_of_rows(chain: Chain, cache: KVCache, rows: Array) -> Iterator[Array]:

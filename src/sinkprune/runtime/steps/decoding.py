@@ -4,17 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import Schedule
-from sinkprune.runtime.backends import Cache, Tensor
+from sinkprune.runtime.backends import Backend, Cache, Tensor
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.steps.chain import Chain
-from sinkprune.runtime.steps.prefix_cache import SCORED, StoredRows
 from sinkprune.runtime.steps.prompt_rows import PromptRows
+
+SCORED = ("hidden_out", "query", "key")
+"""The outputs of a decoder segment that a select reads, each [...,S,width]."""
+
+
+class StoredRows(NamedTuple):
+    """The first rows of a prompt in one decoder segment, from an earlier request."""
+
+    rows: int
+    """How many rows of what is stored belong to the prompt."""
+    saved: Any
+    """The keys and values, as `Decoder.save` returned them."""
+    scored: Mapping[str, Array]
+    """The segment's `SCORED` outputs, on the host; empty where no select follows."""
+
+    def joined(self, backend: Backend, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the `SCORED` outputs of all rows of the prompt; `outputs` are those of later rows, or empty."""
+        joined = {}
+        for name, stored in self.scored.items():
+            later = [backend.numpy(outputs[name])] if outputs else []
+            joined[name] = backend.tensor(np.concatenate([stored[..., : self.rows, :], *later], axis=-2))
+        return joined
 
 
 @dataclass

@@ -82,7 +82,7 @@ class LoadedModel(NamedTuple):
         visual = (tokens.image if tokens.video is None or not one.frame_indices else tokens.video for one in layouts)
         return request.new_sampler(itertools.chain(visual, *prompt.texts), self.manifest.repetition_penalty)
 
-    def question_ids(self, plan: Plan | None, request: Request, prompt: Prompt) -> list[int]:
+    def question_ids(self, request: Request, prompt: Prompt, plan: Plan | None) -> list[int]:
         """Return the token ids of what the sanitizer of `plan` reads: the words of the user's last turn, if any.
 
         They are those of the user alone, not of the template, which is the same for all questions. A turn without

@@ -11,6 +11,7 @@ import numpy as np
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.checks.user_warnings import warn_user
 from sinkprune.contract.errors import ImageError, UsageError
+from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.clip import Clip, Picture, SampledFrames
@@ -28,6 +29,11 @@ def decoded(source: PictureLike, family: Family) -> Picture:
     Raises `ImageError`, also for a picture that the family rejects; of a file or bytes, the message has its name.
     Raises `OSError` without room for the bytes of a video.
     """
+    return decoded_with_layout(source, family)[0]
+
+
+def decoded_with_layout(source: PictureLike, family: Family) -> tuple[Picture, VisualLayout]:
+    """Return what `decoded` does, and its visual tokens; raises what `decoded` raises."""
     if isinstance(source, (str, os.PathLike)):
         # With its name in all messages.
         picture: Picture = read_image(source)
@@ -35,8 +41,7 @@ def decoded(source: PictureLike, family: Family) -> Picture:
         with named_in_errors(source):
             picture = _picture(source, family)
     with named_in_errors(source):
-        family.layout(picture)
-    return picture
+        return picture, family.layout(picture)
 
 
 def _picture(source: Picture | Array | Clip | VideoFile | ImageBytes | VideoBytes, family: Family) -> Picture:

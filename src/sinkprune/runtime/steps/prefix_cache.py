@@ -14,17 +14,20 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from sinkprune.contract.budgets import Share
 from sinkprune.contract.flops import prefill_flops
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.plans import Plan
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.backends import Backend, Tensor
+from sinkprune.runtime.device.stopwatch import Stopwatch
+from sinkprune.runtime.families import TowerInput
+from sinkprune.runtime.hooks import Restored, Rows
 from sinkprune.runtime.media.clip import Picture, SampledFrames
 from sinkprune.runtime.media.images import strips
-from sinkprune.runtime.steps.encoding import EncodedPicture, TowerOutput
+from sinkprune.runtime.steps.chain import Chain
+from sinkprune.runtime.steps.decoding import StoredRows, kv_bytes
+from sinkprune.runtime.steps.encoding import EncodedPicture, TowerOutput, run_tower
+from sinkprune.runtime.steps.prompt_run import PromptRun
 
 WORTH_FLOPS = 10**8
 """The least FLOPs of text rows that are worth storing. Restoring rows takes some 0.3 ms, as does so much work."""
@@ -32,8 +35,6 @@ _LAST = b"last picture %d"
 """The key of the content and the digest of the last request's picture in this place."""
 _MOST_COMPARED = 1 << 24
 """The most pixels of a picture that is compared. Pixels of larger ones would displace what is worth more."""
-SCORED = ("hidden_out", "query", "key")
-"""The outputs of a decoder segment that a select reads, each [...,S,width]."""
 
 
 def picture_parts(picture: Picture) -> Iterator[bytes]:
@@ -114,25 +115,6 @@ class LeadKey(NamedTuple):
         return cls(text if worth else (), tuple(selects))
 
 
-class StoredRows(NamedTuple):
-    """The first rows of a prompt in one decoder segment, from an earlier request."""
-
-    rows: int
-    """How many rows of what is stored belong to the prompt."""
-    saved: Any
-    """The keys and values, as `Decoder.save` returned them."""
-    scored: Mapping[str, Array]
-    """The segment's `SCORED` outputs, on the host; empty where no select follows."""
-
-    def joined(self, backend: Backend, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the `SCORED` outputs of all rows of the prompt; `outputs` are those of later rows, or empty."""
-        joined = {}
-        for name, stored in self.scored.items():
-            later = [backend.numpy(outputs[name])] if outputs else []
-            joined[name] = backend.tensor(np.concatenate([stored[..., : self.rows, :], *later], axis=-2))
-        return joined
-
-
 @dataclass(frozen=True)
 class Prefix:
     """The rows of an earlier prompt, after the decoder segments before the first select."""
@@ -183,11 +165,8 @@ class PrefixCache:
     def digest(self, place: int, picture: Picture, share: Share | None = None) -> bytes:
         """Return the digest of a picture, made smaller to a `share` of its tokens.
 
-        `place` is its place among the request's pictures. The digest for a cache that stores nothing is empty, as
-        digests take time.
+        `place` is its place among the request's pictures.
         """
-        if not self._most:
-            return b""
         frames = picture.frames if isinstance(picture, SampledFrames) else [picture]
         if sum(frame.width * frame.height for frame in frames) > _MOST_COMPARED:
             digest = digest_of(picture_parts(picture))
@@ -255,5 +234,72 @@ class PrefixCache:
                 self._bytes -= freed
 
 
-NO_PREFIXES = PrefixCache(0)
-"""The cache of requests that share nothing."""
+class SessionRows(Rows):
+    """The rows of one request of a session, with what its `cache` has of them."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        """Restore from `cache`, and keep in it."""
+        self._cache, self._digests, self._known = cache, list[bytes](), list[TowerOutput | None]()
+        self._key: PrefixKey
+        self._lead_key: LeadKey
+        self._new_lead = False
+
+    def knows(self, place: int, picture: Picture, plan: Plan | None) -> bool:
+        self._digests.append(self._cache.digest(place, picture, plan.picture_share if plan else None))
+        self._known.append(self._cache.tower(self._digests[-1]))
+        return self._known[-1] is not None
+
+    def towers(self, chain: Chain, pictures: Sequence[TowerInput], clock: Stopwatch) -> list[TowerOutput]:
+        # An earlier request about the same picture may have run since.
+        known = [tower or self._cache.tower(own) for tower, own in zip(self._known, self._digests, strict=True)]
+        towers = [
+            run_tower(chain, own.inputs, clock) if tower is None else tower
+            for own, tower in zip(pictures, known, strict=True)
+        ]
+        for digest, tower in zip(self._digests, towers, strict=True):
+            self._cache.put(digest, tower, tower.norms.size * chain.visual_token_bytes)
+        self.reused_towers = sum(tower is not None for tower in known)
+        self._known.clear()
+        return towers
+
+    def restore(
+        self, manifest: Manifest, plan: Plan | None, texts: Sequence[Sequence[int]], question: Sequence[int]
+    ) -> Restored:
+        self._key = PrefixKey.of(manifest, plan, self._digests, texts, question)
+        self._lead_key = LeadKey.of(manifest, plan, texts)
+        stored, self._new_lead = [*self._cache.lead(self._lead_key)], self._cache.stores_lead(self._lead_key)
+        lead = len(self._lead_key.text) if self._new_lead else 0
+        shared = self._cache.shared(self._key, texts[-1])
+        if shared is None:
+            return Restored(None, stored, lead)
+        prefix, rows = shared
+        stored[: len(prefix.saved)] = prefix.stored(rows)
+        return Restored(prefix.encoded, stored, lead)
+
+    def keep(self, chain: Chain, run: PromptRun) -> None:
+        if self._cache.stores(self._key, run.prompt.texts[-1]):
+            self._keep_prefix(chain, run)
+        if self._new_lead:
+            self._keep_lead(chain, run)
+
+    def _keep_prefix(self, chain: Chain, run: PromptRun) -> None:
+        """Keep the prompt's rows in the segments before the first select."""
+        result, text, length = run.prefilled, run.prompt.texts[-1], run.rows.length
+        segments = segments_before_select(chain.segments, result.schedule.plan)
+        pairs = zip(chain.decoders[:segments], result.cache.segments[:segments], strict=True)
+        saved = tuple(decoder.save(cache, length) for decoder, cache in pairs)
+        scored = {name: chain.backend.numpy(tensor) for name, tensor in result.scored.items()}
+        visual_bytes = chain.model.hidden_size * chain.dtype.itemsize + chain.visual_token_bytes
+        nbytes = kv_bytes(chain, [length] * segments) + sum(array.nbytes for array in scored.values())
+        nbytes += visual_bytes * sum(one.kept_index.size for one in run.encoded)
+        prefix = Prefix(tuple(run.encoded), tuple(text), length - len(text), saved, scored)
+        self._cache.put(self._key, prefix, nbytes)
+
+    def _keep_lead(self, chain: Chain, run: PromptRun) -> None:
+        """Keep the rows of the text before the first picture, in all segments."""
+        rows, result = len(self._lead_key.text), run.prefilled
+        pairs = zip(chain.decoders, result.cache.segments, strict=True)
+        saved = [decoder.save(cache, rows) for decoder, cache in pairs]
+        stored = tuple(StoredRows(rows, own, result.lead.get(segment, {})) for segment, own in enumerate(saved))
+        nbytes = sum(array.nbytes for one in stored for array in one.scored.values())
+        self._cache.put(self._lead_key, stored, kv_bytes(chain, [rows] * len(stored)) + nbytes)

@@ -10,6 +10,7 @@ import numpy as np
 
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.precision import Array
+from sinkprune.runtime.hooks import Tokens
 from sinkprune.runtime.text.answer_form import LIMITS, load_llguidance, reason, regex_grammar, schema_grammar
 from sinkprune.runtime.text.prompt import PromptEncoder
 from sinkprune.runtime.text.tools import CALL_MARKS, Tools
@@ -18,30 +19,7 @@ _NO_MATCH = "NoExtensionBias"
 """How llguidance's error starts where no text matches."""
 
 
-class Unconstrained:
-    """The constraint of an answer that may have any form."""
-
-    complete = False
-    """Whether the answer is complete, so that no token may follow."""
-
-    def __init__(self, stop: Sequence[int] = (), min_tokens: int = 0) -> None:
-        """Allow the `stop` tokens only after `min_tokens`, as transformers does."""
-        self._stop, self._min_tokens, self._tokens = np.array([*stop], np.int64), min_tokens, 0
-
-    def allowed(self, vocabulary: int) -> Array | None:
-        """Return whether each of so many tokens may come next, as booleans; None where all may."""
-        if self._tokens >= self._min_tokens:
-            return None
-        mask = np.ones(vocabulary, np.bool_)
-        mask[self._stop[self._stop < vocabulary]] = False
-        return mask
-
-    def accept(self, token: int) -> None:
-        """Add `token` to the answer."""
-        self._tokens += 1
-
-
-class Constraint(Unconstrained):
+class Constraint(Tokens):
     """The tokens that keep an answer within a grammar.
 
     Stop tokens are allowed where the answer is complete. Before `min_tokens` they are allowed only where no other
@@ -106,13 +84,13 @@ class Grammars:
 
     def constraint(
         self, schema: Mapping[str, Any] | None, regex: str | None, min_tokens: int, tools: Tools | None = None
-    ) -> Unconstrained:
+    ) -> Tokens:
         """Return the constraint of one answer, for a checked `schema` or `regex`, for calls of `tools`, or none.
 
         Raises `UsageError` for a form that is too complex, and where llguidance cannot use the tokenizer.
         """
         if schema is None and regex is None and tools is None:
-            return Unconstrained(self._stop, min_tokens)
+            return Tokens(self._stop, min_tokens)
         library, tokenizer = load_llguidance(), self._tokenizer()
         lead = self._lead(tokenizer)
         if schema is not None:

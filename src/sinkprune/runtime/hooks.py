@@ -1,0 +1,147 @@
+"""The four hooks by which extensions take part in a request. The defaults add nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sinkprune.contract.layout import VisualLayout
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.plans import Plan
+from sinkprune.contract.precision import Array
+from sinkprune.contract.schedule import Schedule, scheduled
+from sinkprune.runtime.device.stopwatch import Stopwatch
+from sinkprune.runtime.families import TowerInput
+from sinkprune.runtime.media.clip import Picture
+from sinkprune.runtime.steps.answer import DeadlineReport
+from sinkprune.runtime.steps.chain import Chain
+from sinkprune.runtime.steps.decoding import StoredRows
+from sinkprune.runtime.steps.encoding import EncodedPicture, TowerOutput, run_tower
+from sinkprune.runtime.steps.observer import Observer
+from sinkprune.runtime.steps.prompt_run import PromptRun
+from sinkprune.runtime.steps.request import Request
+from sinkprune.runtime.text.sampling import Sampler
+from sinkprune.runtime.writing import Draft, Written, write
+
+
+class Budgets:
+    """Chooses what a request keeps when the vision tower is done, and when its answer ends.
+
+    The default: the requested budget, and up to `max_new_tokens` tokens. A request calls `candidates`, `choose`,
+    `first_token`, `finish` after each token, and `ended`.
+    """
+
+    def __init__(self, manifest: Manifest, request: Request, plan: Plan | None, passes: int | None = None) -> None:
+        """Choose for a `request` at its `plan`; a closed list is compared in so many `passes` after the prompt."""
+        self.plan, self._manifest, self._request = plan, manifest, request
+        # The prompt gives the first token, and is the first pass.
+        self._most = request.max_new_tokens if passes is None else 1 + passes
+
+    def candidates(self, layouts: Sequence[VisualLayout]) -> list[Schedule]:
+        """Return the schedules that the request may run, for pictures of these layouts."""
+        return [scheduled(self._request.budget, self.plan, layouts)]
+
+    def choose(self, possible: Sequence[Schedule], text: int) -> Schedule:
+        """Choose one of the `candidates` that can run, in their order, for a prompt with `text` tokens of text.
+
+        Called when the vision tower is done.
+        """
+        return possible[0]
+
+    def first_token(self) -> None:
+        """Called when the first token is complete."""
+
+    def finish(self, tokens: int) -> str:
+        """Return why the answer ends after so many tokens, or passes of a closed list; "" where it may go on."""
+        return "length" if tokens >= self._most else ""
+
+    def ended(self, token_ms: Sequence[float], *, reused: bool) -> DeadlineReport | None:
+        """Called when the answer is complete, with the milliseconds of each token after the first.
+
+        `reused` is whether rows of its pictures were those of an earlier request.
+        """
+        return None
+
+
+class Restored(NamedTuple):
+    """What `Rows.restore` has of a prompt."""
+
+    encoded: Sequence[EncodedPicture] | None = None
+    """The pictures after the sanitizer and the projector; None where they must run."""
+    stored: Sequence[StoredRows] = ()
+    """The first rows of the prompt, in each of the first decoder segments."""
+    lead: int = 0
+    """The number of first rows of which `Rows.keep` needs what the selects read."""
+
+
+class Rows:
+    """Restores rows of earlier requests before the prefill, and keeps those of this one after it.
+
+    The default does neither. A request has its own instance.
+    """
+
+    reused_towers = 0
+    """How many pictures had their tower's output, after `towers`."""
+
+    def knows(self, place: int, picture: Picture, plan: Plan | None) -> bool:
+        """Return whether the tower's output for the request's picture in this `place` is known."""
+        return False
+
+    def towers(self, chain: Chain, pictures: Sequence[TowerInput], clock: Stopwatch) -> list[TowerOutput]:
+        """Return the vision tower's output for each picture; raises what `run_tower` does."""
+        return [run_tower(chain, picture.inputs, clock) for picture in pictures]
+
+    def restore(
+        self, manifest: Manifest, plan: Plan | None, texts: Sequence[Sequence[int]], question: Sequence[int]
+    ) -> Restored:
+        """Return what is known of a prompt with these `texts` (token ids) around the pictures, at a plan.
+
+        `question` are the token ids that the plan's sanitizer reads.
+        """
+        return Restored()
+
+    def keep(self, chain: Chain, run: PromptRun) -> None:
+        """Keep what later requests may share; called in the backend's `turn`."""
+
+
+class Tokens:
+    """Decides which tokens may come next, and writes the answer. The default allows any token."""
+
+    complete = False
+    """Whether the answer is complete, so that no token may follow."""
+
+    def __init__(self, stop: Sequence[int] = (), min_tokens: int = 0) -> None:
+        """Allow the `stop` tokens only after `min_tokens`, as transformers does."""
+        self._stop, self._min_tokens, self._tokens = np.array([*stop], np.int64), min_tokens, 0
+
+    def allowed(self, vocabulary: int) -> Array | None:
+        """Return whether each of so many tokens may come next, as booleans; None where all may."""
+        if self._tokens >= self._min_tokens:
+            return None
+        mask = np.ones(vocabulary, np.bool_)
+        mask[self._stop[self._stop < vocabulary]] = False
+        return mask
+
+    def accept(self, token: int) -> None:
+        """Add `token` to the answer."""
+        self._tokens += 1
+
+    def first(self, sampler: Sampler, logits: Array) -> list[int]:
+        """Return the first token, or none for answers that are not written token by token."""
+        return [sampler(logits, self.allowed(logits.size))]
+
+    def write(self, draft: Draft) -> Generator[str | None, None, Written]:
+        """Write the answer after its prompt; yields pieces of text, and None after other passes."""
+        return write(draft)
+
+
+class Hooks(NamedTuple):
+    """The hooks of one request."""
+
+    budgets: Budgets
+    rows: Rows
+    tokens: Tokens
+    seen: Observer
+    """Receives the result of each step."""

@@ -1,0 +1,106 @@
+"""The one recipe of answers and of actions: pictures and texts in, a pruned prompt after its prefill out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from sinkprune.contract.layout import VisualLayout
+from sinkprune.contract.plans import Plan
+from sinkprune.contract.schedule import Schedule
+from sinkprune.runtime.device.stopwatch import Stopwatch
+from sinkprune.runtime.families import TowerInput
+from sinkprune.runtime.hooks import Budgets, Rows
+from sinkprune.runtime.media.picture_warnings import facts_of
+from sinkprune.runtime.steps.decoding import prefill
+from sinkprune.runtime.steps.encoding import encode
+from sinkprune.runtime.steps.loaded_model import LoadedModel
+from sinkprune.runtime.steps.observer import Observer
+from sinkprune.runtime.steps.pictures import PictureLike, decoded_with_layout
+from sinkprune.runtime.steps.prompt_rows import lay_out
+from sinkprune.runtime.steps.prompt_run import PromptRun
+from sinkprune.runtime.text.prompt import Prompt
+
+
+@dataclass(frozen=True)
+class Look:
+    """The pictures and texts of a request, before anything runs on the device."""
+
+    pictures: list[TowerInput]
+    """Emptied by `run_prompt`: the inputs of large pictures take memory."""
+    layouts: list[VisualLayout]
+    prompt: Prompt
+
+
+def look(
+    model: LoadedModel,
+    sources: Iterable[PictureLike],
+    encode_prompt: Callable[[Sequence[VisualLayout]], Prompt],
+    plan: Plan | None,
+    rows: Rows,
+    seen: Observer,
+    clock: Stopwatch,
+    whole: str,
+) -> Look:
+    """Decode, lay out and preprocess the pictures, and tokenize the texts around them.
+
+    Times count as `preprocess` within the part `whole`, without decoding. Raises `ImageError` and `PromptError`.
+    """
+    pictures = list[TowerInput]()
+    for place, source in enumerate(sources):
+        # One after the other, because the pixels of a large picture take hundreds of MB.
+        picture, layout = decoded_with_layout(source, model.family)
+        with clock.measure(whole), clock.measure("preprocess"):
+            inputs = {} if rows.knows(place, picture, plan) else model.family.inputs(picture)
+            pictures.append(TowerInput(inputs, layout, facts_of(picture)))
+        del picture, inputs
+    layouts = [each.layout for each in pictures]
+    with clock.measure(whole), clock.measure("preprocess"):
+        prompt = encode_prompt(layouts)
+    seen.seen([*pictures])
+    model.warnings.warn(layouts, [each.file for each in pictures])
+    return Look(pictures, layouts, prompt)
+
+
+def run_prompt(
+    model: LoadedModel,
+    looked: Look,
+    possible: Sequence[Schedule],
+    question_of: Callable[[Plan | None], Sequence[int]],
+    budgets: Budgets,
+    rows: Rows,
+    seen: Observer,
+    clock: Stopwatch,
+) -> PromptRun:
+    """Run tower, sanitizer, projector, segments and selects; call it in the backend's `turn`.
+
+    `question_of` returns the token ids that the sanitizer of a plan reads, if any. Raises what `run_tower`, `encode`
+    and `prefill` do.
+    """
+    chain, backend = model.chain, model.chain.backend
+    towers = rows.towers(chain, looked.pictures, clock)
+    looked.pictures.clear()
+    planned = budgets.choose(possible, looked.prompt.text_tokens)
+    plan, texts = planned.plan, looked.prompt.texts
+    question = question_of(plan)
+    restored = rows.restore(model.manifest, plan, texts, question)
+    encoded = restored.encoded
+    if encoded is None:
+        words = backend.tensor(model.embedding(question)) if question else None
+        encoded = [encode(chain, plan, tower, clock, words) for tower in towers]
+    norms = towers[0].device_norms if towers else None
+    del towers
+    seen.encoded(encoded)
+    between, pruned = model.family.between_rows, plan is not None
+    laid_out = lay_out(backend, model.embedding, between, texts, looked.layouts, encoded, pruned=pruned)
+    seen.laid_out(laid_out)
+    prefilled = prefill(chain, planned, laid_out, clock, norms, restored.stored, restored.lead)
+    return PromptRun(
+        prompt=looked.prompt,
+        layouts=looked.layouts,
+        encoded=encoded,
+        rows=laid_out,
+        prefilled=prefilled,
+        reused_rows=restored.stored[0].rows if restored.stored else 0,
+        reused_pictures=restored.encoded is not None,
+    )
