@@ -33,8 +33,9 @@ from sinkprune import Pipeline, UsageError
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
 from sinkprune.contract.files.output_files import check_outputs
+from sinkprune.runtime.hooks import Tokens
 from sinkprune.runtime.text.answer_form import checked_schema
-from sinkprune.runtime.text.constraint import Grammars, Unconstrained
+from sinkprune.runtime.text.constraint import Grammars
 
 _DRAFTS = {
     "draft3": "http://json-schema.org/draft-03/schema#",
@@ -127,7 +128,7 @@ class Writer:
             constraint.accept(ids[-1])
         return None
 
-    def _allowed(self, constraint: Unconstrained) -> Any:
+    def _allowed(self, constraint: Tokens) -> Any:
         return constraint.allowed(self._size)
 
 

@@ -20,7 +20,7 @@ from sinkprune import Policy
 from sinkprune.contract.costs.actions import ActionCosts, BudgetCosts
 from sinkprune.contract.costs.model import Place
 from sinkprune.contract.errors import BudgetError, DeadlineError, UsageError
-from sinkprune.runtime.acting import chunk
+from sinkprune.runtime import recipe
 from sinkprune.runtime.acting.deadline import FEWEST_STEPS, ChosenChunk, ChunkDeadline, check_costs, choose_chunk
 from sinkprune.runtime.acting.report import ActionReport
 from sinkprune.runtime.deadline.request_history import MARGIN, RequestHistory
@@ -280,18 +280,18 @@ def test_frames_are_freed_before_the_budget_is_chosen(
     warm: Policy, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A frame of 12 megapixels takes milliseconds to free, which would count as slowness of the machine."""
-    decoded, choose, seen, alive = chunk.decoded, ChunkDeadline.choose, list[Any](), list[Any]()
+    decoded, choose, seen, alive = recipe.decoded_with_layout, ChunkDeadline.choose, list[Any](), list[Any]()
 
     def noted(*given: Any) -> Any:
-        picture = decoded(*given)
+        picture, layout = decoded(*given)
         seen.append(weakref.ref(picture))
-        return picture
+        return picture, layout
 
     def choose_noted(*given: Any) -> Any:
         alive.extend(picture() for picture in seen)
         return choose(*given)
 
-    monkeypatch.setattr(chunk, "decoded", noted)
+    monkeypatch.setattr(recipe, "decoded_with_layout", noted)
     monkeypatch.setattr(ChunkDeadline, "choose", choose_noted)
     act(warm, photo.copy())
     assert alive and all(picture is None for picture in alive)

@@ -13,8 +13,9 @@ import pytest
 from sinkprune import Pipeline
 from sinkprune.contract.costs.model import Costs, Curve, Place, predict
 from sinkprune.contract.schedule import schedule
-from sinkprune.runtime.deadline.policy import BudgetPolicy, DeadlinePolicy
+from sinkprune.runtime.deadline.policy import DeadlinePolicy
 from sinkprune.runtime.deadline.request_history import WINDOW, RequestHistory
+from sinkprune.runtime.hooks import Budgets
 from sinkprune.runtime.steps.answer import DeadlineReport
 from sinkprune.runtime.steps.context_length import runnable
 from sinkprune.runtime.steps.request import Request, new_request
@@ -49,7 +50,9 @@ class Machine:
         self.number += 1
         # Passes of one row take as long as tokens.
         passes = [(0,)] * (request.max_new_tokens - 1) if request.choice else None
-        policy = DeadlinePolicy(self._manifest, request, passes, deadline_ms, self.costs, self.history, self.now)
+        policy = DeadlinePolicy(
+            self._manifest, request, None, passes, deadline_ms, self.costs, self.history, self.now
+        )
         candidates = policy.candidates(self.layouts)
         possible = runnable(self._manifest, None, request, candidates, TEXT, self.layouts)
         self.seconds += slow * TOWER_MS / 1e3
@@ -61,7 +64,7 @@ class Machine:
         while not (finish := "stop" if len(steps) + 1 >= self._tokens else policy.finish(len(steps) + 1)):
             self.seconds += slow * expected.token / 1e3
             steps.append(slow * expected.token)
-        report = policy.ended(steps)
+        report = policy.ended(steps, reused=False)
         assert report.budget == chosen.budget
         return report, finish
 
@@ -286,11 +289,11 @@ def test_passes_of_a_closed_list_count_by_their_rows(small: Pipeline) -> None:
     machine, manifest, passes = Machine(small, quiet), small.bundle.manifest, [(0,) * count for count in (1, 4, 9)]
     costs = replace(machine.costs, token_start=(1.5,), pass_row=2.0)
     request = asked(1, choice=("yes", "no"))
-    policy = DeadlinePolicy(manifest, request, passes, 10_000, costs, machine.history, machine.now)
+    policy = DeadlinePolicy(manifest, request, None, passes, 10_000, costs, machine.history, machine.now)
     none = schedule(manifest, "sinkpruner", "none", machine.layouts)
     policy.choose([none], TEXT)
     policy.first_token()
-    report = policy.ended([])
+    report = policy.ended([], reused=False)
     # A token takes 5 ms, and the first after the prompt 7.5.
     expected = 3 * 7.5 + (0 + 3 + 8) * 2.0
     assert report.predicted_ms - report.predicted_first_ms == pytest.approx(1.05 * 1.3 * expected)
@@ -303,12 +306,12 @@ def test_passes_of_a_closed_list_count_by_their_rows(small: Pipeline) -> None:
 def test_short_answers_say_little_about_long_ones(tokens: tuple[float, ...], ratio: float, small: Pipeline) -> None:
     """All before the first token takes twice as long as its costs, and each later token three times."""
     machine, manifest = Machine(small, quiet), small.bundle.manifest
-    policy = DeadlinePolicy(manifest, asked(40), None, 10_000, machine.costs, machine.history, machine.now)
+    policy = DeadlinePolicy(manifest, asked(40), None, None, 10_000, machine.costs, machine.history, machine.now)
     none = schedule(manifest, "sinkpruner", "none", machine.layouts)
     policy.choose([none], TEXT)
     machine.seconds += 2 * predict(machine.costs, manifest, none, TEXT).first / 1e3
     policy.first_token()
-    policy.ended(tokens)
+    policy.ended(tokens, reused=False)
     assert machine.history.recent.first == pytest.approx([2.0])
     assert machine.history.recent.token == pytest.approx([ratio])
 
@@ -328,7 +331,7 @@ def test_tokens_end_in_time(small: Pipeline) -> None:
 def test_tokens_end_in_time_also_where_they_are_slower_than_expected(small: Pipeline) -> None:
     machine = Machine(small, quiet, tokens=1000)
     policy = DeadlinePolicy(
-        small.bundle.manifest, asked(100), None, 1000.0, machine.costs, RequestHistory(), machine.now
+        small.bundle.manifest, asked(100), None, None, 1000.0, machine.costs, RequestHistory(), machine.now
     )
     layouts = [*small.family.largest().values()]
     policy.choose([schedule(small.bundle.manifest, "sinkpruner", "retain-64", layouts)], TEXT)
@@ -339,12 +342,12 @@ def test_tokens_end_in_time_also_where_they_are_slower_than_expected(small: Pipe
         count += 1
     assert machine.seconds * 1e3 <= 1000.0 + 90
     assert policy.finish(count) == "deadline"
-    assert not policy.ended([90.0] * (count - 1)).met or machine.seconds <= 1.0
+    assert not policy.ended([90.0] * (count - 1), reused=False).met or machine.seconds <= 1.0
 
 
 def test_a_request_without_a_deadline_runs_at_its_own_budget(small: Pipeline) -> None:
     request = asked(7, budget="retain-128")
-    policy = BudgetPolicy(small.bundle.manifest, request)
+    policy = Budgets(small.bundle.manifest, request, small.bundle.manifest.plan(request.method, request.budget))
     assert [choice.budget for choice in policy.candidates([])] == ["retain-128"]
     assert [policy.finish(tokens) for tokens in (1, 6, 7, 8)] == ["", "", "length", "length"]
-    assert policy.ended([1.0]) is None
+    assert policy.ended([1.0], reused=False) is None

@@ -13,11 +13,11 @@ from PIL import Image
 from sinkprune import Answer, Pipeline, Request, Stream
 from sinkprune.contract.errors import PromptError, UsageError
 from sinkprune.contract.reports.report import OF_TTFT, PARTS, ProfileReport, Spread
+from sinkprune.runtime.hooks import Rows
 from sinkprune.runtime.profiling.frame_clock import frame_clock
 from sinkprune.runtime.profiling.profile import EARLIER, ProfileRounds
 from sinkprune.runtime.profiling.rate import RateRun
 from sinkprune.runtime.steps.observer import Observer
-from sinkprune.runtime.steps.prefix_cache import NO_PREFIXES, PrefixCache
 from support.programs.commands import run, without_notes
 
 
@@ -79,8 +79,8 @@ def test_warm_runs_reuse_the_pictures_of_a_question_before(
     found: list[tuple[str, int, int]] = []
     answer = Pipeline.answer
 
-    def recorded(self: Pipeline, request: Request, observer: Observer, prefixes: PrefixCache = NO_PREFIXES) -> Stream:
-        stream = answer(self, request, observer, prefixes)
+    def recorded(self: Pipeline, request: Request, observer: Observer, new_rows: Callable[[], Rows] = Rows) -> Stream:
+        stream = answer(self, request, observer, new_rows)
         found.append((request.texts[-1], stream.rest().reused_towers, request.max_new_tokens))
         return stream
 

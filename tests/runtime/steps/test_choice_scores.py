@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from sinkprune import Answer, NumericsError, Pipeline, Session, UsageError
-from sinkprune.runtime.deadline.policy import BudgetPolicy
+from sinkprune.runtime.hooks import Budgets
 from sinkprune.runtime.server.scheduler import Job, Scheduler, State
 from sinkprune.runtime.steps.choice_scores import ChoiceTokens
 from sinkprune.runtime.steps.decoding import decode_one_token
@@ -171,7 +171,7 @@ def test_temperature_samples_by_probability(pipe: Pipeline, photo: Image.Image) 
 def test_without_time_the_first_tokens_decide(
     pipe: Pipeline, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(BudgetPolicy, "finish", lambda policy, tokens: "deadline")
+    monkeypatch.setattr(Budgets, "finish", lambda policy, tokens: "deadline")
     texts = ("red", "blue")
     assert len({pipe.prompts.answer_ids(text)[0] for text in texts}) == 1
     for order in (texts, texts[::-1]):

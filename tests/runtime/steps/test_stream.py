@@ -13,10 +13,10 @@ import pytest
 from PIL import Image
 
 from sinkprune import BudgetError, Pipeline, PromptError, Stream, UsageError
-from sinkprune.runtime import generate
+from sinkprune.runtime import recipe
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.observer import Observer
-from sinkprune.runtime.steps.pictures import decoded
+from sinkprune.runtime.steps.pictures import decoded_with_layout
 from sinkprune.runtime.stream import StreamState
 
 QUESTION = "What is on the table?"
@@ -172,11 +172,11 @@ def test_a_decoded_picture_is_freed_with_the_first_piece(
     held = list[weakref.ref[Any]]()
 
     def noted(*given: Any) -> Any:
-        picture = decoded(*given)
+        picture, layout = decoded_with_layout(*given)
         held.append(weakref.ref(picture))
-        return picture
+        return picture, layout
 
-    monkeypatch.setattr(generate, "decoded", noted)
+    monkeypatch.setattr(recipe, "decoded_with_layout", noted)
     stream = pipe.stream(str(photo_file), QUESTION, budget="retain-64", max_new_tokens=3, min_new_tokens=3)
     gc.disable()
     try:

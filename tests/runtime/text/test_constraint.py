@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from sinkprune import UsageError
 from sinkprune.contract.manifest import Tokens
+from sinkprune.runtime import hooks
 from sinkprune.runtime.text.answer_form import checked_regex, checked_schema
 from sinkprune.runtime.text.answer_text import AnswerText
-from sinkprune.runtime.text.constraint import Grammars, Unconstrained
+from sinkprune.runtime.text.constraint import Grammars
 from sinkprune.runtime.text.prompt import PromptEncoder
 from sinkprune.runtime.text.sampling import Sampler
 from support.models.checkpoints import IMAGE_TOKEN, tokenizer
@@ -259,11 +260,11 @@ def test_a_form_that_no_text_has_is_not_called_complex(regex: str) -> None:
 def test_without_a_form_every_token_is_allowed() -> None:
     free = GRAMMARS["pocket"].constraint(None, None, 0)
     free.accept(3)
-    assert type(free) is Unconstrained and free.allowed(10) is None and not free.complete
+    assert type(free) is hooks.Tokens and free.allowed(10) is None and not free.complete
 
 
 def test_no_stop_token_is_allowed_before_the_minimum() -> None:
-    free = Unconstrained((2, 7, 50), 2)
+    free = hooks.Tokens((2, 7, 50), 2)
     for _ in range(2):
         mask = free.allowed(10)
         assert mask is not None and np.flatnonzero(~mask).tolist() == [2, 7]

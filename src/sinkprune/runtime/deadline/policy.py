@@ -90,11 +90,10 @@ class DeadlinePolicy(Budgets):
         self._now, self._began = now, now() if began is None else began
 
     def candidates(self, layouts: Sequence[VisualLayout]) -> list[Schedule]:
-        self._uses = self._first_uses()
         return schedules_up_to(self._manifest, self._request.method, self._request.budget, layouts)
 
     def choose(self, possible: Sequence[Schedule], text: int) -> Schedule:
-        tower_ms, slower = self._elapsed(), self._history.slower
+        tower_ms, slower, self._uses = self._elapsed(), self._history.slower, self._first_uses()
         left = self._deadline_ms - tower_ms
         usual = [predict(self._costs, self._manifest, planned, text) for planned in possible]
         if self._passes:
