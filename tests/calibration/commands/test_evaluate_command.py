@@ -167,9 +167,12 @@ def test_outputs_are_checked_before_anything_runs(bundle: Bundles, task: Path, t
         run("sinkprune-evaluate", *arguments, "--plot", around / "coffee.png"), "overwritten, and it is read"
     )
     assert_refused(
-        run("sinkprune-calibrate", *arguments, "--plot", around / "coffee.png"), "overwritten, and it is read"
+        run("sinkprune-calibrate", "norms", *arguments, "--plot", around / "coffee.png"),
+        "overwritten, and it is read",
     )
-    assert_refused(run("sinkprune-calibrate", *arguments, "--json", tmp_path / "no" / "x.json"), "there is no folder")
+    assert_refused(
+        run("sinkprune-calibrate", "norms", *arguments, "--json", tmp_path / "no" / "x.json"), "there is no folder"
+    )
     assert_refused(run("sinkprune-evaluate", *arguments, "--json", bundle("gqa-112") / "x.json"), "lies in")
     assert list(tmp_path.iterdir()) == []
 
