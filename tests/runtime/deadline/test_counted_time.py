@@ -16,7 +16,7 @@ from PIL import Image
 
 from sinkprune import Pipeline, write_costs
 from sinkprune.contract.costs.model import Prediction
-from sinkprune.runtime import generate
+from sinkprune.runtime import recipe
 from sinkprune.runtime.deadline import cost_measuring, decoder_times
 from sinkprune.runtime.deadline.decoder_times import DecoderTimes
 from sinkprune.runtime.deadline.other_load import OtherLoad
@@ -115,20 +115,20 @@ def test_pictures_are_freed_before_the_budget_is_chosen(
     bundle: Bundles, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A picture of 12 megapixels takes milliseconds to free, which would count as slowness of the machine."""
-    pipeline, decoded, choose = Pipeline.load(bundle("gqa-112")), generate.decoded, DeadlinePolicy.choose
+    pipeline, decoded, choose = Pipeline.load(bundle("gqa-112")), recipe.decoded_with_layout, DeadlinePolicy.choose
     pipeline.warm_up(photo, QUESTION, seconds=0)
     seen, alive = list[Any](), list[Any]()
 
     def noted(*given: Any) -> Any:
-        picture = decoded(*given)
+        picture, layout = decoded(*given)
         seen.append(weakref.ref(picture))
-        return picture
+        return picture, layout
 
     def choose_noted(*given: Any) -> Any:
         alive.append(seen[0]())
         return choose(*given)
 
-    monkeypatch.setattr(generate, "decoded", noted)
+    monkeypatch.setattr(recipe, "decoded_with_layout", noted)
     monkeypatch.setattr(DeadlinePolicy, "choose", choose_noted)
     pipeline.generate(photo.copy(), QUESTION, deadline_ms=60_000, max_new_tokens=1)
     assert alive == [None]
