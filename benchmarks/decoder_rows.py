@@ -21,13 +21,13 @@ from rich.console import Console
 from rich.table import Table
 
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.json_output import json_outputs, write_json
+from sinkprune.contract.command_line.options import json_outputs, write_json
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs
-from sinkprune.contract.flops import decode_bytes, prefill_flops
+from sinkprune.contract.schedule import decode_bytes, prefill_flops
+from sinkprune.deadlines.measuring import DecoderTimes
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.known import BACKENDS
-from sinkprune.runtime.deadline.decoder_times import DecoderTimes
 from sinkprune.runtime.pipeline import Pipeline
 
 _TABLE_WIDTH = 140

@@ -11,7 +11,7 @@ from typing import Any
 
 from sinkprune.calibration.evaluation.report import EvaluationReport
 from sinkprune.calibration.plots import plot_evaluation
-from sinkprune.contract.checks.fields import from_json
+from sinkprune.contract.checks import from_json
 from sinkprune.contract.errors import UsageError
 
 FIRST = "sinkpruner"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sinkprune.contract.checks.format_value import counted
-from sinkprune.contract.reports.rows import in_order_of_rows
+from sinkprune.contract.checks import counted
+from sinkprune.contract.report import in_order_of_rows
 
 Figures = Mapping[str, Any]
 """What a part kept: `date`, `instructions`, `commands`, and `report`, the JSON that the last command wrote."""

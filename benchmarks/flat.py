@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sinkprune.contract.command_line.command import run_command
-from sinkprune.contract.command_line.json_output import json_outputs, write_json
+from sinkprune.contract.command_line.options import json_outputs, write_json
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.runtime.backends import THREADS

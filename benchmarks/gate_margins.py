@@ -16,18 +16,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
-from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.bundle import Target, read_bundle
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.engines_manifest import Target
 from sinkprune.contract.precision import WeightsName
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.gate import PROMPT
-from sinkprune.engines.gate.checking import check_engines, engines_alone
-from sinkprune.engines.gate.limits import ROUNDINGS
-from sinkprune.engines.gate.question import picture_files, read_question
-from sinkprune.engines.gate.recording import record
-from sinkprune.engines.gate.report import GateReport
-from sinkprune.engines.limits import resolve_limits
+from sinkprune.engines.gate.comparing import check_engines, engines_alone
+from sinkprune.engines.gate.recording import picture_files, read_question, record
+from sinkprune.engines.gate.report import ROUNDINGS, GateReport
+from sinkprune.engines.profiles import resolve_limits
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import new_builder
 from sinkprune.export.bundle_writer import export_bundle

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.json_output import json_outputs, write_json
+from sinkprune.contract.command_line.options import json_outputs, write_json
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs, write_whole
 from sinkprune.export.bundle_writer import export_bundle

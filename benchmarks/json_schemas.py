@@ -31,11 +31,11 @@ from PIL import Image
 
 from sinkprune import Pipeline, UsageError
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.json_output import json_outputs, write_json
+from sinkprune.contract.command_line.options import json_outputs, write_json
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.runtime.hooks import Tokens
 from sinkprune.runtime.text.answer_form import checked_schema
-from sinkprune.runtime.text.constraint import Grammars
+from sinkprune.serving.forms import Grammars
 
 _DRAFTS = {
     "draft3": "http://json-schema.org/draft-03/schema#",

@@ -20,7 +20,7 @@ from sinkprune import Answer, Pipeline
 from sinkprune.calibration.tasks import load_task
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.progress import progress_bar
-from sinkprune.runtime.commands import name_list
+from sinkprune.runtime.commands.options import name_list
 
 
 def heights(answer: Answer) -> list[float]:

@@ -28,14 +28,14 @@ from peer_engines.engine import ENGINES, Form, NotRunError, engine
 from peer_engines.report import ACTIONS, ANSWERS, Words, as_json, plot, read_line, table
 from peer_engines.rounds import PlainRead, Plan, measure, sittings
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.json_output import json_outputs, write_json
+from sinkprune.contract.command_line.options import json_outputs, write_json
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs, write_whole
-from sinkprune.contract.system.system_memory import available_bytes
+from sinkprune.contract.memory import available_bytes
 from sinkprune.export.checkpoint.folder import read_json
 from sinkprune.export.presets import PRESETS
 from sinkprune.runtime.profiling.plot import PLOT_SUFFIXES, import_matplotlib
-from sinkprune.runtime.system.processor import processor_name
+from sinkprune.runtime.system import processor_name
 
 # 626 rows with LLaVA's template; no word starts like one of the tokenizer's artificial words.
 PROMPT = "What is there on the old chair?"

@@ -27,7 +27,7 @@ from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.contract.files.output_files import check_writable, write_whole
 from sinkprune.engines.plugins import launches
-from sinkprune.engines.plugins.kernel_runner import KernelRunner
+from sinkprune.engines.plugins.launches import KernelRunner
 from sinkprune.export.dialects import opset24
 from sinkprune.export.graph import Graph
 from sinkprune.export.precision import PRECISIONS

@@ -19,13 +19,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sensitivity_methods.variants import SALIENT_PERCENT, SHIFTS, moved_layers
-from sinkprune.calibration.evaluation.intervals import Interval, PictureBootstrap, wilson
 from sinkprune.calibration.evaluation.replies import collect_replies
 from sinkprune.calibration.evaluation.report import BASELINE, Combination, Reply
+from sinkprune.calibration.evaluation.statistics import Interval, PictureBootstrap, wilson
 from sinkprune.calibration.tasks import SCENES, load_task
-from sinkprune.contract.checks.ranges import WholeNumber
+from sinkprune.contract.checks import WholeNumber
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.json_output import json_outputs, write_json
+from sinkprune.contract.command_line.options import json_outputs, write_json
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.schedule import PictureSchedule
 from sinkprune.export import methods

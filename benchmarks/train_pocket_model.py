@@ -31,7 +31,7 @@ from pocket_training.losses import naming_loss
 from pocket_training.recipes import RECIPES, Drawn, Recipe
 from pocket_training.records import report, write_table
 from pocket_training.stages import Stage, rate_at, schedule
-from sinkprune.contract.text.questions import Question
+from sinkprune.contract.questions import Question
 from sinkprune.demo.scenes import Scene
 
 _SAVE_EVERY = 100

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from sinkprune.runtime.commands.served_app import API_KEY
-from sinkprune.runtime.server.metrics import Metrics
+from sinkprune.serving.command import API_KEY
+from sinkprune.serving.page import Metrics
 from support.programs.dockerfiles import (
     DOCKERFILES,
     X86,

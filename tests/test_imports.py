@@ -29,7 +29,7 @@ before = {name.split(".")[0] for name in sys.modules}
 for folder in sys.argv[1:]:
     package = importlib.import_module(f"sinkprune.{folder}")
     for module in pkgutil.walk_packages(package.__path__, f"sinkprune.{folder}."):
-        if not module.name.endswith((".kernels", ".lmms_eval_model")) and ".runtime.lerobot." not in module.name:
+        if not module.name.endswith((".kernels", ".lmms_eval_model")) and ".policies.lerobot." not in module.name:
             importlib.import_module(module.name)
 print(*{name.split(".")[0] for name in sys.modules} - before)
 """
@@ -81,9 +81,9 @@ def test_commands_start_with_few_modules(tmp_path: Path) -> None:
         *("sinkprune", "sinkprune.contract", "sinkprune.contract.errors", "sinkprune.contract.command_line"),
         *(
             "sinkprune.contract.command_line.command",
-            "sinkprune.contract.command_line.interrupts",
+            "sinkprune.contract.command_line.command",
             "sinkprune.contract.checks",
-            "sinkprune.contract.checks.terminal",
+            "sinkprune.contract.checks",
         ),
         "sinkprune.entry_points",
     }

@@ -19,8 +19,7 @@ import pytest
 from sinkprune import __version__, entry_points
 from sinkprune.calibration.commands.calibrate import VERBS as CALIBRATE
 from sinkprune.command import VERBS
-from sinkprune.contract.command_line.command_parser import CommandParser
-from sinkprune.contract.command_line.verbs import Verb
+from sinkprune.contract.command_line.options import CommandParser, Verb
 from support.programs.commands import Outcome, assert_refused, run
 
 Parse = Callable[..., argparse.Namespace]

@@ -17,7 +17,7 @@ import pytest
 
 from sinkprune.demo.example_files import write_example_files
 from sinkprune.export.bundle_writer import export_bundle
-from sinkprune.export.pruning.chosen_heads import write_heads
+from sinkprune.export.pruning.sanitizer import write_heads
 from sinkprune.export.source import ExportRequest
 from support.models.chosen_heads import chosen_heads
 from support.programs.commands import run
@@ -51,7 +51,7 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
 """The small checkpoint of a bundle, and its options, where they are others than usual."""
 GPU, MINUTES, SYSTEM = "needs a GPU", "takes minutes or gigabytes", "changes the system or needs the network"
 PARTS = "needs files, keys or programs that only its reader has"
-LOAD = "its answer depends on the machine's load: see tests/runtime/deadline/test_deadline_requests.py"
+LOAD = "its answer depends on the machine's load: see tests/deadlines/test_deadline_requests.py"
 NOT_RUN: dict[str, str] = {
     r"pip install": SYSTEM,
     r"make ": MINUTES,
@@ -64,7 +64,7 @@ NOT_RUN: dict[str, str] = {
     r"python3\.11 -m venv|peers/bin/|converter/bin/|export PATH|CMAKE_ARGS": SYSTEM,
     r"benchmarks/|python benchmarks/|pytest -m gpu": MINUTES,
     r"python -m lmms_eval": PARTS,
-    r"python -m sinkprune\.runtime\.lerobot": "needs LeRobot: see tests/runtime/lerobot/test_lerobot.py",
+    r"python -m sinkprune\.policies\.lerobot": "needs LeRobot: see tests/policies/lerobot/test_lerobot.py",
     r"python -m lerobot|lerobot-record ": PARTS,
     r"python demo/photo\.py": PARTS,
     r"mkdir others|python -m sinkprune\.demo\.write_scenes": MINUTES,

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from sinkprune.contract.system.child_processes import python_command
+from sinkprune.contract.child_processes import python_command
 
 _PROGRAM = """
 import sys, time

@@ -28,12 +28,12 @@ from PIL import Image
 from burning import burning
 from sinkprune import Pipeline, Policy
 from sinkprune.contract.bundle import read_runnable
-from sinkprune.contract.checks.ranges import WholeNumber
+from sinkprune.contract.checks import WholeNumber
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.json_output import json_outputs, write_json
+from sinkprune.contract.command_line.options import json_outputs, write_json
 from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.files.output_files import check_outputs
-from sinkprune.contract.reports.progress import OnProgress
+from sinkprune.contract.progress import OnProgress
 
 QUESTION = "What is in the cup, and what lies on the saucer?"
 _CLOCK_MS = 1.0

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from sinkprune.contract.system.child_processes import find_program
+from sinkprune.contract.child_processes import find_program
 
 LARGE_MODEL_GPU_BYTES = 20e9
 TWO_LARGE_MODELS_GPU_BYTES = 40e9

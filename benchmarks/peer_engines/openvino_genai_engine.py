@@ -15,7 +15,7 @@ from typing import Any
 
 from peer_engines.checkpoint import chat_text, random_picture
 from peer_engines.engine import Form, Loaded, NotRunError, Question, Timing, need
-from sinkprune.contract.system.child_processes import find_program
+from sinkprune.contract.child_processes import find_program
 
 
 @dataclass(frozen=True)

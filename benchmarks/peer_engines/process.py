@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from peer_engines.engine import Form, NotRunError, Question
-from sinkprune.contract.system.child_processes import python_command
+from sinkprune.contract.child_processes import python_command
 
 LOADING_SECONDS, ANSWERING_SECONDS, PREPARING_SECONDS = 600, 300, 3600
 _BENCHMARKS = Path(__file__).parents[1]

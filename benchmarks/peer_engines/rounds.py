@@ -15,7 +15,7 @@ from peer_engines.engine import Form, NotRunError, Question
 from peer_engines.process import Process
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.precision import Array
-from sinkprune.contract.reports.report import Spread
+from sinkprune.contract.report import Spread
 
 Say = Callable[[str], None]
 

@@ -13,17 +13,16 @@ from typing import Any
 from peer_engines.checkpoint import random_picture
 from peer_engines.engine import Answer, Form, Loaded, NotRunError, Question, Timing
 from peer_engines.robot import CAMERAS, largest_change, moment
-from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.budgets import FAMILIES, UNPRUNED
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import SinkpruneError
-from sinkprune.contract.families import FAMILIES
-from sinkprune.contract.flops import decode_bytes
+from sinkprune.contract.schedule import decode_bytes
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.checkpoint.folder import read_json
 from sinkprune.export.source import ExportRequest
+from sinkprune.policies.policy import Policy
 from sinkprune.runtime.backends.known import BACKENDS
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.policy import Policy
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 from peer_engines.engine import NotRunError, Question, engine
 from sinkprune.export.checkpoint.folder import read_json
-from sinkprune.runtime.profiling.peak_memory import PeakMemory
+from sinkprune.runtime.profiling.profile import PeakMemory
 
 
 def main(arguments: list[str]) -> int:

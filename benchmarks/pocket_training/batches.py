@@ -13,8 +13,8 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from pocket_training.model import DIALOGUE, GRID, PATCH, Dialogue
-from sinkprune.contract.text.questions import Question
-from sinkprune.demo.scene_questions import plural
+from sinkprune.contract.questions import Question
+from sinkprune.demo.questions import plural
 from sinkprune.demo.scenes import COLOURS, DIGITS, RADII, SHAPES, WORDS, Scene, compose_scene, make_scene
 
 _COLOURS = ("", *COLOURS)

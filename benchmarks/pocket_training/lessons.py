@@ -8,10 +8,9 @@ from random import Random
 
 from PIL import Image
 
-from sinkprune.contract.text.questions import Question
-from sinkprune.demo.scene_questions import KINDS, Draft, QuestionMaker, all_by, ask, named
-from sinkprune.demo.scenes import Scene, SceneObject
-from sinkprune.demo.varied_scenes import UNIT
+from sinkprune.contract.questions import Question
+from sinkprune.demo.questions import KINDS, Draft, QuestionMaker, all_by, ask, named
+from sinkprune.demo.scenes import UNIT, Scene, SceneObject
 
 
 def draw_questions(

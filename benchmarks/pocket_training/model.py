@@ -15,7 +15,7 @@ from transformers import CLIPImageProcessorPil, LlavaConfig, LlavaForConditional
 from pocket_training.chunks import IN_CHUNKS
 from pocket_training.lessons import description, draw_questions
 from pocket_training.tokenizer import VOCABULARY, train_tokenizer
-from sinkprune.demo.scene_questions import KINDS
+from sinkprune.demo.questions import KINDS
 from sinkprune.demo.scenes import SIDE, compose_scene
 
 SPECIAL = ("<unk>", "<s>", "</s>", "<image>", "<pad>")

@@ -22,8 +22,8 @@ from pocket_training.lessons import description, draw_questions
 from pocket_training.model import Dialogue
 from pocket_training.stages import FIRST_LAYERS, MEASURED_KINDS
 from pocket_training.tokenizer import VOCABULARY, train_tokenizer
-from sinkprune.demo.varied_questions import VARIED_KINDS
-from sinkprune.demo.varied_scenes import MOST_TOKENS, UNIT, compose_varied
+from sinkprune.demo.questions import VARIED_KINDS
+from sinkprune.demo.scenes import MOST_TOKENS, UNIT, compose_varied
 
 MERGE = 2
 PATCH = UNIT // MERGE

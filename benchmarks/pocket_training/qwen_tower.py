@@ -14,8 +14,7 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 from pocket_training.batches import Names, patch_targets, show
 from pocket_training.decoding import Sight
 from pocket_training.qwen_model import MERGE, PATCH
-from sinkprune.demo.scenes import SHAPES, Scene
-from sinkprune.demo.varied_scenes import UNIT
+from sinkprune.demo.scenes import SHAPES, UNIT, Scene
 
 VARIED_NAMES = Names((*SHAPES, "plate", "label"))
 _EACH = MERGE**2

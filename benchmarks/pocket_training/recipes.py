@@ -26,11 +26,9 @@ from pocket_training.qwen_tower import VARIED_NAMES, varied_pictures
 from pocket_training.qwen_tower import tower_states as qwen_states
 from pocket_training.stages import LEAST_FACTOR, LLAVA_STAGES, MEASURED_KINDS, OUTLIER_STAGES, QWEN_STAGES, Stage
 from sinkprune import demo
-from sinkprune.contract.text.questions import Question
-from sinkprune.demo.scene_questions import KINDS
-from sinkprune.demo.scenes import Scene, make_scene
-from sinkprune.demo.varied_questions import VARIED_KINDS
-from sinkprune.demo.varied_scenes import MOST_TOKENS, SIZES, compose_varied, make_varied
+from sinkprune.contract.questions import Question
+from sinkprune.demo.questions import KINDS, VARIED_KINDS
+from sinkprune.demo.scenes import MOST_TOKENS, SIZES, Scene, compose_varied, make_scene, make_varied
 
 POCKET = Path(demo.__file__).parent / "pocket"
 """The checkpoint of the pocket LLaVA."""

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pocket_training.lessons import LESSONS
-from sinkprune.demo.scene_questions import KINDS
-from sinkprune.demo.varied_questions import VARIED_KINDS
+from sinkprune.demo.questions import KINDS, VARIED_KINDS
 
 
 @dataclass(frozen=True)

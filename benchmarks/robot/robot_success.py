@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sinkprune import Policy
-from sinkprune.calibration.evaluation.intervals import PictureBootstrap, wilson
-from sinkprune.contract.checks.format_value import counted
+from sinkprune.calibration.evaluation.statistics import PictureBootstrap, wilson
+from sinkprune.contract.checks import counted
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.json_output import write_json
+from sinkprune.contract.command_line.options import write_json
 from sinkprune.contract.command_line.progress import progress_bar
 from sinkprune.demo.robot_table import RobotTable
-from sinkprune.runtime.commands.interrupts import beside_earlier
-from sinkprune.runtime.system.processor import processor_name
+from sinkprune.runtime.commands.options import beside_earlier
+from sinkprune.runtime.system import processor_name
 
 FIRST = "sinkpruner"
 """The method that the others are compared with, at the same budget."""

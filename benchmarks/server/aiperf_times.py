@@ -28,7 +28,7 @@ from PIL import Image
 from serving import served
 from sinkprune import Pipeline
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.json_output import json_outputs, write_json
+from sinkprune.contract.command_line.options import json_outputs, write_json
 from sinkprune.contract.files.output_files import check_outputs
 
 WARM_UP = 3

@@ -34,7 +34,7 @@ import numpy as np
 
 from serving import FIRST, SECOND, body, first_event_ms, picture, served
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.json_output import json_outputs, write_json
+from sinkprune.contract.command_line.options import json_outputs, write_json
 from sinkprune.contract.files.output_files import check_outputs
 
 START_S, END_S = 300, 60
@@ -44,7 +44,7 @@ START_S, END_S = 300, 60
 def ray_served(**arguments: Any) -> Iterator[tuple[str, int]]:
     """Yield the address of the application on a Ray of its own, and the session of its processes.
 
-    `arguments` are those of `sinkprune.runtime.ray_serve:build`. All processes have ended after the block.
+    `arguments` are those of `sinkprune.serving.ray_serve:build`. All processes have ended after the block.
     """
     # Ray's sockets need a short path.
     folder = Path(tempfile.mkdtemp(prefix="ray"))
@@ -53,7 +53,7 @@ def ray_served(**arguments: Any) -> Iterator[tuple[str, int]]:
     application = {
         "name": "sinkprune",
         "route_prefix": "/",
-        "import_path": "sinkprune.runtime.ray_serve:build",
+        "import_path": "sinkprune.serving.ray_serve:build",
         "args": {name: str(value) if isinstance(value, Path) else value for name, value in arguments.items()},
     }
     config = {"http_options": {"host": "127.0.0.1", "port": port}, "applications": [application]}

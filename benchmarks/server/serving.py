@@ -28,10 +28,10 @@ import httpx
 import numpy as np
 from PIL import Image
 
+from sinkprune.contract.child_processes import python_command
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.json_output import json_outputs, write_json
+from sinkprune.contract.command_line.options import json_outputs, write_json
 from sinkprune.contract.files.output_files import check_outputs
-from sinkprune.contract.system.child_processes import python_command
 
 FIRST, SECOND = "What colour is the object in the middle?", "How many objects are there?"
 LONG_TOKENS = 400

@@ -22,17 +22,16 @@ import numpy as np
 from PIL import Image
 
 from sinkprune import Answer, Pipeline
-from sinkprune.calibration.evaluation.sample_size import accuracy_warnings, mean_warnings
-from sinkprune.contract.checks.format_value import counted
-from sinkprune.contract.checks.ranges import WholeNumber
+from sinkprune.calibration.evaluation.statistics import accuracy_warnings, mean_warnings
+from sinkprune.contract.checks import WholeNumber, counted
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.json_output import json_outputs, write_json
+from sinkprune.contract.command_line.options import json_outputs, write_json
 from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.files.output_files import check_outputs
-from sinkprune.contract.text.questions import Question
-from sinkprune.demo.scene_questions import questions_about
+from sinkprune.contract.questions import Question
+from sinkprune.demo.questions import questions_about
 from sinkprune.runtime.backends import Backend, Engine
-from sinkprune.runtime.commands.interrupts import beside_earlier
+from sinkprune.runtime.commands.options import beside_earlier
 
 BUDGETS = "retain-192,retain-128,retain-64,retain-32"
 

@@ -20,7 +20,7 @@ from PIL import Image
 
 from sinkprune import Pipeline, Session
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.json_output import json_outputs, write_json
+from sinkprune.contract.command_line.options import json_outputs, write_json
 from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.files.output_files import check_outputs
 

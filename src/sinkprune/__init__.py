@@ -15,9 +15,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from sinkprune.contract.costs.actions import ActionCosts, BudgetCosts
-    from sinkprune.contract.costs.file import read_action_costs, read_costs, write_costs
-    from sinkprune.contract.costs.model import Costs, Place
     from sinkprune.contract.errors import (
         AccuracyError,
         BackendError,
@@ -54,23 +51,31 @@ if TYPE_CHECKING:
         UsageError,
         VideoError,
     )
-    from sinkprune.contract.layout import VisualLayout
-    from sinkprune.contract.schedule import PictureSchedule
-    from sinkprune.runtime.acting.report import ActionDeadline, ActionFlops, ActionReport
+    from sinkprune.contract.schedule import PictureSchedule, VisualLayout
+    from sinkprune.deadlines.costs import (
+        ActionCosts,
+        BudgetCosts,
+        Costs,
+        Place,
+        read_action_costs,
+        read_costs,
+        write_costs,
+    )
+    from sinkprune.policies.policy import Policy
+    from sinkprune.policies.report import ActionDeadline, ActionFlops, ActionReport
     from sinkprune.runtime.camera import Camera
     from sinkprune.runtime.media.clip import Clip
     from sinkprune.runtime.media.video_file import VideoFile
     from sinkprune.runtime.overlay import overlay
     from sinkprune.runtime.pipeline import Pipeline
-    from sinkprune.runtime.policy import Policy
-    from sinkprune.runtime.session import Session
     from sinkprune.runtime.steps.answer import Answer, DeadlineReport
-    from sinkprune.runtime.steps.kept import Kept
     from sinkprune.runtime.steps.observer import Observer
+    from sinkprune.runtime.steps.prompt_run import Kept
     from sinkprune.runtime.steps.request import Request
     from sinkprune.runtime.stream import Stream
     from sinkprune.runtime.text.prompt import Turn
     from sinkprune.runtime.text.tools import ToolCall, Tools
+    from sinkprune.serving.sessions import Session
 
 __version__ = "0.1.0"
 __all__ = [
@@ -139,25 +144,22 @@ __all__ = [
 ]
 
 _NAMES = {
-    "contract.costs.actions": "ActionCosts BudgetCosts",
-    "contract.costs.file": "read_action_costs read_costs write_costs",
-    "contract.costs.model": "Costs Place",
-    "contract.layout": "VisualLayout",
-    "contract.schedule": "PictureSchedule",
-    "runtime.acting.report": "ActionDeadline ActionFlops ActionReport",
+    "contract.schedule": "PictureSchedule VisualLayout",
+    "deadlines.costs": "ActionCosts BudgetCosts Costs Place read_action_costs read_costs write_costs",
+    "policies.policy": "Policy",
+    "policies.report": "ActionDeadline ActionFlops ActionReport",
     "runtime.camera": "Camera",
     "runtime.media.clip": "Clip",
     "runtime.media.video_file": "VideoFile",
     "runtime.overlay": "overlay",
     "runtime.pipeline": "Pipeline",
-    "runtime.policy": "Policy",
-    "runtime.session": "Session",
     "runtime.steps.answer": "Answer DeadlineReport Kept",
     "runtime.steps.observer": "Observer",
     "runtime.steps.request": "Request",
     "runtime.stream": "Stream",
     "runtime.text.prompt": "Turn",
     "runtime.text.tools": "ToolCall Tools",
+    "serving.sessions": "Session",
 }
 _MODULES = {name: f"sinkprune.{module}" for module, names in _NAMES.items() for name in names.split()}
 

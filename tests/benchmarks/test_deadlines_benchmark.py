@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from deadlines import Asked, in_words, main, measure
-from sinkprune.contract.reports.progress import unreported
+from sinkprune.contract.progress import unreported
 
 
 def test_requests_are_counted_by_the_clock_and_by_their_report() -> None:

@@ -20,7 +20,7 @@ from pocket_training.losses import PatchProbe
 from pocket_training.outliers import NORM, OUTLIERS, OutlierProbe, norm_loss, outliers, relative_norms
 from pocket_training.recipes import POCKET, RECIPES
 from pocket_training.stages import Stage
-from sinkprune.demo.scene_questions import KINDS
+from sinkprune.demo.questions import KINDS
 from sinkprune.demo.scenes import make_scene
 from train_pocket_model import Training
 

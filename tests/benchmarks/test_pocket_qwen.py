@@ -19,8 +19,8 @@ from pocket_training.qwen_tower import patches, varied_pictures
 from pocket_training.recipes import RECIPES
 from pocket_training.stages import FIRST_LAYERS, QWEN_STAGES, Stage
 from sinkprune import Pipeline
-from sinkprune.demo.varied_questions import VARIED_KINDS
-from sinkprune.demo.varied_scenes import SIZES, UNIT, make_varied
+from sinkprune.demo.questions import VARIED_KINDS
+from sinkprune.demo.scenes import SIZES, UNIT, make_varied
 from sinkprune.export.command import main as export
 from train_pocket_model import Training
 

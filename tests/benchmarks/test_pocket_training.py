@@ -22,8 +22,8 @@ from pocket_training.lessons import draw_questions
 from pocket_training.losses import tower_states
 from pocket_training.recipes import RECIPES
 from pocket_training.stages import Stage
-from sinkprune.contract.text.questions import Question
-from sinkprune.demo.scene_questions import KINDS
+from sinkprune.contract.questions import Question
+from sinkprune.demo.questions import KINDS
 from sinkprune.demo.scenes import COLOURS, SHAPES, Scene, make_scene
 from train_pocket_model import Training
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sinkprune.calibration.evaluation.intervals import Mean, PictureBootstrap
 from sinkprune.calibration.evaluation.replies import choose_combinations, collect_replies, evaluation_report
 from sinkprune.calibration.evaluation.report import BASELINE, Combination, Reply, summarise
+from sinkprune.calibration.evaluation.statistics import Mean, PictureBootstrap
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.errors import BudgetError, PromptError, UsageError
 from sinkprune.contract.precision import WeightForms
-from sinkprune.contract.reports.report import Spread
-from sinkprune.contract.text.questions import Question
+from sinkprune.contract.questions import Question
+from sinkprune.contract.report import Spread
 from sinkprune.runtime.media.picture_warnings import PictureFacts
 
 PLANS = {

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 from skimage import data
 
-from sinkprune.calibration.heatmaps import draw_heatmaps
-from sinkprune.calibration.token_features import TokenFeatures
+from sinkprune.calibration.norms import TokenFeatures
+from sinkprune.calibration.plots import draw_heatmaps
 from support.programs.commands import assert_refused, run, without_notes, wrote
 from support.programs.slow_cases import slow_except
 

@@ -10,12 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkprune.calibration.evaluation.intervals import (
-    Interval,
-    PictureBootstrap,
-    relative_accuracy,
-    wilson,
-)
+from sinkprune.calibration.evaluation.statistics import Interval, PictureBootstrap, relative_accuracy, wilson
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sinkprune.calibration.pictures import seen_shares, task_pictures
+from sinkprune.calibration.questions import seen_shares, task_pictures
 from sinkprune.calibration.tasks import TASK_BYTES, items_by_picture, load_task, with_grey_picture
 from sinkprune.contract.errors import TaskError
 
@@ -163,7 +163,7 @@ def test_a_blinded_item_shows_grey_of_the_same_size(folder: Path) -> None:
 
 @pytest.mark.parametrize(("name", "width"), [("scenes", 224), ("wide-scenes", 398)])
 def test_scenes_are_the_test_set_picture_by_picture(name: str, width: int) -> None:
-    from sinkprune.demo.scene_questions import test_set
+    from sinkprune.demo.questions import test_set
 
     drawn = dict(enumerate(zip(test_set(width), load_task(name, limit=12), strict=False)))
     assert len(drawn) == 12

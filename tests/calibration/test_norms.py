@@ -10,9 +10,8 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.calibration.evaluation.outliers import plant_in_vision, plant_outliers
-from sinkprune.calibration.norms import summarise
-from sinkprune.calibration.outlier_gap import OUTLIER
+from sinkprune.calibration.evaluation.report import plant_in_vision, plant_outliers
+from sinkprune.calibration.norms import OUTLIER, summarise
 from sinkprune.contract.errors import NumericsError
 
 RNG = np.random.default_rng(0)

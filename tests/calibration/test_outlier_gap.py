@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinkprune.calibration.outlier_gap import GAP, MOST, OUTLIER, find_gap, suggest_rho
+from sinkprune.calibration.norms import GAP, MOST, OUTLIER, find_gap, suggest_rho
 from sinkprune.contract.budgets import Budget, Share
 
 

@@ -16,16 +16,16 @@ from hypothesis.extra.numpy import arrays
 from PIL import Image
 
 from sinkprune import Pipeline, TaskError
-from sinkprune.calibration.attention.question_dependence import (
+from sinkprune.calibration.attention import (
+    AttentionObserver,
     _chosen,
     choose_heads,
     question_dependence,
     questions_by_picture,
 )
-from sinkprune.calibration.attention.watching import AttentionObserver
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import prune_layers
-from sinkprune.contract.text.questions import Question
+from sinkprune.contract.questions import Question
 from sinkprune.runtime.media.picture_warnings import PictureFacts, picture_facts
 from support.references.picture_prompts import reference_inputs
 from support.references.transformers_attentions import attentions

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from sinkprune.calibration.evaluation.intervals import wilson
-from sinkprune.calibration.evaluation.sample_size import (
+from sinkprune.calibration.evaluation.statistics import (
     FEW_PICTURES,
     FEW_QUESTIONS,
     accuracy_warnings,
     calibration_warnings,
     mean_warnings,
+    wilson,
 )
 
 

@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.calibration.attention.text_attention import text_attention
-from sinkprune.calibration.attention.watching import AttentionObserver, observe
+from sinkprune.calibration.attention import AttentionObserver, observe, text_attention
 from sinkprune.calibration.evaluation.report import BASELINE, Combination
-from sinkprune.calibration.sink_tokens import sink_tokens
+from sinkprune.calibration.norms import sink_tokens
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import prune_layers
-from sinkprune.contract.text.questions import Question
+from sinkprune.contract.questions import Question
 from sinkprune.runtime.backends import Backend, Engine
 from sinkprune.runtime.media.picture_warnings import picture_facts
 from support.references.masking import Sequence, masked_forward

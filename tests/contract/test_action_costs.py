@@ -11,11 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkprune.contract.checks.fields import to_json
-from sinkprune.contract.costs.actions import ActionCosts, BudgetCosts
-from sinkprune.contract.costs.file import read_action_costs, read_costs, write_costs
-from sinkprune.contract.costs.model import Place, RecentRatios
+from sinkprune.contract.checks import to_json
 from sinkprune.contract.errors import UsageError
+from sinkprune.deadlines.costs import (
+    ActionCosts,
+    BudgetCosts,
+    Place,
+    RecentRatios,
+    read_action_costs,
+    read_costs,
+    write_costs,
+)
 
 MS = st.floats(0.01, 1e4)
 PLACE = Place("0" * 64, (1, 3), "fp32", "int8", "ort-cpu", "fp32", 2, "a machine")

@@ -6,9 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkprune.contract.budgets import OPTIONS, Budget, Counts, Share, prune_layers, scaled_layers
+from sinkprune.contract.budgets import (
+    FAMILIES,
+    OPTIONS,
+    Budget,
+    Counts,
+    Share,
+    parse_budget,
+    prune_layers,
+    scaled_layers,
+)
 from sinkprune.contract.errors import BudgetError
-from sinkprune.contract.families import FAMILIES, parse_budget
 
 LLAVA_576 = {
     "retain-192": Counts(6, 1, 192, 192, (345, 195, 138)),

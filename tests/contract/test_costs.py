@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from sinkprune import Pipeline
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.checks.fields import to_json
-from sinkprune.contract.costs.file import read_costs, write_costs
-from sinkprune.contract.costs.model import (
+from sinkprune.contract.checks import to_json
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.schedule import schedule
+from sinkprune.deadlines.costs import (
     COSTS_VERSION,
     Costs,
     Curve,
@@ -27,10 +29,9 @@ from sinkprune.contract.costs.model import (
     fit,
     fit_measured,
     predict,
+    read_costs,
+    write_costs,
 )
-from sinkprune.contract.errors import UsageError
-from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.schedule import schedule
 
 Pipelines = Callable[..., Pipeline]
 parts = st.one_of(st.just(0.0), st.floats(1e-4, 1e3))

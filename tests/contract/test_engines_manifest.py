@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from sinkprune.contract.engines_manifest import (
+from sinkprune.contract.bundle import (
     ENGINES,
+    ENGINES_MANIFEST,
     FORMAT_VERSION,
-    MANIFEST,
     EnginesManifest,
     EngineSpec,
     Limits,
@@ -67,8 +67,8 @@ def refusal(root: Path) -> str:
 
 
 def edit(root: Path, *place: str, value: Any) -> None:
-    data = json.loads((root / MANIFEST).read_text())
-    (root / MANIFEST).write_text(json.dumps(changed(data, place, lambda c, key: c.__setitem__(key, value))))
+    data = json.loads((root / ENGINES_MANIFEST).read_text())
+    (root / ENGINES_MANIFEST).write_text(json.dumps(changed(data, place, lambda c, key: c.__setitem__(key, value))))
 
 
 def test_engines_are_what_was_written(tmp_path: Path) -> None:

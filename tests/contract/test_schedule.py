@@ -11,12 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkprune.contract.budgets import Counts, prune_layers
+from sinkprune.contract.budgets import FAMILIES, Counts, prune_layers
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.families import FAMILIES
-from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.schedule import PictureSchedule, schedule
+from sinkprune.contract.schedule import PictureSchedule, VisualLayout, schedule
 
 
 def layout(groups: int, tokens: int, unpruned: int | None = None) -> VisualLayout:

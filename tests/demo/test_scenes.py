@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from pocket_training.lessons import draw_questions
-from sinkprune.contract.text.questions import Question
-from sinkprune.demo import scene_questions
-from sinkprune.demo.backgrounds import TEST_PHOTOS, TRAINING_PHOTOS
-from sinkprune.demo.scene_questions import KINDS
-from sinkprune.demo.scenes import COLOURS, SIDE, WIDE, Scene, compose_scene, make_scene
+from sinkprune.contract.questions import Question
+from sinkprune.demo import questions as scene_questions
+from sinkprune.demo.questions import KINDS
+from sinkprune.demo.scenes import COLOURS, SIDE, TEST_PHOTOS, TRAINING_PHOTOS, WIDE, Scene, compose_scene, make_scene
 from sinkprune.demo.write_scenes import write_scenes
 
 TEST = list(scene_questions.test_set())

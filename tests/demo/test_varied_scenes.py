@@ -16,11 +16,9 @@ from PIL import Image
 
 from pocket_training.lessons import draw_questions, shrink
 from sinkprune.calibration.tasks import VARIED_SCENES, load_task
-from sinkprune.contract.text.questions import Question
-from sinkprune.demo.scene_questions import KINDS
-from sinkprune.demo.scenes import COLOURS, Scene, SceneObject
-from sinkprune.demo.varied_questions import VARIED_KINDS, varied_questions_about, varied_test_set
-from sinkprune.demo.varied_scenes import MOST_TOKENS, SIZES, UNIT, compose_varied, make_varied
+from sinkprune.contract.questions import Question
+from sinkprune.demo.questions import KINDS, VARIED_KINDS, varied_questions_about, varied_test_set
+from sinkprune.demo.scenes import COLOURS, MOST_TOKENS, SIZES, UNIT, Scene, SceneObject, compose_varied, make_varied
 from sinkprune.demo.write_scenes import write_scenes
 
 TEST = list(varied_test_set())

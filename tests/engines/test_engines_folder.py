@@ -14,8 +14,7 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.bundle import read_bundle, read_runnable
-from sinkprune.contract.engines_manifest import BUNDLE_FOLDER, ENGINES, read_engines
+from sinkprune.contract.bundle import BUNDLE_FOLDER, ENGINES, read_bundle, read_engines, read_runnable
 from sinkprune.contract.errors import BundleError, EnginesError, UsageError
 from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.contract.files.trust import Trust

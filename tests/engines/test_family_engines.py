@@ -12,12 +12,11 @@ import pytest
 from PIL import Image
 
 from sinkprune import Clip
-from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.engines_manifest import Limits, Range, read_engines
-from sinkprune.engines.optimisation_profiles import optimisation_profiles
+from sinkprune.contract.bundle import Limits, Range, read_bundle, read_engines
+from sinkprune.engines.profiles import optimisation_profiles
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import BuildJob
-from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
+from sinkprune.engines.targets.tensorrt import TensorRTRTX
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.source import ExportRequest

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.engines_manifest import ENGINES, EnginesManifest, Limits, read_engines
+from sinkprune.contract.bundle import ENGINES, EnginesManifest, Limits, read_bundle, read_engines
 from sinkprune.contract.errors import BundleError, EnginesError
 from sinkprune.contract.files.folders import staging
-from sinkprune.engines.build import build_engines
+from sinkprune.engines.build import UnfinishedBuild, build_engines
 from sinkprune.engines.progress import BuildProgress
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
-from sinkprune.engines.unfinished import UnfinishedBuild
 from support.models.manifests import file_of
 from support.programs.commands import assert_refused, run
 from support.programs.killed_commands import kill_when, left

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.engines_manifest import Limits, Range
+from sinkprune.contract.bundle import Limits, Range, read_bundle
 from sinkprune.contract.errors import BundleError, UsageError
 from sinkprune.contract.manifest import Manifest, TensorSpec
-from sinkprune.engines.limits import resolve_limits
-from sinkprune.engines.optimisation_profiles import optimisation_profiles
+from sinkprune.engines.profiles import optimisation_profiles, resolve_limits
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.pipeline import Pipeline

@@ -13,15 +13,13 @@ from PIL import Image
 
 from sinkprune import Policy
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.engines_manifest import Limits, Range, enforced_limits, read_engines
+from sinkprune.contract.bundle import Limits, Range, enforced_limits, read_bundle, read_engines
 from sinkprune.contract.errors import PromptError, UsageError
 from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.memory import ORT_CPU, BackendMemory, running_need, tower_bytes
 from sinkprune.contract.schedule import schedule
-from sinkprune.contract.system.memory_need import ORT_CPU, BackendMemory, running_need, tower_bytes
-from sinkprune.engines import limits as limits_of_engines
-from sinkprune.engines.limits import resolve_limits
-from sinkprune.engines.optimisation_profiles import optimisation_profiles
+from sinkprune.engines import profiles as limits_of_engines
+from sinkprune.engines.profiles import optimisation_profiles, resolve_limits
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.runtime.backends.kv_cache import ROOM, room_for
 from sinkprune.runtime.families import load_family

@@ -12,13 +12,11 @@ import pytest
 from PIL import Image
 
 from sinkprune import Clip
-from sinkprune.contract.bundle import Bundle, read_bundle
-from sinkprune.contract.engines_manifest import Range
-from sinkprune.engines.limits import resolve_limits
-from sinkprune.engines.optimisation_profiles import optimisation_profiles
+from sinkprune.contract.bundle import Bundle, Range, read_bundle
+from sinkprune.engines.profiles import optimisation_profiles, resolve_limits
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import BuildJob
-from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
+from sinkprune.engines.targets.tensorrt import TensorRTRTX
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends.models import Model

@@ -35,7 +35,7 @@ _ADDRESSES = MEMORY_BYTES + (1 << 29)
 _RUN = "sinkprune.runtime.commands.run:main"
 _EXPORT = "sinkprune.export.command:main"
 _COMPILE = "sinkprune.engines.command:main"
-_DOCTOR = "sinkprune.jetson.commands.doctor:main"
+_DOCTOR = "sinkprune.jetson.doctor:main"
 _BUILD = ("--target", "onnxruntime", "--max-prompt", "128", "--max-new-tokens", "16")
 _BUDGETS = {
     "llava": "retain-64",

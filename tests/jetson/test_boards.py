@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sinkprune.contract.checks.fields import SchemaError
+from sinkprune.contract.checks import SchemaError
 from sinkprune.contract.errors import UnknownBoardError
 from sinkprune.jetson.boards import parse_boards, read_boards
 from support.models.manifests import changed

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.engines_manifest import Target
+from sinkprune.contract.bundle import Target, read_bundle
 from sinkprune.contract.manifest import BESIDE_GRAPHS
 from sinkprune.engines.preflight import BuildMemory, disk_bytes, needed_bytes
-from sinkprune.jetson.build_fit import build_fit
+from sinkprune.jetson.fit import build_fit
 from support.programs.commands import run
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from sinkprune.jetson import doctor as doctor_command
 from sinkprune.jetson.boards import read_boards
-from sinkprune.jetson.commands import doctor as doctor_command
 from support.models.preset_facts import ANSWERING
 from support.programs.commands import assert_refused, own_process, run
 from support.programs.doctor_runs import doctor, set_python, told

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.jetson.boards import read_boards
+from sinkprune.jetson.boards import preset_manifest, read_boards, read_presets
 from sinkprune.jetson.findings import (
     Finding,
     board_dialect,
@@ -18,14 +18,12 @@ from sinkprune.jetson.findings import (
     machine_findings,
     model_findings,
     newest_dialect,
+    next_steps,
+    recommendations,
 )
 from sinkprune.jetson.fit import ModelFit, TargetMachine, fit
-from sinkprune.jetson.host.machine import Machine, read_machine
-from sinkprune.jetson.host.python_environment import Library, PythonEnvironment
-from sinkprune.jetson.host.system_files import SystemFiles
-from sinkprune.jetson.model_tables import build_table
-from sinkprune.jetson.next_steps import next_steps, recommendations
-from sinkprune.jetson.presets import preset_manifest, read_presets
+from sinkprune.jetson.host import Library, Machine, PythonEnvironment, SystemFiles, read_machine
+from sinkprune.jetson.report import build_table
 from sinkprune.runtime.backends.known import KNOWN, on_cpu
 from support.stand_ins.board_trees import LIBRARIES as GOOD
 from support.stand_ins.board_trees import PYTHON_OF_JETPACK_6 as PYTHON

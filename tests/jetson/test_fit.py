@@ -10,11 +10,10 @@ import pytest
 from PIL import Image
 
 from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.memory import running_need
 from sinkprune.contract.schedule import schedule
-from sinkprune.contract.system.memory_need import running_need
-from sinkprune.jetson.fit import NEW_TOKENS, PROMPT_TOKENS, TargetMachine, fit
-from sinkprune.jetson.other_forms import manifest_in_form
-from sinkprune.jetson.presets import preset_manifest, read_presets
+from sinkprune.jetson.boards import preset_manifest, read_presets
+from sinkprune.jetson.fit import NEW_TOKENS, PROMPT_TOKENS, TargetMachine, fit, manifest_in_form
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.families import load_family
 from support.programs.doctor_runs import NANO, PICTURE, preset

@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 
 from sinkprune.jetson.boards import read_boards
-from sinkprune.jetson.host.machine import Machine, read_machine
-from sinkprune.jetson.host.power_mode import ClockFrequency
-from sinkprune.jetson.host.python_environment import PythonEnvironment, this_environment
-from sinkprune.jetson.host.system_files import SystemFiles
+from sinkprune.jetson.host import (
+    ClockFrequency,
+    Machine,
+    PythonEnvironment,
+    SystemFiles,
+    read_machine,
+    this_environment,
+)
 from support.stand_ins.board_trees import agx_orin_jetpack_7_2, changed, orin_nano_jetpack_6_2, workstation
 
 PYTHON = PythonEnvironment("3.10.12", "/v/bin/python", "aarch64", virtual=True, sees_system=True, libraries={})
@@ -154,8 +158,8 @@ def test_a_file_without_permission_is_reported(tmp_path: Path) -> None:
     root = orin_nano_jetpack_6_2(tmp_path / "root")
     (root / "var/lib/nvpmodel/status").chmod(0)
     program = (
-        "import os, sys; from pathlib import Path; from sinkprune.jetson.host.system_files import SystemFiles;"
-        "from sinkprune.jetson.host.power_mode import read_power_mode;"
+        "import os, sys; from pathlib import Path; from sinkprune.jetson.host import SystemFiles;"
+        "from sinkprune.jetson.host import read_power_mode;"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534);"
         "files = SystemFiles(Path('.')); print(read_power_mode(files), files.unreadable)"
     )
@@ -169,10 +173,8 @@ def test_libraries_are_imported_as_a_test(tmp_path: Path) -> None:
     assert found.minor == ".".join(map(str, sys.version_info[:2]))
     (tmp_path / "tensorrt.py").write_text("raise ImportError('libnvinfer.so.10: cannot open shared object file')\n")
     (tmp_path / "pycuda.py").write_text("import os\nos.kill(os.getpid(), 11)\n")
-    program = "import json, sys; from sinkprune.contract.checks.fields import to_json;"
-    program += (
-        "from sinkprune.jetson.host.python_environment import this_environment as f; print(json.dumps(to_json(f())))"
-    )
+    program = "import json, sys; from sinkprune.contract.checks import to_json;"
+    program += "from sinkprune.jetson.host import this_environment as f; print(json.dumps(to_json(f())))"
     path = os.pathsep.join([str(tmp_path), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True

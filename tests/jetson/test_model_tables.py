@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sinkprune.jetson.fit import ModelFit
-from sinkprune.jetson.model_tables import legend
+from sinkprune.jetson.report import legend
 from support.programs.doctor_runs import preset
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.checks.fields import from_json, to_json
+from sinkprune.contract.checks import from_json, to_json
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import WeightsName
 from sinkprune.contract.schedule import schedule
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
-from sinkprune.jetson.other_forms import manifest_in_form
-from sinkprune.jetson.presets import PresetFacts, preset_manifest, read_presets
+from sinkprune.jetson.boards import PresetFacts, preset_manifest, read_presets
+from sinkprune.jetson.fit import manifest_in_form
 from sinkprune.runtime.families import load_family
 from support.models.preset_facts import ANSWERING, facts_of, weight_graphs, written
 from support.programs.repository import ROOT

@@ -17,13 +17,13 @@ import openai
 import pytest
 import yaml
 from PIL import Image
-from tests.runtime.server.test_server import asked
+from tests.serving.test_server import asked
 
 from ray_serve import processes, ray_served
 from sinkprune import Pipeline
 from sinkprune.contract.errors import BudgetError, UsageError
-from sinkprune.runtime import ray_serve as replicas
-from sinkprune.runtime.ray_serve import build
+from sinkprune.serving import ray_serve as replicas
+from sinkprune.serving.ray_serve import build
 from support.programs.printed_commands import ALL, blocks
 
 BUDGET, QUESTION = "retain-64", "What is on the table?"

@@ -17,12 +17,8 @@ from PIL import Image
 from sinkprune import Clip, Pipeline, Policy, Session, UsageError
 from sinkprune.contract.precision import WeightsName
 from sinkprune.runtime.backends import Engine
-from sinkprune.runtime.steps import prefix_cache
-from sinkprune.runtime.steps.prefix_cache import (
-    LeadKey,
-    PrefixCache,
-    StoredRows,
-)
+from sinkprune.serving import sessions as prefix_cache
+from sinkprune.serving.sessions import LeadKey, PrefixCache, StoredRows
 from support.programs.slow_cases import each_once, slow_except
 from support.references.same_answers import kept_sets
 from support.references.steps import Watched

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline, PruningError, Session, UsageError
-from sinkprune.contract.costs.model import Curve
+from sinkprune.deadlines.costs import Curve
 from sinkprune.demo.write_scenes import write_scenes
 from sinkprune.export.command import main as export
 from support.references.answer_encoders import POCKET

@@ -10,12 +10,11 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
-from tests.runtime.server.test_server import asked, served
+from tests.serving.test_server import asked, served
 
 from sinkprune import Pipeline
-from sinkprune.runtime.overlay import draw_overlay
-from sinkprune.runtime.steps.kept import Kept
-from sinkprune.runtime.token_map import token_fates
+from sinkprune.runtime.overlay import draw_overlay, token_fates
+from sinkprune.runtime.steps.prompt_run import Kept
 
 CASES = {
     "gqa-112": ("retain-64", {"size": [600, 400], "groups": 1, "views": 1}),

@@ -9,7 +9,7 @@ from pathlib import Path
 from peer_engines.gguf.files import MOSTLY_BF16, GgufFile
 from sinkprune.contract.precision import Array
 from sinkprune.export.checkpoint.folder import read_json
-from sinkprune.export.models.qwen2_5_vision import EPSILON
+from sinkprune.export.models.qwen_vision import EPSILON
 
 _BLOCK = {
     "norm1": "ln1",

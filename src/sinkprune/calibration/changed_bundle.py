@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.checks import escaped
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.files.folders import check_replaceable, replacing
 from sinkprune.contract.files.trust import Trust, sum_lines

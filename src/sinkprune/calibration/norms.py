@@ -1,17 +1,232 @@
-"""A report of a vision tower's norms and salience: does it have the outliers that the visual sanitizer removes?"""
+"""The norms of a tower's tokens, and the outliers among them.
+
+A file has one JSON object a line, with `cameras`, an object of paths by the names of the bundle's cameras, or a list
+of paths in the order of the policy's training; `instruction`; and `state`, a list of numbers in the robot's units.
+Paths are relative to the file, and null is a camera without a frame. The default of `id` is the line's number.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
-from sinkprune.calibration.evaluation.sample_size import mean_warnings
-from sinkprune.calibration.outlier_gap import OUTLIER, suggest_rho
-from sinkprune.calibration.sink_tokens import sink_tokens
-from sinkprune.contract.errors import NumericsError
+from sinkprune.calibration.evaluation.statistics import mean_warnings
+from sinkprune.calibration.tasks import read_jsonl
+from sinkprune.contract.budgets import Budget
+from sinkprune.contract.errors import ImageError, NumericsError, TaskError
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.precision import Array
+from sinkprune.policies.observation import in_trained_order, observed
+from sinkprune.runtime.device.stopwatch import Stopwatch
+from sinkprune.runtime.media.images import read_image
+from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.steps.chain import run_tower
+
+
+@dataclass(frozen=True)
+class TokenFeatures:
+    """Norms and salience of G groups of N tokens, and the place of each on the picture."""
+
+    picture: Image.Image
+    """The RGB picture; boxes are in its pixels."""
+    boxes: Array
+    """[G*N,4] float: left, top, right, bottom of each token."""
+    views: tuple[range, ...]
+    """Sets of tokens that cover the picture once, for drawing."""
+    norms: Array
+    """[G,N] fp32: the norm of each token."""
+    salience: Array
+    """[G,N] fp32: the attention each token receives."""
+
+
+def bundle_features(pipeline: Pipeline, image: Image.Image) -> TokenFeatures:
+    """Return the features of an RGB image in a bundle's tower; raises `ImageError` and `NumericsError`."""
+    layout = pipeline.family.layout(image)
+    tower = run_tower(pipeline.chain, pipeline.family.inputs(image), Stopwatch(pipeline.backend))
+    return TokenFeatures(image, layout.boxes, layout.views, tower.norms, tower.salience)
+
+
+OUTLIER_PER_MILLE = Budget.outlier_per_mille
+"""rho: the sink tokens in 1000 tokens of a group, rounded up."""
+
+
+def sink_tokens(norms: Array) -> Array:
+    """Return [G,N] bool: the ceil(rho*N) largest `norms` [G,N] of each group, ties to the earlier token."""
+    return mark_largest(norms, -(-norms.shape[1] * OUTLIER_PER_MILLE // 1000))
+
+
+def mark_largest(values: Array, count: int) -> Array:
+    """Return [G,N] bool: the `count` largest of each row, ties to the earlier."""
+    marked = np.zeros(values.shape, bool)
+    np.put_along_axis(marked, np.argsort(-values, axis=1, kind="stable")[:, :count], True, axis=1)
+    return marked
+
+
+_FIELDS = "cameras, instruction, state, id (optional)"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment of a file, as `Item` is a question of one."""
+
+    id: str
+    cameras: tuple[Path | None, ...]
+    prompt: str
+    """The instruction."""
+    state: tuple[float, ...]
+
+    @property
+    def picture(self) -> str:
+        """The frames' names; moments with the same frames have the same."""
+        return " ".join(map(str, self.cameras))
+
+    @property
+    def files(self) -> list[Path]:
+        """The files of the frames."""
+        return [path for path in self.cameras if path is not None]
+
+    def load_images(self) -> list[Image.Image]:
+        """Load the frames, RGB."""
+        return [read_image(path) for path in self.files]
+
+    def asked_as(self, other: Moment) -> Moment:
+        """Return this moment with the instruction of another."""
+        return replace(self, prompt=other.prompt)
+
+
+def load_moments(manifest: Manifest, data: Path, limit: int | None = None) -> list[Moment]:
+    """Return the first `limit` moments of a JSONL file, for the policy of `manifest`.
+
+    Every moment and its frames are checked. Raises `TaskError` with the number of the first bad line.
+    """
+    if data.suffix.lower() != ".jsonl":
+        raise TaskError(
+            f"--data is '{data}', and the bundle is a robot policy: expected a file of moments that ends in .jsonl, "
+            f"one JSON object a line: {_FIELDS}."
+        )
+    return list(islice(_read(manifest, data), limit))
+
+
+def _read(manifest: Manifest, data: Path) -> Iterator[Moment]:
+    known = set[Path]()
+
+    def read(found: dict[str, Any], number: int) -> Moment:
+        moment = _moment(manifest, found, data.parent, number)
+        _check(manifest, moment)
+        for path in set(moment.files) - known:
+            read_image(path)
+        known.update(moment.files)
+        return moment
+
+    return read_jsonl(data, "moments", _FIELDS, read)
+
+
+def _moment(manifest: Manifest, found: dict[str, Any], folder: Path, number: int) -> Moment:
+    if not {"cameras", "instruction", "state"} <= found.keys() <= {*_FIELDS.removesuffix(" (optional)").split(", ")}:
+        raise TaskError(f"found {', '.join(found) or 'no field'}, expected an object with the fields {_FIELDS}.")
+    cameras, instruction, state = (found[name] for name in ("cameras", "instruction", "state"))
+    if isinstance(cameras, dict):
+        cameras = in_trained_order(manifest.acting, cameras)
+    if not isinstance(cameras, list) or not all(path is None or isinstance(path, str) for path in cameras):
+        raise TaskError(f"'cameras' is {cameras!r}, expected a list of paths, and null for a camera without a frame.")
+    if not _numbers(state):
+        raise TaskError(f"'state' is {state!r}, expected a list of numbers.")
+    if not isinstance(instruction, str):
+        raise TaskError(f"'instruction' is {instruction!r}, expected words.")
+    paths = tuple(None if path is None else folder / path for path in cameras)
+    return Moment(str(found.get("id", number)), paths, instruction, tuple(map(float, state)))
+
+
+def _numbers(value: Any) -> bool:
+    # A JSON number may be an integer that no float holds.
+    return isinstance(value, list) and all(type(one) in (int, float) and abs(one) < 1e30 for one in value)
+
+
+def _check(manifest: Manifest, moment: Moment) -> None:
+    """Check a moment as `Policy.act` does; raises `ImageError`, `PromptError` and `UsageError`."""
+    missing = [path for path in moment.files if not path.is_file()]
+    if missing:
+        raise ImageError(f"'{missing[0]}' is no file, expected a frame. Paths are relative to the file of moments.")
+    observed(manifest, moment.cameras, moment.prompt, moment.state)
+
+
+OUTLIER = 2.0
+"""Norm, in median norms of its group, from which a token counts as an outlier."""
+GAP = 1.25
+"""The least ratio of the smallest outlier's norm to the next smaller norm."""
+MOST = 0.05
+"""The largest share of outliers in a group: five times the paper's share."""
+
+
+class OutlierGap(NamedTuple):
+    """The gap between one group's outliers and its other tokens; norms in medians of the group."""
+
+    outliers: int
+    below: float
+    """The largest norm of the others."""
+    above: float
+    """The smallest norm of the outliers."""
+
+
+class RhoSuggestion(NamedTuple):
+    """rho for a tower's budgets."""
+
+    per_mille: int
+    """Outliers in 1000 tokens, rounded down; 0 to remove none."""
+    reason: str
+    """The reason in words."""
+
+
+def find_gap(norms: Array) -> OutlierGap | None:
+    """Return the lowest gap among the largest norms of one group [N], or None.
+
+    A gap is below a token with a norm of at least `OUTLIER` medians and at least `GAP` times the next smaller norm.
+    At most a share of `MOST` of the tokens, or one token, is above the gap.
+    """
+    ordered = np.sort(norms) / np.median(norms)
+    most = min(max(1, int(MOST * ordered.size)), ordered.size - 1)
+    for place in range(ordered.size - most, ordered.size):
+        below, above = float(ordered[place - 1]), float(ordered[place])
+        if above >= OUTLIER and above >= GAP * below:
+            return OutlierGap(ordered.size - place, below, above)
+    return None
+
+
+def suggest_rho(norms: Sequence[Array]) -> RhoSuggestion:
+    """Suggest rho from the `norms` [N] of all groups, each with a median above 0.
+
+    If half of the groups or more have a gap, rho is the share of all tokens above one. It is rounded down to a whole
+    per mille, because a budget rounds its count up. Groups of up to 1000 tokens with as many outliers each lose
+    exactly those.
+    """
+    found = [find_gap(group) for group in norms]
+    gaps = [gap for gap in found if gap is not None]
+    where = f"outliers in {len(gaps)} of {len(norms)} groups of tokens"
+    if 2 * len(gaps) < len(norms):
+        rule = (
+            f"norms of {OUTLIER:g} medians or more, {GAP:g} times the next, of at most {100 * MOST:g} % of the tokens"
+        )
+        return RhoSuggestion(0, f"remove no token (budgets with +keep-outliers); found {where} ({rule}).")
+    share = sum(gap.outliers for gap in gaps) / sum(group.size for group in norms)
+    per_mille = max(1, int(1000 * share))
+    below, above = (float(np.median([getattr(gap, side) for gap in gaps])) for side in ("below", "above"))
+    return RhoSuggestion(
+        per_mille,
+        f"rho {per_mille / 10:g} % (budgets {_as_options(per_mille)}); found {where}, "
+        f"{100 * share:.2f} % of all tokens, above a gap from {below:.1f} to {above:.1f} medians.",
+    )
+
+
+def _as_options(per_mille: int) -> str:
+    return f"with +rho-{per_mille}" if per_mille != 10 else "as they are"
+
 
 _BINS = 60
 _FEW = 0.05

@@ -19,10 +19,10 @@ from typing import Any, Protocol, TypeVar
 
 from PIL import Image
 
-from sinkprune.contract.checks.format_value import format_value
+from sinkprune.contract.checks import format_value
 from sinkprune.contract.errors import SinkpruneError, TaskError, UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_bytes
-from sinkprune.contract.text.questions import Question
+from sinkprune.contract.questions import Question
 from sinkprune.runtime.media.images import read_image
 from sinkprune.runtime.media.picture_warnings import PictureFacts, picture_facts
 from sinkprune.runtime.text.answer_form import checked_choices
@@ -151,9 +151,8 @@ def with_grey_picture(item: Item) -> Item:
 
 def _read_scenes(name: str) -> Iterator[Item]:
     """Yield the questions of a test set with their pictures, which are drawn from fixed seeds."""
-    from sinkprune.demo.scene_questions import test_set
+    from sinkprune.demo.questions import test_set, varied_test_set
     from sinkprune.demo.scenes import SIDE, WIDE
-    from sinkprune.demo.varied_questions import varied_test_set
 
     pairs = varied_test_set() if name == VARIED_SCENES else test_set(WIDE if name == WIDE_SCENES else SIDE)
     for number, (_, group) in enumerate(groupby(pairs, key=lambda pair: id(pair[0])), start=1):

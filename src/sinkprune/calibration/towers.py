@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from sinkprune.calibration.token_features import TokenFeatures
-from sinkprune.contract.checks.format_value import format_value
-from sinkprune.contract.checks.needed_package import needs_package
+from sinkprune.calibration.norms import TokenFeatures
+from sinkprune.contract.budgets import FAMILIES
+from sinkprune.contract.checks import format_value, needs_package
 from sinkprune.contract.errors import CheckpointError, NumericsError, SinkpruneError, UsageError
-from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.files.untrusted import UnreadableError, read_json
-from sinkprune.contract.layout import grid_boxes
+from sinkprune.contract.schedule import grid_boxes
 
 CONFIG = "config.json"
 """A checkpoint's configuration file."""

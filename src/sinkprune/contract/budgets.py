@@ -1,20 +1,23 @@
-"""Budgets: how many visual tokens each step of the method keeps.
+"""Budgets and the plans that they are made into.
 
 A budget is a row of the table below, named on the command line, optionally followed by options:
 ``retain-64``, ``retain-64+compact``, ``retain-32+raster+visual-keys``. Every count is an exact share of the number
 of visual tokens, in integers, so that a row measured on a 24x24 grid holds on any other (method.md section 3).
+
+A row names two classes, which are imported with the first checkpoint or bundle of the family (docs/new-family.md).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from sinkprune.contract.checks.fields import Bounds, Count, Size
+from sinkprune.contract.checks import OPTIONAL, Bounds, Count, Size
 from sinkprune.contract.errors import BudgetError
+from sinkprune.contract.registry import Registry
 
 UNPRUNED = "none"
 """The budget of the unpruned engines, which every bundle has."""
@@ -198,3 +201,204 @@ def _scaled(layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
 def _apart(layers: tuple[int, ...], num_layers: int) -> bool:
     """Return whether the layers ascend and end before the last layer."""
     return all(first < second for first, second in pairwise((*layers, num_layers - 1)))
+
+
+@dataclass(frozen=True)
+class FamilyRow:
+    """The facts of a family that are known without importing its modules."""
+
+    model_type: str
+    """The `model_type` of a checkpoint's config.json."""
+    architecture: str
+    """The class in transformers, as `architectures` of config.json names it, or in LeRobot."""
+    export: str
+    """The class that reads its checkpoints and writes its graphs, as in `package.module:Class`: a
+    `sinkprune.export.families.Family`."""
+    runtime: str
+    """The class that lays out its pictures: a `sinkprune.runtime.families.Family`."""
+    budgets: Mapping[str, Budget]
+    """The family's budgets by name (method.md section 3)."""
+
+
+_EXPORT, _RUNTIME = "sinkprune.export.families", "sinkprune.runtime.families"
+LLAVA = FamilyRow(
+    "llava",
+    "LlavaForConditionalGeneration",
+    f"{_EXPORT}.llava:Llava",
+    f"{_RUNTIME}.llava:Llava",
+    LLAVA_BUDGETS,
+)
+LLAVA_NEXT = FamilyRow(
+    "llava_next",
+    "LlavaNextForConditionalGeneration",
+    f"{_EXPORT}.llava_next:LlavaNext",
+    f"{_RUNTIME}.llava_next:LlavaNext",
+    LLAVA_NEXT_BUDGETS,
+)
+QWEN2_5_VL = FamilyRow(
+    "qwen2_5_vl",
+    "Qwen2_5_VLForConditionalGeneration",
+    f"{_EXPORT}.qwen2_5_vl:Qwen25VL",
+    f"{_RUNTIME}.qwen:Qwen25VL",
+    QWEN_BUDGETS,
+)
+QWEN2_VL = FamilyRow(
+    "qwen2_vl",
+    "Qwen2VLForConditionalGeneration",
+    f"{_EXPORT}.qwen2_5_vl:Qwen2VL",
+    f"{_RUNTIME}.qwen:Qwen2VL",
+    QWEN_BUDGETS,
+)
+QWEN3_VL = FamilyRow(
+    "qwen3_vl",
+    "Qwen3VLForConditionalGeneration",
+    f"{_EXPORT}.qwen3_vl:Qwen3VL",
+    f"{_RUNTIME}.qwen:Qwen3VL",
+    QWEN_BUDGETS,
+)
+PI0 = FamilyRow("pi0", "PI0ForConditionalGeneration", f"{_EXPORT}.pi0:Pi0", f"{_RUNTIME}.pi0:Pi0", QWEN_BUDGETS)
+PI05 = FamilyRow("pi05", "PI05Policy", f"{_EXPORT}.pi0:Pi05", f"{_RUNTIME}.pi0:Pi05", QWEN_BUDGETS)
+
+FAMILIES = Registry[FamilyRow]("sinkprune.families")
+"""Every family that an installed package registers, by its name in `bundle.json`."""
+
+
+def parse_budget(family: str, name: str) -> Budget:
+    """Return the budget `name` of `family`. Raises `BudgetError` with the known names."""
+    base, *options = name.split("+")
+    rows = FAMILIES[family].budgets
+    if base not in rows:
+        inside = f" (in '{name}')" if options else ""
+        raise BudgetError(
+            f"unknown budget '{base}'{inside}; family '{family}' has: {', '.join(rows)}. "
+            f"Options may follow, as in '{next(iter(rows))}+compact': {', '.join(OPTIONS)}, rho-N, from-BUDGET."
+        )
+    budget = rows[base]
+    # First, so that the order of options changes nothing.
+    for option in sorted(options, key=lambda option: not option.startswith(FROM)):
+        try:
+            budget = with_option(budget, option, rows)
+        except BudgetError as error:
+            raise BudgetError(f"budget '{name}': {error}") from error
+    return budget
+
+
+MAX_TOP_K = 3840
+"""The largest K of a TopK in TensorRT 10 (ITopKLayer, NvInfer.h). The export keeps pruning graphs within it."""
+
+AVERAGING = frozenset({"downsample", "downsample-ttft", "visionzip", "visionzip+filter", "vscan"})
+"""The methods whose sanitizer averages the tokens that it does not keep into tokens that it keeps.
+
+All other methods drop such tokens. Outliers are apart: `Counts.sink` says whether a plan averages them. The methods
+are known by name, because a bundle's plans do not say this.
+"""
+
+_OF_MACHINE = re.compile(r"(in|mean)-([0-9.]+)(?:ms)?")
+"""Names of budgets that sinkprune-calibrate schedule writes."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The weightless graphs of one method at one budget, by their name under `graphs`."""
+
+    sanitizer: str | None
+    """The graph between `vision` and `projector`; None if all visual tokens go to the LLM."""
+    select_after: dict[str, str]
+    """The graph after each pruning layer, by the layer's 0-based number, ascending."""
+    positions: Literal["keep", "compact"]
+    """Whether survivors of a stage keep their position ids or are renumbered."""
+    counts: Counts | None
+    """The token counts of one group; None if images differ in their number of visual tokens."""
+    shares: Budget | None
+    """The shares that the graphs keep, if images differ in their number of visual tokens. They are the budget's own,
+    or those by which another method meets the budget's mean. None if there are `counts`."""
+    heads: dict[str, tuple[Count, ...]] | None = field(default=None, metadata=OPTIONAL)
+    """The attention heads that count in the select after each layer, by the layer's 0-based number; None for all."""
+
+    def keeps(self, tokens: int, groups: int) -> tuple[Counts, int]:
+        """Return what the graphs keep of a picture of `groups` groups of `tokens` visual tokens each.
+
+        The result is the counts and their number of groups: a clip's frames may form one group.
+        """
+        if self.shares is not None:
+            if self.shares.frames == "together":
+                tokens, groups = tokens * groups, 1
+            return self.shares.resolve(tokens, groups), groups
+        if self.counts is None:
+            raise ValueError("a plan has counts or shares")
+        return self.counts.of_groups(groups), groups
+
+    @property
+    def picture_share(self) -> Share | None:
+        """The share of its tokens that each picture is made smaller to, before the tower; None keeps its size.
+
+        A plan without graphs has one, its `shares.reserve`: no token of the smaller picture is dropped.
+        """
+        return self.shares.reserve if self.shares is not None and not self.graphs else None
+
+    @property
+    def graphs(self) -> list[str]:
+        """Return the names of all graphs, in the order they run."""
+        return [*([] if self.sanitizer is None else [self.sanitizer]), *self.select_after.values()]
+
+    @property
+    def cuts(self) -> list[int]:
+        """Return the 0-based layers after which the plan prunes."""
+        return [int(layer) for layer in self.select_after]
+
+
+def find_plan(
+    plans: Mapping[str, Mapping[str, Plan]], budgets: Container[str], family: str, method: str, budget: str
+) -> Plan | None:
+    """Return the plan of `method` at `budget` among a bundle's `plans`, None for the unpruned engines.
+
+    `budgets` are the names of all budgets of the bundle, and `family` is its family. Raises `BudgetError` with what
+    the bundle holds.
+    """
+    if method not in plans:
+        raise BudgetError(
+            f"this bundle holds no method '{method}'; it holds: {', '.join(plans)}. Give one of "
+            "these; others must be exported first, with sinkprune-export --methods."
+        )
+    if budget == UNPRUNED:
+        return None
+    if budget in budgets and budget not in plans[method]:
+        held = ", ".join(plans[method])
+        if not _is_exported(family, budget):
+            others = ", ".join(name for name, own in plans.items() if budget in own)
+            raise BudgetError(
+                f"method '{method}' has no budget '{budget}', which was added for: {others}. '{method}' has: {held}."
+            )
+        raise BudgetError(
+            f"method '{method}' cannot run on as few visual tokens as budget '{budget}' asks for, on this model; "
+            f"it can at: {held}."
+        )
+    if budget not in plans[method]:
+        raise BudgetError(
+            f"this bundle holds no budget '{budget}' for method '{method}'; it holds: "
+            f"{', '.join([UNPRUNED, *plans[method]])}. {_remedy(family, budget)}"
+        )
+    return plans[method][budget]
+
+
+def _remedy(family: str, budget: str) -> str:
+    """Return the sentence about how to add a `budget` to a bundle of the `family`."""
+    of_machine = _OF_MACHINE.fullmatch(budget)
+    if of_machine:
+        option = {"in": "--target-ms", "mean": "--budget-tokens"}[of_machine[1]]
+        return f"Find it on this machine and add it: sinkprune-calibrate schedule BUNDLE {option} {of_machine[2]}"
+    if not _is_exported(family, budget):
+        return (
+            f"It is no budget of family '{family}' either. Choose one of these. For a model that answers, "
+            "sinkprune-calibrate schedule finds one for this machine."
+        )
+    return "Others must be exported first, with sinkprune-export --budgets."
+
+
+def _is_exported(family: str, budget: str) -> bool:
+    """Return whether the export makes budgets of this name, for any bundle of the `family`."""
+    try:
+        parse_budget(family, budget)
+    except BudgetError:
+        return False
+    return True

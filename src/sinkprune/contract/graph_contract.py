@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
+from sinkprune.contract.budgets import Plan
 from sinkprune.contract.manifest import EXPERT, MODULATION, Manifest, PolicyFacts, TensorSpec
-from sinkprune.contract.plans import Plan
 from sinkprune.contract.precision import DTYPES
 
 

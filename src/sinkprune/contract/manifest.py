@@ -1,18 +1,190 @@
-"""The content of `bundle.json`, field by field."""
+"""`bundle.json`: what an exported bundle is."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
-from sinkprune.contract.budgets import Budget
-from sinkprune.contract.checks.fields import OPTIONAL, Bounds, Count, Few, Size, Width
+from sinkprune.contract.budgets import Budget, Plan, find_plan
+from sinkprune.contract.checks import OPTIONAL, Bounds, Count, Few, Size, Width
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.files.manifest_file import FileSpec, ManifestFile
-from sinkprune.contract.plans import Plan, find_plan
 from sinkprune.contract.precision import PrecisionName, WeightForms
-from sinkprune.contract.towers import Tower
+
+Side = Annotated[int, Bounds(1, 1 << 14)]
+"""A number of pixels, patches or frames along one side."""
+
+
+@dataclass(frozen=True)
+class SquareTower:
+    """A vision transformer on pictures of one size."""
+
+    hidden_size: Width
+    intermediate_size: Width
+    num_heads: Few
+    num_blocks: Few
+    """The blocks up to the one whose output is the visual feature."""
+    image_size: Side
+    """Pixels along a side of the picture."""
+    patch_size: Side
+    """Pixels along a side of a patch; a patch is a visual token."""
+    layer_norm_eps: float
+    activation: str
+    tokens: Annotated[int, Bounds(1, 1 << 14)]
+    """N, the visual tokens of a picture."""
+
+    @property
+    def patches_per_token(self) -> int:
+        """Return the number of patches of one visual token."""
+        return 1
+
+
+@dataclass(frozen=True)
+class ViTTower(SquareTower):
+    """CLIP's vision transformer up to its feature layer, on square crops: LLaVA-1.5 and LLaVA-NeXT."""
+
+
+@dataclass(frozen=True)
+class SiglipTower(SquareTower):
+    """SigLIP's vision transformer without its pooling head: pi0 and llava-interleave. It has no CLS token."""
+
+    salience_block: Count
+    """The 0-based block whose attention is the salience."""
+
+
+@dataclass(frozen=True)
+class QwenTower:
+    """The vision tower of Qwen2-VL and Qwen2.5-VL: any resolution, `merge_size`**2 patches to a visual token."""
+
+    hidden_size: Width
+    intermediate_size: Width
+    num_heads: Few
+    num_blocks: Few
+    full_attention_blocks: tuple[Count, ...]
+    """0-based; all others attend within windows."""
+    window_side: Annotated[int, Bounds(0, 1 << 10)]
+    """Merged tokens along a window's side; 0 where no block has windows."""
+    patch_size: Side
+    """Pixels along a side of a patch."""
+    temporal_patch_size: Side
+    """The number of frames of a clip in a patch."""
+    merge_size: Side
+    """Patches along a side of a merged token."""
+    rope_theta: Annotated[float, Bounds(1, 1e12)]
+    out_size: Width
+    """Width of the output tokens, which is the decoder's."""
+    salience_block: Count
+    """The 0-based block whose attention is the salience."""
+    tokens_per_second: float | None
+    """The positions in time of one second of a clip; None if positions count frames."""
+
+    @property
+    def patches_per_token(self) -> int:
+        """Return the number of patches of one visual token."""
+        return self.merge_size**2
+
+
+@dataclass(frozen=True)
+class Qwen3Tower(QwenTower):
+    """The vision tower of Qwen3-VL: Qwen2-VL's with learned positions, and with features of blocks in between."""
+
+    position_side: Side
+    """Learned positions along each side of their square table, which is interpolated to every picture."""
+    deepstack_blocks: tuple[Count, ...]
+    """0-based, ascending: the blocks whose merged output is added to the visual rows after the decoder's first layers
+    (DeepStack), the first block's after layer 0."""
+
+
+Tower = ViTTower | QwenTower | Qwen3Tower | SiglipTower
+"""The facts of any tower; the fields identify the kind."""
+
+
+Number = int | float
+Scale = Annotated[Number, Bounds(1e-6, 1e3)]
+"""A factor or divisor of pixel values."""
+Colours = Annotated[list[Annotated[Number, Bounds(-1e3, 1e3)]], Bounds(3, 3)]
+Scales = Annotated[list[Scale], Bounds(3, 3)]
+Pixels = Annotated[int, Bounds(1, 1 << 28)]
+LeastPixels = Annotated[int, Bounds(1, 1 << 24)]
+"""The number of pixels that smaller pictures are enlarged to."""
+Frames = Annotated[int, Bounds(1, 1 << 20)]
+FrameRate = Annotated[Number, Bounds(1e-3, 1e3)]
+Filter = Annotated[int, Bounds(0, 5)]
+"""One of Pillow's filters (`PIL.Image.Resampling`)."""
+Pinpoints = Annotated[list[Annotated[list[Side], Bounds(2, 2)]], Bounds(0, 1000)]
+"""Heights and widths that an image may be resized to."""
+
+
+class PixelSettings(TypedDict):
+    """Conversion of 8-bit pixels to floats."""
+
+    do_rescale: bool
+    rescale_factor: Scale
+    do_normalize: bool
+    image_mean: Colours
+    image_std: Scales
+    resample: Filter
+
+
+class SquareSettings(PixelSettings):
+    """Conversion of an image to a square."""
+
+    do_resize: bool
+    size: dict[str, Side]
+    do_center_crop: bool
+    crop_size: dict[str, Side]
+    do_pad: bool
+
+
+class PaddedSettings(PixelSettings):
+    """Conversion of an image to a part of a square."""
+
+    size: dict[str, Side]
+    pad_size: dict[str, Side]
+
+
+LeRobotResize = Literal["resize_with_pad_torch", "resize_with_pad"]
+"""LeRobot's functions that turn an image into a part of a square: in its middle, or at its right and lower edges."""
+
+
+class LeRobotSettings(PixelSettings):
+    """Conversion of an image to a part of a square by LeRobot."""
+
+    image_processor_type: LeRobotResize
+    pad_size: dict[str, Side]
+
+
+class TileSettings(SquareSettings):
+    """Conversion of an image to several squares."""
+
+    image_grid_pinpoints: Pinpoints
+
+
+class VideoSettings(TypedDict):
+    """The choice of a clip's frames, and their size."""
+
+    min_pixels: LeastPixels
+    max_pixels: Pixels
+    most_tokens: Pixels
+    fps: FrameRate
+    min_frames: Frames
+    max_frames: Frames
+
+
+class _Video(TypedDict, total=False):
+    video: VideoSettings | None
+
+
+class PatchSettings(PixelSettings, _Video):
+    """Conversion of an image of any size, and with `video` of a clip, to patches."""
+
+    min_pixels: LeastPixels
+    max_pixels: Pixels
+    patch_size: Side
+    temporal_patch_size: Side
+    merge_size: Side
+
 
 T = TypeVar("T")
 

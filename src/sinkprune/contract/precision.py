@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from sinkprune.contract.checks.fields import Bounds
+from sinkprune.contract.checks import Bounds
 
 Array = np.ndarray[Any, Any]
 """An array on the host; docstrings give shape and type."""

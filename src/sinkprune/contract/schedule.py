@@ -1,6 +1,6 @@
-"""The number of visual rows of each picture that reach each decoder layer, by a budget and the pictures' layouts.
+"""How many visual tokens of a picture reach each layer at a budget, and the FLOPs that this takes.
 
-This module counts survivors on the host, and `sinkprune.export.pruning.shares` in graphs.
+This module counts survivors on the host, and `sinkprune.export.pruning.plan` in graphs.
 """
 
 from __future__ import annotations
@@ -8,11 +8,85 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
-from sinkprune.contract.budgets import UNPRUNED, Counts
-from sinkprune.contract.layout import VisualLayout
-from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.plans import Plan
+import numpy as np
+
+from sinkprune.contract.budgets import UNPRUNED, Counts, Plan
+from sinkprune.contract.manifest import LanguageModel, Manifest, PolicyFacts, QwenTower, SquareTower
+from sinkprune.contract.precision import Array
+
+
+@dataclass(frozen=True, eq=False)
+class VisualLayout:
+    """An image or a clip as `groups` groups of `tokens` visual tokens, made by the family's module.
+
+    Tokens are numbered through all groups: G*N of them.
+    """
+
+    size: tuple[int, int]
+    """Width and height of the picture, in pixels."""
+    groups: int
+    """G: the groups that the sanitizer treats separately: an image, its tiles, or the temporal patches of a clip."""
+    tokens: int
+    """N: the number of visual tokens of each group."""
+    unpruned_rows: Array
+    """[V] int64: the token of each row of the unpruned prompt; -1 at the end of a line."""
+    boxes: Array
+    """[G*N,4] float: left, top, right, bottom of each token, in pixels of the picture."""
+    views: tuple[range, ...]
+    """The tokens that cover each frame or image once, for drawing."""
+    places: Array | None
+    """[A,G*N] int64: position ids along A axes, relative to the picture's first row; None if a position is a row's
+    number in the prompt."""
+    extent: int
+    """The position of the next text, relative to the picture's first row. Unused if `places` is None."""
+    tower_flops: int
+    """Matmul FLOPs of the vision tower on all groups."""
+    projector_flops: int
+    """Matmul FLOPs of the projector for one token; 0 without a projector."""
+    seen_share: float = 1.0
+    """The share of the picture's area in the model's input; 1 for the whole picture."""
+    seen_size: tuple[int, int] | None = None
+    """Width and height in pixels at which the model sees the picture, in families that keep its shape; else None."""
+    frame_indices: tuple[int, ...] = ()
+    """The number in the clip of each frame that the model sees; empty for an image."""
+    frames_at_rate: int = 0
+    """How many the model's rate takes of the clip, without the bundle's limit; 0 for an image."""
+    texts: tuple[str, ...] = ()
+    """The texts around the groups in the prompt, from the model's template: one before each group and one after the
+    last. Empty for adjacent groups. With texts, `places` and `extent` are relative to the first row of each group."""
+
+    @property
+    def frames(self) -> int:
+        """Return how many frames of a clip the model sees; 1 for an image."""
+        return max(1, len(self.frame_indices))
+
+    @property
+    def parts(self) -> int:
+        """Return the number of places in a prompt that the picture takes."""
+        return max(1, len(self.texts) - 1)
+
+    @property
+    def all_tokens(self) -> int:
+        """Return G*N, the number of visual tokens before pruning."""
+        return self.groups * self.tokens
+
+
+@lru_cache(8)
+def grid_boxes(area: tuple[float, float, float, float], rows: int, columns: int) -> Array:
+    """Return [rows*columns,4]: the equal boxes that tile `area`, in raster order.
+
+    A box and the area are left, top, right, bottom. The array is read-only: the next picture of this size has the
+    same.
+    """
+    left, top, right, bottom = area
+    xs, ys = np.linspace(left, right, columns + 1), np.linspace(top, bottom, rows + 1)
+    tops, lefts = np.meshgrid(ys[:-1], xs[:-1], indexing="ij")
+    bottoms, rights = np.meshgrid(ys[1:], xs[1:], indexing="ij")
+    boxes: Array = np.stack([lefts, tops, rights, bottoms], axis=-1).reshape(-1, 4)
+    boxes.flags.writeable = False
+    return boxes
 
 
 @dataclass(frozen=True)
@@ -108,3 +182,66 @@ def schedules_up_to(manifest: Manifest, method: str, budget: str, layouts: Seque
 def _planned(plan: Plan, layout: VisualLayout) -> PictureSchedule:
     counts, groups = plan.keeps(layout.tokens, layout.groups)
     return PictureSchedule.of(counts, groups, plan.cuts)
+
+
+def layer_flops(model: LanguageModel, tokens: int) -> int:
+    """Return the FLOPs of one decoder layer on `tokens` tokens: projections, full n x n attention, gated MLP."""
+    d, kv = model.hidden_size, model.num_kv_heads * model.head_dim
+    q = model.num_heads * model.head_dim
+    projections = 2 * tokens * d * q + 2 * tokens * d * kv
+    attention = 2 * tokens**2 * q
+    mlp = 3 * tokens * d * model.intermediate_size
+    return 2 * (projections + attention + mlp)
+
+
+def prefix_flops(model: LanguageModel, tokens_per_layer: Sequence[int]) -> int:
+    """Return the FLOPs of a policy's prefix: of its last layer only keys and values are computed."""
+    *earlier, last = tokens_per_layer
+    return prefill_flops(model, earlier) + 2 * 2 * last * model.hidden_size * model.num_kv_heads * model.head_dim
+
+
+def prefill_flops(model: LanguageModel, tokens_per_layer: Sequence[int]) -> int:
+    """Return the FLOPs of a prefill in which layer i runs on `tokens_per_layer[i]` tokens (visual and text)."""
+    return sum(layer_flops(model, tokens) for tokens in tokens_per_layer)
+
+
+def qwen_tower_flops(tower: QwenTower, patches: int, pairs: int, *, mlp_matrices: int, mergers: int) -> int:
+    """Return the FLOPs of a Qwen tower on `patches` patches: patch embedding, blocks and mergers.
+
+    `pairs` are the pairs of patches that attend to each other, summed over blocks. A block's MLP has `mlp_matrices`
+    matrices. `mergers` are the tower's own and those of DeepStack.
+    """
+    d, m = tower.hidden_size, tower.intermediate_size
+    embedding = patches * 3 * tower.temporal_patch_size * tower.patch_size**2 * d
+    linear = patches * (4 * d * d + mlp_matrices * d * m)
+    joined = d * tower.merge_size**2
+    merger = patches // tower.merge_size**2 * (joined**2 + joined * tower.out_size)
+    return 2 * (embedding + tower.num_blocks * linear + 2 * pairs * d + mergers * merger)
+
+
+def expert_flops(policy: PolicyFacts, prefix_rows: Sequence[int]) -> int:
+    """Return the FLOPs of one denoising step of a policy's expert, over `prefix_rows[i]` cached rows of layer i.
+
+    Without what depends on the time alone (pi0.5's norms), which runs once for each time.
+    """
+    expert, rows = policy.expert, policy.expert_rows
+    width, q = expert.hidden_size, expert.num_heads * expert.head_dim
+    own = sum(layer_flops(expert, rows) + 2 * 2 * rows * cached * q for cached in prefix_rows)
+    ends = policy.chunk * 2 * policy.action_dim * width
+    if not policy.state_in_prompt:
+        ends += policy.chunk * 3 * width**2 + policy.state_dim * width
+    return own + 2 * ends
+
+
+def vit_flops(tower: SquareTower, rows: int) -> int:
+    """Return the matmul FLOPs of patches and computed blocks of a transformer on one picture, in `rows` rows."""
+    d, m = tower.hidden_size, tower.intermediate_size
+    patches = 2 * tower.tokens * 3 * tower.patch_size**2 * d
+    block = 2 * (4 * rows * d * d + 2 * rows * rows * d + 2 * rows * d * m)
+    return patches + tower.num_blocks * block
+
+
+def decode_bytes(manifest: Manifest, kv_bytes: int) -> int:
+    """Return the bytes that a decode step reads: the stored weights of decoder and head, and the KV cache."""
+    graphs = ["head", *(f"decoder_{segment}" for segment in range(len(manifest.segments)))]
+    return sum(manifest.weight_bytes(graph) for graph in graphs) + kv_bytes

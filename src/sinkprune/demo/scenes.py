@@ -1,18 +1,95 @@
-"""Seeded scenes: coloured shapes and plates with text on a background, drawn as pictures.
+"""The scenes that the pocket models learn from.
 
 All things of a scene are known, so questions about it have one answer each (`scene_questions`). Training, validation
 and test scenes have different seeds, and test scenes have photos of their own.
+
+Things are drawn as in `scenes`, at the same sizes in pixels. A larger picture holds more things and more background.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
+import sys
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from random import Random
+from typing import Any
 
+import numpy as np
 from PIL import Image, ImageDraw, ImageFont
+from skimage import data
 
-from sinkprune.demo.backgrounds import TEST_PHOTOS, TRAINING_PHOTOS, background
+TRAINING_PHOTOS = ("astronaut", "brick", "chelsea", "grass", "gravel", "rocket")
+TEST_PHOTOS = ("coffee", "hubble")
+"""Photos that no training scene shows."""
+
+
+def background(rng: Random, side: int, photos: tuple[str, ...]) -> Image.Image:
+    """Draw a `side` x `side` picture of a random kind, with less contrast than objects have."""
+    paint = rng.choice([_flat, _gradient, _noise, _texture])
+    if rng.random() < 0.4:
+        return _photo_crop(rng, side, rng.choice(photos))
+    return Image.fromarray(np.clip(paint(rng, side), 0, 255).astype(np.uint8))
+
+
+def _colour(rng: Random) -> np.ndarray[Any, Any]:
+    """Return a greyish tone, unlike the objects' colours."""
+    grey = rng.uniform(40, 220)
+    return np.array([grey + rng.uniform(-25, 25) for _ in range(3)])
+
+
+def _flat(rng: Random, side: int) -> np.ndarray[Any, Any]:
+    return np.broadcast_to(_colour(rng), (side, side, 3))
+
+
+def _gradient(rng: Random, side: int) -> np.ndarray[Any, Any]:
+    y, x = np.mgrid[0:side, 0:side] / side
+    along = rng.choice([x, y, (x + y) / 2, np.abs(2 * x - 1)])[..., None]
+    return _colour(rng) * (1 - along) + _colour(rng) * along
+
+
+def _noise(rng: Random, side: int) -> np.ndarray[Any, Any]:
+    grain = np.random.default_rng(rng.getrandbits(64))
+    size = side // rng.choice([1, 2, 4])
+    speckle = grain.normal(0, rng.uniform(10, 30), (size, size, 3 if rng.random() < 0.5 else 1))
+    coarse = np.kron(speckle, np.ones((side // size, side // size, 1)))
+    return _colour(rng) + coarse
+
+
+def _texture(rng: Random, side: int) -> np.ndarray[Any, Any]:
+    """Draw stripes or a checkerboard of any width and direction."""
+    y, x = np.mgrid[0:side, 0:side]
+    width, angle = rng.uniform(6, 30), rng.uniform(0, np.pi)
+    along = (x * np.cos(angle) + y * np.sin(angle)) // width % 2
+    across = (y * np.cos(angle) - x * np.sin(angle)) // width % 2
+    pattern = along if rng.random() < 0.5 else (along + across) % 2
+    first = _colour(rng)
+    return first + pattern[..., None] * rng.uniform(-40, 40)
+
+
+def _photo_crop(rng: Random, side: int, name: str) -> Image.Image:
+    photo = _photo(name)
+    extent = rng.randint(min(side * 3 // 4, *photo.size), min(photo.size))
+    left, top = rng.randint(0, photo.width - extent), rng.randint(0, photo.height - extent)
+    return photo.resize((side, side), box=(left, top, left + extent, top + extent))
+
+
+@cache
+def _photo(name: str) -> Image.Image:
+    with Image.open(Path(__file__).parent / "photos" / f"{name}.jpg") as photo:
+        return photo.convert("RGB")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", help="the picture to write, as coffee.jpg")
+    file = parser.parse_args().file
+    photo = data.coffee()  # type: ignore[no-untyped-call]
+    Image.fromarray(photo).save(file, quality=95)
+    sys.stderr.write(f"wrote {file}\n")
+
 
 SIDE = 224
 WIDE = 398
@@ -233,3 +310,63 @@ def _text_size(text: str, points: int) -> tuple[int, int]:
     """Return the width and height of a text in pixels."""
     left, top, right, bottom = _font(points).getbbox(text)
     return math.ceil(right - left), math.ceil(bottom - top)
+
+
+UNIT = 28
+"""Pixels along a side of a visual token of the model; sides of pictures are multiples."""
+SIZES = (
+    *((224, 224), (280, 224), (224, 280), (336, 224), (224, 336), (280, 280), (336, 280), (280, 336)),
+    *((336, 336), (448, 224), (224, 448), (392, 336), (336, 392), (448, 336), (336, 448), (392, 392), (448, 448)),
+)
+"""Widths and heights of pictures in pixels: 64 to 256 visual tokens."""
+MOST_TOKENS = 256
+"""Visual tokens of the largest picture."""
+VARIED_TEST_PICTURES = 60
+_LABEL_POINTS = 10
+"""The size of a label's text. Letters of 7 pixels cannot be read in a picture of half the side."""
+_MATCHED = 0.6
+"""How often a plate or label has the colour of an object whose shape no other object has."""
+
+
+def compose_varied(split: str, index: int) -> Scene:
+    """Return scene `index` of `split` (training, validation, test) without drawing it."""
+    return _compose_varied(Random(f"varied {split} {index}"))
+
+
+def make_varied(split: str, index: int) -> tuple[Scene, Image.Image]:
+    """Return scene `index` of `split` (training, validation, test) and its picture, RGB of the scene's size."""
+    rng = Random(f"varied {split} {index}")
+    scene = _compose_varied(rng)
+    width, height = scene.size
+    side = max(scene.size)
+    return scene, draw_scene(scene, background(rng, side, PHOTOS[split]).crop((0, 0, width, height)))
+
+
+def _compose_varied(rng: Random) -> Scene:
+    width, height = rng.choice(SIZES)
+    most = 6 if width * height < 100 * UNIT**2 else 8
+    pairs = draw_pairs(rng, rng.randint(2, most))
+    placer = Placer(rng, 0, 0, width, height)
+    for shape, texts in (("plate", rng.randint(1, 2)), ("label", rng.randint(1, 2))):
+        for frame in _frames(rng, pairs, texts):
+            text = rng.choice(DIGITS if rng.random() < 0.5 else WORDS)
+            placer.place(shape, frame, "", text, plate_points(text) if shape == "plate" else _LABEL_POINTS)
+    framed = len(placer.placed)
+    for colour, shape in pairs:
+        placer.place(shape, colour, rng.choice(list(RADII)), "")
+    plates, labels = (tuple(t for t in placer.placed if t.shape == shape) for shape in ("plate", "label"))
+    objects = tuple(placer.placed[framed:])
+    # Compose again in the rare case that something found no room.
+    return Scene(objects, plates, labels, (width, height)) if objects and plates and labels else _compose_varied(rng)
+
+
+def _frames(rng: Random, pairs: list[tuple[str, str]], count: int) -> list[str]:
+    """Return `count` different colours of frames, often such that a question can name one by an object's shape."""
+    shapes = [shape for _, shape in pairs]
+    named = [colour for colour, shape in pairs if shapes.count(shape) == 1]
+    frames: list[str] = []
+    while len(frames) < count:
+        colour = rng.choice(named if named and rng.random() < _MATCHED else list(COLOURS))
+        if colour not in frames:
+            frames.append(colour)
+    return frames

@@ -12,11 +12,10 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-from sinkprune.contract.checks.format_value import counted
+from sinkprune.contract.checks import counted
 from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.files.output_files import make_folder
-from sinkprune.demo.scene_questions import questions_about
-from sinkprune.demo.varied_questions import varied_questions_about
+from sinkprune.demo.questions import questions_about, varied_questions_about
 
 _SETS = {"scenes": questions_about, "varied-scenes": varied_questions_about}
 

@@ -9,18 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sinkprune.contract.checks.format_value import counted
-from sinkprune.contract.checks.ranges import WholeNumber
-from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.checks import WholeNumber, counted, escaped
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.command_parser import CommandParser
-from sinkprune.contract.command_line.json_output import json_outputs, write_result
+from sinkprune.contract.command_line.options import CommandParser, json_outputs, write_result
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.files.trust import Trust, add_sign_option, add_trust_options, sum_lines
 
 if TYPE_CHECKING:
-    from sinkprune.contract.engines_manifest import EnginesManifest, Realisation
+    from sinkprune.contract.bundle import EnginesManifest, Realisation
 
 _EXAMPLES = """\
 examples:
@@ -46,19 +43,17 @@ _SM = WholeNumber("--sm", 10, 999)
 def main(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
     # Libraries are slow to import. Before `run_command` starts, an interrupt would end in a traceback.
-    from sinkprune.contract.bundle import read_bundle
-    from sinkprune.contract.engines_manifest import ENGINES, enforced_limits
+    from sinkprune.contract.bundle import ENGINES, enforced_limits, read_bundle
     from sinkprune.contract.files.folders import check_outside, check_replaceable
-    from sinkprune.contract.files.signature import read_private_key
-    from sinkprune.engines.build import build_engines
+    from sinkprune.contract.files.trust import read_private_key
+    from sinkprune.engines.build import build_engines, is_begun
     from sinkprune.engines.gate import PROMPT
-    from sinkprune.engines.gate.checking import Gate
-    from sinkprune.engines.gate.question import check_prompt_limit, picture_files, read_question
-    from sinkprune.engines.limits import resolve_limits
+    from sinkprune.engines.gate.comparing import Gate
+    from sinkprune.engines.gate.recording import check_prompt_limit, picture_files, read_question
+    from sinkprune.engines.profiles import resolve_limits
     from sinkprune.engines.progress import TerminalProgress
     from sinkprune.engines.targets import new_builder
-    from sinkprune.engines.unfinished import is_begun
-    from sinkprune.runtime.commands.picture_notes import note_pictures
+    from sinkprune.runtime.commands.run import note_pictures
     from sinkprune.runtime.families import load_family
 
     if len(options.check or ()) > 1:
@@ -116,7 +111,7 @@ def main(arguments: Sequence[str] | None) -> None:
 
 
 def _summary(output: Path, manifest: EnginesManifest, seen_shares: Sequence[float]) -> dict[str, object]:
-    from sinkprune.contract.engines_manifest import CHECKED, ENGINES
+    from sinkprune.contract.bundle import CHECKED, ENGINES
 
     return {
         "engines": str(output),
@@ -146,7 +141,7 @@ def _text(output: Path, manifest: EnginesManifest, bundle: Path | None, key: Pat
 
     `bundle` has the graphs of the engines; None if --move has removed it. `key` has signed the engines, if any.
     """
-    from sinkprune.contract.engines_manifest import CHECKED, ENGINES
+    from sinkprune.contract.bundle import CHECKED, ENGINES
 
     size = sum(spec.size for spec in manifest.files.values()) / 1e6
     command = f"sinkprune-check {escaped(str(bundle))} {escaped(str(output))} --image PICTURE --prompt QUESTION"
@@ -185,9 +180,9 @@ def _compute_capabilities(text: str) -> tuple[int, ...]:
 def _parser() -> CommandParser:
     # Imports numpy, as the imports of `main` do.
     from sinkprune.engines.gate import PROMPT
-    from sinkprune.engines.limits import MAX_IMAGES, MAX_NEW_TOKENS, MAX_PROMPT
+    from sinkprune.engines.profiles import MAX_IMAGES, MAX_NEW_TOKENS, MAX_PROMPT
     from sinkprune.engines.targets import TARGETS
-    from sinkprune.runtime.media.fits import add_fit_option
+    from sinkprune.runtime.media.images import add_fit_option
 
     parser = CommandParser(
         "sinkprune build",

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.engines_manifest import ANY_SHAPE, OptimisationProfiles, Target
+from sinkprune.contract.bundle import ANY_SHAPE, Bundle, OptimisationProfiles, Target
 from sinkprune.contract.errors import OutOfMemoryError
 from sinkprune.contract.manifest import BESIDE_GRAPHS, Manifest
-from sinkprune.contract.system.system_memory import available_bytes
+from sinkprune.contract.memory import available_bytes
 
 _ITEM_BYTES = {"float32": 4, "float16": 2, "int64": 8, "bool": 1}
 _FIXED_BYTES = 256 << 20

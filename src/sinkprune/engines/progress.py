@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.progress import TaskID
 
-from sinkprune.contract.command_line.interrupts import INTERRUPTS
+from sinkprune.contract.command_line.command import INTERRUPTS
 from sinkprune.contract.command_line.progress import new_bars
 
 

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 import onnx
 from onnx import inliner, shape_inference
 
+from sinkprune.contract.budgets import MAX_TOP_K
 from sinkprune.contract.errors import EnginesError
-from sinkprune.contract.plans import MAX_TOP_K
 from sinkprune.engines.plugin_graph import as_array, constants
 
 MAX_OPSET = 20

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from sinkprune.contract.budgets import Plan
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.files.folders import check_replaceable, replacing
 from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.contract.files.output_files import check_in_no_bundle
-from sinkprune.contract.files.signature import Sign
+from sinkprune.contract.files.trust import Sign
 from sinkprune.contract.manifest import (
     BUNDLE,
     CHAT_TEMPLATE,
@@ -26,10 +27,9 @@ from sinkprune.contract.manifest import (
     Tokens,
     decoder_segments,
 )
-from sinkprune.contract.plans import Plan
+from sinkprune.contract.memory import available_bytes
 from sinkprune.contract.precision import Array, WeightForms
-from sinkprune.contract.reports.progress import OnProgress, unreported
-from sinkprune.contract.system.system_memory import available_bytes
+from sinkprune.contract.progress import OnProgress, unreported
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.families import Family
 from sinkprune.export.graph import ReadTensor, WeightedGraph
@@ -37,9 +37,7 @@ from sinkprune.export.planning import Unreachable, parse_budgets, plan_graphs, s
 from sinkprune.export.precision import PRECISIONS, Precision
 from sinkprune.export.pruning.plan import PlanFacts
 from sinkprune.export.source import ExportRequest, OpenCheckpoint, open_source
-from sinkprune.export.weights.quantised_weights import QuantisedWeights
-from sinkprune.export.weights.repacked_form import CheckpointForm, RepackedForm
-from sinkprune.export.weights.requantised import Requantised
+from sinkprune.export.weights.quantised_weights import CheckpointForm, QuantisedWeights, RepackedForm, Requantised
 from sinkprune.export.weights.rounding import RoundedMatrix
 from sinkprune.export.weights.weight_forms import WeightForm, check_dialect, chosen_forms, form_of
 
@@ -63,7 +61,7 @@ def export_bundle(
 ) -> Manifest:
     """Export `request` into the new folder `output`; with `force` an existing bundle there is replaced.
 
-    `sign` signs its manifest (`sinkprune.contract.files.signature.read_private_key`).
+    `sign` signs its manifest (`sinkprune.contract.files.trust.read_private_key`).
     `needs` receives, before anything is written, about how many bytes of memory and of disk the export takes.
     `left_out` receives each budget that a method cannot reach. If it reaches none, that is a `BudgetError`.
     `requantised` receives each matrix that the checkpoint had quantised and that is rounded a second time.

@@ -11,23 +11,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from sinkprune.contract.budgets import OPTIONS
-from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.budgets import FAMILIES, OPTIONS
+from sinkprune.contract.checks import escaped
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.command_parser import CommandParser, PathOrName
-from sinkprune.contract.command_line.json_output import json_outputs, write_result
+from sinkprune.contract.command_line.options import CommandParser, PathOrName, json_outputs, write_result
 from sinkprune.contract.command_line.progress import status
-from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.files.trust import add_sign_option, sum_lines
-from sinkprune.export.limits import CLIP_TOKENS, IMAGE_TOKENS, MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
 from sinkprune.export.packages import report_missing_package
+from sinkprune.export.planning import CLIP_TOKENS, IMAGE_TOKENS, MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
 from sinkprune.export.presets import PRESETS
 
 if TYPE_CHECKING:
     from sinkprune.contract.manifest import Manifest
     from sinkprune.export.planning import Unreachable
-    from sinkprune.export.weights.requantised import Requantised
+    from sinkprune.export.weights.quantised_weights import Requantised
 
 _EXAMPLES = """\
 examples:
@@ -53,7 +51,7 @@ def main(arguments: Sequence[str] | None) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # The hub gets the name of a checkpoint, and no telemetry.
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-    from sinkprune.contract.files.signature import read_private_key
+    from sinkprune.contract.files.trust import read_private_key
     from sinkprune.contract.manifest import BUNDLE
 
     unreachable: list[Unreachable] = []
@@ -62,9 +60,9 @@ def main(arguments: Sequence[str] | None) -> None:
     with report_missing_package("exporting"):
         with status("loading packages"):
             from sinkprune.export.bundle_writer import export_bundle
-            from sinkprune.export.pruning.chosen_heads import read_heads
+            from sinkprune.export.pruning.sanitizer import read_heads
             from sinkprune.export.source import ExportRequest
-            from sinkprune.export.weights.requantised import summary
+            from sinkprune.export.weights.quantised_weights import summary
 
         given = {field.name: getattr(options, field.name) for field in dataclasses.fields(ExportRequest)}
         request = ExportRequest(**{**given, "heads": read_heads(options.heads) if options.heads else None})
@@ -128,8 +126,7 @@ def main(arguments: Sequence[str] | None) -> None:
 
 def _write_needs(memory: int, disk: int) -> None:
     """Write a line to stderr if the bundle is so large that its export takes a while."""
-    from sinkprune.contract.system.memory_need import LEAST_REPORTED_BYTES, gigabytes
-    from sinkprune.contract.system.system_memory import available_bytes
+    from sinkprune.contract.memory import LEAST_REPORTED_BYTES, available_bytes, gigabytes
 
     if disk >= LEAST_REPORTED_BYTES:
         free = available_bytes()

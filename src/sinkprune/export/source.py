@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from sinkprune.contract.checks.format_value import counted
+from sinkprune.contract.checks import counted
 from sinkprune.contract.errors import CheckpointError, UsageError
 from sinkprune.contract.manifest import Checkpoint, DialectName, PolicyFacts
 from sinkprune.contract.precision import WeightsName
@@ -16,13 +16,13 @@ from sinkprune.export.checkpoint.folder import (
     Name,
     RandomWeights,
     SafetensorsWeights,
+    check_kind,
     config_sha256,
     has_entry,
     locate,
     read_fields,
     read_json,
 )
-from sinkprune.export.checkpoint.folder_kinds import check_kind
 from sinkprune.export.checkpoint.lerobot import (
     check_folder,
     is_lerobot,
@@ -31,11 +31,11 @@ from sinkprune.export.checkpoint.lerobot import (
     translated_files,
 )
 from sinkprune.export.checkpoint.quantisation_config import Quantisation, read_quantisation
-from sinkprune.export.checkpoint.text import Text, read_text, small_text, without_added_tokens
+from sinkprune.export.checkpoint.text import Text, read_checkpoint_text, small_text, without_added_tokens
 from sinkprune.export.families import Family, SalienceBlock, read_family
-from sinkprune.export.limits import CLIP_TOKENS, IMAGE_TOKENS, MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
+from sinkprune.export.planning import CLIP_TOKENS, IMAGE_TOKENS, MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
 from sinkprune.export.presets import PRESETS
-from sinkprune.export.pruning.chosen_heads import NAMES, ChosenHeads
+from sinkprune.export.pruning.sanitizer import NAMES, ChosenHeads
 from sinkprune.export.weights.quantised_weights import QuantisedWeights
 
 _SINGLE = "preprocessor_config.json"
@@ -154,7 +154,7 @@ def open_source(request: ExportRequest) -> OpenCheckpoint:
     family = read_family(request.source, config, request.salience)
     processor = _processor(family, _processor_settings(request.source, files, family), request)
     tokenizer = locate(request.tokenizer, TOKENIZER_FILES) if request.tokenizer else files.tokenizer_folder()
-    text = read_text(folder, family.image_token, family.chat_template, tokenizer)
+    text = read_checkpoint_text(folder, family.image_token, family.chat_template, tokenizer)
     # A bundle goes to other machines, so it does not name the folders of this one.
     name = folder.resolve().name if Path(request.source).is_dir() else request.source
     checkpoint = Checkpoint(name, config_sha256(config), random_weights=False)

@@ -1,4 +1,4 @@
-"""Which forms of weights and budgets of a model fit a machine, and bounds of their times.
+"""Which models, forms and engines fit into a board's memory.
 
 The bounds are a roofline's. A prefill takes at least its FLOPs at the board's dense peak, and at least one read of
 the weights. A token takes at least a read of weights and cache.
@@ -8,25 +8,96 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from PIL import Image
 
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.flops import decode_bytes, prefill_flops
-from sinkprune.contract.layout import VisualLayout
+from sinkprune.contract.bundle import Target
+from sinkprune.contract.files.manifest_file import FileSpec
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.precision import PrecisionName, WeightsName
-from sinkprune.contract.schedule import Schedule, schedule
-from sinkprune.contract.system.memory_need import MemoryNeed, cache_bytes, running_need
+from sinkprune.contract.memory import MemoryNeed, cache_bytes, running_need
+from sinkprune.contract.precision import BLOCK_SIZES, DTYPES, PrecisionName, WeightForms, WeightsName
+from sinkprune.contract.schedule import Schedule, VisualLayout, decode_bytes, prefill_flops, schedule
+from sinkprune.engines.preflight import COPIES, disk_bytes, weights_bytes
 from sinkprune.jetson.boards import Board
-from sinkprune.jetson.build_fit import BuildFit, build_fit
-from sinkprune.jetson.other_forms import manifest_in_form
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.picture_warnings import seen_part, smaller_picture
 from sinkprune.runtime.steps.request import DEFAULT_METHOD
+
+_BITS: dict[WeightsName, int] = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "int4": 4, "uint4": 4}
+_IN_BLOCKS = ("int4", "uint4")
+
+
+def manifest_in_form(manifest: Manifest, precision: PrecisionName, form: WeightsName) -> Manifest:
+    """Return the manifest of an export with `--precision` and `--weights`, without the files' sums.
+
+    As in the export, a tower next to quantised weights is int8, and blocks have 128 weights. All weights of a graph
+    count as matrices of linear layers. Others are below 2 % of a tower, and less of a decoder.
+    """
+    quantised = form in ("int8", *_IN_BLOCKS)
+    block = max(BLOCK_SIZES) if form in _IN_BLOCKS else None
+    forms = WeightForms(form, "int8" if quantised else form, block)
+    files = {
+        f"graphs/weights/{graph}.bin": FileSpec(
+            round(
+                manifest.weight_bytes(graph)
+                * _bits(forms, graph, precision)
+                / _bits(manifest.weights, graph, manifest.precision)
+            ),
+            "",
+        )
+        for graph in manifest.graphs
+        if manifest.weight_bytes(graph)
+    }
+    return replace(manifest, precision=precision, weights=forms, files={**manifest.files, **files})
+
+
+def _bits(forms: WeightForms, graph: str, precision: PrecisionName) -> float:
+    """Return the bits of a weight of `graph`, with its share of a block's scale and zero point."""
+    form = forms.vision if graph == "vision" else forms.decoder
+    if form not in _IN_BLOCKS:
+        return _BITS[form]
+    scale = 8 * DTYPES[precision].itemsize + (_BITS[form] if form == "uint4" else 0)
+    return _BITS[form] + scale / (forms.block_size or max(BLOCK_SIZES))
+
+
+@dataclass(frozen=True)
+class BuildFit:
+    """The needs of building engines, and whether the machine meets them."""
+
+    memory_bytes: int
+    """For the largest graph, without activations. Graphs are built one after the other."""
+    disk_bytes: int
+    """For all engines, next to the bundle."""
+    moving_disk_bytes: int
+    """For all engines, with `sinkprune-build --move`."""
+    fits: bool | None
+    """Whether memory and disk suffice, if known; None if both are unknown."""
+    needs_move: bool
+    """Whether the disk has room only with --move."""
+
+
+def build_fit(manifest: Manifest, target: Target, usable_bytes: int, disk_free: int | None) -> BuildFit:
+    """Return whether these bytes suffice to build engines of `manifest` for `target`; 0 and None are unknown.
+
+    The GPU is a board's, which shares its memory with the CPU.
+    """
+    copies = COPIES[target]
+    memory = max(weights_bytes(manifest, graph, copies.memory + copies.gpu) for graph in manifest.graphs)
+    disk, moving = (disk_bytes(manifest, manifest.graphs, target, move=move) for move in (False, True))
+    known = [memory <= usable_bytes] if usable_bytes else []
+    known += [moving <= disk_free] if disk_free is not None else []
+    return BuildFit(
+        memory_bytes=memory,
+        disk_bytes=disk,
+        moving_disk_bytes=moving,
+        fits=all(known) if known else None,
+        needs_move=disk_free is not None and moving <= disk_free < disk,
+    )
+
 
 PROMPT_TOKENS = 64
 NEW_TOKENS = 128

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.families import FAMILIES
+from sinkprune.contract.budgets import FAMILIES, UNPRUNED
+from sinkprune.contract.memory import gigabytes
 from sinkprune.contract.precision import PrecisionName
-from sinkprune.contract.system.memory_need import gigabytes
 from sinkprune.jetson.fit import BOARD_BACKEND, FormFit, ModelFit
 
 

@@ -1,37 +1,48 @@
-"""The report of `sinkprune-doctor` on this machine, or on a board elsewhere."""
+"""The doctor's report, as text and tables."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rich.table import Table
+from rich.text import Text
+
 from sinkprune.contract.bundle import Bundle, read_runnable
+from sinkprune.contract.checks import counted
+from sinkprune.contract.command_line.table_console import TableConsole, make_table, plain_text
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import DialectName
-from sinkprune.jetson.boards import Board, Boards, FactSource, JetPack
+from sinkprune.contract.memory import gigabytes
+from sinkprune.jetson.boards import Board, Boards, FactSource, JetPack, preset_manifest, read_presets
 from sinkprune.jetson.findings import (
     Finding,
     board_dialect,
     board_dialect_findings,
+    first_steps,
     library_findings,
     machine_findings,
     model_findings,
     newest_dialect,
+    next_steps,
+    recommendations,
 )
 from sinkprune.jetson.fit import (
     BOARD_BACKEND,
     NEW_TOKENS,
     PROMPT_TOKENS,
+    BudgetFit,
+    FormFit,
     ModelFit,
     ModelState,
     TargetMachine,
     TextLengths,
     fit,
 )
-from sinkprune.jetson.host.machine import Machine
-from sinkprune.jetson.next_steps import first_steps, next_steps, recommendations
-from sinkprune.jetson.presets import preset_manifest, read_presets
-from sinkprune.jetson.recommendation import Recommendation
+from sinkprune.jetson.host import ClockFrequency, Library, Machine
+from sinkprune.jetson.recommendation import Recommendation, refused_by_backend
 from sinkprune.runtime.backends.compatibility import usual_backend
 from sinkprune.runtime.backends.known import KNOWN, on_cpu
 
@@ -208,3 +219,261 @@ def _own_target(model: str, bundle: Bundle, target: TargetMachine, wanted: str |
     )
     board = target.board if backend == target.backend else None
     return replace(target, backend=backend, board=board, text=text)
+
+
+_UNKNOWN = "-"
+
+
+def heading(model: ModelFit) -> str:
+    """Return the line above the tables of a model."""
+    width, height = model.picture
+    return f"{model.name}: {model.visual_tokens} visual tokens of a {width}x{height} picture, on {model.backend}"
+
+
+def budget_table(model: ModelFit) -> Table:
+    """Return a row for each form of weights and budget: memory, bounds of times and the longest context."""
+    timed = model.has_bounds
+    table = make_table(["weights", "budget"], ["visual", "GB", *_time_headings(timed), "text"])
+    for form in model.forms:
+        name = _form_name(model, form)
+        for budget, rows in model.rows.items():
+            fit = form.budgets[budget]
+            visual = ">".join(map(str, (model.visual_tokens, rows.tokens_per_layer[0], rows.tokens_per_layer[-1])))
+            table.add_row(name, plain_text(budget), visual, _memory(fit), *_time_cells(fit), _text(fit))
+            name = ""
+    return table
+
+
+def build_table(model: ModelFit) -> Table:
+    """Return a row for each form of weights: the size of its files, and the needs of building its engines."""
+    table = make_table(["weights"], ["files GB", "build: memory GB", "disk GB", "disk GB with --move", "build fits"])
+    for form in model.forms:
+        build = form.build
+        if build is None:
+            continue
+        sizes = (form.weight_bytes, build.memory_bytes, build.disk_bytes, build.moving_disk_bytes)
+        fits = False if refused_by_backend(model, form) else build.fits
+        cell = _UNKNOWN if fits is None else "no" if not fits else "--move" if build.needs_move else "yes"
+        table.add_row(_form_name(model, form), *map(_gigabytes, sizes), _coloured(cell, fits))
+    return table
+
+
+def _form_name(model: ModelFit, form: FormFit) -> str:
+    """Return the name of a form of weights, with the type of states where two forms differ in nothing else."""
+    same = sum(other.decoder_form == form.decoder_form for other in model.forms)
+    return f"{form.decoder_form}{f', {form.precision}' if same > 1 else ''}{'*' if form.exported else ''}"
+
+
+def overview(models: Sequence[ModelFit], recommended: Sequence[Recommendation]) -> Table:
+    """Return a row for each preset: its recommendation, with memory, bounds of times and the longest context."""
+    timed = any(model.has_bounds for model in models)
+    table = make_table(["preset", "weights", "budget"], ["GB", "build", *_time_headings(timed)[timed:], "text"])
+    found = {one.model: one for one in recommended}
+    for model in models:
+        one = found.get(model.name)
+        if one is None:
+            table.add_row(model.name, "none")
+            continue
+        form = next(form for form in model.forms if form.decoder_form == one.weights)
+        fit = form.budgets[one.budget]
+        build = _gigabytes(form.build.memory_bytes) if form.build else _UNKNOWN
+        table.add_row(model.name, one.weights, one.budget, _memory(fit), build, *_time_cells(fit)[timed:], _text(fit))
+    return table
+
+
+def legend(report: DoctorReport) -> Iterator[str]:
+    """Yield what the columns of the tables mean."""
+    model, requests = report.models[0], dict[tuple[int, int], list[str]]()
+    for each in report.models:
+        requests.setdefault((each.prompt_tokens, each.new_tokens), []).append(each.name)
+    for (prompt, new), names in requests.items():
+        of = f" of {', '.join(names)}" if len(requests) > 1 else ""
+        words = f"a prompt of {counted(prompt, 'token')} and {counted(new, 'new token')}"
+        yield f"GB{of}: memory for one picture, {words}."
+    if report.usable_bytes:
+        yield f"!: more than the {gigabytes(report.usable_bytes)} of memory that programs can take."
+    built = any(form.build for form in model.forms)
+    if report.overview:
+        if built:
+            yield "build: memory for the largest graph, without activations."
+        yield "none: no weights fit, or their engines cannot be built there."
+    else:
+        yield "visual: tokens of the picture > tokens into the LLM > tokens in its last layer."
+        if built:
+            yield "files: weights without embeddings. build: memory for the largest graph, without activations."
+            yield "disk: what a build takes next to the bundle, at most."
+    yield "text: the most tokens of prompt and answer together that fit after the picture."
+    if any(form.exported for one in report.models for form in one.forms):
+        yield "*: the folder as it is. The other forms are computed, to one per cent of the weights."
+    if not any(model.has_bounds for model in report.models):
+        yield "token GB: bytes that a token reads, weights and cache."
+        yield "Bounds of times are known only for TensorRT on a board."
+        return
+    timed = "TTFT, token" if report.overview else "prefill, TTFT, token"
+    yield f"{timed}: the least milliseconds that the datasheet allows, for each."
+    yield "TTFT: vision tower and prefill; preparing the picture is not counted."
+    if not report.overview:
+        yield "w: reading the weights bounds the prefill, and a smaller budget gains nothing."
+
+
+def recommendation(found: Recommendation, report: DoctorReport) -> str:
+    """Return the recommendation for a model, as sentences."""
+    model = next(model for model in report.models if model.name == found.model)
+    same = sum(form.decoder_form == found.weights for form in model.forms)
+    weights = f"{found.weights} with {found.precision} states" if same > 1 else found.weights
+    text = f"{found.model}: {weights} at {found.budget} on {found.backend}. {found.why}"
+    return f"{text} {found.faster}" if found.faster else text
+
+
+def _time_headings(timed: bool) -> list[str]:
+    return ["prefill", "TTFT", "token"] if timed else ["token GB"]
+
+
+def _time_cells(fit: BudgetFit) -> list[str]:
+    bounds = fit.bounds
+    if bounds is None:
+        return [_gigabytes(fit.decode_bytes, digits=2)]
+    prefill = f"{_rounded(bounds.prefill_ms)}{'w' if bounds.by_weights else ' '}"
+    return [prefill, _rounded(bounds.encoder_flops_ms + bounds.prefill_ms), _rounded(bounds.token_ms)]
+
+
+def _rounded(milliseconds: float) -> str:
+    """Return milliseconds with two digits at least."""
+    return f"{milliseconds:.0f}" if milliseconds >= 10 else f"{milliseconds:.2g}"
+
+
+def _memory(fit: BudgetFit) -> Text:
+    needed = _gigabytes(fit.memory_bytes)
+    return _coloured(f"{needed}!" if fit.fits is False else f"{needed} ", fit.fits)
+
+
+def _gigabytes(size: int, digits: int = 1) -> str:
+    """Return bytes in gigabytes, without the unit; less than one digit is a bound like "<0.1"."""
+    return f"{size / 1e9:.{digits}f}" if size >= 0.5e9 / 10**digits else f"<{10**-digits:g}"
+
+
+def _text(fit: BudgetFit) -> str:
+    return _UNKNOWN if fit.longest_text is None else str(fit.longest_text)
+
+
+def _coloured(text: str, fits: bool | None) -> Text:
+    return Text(text, style="" if fits is None else "green" if fits else "red")
+
+
+_WIDTH = 100
+_FIT = "sinkprune-run --fit pad shows it all (docs/pictures.md)"
+_MAX_PIXELS = "for small things export with a larger --max-pixels (docs/pictures.md)"
+
+
+def print_report(report: DoctorReport) -> None:
+    """Print a report."""
+    console = TableConsole(_WIDTH, soft_wrap=False)
+    rows = _machine_rows(report.machine) if report.machine else iter(())
+    for name, text in (*rows, *_board_rows(report.board_facts, report)):
+        console.print(Text.assemble((f"{name:<14}", "bold"), plain_text(text)), soft_wrap=True)
+    for finding in report.findings:
+        console.print(_finding(finding), soft_wrap=True)
+    if report.machine and not report.findings:
+        console.print("No problems found.")
+    if report.overview:
+        console.print()
+        console.print(overview(report.models, report.recommendations))
+    for model in () if report.overview else report.models:
+        console.print()
+        console.print(plain_text(heading(model)), style="bold", soft_wrap=True)
+        for unseen, do in ((model.seen_part, _FIT), (model.seen_smaller, _MAX_PIXELS)):
+            if unseen:
+                console.print(_finding(Finding(False, unseen, do)), soft_wrap=True)
+        console.print(budget_table(model))
+        if any(form.build for form in model.forms):
+            console.print()
+            console.print(build_table(model))
+    console.print()
+    for line in legend(report):
+        console.print(plain_text(line), style="dim")
+    _print_advice(console, report)
+
+
+def _print_advice(console: TableConsole, report: DoctorReport) -> None:
+    """Print recommendations, and either what to do first or the commands to run next."""
+    if report.recommendations and not report.overview:
+        console.print("\nRecommended:", style="bold")
+        for found in report.recommendations:
+            console.print(plain_text(f"  {recommendation(found, report)}"), soft_wrap=True)
+    for title, lines in (("First:", report.first), ("Next:", report.next)):
+        if lines:
+            console.print(f"\n{title}", style="bold")
+        for line in lines:
+            console.print(plain_text(f"  {line}"), soft_wrap=True)
+    if report.first and not report.next:
+        console.print("  Then run sinkprune-doctor again: it prints the commands.")
+
+
+def _machine_rows(machine: Machine) -> Iterator[tuple[str, str]]:
+    yield "machine", machine.model or f"no Jetson: {machine.processor}, {machine.python.architecture}"
+    if machine.chip:
+        yield "board", machine.board or f"{machine.chip}, unknown module"
+    yield (
+        "system",
+        ", ".join(filter(None, (machine.system, machine.kernel and f"Linux {machine.kernel}"))) or _UNKNOWN,
+    )
+    installed = machine.jetpack
+    if machine.chip:
+        yield "Jetson Linux", installed.l4t or _UNKNOWN
+        yield "JetPack", installed.package or _UNKNOWN
+    if machine.chip or installed.cuda or installed.tensorrt:
+        pythons = f", for Python {', '.join(installed.tensorrt_python)}" if installed.tensorrt_python else ""
+        yield "CUDA", installed.cuda or _UNKNOWN
+        yield "TensorRT", (installed.tensorrt or _UNKNOWN) + pythons
+    python = machine.python
+    kind = "the system's" if not python.virtual else "virtual, sees the system's packages"
+    kind = kind if python.sees_system else "virtual, apart from the system's packages"
+    yield "Python", f"{python.version} ({kind}) {python.executable}"
+    yield "libraries", ", ".join(_library(name, found) for name, found in python.libraries.items()) or "none"
+    if machine.chip:
+        mode = machine.power_mode
+        known = f" of {', '.join(mode.modes)}" if mode and mode.modes else ""
+        yield "power mode", f"{mode.name or mode.id}{known}" if mode else _UNKNOWN
+    if machine.cpu_clock:
+        yield "CPU clock", _clock(machine.cpu_clock)
+    if machine.gpu_clock:
+        yield "GPU clock", _clock(machine.gpu_clock)
+    yield "processor", f"{machine.processor}, {counted(machine.cores, 'core')} for this process"
+    yield "instructions", machine.instructions or _UNKNOWN
+    memory = [
+        f"{gigabytes(machine.memory_bytes)}" if machine.memory_bytes else _UNKNOWN,
+        f"{gigabytes(machine.free_bytes)} free" if machine.free_bytes else "",
+    ]
+    yield "memory", ", ".join(filter(None, memory))
+    swap = [f"{one.place} {gigabytes(one.bytes)}{' (zram)' if one.compressed else ''}" for one in machine.swap]
+    yield "swap", ", ".join(swap) or "none"
+    free = gigabytes(machine.disk_free_bytes) if machine.disk_free_bytes is not None else _UNKNOWN
+    yield "disk", f"{free} free at {machine.disk}"
+
+
+def _board_rows(board: Board | None, report: DoctorReport) -> Iterator[tuple[str, str]]:
+    if board is None:
+        return
+    yield "module", f"{board.module}, sm_{board.sm}"
+    int8 = f", {board.int8_tops:g} TOPS int8" if board.int8_tops else ""
+    figures = f"{board.memory_gb} GB, {board.gb_per_s:g} GB/s, {board.fp16_tflops:g} TFLOP/s fp16{int8}"
+    yield "power modes", ", ".join(board.power_modes)
+    yield "datasheet", f"{figures} (dense, fastest power mode; verify before quoting)"
+    if report.machine is None and report.usable_bytes:
+        yield "for programs", f"about {gigabytes(report.usable_bytes)}, without a desktop"
+
+
+def _finding(finding: Finding) -> Text:
+    mark, style = ("stop", "bold red") if finding.stops else ("note", "yellow")
+    return Text.assemble((f"{mark}: ", style), plain_text(finding.found), "\n      ", plain_text(finding.do))
+
+
+def _clock(clock: ClockFrequency) -> str:
+    parts = [f"{clock.now} MHz" if clock.now else "", f"of {clock.most}" if clock.most else "", clock.governor or ""]
+    return " ".join(filter(None, parts)) or _UNKNOWN
+
+
+def _library(name: str, library: Library) -> str:
+    # Users do not need a build's suffix.
+    version = re.split("[-+]", library.version)[0] if library.version else "does not import"
+    return f"{name} {version}"

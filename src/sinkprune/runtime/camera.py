@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 
-from sinkprune.contract.checks.arguments import check_callable, checks_options
-from sinkprune.contract.checks.format_value import format_value
+from sinkprune.contract.checks import check_callable, checks_options, format_value
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.steps.pictures import check_order, in_rgb

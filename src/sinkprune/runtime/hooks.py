@@ -7,18 +7,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sinkprune.contract.layout import VisualLayout
+from sinkprune.contract.budgets import Plan
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.plans import Plan
 from sinkprune.contract.precision import Array
-from sinkprune.contract.schedule import Schedule, scheduled
+from sinkprune.contract.schedule import Schedule, VisualLayout, scheduled
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import TowerInput
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.steps.answer import DeadlineReport
-from sinkprune.runtime.steps.chain import Chain
+from sinkprune.runtime.steps.chain import Chain, EncodedPicture, TowerOutput, run_tower
 from sinkprune.runtime.steps.decoding import StoredRows
-from sinkprune.runtime.steps.encoding import EncodedPicture, TowerOutput, run_tower
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.prompt_run import PromptRun
 from sinkprune.runtime.steps.request import Request

@@ -11,21 +11,21 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from sinkprune.contract.bundle import Bundle, read_runnable
-from sinkprune.contract.checks.arguments import check_callable, check_path, check_type
+from sinkprune.contract.checks import check_callable, check_path, check_type
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.trust import ANY, Trust
 from sinkprune.contract.manifest import EMBEDDING, EXPERT
-from sinkprune.contract.reports.progress import OnProgress, reporting
+from sinkprune.contract.progress import OnProgress, reporting
 from sinkprune.runtime.backends import Backend, Decoder, Engine, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines, own_engines, usual_backend
 from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.families import load_family
-from sinkprune.runtime.media.fits import Fit
+from sinkprune.runtime.media.images import Fit
 from sinkprune.runtime.media.picture_warnings import PictureWarnings
 from sinkprune.runtime.steps.chain import Chain, Wrap
-from sinkprune.runtime.steps.embedding import Embedding
 from sinkprune.runtime.steps.loaded_model import LoadedModel
+from sinkprune.runtime.steps.prompt_rows import Embedding
 from sinkprune.runtime.text.prompt import PromptEncoder
 
 During = Callable[[str], AbstractContextManager[Any]]

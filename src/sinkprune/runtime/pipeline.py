@@ -4,33 +4,36 @@ from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.checks.arguments import checks_options, checks_options_and
+from sinkprune.contract.checks import check_callable, check_type, checks_options, checks_options_and
 from sinkprune.contract.command_line.progress import shown_progress
-from sinkprune.contract.costs.file import ANSWER_COSTS
-from sinkprune.contract.costs.model import Costs
-from sinkprune.contract.reports.progress import OnProgress, reporting, unreported
-from sinkprune.runtime.answering import Answering
+from sinkprune.contract.progress import OnProgress, reporting, unreported
+from sinkprune.deadlines.costs import ANSWER_COSTS, Costs
+from sinkprune.deadlines.measuring import (
+    MEASURING_COSTS,
+    SECONDS,
+    SECONDS_RANGE,
+    KeepsCosts,
+    measure_costs,
+    warn_of_load,
+)
+from sinkprune.deadlines.policy import DeadlinePolicy
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import Compute
-from sinkprune.runtime.deadline.cost_measuring import MEASURING_COSTS, SECONDS, SECONDS_RANGE, measure_costs
-from sinkprune.runtime.deadline.kept_costs import KeepsCosts, warn_of_load
-from sinkprune.runtime.deadline.policy import DeadlinePolicy
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.generate import generate
 from sinkprune.runtime.hooks import Budgets, Hooks, Rows, Tokens
 from sinkprune.runtime.loading import During, StaysInProcess, check_kind, load_model, open_with_backend
-from sinkprune.runtime.media.fits import Fit, check_fit
+from sinkprune.runtime.media.images import Fit, check_fit
 from sinkprune.runtime.steps.answer import Answer
-from sinkprune.runtime.steps.chain import Wrap
-from sinkprune.runtime.steps.choice_scores import ChoiceTokens
-from sinkprune.runtime.steps.encoding import EncodedPicture, encode, run_tower
+from sinkprune.runtime.steps.chain import EncodedPicture, Wrap, encode, run_tower
 from sinkprune.runtime.steps.loaded_model import check_chosen_after_tower
 from sinkprune.runtime.steps.observer import NOBODY, Observer
 from sinkprune.runtime.steps.pictures import PictureLike, decoded
@@ -42,8 +45,70 @@ from sinkprune.runtime.steps.request import (
     new_request,
 )
 from sinkprune.runtime.stream import Stream, StreamState
-from sinkprune.runtime.text.constraint import Grammars
 from sinkprune.runtime.text.prompt import Text
+from sinkprune.serving.choice_scores import ChoiceTokens
+from sinkprune.serving.forms import Grammars
+
+
+class Answering(ABC):
+    """What answers requests. Subclasses build a request, and return the stream of its answer."""
+
+    @abstractmethod
+    def new_request(
+        self, image: PictureLike | Sequence[PictureLike], prompt: str | Sequence[Text], **options: Any
+    ) -> Request:
+        """Return the checked request that `stream` answers; takes what `stream` takes, except `observer`.
+
+        The default of `max_new_tokens` is lower where engines were built for shorter answers.
+        """
+
+    @abstractmethod
+    def answer(self, request: Request, observer: Observer = NOBODY) -> Stream:
+        """Return the stream of a request, with each step reported to `observer`; raises what `stream` does."""
+
+    def generate(
+        self,
+        image: PictureLike | Sequence[PictureLike],
+        prompt: str | Sequence[str],
+        *,
+        on_text: Callable[[str], None] | None = None,
+        observer: Observer = NOBODY,
+        **options: Any,
+    ) -> Answer:
+        """Return the whole answer, with the `options` of `stream`. `on_text` receives each piece of text."""
+        check_request_options(options, "on_text", "observer")
+        if on_text is not None:
+            check_callable("on_text", on_text)
+        return self.stream(image, prompt, observer=observer, **options).rest(on_text)
+
+    def stream(
+        self,
+        image: PictureLike | Sequence[PictureLike],
+        prompt: str | Sequence[str],
+        *,
+        observer: Observer = NOBODY,
+        **options: Any,
+    ) -> Stream:
+        """Return the answer's text as a stream of pieces; after the last, `Stream.answer` is the whole `Answer`.
+
+        `image` is a Pillow image, a uint8 [height,width,3] array, a file, a `Clip` or a `VideoFile`, or a list of
+        these. `prompt` follows the images. A list of texts surrounds them: one text before each image, and one after
+        the last. `options` are the fields of `Request`: `budget`, `method`, `max_new_tokens`, `min_new_tokens`,
+        `stop`, `system`, `history`, `tools`, `tool_call_id`, `temperature`, `top_p`, `seed`, `repetition_penalty`,
+        `presence_penalty`, `frequency_penalty`, `deadline_ms`, and `schema`, `regex` or `choice` for the form of the
+        answer; and `order`, "bgr" for arrays with OpenCV's order of channels. `observer` receives the result of each
+        step.
+
+        Raises at once `TypeError`, `UsageError` (`OptionError` for an unknown option), `PromptError`, `BudgetError`,
+        and `ImageError` for an object that is no picture. Reading the first piece raises `ImageError`, `PromptError`,
+        `PruningError` and `NumericsError`, and later pieces `UsageError` where the tokenizer cannot write the form.
+        """
+        began = time.perf_counter()
+        check_request_options(options, "observer")
+        check_type("observer", observer, (Observer,), "an Observer")
+        stream = self.answer(self.new_request(image, prompt, **options), observer)
+        stream.count_from(began)
+        return stream
 
 
 class Pipeline(StaysInProcess, Answering, KeepsCosts[Costs]):

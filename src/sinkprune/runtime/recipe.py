@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from sinkprune.contract.layout import VisualLayout
-from sinkprune.contract.plans import Plan
-from sinkprune.contract.schedule import Schedule
+from sinkprune.contract.budgets import Plan
+from sinkprune.contract.schedule import Schedule, VisualLayout
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import TowerInput
 from sinkprune.runtime.hooks import Budgets, Rows
 from sinkprune.runtime.media.picture_warnings import facts_of
+from sinkprune.runtime.steps.chain import encode
 from sinkprune.runtime.steps.decoding import prefill
-from sinkprune.runtime.steps.encoding import encode
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.pictures import PictureLike, decoded_with_layout

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from sinkprune.calibration.scheduling import grid, questions, report_text
+from sinkprune.calibration.scheduling import propose as grid
 from sinkprune.calibration.scheduling import report as report_module
-from sinkprune.contract.costs import model as costs_model
+from sinkprune.calibration.scheduling import report as report_text
+from sinkprune.calibration.scheduling import search as questions
+from sinkprune.deadlines import costs as costs_model
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from skimage import data
 
 from sinkprune import Answer, Pipeline
 from sinkprune.calibration.commands import evaluate as evaluate_command
-from sinkprune.calibration.evaluation.intervals import wilson
-from sinkprune.contract.reports.rows import in_order_of_rows
+from sinkprune.calibration.evaluation.statistics import wilson
+from sinkprune.contract.report import in_order_of_rows
 from support.programs.commands import assert_refused, run, without_notes, wrote
 
 Bundles = Callable[..., Path]

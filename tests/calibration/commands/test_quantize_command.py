@@ -14,17 +14,15 @@ from onnx import numpy_helper
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.calibration.quantising.chain_run import encode_prompts
-from sinkprune.calibration.quantising.products import joined_layers
-from sinkprune.calibration.quantising.report import layer_reports
+from sinkprune.calibration.quantising.graphs import encode_prompts, joined_layers
+from sinkprune.calibration.quantising.quantise import layer_reports
 from sinkprune.calibration.tasks import load_task
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import TaskError
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
 from sinkprune.contract.precision import Array
-from sinkprune.export.rewriting import read_graph
-from sinkprune.export.weights.calibrated_rounding import InputProducts, calibrated
-from sinkprune.export.weights.rounding import rounded
+from sinkprune.export.graph import read_graph
+from sinkprune.export.weights.rounding import InputProducts, calibrated, rounded
 from support.models.manifests import file_of
 from support.models.tasks import PHOTOS, write_task
 from support.programs.commands import assert_refused, run
@@ -334,6 +332,6 @@ def test_the_fit_of_the_command_reaches_the_prompts(
     def noted(source: Bundle, items: object, fit: str | None) -> list[object]:
         raise TaskError(f"the fit is {fit}")
 
-    monkeypatch.setattr("sinkprune.calibration.quantising.chain_run.encode_prompts", noted)
+    monkeypatch.setattr("sinkprune.calibration.quantising.graphs.encode_prompts", noted)
     words = (bundle("gqa-112"), "--data", task, "-o", tmp_path / "out", "--weights", "int4", "--fit", "pad")
     assert_refused(run("sinkprune-calibrate", "quantize", *words), "the fit is pad")

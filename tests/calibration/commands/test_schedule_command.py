@@ -15,14 +15,14 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.calibration.commands import schedule as schedule_command
-from sinkprune.calibration.scheduling import report_text
+from sinkprune.calibration.scheduling import report as report_text
 from sinkprune.calibration.scheduling.propose import Proposer
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.checks.fields import from_json
-from sinkprune.contract.costs import model as costs_model
-from sinkprune.contract.costs.model import Costs
+from sinkprune.contract.checks import from_json
+from sinkprune.deadlines import costs as costs_model
+from sinkprune.deadlines.costs import Costs
+from sinkprune.deadlines.policy import OtherLoad
 from sinkprune.runtime.backends.known import KNOWN
-from sinkprune.runtime.deadline.other_load import OtherLoad
 from support.models.tasks import write_task
 from support.programs.commands import assert_refused, own_process, run, wrote
 from support.programs.schedule_runs import schedule
@@ -97,7 +97,7 @@ def test_a_budget_of_a_mean_is_added(
     again = schedule(own, "--budget-tokens", 16, "--json", report)
     assert_refused(again, "holds a budget 'mean-16' already", "--force")
     with monkeypatch.context() as patch:
-        patch.setattr("sinkprune.calibration.scheduling.report_text._MOST_LOST", 0.0)
+        patch.setattr("sinkprune.calibration.scheduling.report._MOST_LOST", 0.0)
         worse = schedule(own, "--budget-tokens", 12, "--name", "mean-16", "--force")
     assert worse.code == 0
     assert re.search(r"warning: the budget drops \d+\.\d % of the text's attention", worse.stderr)

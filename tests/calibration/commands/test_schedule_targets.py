@@ -16,12 +16,12 @@ from sinkprune import Pipeline
 from sinkprune.calibration.evaluation.report import Combination
 from sinkprune.calibration.scheduling import propose as propose_module
 from sinkprune.calibration.scheduling.propose import Proposer
-from sinkprune.calibration.scheduling.request_times import RequestTimes
+from sinkprune.calibration.scheduling.search import RequestTimes
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.checks.fields import from_json
-from sinkprune.contract.costs.model import COSTS_VERSION, Costs, Curve, predict
+from sinkprune.contract.checks import from_json
 from sinkprune.contract.errors import NumericsError
-from sinkprune.contract.reports.report import Spread
+from sinkprune.contract.report import Spread
+from sinkprune.deadlines.costs import COSTS_VERSION, Costs, Curve, predict
 from support.programs.commands import assert_refused, wrote
 from support.programs.schedule_runs import schedule
 from support.programs.slow_cases import slow

@@ -14,12 +14,17 @@ from PIL import Image
 from skimage import data
 
 from sinkprune import Pipeline
-from sinkprune.calibration.quantising.chain_run import ChainRun, encode_prompts, weight_graphs
-from sinkprune.calibration.quantising.graphs import WeightGraphs
-from sinkprune.calibration.quantising.products import Products, linear_layers
+from sinkprune.calibration.quantising.graphs import (
+    ChainRun,
+    Products,
+    WeightGraphs,
+    encode_prompts,
+    linear_layers,
+    weight_graphs,
+)
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.text.questions import Question
+from sinkprune.contract.questions import Question
 from sinkprune.runtime.media.picture_warnings import picture_facts
 from support.models.manifests import file_of
 from support.references.steps import watched

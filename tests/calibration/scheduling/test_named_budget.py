@@ -14,13 +14,11 @@ from pathlib import Path
 import pytest
 
 from sinkprune import Pipeline
-from sinkprune.calibration.scheduling.named_budget import METHOD, add_budget, check_addable
-from sinkprune.calibration.scheduling.trials import TRIAL, Trials, plan_facts
+from sinkprune.calibration.scheduling.search import METHOD, TRIAL, Trials, add_budget, check_addable, plan_facts
 from sinkprune.contract.budgets import Budget, Share
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BudgetError, BundleError
-from sinkprune.contract.files.signature import verify_signature
-from sinkprune.contract.files.trust import Trust
+from sinkprune.contract.files.trust import Trust, verify_signature
 from sinkprune.contract.manifest import Manifest
 from sinkprune.export.methods import load_method
 from support.programs.killed_commands import left

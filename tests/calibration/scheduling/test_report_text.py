@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from sinkprune.calibration.scheduling.propose import BudgetTarget, unreachable
-from sinkprune.calibration.scheduling.report import Candidate
-from sinkprune.calibration.scheduling.report_text import _described
+from sinkprune.calibration.scheduling.report import Candidate, _described
+from sinkprune.contract.budgets import parse_budget
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.families import parse_budget
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.calibration.scheduling.questions import PictureQuestion
-from sinkprune.calibration.scheduling.request_times import UNPRUNED_MODEL, RequestTimes
+from sinkprune.calibration.scheduling.search import UNPRUNED_MODEL, PictureQuestion, RequestTimes
 
 
 def test_each_measurement_counts_its_rounds_anew(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:

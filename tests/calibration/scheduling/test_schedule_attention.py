@@ -17,8 +17,8 @@ from sinkprune.calibration.scheduling.attention import (
     measure_attention,
     plan_space,
 )
-from sinkprune.calibration.scheduling.grid import sanitizers, sizes
-from sinkprune.calibration.scheduling.trials import TRIAL, Trials
+from sinkprune.calibration.scheduling.propose import sanitizers, sizes
+from sinkprune.calibration.scheduling.search import TRIAL, Trials
 from sinkprune.contract.budgets import Budget, Share
 from sinkprune.contract.bundle import read_bundle
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from sinkprune.calibration.scheduling import grid
+from sinkprune.calibration.scheduling import propose as grid
 from sinkprune.calibration.scheduling.search import (
     FoundPlan,
     LatencyPrice,
@@ -17,7 +17,7 @@ from sinkprune.calibration.scheduling.search import (
     best_of_each_sanitizer,
     cheapest,
 )
-from sinkprune.contract.costs.model import Costs, Curve, Place
+from sinkprune.deadlines.costs import Costs, Curve, Place
 
 TEXT = 9
 

@@ -11,11 +11,16 @@ import pytest
 from PIL import Image
 from skimage import data
 
-from sinkprune.calibration.quantising import cost
-from sinkprune.calibration.quantising.chain_run import weight_graphs
-from sinkprune.calibration.quantising.graphs import WeightGraphs
-from sinkprune.calibration.quantising.products import Layer, linear_layers
-from sinkprune.calibration.quantising.subgraphs import GraphRun, GraphSession, split_graph
+from sinkprune.calibration.quantising import quantise as cost
+from sinkprune.calibration.quantising.graphs import (
+    GraphRun,
+    GraphSession,
+    Layer,
+    WeightGraphs,
+    linear_layers,
+    split_graph,
+    weight_graphs,
+)
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.runtime.families import load_family
 from support.models.manifests import file_of

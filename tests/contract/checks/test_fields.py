@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinkprune.contract.checks.fields import OPTIONAL, Bounds, SchemaError, from_json, to_json
-from sinkprune.contract.engines_manifest import EnginesManifest
+from sinkprune.contract.budgets import Plan
+from sinkprune.contract.bundle import EnginesManifest
+from sinkprune.contract.checks import OPTIONAL, Bounds, SchemaError, from_json, to_json
 from sinkprune.contract.manifest import LanguageModel, Manifest
-from sinkprune.contract.plans import Plan
 
 Share = Annotated[int | float, Bounds(0, 1)]
 

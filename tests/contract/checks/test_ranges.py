@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkprune.contract.checks.format_value import format_value
-from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
+from sinkprune.contract.checks import RealNumber, WholeNumber, format_value
 from sinkprune.contract.errors import UsageError
 from support.programs.commands import assert_refused, run
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.checks import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.errors import UsageError
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.command_line import interrupts
+from sinkprune.contract.command_line import command as interrupts
 from sinkprune.contract.command_line.command import INTERRUPTED, run_command
 from support.programs.commands import own_process
 

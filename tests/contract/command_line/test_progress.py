@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sinkprune.contract.command_line.json_output import RunningOutput
+from sinkprune.contract.command_line.options import RunningOutput
 from sinkprune.contract.command_line.progress import progress_bar, shown_progress, status
 from sinkprune.engines.progress import TerminalProgress
 from sinkprune.runtime.commands.run import main as run

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from sinkprune.runtime.commands.act import main as act
+from sinkprune.policies.act import main as act
+from sinkprune.policies.policy import Policy
 from sinkprune.runtime.commands.run import main as run
-from sinkprune.runtime.policy import Policy
 from support.programs.commands import without_notes
 
 CLOSED, FULL = (OSError(number, os.strerror(number)) for number in (errno.EPIPE, errno.ENOSPC))

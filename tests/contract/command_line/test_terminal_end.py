@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from sinkprune.contract.child_processes import python_command
 from sinkprune.contract.command_line.command import INTERRUPTED, run_command
-from sinkprune.contract.system.child_processes import python_command
 
 # A command that prints until it is interrupted, and then keeps what it has.
 _PROGRAM = """

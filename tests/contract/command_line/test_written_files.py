@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sinkprune.contract.command_line.written_files import write_each
+from sinkprune.contract.command_line.options import write_each
 from sinkprune.contract.errors import OutputError
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from sinkprune.contract.system.child_processes import find_program, python_command
-from sinkprune.jetson.host import python_environment
+from sinkprune.contract.child_processes import find_program, python_command
+from sinkprune.jetson import host as python_environment
 from support.programs.repository import ROOT
 
-_ONE_PLACE = "contract/system/child_processes.py"
+_ONE_PLACE = "contract/child_processes.py"
 
 
 @pytest.fixture

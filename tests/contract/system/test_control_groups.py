@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sinkprune.contract.system.control_groups import control_groups
-from sinkprune.contract.system.system_memory import available_bytes
+from sinkprune.contract.memory import available_bytes, control_groups
 from support.stand_ins.group_trees import group_tree, real_group, version_1, version_2
 
 GIB = 1 << 30

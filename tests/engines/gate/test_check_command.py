@@ -12,15 +12,12 @@ import pytest
 from PIL import Image
 
 from sinkprune import Answer, Pipeline
-from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.engines_manifest import ENGINES, read_engines
+from sinkprune.contract.bundle import ENGINES, read_bundle, read_engines
 from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.engines.gate import comparing, recording
-from sinkprune.engines.gate.checking import check_engines
-from sinkprune.engines.gate.limits import rounding_of
-from sinkprune.engines.gate.question import GateQuestion
-from sinkprune.engines.gate.recording import record
-from sinkprune.engines.gate.report import GateReport, first_refusal
+from sinkprune.engines.gate.comparing import check_engines
+from sinkprune.engines.gate.recording import GateQuestion, record
+from sinkprune.engines.gate.report import GateReport, first_refusal, rounding_of
 from sinkprune.engines.progress import SILENT, TerminalProgress
 from sinkprune.runtime import backends
 from sinkprune.runtime.backends import Backend

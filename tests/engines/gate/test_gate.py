@@ -11,12 +11,10 @@ from PIL import Image
 
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.engines.build import build_engines
-from sinkprune.engines.gate.checking import check_engines, engines_alone
-from sinkprune.engines.gate.comparing import compare_engine
-from sinkprune.engines.gate.question import GateQuestion
-from sinkprune.engines.gate.recording import Recording, record
+from sinkprune.engines.gate.comparing import check_engines, compare_engine, engines_alone
+from sinkprune.engines.gate.recording import GateQuestion, Recording, record
 from sinkprune.engines.gate.report import GraphReport
-from sinkprune.engines.limits import resolve_limits
+from sinkprune.engines.profiles import resolve_limits
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import new_builder
 from sinkprune.runtime.backends import load_backend

@@ -14,17 +14,16 @@ import onnx
 import pytest
 from PIL import Image
 
-from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.engines_manifest import Limits, read_engines
+from sinkprune.contract import memory as system_memory
+from sinkprune.contract.bundle import Limits, read_bundle, read_engines
 from sinkprune.contract.errors import BackendError, EnginesError, NumericsError
 from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.contract.manifest import BUNDLE
-from sinkprune.contract.system import system_memory
 from sinkprune.engines import command as engines_command
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.gate import recording
-from sinkprune.engines.gate.checking import Gate
-from sinkprune.engines.gate.question import GateQuestion
+from sinkprune.engines.gate.comparing import Gate
+from sinkprune.engines.gate.recording import GateQuestion
 from sinkprune.engines.progress import SILENT, BuildProgress
 from sinkprune.engines.targets import BuildJob
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder

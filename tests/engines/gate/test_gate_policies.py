@@ -14,19 +14,23 @@ from PIL import Image
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.build import build_engines
-from sinkprune.engines.gate.checking import Gate, check_engines, engines_alone
-from sinkprune.engines.gate.comparing import compare_chunks, compare_engine, row_differences
-from sinkprune.engines.gate.limits import chunk_limit
-from sinkprune.engines.gate.question import GateQuestion
-from sinkprune.engines.gate.recording import Recording, act_on_question, record
-from sinkprune.engines.gate.report import GraphReport, first_refusal
-from sinkprune.engines.limits import resolve_limits
+from sinkprune.engines.gate.comparing import (
+    Gate,
+    check_engines,
+    compare_chunks,
+    compare_engine,
+    engines_alone,
+    row_differences,
+)
+from sinkprune.engines.gate.recording import GateQuestion, Recording, act_on_question, record
+from sinkprune.engines.gate.report import GraphReport, chunk_limit, first_refusal
+from sinkprune.engines.profiles import resolve_limits
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import new_builder
+from sinkprune.policies.policy import Policy
 from sinkprune.runtime.backends import Backend, Engine, load_backend
 from sinkprune.runtime.backends.compatibility import backend_of, open_engines
 from sinkprune.runtime.backends.known import Compute
-from sinkprune.runtime.policy import Policy
 from support.programs.commands import assert_refused, run
 from support.programs.slow_cases import slow_except
 from support.stand_ins.gate_faults import (

@@ -11,15 +11,12 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.bundle import Bundle, read_bundle
-from sinkprune.contract.engines_manifest import Limits
+from sinkprune.contract.bundle import Bundle, Limits, read_bundle
 from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.build import build_engines
-from sinkprune.engines.gate.checking import Gate
-from sinkprune.engines.gate.comparing import compare_texts, row_differences
-from sinkprune.engines.gate.limits import gap_limit
-from sinkprune.engines.gate.question import NEW_TOKENS, GateQuestion
-from sinkprune.engines.gate.recording import Recording, record
+from sinkprune.engines.gate.comparing import Gate, compare_texts, row_differences
+from sinkprune.engines.gate.recording import NEW_TOKENS, GateQuestion, Recording, record
+from sinkprune.engines.gate.report import gap_limit
 from sinkprune.engines.progress import SILENT, BuildProgress
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
 from sinkprune.runtime.backends import Backend, Engine

@@ -12,12 +12,10 @@ import pytest
 from onnx import helper, numpy_helper
 from PIL import Image
 
-from sinkprune.contract.bundle import Bundle, read_bundle
-from sinkprune.contract.engines_manifest import Limits
+from sinkprune.contract.bundle import Bundle, Limits, read_bundle
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.gate.comparing import compare_engine
-from sinkprune.engines.gate.question import GateQuestion
-from sinkprune.engines.gate.recording import RecordedCall, Recording, record
+from sinkprune.engines.gate.recording import GateQuestion, RecordedCall, Recording, record
 from sinkprune.engines.gate.report import GraphReport, OutputReport
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder

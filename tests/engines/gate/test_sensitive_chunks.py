@@ -10,12 +10,10 @@ import pytest
 from PIL import Image
 
 from sinkprune.contract.bundle import Bundle, read_bundle
-from sinkprune.engines.gate import sensitive_chunks
-from sinkprune.engines.gate.limits import chunk_limit
-from sinkprune.engines.gate.question import GateQuestion
-from sinkprune.engines.gate.recording import Recording, record
-from sinkprune.engines.gate.report import ChunkReport
-from sinkprune.engines.gate.sensitive_chunks import judged_by_noise
+from sinkprune.engines.gate import comparing as sensitive_chunks
+from sinkprune.engines.gate.comparing import judged_by_noise
+from sinkprune.engines.gate.recording import GateQuestion, Recording, record
+from sinkprune.engines.gate.report import ChunkReport, chunk_limit
 from sinkprune.engines.progress import SILENT
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from sinkprune.contract.errors import BackendError
-from sinkprune.engines.plugins import binaries, compile, launches
-from sinkprune.engines.plugins.binaries import binary, sha256
+from sinkprune.engines.plugins import compile, launches
+from sinkprune.engines.plugins import launches as binaries
 from sinkprune.engines.plugins.compile import DTYPES, PTX_VERSIONS, Compiled
+from sinkprune.engines.plugins.launches import binary, sha256
 
 ARCHIVE = files("sinkprune.engines.plugins") / binaries.ARCHIVE
 INDEX = json.loads(zipfile.ZipFile(io.BytesIO(ARCHIVE.read_bytes())).read(binaries.INDEX))

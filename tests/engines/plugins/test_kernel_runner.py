@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 
 from sinkprune.contract.errors import BackendError
-from sinkprune.engines.plugins import kernel_runner
-from sinkprune.engines.plugins.binaries import Binary
-from sinkprune.engines.plugins.kernel_runner import KernelRunner
-from sinkprune.engines.plugins.launches import Launch
+from sinkprune.engines.plugins import launches as kernel_runner
+from sinkprune.engines.plugins.launches import Binary, KernelRunner, Launch
 
 SM = 87
 OUT_OF_MEMORY = 2

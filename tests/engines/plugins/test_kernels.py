@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import sanitizer_kernels
 from sinkprune.contract.errors import BackendError
-from sinkprune.engines.plugins.kernel_runner import KernelRunner
+from sinkprune.engines.plugins.launches import KernelRunner
 from sinkprune.runtime.device import open_device
 from support.models import graphs
 from support.programs.slow_cases import slow_except

@@ -29,8 +29,8 @@ if platform.machine() != "x86_64":
 
 import tensorrt_rtx as trt
 
+from sinkprune.contract.budgets import parse_budget
 from sinkprune.contract.errors import EnginesError
-from sinkprune.contract.families import parse_budget
 from sinkprune.engines.plugin_graph import custom_nodes, for_plugins, realisations
 
 Array = np.ndarray[Any, Any]

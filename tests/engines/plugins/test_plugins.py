@@ -23,10 +23,15 @@ if platform.machine() != "x86_64":
 import tensorrt_rtx as trt
 
 from sinkprune.contract.errors import BackendError, EnginesError
-from sinkprune.engines.plugins import registry
-from sinkprune.engines.plugins.binaries import sha256
+from sinkprune.engines.plugins import plugin_v3 as registry
 from sinkprune.engines.plugins.descriptions import NAMESPACE, PLUGINS, VERSION
-from sinkprune.engines.plugins.launches import Launch, diversity_launches, diversity_workspace, top_rho_launches
+from sinkprune.engines.plugins.launches import (
+    Launch,
+    diversity_launches,
+    diversity_workspace,
+    sha256,
+    top_rho_launches,
+)
 from sinkprune.engines.plugins.plugin_v3 import creator
 
 TOP_RHO, DIVERSITY_SELECT = PLUGINS

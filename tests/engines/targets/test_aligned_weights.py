@@ -13,8 +13,8 @@ from PIL import Image
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import EnginesError
-from sinkprune.engines import aligned_weights
-from sinkprune.engines.aligned_weights import align_weights, takes_prepacked
+from sinkprune.engines import plugin_graph as aligned_weights
+from sinkprune.engines.plugin_graph import align_weights, takes_prepacked
 from sinkprune.runtime.backends.compatibility import open_engines
 from support.programs.commands import run
 from support.references.same_answers import assert_equal_at_both_ends

@@ -17,15 +17,14 @@ if platform.machine() != "x86_64":
 
 import onnx
 
-from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.engines_manifest import Limits, Range
+from sinkprune.contract.bundle import Bundle, Limits, Range
 from sinkprune.contract.errors import BundleError, EnginesError
 from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.manifest import GraphSpec, TensorSpec
-from sinkprune.engines.optimisation_profiles import optimisation_profiles
+from sinkprune.engines.profiles import optimisation_profiles
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import BuildJob, EngineFacts
-from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
+from sinkprune.engines.targets.tensorrt import TensorRTRTX
 from sinkprune.runtime.backends.models import Model
 from support.models.manifests import file_of
 

@@ -26,9 +26,9 @@ from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.contract.manifest import BUNDLE, MANIFEST
-from sinkprune.engines.plugins import registry
-from sinkprune.engines.targets import tensorrt_libraries
-from sinkprune.engines.targets.tensorrt_libraries import TensorRT
+from sinkprune.engines.plugins import plugin_v3 as registry
+from sinkprune.engines.targets import tensorrt as tensorrt_libraries
+from sinkprune.engines.targets.tensorrt import TensorRT
 from support.models.manifests import file_of
 
 Libraries = Callable[..., TensorRT]

@@ -28,12 +28,11 @@ from support.references.reference_methods import CANNOT_REACH_ALL
 if platform.machine() != "x86_64":
     pytest.skip("tensorrt-rtx has wheels for x86-64 only", allow_module_level=True)
 
-from sinkprune.contract.bundle import Bundle, read_bundle
-from sinkprune.contract.engines_manifest import Limits
-from sinkprune.engines.optimisation_profiles import optimisation_profiles
+from sinkprune.contract.bundle import Bundle, Limits, read_bundle
+from sinkprune.engines.profiles import optimisation_profiles
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import BuildJob
-from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
+from sinkprune.engines.targets.tensorrt import TensorRTRTX
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.methods import METHODS as ALL_METHODS

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from sinkprune.contract.budgets import OPTIONS
+from sinkprune.contract.budgets import FAMILIES, OPTIONS
 from sinkprune.contract.errors import BundleError
-from sinkprune.contract.families import FAMILIES
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.command import main
 from sinkprune.export.presets import PRESETS

@@ -22,8 +22,8 @@ from sinkprune.contract.errors import (
     UnitsWarning,
     UsageError,
 )
-from sinkprune.contract.image_settings import LeRobotSettings
-from sinkprune.engines.limits import resolve_limits
+from sinkprune.contract.manifest import LeRobotSettings
+from sinkprune.engines.profiles import resolve_limits
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.checkpoint.lerobot import translated_config, translated_files
 from sinkprune.export.command import main

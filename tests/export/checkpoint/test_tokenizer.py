@@ -11,8 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, 
 from transformers import AutoTokenizer, ProcessorMixin
 
 from sinkprune.contract.errors import CheckpointError
-from sinkprune.export.checkpoint.text import read_text
-from sinkprune.export.checkpoint.tokenizer import read_tokenizer
+from sinkprune.export.checkpoint.text import read_checkpoint_text, read_tokenizer
 from support.models.qwen_checkpoints import qwen_tokenizer
 from support.references.prompt_encoders import byte_level, llama, metaspace, stripping
 
@@ -178,7 +177,7 @@ def test_the_error_for_a_missing_tokenizer_json_shows_how_to_make_it(folder: Pat
 def test_a_damaged_file_is_rejected_by_its_name(file: str, content: bytes, message: str, folder: Path) -> None:
     (folder / file).write_bytes(content)
     with pytest.raises(CheckpointError, match=message) as caught:
-        read_text(folder, 380, "default")
+        read_checkpoint_text(folder, 380, "default")
     assert str(folder / file) in str(caught.value)
 
 
@@ -195,9 +194,9 @@ def test_a_damaged_file_is_rejected_by_its_name(file: str, content: bytes, messa
 )
 def test_of_several_templates_the_default_is_taken(template: object, expected: str, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({**NAMED, "chat_template": template}), encoding="utf-8")
-    assert read_text(folder, 380, "by default").chat_template == expected
+    assert read_checkpoint_text(folder, 380, "by default").chat_template == expected
     (folder / "chat_template.jinja").write_bytes(b"a\r\nb")
-    assert read_text(folder, 380, "by default").chat_template == "a\nb"
+    assert read_checkpoint_text(folder, 380, "by default").chat_template == "a\nb"
 
 
 def test_of_several_files_the_template_of_transformers_processors_is_taken(folder: Path) -> None:
@@ -206,7 +205,7 @@ def test_of_several_files_the_template_of_transformers_processors_is_taken(folde
         template = {"chat_template": f"of {name}"}
         (folder / f"{name}.json").write_text(json.dumps({**NAMED, **template} if "token" in name else template))
         (folder / "chat_template.jinja").write_text("of jinja", encoding="utf-8")
-        texts[name] = read_text(folder, 380, "by default").chat_template
+        texts[name] = read_checkpoint_text(folder, 380, "by default").chat_template
         assert texts[name] == ProcessorMixin.get_processor_dict(folder)[0]["chat_template"]
     assert [*texts.values()] == ["of jinja", "of chat_template", "of processor_config"]
 
@@ -237,7 +236,7 @@ def test_generation_settings_are_applied_or_listed(
     settings: dict[str, Any], penalty: float | None, left_out: tuple[str, ...], folder: Path
 ) -> None:
     (folder / "generation_config.json").write_text(json.dumps({**APPLIED, **settings}), encoding="utf-8")
-    text = read_text(folder, 380, "default")
+    text = read_checkpoint_text(folder, 380, "default")
     assert (text.stop, text.generation.repetition_penalty) == ((2, 7), penalty)
     assert text.generation.left_out == {name: settings[name] for name in left_out}
 
@@ -249,10 +248,10 @@ def test_without_generation_config_json_the_settings_are_those_of_config_json(fo
     }
     (folder / "generation_config.json").unlink(missing_ok=True)
     (folder / "config.json").write_text(json.dumps({**settings, "model_type": "llava"}), encoding="utf-8")
-    text = read_text(folder, 380, "default")
+    text = read_checkpoint_text(folder, 380, "default")
     assert (text.stop, text.generation.repetition_penalty, text.generation.left_out) == ((2, 7), 1.2, {})
     (folder / "generation_config.json").write_text(json.dumps(APPLIED), encoding="utf-8")
-    assert read_text(folder, 380, "default").generation.repetition_penalty is None
+    assert read_checkpoint_text(folder, 380, "default").generation.repetition_penalty is None
 
 
 @pytest.mark.parametrize(
@@ -270,5 +269,5 @@ def test_without_generation_config_json_the_settings_are_those_of_config_json(fo
 def test_settings_that_change_greedy_answers_are_rejected_by_name(setting: str, value: object, folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({**APPLIED, setting: value}), encoding="utf-8")
     with pytest.raises(CheckpointError, match=rf"{setting} .*[Rr]emove it") as caught:
-        read_text(folder, 380, "default")
+        read_checkpoint_text(folder, 380, "default")
     assert str(folder / "generation_config.json") in str(caught.value)

@@ -23,8 +23,8 @@ from transformers import (
 )
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
+from sinkprune.contract.budgets import FAMILIES
 from sinkprune.contract.errors import CheckpointError
-from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.manifest import decoder_segments
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.families import read_family

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkprune.contract.families import FAMILIES
+from sinkprune.contract.budgets import FAMILIES
 from sinkprune.export.dialects import opset24
 from sinkprune.export.methods.downsample import build, build_for_ttft, grid_blocks
 from sinkprune.export.precision import PRECISIONS

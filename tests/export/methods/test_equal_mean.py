@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinkprune.contract.budgets import Counts, Share, prune_layers, scaled_layers
+from sinkprune.contract.budgets import FAMILIES, Counts, Share, parse_budget, prune_layers, scaled_layers
 from sinkprune.contract.errors import BudgetError
-from sinkprune.contract.families import FAMILIES, parse_budget
 from sinkprune.export.dialects import opset24
 from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.export.precision import PRECISIONS

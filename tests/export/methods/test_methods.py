@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinkprune.contract.budgets import Budget
-from sinkprune.contract.families import parse_budget
+from sinkprune.contract.budgets import Budget, parse_budget
 from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.export.pruning.equal_mean import UnreachableMean
 from support.models import graphs

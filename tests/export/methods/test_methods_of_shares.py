@@ -15,11 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinkprune.contract.budgets import Counts, prune_layers
+from sinkprune.contract.budgets import FAMILIES, Counts, parse_budget, prune_layers
 from sinkprune.contract.errors import BudgetError
-from sinkprune.contract.families import FAMILIES, parse_budget
-from sinkprune.contract.flops import layer_flops
-from sinkprune.contract.schedule import PictureSchedule
+from sinkprune.contract.schedule import PictureSchedule, layer_flops
 from sinkprune.export.dialects import opset24
 from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.export.methods import load_method

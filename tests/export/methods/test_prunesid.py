@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinkprune.contract.budgets import Budget
-from sinkprune.contract.families import parse_budget
+from sinkprune.contract.budgets import Budget, parse_budget
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.methods import load_method
 from sinkprune.export.methods.prunesid import COMPONENTS, SUPPRESSIONS

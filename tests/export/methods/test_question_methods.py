@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinkprune.contract.budgets import Budget
+from sinkprune.contract.budgets import FAMILIES, Budget, parse_budget
 from sinkprune.contract.errors import BudgetError
-from sinkprune.contract.families import FAMILIES, parse_budget
 from sinkprune.contract.manifest import DialectName
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.methods import load_method

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinkprune.contract.budgets import OPTIONS, Budget, Share
-from sinkprune.contract.families import parse_budget
+from sinkprune.contract.budgets import OPTIONS, Budget, Share, parse_budget
 from support.models import graphs
 from support.models.token_features import KINDS, token_features
 from support.programs.slow_cases import each_once, slow_except

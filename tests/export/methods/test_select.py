@@ -13,14 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinkprune.contract.budgets import Budget, Share
-from sinkprune.contract.families import parse_budget
+from sinkprune.contract.budgets import Budget, Share, parse_budget
 from sinkprune.contract.manifest import DialectName
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.graph import Graph
 from sinkprune.export.precision import PRECISIONS
-from sinkprune.export.pruning.select import build_select, every_text_row, last_row, text_like_the_image
-from sinkprune.export.pruning.survivors import best_of_each_image, best_of_one_image
+from sinkprune.export.pruning.select import (
+    best_of_each_image,
+    best_of_one_image,
+    build_select,
+    every_text_row,
+    last_row,
+    text_like_the_image,
+)
 from support.models import graphs
 from support.references import reference
 from support.references.reference_methods import IN_LLM, TWO_STAGES, asking_rows, rows_like_the_image

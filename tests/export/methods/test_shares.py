@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from sinkprune.contract.budgets import FAMILIES, parse_budget
 from sinkprune.contract.errors import BudgetError
-from sinkprune.contract.families import FAMILIES, parse_budget
 from sinkprune.export.dialects import opset24
 from sinkprune.export.methods import load_method
 from sinkprune.export.planning import plan_graphs

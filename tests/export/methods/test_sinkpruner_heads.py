@@ -17,15 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sinkprune import BudgetError, UsageError
-from sinkprune.contract.budgets import Budget, Share, prune_layers
+from sinkprune.contract.budgets import Budget, Share, parse_budget, prune_layers
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.checks.fields import to_json
-from sinkprune.contract.families import parse_budget
+from sinkprune.contract.checks import to_json
 from sinkprune.export.dialects import opset24
 from sinkprune.export.methods import load_method
 from sinkprune.export.precision import PRECISIONS
-from sinkprune.export.pruning.chosen_heads import ChosenHeads, LayerHeads, read_heads, write_heads
 from sinkprune.export.pruning.plan import PlanFacts
+from sinkprune.export.pruning.sanitizer import ChosenHeads, LayerHeads, read_heads, write_heads
 from sinkprune.export.pruning.select import every_text_row
 from sinkprune.runtime.pipeline import Pipeline
 from support.models import graphs

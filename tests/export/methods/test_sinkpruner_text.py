@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinkprune.contract.budgets import Budget
-from sinkprune.contract.families import parse_budget
+from sinkprune.contract.budgets import Budget, parse_budget
 from support.models import graphs
 from support.models.token_features import KINDS, exact_rows, token_features
 from support.references.question_methods import READING_SANITIZERS, text_scores

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from sinkprune.contract.precision import Array
-from sinkprune.export.weights.calibrated_rounding import InputProducts, calibrated
-from sinkprune.export.weights.rounding import RoundedMatrix, rounded
+from sinkprune.export.weights.rounding import InputProducts, RoundedMatrix, calibrated, rounded
 
 FP32 = np.dtype(np.float32)
 

@@ -19,7 +19,7 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.precision import Array
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
-from sinkprune.export.weights.requantised import Requantised
+from sinkprune.export.weights.quantised_weights import Requantised
 from support.models.quantised_checkpoints import Layout, Made, make_quantised
 from support.models.stored_matrices import stored_matrices
 from support.programs.commands import assert_refused, run

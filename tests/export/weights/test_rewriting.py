@@ -15,8 +15,8 @@ from onnx import numpy_helper
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.precision import Array, WeightsName
 from sinkprune.export.dialects import DIALECTS
+from sinkprune.export.graph import RewrittenGraph, read_graph
 from sinkprune.export.precision import PRECISIONS
-from sinkprune.export.rewriting import RewrittenGraph, read_graph
 from sinkprune.export.weights.rounding import RoundedMatrix, rounded, to_nearest
 from sinkprune.export.weights.weight_forms import form_of
 from sinkprune.runtime.backends.models import Model

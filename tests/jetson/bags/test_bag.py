@@ -20,12 +20,10 @@ import zstandard
 from rosbags.rosbag2 import CompressionMode
 
 from sinkprune.contract.errors import BagError, ImageError
-from sinkprune.jetson.bags.bag import open_bag
+from sinkprune.jetson.bags.bag import open_bag, read_frame
 from sinkprune.jetson.bags.bag_file import DamagedError
-from sinkprune.jetson.bags.images import read_frame
 from sinkprune.jetson.bags.mcap_file import decompressed
-from sinkprune.jetson.bags.replay import TopicReplay
-from sinkprune.jetson.bags.sampling import Sampling
+from sinkprune.jetson.bags.replay import Sampling, TopicReplay
 from support.models.bags import IMAGE, PERIOD_NS, START_NS, TOPIC, Said, Storage, raw_image, text, write_bag
 
 STORAGES: tuple[Storage, ...] = ("mcap", "sqlite3")

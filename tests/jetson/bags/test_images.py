@@ -14,7 +14,7 @@ import zstandard
 from PIL import Image
 
 from sinkprune.contract.errors import ImageError
-from sinkprune.jetson.bags.images import read_frame
+from sinkprune.jetson.bags.bag import read_frame
 from sinkprune.runtime.media.images import largest_of_16_bits
 from support.models.bags import COMPRESSED, IMAGE, START_NS, compressed_image, raw_image, typestore
 

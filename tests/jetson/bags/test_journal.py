@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from sinkprune.jetson.bags.journal import FrameResult, open_journal
-from sinkprune.jetson.bags.replay import summarise
-from sinkprune.jetson.bags.sampling import Fate
+from sinkprune.jetson.bags.answers_file import FrameResult, open_journal
+from sinkprune.jetson.bags.replay import Fate, summarise
 
 RESULT = FrameResult(0, 1, text="yes", tokens_per_layer=(3, 2), ms={"vision": 1.5}, overlay=b"jpeg")
 

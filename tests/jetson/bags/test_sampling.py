@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from sinkprune.jetson.bags.sampling import Fate, FrameChooser, Sampling
+from sinkprune.jetson.bags.replay import Fate, FrameChooser, Sampling
 
 MS = 1_000_000
 START = 1_700_000_000_000_000_007

@@ -16,7 +16,7 @@ from rosbags.rosbag2 import Reader
 from rosbags.typesys import Stores, get_types_from_msg, get_typestore
 
 from sinkprune import Pipeline, overlay
-from sinkprune.jetson.commands import replay as command
+from sinkprune.jetson import replay as command
 from support.models.bags import (
     PERIOD_NS,
     START_NS,

@@ -16,8 +16,8 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.jetson.bags.journal import FrameResult, Journal
-from sinkprune.jetson.commands import replay as command
+from sinkprune.jetson import replay as command
+from sinkprune.jetson.bags.answers_file import FrameResult, Journal
 from support.models.bags import TOPIC, frames, write_bag
 from support.programs.commands import assert_refused, own_process, run
 from support.programs.replays import ANSWER, COUNT, FIGURES, OVERLAY, QUESTION, messages

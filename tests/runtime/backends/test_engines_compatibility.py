@@ -15,15 +15,14 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.bundle import Bundle, read_bundle
-from sinkprune.contract.engines_manifest import ASKED_LIMITS, ENGINES, MOST_TOKENS, EngineSpec, Limits
+from sinkprune.contract.bundle import ASKED_LIMITS, ENGINES, MOST_TOKENS, Bundle, EngineSpec, Limits, read_bundle
 from sinkprune.contract.errors import BackendError, EnginesError, SinkpruneError, UsageError
 from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.backends.tensorrt import backend as tensorrt
 from sinkprune.runtime.backends.tensorrt.backend import TensorRTBackend
-from sinkprune.runtime.system.processor import architecture, instructions
+from sinkprune.runtime.system import architecture, instructions
 from support.models.manifests import file_of
 from support.programs.commands import assert_refused, run
 from support.stand_ins.fake_device import FakeDevice

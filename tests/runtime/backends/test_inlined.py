@@ -11,9 +11,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.runtime.backends.inlined import inlined
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.onnx_file import read_onnx_file
+from sinkprune.runtime.backends.onnx_file import inlined, read_onnx_file
 from sinkprune.runtime.backends.onnxruntime.library import import_onnxruntime, session_options
 
 OPSETS = [helper.make_opsetid("", 21), helper.make_opsetid("ours", 1)]

@@ -13,8 +13,7 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.runtime.backends.host_buffers import HostBuffers
-from sinkprune.runtime.backends.kv_cache import ROOM, room_for
+from sinkprune.runtime.backends.kv_cache import ROOM, HostBuffers, room_for
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.decoding import KVCache, decode_one_token
 from sinkprune.runtime.steps.observer import Observer

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sinkprune.runtime.backends import load_backend
-from sinkprune.runtime.backends.row_runs import row_runs
+from sinkprune.runtime.backends.kv_cache import row_runs
 
 
 @st.composite

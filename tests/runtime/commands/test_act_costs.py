@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 import pytest
 
 from sinkprune import ActionCosts, Policy, write_costs
-from sinkprune.contract.costs.file import ACTION_COSTS, cache_costs, cache_file
+from sinkprune.deadlines.costs import ACTION_COSTS, cache_costs, cache_file
+from sinkprune.deadlines.policy import OtherLoad
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
-from sinkprune.runtime.deadline.other_load import OtherLoad
 from support.programs.commands import Outcome, assert_refused, run
 
 BUDGETS = ("prune-77.8", "prune-88.9")
@@ -212,7 +212,7 @@ def test_a_report_that_cannot_be_written_takes_no_overlay_with_it(
     def refuse(*_: object) -> NoReturn:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "r.json")
 
-    monkeypatch.setattr("sinkprune.runtime.commands.act.write_json", refuse)
+    monkeypatch.setattr("sinkprune.policies.act.write_json", refuse)
     file = tmp_path / "kept.png"
     words = ("--budget", "prune-88.9", "--overlay", file, "--json", tmp_path / "r.json")
     outcome = act(*words, deadline=())

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sinkprune.runtime.commands.answer_lines import late_line
-from sinkprune.runtime.deadline.policy import DeadlinePolicy
+from sinkprune.deadlines.policy import DeadlinePolicy
+from sinkprune.runtime.commands.run import late_line
 from sinkprune.runtime.steps.answer import DeadlineReport
 from support.programs.commands import run
 

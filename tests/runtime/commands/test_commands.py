@@ -18,9 +18,9 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.contract.manifest import FORMAT_VERSION
-from sinkprune.contract.reports.report import PARTS
+from sinkprune.contract.report import PARTS
 from sinkprune.runtime.commands.profile import main as profile
-from sinkprune.runtime.system.cores import usable_cores
+from sinkprune.runtime.system import usable_cores
 from support.programs.commands import BIN, assert_refused, run, without_notes
 
 Bundles = Callable[..., Path]

@@ -87,7 +87,7 @@ def test_times_that_cannot_be_kept_lead_to_a_warning(
     assert run(*ask, "--warm-up").code == 0
     (kept,) = (tmp_path / "cache").rglob("*.json")
     costs.write_bytes(kept.read_bytes())
-    monkeypatch.setattr("sinkprune.runtime.deadline.kept_costs.cache_costs", lambda costs: None)
+    monkeypatch.setattr("sinkprune.deadlines.measuring.cache_costs", lambda costs: None)
     outcome = run(*ask)
     said = f"warning: the times of this run's requests could not be written to '{kept}', so they do not correct the "
     assert (outcome.code, outcome.stderr.count(said)) == (0, 1)
@@ -105,7 +105,7 @@ def test_a_report_that_cannot_be_written_takes_nothing_with_it(
     def refuse(*_: object) -> NoReturn:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "r.json")
 
-    monkeypatch.setattr("sinkprune.runtime.commands.run.write_json", refuse)
+    monkeypatch.setattr("sinkprune.runtime.commands.options.run.write_json", refuse)
     words = ("--budget", "retain-64", "--overlay", picture, "--json", tmp_path / "r.json", "--seed", 1)
     outcome = run(*ask, *words)
     assert outcome.code == 2 and "TTFT" in outcome.stdout and picture.exists() and kept.read_bytes() != before

@@ -19,12 +19,12 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import uvicorn
-from tests.runtime.server.test_chat_request import BODY
+from tests.serving.test_chat_request import BODY
 
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend
-from sinkprune.runtime.commands import serve
+from sinkprune.serving import command as serve
 from support.programs.commands import assert_refused, own_process, run
 
 

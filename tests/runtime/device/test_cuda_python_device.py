@@ -14,8 +14,8 @@ import pytest
 
 from sinkprune.contract.errors import BackendError
 from sinkprune.runtime import device as device_module
-from sinkprune.runtime.device import cuda_python
-from sinkprune.runtime.device.cuda_python import CudaPythonDevice
+from sinkprune.runtime.device import cuda as cuda_python
+from sinkprune.runtime.device.cuda import CudaPythonDevice
 
 driver = pytest.importorskip("cuda.bindings.driver")
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sinkprune.contract.errors import BackendError
-from sinkprune.runtime.device.memory_pool import Block, MemoryPool, size_class
+from sinkprune.runtime.device.cuda import Block, MemoryPool, size_class
 from support.stand_ins.fake_device import FakeDevice
 
 Frame = Callable[[MemoryPool], list[int]]

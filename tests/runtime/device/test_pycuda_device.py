@@ -15,8 +15,8 @@ import pytest
 
 from sinkprune.contract.errors import BackendError
 from sinkprune.runtime import device as device_module
-from sinkprune.runtime.device import pycuda_device
-from sinkprune.runtime.device.pycuda_device import PycudaDevice
+from sinkprune.runtime.device import cuda as pycuda_device
+from sinkprune.runtime.device.cuda import PycudaDevice
 
 NAMES = (
     *("Device", "Error", "Event", "MemoryError", "Memcpy2D", "Stream", "device_attribute", "init", "mem_alloc"),

@@ -14,9 +14,8 @@ import pytest
 from PIL import Image
 
 from sinkprune import Clip, Pipeline
-from sinkprune.contract.budgets import prune_layers
+from sinkprune.contract.budgets import parse_budget, prune_layers
 from sinkprune.contract.errors import PruningError
-from sinkprune.contract.families import parse_budget
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from support.models.clips import VIDEO_BUDGETS, frames

@@ -14,10 +14,9 @@ import pytest
 from PIL import Image
 
 from sinkprune import Clip, Pipeline, Session, UsageError
+from sinkprune.contract.budgets import Plan
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.flops import prefill_flops
-from sinkprune.contract.plans import Plan
-from sinkprune.contract.schedule import schedule
+from sinkprune.contract.schedule import prefill_flops, schedule
 from sinkprune.export.bundle_writer import Unreachable, export_bundle
 from sinkprune.export.families import read_family
 from sinkprune.export.methods import METHODS as ALL_METHODS

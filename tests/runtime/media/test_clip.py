@@ -23,7 +23,7 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import ImageError, VideoError
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
-from sinkprune.runtime.families.qwen2_5_vl import Qwen25VL
+from sinkprune.runtime.families.qwen import Qwen25VL
 from sinkprune.runtime.media.clip import (
     Clip,
     ClipSize,

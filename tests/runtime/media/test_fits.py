@@ -24,11 +24,10 @@ from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.families.llava import Llava
-from sinkprune.runtime.media.fits import FITS, Fit
+from sinkprune.runtime.media.images import FITS, Fit
 from sinkprune.runtime.media.picture_warnings import seen_part
-from sinkprune.runtime.overlay import draw_overlay
+from sinkprune.runtime.overlay import draw_overlay, token_fates
 from sinkprune.runtime.processors.square import SquareProcessor
-from sinkprune.runtime.token_map import token_fates
 from support.programs.slow_cases import each_once
 
 Bundles = Callable[..., Path]

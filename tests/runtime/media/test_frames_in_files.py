@@ -12,8 +12,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 from sinkprune import FirstFrameWarning, Pipeline
-from sinkprune.runtime.media.frame_count import frame_count
-from sinkprune.runtime.media.images import read_header, read_image, read_image_bytes, to_rgb
+from sinkprune.runtime.media.images import frame_count, read_header, read_image, read_image_bytes, to_rgb
 from sinkprune.runtime.media.picture_warnings import facts_of, notes_on
 from support.programs.commands import run
 

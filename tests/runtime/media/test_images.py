@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.checks.format_value import type_name
+from sinkprune.contract.checks import type_name
 from sinkprune.contract.errors import ImageError
 from sinkprune.runtime.media import images
 from sinkprune.runtime.media.images import MOST_PIXELS, read_image, to_rgb

@@ -10,8 +10,7 @@ import pytest
 from PIL import Image, ImageChops
 
 from sinkprune import Clip, Pipeline, UsageError, overlay
-from sinkprune.runtime.overlay import draw_overlay
-from sinkprune.runtime.token_map import token_fates
+from sinkprune.runtime.overlay import draw_overlay, token_fates
 
 Pipelines = Callable[..., Pipeline]
 

@@ -11,8 +11,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from sinkprune.contract.errors import VideoError
-from sinkprune.runtime.media.keyframe_index import KeyframeIndex, LostFrameError
-from sinkprune.runtime.media.video_file import VideoFile
+from sinkprune.runtime.media.video_file import KeyframeIndex, LostFrameError, VideoFile
 from support.models.clips import VIDEO_BUDGETS, frames
 from support.models.video_files import trimmed, turned, write_video
 from support.programs.commands import run

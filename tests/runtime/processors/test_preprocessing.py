@@ -15,14 +15,13 @@ from transformers.image_utils import load_image
 
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import ImageError
-from sinkprune.contract.layout import grid_boxes
 from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.schedule import grid_boxes
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.families.llava import Llava
-from sinkprune.runtime.media.fits import FITS, Fit
-from sinkprune.runtime.media.images import read_image
+from sinkprune.runtime.media.images import FITS, Fit, read_image
 from sinkprune.runtime.processors.square import SquareProcessor
 from support.references.steps import layout_of
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from sinkprune.contract.checks.fields import SchemaError
+from sinkprune.contract.checks import SchemaError
 from sinkprune.contract.errors import ImageError
-from sinkprune.runtime.processors.padded import PaddedProcessor
+from sinkprune.runtime.processors.llava_next import PaddedProcessor
 from sinkprune.runtime.processors.resize_with_pad import ResizeWithPad
 
 SIDE = 56

@@ -10,11 +10,11 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline, Policy
-from sinkprune.contract.reports.rows import Row, in_order_of_rows, profile_rows
+from sinkprune.contract.report import Row, in_order_of_rows, profile_rows
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
+from sinkprune.policies.profile import PolicyRounds
 from sinkprune.runtime.profiling.plot import plot_report
-from sinkprune.runtime.profiling.policies import PolicyRounds
 from sinkprune.runtime.profiling.profile import ProfileRounds
 from support.programs.commands import run
 

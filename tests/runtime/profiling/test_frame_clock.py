@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.reports.rate_report import Latency
-from sinkprune.runtime.profiling.frame_clock import FrameClock, frame_clock
+from sinkprune.contract.report import Latency
+from sinkprune.runtime.profiling.rate import FrameClock, frame_clock
 
 TICKS = 1024
 """Steps of a second: sums of them, and rates by powers of two, are exact in floats."""

@@ -13,10 +13,10 @@ from PIL import Image
 
 from sinkprune import ActionReport, Policy
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.flops import expert_flops, prefix_flops
-from sinkprune.contract.reports.policy_report import PARTS, PolicyReport
-from sinkprune.contract.reports.report import Spread
-from sinkprune.runtime.profiling.policies import PolicyRounds, plot_policy
+from sinkprune.contract.report import Spread
+from sinkprune.contract.schedule import expert_flops, prefix_flops
+from sinkprune.policies.profile import PolicyRounds, plot_policy
+from sinkprune.policies.report import PROFILE_PARTS, PolicyReport
 from support.programs.commands import assert_refused, own_process, run
 
 BUDGETS = ("prune-77.8", "prune-88.9")
@@ -89,7 +89,7 @@ def test_figures_are_those_of_the_chunks(policy: Policy, photo: Image.Image, mon
     assert report.repeat == 3 and report.actions == 5 and report.cameras == 1
     assert (pruned.speedup.prefix, pruned.speedup.step) == (2.5, 2.0)
     assert (none.speedup.prefix, none.efficiency.prefix, none.chunks["10"].speedup) == (1.0, 1.0, 1.0)
-    assert set(pruned.ms) == set(PARTS)
+    assert set(pruned.ms) == set(PROFILE_PARTS)
     assert pruned.ms["step"] == Spread(2.0, 2.0)
     # Rounds 1, 2 and 3 take 1, 2 and 3 ms more.
     assert (pruned.chunks["10"].ms, pruned.chunks["2"].ms) == (Spread(72.0, 73.0), Spread(56.0, 57.0))

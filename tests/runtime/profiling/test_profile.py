@@ -12,11 +12,10 @@ from PIL import Image
 
 from sinkprune import Answer, Pipeline, Request, Stream
 from sinkprune.contract.errors import PromptError, UsageError
-from sinkprune.contract.reports.report import OF_TTFT, PARTS, ProfileReport, Spread
+from sinkprune.contract.report import OF_TTFT, PARTS, ProfileReport, Spread
 from sinkprune.runtime.hooks import Rows
-from sinkprune.runtime.profiling.frame_clock import frame_clock
 from sinkprune.runtime.profiling.profile import EARLIER, ProfileRounds
-from sinkprune.runtime.profiling.rate import RateRun
+from sinkprune.runtime.profiling.rate import RateRun, frame_clock
 from sinkprune.runtime.steps.observer import Observer
 from support.programs.commands import run, without_notes
 

@@ -15,10 +15,10 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.contract.errors import PowerError
-from sinkprune.runtime.commands import Options
-from sinkprune.runtime.commands.power import wanted_sensor
+from sinkprune.runtime.commands.options import Options
+from sinkprune.runtime.commands.profile_options import wanted_sensor
 from sinkprune.runtime.power.meter import EnergyMeter, Span, measuring
-from sinkprune.runtime.power.sensor import Reading, Sensor
+from sinkprune.runtime.power.sensors import Reading, Sensor
 from sinkprune.runtime.profiling.profile import ProfileRounds
 from support.programs.commands import assert_refused, run, without_notes, wrote
 from support.stand_ins import power_stand_ins as boards

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.towers import QwenTower
+from sinkprune.contract.manifest import QwenTower
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from support.models.qwen_checkpoints import QwenShape, make_qwen_checkpoint

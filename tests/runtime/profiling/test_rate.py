@@ -14,8 +14,7 @@ from sinkprune import Answer, Pipeline
 from sinkprune.contract.errors import UsageError
 from sinkprune.runtime.power.conditions import read_conditions
 from sinkprune.runtime.power.meter import measuring
-from sinkprune.runtime.profiling.frame_clock import frame_clock
-from sinkprune.runtime.profiling.rate import RateRun
+from sinkprune.runtime.profiling.rate import RateRun, frame_clock
 from support.programs.commands import assert_refused, run, without_notes
 from support.stand_ins import power_stand_ins as boards
 from support.stand_ins.power_stand_ins import SteadyPower, install_tegrastats

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sinkprune.runtime.power.tegrastats import parse_rails, total_rails
+from sinkprune.runtime.power.sensors import parse_rails, total_rails
 from support.stand_ins import power_stand_ins as boards
 
 

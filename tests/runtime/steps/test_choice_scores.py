@@ -15,11 +15,11 @@ from PIL import Image
 
 from sinkprune import Answer, NumericsError, Pipeline, Session, UsageError
 from sinkprune.runtime.hooks import Budgets
-from sinkprune.runtime.server.scheduler import Job, Scheduler, State
-from sinkprune.runtime.steps.choice_scores import ChoiceTokens
 from sinkprune.runtime.steps.decoding import decode_one_token
 from sinkprune.runtime.steps.observer import NOBODY, Observer
 from sinkprune.runtime.text.prompt import Prompt
+from sinkprune.serving.choice_scores import ChoiceTokens
+from sinkprune.serving.scheduler import Job, Scheduler, State
 from support.references.steps import Array, Watched, watched
 
 QUESTION = "Which colour is the cup?"
@@ -229,7 +229,7 @@ def test_each_pass_is_a_step_that_a_cancel_ends(
 def test_a_long_pass_is_many_steps(pipe: Pipeline, photo: Image.Image, monkeypatch: pytest.MonkeyPatch) -> None:
     texts, whole, parts = ("red", " ".join(["red cup"] * 30)), Passes(), Passes()
     rows = len(pipe.prompts.answer_ids(texts[1]))
-    monkeypatch.setattr("sinkprune.runtime.steps.choice_scores._AT_ONCE", rows)
+    monkeypatch.setattr("sinkprune.serving.choice_scores._AT_ONCE", rows)
     expected = pipe.generate(photo, QUESTION, observer=whole, choice=texts)
     monkeypatch.undo()
     found = pipe.generate(photo, QUESTION, observer=parts, choice=texts)

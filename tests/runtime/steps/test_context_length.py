@@ -10,8 +10,7 @@ import pytest
 from PIL import Image
 
 from sinkprune import Clip, Pipeline
-from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.engines_manifest import Limits
+from sinkprune.contract.bundle import Limits, read_bundle
 from sinkprune.contract.errors import PromptError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.schedule import schedules_up_to

@@ -19,7 +19,7 @@ from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.manifest import EMBEDDING, Manifest
-from sinkprune.runtime.steps.embedding import Embedding
+from sinkprune.runtime.steps.prompt_rows import Embedding
 
 
 @pytest.fixture(scope="module", params=["fp32", "fp16"])

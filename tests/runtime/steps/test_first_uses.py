@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
+from sinkprune.deadlines.options import first_budgets
 from sinkprune.runtime.backends import Engine
-from sinkprune.runtime.commands.deadline_costs import first_budgets
 from sinkprune.runtime.steps.chain import Chain
 
 

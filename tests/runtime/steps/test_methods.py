@@ -15,15 +15,14 @@ import torch
 from PIL import Image
 
 from sinkprune import Pipeline, Session
-from sinkprune.contract.budgets import scaled_layers
+from sinkprune.contract.budgets import AVERAGING, scaled_layers
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BudgetError
-from sinkprune.contract.plans import AVERAGING
 from sinkprune.export.bundle_writer import Unreachable, export_bundle
 from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.export.source import ExportRequest
+from sinkprune.runtime.overlay import token_fates, token_map
 from sinkprune.runtime.profiling.profile import ProfileRounds
-from sinkprune.runtime.token_map import token_fates, token_map
 from support.models.chosen_heads import WITH_HEADS, every_method, heads_by_layer
 from support.programs.commands import assert_refused, run
 from support.references.masking import Sequence, embedded, likeliest, masked_forward

@@ -9,14 +9,8 @@ from PIL import Image
 
 from sinkprune import Pipeline, Session
 from sinkprune.runtime.media.clip import ClipSize, SampledFrames
-from sinkprune.runtime.steps import prefix_cache
-from sinkprune.runtime.steps.prefix_cache import (
-    WORTH_FLOPS,
-    LeadKey,
-    PrefixCache,
-    digest_of,
-    picture_parts,
-)
+from sinkprune.serving import sessions as prefix_cache
+from sinkprune.serving.sessions import WORTH_FLOPS, LeadKey, PrefixCache, digest_of, picture_parts
 
 FIRST = "What is on the table?"
 

@@ -12,16 +12,14 @@ import torch
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.budgets import OPTIONS, prune_layers
-from sinkprune.contract.families import parse_budget
-from sinkprune.contract.plans import Plan
+from sinkprune.contract.budgets import OPTIONS, Plan, parse_budget, prune_layers
 from sinkprune.contract.schedule import schedule
 from sinkprune.runtime.backends import Backend, Engine
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.decoding import Prefill, decode_one_token, first_logits
-from sinkprune.runtime.steps.kept import surviving_rows
 from sinkprune.runtime.steps.prompt_rows import PromptRows
+from sinkprune.runtime.steps.prompt_run import surviving_rows
 from support.models.small_models import SHAPES
 from support.programs.slow_cases import slow_except
 from support.references.masking import Sequence, assert_survivors, embedded, masked_forward

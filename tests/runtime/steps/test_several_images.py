@@ -12,9 +12,8 @@ import torch
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.budgets import prune_layers
+from sinkprune.contract.budgets import parse_budget, prune_layers
 from sinkprune.contract.errors import ImageError, PromptError
-from sinkprune.contract.families import parse_budget
 from support.programs.slow_cases import each_once, slow_except
 from support.references.masking import Sequence as Rows
 from support.references.masking import embedded, likeliest, masked_forward

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sinkprune.runtime.system.cores import usable_cores
+from sinkprune.runtime.system import usable_cores
 from support.stand_ins.group_trees import group_tree, real_group, version_1, version_2
 
 # Takes its own process into the group whose file of members is its argument.

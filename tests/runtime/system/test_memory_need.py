@@ -17,13 +17,12 @@ import pytest
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BackendError, TooLittleMemoryError
 from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.memory import MemoryNeed, available_bytes, memory_line, running_need
 from sinkprune.contract.precision import WeightForms, WeightsName
 from sinkprune.contract.schedule import schedule
-from sinkprune.contract.system.memory_need import MemoryNeed, memory_line, running_need
-from sinkprune.contract.system.system_memory import available_bytes
 from sinkprune.runtime.backends.known import KNOWN, on_cpu
-from sinkprune.runtime.commands import memory as memory_command
-from sinkprune.runtime.commands.memory import free_bytes
+from sinkprune.runtime.commands import options as memory_command
+from sinkprune.runtime.commands.options import free_bytes
 from sinkprune.runtime.families import load_family
 from support.programs.commands import BIN, assert_refused, run
 from support.programs.slow_cases import every
@@ -34,7 +33,7 @@ import re, resource, sys
 from pathlib import Path
 from sinkprune.calibration.commands import calibrate, evaluate
 from sinkprune.runtime.commands import profile, run, serve
-from sinkprune.runtime.server import app
+from sinkprune.serving import app
 room, command, *arguments = sys.argv[1:]
 if int(room):
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

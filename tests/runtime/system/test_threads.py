@@ -15,7 +15,7 @@ from sinkprune import Pipeline
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Engine, Tensor
 from sinkprune.runtime.steps.answer import Answer
-from sinkprune.runtime.system.turns import Turns
+from sinkprune.runtime.system import Turns
 
 BACKENDS = ("ort-cpu", "openvino", "ort-cpu+openvino")
 BUDGETS = ("none", "retain-128", "retain-64")

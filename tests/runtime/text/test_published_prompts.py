@@ -23,9 +23,9 @@ from sinkprune.export.families.llava import Llava
 from sinkprune.export.families.llava_next import _MISTRAL_TEMPLATE as MISTRAL_DEFAULT
 from sinkprune.export.families.qwen2_5_vl import Qwen25VL
 from sinkprune.export.families.qwen3_vl import Qwen3VL
-from sinkprune.runtime.server.chat_request import ChatReader
 from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.text.prompt import Prompt
+from sinkprune.serving.chat_request import ChatReader
 from support.models.checkpoints import MISTRAL_TEMPLATE, TEMPLATE
 from support.models.clips import frames
 from support.models.qwen_checkpoints import TEMPLATE as QWEN_TEMPLATE

@@ -20,7 +20,7 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.factory import make_policy, make_pre_post_processors
 from lerobot.utils.control_utils import predict_action
 
-import sinkprune.runtime.lerobot.policy  # noqa: F401 -- registers the type
+import sinkprune.policies.lerobot.policy  # noqa: F401 -- registers the type
 from sinkprune.demo.robot_table import SIDE, RobotTable
 
 NAMES = ["height", "width", "channels"]

@@ -26,8 +26,13 @@ from sinkprune.export.methods import load_method
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning import equal_mean
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
-from sinkprune.export.pruning.select import ChooseQueries, build_select, every_text_row
-from sinkprune.export.pruning.survivors import best_of_each_image, best_of_one_image
+from sinkprune.export.pruning.select import (
+    ChooseQueries,
+    best_of_each_image,
+    best_of_one_image,
+    build_select,
+    every_text_row,
+)
 from sinkprune.export.weights.weight_forms import FloatForm
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.models import Model

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sinkprune.contract.checks.fields import to_json
+from sinkprune.contract.checks import to_json
 from sinkprune.contract.precision import WeightsName
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.families import Family, read_family
@@ -15,8 +15,8 @@ from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.presets import PRESETS
 from sinkprune.export.weights.weight_forms import form_of
-from sinkprune.jetson import presets
-from sinkprune.jetson.presets import PresetFacts, WeightBytes
+from sinkprune.jetson import boards as presets
+from sinkprune.jetson.boards import PresetFacts, WeightBytes
 
 ANSWERING = [name for name, config in PRESETS.items() if read_family(name, config).policy({}) is None]
 """The presets that answer. `sinkprune-doctor` has no row for a robot policy, which has an expert and no head."""

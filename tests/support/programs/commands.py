@@ -14,12 +14,12 @@ from sinkprune.calibration.commands.evaluate import main as evaluate
 from sinkprune.engines.command import main as build
 from sinkprune.engines.gate.command import main as check
 from sinkprune.export.command import main as export
-from sinkprune.jetson.commands.doctor import main as doctor
-from sinkprune.jetson.commands.replay import main as replay
-from sinkprune.runtime.commands.act import main as act
+from sinkprune.jetson.doctor import main as doctor
+from sinkprune.jetson.replay import main as replay
+from sinkprune.policies.act import main as act
 from sinkprune.runtime.commands.profile import main as profile
 from sinkprune.runtime.commands.run import main as run_
-from sinkprune.runtime.commands.serve import main as serve
+from sinkprune.serving.command import main as serve
 
 BIN = Path(sys.executable).parent
 """The folder of the installed commands."""

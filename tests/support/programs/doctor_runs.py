@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from sinkprune.jetson.boards import Board, read_boards
-from sinkprune.jetson.commands import doctor as doctor_command
+from sinkprune.jetson import doctor as doctor_command
+from sinkprune.jetson.boards import Board, preset_manifest, read_boards, read_presets
 from sinkprune.jetson.fit import ModelFit, TargetMachine, fit
-from sinkprune.jetson.presets import preset_manifest, read_presets
 from support.programs.commands import Outcome, run
 from support.stand_ins.board_trees import PYTHON_OF_JETPACK_6
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sinkprune.contract.checks.fields import to_json
+from sinkprune.contract.checks import to_json
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.files.folders import replacing
 from sinkprune.contract.files.manifest_file import ManifestFile, file_specs, sha256

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from sinkprune.contract.families import parse_budget
+from sinkprune.contract.budgets import parse_budget
 from sinkprune.runtime.steps.answer import Answer
 from support.references.reference import keep_rows, text_attention
 

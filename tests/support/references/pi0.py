@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, DynamicCache, PI0ForConditionalGeneratio
 from transformers.image_processing_backends import PilBackend
 from transformers.image_utils import IMAGENET_STANDARD_MEAN, IMAGENET_STANDARD_STD
 
-from sinkprune.contract.families import parse_budget
+from sinkprune.contract.budgets import parse_budget
 from support.references.masking import queries_and_keys
 from support.references.reference import keep_rows, sanitize, text_attention
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from sinkprune import Pipeline
-from sinkprune.contract.families import parse_budget
+from sinkprune.contract.budgets import parse_budget
 from sinkprune.runtime.media.clip import Picture, SampledFrames
 from support.models.qwen_checkpoints import VIDEO_TOKEN
 from support.references.masking import Array, Sequence, embedded

@@ -9,13 +9,13 @@ import numpy as np
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.layout import VisualLayout
+from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.families import Family, TowerInput
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.processors.qwen import Qwen3Processor, QwenProcessor
 from sinkprune.runtime.steps.answer import Answer
+from sinkprune.runtime.steps.chain import EncodedPicture
 from sinkprune.runtime.steps.decoding import Prefill
-from sinkprune.runtime.steps.encoding import EncodedPicture
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.prompt_rows import PromptRows
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sinkprune.jetson.host.python_environment import Library, PythonEnvironment
+from sinkprune.jetson.host import Library, PythonEnvironment
 
 GIB = 1 << 30
 LIBRARIES = {name: Library("1", None) for name in ("onnxruntime", "tensorrt", "cuda.bindings")}

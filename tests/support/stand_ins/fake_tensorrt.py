@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.engines_manifest import (
+from sinkprune.contract.bundle import (
     ENGINES,
     FORMAT_VERSION,
+    Bundle,
     EnginesManifest,
     EngineSpec,
     Limits,

@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from sinkprune.engines.plugins import launches
-from sinkprune.engines.plugins.kernel_runner import KernelRunner
-from sinkprune.engines.plugins.launches import Launch
+from sinkprune.engines.plugins.launches import KernelRunner, Launch
 from sinkprune.runtime.device import Device
 
 Memory = dict[str, torch.Tensor]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from sinkprune.runtime.power import rapl
-from sinkprune.runtime.power.sensor import Reading, Sensor
+from sinkprune.runtime.power import sensors as rapl
+from sinkprune.runtime.power.sensors import Reading, Sensor
 
 ORIN_NANO = (
     "04-27-2026 14:59:41 RAM 775/7620MB (lfb 3x4MB) SWAP 0/3810MB (cached 0MB) CPU [1%@729,0%@729,0%@729,0%@729,"

@@ -9,34 +9,34 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from sinkprune.calibration.asking import Loaded, Sample, check_samples, load_measured, load_samples, note_samples
-from sinkprune.calibration.attention.question_dependence import check_prune_layers, choose_heads, questions_by_picture
-from sinkprune.calibration.attention.report import (
+from sinkprune.calibration.attention import (
+    AttentionObserver,
     AttentionReport,
     LayerMeans,
     Observation,
     RunMeans,
+    check_prune_layers,
+    choose_heads,
+    observe,
+    questions_by_picture,
     summarise,
 )
-from sinkprune.calibration.attention.watching import AttentionObserver, observe
 from sinkprune.calibration.commands.measuring import open_task, task_parser
-from sinkprune.calibration.evaluation.intervals import Mean
 from sinkprune.calibration.evaluation.report import BASELINE, Combination, task_head
-from sinkprune.calibration.evaluation.sample_size import mean_warnings
+from sinkprune.calibration.evaluation.statistics import Mean, mean_warnings
+from sinkprune.calibration.norms import OUTLIER_PER_MILLE
 from sinkprune.calibration.plots import plot_attention
-from sinkprune.calibration.sink_tokens import OUTLIER_PER_MILLE
+from sinkprune.calibration.questions import Loaded, Sample, check_samples, load_measured, load_samples, note_samples
 from sinkprune.calibration.tasks import check_own_questions
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.checks.format_value import counted
-from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.checks import counted, escaped
 from sinkprune.contract.command_line.command import entry_point
+from sinkprune.contract.command_line.options import note_written
 from sinkprune.contract.command_line.progress import progress_bar
 from sinkprune.contract.command_line.table_console import TableConsole, make_table, plain_text
-from sinkprune.contract.command_line.written_files import note_written
 from sinkprune.contract.manifest import Manifest
-from sinkprune.export.pruning.chosen_heads import ChosenHeads, write_heads
-from sinkprune.runtime.commands import Options
-from sinkprune.runtime.commands.interrupts import NO_QUESTION, interrupted_warnings, write_measured
+from sinkprune.export.pruning.sanitizer import ChosenHeads, write_heads
+from sinkprune.runtime.commands.options import NO_QUESTION, Options, interrupted_warnings, write_measured
 from sinkprune.runtime.media.picture_warnings import unseen_warnings
 
 _EXAMPLES = """\

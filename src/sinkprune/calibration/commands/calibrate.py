@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from sinkprune.contract.command_line.verbs import Verb, run_verb
+from sinkprune.contract.command_line.options import Verb, run_verb
 
 _COMMANDS = "sinkprune.calibration.commands"
 VERBS = {

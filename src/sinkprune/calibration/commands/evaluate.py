@@ -9,26 +9,28 @@ from pathlib import Path
 
 from rich.table import Table
 
-from sinkprune.calibration.commands.measuring import (
-    open_task,
-    task_parser,
-)
-from sinkprune.calibration.evaluation.intervals import Interval
-from sinkprune.calibration.evaluation.outliers import plant_in_vision
+from sinkprune.calibration.commands.measuring import open_task, task_parser
 from sinkprune.calibration.evaluation.replies import (
     NEW_TOKENS,
     check_questions,
     evaluation_report,
     replies_by_question,
 )
-from sinkprune.calibration.evaluation.report import BASELINE, Combination, CombinationReport, EvaluationReport, Reply
-from sinkprune.calibration.pictures import note_items
+from sinkprune.calibration.evaluation.report import (
+    BASELINE,
+    Combination,
+    CombinationReport,
+    EvaluationReport,
+    Reply,
+    plant_in_vision,
+)
+from sinkprune.calibration.evaluation.statistics import Interval
 from sinkprune.calibration.plots import plot_evaluation
+from sinkprune.calibration.questions import note_items
 from sinkprune.calibration.tasks import load_task, with_grey_picture
-from sinkprune.contract.checks.format_value import counted
-from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.checks import counted, escaped
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.command_parser import CommandParser
+from sinkprune.contract.command_line.options import CommandParser, write_output
 from sinkprune.contract.command_line.progress import progress_bar
 from sinkprune.contract.command_line.table_console import (
     TableConsole,
@@ -37,12 +39,16 @@ from sinkprune.contract.command_line.table_console import (
     plain_text,
     spread_text,
 )
-from sinkprune.contract.command_line.written_files import write_output
 from sinkprune.contract.files.output_files import OutputFile
-from sinkprune.contract.reports.report import FEWEST_OF_P95
-from sinkprune.contract.reports.rows import in_order_of_rows
-from sinkprune.runtime.commands import Options, add_most_tokens, load_pipeline
-from sinkprune.runtime.commands.interrupts import NO_QUESTION, interrupted_warnings, write_measured
+from sinkprune.contract.report import FEWEST_OF_P95, in_order_of_rows
+from sinkprune.runtime.commands.options import (
+    NO_QUESTION,
+    Options,
+    add_most_tokens,
+    interrupted_warnings,
+    load_pipeline,
+    write_measured,
+)
 
 _EXAMPLES = """\
 examples:

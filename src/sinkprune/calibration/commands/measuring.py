@@ -9,30 +9,30 @@ from typing import Generic, TypeVar
 
 from PIL import Image
 
-from sinkprune.calibration.asking import Sample
 from sinkprune.calibration.evaluation.replies import choose_combinations
 from sinkprune.calibration.evaluation.report import Combination
+from sinkprune.calibration.questions import Sample
 from sinkprune.calibration.tasks import SCENES, TEST_SETS, Item
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
-from sinkprune.contract.checks.ranges import WholeNumber
-from sinkprune.contract.command_line.command_parser import CommandParser, PathOrName
+from sinkprune.contract.checks import WholeNumber
+from sinkprune.contract.command_line.options import CommandParser, PathOrName
 from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.files.output_files import OutputFile, check_apart
 from sinkprune.contract.files.trust import add_sign_option, add_trust_options
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.known import COMPUTES, KNOWN
-from sinkprune.runtime.commands import (
+from sinkprune.runtime.commands.options import (
     Options,
     add_report_options,
     bundle_parser,
+    check_memory,
     check_report_options,
     name_list,
 )
-from sinkprune.runtime.commands.memory import check_memory
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.loading import check_kind
-from sinkprune.runtime.media.fits import add_fit_option
+from sinkprune.runtime.media.images import add_fit_option
 
 S = TypeVar("S", Item, Sample)
 LIMIT = WholeNumber("--limit", 1, 10**9)

@@ -10,37 +10,30 @@ from pathlib import Path
 
 from PIL import Image
 
-from sinkprune.calibration.commands.measuring import (
-    LIMIT,
-    OWN_TEST_SETS,
-    check_answers,
-    check_unpruned_memory,
-)
-from sinkprune.calibration.heatmaps import HeatmapFolder
-from sinkprune.calibration.norms import NormReport, summarise
-from sinkprune.calibration.pictures import SUFFIXES, NamedPicture, folder_pictures, task_pictures
-from sinkprune.calibration.plots import plot_norms
+from sinkprune.calibration.commands.measuring import LIMIT, OWN_TEST_SETS, check_answers, check_unpruned_memory
+from sinkprune.calibration.norms import NormReport, TokenFeatures, bundle_features, summarise
+from sinkprune.calibration.plots import HeatmapFolder, plot_norms
+from sinkprune.calibration.questions import SUFFIXES, NamedPicture, folder_pictures, task_pictures
 from sinkprune.calibration.tasks import SCENES
-from sinkprune.calibration.token_features import TokenFeatures, bundle_features
 from sinkprune.calibration.towers import CONFIG, VisionTower
 from sinkprune.contract.bundle import Bundle, read_runnable
-from sinkprune.contract.checks.format_value import counted
-from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.checks import counted, escaped
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.command_parser import CommandParser, PathOrName
+from sinkprune.contract.command_line.options import CommandParser, PathOrName
 from sinkprune.contract.command_line.progress import progress_bar, status
 from sinkprune.contract.errors import OutputError, UsageError
 from sinkprune.contract.files.output_files import OutputFile, check_outputs
 from sinkprune.contract.manifest import MANIFEST
-from sinkprune.runtime.commands import (
+from sinkprune.runtime.commands.options import (
     Options,
     add_report_options,
     bundle_parser,
     check_report_options,
+    interrupted_warnings,
     load_pipeline,
+    write_measured,
 )
-from sinkprune.runtime.commands.interrupts import interrupted_warnings, write_measured
-from sinkprune.runtime.commands.picture_notes import note_files, note_many_pictures
+from sinkprune.runtime.commands.run import note_files, note_many_pictures
 from sinkprune.runtime.media.picture_warnings import unseen_warnings
 from sinkprune.runtime.profiling.plot import import_matplotlib
 from sinkprune.runtime.profiling.profile import model_name

@@ -8,39 +8,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sinkprune.calibration.commands.measuring import check_answers
-from sinkprune.calibration.pictures import note_items
 from sinkprune.calibration.plots import plot_quantisation
+from sinkprune.calibration.questions import note_items
 from sinkprune.calibration.tasks import Item, check_own_questions, items_by_picture, load_task
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.checks.format_value import counted
-from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
-from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.checks import RealNumber, WholeNumber, counted, escaped
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.command_parser import CommandParser
+from sinkprune.contract.command_line.options import CommandParser
 from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.command_line.table_console import TableConsole, make_table, plain_text
 from sinkprune.contract.files.folders import check_outside, check_replaceable
 from sinkprune.contract.files.output_files import check_apart, check_outputs
-from sinkprune.contract.files.signature import read_private_key
-from sinkprune.contract.files.trust import add_sign_option, add_trust_options, sum_lines
+from sinkprune.contract.files.trust import add_sign_option, add_trust_options, read_private_key, sum_lines
 from sinkprune.contract.manifest import BUNDLE
+from sinkprune.contract.memory import available_bytes
 from sinkprune.contract.precision import BLOCK_SIZES
-from sinkprune.contract.system.system_memory import available_bytes
 from sinkprune.export.packages import report_missing_package
 from sinkprune.runtime.backends import THREADS, load_backend
-from sinkprune.runtime.commands import (
-    Options,
-    add_report_options,
-    write_report,
-)
-from sinkprune.runtime.commands.interrupts import explain_interrupt
+from sinkprune.runtime.commands.options import Options, add_report_options, explain_interrupt, write_report
 from sinkprune.runtime.families import load_family
-from sinkprune.runtime.media.fits import add_fit_option
+from sinkprune.runtime.media.images import add_fit_option
 from sinkprune.runtime.profiling.plot import import_matplotlib
 
 if TYPE_CHECKING:
-    from sinkprune.calibration.quantising.cost import CalibrationCost
-    from sinkprune.calibration.quantising.report import LogitError, QuantisationReport
+    from sinkprune.calibration.quantising.quantise import CalibrationCost, LogitError, QuantisationReport
 
 _EXAMPLES = """\
 examples:
@@ -63,7 +54,7 @@ _SHOWN = 10
 def main(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, Options)
     with report_missing_package("quantising"), status("loading packages"):
-        from sinkprune.calibration.quantising.chain_run import encode_prompts
+        from sinkprune.calibration.quantising.graphs import encode_prompts
         from sinkprune.calibration.quantising.quantise import ErrorLimits, quantise_bundle, quantised_forms
     check_outputs(options.outputs, [options.data, *options.key_files], [options.bundle, options.output])
     if options.plot:

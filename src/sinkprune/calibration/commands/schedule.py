@@ -12,34 +12,40 @@ from typing import TYPE_CHECKING
 
 from sinkprune.calibration.changed_bundle import changed_text
 from sinkprune.calibration.commands.measuring import add_changing_options, check_answers
-from sinkprune.calibration.evaluation.sample_size import accuracy_warnings, mean_warnings
-from sinkprune.calibration.pictures import note_items
-from sinkprune.calibration.scheduling.questions import PICTURES, PictureQuestion, questions_to_measure
-from sinkprune.calibration.scheduling.report import ScheduleReport
-from sinkprune.calibration.scheduling.report_text import doubts, missed_text, report_text
+from sinkprune.calibration.evaluation.statistics import accuracy_warnings, mean_warnings
+from sinkprune.calibration.questions import note_items
+from sinkprune.calibration.scheduling.report import ScheduleReport, doubts, missed_text, report_text
+from sinkprune.calibration.scheduling.search import PICTURES, PictureQuestion, questions_to_measure
 from sinkprune.calibration.tasks import Item, check_own_questions, load_task
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.checks.fields import to_json
-from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
-from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.checks import RealNumber, WholeNumber, escaped, to_json
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.command_parser import CommandParser
-from sinkprune.contract.command_line.json_output import json_outputs, write_json, write_result
+from sinkprune.contract.command_line.options import (
+    CommandParser,
+    json_outputs,
+    note_written,
+    write_each,
+    write_json,
+    write_result,
+)
 from sinkprune.contract.command_line.progress import status
-from sinkprune.contract.command_line.written_files import note_written, write_each
-from sinkprune.contract.costs.file import write_costs
-from sinkprune.contract.costs.model import Costs
 from sinkprune.contract.errors import BudgetError, UsageError
 from sinkprune.contract.files.output_files import OutputFile, check_apart, check_outputs
-from sinkprune.contract.files.signature import read_private_key
+from sinkprune.contract.files.trust import read_private_key
 from sinkprune.contract.manifest import BUNDLE
+from sinkprune.deadlines.costs import Costs, write_costs
+from sinkprune.deadlines.options import doubtful_costs, kept_line
 from sinkprune.export.packages import report_missing_package
-from sinkprune.runtime.commands import Options, add_new_tokens, load_pipeline
-from sinkprune.runtime.commands.deadline_costs import doubtful_costs, kept_line
-from sinkprune.runtime.commands.interrupts import NO_COSTS, beside_earlier
-from sinkprune.runtime.commands.memory import check_memory
-from sinkprune.runtime.commands.picture_notes import note_pictures
+from sinkprune.runtime.commands.options import (
+    NO_COSTS,
+    Options,
+    add_new_tokens,
+    beside_earlier,
+    check_memory,
+    load_pipeline,
+)
+from sinkprune.runtime.commands.run import note_pictures
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.picture_warnings import unseen_warnings
 from sinkprune.runtime.pipeline import Pipeline
@@ -47,7 +53,7 @@ from sinkprune.runtime.steps.request import new_request
 
 if TYPE_CHECKING:
     from sinkprune.calibration.scheduling.propose import BudgetTarget
-    from sinkprune.calibration.scheduling.trials import Trials
+    from sinkprune.calibration.scheduling.search import Trials
 
 _EXAMPLES = """\
 examples:
@@ -96,9 +102,8 @@ def main(arguments: Sequence[str] | None) -> None:
     with report_missing_package("adding budgets"), status("loading packages"):
         from sinkprune.calibration.evaluation.replies import check_questions
         from sinkprune.calibration.evaluation.report import BASELINE
-        from sinkprune.calibration.scheduling.named_budget import METHOD, add_budget, check_addable, check_name
         from sinkprune.calibration.scheduling.propose import TOKENS_A_LAYER, BudgetTarget
-        from sinkprune.calibration.scheduling.trials import Trials
+        from sinkprune.calibration.scheduling.search import METHOD, Trials, add_budget, check_addable, check_name
     target = BudgetTarget(options.target_ms, options.budget_tokens, options.new_tokens)
     bundle = read_bundle(options.bundle, options.trust)
     check_answers(bundle)

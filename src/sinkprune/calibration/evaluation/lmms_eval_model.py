@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import track
 
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.checks.format_value import type_name
+from sinkprune.contract.checks import type_name
 from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.runtime.media.video_file import VideoFile
 from sinkprune.runtime.pipeline import Pipeline

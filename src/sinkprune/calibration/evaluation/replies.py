@@ -7,7 +7,6 @@ from typing import Any
 
 from PIL import Image
 
-from sinkprune.calibration.evaluation.intervals import PictureBootstrap
 from sinkprune.calibration.evaluation.report import (
     BASELINE,
     Combination,
@@ -17,13 +16,13 @@ from sinkprune.calibration.evaluation.report import (
     summarise,
     timed_head,
 )
-from sinkprune.calibration.evaluation.sample_size import accuracy_warnings, mean_warnings
+from sinkprune.calibration.evaluation.statistics import PictureBootstrap, accuracy_warnings, mean_warnings
 from sinkprune.calibration.tasks import Item, naming, with_grey_picture
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.text.questions import Question
+from sinkprune.contract.questions import Question
 from sinkprune.runtime.media.picture_warnings import unseen_warnings
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.profile import check_budgets

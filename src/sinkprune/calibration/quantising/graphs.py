@@ -1,22 +1,318 @@
-"""The weight graphs of a bundle, with their floats and with quantised weights."""
+"""Runs the chain up to the products whose weights are quantised.
+
+So the weights of one subgraph are in memory at a time, and each subgraph runs once. Tensors that later subgraphs need
+are kept for every prompt.
+
+Rows of pruned prompts are a subset of these rows. So one rounding serves every budget.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import onnx_ir as ir
 
-from sinkprune.calibration.quantising.products import Layer, linear_layers
-from sinkprune.calibration.quantising.subgraphs import GraphRun, GraphSession, Tensors, split_graph
+from sinkprune.calibration.tasks import Item
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.precision import Array, WeightForms, WeightsName
+from sinkprune.contract.errors import BackendError
+from sinkprune.contract.manifest import EMBEDDING, Manifest
+from sinkprune.contract.precision import DTYPES, Array, WeightForms, WeightsName
 from sinkprune.export.dialects import DIALECTS
+from sinkprune.export.graph import RewrittenGraph, multiplications, read_graph, shape_of
 from sinkprune.export.precision import PRECISIONS
-from sinkprune.export.rewriting import RewrittenGraph, read_graph
-from sinkprune.export.weights.rounding import RoundingMethod
+from sinkprune.export.weights.rounding import InputProducts, RoundingMethod
 from sinkprune.export.weights.weight_forms import form_of
+from sinkprune.runtime.backends import Backend, load_backend
 from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.backends.onnxruntime.library import import_onnxruntime, session_options, words
+from sinkprune.runtime.families import TowerInput, load_family
+from sinkprune.runtime.families.rotary import Rotary
+from sinkprune.runtime.media.images import Fit
+from sinkprune.runtime.steps.chain import EncodedPicture
+from sinkprune.runtime.steps.prompt_rows import Embedding, lay_out
+from sinkprune.runtime.text.prompt import PromptEncoder
+
+Tensors = Mapping[str, Array]
+"""Inputs or outputs of a graph by name."""
+
+
+class GraphSession:
+    """A graph, or a part of one, with its weights in `folder`.
+
+    Activations stay floats before quantised weights: rounding them too is an engine's choice.
+    """
+
+    def __init__(self, graph: ir.Graph, version: int, folder: Path, threads: int) -> None:
+        """Load the graph; `version` is ONNX's IR version. Raises `BackendError`."""
+        ort = import_onnxruntime("sinkprune-calibrate quantize")
+        self.name = str(graph.name)
+        options = session_options(ort)
+        options.intra_op_num_threads = threads
+        options.enable_mem_pattern = False
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+        data = ir.to_proto(ir.Model(graph, ir_version=version)).SerializeToString()
+        try:
+            self._session = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"], enable_fallback=0)
+        except Exception as error:
+            # onnxruntime has no common base class for its errors.
+            raise BackendError(f"onnxruntime cannot load graph '{self.name}': {words(error)}") from error
+        self._inputs = {value.name for value in self._session.get_inputs()}
+        self._outputs = [value.name for value in self._session.get_outputs()]
+
+    def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Return all outputs by name, from inputs by name; raises `BackendError`."""
+        feeds: dict[str, Any] = {name: array for name, array in inputs.items() if name in self._inputs}
+        try:
+            outputs = self._session.run(self._outputs, feeds)
+        except Exception as error:
+            raise BackendError(
+                f"graph '{self.name}' failed in onnxruntime: {words(error)}. If memory ran out, end other programs; "
+                "if not, export the bundle again."
+            ) from error
+        return dict(zip(self._outputs, outputs, strict=True))
+
+
+OpenSession = Callable[[ir.Graph], GraphSession]
+"""Returns a session of a subgraph."""
+
+
+class Subgraph(NamedTuple):
+    """Consecutive linear layers of a graph and the operators around them, by names of values."""
+
+    layer_inputs: tuple[str, ...]
+    """The layers' inputs in order; layers may share one."""
+    outputs: tuple[str, ...]
+    """Values that a later subgraph needs, or that are outputs of the graph."""
+
+
+class GraphRun:
+    """A run of all prompts through a graph, subgraph by subgraph."""
+
+    def __init__(self, graph: ir.Graph, open_session: OpenSession, feeds: Iterable[Tensors]) -> None:
+        """Start before the first subgraph. `feeds` are each prompt's inputs; `graph` has only needed outputs."""
+        self._graph, self._open, self._feeds = graph, open_session, list(feeds)
+        self._kept: list[Tensors] = [{} for _ in self._feeds]
+        self._remaining = split_graph(graph)
+
+    def is_ahead(self, value: str) -> bool:
+        """Return whether the value of that name is an input of a layer that has not run yet."""
+        return any(value in subgraph.layer_inputs for subgraph in self._remaining)
+
+    def step(self, use: Callable[[str, Array], None] | None = None) -> None:
+        """Run the next subgraph, and call `use` with the name and the value of each layer's input for each prompt.
+
+        Raises `BackendError`, and `IndexError` after the last subgraph.
+        """
+        subgraph = self._remaining.pop(0)
+        used = subgraph.layer_inputs if use else ()
+        # No session computes the values that are known already.
+        known_names = {*self._feeds[0], *self._kept[0]}
+        wanted = [name for name in dict.fromkeys((*subgraph.outputs, *used)) if name not in known_names]
+        session = self._open(_extract(self._graph, self._kept[0], wanted))
+        for number, feed in enumerate(self._feeds):
+            known = {**feed, **self._kept[number]}
+            known |= session(known)
+            self._kept[number] = {name: known[name] for name in subgraph.outputs}
+            if use:
+                for name in used:
+                    use(name, known[name])
+
+    def outputs(self) -> list[Tensors]:
+        """Run the remaining subgraphs, and return the graph's outputs for each prompt; raises `BackendError`."""
+        while self._remaining:
+            self.step()
+        return self._kept
+
+
+def split_graph(graph: ir.Graph) -> list[Subgraph]:
+    """Return all subgraphs of `graph`, cut at the places between layers where the fewest values must be kept.
+
+    In a transformer these are after the residual sums that end attention and MLP. Values that depend on no matrix,
+    such as masks from positions, are not kept but computed again.
+    """
+    layers, live_ranges = _layers(graph), _live_ranges(graph)
+
+    def live(place: int) -> list[str]:
+        """Return the values that are computed before the node at that place, and needed from there on."""
+        return [name for name, span in live_ranges.items() if span.first < place <= span.last]
+
+    boundaries = [
+        min((live(place) for place in range(before.last + 1, after.first + 1)), key=len)
+        for before, after in pairwise(layers)
+    ]
+    found, inputs = list[Subgraph](), list[str]()
+    for number, layer in enumerate(layers):
+        inputs.append(layer.input)
+        # A cut is a boundary that keeps no more values than the boundaries next to it.
+        neighbours = boundaries[max(number - 1, 0) : number + 2]
+        if number < len(boundaries) and len(boundaries[number]) == min(map(len, neighbours)):
+            found.append(Subgraph(tuple(inputs), tuple(boundaries[number])))
+            inputs = []
+    return [*found, Subgraph(tuple(inputs), tuple(str(value.name) for value in graph.outputs))]
+
+
+class _Layers(NamedTuple):
+    """Linear layers that share an input, with the places of the first and the last among the graph's nodes."""
+
+    input: str
+    first: int
+    last: int
+
+
+class _LiveRange(NamedTuple):
+    """The place of the node that computes a value, and that of the last node that needs it."""
+
+    first: int
+    last: int
+
+
+def _layers(graph: ir.Graph) -> list[_Layers]:
+    """Return the products with matrices of any form; consecutive products of one input are together."""
+    found: list[_Layers] = []
+    for place, node, varying in _varying_nodes(graph):
+        if _is_layer(node, varying):
+            if found and found[-1].input == varying[0]:
+                found[-1] = found[-1]._replace(last=place)
+            else:
+                found.append(_Layers(varying[0], place, place))
+    return found
+
+
+def _live_ranges(graph: ir.Graph) -> dict[str, _LiveRange]:
+    """Return the live ranges of all values that depend on matrices."""
+    ranges: dict[str, _LiveRange] = {}
+    for place, node, varying in _varying_nodes(graph):
+        needed = [name for name in varying if name in ranges]
+        ranges |= {name: ranges[name]._replace(last=place) for name in needed}
+        if needed or _is_layer(node, varying):
+            ranges |= {str(value.name): _LiveRange(place, place) for value in node.outputs}
+    outputs = [str(value.name) for value in graph.outputs]
+    return ranges | {name: ranges[name]._replace(last=len(graph)) for name in outputs if name in ranges}
+
+
+def _varying_nodes(graph: ir.Graph) -> Iterator[tuple[int, ir.Node, list[str]]]:
+    """Yield each node that depends on the graph's inputs, with its place and the names of its inputs that do."""
+    constant = set(graph.initializers)
+    for place, node in enumerate(graph):
+        varying = [str(value.name) for value in node.inputs if value is not None and value.name not in constant]
+        if varying:
+            yield place, node, varying
+        else:
+            constant.update(str(value.name) for value in node.outputs)
+
+
+def _is_layer(node: ir.Node, varying: Sequence[str]) -> bool:
+    value = node.inputs[0] if node.op_type == "MatMul" else None
+    return value is not None and varying == [value.name]
+
+
+def _extract(graph: ir.Graph, known: Tensors, wanted: Sequence[str]) -> ir.Graph:
+    """Return the part of `graph` that computes the `wanted` values from its inputs and the `known` values."""
+    inputs = [str(value.name) for value in graph.inputs]
+    part = ir.convenience.extract(graph, [*inputs, *known], wanted)
+    for value in part.inputs:
+        if (array := known.get(str(value.name))) is not None:
+            value.type, value.shape = ir.TensorType(ir.DataType.from_numpy(array.dtype)), None
+    return part
+
+
+_WEIGHT = ".weight"
+
+
+class Layer(NamedTuple):
+    """A linear layer of a graph."""
+
+    value: str
+    """The name of its input; layers may share it."""
+    inputs: int
+    outputs: int
+
+
+class Products:
+    """X^T X of each matrix of a graph on the same prompts, computed on demand, a subgraph of layers at a time.
+
+    Calls in the order of the layers compute each product once.
+    """
+
+    def __init__(self, graph: ir.Graph, start: Callable[[], GraphRun]) -> None:
+        """`start` returns a run of all prompts through `graph`."""
+        self._layers, self._joined = linear_layers(graph), joined_layers(graph)
+        self._start, self._run = start, start()
+        self._held: dict[str, InputProducts] = {}
+
+    def __call__(self, matrix: str) -> InputProducts:
+        """Return the products of the inputs of the layer with the matrix of that name; raises `BackendError`."""
+        value = self._layers[matrix].value
+        if value not in self._held and not self._run.is_ahead(value):
+            self._run = self._start()
+        while value not in self._held:
+            # Free the old products before the next ones are computed.
+            self._held = {}
+            sums: dict[str, Array] = {}
+            self._run.step(partial(_add, sums))
+            self._held = {name: InputProducts(products) for name, products in sums.items()}
+        return self._held[value]
+
+    def parts(self, matrix: str) -> Mapping[str, int]:
+        """Return the layers that share the matrix of that name: their own matrices' names, and their outputs."""
+        return self._joined.get(matrix, {matrix: self._layers[matrix].outputs})
+
+    def outputs(self) -> list[Tensors]:
+        """Return the graph's outputs for each prompt; raises `BackendError`."""
+        self._held = {}
+        return self._run.outputs()
+
+
+def linear_layers(graph: ir.Graph) -> dict[str, Layer]:
+    """Return all linear layers of `graph`, by the names of their matrices of floats."""
+    found = {}
+    for matrix, node in multiplications(graph).items():
+        tensor = graph.initializers[matrix].const_value
+        if node.inputs[0] is None or node.inputs[0].name is None or tensor is None:
+            raise ValueError(f"the matrix '{matrix}' is multiplied with nothing")
+        found[matrix] = Layer(node.inputs[0].name, *shape_of(tensor))
+    return found
+
+
+def joined_layers(graph: ir.Graph) -> dict[str, dict[str, int]]:
+    """Return the layers that share a matrix, by its name: the names of their own matrices, and their outputs."""
+    found = {}
+    for matrix, node in multiplications(graph).items():
+        own = matrix.removesuffix(_WEIGHT).rpartition(".")[0]
+        uses = [use for use, _ in node.outputs[0].uses()]
+        if len(uses) == 1 and uses[0].op_type == "Add":
+            uses = [use for use, _ in uses[0].outputs[0].uses()]
+        for split in (use for use in uses if use.op_type == "Split" and len(use.inputs) > 1):
+            names = [str(value.name) for value in split.outputs]
+            # If the checkpoint itself stores one matrix, as in Qwen's towers, the parts have no layers' names.
+            if all(name.rpartition(".")[0] == own for name in names):
+                widths = _numbers(split.inputs[1])
+                found[matrix] = {f"{name}{_WEIGHT}": width for name, width in zip(names, widths, strict=True)}
+    return found
+
+
+def _add(sums: dict[str, Array], value: str, rows: Array) -> None:
+    """Add the products of one more prompt."""
+    width = rows.shape[-1]
+    rows = rows.reshape(-1, width).astype(np.float32, copy=False)
+    if value not in sums:
+        sums[value] = np.zeros((width, width), np.float32)
+    sums[value] += rows.T @ rows
+
+
+def _numbers(value: ir.Value | None) -> list[int]:
+    """Return a constant list of a graph, such as the sizes of a Split."""
+    tensor = value.const_value if value is not None else None
+    if tensor is None:
+        raise ValueError("a matrix is split at places that are computed")
+    return tensor.numpy().tolist()
+
 
 _WANTED = ("tokens", "norms", "salience", "deepstack", "embeddings", "hidden_out", "logits")
 """Outputs of weight graphs that the next graph or the answer needs."""
@@ -80,3 +376,86 @@ class WeightGraphs:
 def _wanted(graph: ir.Graph) -> ir.Graph:
     graph.outputs[:] = [value for value in graph.outputs if value.name in _WANTED]
     return graph
+
+
+class EncodedPrompt(NamedTuple):
+    """A prompt about one picture, as the model takes it."""
+
+    picture: TowerInput
+    texts: list[list[int]]
+    """Token ids before the picture and after it."""
+
+
+def encode_prompts(bundle: Bundle, items: Iterable[Item], fit: Fit | None = None) -> list[EncodedPrompt]:
+    """Encode pictures and questions for the model of `bundle`; raises `ImageError`, `PromptError`, `UsageError`.
+
+    `fit` is how a picture becomes a square; None is the checkpoint's own way.
+    """
+    family, encoder = load_family(bundle.manifest, fit), PromptEncoder.of_bundle(bundle)
+    prompts = []
+    for item in items:
+        picture = item.load_image()
+        tower = TowerInput(family.inputs(picture), family.layout(picture))
+        prompts.append(EncodedPrompt(tower, encoder.encode(["", item.question.prompt], [tower.layout.texts]).texts))
+    return prompts
+
+
+def weight_graphs(manifest: Manifest) -> list[str]:
+    """Return the graphs that hold weights, in the order in which an unpruned request runs them."""
+    decoders = [f"decoder_{segment}" for segment in range(len(manifest.segments))]
+    return ["vision", *filter(None, [manifest.projector]), *decoders, "head"]
+
+
+class ChainRun:
+    """All prompts, each before the same graph."""
+
+    def __init__(self, bundle: Bundle, prompts: Sequence[EncodedPrompt]) -> None:
+        """Start before the vision tower."""
+        backend, embedding = load_backend("ort-cpu"), Embedding(bundle.files[EMBEDDING], bundle.manifest)
+        between = load_family(bundle.manifest).between_rows
+        self._prompts = [_steps(bundle.manifest, backend, embedding, between, prompt) for prompt in prompts]
+        self.feeds: list[Tensors] = [next(prompt) for prompt in self._prompts]
+        """The graph's inputs for each prompt; those of the head are the rows of the text after the picture."""
+        self.logits: list[Array] = []
+        """[vocab] for each prompt, after the head."""
+
+    def advance(self, outputs: Iterable[Tensors]) -> None:
+        """Go on to the next graph, with the outputs of this one for each prompt."""
+        for number, (prompt, own) in enumerate(zip(self._prompts, outputs, strict=True)):
+            try:
+                self.feeds[number] = prompt.send(own)
+            except StopIteration as done:
+                self.logits.append(done.value)
+
+
+def _steps(
+    manifest: Manifest, backend: Backend, embedding: Embedding, between_rows: str | None, prompt: EncodedPrompt
+) -> Generator[Tensors, Tensors, Array]:
+    """Run an unpruned request: yield each graph's inputs, receive its outputs, and return the logits [vocab]."""
+    tower = yield prompt.picture.inputs
+    tokens = tower["tokens"]
+    if manifest.projector:
+        tokens = (yield {"tokens": tokens})["embeddings"]
+    groups, count = tower["norms"].shape
+    every = np.broadcast_to(np.arange(count), (groups, count))
+    deepstack = backend.tensor(tower["deepstack"]) if "deepstack" in tower else None
+    encoded = EncodedPicture(backend.tensor(tokens), every, tower["norms"], tower["salience"], deepstack)
+    rows = lay_out(backend, embedding, between_rows, prompt.texts, [prompt.picture.layout], [encoded], pruned=False)
+    hidden, added = backend.numpy(rows.hidden), {name: backend.numpy(x) for name, x in rows.deepstack_inputs.items()}
+    lm = manifest.language_model
+    rotary = Rotary(lm.rope_theta, lm.head_dim, DTYPES[manifest.precision], lm.rope_sections, lm.rope_factor)
+    cos, sin = rotary.tables(rows.positions.rows)
+    for segment in range(len(manifest.segments)):
+        past = _no_past(manifest, segment, rows.length)
+        own = added if segment == 0 else {}
+        hidden = (yield {"hidden": hidden, "cos": cos, "sin": sin, **own, **past})["hidden_out"]
+    # A request runs the head on the last row only. The other rows are possible inputs too.
+    return (yield {"hidden": hidden[:, rows.text]})["logits"][0]
+
+
+def _no_past(manifest: Manifest, segment: int, rows: int) -> Tensors:
+    """Return empty caches, with room for the new `rows` if the graph writes them in place."""
+    room = rows if manifest.cache == "in-place" else 0
+    past = [spec for spec in manifest.graphs[f"decoder_{segment}"].inputs if spec.name.startswith("past_")]
+    shapes = [[size if isinstance(size, int) else room for size in spec.shape] for spec in past]
+    return {spec.name: np.zeros(shape, spec.dtype) for spec, shape in zip(past, shapes, strict=True)}

@@ -1,41 +1,211 @@
-"""Quantises the weights of a bundle of floats, graph by graph. The new bundle is written whole or not at all."""
+"""Quantises a bundle's weights by calibration, and reports the error."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from sinkprune.calibration.evaluation.sample_size import calibration_warnings
-from sinkprune.calibration.quantising.chain_run import ChainRun, EncodedPrompt, weight_graphs
-from sinkprune.calibration.quantising.cost import CalibrationCost, check_memory, estimate
-from sinkprune.calibration.quantising.graphs import WeightGraphs
-from sinkprune.calibration.quantising.products import Products
-from sinkprune.calibration.quantising.report import LayerReport, QuantisationReport, layer_reports, logit_error
-from sinkprune.calibration.quantising.subgraphs import Tensors
+from sinkprune.calibration.evaluation.statistics import calibration_warnings
+from sinkprune.calibration.quantising.graphs import (
+    ChainRun,
+    EncodedPrompt,
+    Layer,
+    Products,
+    Tensors,
+    WeightGraphs,
+    weight_graphs,
+)
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.errors import AccuracyError, NumericsError, UsageError
+from sinkprune.contract.errors import AccuracyError, NumericsError, TooLittleMemoryError, UsageError
 from sinkprune.contract.files.folders import check_outside, check_replaceable, replacing
 from sinkprune.contract.files.manifest_file import file_specs
-from sinkprune.contract.files.signature import Sign
+from sinkprune.contract.files.trust import Sign
 from sinkprune.contract.manifest import BUNDLE, FORMAT_VERSION, Manifest
+from sinkprune.contract.memory import available_bytes, decoder_bytes, gigabytes, tower_bytes
 from sinkprune.contract.precision import DTYPES, Array, WeightForms, WeightsName
-from sinkprune.contract.reports.progress import OnProgress, unreported
-from sinkprune.contract.system.memory_need import decoder_bytes, tower_bytes
+from sinkprune.contract.progress import OnProgress, unreported
+from sinkprune.export.graph import RewrittenGraph
 from sinkprune.export.precision import PRECISIONS
-from sinkprune.export.rewriting import RewrittenGraph
-from sinkprune.export.weights.calibrated_rounding import calibrated
-from sinkprune.export.weights.rounding import RoundedMatrix, to_nearest
+from sinkprune.export.weights.rounding import CalibratedMatrix, OutputErrors, RoundedMatrix, calibrated, to_nearest
 from sinkprune.export.weights.weight_forms import chosen_forms
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.media.picture_warnings import unseen_warnings
 from sinkprune.runtime.profiling.profile import model_name
+
+_RUNS, _FLOAT = 3, 4
+"""Runs of a prompt through a graph (floats, and both roundings); bytes of an fp32."""
+_FIXED_BYTES = 600 << 20
+"""Python, its libraries, and freed memory that they retain."""
+_PACKED = 2
+"""Copies of a float in the engine: as read, and packed."""
+_ROUNDING_PRODUCTS, _ROUNDING_OUTPUTS, _ROUNDING_BYTES = 12, 10 * 2048, 28
+"""Rounding a matrix takes the time of 12 products of its errors with X^T X, these floats for each input, and these
+bytes for each value of X^T X while it is inverted."""
+_SAMPLE, _TRIES = 1024, 8
+
+
+class CalibrationCost(NamedTuple):
+    """Approximate memory and time."""
+
+    bytes: int
+    seconds: float
+    weights: int
+    """How many weights are rounded."""
+
+
+def estimate(
+    graphs: Mapping[str, Sequence[Sequence[Layer]]], rows: Mapping[str, int], states: int
+) -> CalibrationCost:
+    """Estimate the cost of rounding the layers of `graphs`; the layers of one subgraph are in memory together.
+
+    `rows` is the number of each graph's input rows. `states` is the bytes of the states between subgraphs and within
+    them. The time is for this machine, by a short benchmark of matrix products.
+    """
+    most, operations = 0.0, 0.0
+    for name, subgraphs in graphs.items():
+        for layers in subgraphs:
+            weights = sum(layer.inputs * layer.outputs for layer in layers)
+            squares = {layer.value: layer.inputs**2 for layer in layers}
+            widest = max((layer.inputs for layer in layers), default=0)
+            running = _PACKED * _FLOAT * weights
+            rounding = _ROUNDING_BYTES * widest**2 + _FLOAT * _ROUNDING_OUTPUTS * widest
+            most = max(most, _FLOAT * sum(squares.values()) + max(running, rounding))
+            operations += 2.0 * (_RUNS * weights + sum(squares.values())) * rows[name]
+            operations += 2.0 * _ROUNDING_PRODUCTS * sum(layer.inputs**2 * layer.outputs for layer in layers)
+    rounded = sum(
+        layer.inputs * layer.outputs for subgraphs in graphs.values() for layers in subgraphs for layer in layers
+    )
+    return CalibrationCost(round(most) + states + _FIXED_BYTES, operations / _operations_a_second(), rounded)
+
+
+def check_memory(cost: CalibrationCost) -> None:
+    """Raise `TooLittleMemoryError` if the cost exceeds the free memory."""
+    free = available_bytes()
+    if 0 < free < cost.bytes:
+        raise TooLittleMemoryError(
+            f"not enough memory: calibrating needs about {gigabytes(cost.bytes)}, {gigabytes(free)} are free. End "
+            "other programs, take a smaller --limit, or use a larger machine: the bundle can run on this one."
+        )
+
+
+def _operations_a_second() -> float:
+    """Measure the fp32 additions and multiplications a second in matrix products."""
+    sample, seconds = np.ones((_SAMPLE, _SAMPLE), np.float32), []
+    for _ in range(_TRIES):
+        start = time.perf_counter()
+        sample @ sample
+        seconds.append(time.perf_counter() - start)
+    return 2.0 * _SAMPLE**3 / min(seconds)
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """The error of a layer's output without its bias, over all rows of the prompts."""
+
+    relative_l2: float
+    """The length of the error over that of the output."""
+    cosine: float
+    """The cosine of the angle between the output and the exact one."""
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """The quantised weights of one linear layer."""
+
+    graph: str
+    matrix: str
+    """Its name; layers that share a matrix in the graph have a report each, with their own matrix's name."""
+    inputs: int
+    outputs: int
+    bits: int
+    error: LayerError
+    to_nearest: LayerError
+    """If every weight had been rounded to the nearest."""
+
+
+@dataclass(frozen=True)
+class LogitError:
+    """The error of the first new token's logits, over all prompts."""
+
+    relative_l2: float
+    """The length of the error over that of the logits."""
+    kl: float
+    """Kullback-Leibler divergence from the float weights' probabilities, in nats; the mean."""
+    top_1: float
+    """The share of prompts whose most likely token is the same."""
+
+
+@dataclass(frozen=True)
+class QuantisationReport:
+    """A bundle's quantised weights compared with its floats, on the prompts that they were rounded for."""
+
+    model: str
+    precision: str
+    weights: WeightForms
+    prompts: int
+    rows: int
+    """Input rows of the decoder, of text and pictures."""
+    layers: tuple[LayerReport, ...]
+    """In the order in which they run."""
+    logits: LogitError
+    to_nearest: LogitError
+    """If every weight had been rounded to the nearest."""
+    warnings: tuple[str, ...]
+    """Sentences: why the figures say little, for example too few prompts."""
+    seen_share: float = 1.0
+    """The share of its area that the model sees of the picture that it sees least of."""
+
+    @property
+    def worst(self) -> list[LayerReport]:
+        """All layers, those with the largest errors first."""
+        return sorted(self.layers, key=lambda layer: -layer.error.relative_l2)
+
+
+def layer_reports(graph: str, parts: Mapping[str, int], bits: int, found: CalibratedMatrix) -> list[LayerReport]:
+    """Return the reports of layers that share a matrix; `parts` are their matrices and outputs, in order."""
+    reports, start, inputs = [], 0, found.rounded.codes.shape[1]
+    for matrix, outputs in parts.items():
+        rows = slice(start, start + outputs)
+        error, to_nearest = (
+            _layer_error(found.length[rows], errors, rows) for errors in (found.errors, found.nearest_errors)
+        )
+        reports.append(LayerReport(graph, matrix, inputs, outputs, bits, error, to_nearest))
+        start += outputs
+    return reports
+
+
+def _layer_error(lengths: Array, errors: OutputErrors, rows: slice) -> LayerError:
+    length, square, along = (
+        float(x.sum(dtype=np.float64)) for x in (lengths, errors.square[rows], errors.along[rows])
+    )
+    longest = length * (length + 2 * along + square)
+    cosine = min((length + along) / longest**0.5, 1.0) if longest > 0 else 1.0
+    return LayerError((square / length) ** 0.5 if length > 0 else 0.0, cosine)
+
+
+def logit_error(exact: Sequence[Array], found: Sequence[Array]) -> LogitError:
+    """Return the error of the `found` logits [vocab] of each prompt against the `exact` ones."""
+    p, q = np.array(exact, np.float64), np.array(found, np.float64)
+    log_p, log_q = _log_softmax(p), _log_softmax(q)
+    return LogitError(
+        relative_l2=float(np.linalg.norm(q - p) / np.linalg.norm(p)),
+        kl=float((np.exp(log_p) * (log_p - log_q)).sum(axis=-1).mean()),
+        top_1=float((p.argmax(axis=-1) == q.argmax(axis=-1)).mean()),
+    )
+
+
+def _log_softmax(logits: Array) -> Array:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
 
 _QUANTISED: tuple[WeightsName, ...] = ("int8", "int4")
 _NEAREST = "nearest"

@@ -9,16 +9,15 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from sinkprune.calibration.attention.received_attention import received_attention
-from sinkprune.calibration.scheduling.search import PlanSpace
-from sinkprune.calibration.scheduling.trials import TRIAL
+from sinkprune.calibration.attention import received_attention
+from sinkprune.calibration.scheduling.search import TRIAL, PlanSpace
 from sinkprune.contract.budgets import Share
 from sinkprune.contract.errors import NumericsError
 from sinkprune.contract.manifest import decoder_segments
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.steps.encoding import encode, run_tower
+from sinkprune.runtime.steps.chain import encode, run_tower
 from sinkprune.runtime.steps.prompt_rows import PromptRows, lay_out
 
 

@@ -1,43 +1,134 @@
-"""Proposes a budget for a bundle on this machine: measures, searches, and tries the best plans."""
+"""Proposes schedules: where layers can drop visual tokens, and how many."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import NamedTuple
 
+import numpy as np
+
 from sinkprune.calibration.evaluation.replies import collect_replies
 from sinkprune.calibration.evaluation.report import BASELINE, Combination
-from sinkprune.calibration.scheduling import grid
-from sinkprune.calibration.scheduling.attention import (
-    Measurements,
-    PictureAttention,
-    measure_attention,
-    plan_space,
-)
-from sinkprune.calibration.scheduling.named_budget import METHOD
-from sinkprune.calibration.scheduling.other_cuts import other_cuts
-from sinkprune.calibration.scheduling.questions import PictureQuestion
-from sinkprune.calibration.scheduling.report import Candidate, ScheduleReport
-from sinkprune.calibration.scheduling.report_text import few_requests
-from sinkprune.calibration.scheduling.request_times import UNPRUNED_MODEL, RequestTimes
+from sinkprune.calibration.scheduling.attention import Measurements, PictureAttention, measure_attention, plan_space
+from sinkprune.calibration.scheduling.report import Candidate, OtherCuts, ScheduleReport, few_requests
 from sinkprune.calibration.scheduling.search import (
+    METHOD,
+    TRIAL,
+    UNPRUNED_MODEL,
     FoundPlan,
     LatencyPrice,
     MeanTokensPrice,
+    PictureQuestion,
+    Price,
+    RequestTimes,
+    Trials,
     best_of_each_sanitizer,
     cheapest,
 )
-from sinkprune.calibration.scheduling.trials import TRIAL, Trials
 from sinkprune.calibration.tasks import Item
-from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.costs.model import LOADED, Costs
+from sinkprune.contract.budgets import FAMILIES, UNPRUNED, Budget, Share
 from sinkprune.contract.errors import BudgetError
-from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.reports.progress import OnProgress, unreported
+from sinkprune.contract.manifest import Manifest, decoder_segments
+from sinkprune.contract.progress import OnProgress, unreported
+from sinkprune.deadlines.costs import LOADED, Costs
+from sinkprune.export.methods import METHODS
+from sinkprune.export.pruning.plan import Method, PlanFacts
 from sinkprune.runtime.pipeline import Pipeline
+
+_SANITIZERS, _SIZES = 14, 32
+"""Points of the grid besides the family's own."""
+_LEAST, _MOST = 0.02, 0.8
+"""Shares of a picture's tokens."""
+
+
+def _denominator(manifest: Manifest) -> int:
+    """Return the denominator of shares: the tokens of a group, or 1000 if groups differ."""
+    return 1000 if manifest.any_resolution else manifest.most_visual_tokens
+
+
+def sanitizers(manifest: Manifest) -> list[Budget]:
+    """Return budgets without stages, each with the share of salient tokens of the family's nearest budget."""
+    whole, rows = _denominator(manifest), FAMILIES[manifest.family].budgets.values()
+    own = {_share(budget.reserve) + _share(budget.diverse): _share(budget.reserve) for budget in rows}
+    found = [Budget(budget.reserve, budget.diverse, ()) for budget in rows]
+    for kept in np.geomspace(_LEAST, _MOST, _SANITIZERS):
+        nearest = min(own, key=lambda share: abs(share - kept))
+        chosen = max(2, round(whole * float(kept)))
+        reserve = min(max(1, round(chosen * own[nearest] / nearest)), chosen - 1)
+        found.append(Budget(Share(reserve, whole), Share(chosen - reserve, whole), ()))
+    # The grid may repeat the family's, in other fractions. The first of equal counts stays: the family's.
+    by_counts: dict[tuple[int, int], Budget] = {}
+    for budget in found:
+        by_counts.setdefault((budget.reserve.of(whole), budget.diverse.of(whole)), budget)
+    return [*by_counts.values()]
+
+
+def sizes(manifest: Manifest) -> list[Share]:
+    """Return the shares of tokens that a stage may keep, ascending."""
+    whole = _denominator(manifest)
+    between = {max(1, round(whole * float(left))) for left in np.geomspace(_LEAST / 2, _MOST, _SIZES)}
+    own = {stage.of(whole) for budget in FAMILIES[manifest.family].budgets.values() for stage in budget.stages}
+    return [Share(left, whole) for left in sorted(between | own)]
+
+
+def _share(part: Share) -> float:
+    return part.numerator / part.denominator
+
+
+IN_LLM = ("fastv", "pyramiddrop", "sparsevlm")
+"""The methods whose layers are tried."""
+
+
+def other_cuts(
+    manifest: Manifest,
+    facts: PlanFacts,
+    measurements: Measurements,
+    price: LatencyPrice | MeanTokensPrice,
+    limit: float,
+) -> Iterable[OtherCuts]:
+    """Yield the best budget of at most `limit` with the cuts of each method that the bundle lacks."""
+    own, layers = manifest.cut_after, manifest.language_model.num_layers
+    for method in IN_LLM:
+        build = METHODS[method]
+        cuts = tuple(sorted({*own, *_cuts_of(build, manifest, facts)}))
+        if cuts == own:
+            continue
+        best = best_of_each_sanitizer(plan_space(measurements, cuts, layers), _recut(price, own, cuts, layers), limit)
+        if best:
+            methods = tuple(name for name in dict.fromkeys([METHOD, *manifest.plans, method]) if name != TRIAL)
+            stages = tuple(cuts[stage] for stage in best[0].stages)
+            yield OtherCuts(methods, cuts, stages, best[0].lost)
+
+
+def _cuts_of(build: Method, manifest: Manifest, facts: PlanFacts) -> list[int]:
+    """Return the layers after which a method drops tokens; none if it cannot be built for the model."""
+    for budget in FAMILIES[manifest.family].budgets.values():
+        try:
+            return [*build(facts, budget).select_after]
+        except BudgetError:
+            continue
+    return []
+
+
+def _recut(
+    price: LatencyPrice | MeanTokensPrice, own: tuple[int, ...], cuts: tuple[int, ...], num_layers: int
+) -> Price:
+    """Return the prices of plans with other cuts; every layer of a segment costs the same share of it."""
+    segments = decoder_segments(cuts, num_layers)
+    layers = tuple(map(len, segments))
+    if isinstance(price, MeanTokensPrice):
+        return MeanTokensPrice(layers)
+    whole = decoder_segments(own, num_layers)
+    decoders = []
+    for segment in segments:
+        number = bisect_left(own, segment[-1])
+        decoders.append(price.costs.decoders[number].slower(len(segment) / len(whole[number])))
+    return replace(price, costs=replace(price.costs, decoders=tuple(decoders)), layers=layers)
+
 
 SECONDS = 5.0
 """About how long to measure the costs, and again the budget that was found."""
@@ -110,14 +201,14 @@ class Proposer:
                 f"Export it again with --methods {METHOD}."
             )
         self.times = RequestTimes(pipeline, prompts[0], seconds, progress)
-        self._sanitizers = {f"keep {number}": budget for number, budget in enumerate(grid.sanitizers(manifest))}
+        self._sanitizers = {f"keep {number}": budget for number, budget in enumerate(sanitizers(manifest))}
         for name, budget in self._sanitizers.items():
             trials.add(name, budget, ())
         self._measurements = Measurements(
             attended=[self._attention(number, prompts) for number in range(len(prompts))],
             measured=manifest.cut_after,
             kept=[self.times.schedule(Combination(TRIAL, name)).rows for name in self._sanitizers],
-            sizes=grid.sizes(manifest),
+            sizes=sizes(manifest),
             tokens=self.times.layout.all_tokens,
         )
         self._space = plan_space(self._measurements, manifest.cut_after, manifest.language_model.num_layers)

@@ -1,13 +1,14 @@
-"""The report of `sinkprune-calibrate schedule --json`: costs, the chosen budget, and its measured time."""
+"""What a search for a schedule reports."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from sinkprune.contract.budgets import Budget
-from sinkprune.contract.costs.model import Costs
-from sinkprune.contract.reports.report import Spread
+from sinkprune.contract.report import FEWEST_OF_P95, Spread
+from sinkprune.deadlines.costs import Costs
 
 NEAR: Final = 0.08
 """The largest error of an accurate prediction, as a share of the measured time."""
@@ -100,3 +101,103 @@ class ScheduleReport:
     def accurate(self) -> bool:
         """Whether the measured time confirms the prediction."""
         return abs(self.off) <= NEAR
+
+
+_WORTH_A_CUT = 0.005
+"""The share of attention that other cuts must save to be printed."""
+_MOST_LOST = 0.85
+"""The share of attention above which a budget causes a warning."""
+
+
+def report_text(report: ScheduleReport) -> str:
+    """Return the lines about the chosen budget, the unpruned model, and the alternatives."""
+    what = "first token" if report.new_tokens == 1 else f"{report.new_tokens} new tokens"
+    lines = [
+        f"{report.visual_tokens} visual tokens and {report.prompt_tokens} of text, to the {what}",
+        f"none: predicted {_ms(report.unpruned_ms)}, measured {_spread(report.unpruned_measured_ms)}"
+        f"{_rated(report.unpruned_accuracy, report.questions)}",
+        f"{report.name}: predicted {_ms(report.chosen.predicted_ms)}, measured {_spread(report.measured_ms)}; "
+        f"the prediction is {100 * abs(report.off):.1f} % too {'low' if report.off < 0 else 'high'}",
+        _described(report.chosen, report.questions),
+    ]
+    if few := few_requests(report.requests):
+        lines.append(few)
+    if report.searches > 1:
+        lines.append(
+            f"searched {report.searches} times, because earlier budgets missed the target or left much of the time"
+        )
+    lines += [
+        f"also looked at: {_described(other, report.questions)}, predicted {_ms(other.predicted_ms)}"
+        for other in report.others
+    ]
+    lines += [
+        f"cut after {_layers(cuts.cut_after)}, by sinkprune-export --methods {','.join(cuts.methods)}: stages after "
+        f"{_layers(cuts.stages_after)} would drop {100 * cuts.lost:.1f} %"
+        for cuts in report.other_cuts
+        if cuts.lost <= report.chosen.lost - _WORTH_A_CUT
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def few_requests(requests: int) -> str:
+    """Return a sentence, without its full stop, about percentiles of so many requests; "" if they are enough."""
+    if requests >= FEWEST_OF_P95:
+        return ""
+    return (
+        f"{requests} requests of each: of fewer than {FEWEST_OF_P95}, p95 is close to the slowest. A larger "
+        "--seconds measures more"
+    )
+
+
+def missed_text(report: ScheduleReport, target_ms: float) -> str:
+    """Return how the chosen budget missed the target, and which target follows from the cheapest budget's time."""
+    missed = (
+        f"95 of 100 requests took up to {_ms(report.measured_ms.p95)}, more than the target of {target_ms:g} ms. "
+        "Measure again when the machine does nothing else"
+    )
+    if report.cheapest_p95_ms is None:
+        return f"{missed}."
+    return (
+        f"{missed}, or give --target-ms {report.nearest_target_ms}. That is a tenth more than "
+        f"{_ms(report.cheapest_p95_ms)}, in which 95 of 100 requests with the cheapest budget ended."
+    )
+
+
+def _described(candidate: Candidate, questions: int) -> str:
+    first, *left = candidate.rows
+    stages = f", {', '.join(map(str, left))} after {_layers(candidate.stages_after)}" if left else ""
+    return (
+        f"{first} tokens into the LLM{stages}; mean {candidate.mean_visual_tokens:.1f} a layer; drops "
+        f"{100 * candidate.lost:.1f} % of the text's attention{_rated(candidate.accuracy, questions)}"
+    )
+
+
+def _rated(accuracy: float | None, questions: int) -> str:
+    return "" if accuracy is None else f", {accuracy * questions:.0f} of {questions} answers right"
+
+
+def _spread(spread: Spread) -> str:
+    return f"{_ms(spread.median)} (p95 {_ms(spread.p95)})"
+
+
+def _ms(value: float) -> str:
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms"
+
+
+def _layers(layers: Sequence[int]) -> str:
+    listed = ", ".join(map(str, layers))
+    return f"layer{'s' if len(layers) > 1 else ''} {listed}" if listed else "no layer"
+
+
+def doubts(report: ScheduleReport) -> Iterator[str]:
+    """Yield a warning for a budget that drops much, and for one whose measured time is far from the predicted."""
+    if report.chosen.lost > _MOST_LOST:
+        yield (
+            f"the budget drops {100 * report.chosen.lost:.1f} % of the text's attention to the picture, so many "
+            "answers may be wrong. Compare it with others: sinkprune-evaluate."
+        )
+    if not report.accurate:
+        yield (
+            f"the prediction misses the measurement by {100 * abs(report.off):.1f} %, more than {100 * NEAR:.0f} %: "
+            "the machine's speed changed meanwhile. Measure again when the machine does nothing else."
+        )

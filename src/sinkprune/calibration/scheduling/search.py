@@ -1,16 +1,204 @@
-"""Exhaustive search on a grid of sizes for the budget that drops the least attention at a price."""
+"""Searches the schedules of a bundle by trials."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from itertools import combinations
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from PIL import Image
 
-from sinkprune.contract.costs.model import Costs, later_tokens
+from sinkprune.calibration.changed_bundle import changed_folder, check_changeable
+from sinkprune.calibration.evaluation.report import Combination
+from sinkprune.calibration.tasks import Item, items_by_picture
+from sinkprune.contract.budgets import FAMILIES, UNPRUNED, Budget
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.checks import format_value
+from sinkprune.contract.errors import BudgetError, BundleError
+from sinkprune.contract.files.folders import naming_full
+from sinkprune.contract.files.held_files import HeldFile
+from sinkprune.contract.files.manifest_file import FileSpec, sha256
+from sinkprune.contract.files.trust import Sign
+from sinkprune.contract.manifest import BUNDLE, Manifest, QwenTower
 from sinkprune.contract.precision import Array
+from sinkprune.contract.progress import OnProgress, unreported
+from sinkprune.contract.report import Spread
+from sinkprune.contract.schedule import Schedule, VisualLayout, schedule
+from sinkprune.deadlines.costs import Costs, later_tokens, predict
+from sinkprune.deadlines.measuring import MeasurementRounds
+from sinkprune.export.dialects import DIALECTS
+from sinkprune.export.methods.sinkpruner import build_after
+from sinkprune.export.planning import save_plan
+from sinkprune.export.precision import PRECISIONS
+from sinkprune.export.pruning.plan import PlanFacts, VariableTokens
+from sinkprune.runtime.families import load_family
+from sinkprune.runtime.media.images import read_image
+from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.steps.request import new_request
+
+TRIAL = "trial"
+"""The method of trial plans in memory: SinkPruner with other counts."""
+
+
+class Trials:
+    """A bundle whose method `TRIAL` has the plans that are added; its own folder stays unchanged."""
+
+    def __init__(self, bundle: Bundle, folder: Path) -> None:
+        """Write graphs to `folder`, which the caller removes."""
+        own = bundle.manifest
+        self._folder, self._files = folder, dict(bundle.files)
+        manifest = replace(
+            own,
+            budgets=dict(own.budgets),
+            plans={**own.plans, TRIAL: {}},
+            graphs=dict(own.graphs),
+            files=dict(own.files),
+        )
+        self.facts = plan_facts(manifest)
+        self.bundle = Bundle(bundle.path, manifest, bundle.sha256, self._files, bundle.trust)
+        """The bundle to load a pipeline from; the pipeline also finds plans that are added later."""
+
+    def add(self, name: str, budget: Budget, cuts: Sequence[int]) -> None:
+        """Add SinkPruner's plan of `budget` under `name`, with its stages after the layers `cuts`.
+
+        Raises `BudgetError` for a plan that cannot be built.
+        """
+        manifest = self.bundle.manifest
+        with naming_full(self._folder):
+            plan, graphs = save_plan(self._folder, self.facts, TRIAL, name, build_after(self.facts, budget, cuts))
+        for spec in graphs.values():
+            path = self._folder / spec.file
+            self._files[spec.file] = HeldFile(path, lambda reason: BundleError(f"a trial graph {reason}"))
+            manifest.files[spec.file] = FileSpec(path.stat().st_size, sha256(path))
+        manifest.graphs.update(graphs)
+        manifest.budgets[name] = budget
+        manifest.plans[TRIAL][name] = plan
+
+
+def plan_facts(manifest: Manifest) -> PlanFacts:
+    """Return the facts of the model from which the export built the bundle's plans."""
+    outputs = {tensor.name: tensor.shape for tensor in manifest.graphs["vision"].outputs}
+    largest: Sequence[VisualLayout] = [*load_family(manifest).largest().values()]
+    groups, in_all = max(one.groups for one in largest), max(one.all_tokens for one in largest)
+    tokens: int | VariableTokens = manifest.most_visual_tokens
+    if manifest.any_resolution:
+        tower = manifest.tower(QwenTower)
+        tokens = VariableTokens(manifest.most_visual_tokens, (tower.patch_size * tower.merge_size) ** 2, in_all)
+    return PlanFacts(
+        language_model=manifest.language_model,
+        tokens=tokens,
+        visual_width=outputs["tokens"][-1],
+        precision=PRECISIONS[manifest.precision],
+        dialect=DIALECTS[manifest.dialect],
+        groups=groups,
+        images=manifest.max_images,
+        joined=manifest.any_resolution and groups > 1,
+        deepstack=manifest.deepstack_width // outputs["tokens"][-1],
+    )
+
+
+METHOD = "sinkpruner"
+_NAME = re.compile("[a-z0-9][a-z0-9._-]{0,63}")
+
+
+def check_name(manifest: Manifest, name: str) -> None:
+    """Raise `BudgetError` for a name that a budget of this bundle may not have."""
+    if not _NAME.fullmatch(name):
+        raise BudgetError(
+            f"the name {format_value(name)} cannot be a budget's, expected up to 64 of a-z, 0-9, dots, dashes and "
+            "underscores, a letter or digit first. Choose another --name."
+        )
+    if name == UNPRUNED or name in FAMILIES[manifest.family].budgets:
+        raise BudgetError(
+            f"'{name}' is the name of a budget that every bundle of family '{manifest.family}' may have, and means "
+            "the same in each. Choose another --name."
+        )
+
+
+def check_addable(bundle: Bundle, name: str, *, force: bool, signed: bool) -> None:
+    """Check that a budget can be added; raises `BudgetError` for the name, `BundleError` for the bundle.
+
+    `force` allows replacing a budget that was added before; `signed` means that the new manifest will be signed.
+    """
+    manifest = bundle.manifest
+    check_name(manifest, name)
+    if name in manifest.budgets and not force:
+        raise BudgetError(
+            f"the bundle holds a budget '{name}' already. Add --force to replace it, or choose another --name."
+        )
+    check_changeable(bundle, signed=signed)
+
+
+def add_budget(
+    bundle: Bundle, name: str, budget: Budget, cuts: Sequence[int], *, force: bool = False, sign: Sign | None = None
+) -> Manifest:
+    """Write `budget` into the folder of `bundle` under `name`, with its stages after the layers `cuts`.
+
+    A new folder of hard links to the present files and of the new graphs replaces the old one. After a kill at any
+    moment the next command finds the bundle with the budget or without it. Raises what `check_addable` raises, and
+    `BundleError` if the bundle changed since it was read or its disk has no hard links.
+    """
+    check_addable(bundle, name, force=force, signed=sign is not None)
+    manifest = bundle.manifest
+    former = manifest.plans.get(METHOD, {}).get(name)
+    dropped = {graph: manifest.graphs[graph].file for graph in (former.graphs if former else ())}
+    files = {file: spec for file, spec in manifest.files.items() if file not in dropped.values()}
+    graphs = {graph: spec for graph, spec in manifest.graphs.items() if graph not in dropped}
+    with changed_folder(bundle, [*files]) as new:
+        facts = plan_facts(manifest)
+        plan, own = save_plan(new, facts, METHOD, name, build_after(facts, budget, cuts))
+        for spec in own.values():
+            files[spec.file] = FileSpec((new / spec.file).stat().st_size, sha256(new / spec.file))
+        added = replace(
+            manifest,
+            sinkprune_version=version("sinkprune"),
+            budgets={**manifest.budgets, name: budget},
+            plans={**manifest.plans, METHOD: {**manifest.plans.get(METHOD, {}), name: plan}},
+            graphs=graphs | own,
+            files=dict(sorted(files.items())),
+        )
+        BUNDLE.write(new, added, sign)
+        BUNDLE.hold(new, added.files)
+    return added
+
+
+PICTURES = 8
+"""Pictures whose attention is measured; a plan's share of it differs little between pictures."""
+
+
+class PictureQuestion(NamedTuple):
+    """A picture and a question about it."""
+
+    image: Image.Image
+    question: str
+
+
+def questions_to_measure(
+    items: Sequence[Item], images: Sequence[Path], prompt: str
+) -> list[tuple[str, PictureQuestion]]:
+    """Return one question about each picture of `items`, else of the files `images`, else of drawn scenes.
+
+    The first has the median length. Before each is the name of its picture's file, "" for a scene. `prompt` is the
+    question about files and scenes. Raises `ImageError`.
+    """
+    if items:
+        chosen = [group[0] for group in items_by_picture(items)[:PICTURES]]
+        found = [(item.picture, PictureQuestion(item.load_image(), item.question.prompt)) for item in chosen]
+    elif images:
+        found = [(str(path), PictureQuestion(read_image(path), prompt)) for path in images]
+    else:
+        from sinkprune.demo.scenes import make_scene
+
+        scenes = [make_scene("validation", number)[1] for number in range(PICTURES)]
+        found = [("", PictureQuestion(scene, prompt)) for scene in scenes]
+    median = sorted(range(len(found)), key=lambda number: len(found[number][1].question))[len(found) // 2]
+    return [found[median], *found[:median], *found[median + 1 :]]
+
 
 MOST_STAGES = 3
 """The stages of the method."""
@@ -22,7 +210,7 @@ and the numbers of the segments that a stage follows."""
 
 @dataclass(frozen=True)
 class LatencyPrice:
-    """The time of a request to its last token: `sinkprune.contract.costs.model.predict` for many plans."""
+    """The time of a request to its last token: `sinkprune.deadlines.costs.predict` for many plans."""
 
     costs: Costs
     layers: tuple[int, ...]
@@ -152,3 +340,77 @@ def _lost(space: PlanSpace, sanitizer: int, stages: tuple[int, ...], chosen: Arr
         if segment in stages:
             last = stages.index(segment)
     return total / sum(space.layers)
+
+
+UNPRUNED_MODEL = Combination(METHOD, UNPRUNED)
+
+
+class RequestTimes:
+    """The times of a request with the budgets of a pipeline's bundle, in milliseconds to the last new token."""
+
+    def __init__(
+        self, pipeline: Pipeline, prompt: PictureQuestion, seconds: float, progress: OnProgress = unreported
+    ) -> None:
+        """Measure the costs of the request for some `seconds`; raises what a request raises."""
+        self._pipeline, self._prompt, self._seconds, self._progress = pipeline, prompt, seconds, progress
+        request = new_request(*prompt, method=METHOD)
+        self.costs = pipeline.measure_costs(request, seconds, progress)
+        """Medians, at the machine's speed of the last measurement."""
+        self.p95_ratio = 1.0
+        """The 95th percentile of the last measured times, as a multiple of their median; 1 before the first."""
+        self.requests = 0
+        """The requests of each combination of the last measured times."""
+        self._measured = 0
+        self.layout = pipeline.family.layout(prompt.image)
+        self.text_tokens = pipeline.prompts.encode(request.texts).text_tokens
+
+    def schedule(self, combination: Combination) -> Schedule:
+        """Return the rows that the method and budget keep of the picture."""
+        return schedule(self._pipeline.bundle.manifest, *combination, [self.layout])
+
+    def price(self, new_tokens: int) -> LatencyPrice:
+        """Return the median time of all plans of the bundle's cuts."""
+        manifest = self._pipeline.bundle.manifest
+        layers, projector = tuple(map(len, manifest.segments)), manifest.projector is not None
+        return LatencyPrice(self.costs, layers, self.text_tokens, self.layout.all_tokens, projector, new_tokens)
+
+    def predict(self, combination: Combination, new_tokens: int) -> float:
+        """Return the median time of an answer with `new_tokens`, from the costs."""
+        manifest = self._pipeline.bundle.manifest
+        predicted = predict(self.costs, manifest, self.schedule(combination), self.text_tokens)
+        tower_ms: float = self.costs.tower.ms(self.layout.all_tokens)
+        return tower_ms + predicted.whole(new_tokens)
+
+    def measure(self, combinations: Sequence[Combination], new_tokens: int) -> list[Spread]:
+        """Return the measured times of each combination; the combinations take turns in each round."""
+        latencies = [list[float]() for _ in combinations]
+        # A name of its own: what follows counts its rounds anew.
+        self._measured += 1
+        what = f"measuring budgets, try {self._measured}" if self._measured > 1 else "measuring budgets"
+        rounds = MeasurementRounds(what, self._seconds, len(combinations), self._progress)
+        for counted in rounds:
+            for (method, budget), own in zip(combinations, latencies, strict=True):
+                answer = self._pipeline.generate(
+                    *self._prompt,
+                    method=method,
+                    budget=budget,
+                    max_new_tokens=new_tokens,
+                    min_new_tokens=new_tokens,
+                )
+                rounds.complete_part()
+                if counted:
+                    own.append(answer.ms["latency"] or 0.0)
+        self.requests = len(latencies[0])
+        return [Spread.of(own) for own in latencies]
+
+    def measure_unpruned(self, new_tokens: int) -> Spread:
+        """Measure the unpruned model, and correct the predictions by it."""
+        predicted = self.predict(UNPRUNED_MODEL, new_tokens)
+        (measured,) = self.measure([UNPRUNED_MODEL], new_tokens)
+        self.correct(measured, predicted)
+        return measured
+
+    def correct(self, measured: Spread, predicted_ms: float) -> None:
+        """Scale the costs to the speed at which a request was `measured`, and note how slow the slowest were."""
+        self.costs = self.costs.slower(measured.median / predicted_ms)
+        self.p95_ratio = measured.p95 / measured.median

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sinkprune.contract.checks.format_value import format_value
-from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.reports.progress import OnProgress, unreported
+from sinkprune.contract.checks import escaped, format_value
+from sinkprune.contract.progress import OnProgress, unreported
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -9,9 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sinkprune.contract.checks.format_value import counted
-from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.reports.report import FEWEST_OF_P95, EngineHeader, ReportHeader, Spread
+from sinkprune.contract.checks import counted, escaped
+from sinkprune.contract.report import FEWEST_OF_P95, EngineHeader, ReportHeader, Spread
 
 USUAL_REPEAT = 5
 """The default for `--repeat`."""

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.command_parser import CommandParser
-from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_result
+from sinkprune.contract.command_line.options import CommandParser, json_outputs, prints_json, write_result
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.files.trust import Trust, add_trust_options
 
@@ -31,17 +30,16 @@ def main(arguments: Sequence[str] | None) -> None:
     from tempfile import TemporaryDirectory
 
     from sinkprune.contract.bundle import read_bundle
-    from sinkprune.contract.checks.fields import to_json
+    from sinkprune.contract.checks import to_json
     from sinkprune.contract.errors import EnginesError
-    from sinkprune.engines.gate.checking import check_engines, engines_alone
-    from sinkprune.engines.gate.question import picture_files, read_question
-    from sinkprune.engines.gate.recording import record
+    from sinkprune.engines.gate.comparing import check_engines, engines_alone
+    from sinkprune.engines.gate.recording import picture_files, read_question, record
     from sinkprune.engines.gate.report import first_refusal, print_report
     from sinkprune.engines.progress import TerminalProgress
     from sinkprune.runtime.backends import load_backend
     from sinkprune.runtime.backends.compatibility import backend_of, open_engines
-    from sinkprune.runtime.commands.interrupts import explain_interrupt
-    from sinkprune.runtime.commands.picture_notes import note_pictures
+    from sinkprune.runtime.commands.options import explain_interrupt
+    from sinkprune.runtime.commands.run import note_pictures
     from sinkprune.runtime.families import load_family
 
     read = [*options.image, *([options.signed_by] if options.signed_by else [])]
@@ -80,7 +78,7 @@ def _parser() -> CommandParser:
     from sinkprune.engines.gate import PROMPT
     from sinkprune.runtime.backends import THREADS
     from sinkprune.runtime.backends.known import COMPUTES, KNOWN
-    from sinkprune.runtime.media.fits import add_fit_option
+    from sinkprune.runtime.media.images import add_fit_option
 
     parser = CommandParser(
         "sinkprune check",

@@ -1,44 +1,60 @@
-"""Compares engines with ONNX graphs: each on the recorded inputs of its graph, and the answers or chunks of all.
+"""Compares engines with the graphs they were built from, tensor by tensor and token by token.
 
 Each row of an output has its own difference, so that a sink, which is much longer than other rows, hides none.
+
+There, correct engines may close it one action sooner than the graphs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.bundle import ANY_SHAPE, CHECKED, Bundle, Target, read_runnable
 from sinkprune.contract.errors import EnginesError
+from sinkprune.contract.files.trust import ANY, Trust
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
-from sinkprune.engines.gate.limits import (
-    TIE,
-    OutputKind,
-    Rounding,
-    chunk_limit,
-    gap_limit,
-    kind_of,
-    limit_of,
-    rounding_of,
-)
-from sinkprune.engines.gate.question import GateQuestion
 from sinkprune.engines.gate.recording import (
     REFERENCE,
     GateAnswer,
     GateChunk,
+    GateQuestion,
     Recording,
     act_on_question,
     answer_question,
+    record,
 )
-from sinkprune.engines.gate.report import ChunkReport, GraphReport, TextReport, output_report
-from sinkprune.runtime.backends import Backend, load_backend
-from sinkprune.runtime.backends.compatibility import BuiltEngines
+from sinkprune.engines.gate.report import (
+    TIE,
+    ChunkReport,
+    GateReport,
+    GraphReport,
+    OutputKind,
+    Rounding,
+    TextReport,
+    chunk_limit,
+    coarsest_rounding,
+    gap_limit,
+    kind_of,
+    limit_of,
+    output_report,
+    refusal,
+    refusals_together,
+    rounding_of,
+)
+from sinkprune.engines.progress import SILENT, BuildProgress
+from sinkprune.policies.policy import Policy
+from sinkprune.runtime.backends import Backend, Engine, Tensor, load_backend
+from sinkprune.runtime.backends.compatibility import BuiltEngines, backend_of, own_engines
 from sinkprune.runtime.backends.kv_cache import cache_names
 from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.device import open_device
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.policy import Policy
 
 Run = Callable[[Mapping[str, Array]], dict[str, Array]]
 _NOISY_RUNS = 16
@@ -252,3 +268,181 @@ def _rows(kind: OutputKind, array: Array) -> Array:
     if exact.ndim == 4:
         exact = exact.transpose(0, 2, 1, 3).reshape(-1, exact.shape[1] * exact.shape[3])
     return exact.reshape(-1, exact.shape[-1])
+
+
+_RUNS = 8
+_ROOM = 2
+"""The engines of all graphs add rounding, and the noise is on one graph's outputs."""
+
+
+def judged_by_noise(
+    chunks: Sequence[ChunkReport],
+    recording: Recording,
+    bundle: Bundle,
+    question: GateQuestion,
+    rounding: Rounding,
+    progress: BuildProgress,
+) -> list[ChunkReport]:
+    """Return the reports, with a larger limit where noise changes the graphs' own chunk much.
+
+    For each rejected chunk the graphs of `bundle` act again, with noise on the rows of the vision tower: as much as
+    the median row of an engine of `rounding` may differ. The limit becomes twice the largest change of the chunk, if
+    that is more. Runs that keep other tokens do not count. Without the files of the graphs nothing changes.
+    """
+    complete = all((bundle.path / spec.file).exists() for spec in bundle.manifest.graphs.values())
+    rejected = [number for number, chunk in enumerate(chunks) if not chunk.passed] if complete else []
+    judged, total = list(chunks), _RUNS * len(rejected)
+    if not rejected:
+        return judged
+    noise = _Noise(bundle, limit_of("rows", rounding).typical)
+    policy = Policy(bundle, load_backend(REFERENCE, compute="fp32"), wrap=noise.wrap)
+    for place, number in enumerate(rejected):
+        chunk, expected, changes = chunks[number], recording.chunks[number], [0.0]
+        for run in range(_RUNS):
+            progress.part("running the graphs with noise", place * _RUNS + run, total, "chunks")
+            found = act_on_question(policy, question, chunk.method, chunk.budget)
+            if kept_alike(found, expected) == 1:
+                changes.append(float(chunk_differences(found, expected).max()))
+        limit = max(chunk.limit or 0.0, float(f"{_ROOM * max(changes):.2g}"))
+        judged[number] = replace(chunk, limit=limit, passed=chunk.difference <= limit)
+    return judged
+
+
+class _Noise:
+    """Multiplies the rows that the vision tower gives by `1 + size * normal`."""
+
+    def __init__(self, bundle: Bundle, size: float) -> None:
+        outputs = bundle.manifest.graphs["vision"].outputs
+        self._rows = [tensor.name for tensor in outputs if kind_of(tensor) == "rows"]
+        self._size, self._draw = size, np.random.default_rng(0)
+
+    def wrap(self, graph: str, engine: Engine, backend: Backend) -> Engine:
+        """Return an engine with noise for the vision tower; a `sinkprune.runtime.steps.chain.Wrap`."""
+
+        def noisy(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            outputs = dict(engine(inputs))
+            for name in self._rows:
+                rows = backend.numpy(outputs[name])
+                factors = 1 + self._size * self._draw.standard_normal(rows.shape)
+                outputs[name] = backend.tensor((rows * factors).astype(rows.dtype))
+            return outputs
+
+        return noisy if graph == "vision" else engine
+
+
+def check_engines(
+    built: BuiltEngines,
+    own: BuiltEngines,
+    backend: Backend,
+    question: GateQuestion,
+    recording: Recording,
+    progress: BuildProgress = SILENT,
+) -> GateReport:
+    """Compare every engine of `built` on `backend` with `recording`, and then the answers or chunks of all engines.
+
+    `built` are the engines with the bundle of their graphs. `own` are the engines with the files of the bundle in
+    their own folder, which answer. Exceeded limits are in the report, not raised. Raises `BackendError` if an engine
+    does not load or run, and what `Pipeline.generate` or `Policy.act` raises.
+    """
+    engines, manifest = built.engines, built.bundle.manifest
+    graphs, together = {}, _Together([], [])
+    for number, graph in enumerate(manifest.graphs):
+        progress.graph(graph, number, len(manifest.graphs), "comparing engines")
+        graphs[graph] = compare_engine(graph, built, backend, recording)
+    if not any(report.refused for report in graphs.values()):
+        together = _compare_together(own, built.bundle, backend, question, recording, progress)
+    return GateReport(
+        bundle=str(built.bundle.path),
+        engines=str(engines.path),
+        target=engines.manifest.target,
+        library_version=engines.manifest.library_version,
+        backend=backend.name,
+        compute=backend.compute,
+        precision=manifest.precision,
+        weights=manifest.weights,
+        seen_share=question.seen_shares(manifest),
+        graphs=graphs,
+        texts=together.texts,
+        chunks=together.chunks,
+        passed=any(together) and not refusals_together(*together, engines.manifest),
+    )
+
+
+def engines_alone(path: Path, trust: Trust = ANY) -> BuiltEngines:
+    """Return the engines in the folder `path` with its files of the bundle. Raises what `read_runnable` does."""
+    own = own_engines(read_runnable(path, trust))
+    if own is None:
+        raise EnginesError(f"'{path}' is a bundle, expected the folder of engines that was built from it.")
+    return own
+
+
+class Gate:
+    """Rejects engines during a build if they differ from their graphs on a question."""
+
+    _recording: Recording
+    _bundle: Bundle
+
+    def __init__(self, question: GateQuestion) -> None:
+        self._question = question
+
+    def flags(self, bundle: Bundle) -> dict[str, str]:
+        """Return the flag for `engines.json`: the sum of the bundle and the question."""
+        return {CHECKED: self._question.sha256(bundle)}
+
+    def record_graphs(self, bundle: Bundle, target: Target, folder: Path, progress: BuildProgress) -> None:
+        """Record the calls of all graphs of `bundle` in `folder`, before the first engine is built.
+
+        Raises `BackendError` if this machine cannot run engines of `target`, and what `record` raises.
+        """
+        if target not in ANY_SHAPE:
+            open_device()
+        self._bundle, self._recording = bundle, record(bundle, self._question, folder, progress)
+
+    def check_engine(self, graph: str, built: BuiltEngines) -> None:
+        """Compare the new engine of `graph` with the recorded calls. Raises `EnginesError` if it differs."""
+        backend = load_backend(backend_of(built.engines.manifest.target), None, built)
+        report = compare_engine(graph, built, backend, self._recording)
+        if report.refused is not None:
+            raise EnginesError(refusal(graph, report, built.engines.manifest))
+
+    def check_answers(self, root: Path, progress: BuildProgress = SILENT) -> None:
+        """Compare the answers or chunks of all engines in the folder `root`. Raises `EnginesError` if they differ."""
+        own = engines_alone(root)
+        backend = load_backend(backend_of(own.engines.manifest.target), None, own)
+        together = _compare_together(own, self._bundle, backend, self._question, self._recording, progress)
+        for refused in refusals_together(*together, own.engines.manifest):
+            raise EnginesError(refused)
+
+
+class _Together(NamedTuple):
+    """What all engines together gave: answers, or a policy's chunks."""
+
+    texts: list[TextReport]
+    chunks: list[ChunkReport]
+
+
+def _compare_together(
+    own: BuiltEngines,
+    bundle: Bundle,
+    backend: Backend,
+    question: GateQuestion,
+    recording: Recording,
+    progress: BuildProgress,
+) -> _Together:
+    """Compare answers or chunks, with progress of its own: one takes longer than the comparison of an engine."""
+    manifest, done = own.bundle.manifest, 0
+    rounding = coarsest_rounding(manifest, backend.compute)
+    total = len(recording.chunks) + sum(len(answer.token_ids) for answer in recording.answers)
+    what, unit = ("comparing chunks", "chunks") if manifest.policy else ("comparing answers", "tokens")
+
+    def count() -> None:
+        nonlocal done
+        done += 1
+        progress.part(what, done, total, unit)
+
+    progress.part(what, 0, total, unit)
+    if manifest.policy is not None:
+        chunks = compare_chunks(Policy(own.bundle, backend, own), question, recording, rounding, count)
+        return _Together([], judged_by_noise(chunks, recording, bundle, question, rounding, progress))
+    pipeline = Pipeline(own.bundle, backend, own, fit=question.fit)
+    return _Together(compare_texts(pipeline, question, recording, rounding, count), [])

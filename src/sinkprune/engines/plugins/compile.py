@@ -26,12 +26,12 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from sinkprune.contract.checks.needed_package import needs_package
+from sinkprune.contract.checks import needs_package
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.files.output_files import check_writable, write_whole
 from sinkprune.engines.plugins import launches
-from sinkprune.engines.plugins.binaries import ARCHIVE, INDEX
+from sinkprune.engines.plugins.launches import ARCHIVE, INDEX
 
 PTX_VERSIONS = {80: 80, 86: 80, 87: 80, 89: 80, 90: 80, 100: 86, 110: 90, 120: 87}
 """For each sm, the oldest PTX ISA that has it, but at least 8.0, which drivers since CUDA 12.0 compile."""

@@ -10,12 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sinkprune.engines.plugins.launches import (
-    Launch,
-    diversity_launches,
-    diversity_workspace,
-    top_rho_launches,
-)
+from sinkprune.engines.plugins.launches import Launch, diversity_launches, diversity_workspace, top_rho_launches
 
 DOMAIN = "sinkprune"
 """The ONNX domain of the nodes that plugins replace."""

@@ -1,16 +1,125 @@
-"""The kernel launches of `TopRho` and `DiversitySelect`, from raw device addresses. Needs no Triton.
+"""Launches of kernels: their arguments and grids, and running one.
+
+`compile.py` writes them: one archive `kernels.zip` with `index.json`, a cubin and a PTX for each entry.
 
 The kernels are in `kernels.py`, their binaries come from `binaries.py`. A kernel's parameters are its
 inputs, integers and outputs. Masks are int32, not bool: TensorRT's plugins take no BOOL (NvInferRuntimePlugin.h,
 `PluginTensorDesc::type`), and the graph has casts.
+
+A plugin is called with a stream handle. cuda-python could launch on it, pycuda cannot (its streams are objects of its
+own), and a board may carry either; the driver's library is on all of them. Six of its functions are enough, called
+by ctypes. Source: CUDA Driver API, "Module Management" and "Execution Control".
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ctypes
+import hashlib
+import json
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from io import BytesIO
+from typing import Any
 
 import numpy as np
+
+from sinkprune.contract.errors import BackendError
+
+ARCHIVE = "kernels.zip"
+"""The file of all shipped kernels, next to this module."""
+INDEX = "index.json"
+"""The member of the archive that lists all others: kernel, type of the tokens, sm, launch parameters, sums."""
+
+KERNELS = {
+    "TopRho": ("top_rho",),
+    "DiversitySelect": ("diversity_phase", "diversity_phase_unaligned"),
+}
+"""The names of the kernels of each plugin, by the plugin's name; `compile.py` compiles them."""
+
+
+@dataclass(frozen=True)
+class Binary:
+    """The code of one kernel for one type of tokens and one GPU, and the parameters of its launch."""
+
+    image: bytes
+    """A cubin or PTX, for `KernelRunner`."""
+    entry: str
+    """The name of the function in the image."""
+    threads: int
+    """Threads of a block."""
+    shared_bytes: int
+    """Dynamic shared memory of a block, in bytes; at most 48 KiB, which a launch may use without permission."""
+
+
+def binary(kernel: str, dtype: str, sm: int) -> Binary:
+    """Return the cubin of `kernel` for tokens of `dtype` on exactly `sm`, e.g. 87.
+
+    Without a cubin for `sm`, return the PTX of the highest lower one, which the driver compiles. Raises
+    `BackendError` if there is neither.
+    """
+    shipped = _shipped(kernel, dtype)
+    if sm in shipped:
+        return _read(shipped[sm], shipped[sm]["cubin"])
+    lower = [other for other, entry in shipped.items() if other < sm and entry["portable"]]
+    if not lower:
+        raise BackendError(
+            f"the kernel {kernel} for {dtype} tokens is shipped for {_listed(shipped)}, and this GPU is sm_{sm}, "
+            "which is older than all of them. Build the engines again on it; they then do without plugins."
+        )
+    return _read(shipped[max(lower)], shipped[max(lower)]["ptx"])
+
+
+def sha256(plugin: str) -> str:
+    """Return the sha256 over all shipped binaries of `plugin` (`TopRho` or `DiversitySelect`)."""
+    sums = [entry["sha256"] for entry in _entries() if entry["kernel"] in KERNELS[plugin]]
+    return hashlib.sha256("".join(sums).encode()).hexdigest()
+
+
+def shipped_sms() -> tuple[int, ...]:
+    """Return the GPUs that kernels are shipped for, e.g. 87 for sm_87, ascending."""
+    return tuple(sorted({entry["sm"] for entry in _entries()}))
+
+
+def _shipped(kernel: str, dtype: str) -> dict[int, dict[str, Any]]:
+    entries = [entry for entry in _entries() if (entry["kernel"], entry["dtype"]) == (kernel, dtype)]
+    if not entries:
+        known = sorted({f"{entry['kernel']} for {entry['dtype']}" for entry in _entries()})
+        raise BackendError(f"no kernel {kernel} for {dtype} tokens is shipped; there are {', '.join(known)}.")
+    return {entry["sm"]: entry for entry in entries}
+
+
+def _listed(shipped: dict[int, dict[str, Any]]) -> str:
+    return ", ".join(f"sm_{sm}" for sm in sorted(shipped))
+
+
+@cache
+def _archive() -> bytes:
+    return (files("sinkprune.engines.plugins") / ARCHIVE).read_bytes()
+
+
+@cache
+def _entries() -> list[dict[str, Any]]:
+    return json.loads(_member(INDEX))["entries"]
+
+
+def _read(entry: dict[str, Any], member: str) -> Binary:
+    return Binary(_member(member), entry["entry"], entry["threads"], entry["shared_bytes"])
+
+
+def _member(name: str) -> bytes:
+    """Return a file of the archive; raises `BackendError` if Python cannot unpack it."""
+    try:
+        with zipfile.ZipFile(BytesIO(_archive())) as archive:
+            return archive.read(name)
+    except RuntimeError as error:
+        raise BackendError(
+            f"the compiled kernels cannot be unpacked: {error}. Use a Python that was built with lzma, as the "
+            "system's is."
+        ) from error
+
 
 COLUMNS = 64
 """The columns of `tokens` that one block of the kernel `top_rho` averages."""
@@ -96,3 +205,83 @@ def _addresses(addresses: Mapping[str, int], *names: str) -> tuple[np.uint64, ..
 
 def _integers(*values: int) -> tuple[np.int32, ...]:
     return tuple(np.int32(value) for value in values)
+
+
+# Values of CUdevice_attribute (cuda.h).
+_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76
+
+
+def cuda_driver() -> Any:
+    """The CUDA driver's library; raises `BackendError` where there is none."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise BackendError(
+            f"the plugin kernels need an NVIDIA GPU and its driver, and libcuda does not load ({error})."
+        ) from error
+
+
+class KernelRunner:
+    """Loads kernels once and enqueues them, in the CUDA context that is current, as TensorRT leaves it.
+
+    `driver` opens the driver's library when the first kernel is needed. All plugins of a library share one runner.
+    Methods raise `BackendError` for a kernel that is not shipped, or when the driver refuses.
+    """
+
+    def __init__(self, driver: Callable[[], Any] = cuda_driver) -> None:
+        self._open = driver
+        self._driver: Any = None
+        self._loaded: dict[tuple[str, str], tuple[ctypes.c_void_p, Binary]] = {}
+
+    def prepare(self, launches: Sequence[Launch]) -> None:
+        """Load the kernels of `launches` now: loading inside a CUDA graph capture would break it."""
+        for launch in launches:
+            self._load(launch.kernel, launch.dtype)
+
+    def run(self, launches: Sequence[Launch], stream: int) -> None:
+        """Enqueue `launches`, in order, on the stream with this handle."""
+        for launch in launches:
+            function, code = self._load(launch.kernel, launch.dtype)
+            values = [_c_value(argument) for argument in launch.arguments]
+            parameters = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+            self._do(
+                "cuLaunchKernel",
+                function,
+                *(ctypes.c_uint(extent) for extent in (*launch.grid, code.threads, 1, 1, code.shared_bytes)),
+                ctypes.c_void_p(stream),
+                parameters,
+                None,
+            )
+
+    def _load(self, kernel: str, dtype: str) -> tuple[ctypes.c_void_p, Binary]:
+        if (kernel, dtype) not in self._loaded:
+            if self._driver is None:
+                self._driver = self._open()
+            code = binary(kernel, dtype, self._compute_capability())
+            module, function = ctypes.c_void_p(), ctypes.c_void_p()
+            # PTX is text and must end in a zero byte; a cubin does not mind one.
+            self._do("cuModuleLoadData", ctypes.byref(module), code.image + b"\0")
+            self._do("cuModuleGetFunction", ctypes.byref(function), module, code.entry.encode())
+            self._loaded[kernel, dtype] = function, code
+        return self._loaded[kernel, dtype]
+
+    def _compute_capability(self) -> int:
+        device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+        self._do("cuCtxGetDevice", ctypes.byref(device))
+        self._do("cuDeviceGetAttribute", ctypes.byref(major), _COMPUTE_CAPABILITY_MAJOR, device)
+        self._do("cuDeviceGetAttribute", ctypes.byref(minor), _COMPUTE_CAPABILITY_MINOR, device)
+        return 10 * major.value + minor.value
+
+    def _do(self, function: str, *arguments: Any) -> None:
+        status = getattr(self._driver, function)(*arguments)
+        if status:
+            text = ctypes.c_char_p()
+            self._driver.cuGetErrorString(status, ctypes.byref(text))
+            reason = (text.value or b"unknown error").decode()
+            raise BackendError(f"CUDA refused {function} for a plugin kernel: {reason} (error {status}).")
+
+
+def _c_value(argument: np.uint64 | np.int32) -> ctypes.c_uint64 | ctypes.c_int32:
+    if isinstance(argument, np.uint64):
+        return ctypes.c_uint64(int(argument))
+    return ctypes.c_int32(int(argument))

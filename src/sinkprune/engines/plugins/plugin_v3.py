@@ -1,4 +1,4 @@
-"""The plugins as Python `IPluginV3` classes: TensorRT 10.0 and later, so JetPack 6 too.
+"""The plugins in TensorRT's IPluginV3, and their registration.
 
 An engine with these plugins needs this code when it is loaded (`registry.py`). The classes are made for one library,
 `tensorrt` or `tensorrt_rtx`, and derive from its binding classes. The ONNX parser of TensorRT-RTX 1.7 has created
@@ -8,6 +8,10 @@ Exceptions here do not reach the caller: the bindings print them to stderr and r
 
 Source: NVIDIA/TensorRT, `samples/python/non_zero_plugin`, `python/src/infer/pyPlugin.cpp`; NvInferRuntime.h on
 `IPluginV3OneBuild` and `IPluginV3OneRuntime`.
+
+`register` is the entry point `tensorrt` of the group `sinkprune.tensorrt_plugins`. The runtime does not import this
+folder, and finds the installed entry point. TensorRT's registry keeps the creators alive (`keep_alive` in
+`python/src/infer/pyPlugin.cpp`).
 """
 
 from __future__ import annotations
@@ -17,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from sinkprune.contract.errors import EnginesError
+from sinkprune.contract.errors import BackendError, EnginesError
 from sinkprune.engines.plugins.descriptions import (
     NAMESPACE,
+    PLUGINS,
     VERSION,
     Plugin,
     Sizes,
@@ -27,8 +32,7 @@ from sinkprune.engines.plugins.descriptions import (
     tensor_types,
     token_types,
 )
-from sinkprune.engines.plugins.kernel_runner import KernelRunner
-from sinkprune.engines.plugins.launches import Launch
+from sinkprune.engines.plugins.launches import KernelRunner, Launch, sha256, shipped_sms
 
 
 class PluginV3:
@@ -194,3 +198,28 @@ def _field_collection(library: Any, values: Mapping[str, int]) -> tuple[list[Any
     int32 = library.PluginFieldType.INT32
     fields = [library.PluginField(name, np.array([value], np.int32), int32) for name, value in values.items()]
     return fields, library.PluginFieldCollection(fields)
+
+
+def register(library: Any) -> dict[str, str]:
+    """Register the `IPluginV3` creators with `library`, `tensorrt` or `tensorrt_rtx`; a second call changes nothing.
+
+    Returns the sha256 of each plugin's kernels by plugin name, as in `engines.json`. Needs no GPU: kernels are loaded
+    before they first run. Raises `BackendError` if the library rejects a creator.
+    """
+    registry, runner = library.get_plugin_registry(), KernelRunner()
+    for plugin in PLUGINS:
+        known = registry.get_creator(plugin.name, VERSION, NAMESPACE) is not None
+        if not known and not registry.register_creator(creator(library, plugin, runner), NAMESPACE):
+            raise BackendError(
+                f"{library.__name__} {library.__version__} does not register the plugin {plugin.name} of "
+                f"{NAMESPACE}. End the program that holds another one of this name, and start again."
+            )
+    return {plugin.name: sha256(plugin.name) for plugin in PLUGINS}
+
+
+def register_for_build(library: Any, sm: int) -> dict[str, str] | None:
+    """Register the plugins for a build with `library` for `sm`; None if no kernels are shipped for such a GPU.
+
+    Returns the plugins that engines need when they are loaded, as `register` does, and raises what `register` raises.
+    """
+    return None if sm < min(shipped_sms()) else register(library)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.engines_manifest import OptimisationProfiles, Realisation, Target
+from sinkprune.contract.bundle import Bundle, OptimisationProfiles, Realisation, Target
 from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.engines.preflight import COPIES, BuildMemory, system_memory
 from sinkprune.engines.progress import BuildProgress
@@ -88,10 +87,9 @@ def new_builder(target: str, compute_capabilities: tuple[int, ...] | None, timin
             f"{where}. Leave --sm out."
         )
     try:
-        from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
-        from sinkprune.engines.targets.onnxruntime_with_openvino import OnnxRuntimeWithOpenVinoBuilder
+        from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder, OnnxRuntimeWithOpenVinoBuilder
         from sinkprune.engines.targets.openvino import OpenVinoBuilder
-        from sinkprune.engines.targets.tensorrt_libraries import TensorRT, TensorRTRTX
+        from sinkprune.engines.targets.tensorrt import TensorRT, TensorRTRTX
     except ImportError as error:
         if error.name not in ("onnx", "google", "google.protobuf"):
             raise

@@ -1,4 +1,4 @@
-"""Builds models that ONNX Runtime's CPU provider has optimised.
+"""Optimised graphs for ONNX Runtime, alone or with OpenVINO's tower.
 
 They have operators and memory layouts for this machine's processor. They load only in this version of onnxruntime and
 this provider. They hold each matrix twice, as it is and prepacked for that processor. A session maps the
@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sinkprune.contract.engines_manifest import Realisation, Target
+from sinkprune.contract.bundle import Realisation, Target
 from sinkprune.contract.errors import EnginesError
-from sinkprune.engines.aligned_weights import align_weights, takes_prepacked
-from sinkprune.engines.plugin_graph import custom_nodes, read_model
+from sinkprune.engines.plugin_graph import align_weights, custom_nodes, read_model, takes_prepacked
 from sinkprune.engines.progress import BuildProgress
 from sinkprune.engines.targets import Builder, BuildJob, EngineFacts
+from sinkprune.engines.targets.openvino import OpenVinoBuilder
 from sinkprune.runtime.backends.onnxruntime.library import import_onnxruntime, session_options, session_path, words
-from sinkprune.runtime.system.cores import usable_cores
-from sinkprune.runtime.system.heap import trim_heap
-from sinkprune.runtime.system.processor import architecture, instructions
+from sinkprune.runtime.backends.openvino.backend import OF_OPENVINO
+from sinkprune.runtime.backends.openvino.devices import import_openvino
+from sinkprune.runtime.system import architecture, instructions, trim_heap, usable_cores
 
 _PROVIDER = "CPUExecutionProvider"
 # Smaller tensors stay in the model's own file.
@@ -82,3 +82,26 @@ class OnnxRuntimeBuilder(Builder):
         # ONNX Runtime inlines every function.
         nodes: dict[str, Realisation] = dict.fromkeys(custom_nodes(model), "function")
         return EngineFacts(optimisation_profiles={}, nodes=nodes, device_memory=None)
+
+
+class OnnxRuntimeWithOpenVinoBuilder(OnnxRuntimeBuilder):
+    """Builds as target onnxruntime does, but the graph `OF_OPENVINO` as target openvino does."""
+
+    target: Target = "onnxruntime+openvino"
+
+    def __init__(self) -> None:
+        """Raise `BackendError` if one of the libraries is missing."""
+        super().__init__()
+        # If openvino is missing, the message names this target.
+        import_openvino(self.target)
+        self._openvino = OpenVinoBuilder()
+        self.library_version = f"{self.library_version}+{self._openvino.library_version}"
+
+    def file_name(self, graph: str) -> str:
+        return self._openvino.file_name(graph) if graph == OF_OPENVINO else super().file_name(graph)
+
+    def build(self, job: BuildJob, output: Path, progress: BuildProgress) -> EngineFacts:
+        """Write the engine of one graph to the file `output`, with its weights next to it; raises `EnginesError`."""
+        if job.model.graph == OF_OPENVINO:
+            return self._openvino.build(job, output, progress)
+        return super().build(job, output, progress)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.engines_manifest import Realisation, Target
+from sinkprune.contract.bundle import Bundle, Realisation, Target
 from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.plugin_graph import custom_nodes, read_model
 from sinkprune.engines.progress import BuildProgress
 from sinkprune.engines.targets import Builder, BuildJob, EngineFacts
 from sinkprune.runtime.backends.openvino.backend import OpenVinoBackend
-from sinkprune.runtime.system.heap import trim_heap
+from sinkprune.runtime.system import trim_heap
 
 
 class OpenVinoBuilder(Builder):

@@ -17,12 +17,10 @@ from typing import Annotated, Any, TypedDict
 
 import numpy as np
 
-from sinkprune.contract.checks.fields import Bounds
-from sinkprune.contract.checks.format_value import format_value
+from sinkprune.contract.checks import Bounds, format_value
 from sinkprune.contract.errors import CheckpointError
-from sinkprune.contract.image_settings import Number
+from sinkprune.contract.manifest import Number, Side
 from sinkprune.contract.precision import Array
-from sinkprune.contract.towers import Side
 from sinkprune.export.checkpoint.folder import (
     Name,
     SafetensorsWeights,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypedDict
 
-from sinkprune.contract.checks.fields import Bounds
+from sinkprune.contract.checks import Bounds
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.precision import WeightsName
 from sinkprune.export.checkpoint.folder import Name, read_fields

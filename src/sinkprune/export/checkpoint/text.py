@@ -1,19 +1,277 @@
-"""The tokenizer, the chat template and the stop tokens of a checkpoint, as the runtime reads them."""
+"""What a checkpoint says about texts: tokenizer, chat template and generation.
+
+transformers' own loader could run code from the folder, so it is not used.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from itertools import chain, count, islice, product
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers.models import BPE
 
+from sinkprune.contract.checks import fits, format_value
 from sinkprune.contract.errors import CheckpointError
-from sinkprune.contract.files.untrusted import TEMPLATE_BYTES
-from sinkprune.export.checkpoint.generation_config import GenerationSettings, read_generation_settings
-from sinkprune.export.checkpoint.tokenizer import read_file, read_object, read_tokenizer
+from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
+from sinkprune.contract.manifest import RepetitionPenalty
+from sinkprune.export.checkpoint.folder import has_entry, read_json, read_text
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_ADDED = 10_000
+_LETTERS = 1000
+
+
+@dataclass(frozen=True)
+class CheckpointTokenizer:
+    """A tokenizer as transformers loads it, with its special tokens `bos` and `eos`, empty if it has none."""
+
+    backend: Tokenizer
+    bos: str
+    eos: str
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id of `eos`."""
+        return self.backend.token_to_id(self.eos)
+
+
+def read_tokenizer(folder: Path) -> CheckpointTokenizer:
+    """Return the tokenizer of a checkpoint, with the ids of transformers' `AutoTokenizer`.
+
+    tokenizer.json has nearly all tokens. transformers adds the tokens that tokenizer_config.json lists, in the order
+    of their ids, and its special tokens. If it lists none, transformers adds those of special_tokens_map.json and
+    added_tokens.json. Raises `CheckpointError`.
+    """
+    backend = _backend(folder)
+    config = read_object(folder, "tokenizer_config.json")
+    listed = config.get("added_tokens_decoder")
+    where = f"'{folder / 'tokenizer_config.json'}'"
+    if listed is None:
+        former = read_object(folder, "special_tokens_map.json")
+        special = [*_list_of(config), *_list_of({**former, "additional_special_tokens": None})]
+        config = {**config, **former}
+        special += [config.get(name) for name in _NAMED]
+        added = _former_added_tokens(folder, {_content(token) for token in special})
+        added |= backend.get_added_tokens_decoder()
+    elif isinstance(listed, dict) and all(isinstance(token, dict) for token in listed.values()):
+        added = {_id(where, number): _token(where, token, special=False) for number, token in listed.items()}
+    else:
+        raise _malformed(where, "added_tokens_decoder", listed)
+    named = {name: _named(where, name, config.get(name)) for name in _NAMED}
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    tokens = [added[number] for number in sorted(added)]
+    known |= {token.content for token in tokens}
+    for token in (*named.values(), *_extra(where, config)):
+        if token is not None and token.content not in known:
+            known.add(token.content)
+            tokens.append(token)
+    contents = {token.content for token in named.values() if token is not None}
+    if len(tokens) > _ADDED:
+        raise CheckpointError(f"{where} adds {len(tokens)} tokens, expected at most {_ADDED}. Download it again.")
+    for token in tokens:
+        token.special = token.special or token.content in contents
+    backend.add_tokens(tokens)
+    bos, eos = named["bos_token"], named["eos_token"]
+    return CheckpointTokenizer(backend, bos.content if bos else "", eos.content if eos else "")
+
+
+def _backend(folder: Path) -> Tokenizer:
+    name = "tokenizer.json"
+    text = read_file(folder, name, TOKENIZER_BYTES)
+    if text is None:
+        raise CheckpointError(
+            f"checkpoint '{folder}' has no {name}. Where it has another kind of tokenizer, such as tokenizer.model, "
+            "make one of it, on a machine you can do without if you do not trust the checkpoint: "
+            f"transformers.AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+        )
+    try:
+        backend = Tokenizer.from_str(text)
+    except BaseException as error:
+        # The tokenizers library raises many kinds of errors, panics among them.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        found = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"'{folder / name}' is no valid tokenizer: {found}. Download it again.") from error
+    # The runtime decodes answers byte by byte, and dropout is for training.
+    if not isinstance(backend.model, BPE) or backend.model.dropout:
+        raise CheckpointError(
+            f"'{folder / name}' has a model of type {type(backend.model).__name__}, expected BPE without dropout. "
+            "Use a checkpoint whose tokenizer is BPE."
+        )
+    return backend
+
+
+def _former_added_tokens(folder: Path, special: Set[str]) -> dict[int, AddedToken]:
+    """Return the tokens of added_tokens.json, for checkpoints whose tokenizer_config.json lists none."""
+    name = "added_tokens.json"
+    found = {}
+    for content, number in read_object(folder, name).items():
+        where = f"'{folder / name}'"
+        token = {"content": content, "normalized": content not in special}
+        found[_id(where, number)] = _token(where, token, special=content in special)
+    return found
+
+
+def _extra(where: str, config: Mapping[str, Any]) -> list[AddedToken]:
+    """Return the special tokens of other roles, and those without a role."""
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    if not isinstance(extra, (list, dict)):
+        raise _malformed(where, "extra_special_tokens", extra)
+    values = [value for key, value in config.items() if key.endswith("_token") and key not in _NAMED]
+    values += extra.values() if isinstance(extra, dict) else extra
+    return [_token(where, {"content": _content(value)}, special=True) for value in values if _content(value)]
+
+
+def _list_of(config: Mapping[str, Any]) -> list[Any]:
+    """Return the special tokens without a role; none if they have names."""
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    return extra if isinstance(extra, list) else []
+
+
+def _named(where: str, name: str, value: Any) -> AddedToken | None:
+    if value is None:
+        return None
+    if not isinstance(value, (str, dict)) or not _content(value):
+        raise _malformed(where, name, value)
+    return _token(where, value if isinstance(value, dict) else {"content": value}, special=True)
+
+
+def _content(value: Any) -> str:
+    content = value.get("content") if isinstance(value, dict) else value
+    return content if isinstance(content, str) else ""
+
+
+def _token(where: str, fields: Mapping[str, Any], *, special: bool) -> AddedToken:
+    content = fields.get("content")
+    if not isinstance(content, str) or not 0 < len(content) <= _LETTERS:
+        raise _malformed(where, "an added token", content)
+    flags = {name: fields[name] for name in _FLAGS if name in fields}
+    if not all(isinstance(flag, bool) for flag in flags.values()):
+        raise _malformed(where, "an added token", fields)
+    return AddedToken(content, **{"special": special, **flags})
+
+
+def _id(where: str, number: Any) -> int:
+    digits = str(number)
+    if isinstance(number, bool) or not digits.isascii() or not digits.isdigit() or len(digits) > 9:
+        raise _malformed(where, "the id of a token", number)
+    return int(digits)
+
+
+def _malformed(where: str, what: str, found: Any) -> CheckpointError:
+    return CheckpointError(f"{where}: {what} is malformed: {str(found)[:100]!r}. Download it again.")
+
+
+def read_object(folder: Path, name: str) -> dict[str, Any]:
+    """Return the JSON object in the file `name` of a checkpoint, empty if there is no such file.
+
+    Raises `CheckpointError`.
+    """
+    return read_json(folder, name) if has_entry(folder, name) else {}
+
+
+def read_file(folder: Path, name: str, limit: int) -> str | None:
+    """Return the text in the file `name` of a checkpoint, or None if there is no such file.
+
+    Raises `CheckpointError` if it is no regular file, has more than `limit` bytes or is not UTF-8.
+    """
+    return read_text(folder, name, limit) if has_entry(folder, name) else None
+
+
+_FILE, _CONFIG = "generation_config.json", "config.json"
+_REJECTED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "guidance_scale"), (1,)),
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("penalty_alpha", "diversity_penalty"), (0,)),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "stop_strings"), ([],)),
+    **dict.fromkeys(("sequence_bias", "force_words_ids", "constraints"), ([], {})),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), ()),
+    **dict.fromkeys(("watermarking_config", "dola_layers", "max_time"), ()),
+    "encoder_repetition_penalty": (1,),
+    "token_healing": (False,),
+}
+"""Settings that change greedy answers too, with the values at which they do not. null changes nothing."""
+_LEFT_OUT: Mapping[str, tuple[Any, ...]] = {
+    "do_sample": (False,),
+    "temperature": (1,),
+    "top_k": (50,),
+    "top_p": (1,),
+    "typical_p": (1,),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), (0,)),
+    **dict.fromkeys(("min_p", "top_h", "max_new_tokens"), ()),
+    "max_length": (20,),
+}
+"""Settings of sampled answers and of lengths, which are a request's own, with transformers' defaults."""
+_OF_NO_ANSWER = {
+    *("_from_model_config", "transformers_version", "_commit_hash", "bos_token_id", "eos_token_id", "pad_token_id"),
+    *("decoder_start_token_id", "repetition_penalty", "early_stopping", "length_penalty", "remove_invalid_values"),
+    *("renormalize_logits", "low_memory", "use_cache", "return_dict_in_generate", "prompt_lookup_num_tokens"),
+    *("max_matching_ngram_size", "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule"),
+    *("target_lookbehind", "speculation_type", "use_mtp", "compile_config", "disable_compile", "prefill_chunk_size"),
+    *("continuous_batching_config", "max_cache_len"),
+}
+"""Settings that change no answer here, or that are read: of beams, of speed, of outputs."""
+_PREFIXES = ("output_", "cache_", "assistant_")
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """How a checkpoint generates answers by default."""
+
+    eos: Any = None
+    """One id of an end-of-sequence token, or a list of them; None if the checkpoint does not have it here."""
+    repetition_penalty: float | None = None
+    left_out: dict[str, Any] = field(default_factory=dict)
+    """Settings that a bundle does not apply, because they are a request's own, or unknown."""
+
+
+def read_generation_settings(folder: Path) -> GenerationSettings:
+    """Return the settings of a checkpoint's generation_config.json, or else of config.json, as transformers does.
+
+    Raises `CheckpointError` for settings that change greedy answers and that bundles cannot apply.
+    """
+    name, given = _FILE, read_object(folder, _FILE)
+    if not given:
+        name, config = _CONFIG, read_object(folder, _CONFIG)
+        text = config.get("text_config")
+        merged = {**(text if isinstance(text, dict) else {}), **_without_null(config)}
+        known = {*_REJECTED, *_LEFT_OUT, "repetition_penalty", "eos_token_id"}
+        given = {key: value for key, value in merged.items() if key in known}
+    given = _without_null(given)
+    rejected = [key for key, neutral in _REJECTED.items() if key in given and given[key] not in neutral]
+    if rejected:
+        raise CheckpointError(
+            f"'{folder / name}' has {', '.join(f'{key} {format_value(given[key])}' for key in rejected)}, which "
+            f"{'changes' if len(rejected) == 1 else 'change'} answers, and bundles do not apply it. Remove it from "
+            "the file to export without."
+        )
+    penalty = given.get("repetition_penalty")
+    if penalty is not None and not fits(RepetitionPenalty, penalty):
+        raise CheckpointError(
+            f"'{folder / name}' has the repetition_penalty {format_value(penalty)}, expected a number from 0.01 to "
+            "100. Correct it, or remove it."
+        )
+    left_out = {
+        key: value
+        for key, value in given.items()
+        if key not in _REJECTED
+        and key not in _OF_NO_ANSWER
+        and not key.startswith(_PREFIXES)
+        and value not in _LEFT_OUT.get(key, ())
+    }
+    own = None if penalty is None or penalty == 1 else float(penalty)
+    return GenerationSettings(given.get("eos_token_id"), own, left_out)
+
+
+def _without_null(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value is not None}
+
 
 _SYLLABLES = [a + b + c for a in "bdfgklmnprstvwyz" for b in "aeiou" for c in ("", "n")]
 
@@ -30,7 +288,9 @@ class Text:
     generation: GenerationSettings = field(default_factory=GenerationSettings)
 
 
-def read_text(folder: Path, image_token: int, default_template: str, tokenizer_folder: Path | None = None) -> Text:
+def read_checkpoint_text(
+    folder: Path, image_token: int, default_template: str, tokenizer_folder: Path | None = None
+) -> Text:
     """Return tokenizer, chat template and stop tokens of `folder`. The template defaults to `default_template`.
 
     With `tokenizer_folder`, the tokenizer is the one there.

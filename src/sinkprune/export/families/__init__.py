@@ -1,6 +1,6 @@
 """Model families, one module each. A module reads a configuration and writes the weight graphs.
 
-`sinkprune.contract.families` names the modules; `FAMILY` of a module is its class. docs/new-family.md shows how to
+`sinkprune.contract.budgets` names the modules; `FAMILY` of a module is its class. docs/new-family.md shows how to
 add a family.
 """
 
@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol, TypedDict
 
-from sinkprune.contract.checks.fields import Bounds, Count
+from sinkprune.contract.budgets import FAMILIES
+from sinkprune.contract.checks import Bounds, Count
 from sinkprune.contract.errors import CheckpointError
-from sinkprune.contract.families import FAMILIES
-from sinkprune.contract.manifest import LanguageModel, PolicyFacts
+from sinkprune.contract.manifest import LanguageModel, PolicyFacts, Tower
 from sinkprune.contract.registry import load_object
-from sinkprune.contract.towers import Tower
 from sinkprune.export.checkpoint.folder import Name, read_fields
 from sinkprune.export.checkpoint.text import SpecialTokens
 from sinkprune.export.graph import WeightedGraph

@@ -8,12 +8,10 @@ from functools import partial
 from textwrap import shorten
 from typing import Annotated, Any, TypedDict
 
-from sinkprune.contract.checks.fields import Bounds
+from sinkprune.contract.budgets import FAMILIES
+from sinkprune.contract.checks import Bounds
 from sinkprune.contract.errors import CheckpointError
-from sinkprune.contract.families import FAMILIES
-from sinkprune.contract.image_settings import Colours, Filter, Number, Scale, Scales
-from sinkprune.contract.manifest import LanguageModel, PolicyFacts
-from sinkprune.contract.towers import Side
+from sinkprune.contract.manifest import Colours, Filter, LanguageModel, Number, PolicyFacts, Scale, Scales, Side
 from sinkprune.export.checkpoint.folder import Name, read_fields
 from sinkprune.export.families import Family, WriteGraph
 from sinkprune.export.models.llama import Llama, build_head, build_segment

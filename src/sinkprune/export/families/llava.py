@@ -7,10 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, TypedDict
 
-from sinkprune.contract.checks.fields import Bounds
+from sinkprune.contract.checks import Bounds
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.image_settings import Pinpoints
-from sinkprune.contract.towers import Side, SiglipTower, ViTTower
+from sinkprune.contract.manifest import Pinpoints, Side, SiglipTower, ViTTower
 from sinkprune.export.checkpoint.folder import Name
 from sinkprune.export.checkpoint.text import SpecialTokens
 from sinkprune.export.families import WriteGraph
@@ -27,9 +26,8 @@ from sinkprune.export.families.llama_shaped import (
     without_null,
 )
 from sinkprune.export.graph import WeightedGraph
-from sinkprune.export.models import siglip
 from sinkprune.export.models.llama import Llama
-from sinkprune.export.models.vit import ACTIVATIONS, build_vision, two_layers
+from sinkprune.export.models.vit import ACTIVATIONS, build_siglip, build_vision, two_layers
 
 _SIGLIP = "siglip_vision_model"
 FeatureLayer = Annotated[int, Bounds(-1024, 1024)]
@@ -153,7 +151,7 @@ class Llava(LlamaShaped):
         tower = self.vision
         if isinstance(tower, SiglipTower):
             # transformers' features are the rows before the tower's last norm layer.
-            vision: WriteGraph = partial(siglip.build_vision, tower=tower, normed=False)
+            vision: WriteGraph = partial(build_siglip, tower=tower, normed=False)
         else:
             vision = partial(build_vision, vit=tower)
         return {"vision": vision, "projector": self._build_projector, **super().graphs(segments, held)}

@@ -1,4 +1,7 @@
-"""pi0: a robot policy of a SigLIP tower, a Gemma prefix and an action expert."""
+"""pi0 and pi0.5: checkpoints to graphs.
+
+transformers has no class for it. Checkpoints are LeRobot's, or have pi0's configuration with the `model_type` "pi05".
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,10 @@ from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any, TypedDict, get_args
 
-from sinkprune.contract.checks.fields import Bounds
-from sinkprune.contract.image_settings import LeRobotResize
-from sinkprune.contract.manifest import PolicyFacts
-from sinkprune.contract.towers import Side, SiglipTower
-from sinkprune.export.checkpoint.folder import Name
+from sinkprune.contract.checks import Bounds
+from sinkprune.contract.errors import CheckpointError
+from sinkprune.contract.manifest import LeRobotResize, Number, NumberRanges, PolicyFacts, Side, SiglipTower
+from sinkprune.export.checkpoint.folder import Name, read_fields
 from sinkprune.export.checkpoint.lerobot import PolicyFields
 from sinkprune.export.checkpoint.text import SpecialTokens
 from sinkprune.export.families import WriteGraph
@@ -28,11 +30,70 @@ from sinkprune.export.families.llama_shaped import (
     head_dim,
     read_language_model,
 )
-from sinkprune.export.families.policy_statistics import statistics_of
 from sinkprune.export.graph import WeightedGraph
-from sinkprune.export.models.action_expert import ActionExpert, build_expert
+from sinkprune.export.models.action_expert import ActionExpert, build_adaptive_expert, build_expert, build_modulation
 from sinkprune.export.models.llama import Llama
-from sinkprune.export.models.siglip import build_vision
+from sinkprune.export.models.vit import build_siglip
+
+_Number = Annotated[Number, Bounds(-1e6, 1e6)]
+_Statistics = Annotated[list[_Number], Bounds(1, 1 << 12)]
+
+
+class _PolicyFields(TypedDict, total=False):
+    """Fields of transformers' PI0Processor, and those that a checkpoint of LeRobot is given."""
+
+    state_mean: _Statistics | None
+    state_std: _Statistics | None
+    actions_mean: _Statistics | None
+    actions_std: _Statistics | None
+    state_low: _Statistics
+    state_high: _Statistics
+    actions_low: _Statistics
+    actions_high: _Statistics
+    state_width: Annotated[int, Bounds(1, 1 << 12)]
+    actions_width: Annotated[int, Bounds(1, 1 << 12)]
+    cameras: Annotated[list[Name], Bounds(1, 64)]
+    most_prompt_tokens: Annotated[int, Bounds(1, 1 << 14)]
+
+
+def statistics_of(source: str, settings: Mapping[str, Any], widths: Mapping[str, int]) -> dict[str, Any]:
+    """Return the arguments of `PolicyFacts` that processor_config.json has, with `settings` as its content.
+
+    `widths` are the most numbers of "state" and "actions". Raises `CheckpointError`.
+    """
+    found = read_fields(_PolicyFields, settings, f"checkpoint '{source}': processor_config.json")
+
+    def check(expectation: str, found: Any, *, holds: bool) -> None:
+        if not holds:
+            raise CheckpointError(
+                f"checkpoint '{source}': expected that {expectation}; found {found}. Correct processor_config.json."
+            )
+
+    def pair(name: str, first: str, second: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        given: list[Any] = [found.get(f"{name}_{which}") or () for which in (first, second)]
+        one, other = (tuple(map(float, values)) for values in given)
+        lengths, most = (len(one), len(other)), widths[name]
+        check(f"{name}_{first} and {name}_{second} have one length", lengths, holds=lengths[0] == lengths[1])
+        check(f"{name}_{first} has at most {most} numbers", lengths[0], holds=lengths[0] <= most)
+        return one, other
+
+    facts: dict[str, Any] = {}
+    for name, own in (("state", "state"), ("actions", "action")):
+        mean, std = pair(name, "mean", "std")
+        check(f"{name}_std has no number below 0", list(std), holds=all(value >= 0 for value in std))
+        low, high = pair(name, "low", "high")
+        facts |= {
+            f"{own}_mean": mean,
+            f"{own}_std": std,
+            f"{own}_range": NumberRanges(low, high) if low else None,
+            f"{own}_numbers": found.get(f"{name}_width"),
+        }
+    cameras = found.get("cameras")
+    return {
+        **facts,
+        "cameras": tuple(cameras) if cameras else None,
+        "most_prompt_tokens": found.get("most_prompt_tokens"),
+    }
 
 
 class _VisionFields(SquareTowerFields, total=False):
@@ -139,7 +200,7 @@ class Pi0(LlamaShaped):
 
     def graphs(self, segments: Sequence[range], held: Container[str]) -> dict[str, WriteGraph]:
         return {
-            "vision": partial(build_vision, tower=self.vision),
+            "vision": partial(build_siglip, tower=self.vision),
             "projector": self._build_projector,
             **self._decoder(segments),
             **{name: self._of_expert(write, segments) for name, write in self.expert_graphs.items()},
@@ -254,3 +315,22 @@ class Pi0(LlamaShaped):
             gate="gelu_pytorch_tanh",
             norm_offset=1.0,
         )
+
+
+class Pi05(Pi0):
+    """A configuration of pi0.5."""
+
+    name = "pi0.5"
+    configured_as = "pi0"
+    state_in_prompt = True
+    expert_graphs: Mapping[str, WriteExpert] = MappingProxyType(
+        {"modulation": build_modulation, "expert": build_adaptive_expert}
+    )
+    # openpi's PaligemmaTokenizer. The runtime writes the text around the instruction, because it has the state.
+    chat_template = (
+        "{% for message in messages %}"
+        "{% for content in message['content'] if content['type'] == 'image' %}{{ '<image>' }}{% endfor %}"
+        "{{ bos_token }}"
+        "{% for content in message['content'] if content['type'] == 'text' %}{{ content['text'] }}{% endfor %}"
+        "{% endfor %}"
+    )

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: a windowed vision tower for any resolution that ends in the decoder's width, and a Qwen2 decoder."""
+"""Qwen2-VL and Qwen2.5-VL: checkpoints to graphs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from functools import partial
 from math import isqrt
 from typing import Annotated, Any, TypedDict
 
-from sinkprune.contract.checks.fields import Bounds
+from sinkprune.contract.budgets import FAMILIES
+from sinkprune.contract.checks import Bounds
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.families import FAMILIES
-from sinkprune.contract.flops import qwen_tower_flops
-from sinkprune.contract.image_settings import FrameRate, Frames, LeastPixels, Number, Pixels
+from sinkprune.contract.manifest import FrameRate, Frames, LeastPixels, Number, Pixels
+from sinkprune.contract.schedule import qwen_tower_flops
 from sinkprune.export.checkpoint.folder import Name
 from sinkprune.export.checkpoint.text import SpecialTokens
 from sinkprune.export.families import WriteGraph
@@ -33,7 +33,7 @@ from sinkprune.export.families.llama_shaped import (
     without_null,
 )
 from sinkprune.export.models.llama import Llama
-from sinkprune.export.models.qwen2_5_vision import QwenVision, build_vision
+from sinkprune.export.models.qwen_vision import Qwen2Vision, QwenVision, build_vision
 from sinkprune.export.pruning.plan import VariableTokens
 
 _PATCHES = ("patch_size", "temporal_patch_size", "merge_size")
@@ -328,4 +328,32 @@ class Qwen25VL(LlamaShaped):
             "full_attention_blocks": tuple(block for block in vision.fullatt_block_indexes if block < vision.depth),
             "window_side": window // unit,
             "tokens_per_second": vision.tokens_per_second,
+        }
+
+
+class _VisionFields(TowerFields, total=False):
+    embed_dim: Hidden
+    mlp_ratio: Annotated[Number, Bounds(1, 64)]
+
+
+class _Qwen2ConfigFields(FlatFields, total=False):
+    vision_config: _VisionFields | None
+
+
+class Qwen2VL(Qwen25VL):
+    """A `Qwen2VLForConditionalGeneration` configuration."""
+
+    name = "qwen2-vl"
+    tower = Qwen2Vision
+    activation = "quick_gelu"
+    width_setting = "hidden_size"
+    config_fields = _Qwen2ConfigFields
+
+    def _own_facts(self, vision: Any) -> dict[str, Any]:
+        return {
+            "hidden_size": vision.embed_dim,
+            "intermediate_size": int(vision.embed_dim * vision.mlp_ratio),
+            "full_attention_blocks": tuple(range(vision.depth)),
+            "window_side": 0,
+            "tokens_per_second": None,
         }

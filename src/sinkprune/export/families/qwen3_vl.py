@@ -7,24 +7,11 @@ from itertools import pairwise
 from math import isqrt
 from typing import Annotated, Any
 
-from sinkprune.contract.checks.fields import Bounds
-from sinkprune.export.families.llama_shaped import (
-    Hidden,
-    Inner,
-    RopeFields,
-    Setting,
-    TextFields,
-    read_language_model,
-)
-from sinkprune.export.families.qwen2_5_vl import (
-    IMAGE_DEFAULTS,
-    MESSAGE_TEMPLATE,
-    Qwen25VL,
-    TokenFields,
-    TowerFields,
-)
+from sinkprune.contract.checks import Bounds
+from sinkprune.export.families.llama_shaped import Hidden, Inner, RopeFields, Setting, TextFields, read_language_model
+from sinkprune.export.families.qwen2_5_vl import IMAGE_DEFAULTS, MESSAGE_TEMPLATE, Qwen25VL, TokenFields, TowerFields
 from sinkprune.export.models.llama import Llama
-from sinkprune.export.models.qwen3_vision import Qwen3Vision
+from sinkprune.export.models.qwen_vision import Qwen3Vision
 
 _DEEPSTACK = 3
 """The number of sets, and of layers of the decoder's first segment: SinkPruner cuts after (2, 6, 15)."""

@@ -13,7 +13,7 @@ from sinkprune.contract.budgets import Budget
 from sinkprune.export.graph import Graph
 from sinkprune.export.pruning.equal_mean import kept_before, tokens_into_llm
 from sinkprune.export.pruning.functions import cosines, diversity_select, unit_rows
-from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, TokenCount, as_vector, sanitizer_counts
 from sinkprune.export.pruning.sanitizer import (
     TowerValues,
     ascending,
@@ -24,7 +24,6 @@ from sinkprune.export.pruning.sanitizer import (
     places,
     smallest,
 )
-from sinkprune.export.pruning.shares import TokenCount, as_vector, sanitizer_counts
 
 PIVOTS = 4
 SEED = 0

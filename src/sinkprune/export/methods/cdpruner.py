@@ -16,8 +16,7 @@ from sinkprune.export.graph import Graph
 from sinkprune.export.methods.before_llm import Count, build_before
 from sinkprune.export.pruning.functions import gathered
 from sinkprune.export.pruning.plan import PlanFacts
-from sinkprune.export.pruning.question import mean_cosines, rows_in_llm
-from sinkprune.export.pruning.sanitizer import TowerValues
+from sinkprune.export.pruning.sanitizer import TowerValues, mean_cosines, rows_in_llm
 from sinkprune.export.pruning.serial import best_token, chosen_in_rounds
 
 EQUAL = 2.0**-18

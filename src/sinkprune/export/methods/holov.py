@@ -15,9 +15,8 @@ from sinkprune.contract.budgets import Budget
 from sinkprune.export.graph import Graph
 from sinkprune.export.methods.before_llm import Count, build_before
 from sinkprune.export.pruning.functions import unit_rows
-from sinkprune.export.pruning.plan import PlanFacts
+from sinkprune.export.pruning.plan import PlanFacts, as_vector
 from sinkprune.export.pruning.sanitizer import TowerValues, ascending, largest, places
-from sinkprune.export.pruning.shares import as_vector
 
 PARTS = 16
 """The parts of a picture: runs of tokens in raster order. The first are longer by a token if they are not equal."""

@@ -16,8 +16,7 @@ from sinkprune.export.graph import Graph
 from sinkprune.export.methods.before_llm import Count, build_before
 from sinkprune.export.pruning.functions import gathered, unit_rows
 from sinkprune.export.pruning.plan import PlanFacts, VariableTokens
-from sinkprune.export.pruning.question import rows_in_llm
-from sinkprune.export.pruning.sanitizer import TowerValues
+from sinkprune.export.pruning.sanitizer import TowerValues, rows_in_llm
 from sinkprune.export.pruning.serial import best_token, chosen_in_rounds
 
 TEXT_TEMPERATURE, TEXT_TEMPERATURE_OF_QWEN, VISUAL_TEMPERATURE = 0.02, 0.01, 0.2

@@ -23,9 +23,8 @@ from sinkprune.contract.budgets import Budget
 from sinkprune.export.graph import Graph
 from sinkprune.export.methods.before_llm import Count, build_before
 from sinkprune.export.pruning.functions import unit_rows
-from sinkprune.export.pruning.plan import PlanFacts
+from sinkprune.export.pruning.plan import PlanFacts, as_vector
 from sinkprune.export.pruning.sanitizer import TowerValues, ascending, largest, places
-from sinkprune.export.pruning.shares import as_vector
 
 COMPONENTS = 16
 """The most components. Each takes about 3.5 kB of graph. The published code has k/4: 16 for 64 kept tokens."""

@@ -1,13 +1,19 @@
-"""SinkPruner: the visual sanitizer before the LLM and the text-guided pruner at three decoder layers.
+"""SinkPruner, and its text-guided part alone.
 
 method.md sections 1 and 2 have the rules. Each step below names its rule. The stages of `sinkpruner-heads` read a few
 chosen heads of their layer, in the place of the mean over all heads. A layer without a chosen head has no stage.
 ProViP scores stages with such "visual heads". Its text was not read, so the rule is ours (docs/methods.md).
+
+RES takes the tokens of largest salience and relevance together. The relevance of a token is the mean of its cosines
+with the words of the question, both as the LLM receives them. Both scores are scaled to 0 to 1 over the tokens that
+are no outliers, and have equal weight. All other steps are SinkPruner's. `sinkpruner-text-heads` also has the stages
+of `sinkpruner-heads`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 
 import onnx_ir as ir
@@ -15,13 +21,21 @@ import onnx_ir as ir
 from sinkprune.contract.budgets import Budget, prune_layers
 from sinkprune.contract.errors import BudgetError
 from sinkprune.export.graph import Graph
-from sinkprune.export.pruning.chosen_heads import HOW_TO_CHOOSE, NAMES
 from sinkprune.export.pruning.equal_mean import fewer_stages, without_stages
 from sinkprune.export.pruning.functions import diversity_select, gathered, top_rho
-from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
-from sinkprune.export.pruning.sanitizer import TowerValues, ascending, largest, new_sanitizer, output_rows
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, as_vector, sanitizer_counts
+from sinkprune.export.pruning.sanitizer import (
+    HOW_TO_CHOOSE,
+    NAMES,
+    TowerValues,
+    ascending,
+    largest,
+    mean_cosines,
+    new_sanitizer,
+    output_rows,
+    rows_in_llm,
+)
 from sinkprune.export.pruning.select import build_selects, every_text_row
-from sinkprune.export.pruning.shares import as_vector, sanitizer_counts
 
 Score = Callable[[PlanFacts, Graph, TowerValues, ir.Value | None], ir.Value]
 """Writes the score [G,N] by which RES takes tokens. The last argument is the mask of outliers, if any."""
@@ -116,3 +130,27 @@ def _sanitizer(facts: PlanFacts, budget: Budget, score: Score) -> Graph:
         index = op.Concat(first, index, axis=1)
     output_rows(graph, facts, budget, kept, index)
     return graph
+
+
+# Far below any spread of scores; where all are equal, 0 is divided by it.
+_LEAST_SPREAD = 1e-30
+
+
+def by_salience_and_relevance(
+    facts: PlanFacts, graph: Graph, features: TowerValues, outlier: ir.Value | None
+) -> ir.Value:
+    """Return the scaled salience plus the scaled relevance, [G,N]."""
+    relevance = mean_cosines(graph.op, *rows_in_llm(facts, graph, features))
+    return graph.op.Add(_scaled(graph, features.salience, outlier), _scaled(graph, relevance, outlier))
+
+
+build_with_text = partial(build, score=by_salience_and_relevance)
+build_with_text_and_heads = partial(build_with_heads, score=by_salience_and_relevance)
+
+
+def _scaled(graph: Graph, values: ir.Value, outlier: ir.Value | None) -> ir.Value:
+    """Return `values` [G,N] scaled so that they go from 0 to 1 over each group's tokens that are no outliers."""
+    op = graph.op
+    low, high = (values if outlier is None else op.Where(outlier, float(f"{sign}inf"), values) for sign in ("", "-"))
+    least, most = op.ReduceMin(low, [-1], keepdims=1), op.ReduceMax(high, [-1], keepdims=1)
+    return op.Div(op.Sub(values, least), op.Max(op.Sub(most, least), _LEAST_SPREAD))

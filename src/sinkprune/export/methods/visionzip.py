@@ -16,7 +16,7 @@ from sinkprune.contract.budgets import Budget, Counts
 from sinkprune.export.graph import Graph
 from sinkprune.export.pruning.equal_mean import UnreachableMean, shares_of, tokens_into_llm
 from sinkprune.export.pruning.functions import gathered, top_rho
-from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, TokenCount, as_vector, sanitizer_counts
 from sinkprune.export.pruning.sanitizer import (
     TowerValues,
     ascending,
@@ -28,7 +28,6 @@ from sinkprune.export.pruning.sanitizer import (
     smallest,
     sums_of_similar,
 )
-from sinkprune.export.pruning.shares import TokenCount, as_vector, sanitizer_counts
 
 _FLOAT = ir.DataType.FLOAT
 

@@ -13,10 +13,9 @@ import onnx_ir as ir
 from sinkprune.contract.budgets import Budget, Counts
 from sinkprune.export.pruning.equal_mean import kept_before, tokens_into_llm
 from sinkprune.export.pruning.functions import gathered, local_function, unit_rows
-from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, as_vector, sanitizer_counts
 from sinkprune.export.pruning.sanitizer import ascending, largest, new_sanitizer, output_tokens
 from sinkprune.export.pruning.serial import DOMAIN
-from sinkprune.export.pruning.shares import as_vector, sanitizer_counts
 
 AT_ONCE = 8
 """The most tokens that a round drops."""

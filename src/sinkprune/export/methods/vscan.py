@@ -22,7 +22,14 @@ from sinkprune.contract.budgets import Budget, Counts, scaled_layers
 from sinkprune.export.graph import Graph
 from sinkprune.export.pruning.equal_mean import shares_of, third_after
 from sinkprune.export.pruning.functions import gathered
-from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+from sinkprune.export.pruning.plan import (
+    PlanFacts,
+    PlanGraphs,
+    SanitizerCounts,
+    TokenCount,
+    as_vector,
+    sanitizer_counts,
+)
 from sinkprune.export.pruning.sanitizer import (
     TowerValues,
     in_every_group,
@@ -35,7 +42,6 @@ from sinkprune.export.pruning.sanitizer import (
     sums_of_similar,
 )
 from sinkprune.export.pruning.select import build_selects, last_row
-from sinkprune.export.pruning.shares import SanitizerCounts, TokenCount, as_vector, sanitizer_counts
 
 WINDOWS = 16
 """The windows of a picture: 6x6 of LLaVA-1.5's 24x24 tokens each. Fewer, if fewer tokens are local."""

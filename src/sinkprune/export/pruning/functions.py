@@ -14,7 +14,7 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript import build_function
 
-from sinkprune.export.pruning.shares import outlier_count
+from sinkprune.export.pruning.plan import outlier_count
 
 DOMAIN = "sinkprune"
 

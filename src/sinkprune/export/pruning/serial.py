@@ -14,9 +14,8 @@ import onnx_ir as ir
 from sinkprune.contract.budgets import Budget
 from sinkprune.export.graph import Graph
 from sinkprune.export.pruning.functions import local_function
-from sinkprune.export.pruning.plan import PlanFacts
+from sinkprune.export.pruning.plan import PlanFacts, TokenCount, as_vector
 from sinkprune.export.pruning.sanitizer import ascending, places
-from sinkprune.export.pruning.shares import TokenCount, as_vector
 
 DOMAIN = "sinkprune.rounds"
 

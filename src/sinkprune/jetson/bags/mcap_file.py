@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
-from sinkprune.contract.checks.format_value import format_value
+from sinkprune.contract.checks import format_value
 from sinkprune.contract.files.untrusted import UnreadableError, open_regular
 from sinkprune.jetson.bags.bag_file import (
     MOST_BYTES,

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from sinkprune.contract.checks.format_value import format_value
-from sinkprune.contract.checks.ranges import WholeNumber
+from sinkprune.contract.checks import WholeNumber, format_value
 from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.contract.manifest import CacheForm
 from sinkprune.contract.precision import Array
@@ -17,7 +16,7 @@ from sinkprune.contract.registry import load_object
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import COMPUTES, KNOWN, Compute
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.system.processor import processor_name
+from sinkprune.runtime.system import processor_name
 
 Tensor = Any
 """A tensor in the engine library's own buffer, on its device."""

@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.engines_manifest import (
+from sinkprune.contract.bundle import (
     CHECKED,
     LIMIT_OPTIONS,
     MOST_TOKENS,
+    Bundle,
     Engines,
     Limits,
     Target,
@@ -20,7 +20,7 @@ from sinkprune.contract.errors import EnginesError, UsageError
 from sinkprune.contract.files.trust import ANY, Trust
 from sinkprune.runtime.backends.known import DEFAULT, KNOWN
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.system.processor import architecture, instructions
+from sinkprune.runtime.system import architecture, instructions
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from sinkprune.contract.engines_manifest import Target
+from sinkprune.contract.bundle import Target
+from sinkprune.contract.memory import OPENVINO, ORT_CPU, BackendMemory
 from sinkprune.contract.registry import Registry
-from sinkprune.contract.system.memory_need import OPENVINO, ORT_CPU, BackendMemory
 
 Compute = Literal["fastest", "bf16", "fp32"]
 """The type of computation, where a backend has the choice. Selection is always in fp32.
@@ -54,7 +54,7 @@ ORT_ON_CPU = BackendSpec(
     runs_new_budgets=True,
 )
 ORT_WITH_OPENVINO = BackendSpec(
-    f"{_OURS}.openvino.with_onnxruntime:open_backend",
+    f"{_OURS}.openvino.backend:open_with_onnxruntime",
     "onnxruntime+openvino",
     ("onnxruntime", "openvino"),
     computes=("fastest", "fp32"),

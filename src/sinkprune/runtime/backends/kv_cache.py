@@ -1,4 +1,4 @@
-"""Decoder segments whose engines take caches as buffers, and the memory of such buffers.
+"""KV caches in host or device memory, and runs of rows in them.
 
 A buffer has room for more rows than it holds, so that a new token copies nothing and shapes stay the same. Room grows
 in steps. Unused rows are masked, and zero: a value that is not finite would spoil the result even where it is masked.
@@ -6,17 +6,92 @@ in steps. Unused rows are masked, and zero: a value that is not finite would spo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
 
-from sinkprune.contract.engines_manifest import OptimisationProfiles
+from sinkprune.contract.bundle import OptimisationProfiles
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.manifest import CacheForm, GraphSpec
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Cache, Decoder, Engine, Tensor
+
+
+def row_runs(lengths: Sequence[int], order: Array) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the runs of `order` [S] int64, which numbers rows through tensors of these `lengths`.
+
+    A run is rows that are adjacent in their tensor and in the new order: the number of the tensor, their first row in
+    it, how many they are, and their first row in the new order.
+    """
+    starts = [0, *accumulate(lengths)]
+    breaks = np.flatnonzero(order[1:] != order[:-1] + 1) + 1
+    for place, end in pairwise([0, *breaks.tolist(), len(order)]):
+        while place < end:
+            row = int(order[place])
+            part = bisect_right(starts, row) - 1
+            length = min(end - place, starts[part + 1] - row)
+            yield part, row - starts[part], length, place
+            place += length
+
+
+def joined(parts: Sequence[Array], order: Array) -> Array:
+    """Return [1,S,d]: rows of the host arrays `parts` [...,d], numbered through all parts, in `order` [S] int64."""
+    rows = [part.reshape(-1, part.shape[-1]) for part in parts]
+    together = np.empty((1, len(order), rows[0].shape[1]), rows[0].dtype)
+    for part, first, count, place in row_runs([len(part) for part in rows], order):
+        together[0, place : place + count] = rows[part][first : first + count]
+    return together
+
+
+# The size of a cache line and of the widest vector: unaligned reads take two accesses.
+_ALIGNMENT = 64
+
+
+class HostBuffers:
+    """A pool that lends the smallest free block that is large enough.
+
+    Where none is, it frees the largest free block and allocates a new one. So there are never more blocks than were
+    in use at once, and none is larger than a request needed.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Array] = []
+        # Filled by finalizers, which may run in any thread at any moment, also within `lend`.
+        self._returned: deque[Array] = deque()
+        self._lock = Lock()
+
+    def lend(self, size: int) -> Array:
+        """Return uint8 [`size`] with any content; the block returns with its last reference or view."""
+        with self._lock:
+            block = self._block(size)
+        start = -block.ctypes.data % _ALIGNMENT
+        # Views of a memoryview's array keep that array alive. Views of an array keep only its base alive.
+        lent = np.frombuffer(block.data[start : start + size], np.uint8)
+        weakref.finalize(lent, self._returned.append, block).atexit = False
+        return lent
+
+    def _block(self, size: int) -> Array:
+        while self._returned:
+            insort(self._free, self._returned.popleft(), key=_size)
+        place = bisect_left(self._free, size, key=_size)
+        if place < len(self._free):
+            return self._free.pop(place)
+        if self._free:
+            self._free.pop()
+        return np.empty(size + _ALIGNMENT, np.uint8)
+
+
+def _size(block: Array) -> int:
+    """Return how many bytes of a block can be lent."""
+    return block.nbytes - _ALIGNMENT
+
 
 ROOM = 64
 """The room of a cache is a multiple of so many rows."""

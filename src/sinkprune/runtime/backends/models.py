@@ -17,8 +17,7 @@ from sinkprune.contract.errors import BackendError
 from sinkprune.contract.files.held_files import HeldFile, any_is_mapped
 from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.backends.inlined import inlined
-from sinkprune.runtime.backends.onnx_file import OnnxFile, Weight, read_onnx_file
+from sinkprune.runtime.backends.onnx_file import OnnxFile, Weight, inlined, read_onnx_file
 
 GRAPH_BYTES = 64 << 20
 """The largest ONNX file that is read; weights lie in other files."""

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.checks.format_value import counted
+from sinkprune.contract.checks import counted
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.command_parser import CommandParser
+from sinkprune.contract.command_line.options import CommandParser
 from sinkprune.contract.command_line.table_console import (
     USUAL_REPEAT,
     TableConsole,
@@ -22,11 +22,14 @@ from sinkprune.contract.command_line.table_console import (
     spread_text,
 )
 from sinkprune.contract.files.output_files import check_outputs
-from sinkprune.contract.reports.report import OF_TTFT, BudgetReport, ProfileReport
-from sinkprune.runtime.commands import (
+from sinkprune.contract.report import OF_TTFT, BudgetReport, ProfileReport
+from sinkprune.policies.options import add_cameras, add_state, check_kind_options, given_observations
+from sinkprune.policies.profile import measured_rounds, profile_policy, step_list
+from sinkprune.runtime.commands.options import (
     Options,
     add_new_tokens,
     add_report_options,
+    check_memory,
     check_report_options,
     chosen_backend,
     load_pipeline,
@@ -35,36 +38,27 @@ from sinkprune.runtime.commands import (
     open_bundle,
     picture_sources,
     prompt_pieces,
+    until_interrupt,
+    write_measured,
 )
-from sinkprune.runtime.commands.interrupts import until_interrupt, write_measured
-from sinkprune.runtime.commands.memory import check_memory
-from sinkprune.runtime.commands.picture_notes import note_pictures
-from sinkprune.runtime.commands.policy_options import add_cameras, add_state, check_kind_options, given_observations
-from sinkprune.runtime.commands.policy_profile import (
-    measured_rounds,
-    profile_policy,
-    step_list,
-)
-from sinkprune.runtime.commands.power import (
+from sinkprune.runtime.commands.profile_options import (
     add_power_options,
+    add_rate_options,
     check_lived,
+    frame_files,
     joules_text,
     maybe_measuring,
     power_line,
-    wanted_sensor,
-)
-from sinkprune.runtime.commands.rate import (
-    add_rate_options,
-    frame_files,
     print_rates,
     read_frames,
     wanted_camera,
+    wanted_sensor,
 )
+from sinkprune.runtime.commands.run import note_pictures
 from sinkprune.runtime.families import load_family
-from sinkprune.runtime.profiling.plot import plot_report
+from sinkprune.runtime.profiling.plot import plot_rate, plot_report
 from sinkprune.runtime.profiling.profile import REPEAT, WARMUP, ProfileRounds
 from sinkprune.runtime.profiling.rate import RateRun
-from sinkprune.runtime.profiling.rate_plot import plot_rate
 from sinkprune.runtime.steps.context_length import check_picture_count
 from sinkprune.runtime.steps.pictures import decoded
 

@@ -1,59 +1,73 @@
-"""`sinkprune-run`: answers a question about pictures."""
+"""`sinkprune-run`."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.checks.format_value import counted
+from sinkprune.contract.checks import counted, escaped
 from sinkprune.contract.command_line.command import entry_point
-from sinkprune.contract.command_line.command_parser import CommandParser
-from sinkprune.contract.command_line.json_output import RunningOutput, json_outputs, write_json
+from sinkprune.contract.command_line.options import (
+    CommandParser,
+    RunningOutput,
+    json_outputs,
+    write_each,
+    write_json,
+    write_output,
+)
 from sinkprune.contract.command_line.progress import status
-from sinkprune.contract.command_line.written_files import write_each, write_output
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs
-from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.precision import Array
-from sinkprune.contract.reports.progress import OnProgress
-from sinkprune.runtime.commands import (
+from sinkprune.contract.progress import OnProgress
+from sinkprune.contract.schedule import VisualLayout
+from sinkprune.deadlines.measuring import MEASURING_COSTS
+from sinkprune.deadlines.options import check_cost_options, costs_before_loading, run_once, saved_costs_lines
+from sinkprune.policies.report import ActionDeadline
+from sinkprune.runtime.commands.options import (
     IMAGE_PLACE,
+    NO_COSTS,
+    MemoryCheck,
     Options,
     add_costs,
     add_most_tokens,
     add_system,
+    beside_earlier,
+    check_memory,
+    ended_by_interrupt,
+    explain_interrupt,
     load_pipeline,
     new_parser,
     open_bundle,
     picture_sources,
     prompt_pieces,
 )
-from sinkprune.runtime.commands.answer_lines import CUT_OFF, cut_off_line, late_line, readable, result_lines
-from sinkprune.runtime.commands.deadline_costs import (
-    check_cost_options,
-    costs_before_loading,
-    run_once,
-    saved_costs_lines,
+from sinkprune.runtime.families import Family, load_family
+from sinkprune.runtime.media.clip import Picture
+from sinkprune.runtime.media.picture_warnings import (
+    FileFacts,
+    PictureFacts,
+    divided,
+    first_of,
+    picture_facts,
+    unseen_notes,
 )
-from sinkprune.runtime.commands.form_options import add_form_options, read_form, stop_text
-from sinkprune.runtime.commands.interrupts import NO_COSTS, beside_earlier, ended_by_interrupt, explain_interrupt
-from sinkprune.runtime.commands.memory import MemoryCheck, check_memory
-from sinkprune.runtime.commands.picture_notes import note_pictures
-from sinkprune.runtime.deadline.cost_measuring import MEASURING_COSTS
-from sinkprune.runtime.families import load_family
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, overlay, picture_bytes
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.steps.answer import Answer
+from sinkprune.runtime.steps.answer import Answer, DeadlineReport
 from sinkprune.runtime.steps.context_length import check_picture_count
 from sinkprune.runtime.steps.loaded_model import check_chosen_after_tower
 from sinkprune.runtime.steps.observer import Observer
-from sinkprune.runtime.steps.pictures import decoded
+from sinkprune.runtime.steps.pictures import decoded, named_in_errors
 from sinkprune.runtime.steps.request import DEADLINE_MS, DEFAULT_NEW_TOKENS, Request
-from sinkprune.runtime.system.cores import usable_cores
+from sinkprune.runtime.system import usable_cores
 from sinkprune.runtime.text.sampling import (
     FREQUENCY_PENALTY,
     PENALTIES,
@@ -63,6 +77,179 @@ from sinkprune.runtime.text.sampling import (
     TEMPERATURE,
     TOP_P,
 )
+from sinkprune.serving.form_options import add_form_options, read_form, stop_text
+
+
+def note_pictures(family: Family, files: Sequence[Path], pictures: Sequence[Picture]) -> list[str]:
+    """Print the notes of `note_files` and of `note_sizes`, and return them.
+
+    `pictures` are those read from `files`, in the same order. Raises `ImageError` for what the family rejects.
+    """
+    return note_files(decoded_facts(files, pictures)) + note_sizes(family, files, pictures)
+
+
+def note_sizes(family: Family, files: Sequence[Path], pictures: Sequence[Picture]) -> list[str]:
+    """Print notes on the first picture of each size that is cropped, scaled down, or a clip shown with fewer frames.
+
+    Returns them. `pictures` are those read from `files`, in the same order. Raises `ImageError` for what the family
+    rejects.
+    """
+    notes = list[str]()
+    first: dict[tuple[float, ...], tuple[Path, Picture]] = {}
+    for file, picture in zip(files, pictures, strict=True):
+        first.setdefault(picture.size, (file, picture))
+    for file, picture in first.values():
+        notes += [_note(file, text) for text in _unseen(family, file, picture)]
+    return notes
+
+
+def decoded_facts(files: Sequence[Path], pictures: Sequence[Picture]) -> dict[Path, FileFacts]:
+    """Return the facts of image files; `pictures` are those read from `files`, in the same order."""
+    pairs = zip(files, pictures, strict=True)
+    return {file: picture_facts(image).of_file for file, image in pairs if isinstance(image, Image.Image)}
+
+
+def note_files(facts: Mapping[Path, FileFacts]) -> list[str]:
+    """Print notes, and return them: on the darkest picture of 16 bits, and on the first file with several frames.
+
+    The second has the number of the other such files.
+    """
+    wide = [(file, own.largest) for file, own in facts.items() if own.largest is not None]
+    darkest = [(file, divided(largest)) for file, largest in sorted(wide, key=lambda each: each[1])]
+    several = [(file, first_of(own.frames)) for file, own in facts.items() if own.frames > 1]
+    return [
+        *_note_first(darkest, "file has 16 bits", "files have 16 bits"),
+        *_note_first(several, "file has several frames", "files have several frames"),
+    ]
+
+
+def note_many_pictures(family: Family, pictures: Mapping[str, PictureFacts]) -> list[str]:
+    """Print the notes of `note_files`, and one on the first picture that is cropped or scaled down; return them.
+
+    It has the number of the other such pictures. `pictures` are all pictures by name. Raises `ImageError` for the
+    first that the family rejects.
+    """
+    notes = note_files({Path(name): facts.of_file for name, facts in pictures.items()})
+    of_size: dict[tuple[int, int], list[str]] = {}
+    for name, facts in pictures.items():
+        of_size.setdefault(facts.size, []).append(name)
+    found = list[tuple[Path, str]]()
+    for size, names in of_size.items():
+        # A layout depends on the size alone, and data has thousands of pictures.
+        unseen = _unseen(family, names[0], Image.new("L", size))
+        found += [(Path(name), unseen[0]) for name in names if unseen]
+    return notes + _note_first(found, "picture is seen in part or smaller", "pictures are seen in part or smaller")
+
+
+def _unseen(family: Family, file: str | Path, picture: Picture) -> list[str]:
+    """Return what `unseen_notes` does; raises `ImageError` with the file's name for what the family rejects."""
+    with named_in_errors(file):
+        return unseen_notes(family.layout(picture))
+
+
+def _note_first(found: Sequence[tuple[Path, str]], one: str, several: str) -> list[str]:
+    """Print a note on the first file, with the number of the others, and return it in a list; none without files."""
+    if not found:
+        return []
+    (file, text), others = found[0], len(found) - 1
+    return [_note(file, f"{text} {others} more {several if others > 1 else one}." if others else text)]
+
+
+def _note(file: Path, text: str) -> str:
+    """Print a note, and return it."""
+    # The command has succeeded, also where stderr is closed.
+    with suppress(OSError):
+        sys.stderr.write(f"{escaped(str(file))}: {text}\n")
+    return f"{file}: {text}"
+
+
+CUT_OFF = {"length": "--max-new-tokens", "deadline": "--deadline-ms"}
+"""The option that ended an answer, by `Answer.finish`, of an answer that was cut off."""
+
+
+def result_lines(answer: Answer) -> str:
+    """Return what stands below the text of an answer: its times, and the confidence of closed lists."""
+    choices = [readable(f"{share:.3f} {text}\n") for text, share in answer.choices.items()]
+    return f"\n{_timings(answer)}\n" + "".join(choices)
+
+
+def _timings(answer: Answer) -> str:
+    per_token, ended = answer.ms["per_token"], ""
+    if answer.finish in CUT_OFF:
+        tokens = counted(1 if answer.choices else len(answer.token_ids), "token")
+        ended = f"; cut off after {tokens} ({CUT_OFF[answer.finish]})"
+    return (
+        f"[{answer.budget}] TTFT {answer.ms['ttft']:.0f} ms ("
+        + ", ".join(f"{part} {answer.ms[part]:.0f}" for part in ("preprocess", "vision", "prefill"))
+        + "), "
+        + (f"{per_token:.1f} ms a token, " if per_token is not None else "")
+        + f"{answer.ms['latency']:.0f} ms in all; visual tokens {answer.visual_tokens} -> "
+        f"{answer.tokens_per_layer[0]} -> {answer.tokens_per_layer[-1]}{ended}{_in_time(answer)}"
+    )
+
+
+def _in_time(answer: Answer) -> str:
+    """Return a line about the answer's deadline, after a line break, and nothing without one."""
+    deadline = answer.deadline
+    if deadline is None:
+        return ""
+    unit = "passes over the list" if answer.choices else "tokens"
+    tokens = f"{deadline.expected_tokens} {unit}" if deadline.expected_tokens > 1 else "the first token"
+    return (
+        f"\ndeadline {deadline.deadline_ms:g} ms: answered in {_measured(deadline)} ms, with reading the "
+        f"picture, expected {tokens} in {deadline.predicted_ms:.0f} ms; {deadline.reason}"
+    )
+
+
+def cut_off_line(answer: Answer) -> str:
+    """Return a warning for an answer with a form or from a closed list that was cut off."""
+    if answer.choices:
+        return (
+            "warning: the time ended before all answers were scored. So only the first token of each was compared, "
+            "and the confidence is that of first tokens. Give a larger --deadline-ms.\n"
+        )
+    return (
+        f"warning: the answer was cut off after {counted(len(answer.token_ids), 'token')}, so it may not have the "
+        "form. Give a larger --max-new-tokens or --deadline-ms.\n"
+    )
+
+
+def late_line(deadline: DeadlineReport) -> str:
+    """Return a warning for a late answer, and nothing for one in time."""
+    if deadline.met:
+        return ""
+    soonest = "" if deadline.can_meet else f"a token sooner than in {deadline.predicted_first_ms:.0f} ms"
+    return f"late: {_late(deadline, soonest)}\n"
+
+
+def late_chunks_line(deadlines: Sequence[ActionDeadline]) -> str:
+    """Return a warning for the late ones of some chunks, and nothing where all were in time."""
+    late = [each for each in deadlines if not each.met]
+    if not late:
+        return ""
+    last = late[-1]
+    soonest = "" if last.can_meet else f"a chunk sooner than in {last.expected_ms:.0f} ms"
+    found = f"{len(late)} of {len(deadlines)} chunks; the last of them: " if len(deadlines) > 1 else ""
+    return f"late: {found}{_late(last, soonest)}\n"
+
+
+def _late(deadline: DeadlineReport | ActionDeadline, soonest: str) -> str:
+    """Return how late an answer or a chunk was, and what no budget was expected to bring, if anything."""
+    late = f"{_measured(deadline)} ms where {deadline.deadline_ms:g} were given, at budget {deadline.budget}."
+    return f"{late} No budget was expected to bring {soonest}." if soonest else late
+
+
+def _measured(deadline: DeadlineReport | ActionDeadline) -> str:
+    """Return the measured milliseconds, whole ones unless a late answer would look in time."""
+    measured = deadline.measured_ms
+    rounded = (f"{measured:.{digits}f}" for digits in range(6))
+    return next((text for text in rounded if deadline.met or float(text) > deadline.deadline_ms), str(measured))
+
+
+def readable(text: str) -> str:
+    """Return text for stdout: escaped on a terminal, unchanged for a program."""
+    return escaped(text, keep="\n\t") if sys.stdout.isatty() else text
+
 
 _EXAMPLES = """\
 examples:

@@ -1,7 +1,7 @@
 """One interface to a CUDA device: its memory, one stream, and CUDA graphs if the library has them.
 
 `cuda-python` is the default. `pycuda`, which many JetPack 6 images carry, has no graphs and runs everything eagerly.
-Both share the device's primary context with TensorRT. Kernels are launched by `engines/plugins/kernel_runner.py`.
+Both share the device's primary context with TensorRT. Kernels are launched by `engines/plugins/launches.py`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 from sinkprune.contract.errors import BackendError
+from sinkprune.contract.memory import available_bytes
 from sinkprune.contract.precision import Array
-from sinkprune.contract.system.system_memory import available_bytes
 
 Address = int
 """A device address in bytes."""
@@ -104,11 +104,11 @@ def open_device() -> Device:
     Raises `BackendError` if neither is installed, or if there is no driver or no GPU.
     """
     if find_spec("cuda") and find_spec("cuda.bindings"):
-        from sinkprune.runtime.device.cuda_python import CudaPythonDevice
+        from sinkprune.runtime.device.cuda import CudaPythonDevice
 
         return CudaPythonDevice()
     if find_spec("pycuda"):
-        from sinkprune.runtime.device.pycuda_device import PycudaDevice
+        from sinkprune.runtime.device.cuda import PycudaDevice
 
         return PycudaDevice()
     raise BackendError(

@@ -1,6 +1,6 @@
 """The image side of model families: a picture's layout of tokens, and its inputs of the vision graph.
 
-`sinkprune.contract.families` lists the modules. `FAMILY` of a module is its class. To add one: docs/new-family.md.
+`sinkprune.contract.budgets` lists the modules. `FAMILY` of a module is its class. To add one: docs/new-family.md.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from typing import Any, NamedTuple, Protocol
 
 from PIL import Image
 
-from sinkprune.contract.budgets import Share
+from sinkprune.contract.budgets import FAMILIES, Share
 from sinkprune.contract.errors import BundleError, UsageError
-from sinkprune.contract.families import FAMILIES
-from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.contract.registry import load_object
+from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.media.clip import Picture, SampledFrames, Video
-from sinkprune.runtime.media.fits import Fit, check_fit
+from sinkprune.runtime.media.images import Fit, check_fit
 from sinkprune.runtime.media.picture_warnings import FileFacts
 
 

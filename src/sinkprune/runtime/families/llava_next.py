@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image
 
-from sinkprune.contract.layout import VisualLayout, grid_boxes
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
+from sinkprune.contract.schedule import VisualLayout, grid_boxes
 from sinkprune.runtime.families.llava import Llava
-from sinkprune.runtime.media.fits import Fit
+from sinkprune.runtime.media.images import Fit
 from sinkprune.runtime.processors.llava_next import Canvas, LlavaNextProcessor, unpadded
-from sinkprune.runtime.processors.torchvision_resize import PixelSize
+from sinkprune.runtime.processors.square import PixelSize
 
 
 class LlavaNext(Llava):

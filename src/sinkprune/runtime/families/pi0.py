@@ -1,4 +1,4 @@
-"""pi0: a picture of each camera, in a square, and one group of patch tokens in raster order."""
+"""The runtime sides of pi0 and pi0.5."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from typing import Any, get_args
 
 import numpy as np
 
-from sinkprune.contract.flops import vit_flops
-from sinkprune.contract.image_settings import LeRobotResize
-from sinkprune.contract.layout import VisualLayout, grid_boxes
-from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.towers import SiglipTower
-from sinkprune.runtime.families.square_pictures import SquarePictures
-from sinkprune.runtime.media.fits import Fit
-from sinkprune.runtime.processors.padded import PaddedProcessor
+from sinkprune.contract.manifest import LeRobotResize, Manifest, SiglipTower
+from sinkprune.contract.schedule import VisualLayout, grid_boxes, vit_flops
+from sinkprune.runtime.families.llava import SquarePictures
+from sinkprune.runtime.media.images import Fit
+from sinkprune.runtime.processors.llava_next import PaddedProcessor
 from sinkprune.runtime.processors.resize_with_pad import ResizeWithPad
-from sinkprune.runtime.processors.torchvision_resize import PixelSize
+from sinkprune.runtime.processors.square import PixelSize
 
 
 class Pi0(SquarePictures):
@@ -55,3 +52,7 @@ def _processor(settings: Mapping[str, Any]) -> PaddedProcessor | ResizeWithPad:
     """Return what turns pictures into squares: LeRobot's functions by their names, else transformers' processor."""
     kind = settings.get("image_processor_type")
     return ResizeWithPad(settings) if kind in get_args(LeRobotResize) else PaddedProcessor(settings)
+
+
+class Pi05(Pi0):
+    """The image side of a pi0.5 bundle."""

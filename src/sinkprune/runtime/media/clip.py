@@ -12,9 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from PIL import Image
 
-from sinkprune.contract.checks.arguments import creation_checks_options
-from sinkprune.contract.checks.format_value import format_value, type_name
-from sinkprune.contract.checks.ranges import RealNumber
+from sinkprune.contract.checks import RealNumber, creation_checks_options, format_value, type_name
 from sinkprune.contract.errors import ImageError, UsageError, VideoError
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.media.images import to_rgb

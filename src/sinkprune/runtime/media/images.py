@@ -1,4 +1,4 @@
-"""Image files, Pillow images and arrays as RGB images, as transformers' image processors take them."""
+"""Pictures from files, bytes and arrays: checked by their headers, then decoded."""
 
 from __future__ import annotations
 
@@ -7,20 +7,52 @@ import os
 import re
 import struct
 import warnings
-from collections.abc import Callable, Iterator
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import Event, Lock
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, Literal, TypeVar, cast, get_args
 
 import numpy as np
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
-from sinkprune.contract.checks.format_value import type_name
-from sinkprune.contract.errors import ImageError
+from sinkprune.contract.checks import format_value, type_name
+from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.files.untrusted import ForbiddenError, MissingError, UnreadableError, open_regular
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.media.frame_count import count_frames, frame_count, note_frames
-from sinkprune.runtime.media.metered_file import MeteredFile
+from sinkprune.runtime.media.files import MeteredFile
+
+_FORMATS = ("GIF", "PNG", "TIFF", "WEBP")
+# JPEGs with several pictures (MPO, CIPA DC-007): the tag of their list, and the word in the type of those that are
+# views, as stereo cameras write them. Others are previews, depths and brightnesses of the first.
+_MP_ENTRIES, _VIEW = 0xB002, "Multi-Frame"
+_NOTED = "sinkprune_frames"
+
+
+def frame_count(image: Image.Image) -> int:
+    """Return the number of frames or pages in the file of an image, as `read_image` and `to_rgb` return it."""
+    return int(image.info.get(_NOTED, 1))
+
+
+def note_frames(image: Image.Image, frames: int) -> None:
+    """Note how many frames the file of `image` has, for `frame_count`."""
+    if frames > 1:
+        image.info[_NOTED] = frames
+
+
+def count_frames(image: Image.Image) -> int:
+    """Return the number of frames, pages or views of an opened file; of a damaged file, those before the damage."""
+    if image.format not in (*_FORMATS, "MPO"):
+        return frame_count(image)
+    try:
+        if image.format == "MPO":
+            _, *further = cast(Any, image).mpinfo[_MP_ENTRIES]
+            return 1 + sum(_VIEW in entry["Attribute"]["MPType"] for entry in further)
+        return int(getattr(image, "n_frames", 1))
+    except Exception:
+        # The first frame is whole, and the model sees no other.
+        return image.tell() + 1
+
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 """The formats that are read. Some of Pillow's other formats start programs, and others fail in unusual ways."""
@@ -447,3 +479,49 @@ def strips(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
     rows = max(1, _STRIP // max(1, image.width))
     for top in range(0, image.height, rows):
         yield top, image.crop((0, top, image.width, min(top + rows, image.height)))
+
+
+Fit = Literal["crop", "pad", "stretch"]
+"""`crop` keeps the middle square and loses the rest. `pad` adds bars of the processor's mean colour around the whole
+picture. `stretch` resizes the whole picture without keeping its aspect ratio."""
+FITS: tuple[Fit, ...] = get_args(Fit)
+
+
+def add_fit_option(parser: ArgumentParser) -> None:
+    """Add `--fit`, one of `FITS`, to the parser of a command that runs pictures."""
+    parser.add_argument(
+        "--fit",
+        choices=FITS,
+        help="how a picture becomes the model's square: crop loses the sides, pad adds bars, stretch changes the "
+        "aspect ratio (default: the checkpoint's own)",
+    )
+
+
+def check_fit(fit: object) -> None:
+    """Raise `UsageError` if `fit` is neither one of `FITS` nor None, the checkpoint's own way."""
+    if fit is not None and not (isinstance(fit, str) and fit in FITS):
+        raise UsageError(
+            f"fit is {format_value(fit)}, expected one of {', '.join(FITS)}, or None for the checkpoint's own."
+        )
+
+
+def fitted_settings(settings: Mapping[str, Any], fit: Fit, side: int) -> dict[str, Any]:
+    """Return a processor's `settings` with another fit, for a tower that takes squares of `side` pixels.
+
+    `crop` keeps the checkpoint's own shortest edge and crop, if it has them. LLaVA's authors trained with `pad`
+    (`expand2square` in `llava/mm_utils.py`).
+    """
+    if fit != "crop":
+        whole = {"do_resize": True, "size": {"height": side, "width": side}, "do_center_crop": False}
+        return {**settings, **whole, "do_pad": fit == "pad"}
+    if settings["do_center_crop"] and "shortest_edge" in settings["size"]:
+        return {**settings, "do_pad": False}
+    crop = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}, "do_center_crop": True}
+    return {**settings, **crop, "do_resize": True, "do_pad": False}
+
+
+def share_within(box: tuple[float, float, float, float], size: tuple[int, int]) -> float:
+    """Return the share of a picture of `size` (width, height) in `box`: left, top, right, bottom in its pixels."""
+    left, top, right, bottom = box
+    width, height = size
+    return (min(right, width) - max(left, 0.0)) / width * ((min(bottom, height) - max(top, 0.0)) / height)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from sinkprune.contract.checks.user_warnings import warn_user
+from sinkprune.contract.checks import warn_user
 from sinkprune.contract.errors import (
     DividedPictureWarning,
     FewerFramesWarning,
@@ -18,10 +18,9 @@ from sinkprune.contract.errors import (
     PartlySeenWarning,
     ScaledDownWarning,
 )
-from sinkprune.contract.layout import VisualLayout
+from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.media.clip import Picture
-from sinkprune.runtime.media.frame_count import frame_count
-from sinkprune.runtime.media.images import NEARLY_BLACK, largest_of_16_bits, read_header, read_image
+from sinkprune.runtime.media.images import NEARLY_BLACK, frame_count, largest_of_16_bits, read_header, read_image
 
 _CLEARLY_SMALLER = 0.9
 """The scale of each side, and the share of a clip's frames, below which it is worth a warning."""

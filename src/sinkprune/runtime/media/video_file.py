@@ -1,4 +1,4 @@
-"""Video files, read with PyAV (optional extra `video`)."""
+"""Video files, and the frames in them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import errno
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import IO, Any, BinaryIO
@@ -17,13 +18,66 @@ from typing import IO, Any, BinaryIO
 import numpy as np
 from PIL import Image
 
-from sinkprune.contract.checks.arguments import check_path, checks_options
-from sinkprune.contract.checks.needed_package import needs_package
+from sinkprune.contract.checks import check_path, checks_options, needs_package
 from sinkprune.contract.errors import VideoError
 from sinkprune.contract.files.untrusted import ForbiddenError, MissingError, UnreadableError, open_regular
 from sinkprune.runtime.media.clip import check_indices, collected
-from sinkprune.runtime.media.keyframe_index import KeyframeIndex, LostFrameError
-from sinkprune.runtime.media.whole_files import gif_is_whole, matroska_is_whole
+from sinkprune.runtime.media.files import gif_is_whole, matroska_is_whole
+
+# Packets of these containers have the time of their frame, and headers list the keyframes.
+_CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
+
+
+class LostFrameError(Exception):
+    """A frame was not where the index has it."""
+
+
+class KeyframeIndex:
+    """The times of a video stream's frames, and its packets that can be decoded without earlier ones."""
+
+    def __init__(self, container: str, times: Collection[int | None], keys: Collection[int | None]) -> None:
+        """Sort the times of all frames and of the keyframes. `container` is FFmpeg's name of the file's kind."""
+        self._times = sorted(time for time in times if time is not None)
+        self._keys = sorted(time for time in keys if time is not None)
+        self.can_seek = (
+            container in _CONTAINERS and len({*self._times}) == len(times) and 1 < len(self._keys) == len(keys)
+        )
+        """Whether a frame can be found by its time, without decoding all frames before it."""
+
+    def frames(self, container: Any, stream: Any, wanted: Collection[int]) -> Iterator[Any]:
+        """Yield the frames with the numbers `wanted`, ascending, each decoded from the keyframe before it.
+
+        Raises `LostFrameError` if the file has something else in their place.
+        """
+        times = sorted(self._times[number] for number in wanted)
+        for place, group in groupby(times, lambda time: bisect_right(self._keys, time) - 1):
+            if place < 0:
+                raise LostFrameError
+            yield from self._decode_group(container, stream, self._keys[place], list(group))
+
+    def _decode_group(self, container: Any, stream: Any, key: int, times: list[int]) -> Iterator[Any]:
+        container.seek(key, stream=stream, backward=True)
+        left, start = iter(times), None
+        time = next(left)
+        for packet in container.demux(stream):
+            if start is None:
+                if packet.pts not in self._keys or packet.pts > key:
+                    raise LostFrameError
+                start = packet.pts
+            for frame in packet.decode():
+                # Frames that are shown before the keyframe may need frames that were not decoded.
+                if frame.pts is None or (frame.pts > time and frame.pts >= start):
+                    raise LostFrameError
+                if frame.pts == time:
+                    if frame.is_corrupt:
+                        raise LostFrameError
+                    yield frame
+                    following = next(left, None)
+                    if following is None:
+                        return
+                    time = following
+        raise LostFrameError
+
 
 CONTAINERS = ("mov", "matroska", "avi", "gif", "mpegts", "mpeg", "flv", "asf")
 """The containers that are read, by FFmpeg's names: `mov` includes MP4, `matroska` WebM, and `asf` WMV. None of them

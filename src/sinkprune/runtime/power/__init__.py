@@ -5,10 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sinkprune.contract.errors import NoSensorError
-from sinkprune.runtime.power.nvml import open_nvml
-from sinkprune.runtime.power.rapl import open_rapl
-from sinkprune.runtime.power.sensor import ROOT, Sensor
-from sinkprune.runtime.power.tegrastats import open_tegrastats
+from sinkprune.runtime.power.sensors import ROOT, Sensor, open_nvml, open_rapl, open_tegrastats
 
 AUTO = "auto"
 """Chooses the first readable sensor that covers the device in use."""

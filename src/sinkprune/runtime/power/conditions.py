@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from sinkprune.contract.reports.rate_report import ConditionsReport
-from sinkprune.runtime.power.sensor import ROOT
+from sinkprune.contract.report import ConditionsReport
+from sinkprune.runtime.power.sensors import ROOT
 
 PERIOD_SECONDS = 1.0
 _ZONES = "sys/class/thermal/thermal_zone*"

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sinkprune.contract.checks.ranges import RealNumber
+from sinkprune.contract.checks import RealNumber
 from sinkprune.contract.errors import PowerError
-from sinkprune.contract.reports.energy import IDLE_SECONDS, BudgetEnergy, PowerReport
-from sinkprune.runtime.power.sensor import SILENT_SECONDS, Sensor
+from sinkprune.contract.report import IDLE_SECONDS, BudgetEnergy, PowerReport
+from sinkprune.runtime.power.sensors import SILENT_SECONDS, Sensor
 
 IDLE = RealNumber("idle_seconds", 0.5, 3600, "from 0.5 to 3600 seconds")
 MOST_GAP_SECONDS = 1.0

@@ -12,14 +12,13 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.contract.budgets import UNPRUNED, Share
-from sinkprune.contract.checks.fields import from_json
-from sinkprune.contract.checks.format_value import counted as in_words
+from sinkprune.contract.checks import counted as in_words
+from sinkprune.contract.checks import from_json
 from sinkprune.contract.errors import ImageError, PruningError
-from sinkprune.contract.image_settings import PatchSettings
+from sinkprune.contract.manifest import PatchSettings
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.media.clip import ClipSize, SampledFrames
-from sinkprune.runtime.processors.pixel_values import pixel_values
-from sinkprune.runtime.processors.torchvision_resize import PixelSize, TorchvisionResize
+from sinkprune.runtime.processors.square import PixelSize, TorchvisionResize, pixel_values
 
 WHOLE = Share(1, 1)
 # The model's own limit (smart_resize).

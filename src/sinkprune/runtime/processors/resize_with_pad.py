@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from sinkprune.contract.checks.fields import from_json
-from sinkprune.contract.image_settings import LeRobotSettings
+from sinkprune.contract.checks import from_json
+from sinkprune.contract.manifest import LeRobotSettings
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.processors.padded import checked_size
-from sinkprune.runtime.processors.pixel_values import pixel_values
-from sinkprune.runtime.processors.torchvision_resize import PixelSize
+from sinkprune.runtime.processors.llava_next import checked_size
+from sinkprune.runtime.processors.square import PixelSize, pixel_values
 
 
 class ResizeWithPad:

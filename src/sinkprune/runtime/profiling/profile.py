@@ -1,39 +1,89 @@
-"""Measures all budgets, baselines and the unpruned engines in turn, so that a drifting machine favours none."""
+"""Measures every budget of a bundle, in turn."""
 
 from __future__ import annotations
 
 import platform
+import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.checks.ranges import WholeNumber
-from sinkprune.contract.flops import decode_bytes, prefill_flops
-from sinkprune.contract.reports.energy import BudgetEnergy
-from sinkprune.contract.reports.report import (
+from sinkprune.contract.checks import WholeNumber
+from sinkprune.contract.report import (
     PARTS,
+    BudgetEnergy,
     BudgetReport,
     Efficiency,
     EngineHeader,
     PrefillAndTtft,
     ProfileReport,
     ReportHeader,
+    Row,
     Spread,
+    by_method,
+    profile_rows,
 )
-from sinkprune.contract.reports.rows import Row, by_method, profile_rows
-from sinkprune.contract.schedule import schedule
+from sinkprune.contract.schedule import decode_bytes, prefill_flops, schedule
+from sinkprune.policies.policy import Policy
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.policy import Policy
 from sinkprune.runtime.power.meter import EnergyMeter, Span
-from sinkprune.runtime.profiling.peak_memory import PeaksOfStages
-from sinkprune.runtime.session import Session
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.context_length import check_picture_count, runnable
+from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.pictures import PictureLike, decoded
+from sinkprune.serving.sessions import Session
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+# "5" resets the peak (VmHWM), proc(5)
+_RESET_PEAK = "5"
+
+
+class PeakMemory:
+    """The largest peak of all watched blocks. `bytes` is None if the system does not report it."""
+
+    def __init__(self) -> None:
+        self.bytes: int | None = None
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Include the peak of the block."""
+        try:
+            _CLEAR.write_text(_RESET_PEAK)
+        except OSError:
+            # Without the reset, the peak may be that of an earlier block.
+            yield
+            return
+        yield
+        found = re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())
+        if found:
+            self.bytes = max(self.bytes or 0, int(found.group(1)) * 1024)
+
+
+class PeaksOfStages(Observer):
+    """The peak of resident memory of a request, and of each of its stages while `watching` is True."""
+
+    STAGES = ("vision", "sanitizer", "projector", "prefill", "decode")
+
+    def __init__(self) -> None:
+        self.watching = False
+        self.whole = PeakMemory()
+        """The peak of whole requests."""
+        self._peaks = {stage: PeakMemory() for stage in self.STAGES}
+
+    def during(self, part: str) -> AbstractContextManager[Any]:
+        return self._peaks[part].watch() if self.watching and part in self._peaks else nullcontext()
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """By the stage's name, for stages that ran; empty if the system does not report it."""
+        return {stage: peak.bytes for stage, peak in self._peaks.items() if peak.bytes is not None}
+
 
 # The upper limits bound the memory of the answers, which are kept until the report.
 REPEAT = WholeNumber("repeat", 1, 100_000)

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sinkprune.contract.checks.fields import to_json
+from sinkprune.contract.checks import to_json
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.reports.report import OF_TTFT, PARTS
-from sinkprune.runtime.steps.kept import Kept
+from sinkprune.contract.report import OF_TTFT, PARTS
+from sinkprune.runtime.steps.prompt_run import Kept
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Answer:
     kv_bytes: int
     """Bytes of keys and values after the prefill."""
     ms: dict[str, float | None]
-    """Milliseconds by part, those of `sinkprune.contract.reports.report.PARTS`; `per_token` is None for one token."""
+    """Milliseconds by part, those of `sinkprune.contract.report.PARTS`; `per_token` is None for one token."""
     images: tuple[Kept, ...]
     """What each step kept of each picture's tokens."""
     reused_towers: int = 0
@@ -124,7 +124,7 @@ class Answer:
 
 
 def timings(ms: Mapping[str, float], steps: Sequence[float], text: float) -> dict[str, float | None]:
-    """Milliseconds by the parts of `sinkprune.contract.reports.report.PARTS`.
+    """Milliseconds by the parts of `sinkprune.contract.report.PARTS`.
 
     `ms` are those up to the first token by part, `steps` those of each later token, `text` those of decoding tokens
     to text.

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.checks.format_value import counted
-from sinkprune.contract.engines_manifest import LIMIT_OPTIONS, MOST_TOKENS, Limits
+from sinkprune.contract.bundle import LIMIT_OPTIONS, MOST_TOKENS, Limits
+from sinkprune.contract.checks import counted
 from sinkprune.contract.errors import NewTokensError, PromptError, PruningError
-from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.schedule import Schedule, schedule
+from sinkprune.contract.schedule import Schedule, VisualLayout, schedule
 from sinkprune.runtime.media.clip import Clip, SampledFrames
 from sinkprune.runtime.media.video_file import VideoFile
 from sinkprune.runtime.steps.pictures import PictureLike

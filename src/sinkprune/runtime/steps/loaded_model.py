@@ -7,17 +7,16 @@ import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.engines_manifest import Limits
+from sinkprune.contract.budgets import UNPRUNED, Plan
+from sinkprune.contract.bundle import Limits
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.plans import Plan
-from sinkprune.contract.reports.progress import OnProgress
+from sinkprune.contract.progress import OnProgress
+from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.picture_warnings import PictureWarnings
 from sinkprune.runtime.steps.chain import Chain
-from sinkprune.runtime.steps.embedding import Embedding
+from sinkprune.runtime.steps.prompt_rows import Embedding
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.text.prompt import Prompt, PromptEncoder, text_parts
 from sinkprune.runtime.text.sampling import Sampler

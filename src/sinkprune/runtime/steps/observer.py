@@ -9,8 +9,8 @@ from typing import Any
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.families import TowerInput
 from sinkprune.runtime.steps.answer import Answer
+from sinkprune.runtime.steps.chain import EncodedPicture
 from sinkprune.runtime.steps.decoding import Prefill
-from sinkprune.runtime.steps.encoding import EncodedPicture
 from sinkprune.runtime.steps.prompt_rows import PromptRows
 
 
@@ -24,7 +24,7 @@ class Observer:
     def during(self, part: str) -> AbstractContextManager[Any]:
         """Return a context that is entered while a part runs. Parts may be nested.
 
-        A part is one of the `PARTS` of `sinkprune.contract.reports.report`; `decode`, once for each token after the
+        A part is one of the `PARTS` of `sinkprune.contract.report`; `decode`, once for each token after the
         first, or for each pass over a closed list; or `step_0`, `step_1`, ..., the denoising steps of a policy.
         """
         return nullcontext()

@@ -8,11 +8,10 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from sinkprune.contract.checks.format_value import format_value
-from sinkprune.contract.checks.user_warnings import warn_user
+from sinkprune.contract.checks import format_value, warn_user
 from sinkprune.contract.errors import ImageError, UsageError
-from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.precision import Array
+from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.clip import Clip, Picture, SampledFrames
 from sinkprune.runtime.media.images import ImageBytes, read_image, to_rgb

@@ -11,10 +11,18 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.checks.arguments import check_options, check_plan_names, check_type, creation_checks_options
-from sinkprune.contract.checks.format_value import counted, format_value, type_name
-from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
-from sinkprune.contract.checks.user_warnings import warn_user
+from sinkprune.contract.checks import (
+    RealNumber,
+    WholeNumber,
+    check_options,
+    check_plan_names,
+    check_type,
+    counted,
+    creation_checks_options,
+    format_value,
+    type_name,
+    warn_user,
+)
 from sinkprune.contract.errors import ImageError, PromptError, UsageError
 from sinkprune.runtime.media.clip import Clip, SampledFrames
 from sinkprune.runtime.media.images import ImageBytes

@@ -14,8 +14,7 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
-from sinkprune.contract.checks.format_value import counted, format_value
-from sinkprune.contract.checks.needed_package import needs_package
+from sinkprune.contract.checks import counted, format_value, needs_package
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_json
 

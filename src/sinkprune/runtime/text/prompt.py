@@ -13,8 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.checks.arguments import creation_checks_options
-from sinkprune.contract.checks.format_value import format_value
+from sinkprune.contract.checks import creation_checks_options, format_value
 from sinkprune.contract.errors import BundleError, PromptError, ToolsError, UsageError
 from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.contract.manifest import CHAT_TEMPLATE, TOKENIZER, Tokens

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
+from sinkprune.contract.checks import RealNumber, WholeNumber
 from sinkprune.contract.errors import NumericsError
 from sinkprune.contract.precision import Array
 

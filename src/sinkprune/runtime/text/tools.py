@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sinkprune.contract.checks.arguments import check_type, creation_checks_options
-from sinkprune.contract.checks.format_value import format_value
+from sinkprune.contract.checks import check_type, creation_checks_options, format_value
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
 from sinkprune.runtime.text.answer_form import check_together, checked_schema, json_copy, json_rule, written_grammar

@@ -19,12 +19,10 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BackendError
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.onnxruntime import backend as ort
-from sinkprune.runtime.backends.onnxruntime import captured
+from sinkprune.runtime.backends.onnxruntime import device_graphs as captured
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend
-from sinkprune.runtime.backends.onnxruntime.buffers import CUDA
-from sinkprune.runtime.backends.onnxruntime.captured import CapturedEngine
-from sinkprune.runtime.backends.onnxruntime.device_graphs import copies_graph
-from sinkprune.runtime.system.turns import Turns
+from sinkprune.runtime.backends.onnxruntime.device_graphs import CUDA, CapturedEngine, copies_graph
+from sinkprune.runtime.system import Turns
 from support.models.small_models import PI0_SHAPES, PI05_SHAPES
 from support.references.pi0 import INSTRUCTION
 

@@ -14,8 +14,7 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.runtime.backends.onnxruntime import backend as ort
-from sinkprune.runtime.backends.onnxruntime.buffers import GpuMemory
-from sinkprune.runtime.backends.onnxruntime.device_graphs import scatter_graph, zeros_graph
+from sinkprune.runtime.backends.onnxruntime.device_graphs import GpuMemory, scatter_graph, zeros_graph
 from support.references.same_answers import assert_equal
 
 

@@ -10,7 +10,7 @@ import pytest
 from sinkprune.contract.errors import BackendError
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.onnxruntime.library import gpu_name
-from sinkprune.runtime.system.processor import processor_name
+from sinkprune.runtime.system import processor_name
 
 
 class FakeDriver:

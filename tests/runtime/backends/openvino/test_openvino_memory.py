@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.system.child_processes import python_command
+from sinkprune.contract.child_processes import python_command
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.openvino.backend import OpenVinoBackend
-from sinkprune.runtime.system.heap import trim_heap
+from sinkprune.runtime.system import trim_heap
 
 SIZES = 150
 MOST_BYTES = 60e6

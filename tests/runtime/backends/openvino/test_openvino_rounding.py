@@ -17,9 +17,8 @@ from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.weights.weight_forms import form_of
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.openvino.backend import OpenVinoBackend
-from sinkprune.runtime.backends.openvino.graphs import GraphReader
-from sinkprune.runtime.backends.openvino.layers import group_in_int8
-from sinkprune.runtime.backends.openvino.library import import_openvino
+from sinkprune.runtime.backends.openvino.devices import import_openvino
+from sinkprune.runtime.backends.openvino.graphs import GraphReader, group_in_int8
 from support.stand_ins.processor_features import assert_error, rounds_to_int8
 
 openvino = import_openvino("openvino")

@@ -19,8 +19,8 @@ from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BackendError, EnginesError
 from sinkprune.contract.files.manifest_file import FileSpec
+from sinkprune.contract.memory import running_need
 from sinkprune.contract.schedule import schedule
-from sinkprune.contract.system.memory_need import running_need
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.backends.models import Model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sinkprune.contract.errors import BackendError
-from sinkprune.runtime.backends.tensorrt.cuda_graphs import CudaGraphs
+from sinkprune.runtime.backends.tensorrt.engine import CudaGraphs
 from support.stand_ins.fake_device import FakeDevice
 
 

@@ -18,8 +18,8 @@ from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import BackendError, PromptError
 from sinkprune.contract.schedule import schedule
 from sinkprune.runtime.device.stopwatch import Stopwatch
+from sinkprune.runtime.steps.chain import encode, run_tower
 from sinkprune.runtime.steps.decoding import decode_one_token, prefill
-from sinkprune.runtime.steps.encoding import encode, run_tower
 from sinkprune.runtime.steps.prompt_rows import lay_out
 from support.programs.slow_cases import each_once
 from support.references.steps import QUESTION, ask

@@ -14,10 +14,9 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Decoder, Engine
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import KNOWN, Compute
-from sinkprune.runtime.backends.kv_cache import BufferedDecoder, CacheMemory, cache_names
+from sinkprune.runtime.backends.kv_cache import BufferedDecoder, CacheMemory, cache_names, joined
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.onnxruntime.buffers import CUDA, CpuMemory, GpuMemory, Provider
-from sinkprune.runtime.backends.onnxruntime.captured import CapturedEngine
+from sinkprune.runtime.backends.onnxruntime.device_graphs import CUDA, CapturedEngine, CpuMemory, GpuMemory, Provider
 from sinkprune.runtime.backends.onnxruntime.library import (
     failing_in,
     gpu_name,
@@ -28,10 +27,7 @@ from sinkprune.runtime.backends.onnxruntime.library import (
     share_arena,
     words,
 )
-from sinkprune.runtime.backends.row_runs import joined
-from sinkprune.runtime.system.cores import usable_cores
-from sinkprune.runtime.system.heap import trim_heap
-from sinkprune.runtime.system.turns import Turns
+from sinkprune.runtime.system import Turns, trim_heap, usable_cores
 
 _DTYPES: dict[str, Any] = {
     "tensor(float)": "float32",

@@ -1,4 +1,4 @@
-"""ONNX files of the graphs that fill KV caches and copy tensors on a GPU.
+"""Graphs of ONNX Runtime on a CUDA device: bound buffers and captured CUDA graphs.
 
 ONNX Runtime's Python copies whole tensors only, and from or to the host. The few fields of these files are encoded
 here, because the package onnx is too large for a robot.
@@ -6,9 +6,19 @@ here, because the package onnx is too large for a robot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+from typing import Any
+from weakref import ref
 
 import numpy as np
+
+from sinkprune.contract.precision import Array
+from sinkprune.runtime.backends.kv_cache import CacheMemory, HostBuffers
+from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.backends.onnxruntime.library import failing_in, session_options
 
 _INT64 = 7
 _ELEMENT_TYPES = {"float32": 1, "float16": 10}
@@ -85,3 +95,185 @@ def _key(number: int, wire_type: int) -> bytes:
     """Return the first bytes of a protobuf field: its number, below 2048, and the type of what follows."""
     key = number << 3 | wire_type
     return bytes([key]) if key < 128 else bytes([key & 127 | 128, key >> 7])
+
+
+Provider = str | tuple[str, dict[str, str]]
+"""An execution provider, with its options if it has any."""
+CUDA = ("CUDAExecutionProvider", {"use_tf32": "0"})
+"""fp32 products round nothing to TF32: selection must choose the same tokens as on a CPU."""
+_DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
+"""By ONNX Runtime's names."""
+
+
+def small_session(onnxruntime: Any, graph: bytes, provider: Provider) -> Any:
+    """Return a session of an ONNX file from `device_graphs`."""
+    options = session_options(onnxruntime)
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(graph, options, providers=[provider], enable_fallback=0)
+
+
+class _OrtMemory(CacheMemory):
+    """Tensors as OrtValues on one device."""
+
+    def __init__(self, onnxruntime: Any, device: str) -> None:
+        self._ort, self._device = onnxruntime, device
+
+    def tensor(self, array: Array) -> Any:
+        return self._ort.OrtValue.ortvalue_from_numpy(array, self._device, 0)
+
+    def rows(self, tensor: Any) -> int:
+        return int(tensor.shape()[1])
+
+
+class CpuMemory(_OrtMemory):
+    """Buffers in host memory, which later requests reuse."""
+
+    def __init__(self, onnxruntime: Any) -> None:
+        super().__init__(onnxruntime, "cpu")
+        self._blocks = HostBuffers()
+
+    def buffers(self, count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Any]:
+        # One block for all. The OrtValues keep it alive.
+        block = self._blocks.lend(count * prod(shape) * dtype.itemsize)
+        return [self.tensor(buffer) for buffer in block.view(dtype).reshape(count, *shape)]
+
+    def copy_rows(self, source: Any, target: Any, place: int, rows: int) -> None:
+        target.numpy()[:, :, place : place + rows] = source.numpy()[:, :, :rows]
+
+    def zero_rows(self, target: Any, first: int) -> None:
+        target.numpy()[:, :, first:] = 0
+
+
+class GpuMemory(_OrtMemory):
+    """Buffers in GPU memory, which ONNX Runtime's allocator reuses. Graphs fill them and copy rows on the device."""
+
+    def __init__(self, onnxruntime: Any, provider: Provider = CUDA, device: str = "cuda") -> None:
+        super().__init__(onnxruntime, device)
+        self._session = lru_cache(lambda graph, dtype: small_session(onnxruntime, graph(dtype), provider))
+        # All layers of a call write rows to the same places.
+        self._places = lru_cache(maxsize=1)(self._new_places)
+
+    def buffers(self, count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Any]:
+        binding = self._session(zeros_graph, dtype.name).io_binding()
+        binding.bind_cpu_input("shape", np.array(shape, np.int64))
+        return [self._new_output(dtype.name, binding) for _ in range(count)]
+
+    def copy_rows(self, source: Any, target: Any, place: int, rows: int) -> None:
+        session = self._session(scatter_graph, _DTYPES[target.data_type()])
+        binding = session.io_binding()
+        inputs = {"target": target, "source": source, **self._places(target.shape()[1], place, rows)}
+        for name, value in inputs.items():
+            binding.bind_ortvalue_input(name, value)
+        binding.bind_ortvalue_output("written", target)
+        session.run_with_iobinding(binding)
+
+    def zero_rows(self, target: Any, first: int) -> None:
+        """Do nothing: `buffers` returns zeros, and these rows were not written since."""
+
+    def _new_output(self, dtype: str, binding: Any) -> Any:
+        binding.bind_output("zeros", self._device)
+        self._session(zeros_graph, dtype).run_with_iobinding(binding)
+        return binding.get_outputs()[0]
+
+    def _new_places(self, heads: int, place: int, rows: int) -> dict[str, Any]:
+        indices = np.zeros((1, heads, rows, 3), np.int64)
+        indices[..., 1] = np.arange(heads)[:, None]
+        indices[..., 2] = np.arange(place, place + rows)
+        return {"indices": self.tensor(indices), "rows": self.tensor(np.arange(rows))}
+
+
+MOST = 16
+"""Sets of input shapes whose calls are captured: ONNX Runtime frees a captured graph with its session only.
+
+At pi0's true shapes each has 15 MB of inputs. Calls with further shapes run kernel by kernel.
+"""
+_NOT_CAPTURED = -1
+"""ONNX Runtime's number of a call that launches kernel by kernel."""
+
+Shapes = tuple[tuple[int, ...], ...]
+"""The shapes of all inputs."""
+
+
+class CapturedEngine:
+    """One session, whose calls are captured once for each set of input shapes and replayed from then on.
+
+    A CUDA graph reads and writes the addresses that it was captured with. So inputs are copied into tensors of its
+    own, and outputs out of them. An input that the last call had too is not copied again: nothing may write to it
+    in between. Source: ONNX Runtime's documentation of the CUDA provider, `enable_cuda_graph`.
+    """
+
+    def __init__(self, onnxruntime: Any, model: Model, session: Any, provider: Provider, device: str) -> None:
+        """Call `session`, of `model`, whose outputs have fixed sizes. `provider` copies tensors on `device`."""
+        self._ort, self._model, self._session, self._device = onnxruntime, model, session, device
+        self._inputs = [value.name for value in session.get_inputs()]
+        self._copies = lru_cache(lambda *kinds: small_session(onnxruntime, copies_graph(kinds), provider))
+        self._calls: dict[Shapes, _Call] = {}
+
+    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all outputs by name, from all inputs by name; called in a `turn`."""
+        with failing_in(self._model.graph, inputs):
+            call = self._call_of(inputs)
+            changed = [name for name in self._inputs if inputs[name] is not call.copied_from(name)]
+            # After an error in between, nothing counts as copied.
+            call.copied = {}
+            self._copy([inputs[name] for name in changed], [call.inputs[name] for name in changed])
+            self._session.run_with_iobinding(call.binding, call.options)
+            call.copied = {name: ref(value) for name, value in inputs.items()}
+            return dict(zip(call.outputs, self._copy(list(call.outputs.values())), strict=True))
+
+    def _call_of(self, inputs: Mapping[str, Any]) -> _Call:
+        """Return the call for the shapes of `inputs`."""
+        shapes = tuple(tuple(inputs[name].shape()) for name in self._inputs)
+        if shapes in self._calls:
+            return self._calls[shapes]
+        if len(self._calls) > MOST:
+            # The last one, which is not captured.
+            self._calls.popitem()
+        captured = len(self._calls) < MOST
+        options = self._ort.RunOptions()
+        options.add_run_config_entry("gpu_graph_id", str(len(self._calls) + 1 if captured else _NOT_CAPTURED))
+        # Not in the memory of the session, which a captured graph reuses.
+        own = {name: self._empty(inputs[name].shape(), inputs[name].element_type()) for name in self._inputs}
+        outputs = {spec.name: self._empty(spec.shape, np.dtype(spec.dtype)) for spec in self._model.spec.outputs}
+        binding = self._session.io_binding()
+        for name, value in own.items():
+            binding.bind_ortvalue_input(name, value)
+        for name, value in outputs.items():
+            binding.bind_ortvalue_output(name, value)
+        self._calls[shapes] = _Call(binding, options, own, outputs)
+        return self._calls[shapes]
+
+    def _empty(self, shape: Sequence[Any], element_type: Any) -> Any:
+        return self._ort.OrtValue.ortvalue_from_shape_and_type(list(shape), element_type, self._device, 0)
+
+    def _copy(self, sources: Sequence[Any], targets: Sequence[Any] | None = None) -> list[Any]:
+        """Copy tensors on the device, all in one call, to `targets` or into new memory; returns the copies."""
+        if not sources:
+            return []
+        kinds: list[Kind] = [(value.element_type(), len(value.shape())) for value in sources]
+        session = self._copies(*kinds)
+        binding = session.io_binding()
+        for number, source in enumerate(sources):
+            binding.bind_ortvalue_input(f"source_{number}", source)
+            if targets is None:
+                binding.bind_output(f"copy_{number}", self._device)
+            else:
+                binding.bind_ortvalue_output(f"copy_{number}", targets[number])
+        session.run_with_iobinding(binding)
+        return binding.get_outputs()
+
+
+@dataclass
+class _Call:
+    """A call with inputs of certain shapes: its tensors, at the addresses of its CUDA graph."""
+
+    binding: Any
+    options: Any
+    inputs: dict[str, Any]
+    outputs: dict[str, Any]
+    copied: dict[str, ref[Any]] = field(default_factory=dict)
+    """The tensors whose values `inputs` has, by name."""
+
+    def copied_from(self, name: str) -> Any:
+        """Return the tensor whose values the input `name` has; None if there is none, or nobody holds it any more."""
+        return self.copied[name]() if name in self.copied else None

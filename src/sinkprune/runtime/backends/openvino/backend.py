@@ -1,6 +1,9 @@
-"""OpenVINO, on a CPU or an Intel GPU. Tensors are host arrays; the cache of a decoder segment is a request's state.
+"""The backends of OpenVINO, alone and with ONNX Runtime's decoder.
 
 Selection is always computed in fp32, and everything else in the type `compute`.
+
+OpenVINO is faster on many rows, as a vision tower has. ONNX Runtime is faster on the single row of a token, with int4
+weights.
 """
 
 from __future__ import annotations
@@ -18,14 +21,13 @@ from sinkprune.contract.manifest import CacheForm
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Cache, Decoder, Engine
 from sinkprune.runtime.backends.compatibility import BuiltEngines
-from sinkprune.runtime.backends.known import Compute
+from sinkprune.runtime.backends.known import TOWER_IN, Compute
+from sinkprune.runtime.backends.kv_cache import joined
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.openvino.blocks import fill_blocks
-from sinkprune.runtime.backends.openvino.devices import DEVICES
-from sinkprune.runtime.backends.openvino.graphs import BEAM, WEIGHTS, GraphReader, paths
-from sinkprune.runtime.backends.openvino.library import import_openvino, words
-from sinkprune.runtime.backends.row_runs import joined
-from sinkprune.runtime.system.turns import Turns
+from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend, opened
+from sinkprune.runtime.backends.openvino.devices import DEVICES, import_openvino, words
+from sinkprune.runtime.backends.openvino.graphs import BEAM, WEIGHTS, GraphReader, fill_blocks, paths
+from sinkprune.runtime.system import Turns
 
 _NO_BEAM = np.zeros(1, np.int32)
 # The first run has at least so many patches, in whole visual tokens.
@@ -204,3 +206,40 @@ def _smallest_inputs(model: Model, names: Sequence[str]) -> list[Array]:
         shape = [size if isinstance(size, int) else sizes.get(size, 1) for size in tensor.shape]
         inputs[tensor.name] = np.zeros(shape, tensor.dtype)
     return [inputs[name] for name in names]
+
+
+OF_OPENVINO = "vision"
+"""The graph that runs on OpenVINO."""
+
+
+def open_with_onnxruntime(name: str, threads: int | None, compute: Compute, built: BuiltEngines | None) -> OrtBackend:
+    """Open the backend `name` for the engines `built`, if any; raises `BackendError` and `EnginesError`."""
+    return opened(OrtWithOpenVinoBackend, name, "CPUExecutionProvider", threads, compute, built)
+
+
+class OrtWithOpenVinoBackend(OrtBackend):
+    """`ort-cpu`, with the graph `OF_OPENVINO` on `openvino`. Tensors are OrtValues."""
+
+    def __init__(self, name: str, provider: str, threads: int | None, compute: Compute) -> None:
+        """Raises `BackendError` where one of the libraries is missing."""
+        super().__init__(name, provider, threads, compute)
+        # Imported here, so that an error names this backend.
+        import_openvino(name)
+        self._openvino = OpenVinoBackend("openvino", threads, compute)
+        self.compute = f"{self.compute}{TOWER_IN}{self._openvino.compute}"
+        self.versions |= self._openvino.versions
+        self.turn = self._openvino.turn
+
+    def load(self, model: Model) -> Engine:
+        return self._vision(self._openvino.load(model)) if model.graph == OF_OPENVINO else super().load(model)
+
+    def _vision(self, engine: Engine) -> Engine:
+        """Wrap OpenVINO's `engine`, which takes and returns arrays, for tensors of this backend."""
+
+        def run(inputs: Mapping[str, Any]) -> dict[str, Any]:
+            arrays = {name: tensor.numpy() for name, tensor in inputs.items()}
+            # Two C types are int64, and openvino does not accept the one that onnxruntime returns.
+            outputs = engine({name: array.view(array.dtype.name) for name, array in arrays.items()})
+            return {name: self.tensor(array) for name, array in outputs.items()}
+
+        return run

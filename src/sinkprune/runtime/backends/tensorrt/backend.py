@@ -1,4 +1,4 @@
-"""TensorRT and TensorRT-RTX: engines on one CUDA stream, tensors in pooled device memory, decode from CUDA graphs.
+"""The backend of TensorRT.
 
 Only `numpy` and `elapsed_ms` wait for the device: output shapes follow from input shapes, and stream order keeps
 memory safe. Never run on a GPU yet; tested with fakes of the library and the device.
@@ -7,6 +7,7 @@ memory safe. Never run on a GPU yet; tested with fakes of the library and the de
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from importlib.metadata import entry_points
 from math import prod
 from typing import Any
@@ -19,15 +20,50 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Decoder, Engine
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import KNOWN, Compute
-from sinkprune.runtime.backends.kv_cache import BufferedDecoder, CacheMemory, cache_names, fixed_room
+from sinkprune.runtime.backends.kv_cache import BufferedDecoder, CacheMemory, cache_names, fixed_room, row_runs
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.row_runs import row_runs
-from sinkprune.runtime.backends.tensorrt.cuda_graphs import CudaGraphs
-from sinkprune.runtime.backends.tensorrt.engine import ActivationMemory, DeviceTensor, Session, TensorRTEngine
-from sinkprune.runtime.backends.tensorrt.library import import_tensorrt, new_error_log
+from sinkprune.runtime.backends.tensorrt.engine import (
+    ActivationMemory,
+    CudaGraphs,
+    DeviceTensor,
+    Session,
+    TensorRTEngine,
+)
 from sinkprune.runtime.device import Device, open_device
-from sinkprune.runtime.device.memory_pool import MemoryPool
-from sinkprune.runtime.system.turns import Turns
+from sinkprune.runtime.device.cuda import MemoryPool
+from sinkprune.runtime.system import Turns
+
+_INSTALL = {
+    "tensorrt": "On a Jetson it comes with JetPack (make the virtual environment with --system-site-packages); "
+    "elsewhere: pip install 'sinkprune[tensorrt]'",
+    "tensorrt-rtx": "Install it with: pip install 'sinkprune[tensorrt-rtx]'",
+}
+
+
+def import_tensorrt(name: str) -> Any:
+    """Import the library `tensorrt` or `tensorrt-rtx`; raises `BackendError`."""
+    try:
+        return import_module(name.replace("-", "_"))
+    except ImportError as error:
+        raise BackendError(
+            f"'{name}' needs the library {name}, which cannot be imported. {_INSTALL[name]}"
+        ) from error
+
+
+def new_error_log(trt: Any) -> Any:
+    """Return a logger of the library `trt` that keeps messages of severity error or worse in `errors`."""
+
+    class ErrorLog(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.errors: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= trt.ILogger.ERROR:
+                self.errors.append(message)
+
+    return ErrorLog()
+
 
 PLUGINS = "sinkprune.tensorrt_plugins"
 """The entry points that register plugins. Each takes the library, and returns the sha256 of kernels by plugin."""

@@ -1,0 +1,361 @@
+"""Which tokens the text attends to, layer by layer.
+
+No answer is needed. A head that the question guides looks elsewhere for another question about the same picture. A
+head that looks at salient tokens, at sink tokens or at fixed places does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from sinkprune.calibration.evaluation.report import BASELINE, Combination, TaskReport
+from sinkprune.calibration.evaluation.statistics import Mean, PictureBootstrap
+from sinkprune.calibration.norms import mark_largest, sink_tokens
+from sinkprune.calibration.questions import Loaded, Sample, ask
+from sinkprune.contract.budgets import UNPRUNED, prune_layers
+from sinkprune.contract.errors import BundleError, TaskError
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.precision import Array, WeightForms
+from sinkprune.export.pruning.sanitizer import HEADS_VERSION, ChosenHeads, LayerHeads
+from sinkprune.runtime.backends import Backend, Engine, Tensor
+from sinkprune.runtime.profiling.profile import model_name
+from sinkprune.runtime.steps.decoding import Prefill
+from sinkprune.runtime.steps.observer import Observer
+from sinkprune.runtime.steps.prompt_rows import PromptRows
+from sinkprune.runtime.steps.prompt_run import Kept
+
+
+def received_attention(backend: Backend, outputs: Mapping[str, Tensor], rows: PromptRows) -> Array:
+    """Return [V]: the causal attention that visual rows receive from the text, by a layer's `query` and `key`.
+
+    A softmax over visible keys, then the mean over heads and text rows, in fp32. Without text after the last picture,
+    the last row stands for it.
+    """
+    query, key = (backend.numpy(outputs[name]).astype(np.float32) for name in ("query", "key"))
+    return received_by_head(query, key, rows).mean(axis=0)
+
+
+def received_by_head(query: Array, key: Array, rows: PromptRows) -> Array:
+    """Return [H,V]: the same of queries [1,H,S,h] and keys [1,Hkv,S,h], with the mean over text rows only."""
+    text = rows.text if len(rows.text) else np.array([rows.length - 1])
+    query, key = query[0][:, text], key[0]
+    heads, _, size = query.shape
+    received = np.zeros((heads, key.shape[1]))
+    hidden = np.arange(key.shape[1]) > text[:, None]
+    for head in range(heads):
+        logits = query[head] @ key[head * len(key) // heads].T / np.sqrt(size)
+        logits[hidden] = -np.inf
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+        received[head] = (weights / weights.sum(axis=1, keepdims=True)).mean(axis=0)
+    return received[:, rows.visual]
+
+
+@dataclass(frozen=True)
+class TextAttention:
+    """The distributions a_hi over the visual rows, one of every head h and text row i; each adds up to 1.
+
+    a_hi is the softmax of the layer's scaled logits over visual keys only. This equals the visual part of the causal
+    softmax divided by its sum, because text rows come after the last visual row and attend to all visual rows.
+    """
+
+    entropy: float
+    """In nats: the mean over heads and text rows of the entropy of a_hi."""
+    mean: Array
+    """[V] fp64: the mean of a_hi over heads and text rows; it adds up to 1."""
+
+    @property
+    def entropy_of_mean(self) -> float:
+        """In nats: the entropy of `mean`, at least `entropy`, because heads and rows look at different places."""
+        return _entropy_of_text(self.mean)
+
+    @property
+    def uniform(self) -> float:
+        """In nats: ln V, the most that either entropy can be."""
+        return float(np.log(len(self.mean)))
+
+
+def text_attention(query: Array, key: Array, visual: Array, text: Array) -> TextAttention:
+    """Compute in fp64 from one layer's queries [1,H,S,h] and keys [1,Hkv,S,h], both after RoPE.
+
+    `visual` [V] and `text` [L] are rows of them, V at least 1. If L is 0, the last row stands for the text, as in the
+    text-guided stages (method.md section 2).
+    """
+    heads, rows, width = query.shape[1:]
+    text = text if len(text) else np.array([rows - 1])
+    repeats = heads // key.shape[1]
+    entropy, mean = 0.0, np.zeros(len(visual))
+    # Head by head: no more than [L,V] is in memory.
+    for head in range(heads):
+        queries = query[0, head, text].astype(np.float64)
+        keys = key[0, head // repeats, visual].astype(np.float64)
+        logits = queries @ keys.T * width**-0.5
+        logits -= logits.max(axis=1, keepdims=True)
+        weights = np.exp(logits)
+        totals = weights.sum(axis=1, keepdims=True)
+        weights /= totals
+        # ln a = logit - ln total, also where a is 0 by rounding
+        entropy += float((np.log(totals[:, 0]) - (weights * logits).sum(axis=1)).mean())
+        mean += weights.mean(axis=0)
+    return TextAttention(entropy / heads, mean / heads)
+
+
+def _entropy_of_text(shares: Array) -> float:
+    seen = shares[shares > 0]
+    return float(-(seen * np.log(seen)).sum())
+
+
+Figure = TypeVar("Figure")
+"""`float` in the figures of one question, `Mean` in those over questions."""
+
+
+@dataclass(frozen=True)
+class LayerFigures(Generic[Figure]):
+    """One prune layer, before it drops rows."""
+
+    rows: float
+    """V: visual rows that the layer ran on."""
+    sink_share: Figure
+    """The fraction of those rows that are sink tokens."""
+    entropy: Figure
+    """Nats: entropy of the text's attention over the V rows, mean over heads and text rows (`TextAttention`)."""
+    entropy_of_mean: Figure
+    """Nats: entropy of the attention's mean over heads and text rows."""
+    uniform: float
+    """Nats: ln V, which neither entropy can exceed: fewer rows alone lower it."""
+    sink_attention: Figure
+    """The fraction of the text's attention on visual rows that falls on sink tokens."""
+
+
+@dataclass(frozen=True)
+class RunFigures(Generic[Figure]):
+    """One method at one budget, or the unpruned engines."""
+
+    rows: float
+    """Visual rows in front of the LLM."""
+    sink_share: Figure
+    """The fraction of them that are sink tokens; the average of the sink tokens counts as one."""
+    salience_alone: Figure
+    """What `sink_share` would be if as many tokens of each group were chosen by their salience alone."""
+    last_rows: float
+    """Visual rows that the last decoder layer ran on."""
+    last_sink_share: Figure
+    """The fraction of those that are sink tokens."""
+    layers: dict[str, LayerFigures[Figure]]
+    """By prune layer (0-based): each after which the bundle's decoder is cut."""
+
+
+Observation = RunFigures[float]
+"""The figures of one question."""
+RunMeans = RunFigures[Mean]
+"""The means over questions."""
+LayerMeans = LayerFigures[Mean]
+"""The means over questions at one prune layer."""
+_WITHOUT_INTERVAL = ("rows", "last_rows", "uniform")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionReport(TaskReport):
+    """What `sinkprune-calibrate attention --json` writes."""
+
+    precision: str
+    weights: WeightForms
+    outlier_per_mille: int
+    """rho: sink tokens are so many per mille of each group's tokens, rounded up, those of largest norm."""
+    none: RunMeans
+    """The unpruned engines: all visual tokens, nothing sanitised."""
+    methods: dict[str, dict[str, RunMeans]]
+    """By method, then budget."""
+
+
+def summarise(pictures: Sequence[str], observations: Sequence[Observation]) -> RunMeans:
+    """Return the means over questions. `pictures` names the picture of each, for its share of the bootstrap."""
+    averaged = PictureBootstrap(pictures)
+
+    def means(figures: Sequence[Any]) -> dict[str, Any]:
+        names = [field.name for field in fields(figures[0]) if field.name != "layers"]
+        found = {name: averaged([getattr(one, name) for one in figures]) for name in names}
+        return {name: value.mean if name in _WITHOUT_INTERVAL else value for name, value in found.items()}
+
+    layers = {
+        layer: LayerMeans(**means([seen.layers[layer] for seen in observations])) for layer in observations[0].layers
+    }
+    return RunMeans(layers=layers, **means(observations))
+
+
+class AttentionObserver(Observer):
+    """Keeps the tensors of the last request that `observe` needs. Pass `wrap` to `Pipeline.load`."""
+
+    rows: PromptRows
+    prefill: Prefill
+
+    def __init__(self) -> None:
+        self.queries_and_keys: dict[str, tuple[Array, Array]] = {}
+        """Queries [1,H,S,h] and keys [1,Hkv,S,h] by the decoder's graph."""
+
+    def wrap(self, graph: str, engine: Engine, backend: Backend) -> Engine:
+        """Return a decoder segment that keeps its queries and keys, and any other engine unchanged."""
+
+        def watched(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            outputs = engine(inputs)
+            if "query" in outputs:
+                # Buffers may serve the next request.
+                arrays = [backend.numpy(outputs[name]).copy() for name in ("query", "key")]
+                self.queries_and_keys[graph] = (arrays[0], arrays[1])
+            return outputs
+
+        return watched if graph.startswith("decoder_") else engine
+
+    def laid_out(self, rows: PromptRows) -> None:
+        """Keep the places of visual rows and of text rows."""
+        self.rows = rows
+
+    def prefilled(self, result: Prefill) -> None:
+        """Keep the rows that survived each stage."""
+        self.prefill = result
+
+
+def observe(loaded: Loaded, watch: AttentionObserver, item: Sample, combination: Combination) -> Observation:
+    """Answer one question, or act once, with one method and budget, on what was loaded with `watch.wrap`.
+
+    Raises what `ask` raises.
+    """
+    pictures, unpruned = ask(loaded, item, combination, watch), combination.budget == UNPRUNED
+    is_sink = np.concatenate([_sink_rows(kept, unpruned=unpruned) for kept in pictures])
+    layers, alive = {}, np.arange(watch.rows.length)
+    for number, segment in enumerate(loaded.bundle.manifest.segments):
+        visual = np.flatnonzero(np.isin(alive, watch.rows.visual))
+        sinks = is_sink[np.searchsorted(watch.rows.visual, alive[visual])]
+        layer, tensors = segment[-1], watch.queries_and_keys.get(f"decoder_{number}")
+        if tensors is not None:
+            seen = text_attention(*tensors, visual, np.flatnonzero(np.isin(alive, watch.rows.text)))
+            layers[str(layer)] = LayerFigures(
+                rows=len(visual),
+                sink_share=float(sinks.mean()),
+                entropy=seen.entropy,
+                entropy_of_mean=seen.entropy_of_mean,
+                uniform=seen.uniform,
+                sink_attention=float(seen.mean[sinks].sum()),
+            )
+        if layer in watch.prefill.keep_index:
+            alive = alive[loaded.backend.numpy(watch.prefill.keep_index[layer])]
+    return Observation(
+        rows=len(is_sink),
+        sink_share=float(is_sink.mean()),
+        salience_alone=float(np.concatenate([_salience_alone(kept) for kept in pictures]).mean()),
+        last_rows=len(sinks),
+        last_sink_share=float(sinks.mean()),
+        layers=layers,
+    )
+
+
+def _sink_rows(kept: Kept, *, unpruned: bool) -> Array:
+    """Return [V] bool: the rows in front of the LLM that are sink tokens. Their average counts as one."""
+    source = kept.layout.unpruned_rows if unpruned else kept.tokens
+    # Rows at the end of a line stand for no token.
+    return np.where(source < 0, False, sink_tokens(kept.norms).ravel()[source])
+
+
+def _salience_alone(kept: Kept) -> Array:
+    """Return which of the most salient tokens, as many of each group as were kept, are sink tokens."""
+    return sink_tokens(kept.norms)[mark_largest(kept.salience, kept.index.shape[1])]
+
+
+_SHARE_OF_LARGEST = 0.5
+"""A layer's heads are chosen if their dependence is at least this share of the layer's largest."""
+_SHARE_OVER_LAYERS = 0.1
+"""And at least this share of the largest of all layers: a layer in which no head reads the question gets no stage."""
+
+
+def check_prune_layers(manifest: Manifest) -> None:
+    """Raise `BundleError` for a bundle whose graphs do not give the queries and keys of every prune layer."""
+    wanted = prune_layers(manifest.language_model.num_layers)
+    if not {*wanted} <= {*manifest.cut_after}:
+        raise BundleError(
+            f"--heads chooses heads of layers {', '.join(map(str, wanted))}, and this bundle is cut after layers "
+            f"{', '.join(map(str, manifest.cut_after)) or 'none'}. Export it with --methods sinkpruner."
+        )
+
+
+def questions_by_picture(items: Sequence[Sample]) -> list[list[Sample]]:
+    """Return the different questions about each picture, at least two.
+
+    A picture with one question also has the next other question of the file. Raises `TaskError` if all are the same.
+    """
+    if len({item.prompt for item in items}) < 2:
+        raise TaskError(
+            "all questions are the same, expected at least two different ones: --heads compares where heads look for "
+            "each. Add questions to --data, or raise --limit."
+        )
+    asked: dict[str, dict[str, Sample]] = {}
+    for item in items:
+        asked.setdefault(item.picture, {}).setdefault(item.prompt, item)
+    for number, item in enumerate(items):
+        own = asked[item.picture]
+        if len(own) < 2:
+            later = [*items[number + 1 :], *items[:number]]
+            other = next(one for one in later if one.prompt not in own)
+            own[other.prompt] = item.asked_as(other)  # type: ignore[arg-type]
+    return [list(own.values()) for own in asked.values()]
+
+
+def choose_heads(
+    loaded: Loaded, watch: AttentionObserver, groups: Sequence[Sequence[Sample]], count: Callable[[], None]
+) -> ChosenHeads:
+    """Return the heads of each prune layer, by the groups of `questions_by_picture`.
+
+    Runs each question or instruction on the unpruned engines of what was loaded with `watch.wrap`. `count` is called
+    for each. Raises what `ask` raises.
+    """
+    manifest = loaded.bundle.manifest
+    wanted = {str(layer) for layer in prune_layers(manifest.language_model.num_layers)}
+    total: dict[str, Array] = {}
+    for group in groups:
+        looks: dict[str, list[Array]] = {}
+        for item in group:
+            ask(loaded, item, BASELINE, watch)
+            for layer, attention in _attention(manifest, watch):
+                if layer in wanted:
+                    looks.setdefault(layer, []).append(attention)
+            count()
+        for layer, own in looks.items():
+            total[layer] = total.get(layer, np.zeros(1)) + question_dependence(np.stack(own))
+    return ChosenHeads(HEADS_VERSION, model_name(manifest.checkpoint.source), _chosen(total, len(groups)))
+
+
+def question_dependence(attention: Array) -> Array:
+    """Return [H] in nats: the Jensen-Shannon divergence of each head's attention over the questions about a picture.
+
+    `attention` [Q,H,V] is what visual rows receive of the text of each question; it is scaled to add up to 1. A head
+    that looks at the same rows for every question has 0. The most is ln Q.
+    """
+    sums = attention.sum(axis=2, keepdims=True)
+    # A head whose attention underflows looks at every row alike.
+    shares = np.where(sums > 0, attention / np.where(sums > 0, sums, 1.0), 1 / attention.shape[2])
+    divergence: Array = _entropy(shares.mean(axis=0)) - _entropy(shares).mean(axis=0)
+    return np.maximum(divergence, 0.0)
+
+
+def _entropy(shares: Array) -> Array:
+    """Return the entropy of distributions along the last axis, in nats."""
+    return -(shares * np.log(np.where(shares > 0, shares, 1.0))).sum(axis=-1)
+
+
+def _attention(manifest: Manifest, watch: AttentionObserver) -> Iterator[tuple[str, Array]]:
+    """Yield each layer before a cut, and the attention [H,V] that its visual rows receive from the text."""
+    for number, layer in enumerate(manifest.cut_after):
+        query, key = (tensor.astype(np.float64) for tensor in watch.queries_and_keys[f"decoder_{number}"])
+        yield str(layer), received_by_head(query, key, watch.rows)
+
+
+def _chosen(total: Mapping[str, Array], pictures: int) -> dict[str, LayerHeads]:
+    """Return each layer's heads whose dependence is large in the layer and not small beside that of other layers."""
+    found = {}
+    least = _SHARE_OVER_LAYERS * max(dependence.max() for dependence in total.values())
+    for layer, dependence in total.items():
+        chosen = np.flatnonzero(dependence >= max(least, _SHARE_OF_LARGEST * dependence.max()))
+        found[layer] = LayerHeads(tuple(chosen.tolist()), tuple((dependence / pictures).tolist()))
+    return found

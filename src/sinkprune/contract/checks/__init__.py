@@ -1,1 +1,0 @@
-"""Checks of values that users give, and how values appear in messages."""

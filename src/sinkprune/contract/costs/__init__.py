@@ -1,1 +1,0 @@
-"""What a request costs on a machine, in memory and in files."""

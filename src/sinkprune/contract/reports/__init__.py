@@ -1,1 +1,0 @@
-"""The reports that commands write, field by field."""

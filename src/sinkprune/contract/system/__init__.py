@@ -1,1 +1,0 @@
-"""What the operating system reports: memory, control groups, child processes."""

@@ -1,0 +1,134 @@
+"""The costs of requests with a deadline, as commands find, keep and report them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.checks import escaped
+from sinkprune.contract.errors import PruningError, UsageError
+from sinkprune.contract.schedule import VisualLayout, schedules_up_to
+from sinkprune.deadlines.costs import ANSWER_COSTS, ActionCosts, Costs, Place, not_kept
+from sinkprune.deadlines.measuring import KeepsCosts, place_of
+from sinkprune.policies.policy import Policy
+from sinkprune.runtime.backends import load_backend
+from sinkprune.runtime.backends.compatibility import usual_backend
+from sinkprune.runtime.commands.options import Options, opened_engines
+from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.steps.request import Request
+
+_DAY_S = 86_400.0
+_OLD_S = 30 * _DAY_S
+
+
+def costs_before_loading(options: Options, file: Path | None, bundle: Bundle) -> Costs:
+    """Return the costs in `file`, or else those that `--warm-up` kept, before anything is loaded.
+
+    Raises `DeadlineError`, `UsageError` for other files, and what `Pipeline.load` raises for engines and backends.
+    """
+    place = place_here(options, bundle)
+    costs = ANSWER_COSTS.read(file, place) if file else ANSWER_COSTS.cached(place)
+    if costs is None:
+        raise ANSWER_COSTS.missing(place)
+    return costs
+
+
+def check_cost_options(warm_up: bool, costs: Path | None, deadline_ms: float | None) -> None:
+    """Raise `UsageError` for `--warm-up` and `--costs` without a deadline, and for both."""
+    if (costs or warm_up) and deadline_ms is None:
+        given = "--costs" if costs else "--warm-up"
+        raise UsageError(f"{given} is for a deadline, and there is none. Add --deadline-ms.")
+    if costs and warm_up:
+        raise UsageError("--warm-up measures costs, and --costs reads measured ones. Leave out one of the two.")
+
+
+def place_here(options: Options, bundle: Bundle) -> Place:
+    """Return the place of costs of `bundle`, with the engines and the backend of `options`, before they are loaded.
+
+    Raises what `Pipeline.load` raises for engines and backends.
+    """
+    built = opened_engines(options, bundle)
+    name = options.backend or usual_backend(bundle, built)
+    return place_of(bundle.manifest, load_backend(name, options.threads, built, options.compute))
+
+
+def run_once(pipeline: Pipeline, request: Request, layouts: Sequence[VisualLayout]) -> None:
+    """Answer one token at each budget of `first_budgets`: such requests are slower than their costs say.
+
+    `layouts` are those of its pictures. A picture of which a budget would drop nothing is answered unpruned. Raises
+    what `request` itself raises.
+    """
+    # A method that takes no deadline is rejected for that, not for what its last budget lacks.
+    pipeline.answer(request)
+    plain = request.for_one_token()
+    for budget in first_budgets(pipeline, request.method, request.budget, layouts):
+        try:
+            pipeline.answer(replace(plain, budget=budget)).rest()
+        except PruningError:
+            pipeline.answer(replace(plain, budget=UNPRUNED)).rest()
+
+
+def first_budgets(loaded: Pipeline | Policy, method: str, budget: str, layouts: Sequence[VisualLayout]) -> list[str]:
+    """Return the budgets to run before a deadline counts: the smallest for pictures of these `layouts`.
+
+    Where engines compile what they first meet, all up to `budget`.
+    """
+    budgets = [planned.budget for planned in schedules_up_to(loaded.bundle.manifest, method, budget, layouts)]
+    return budgets if loaded.backend.compiles_lengths else budgets[-1:]
+
+
+def saved_costs_lines(
+    keeper: KeepsCosts[Costs] | KeepsCosts[ActionCosts],
+    options: Options,
+    *,
+    measured: bool,
+) -> str:
+    """Keep the costs of a pipeline or a policy for later runs, unless they are a file's; return lines about them.
+
+    `measured` is whether this command measured them.
+    """
+    costs = keeper.costs
+    if costs is None:
+        return ""
+    doubt = doubtful_costs(costs, keeper.replaced_costs)
+    if options.costs:
+        return doubt
+    file = keeper.save_costs()
+    return doubt + (kept_line(file, costs, options.budget) if measured else _lost_times_line(file, costs))
+
+
+def kept_line(file: Path | None, costs: Costs | ActionCosts, budget: str = UNPRUNED) -> str:
+    """Return a line about the `file` that holds `costs` for later runs, or a warning if none does.
+
+    `budget` is the largest measured one.
+    """
+    of = "" if budget == UNPRUNED else f" of '{budget}' and smaller budgets"
+    line = f"note: the costs{of} are kept in '{file}'." if file else f"warning: {not_kept(costs)}"
+    return escaped(line) + "\n"
+
+
+def _lost_times_line(file: Path | None, costs: Costs | ActionCosts) -> str:
+    """Return a warning if no `file` keeps how this command's requests compare with `costs`, and nothing otherwise."""
+    if file:
+        return ""
+    what = "the times of this run's requests"
+    return escaped(f"warning: {not_kept(costs, what, 'they do not correct the expected times of later runs')}") + "\n"
+
+
+def doubtful_costs(
+    costs: Costs | ActionCosts, replaced: Costs | ActionCosts | None, option: str = " with --warm-up"
+) -> str:
+    """Return a line about `costs` that are old or were measured under load, and nothing about others.
+
+    `replaced` are the kept costs that these replaced, if any. `option` is the one that measures costs again.
+    """
+    age, load_doubt = costs.age_s or 0.0, costs.load_doubt(replaced)
+    old = f"are {age / _DAY_S:.0f} days old" if age > _OLD_S else ""
+    doubts = [doubt for doubt in (old, load_doubt) if doubt]
+    if not doubts:
+        return ""
+    hint = costs.place.thread_hint if load_doubt else ""
+    return f"note: the costs {' and '.join(doubts)}. Measure them again{option} when the machine is idle.{hint}\n"

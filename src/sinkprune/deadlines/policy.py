@@ -1,0 +1,294 @@
+"""Chooses the largest budget whose predicted time meets a deadline."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import NamedTuple
+
+from sinkprune.contract.budgets import UNPRUNED, Plan
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.schedule import Schedule, VisualLayout, schedules_up_to
+from sinkprune.deadlines.costs import LEAST_MS, Costs, Prediction, RecentRatios, predict
+from sinkprune.runtime.hooks import Budgets
+from sinkprune.runtime.steps.answer import DeadlineReport
+from sinkprune.runtime.steps.request import Request
+
+_STAT = Path("/proc/stat")
+_FIELDS = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
+_UNUSED = ("idle", "iowait")
+
+
+class _Times(NamedTuple):
+    """Seconds since the start of the machine, added over the processors that this process may use."""
+
+    all: float
+    busy: float
+    own: float
+    """The part of `busy` that this process used."""
+
+
+class OtherLoad:
+    """Measures the share of processor time that other programs take, from its creation on.
+
+    Counts the processors that this process may use. Reads `/proc/stat` (proc(5)): also in a container these are the
+    times of the machine.
+    """
+
+    def __init__(self) -> None:
+        """Begin to measure."""
+        self._began = _times()
+
+    def share(self) -> float | None:
+        """Return the share so far, from 0 to 1, or None where the system does not report it."""
+        now = _times()
+        if self._began is None or now is None or now.all <= self._began.all:
+            return None
+        others = (now.busy - self._began.busy) - (now.own - self._began.own)
+        return min(1.0, max(0.0, others / (now.all - self._began.all)))
+
+
+def _times() -> _Times | None:
+    try:
+        names = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        lines = [line.split() for line in _STAT.read_text().splitlines()]
+        rows = [[int(count) for count in counts] for name, *counts in filter(None, lines) if name in names]
+    except (AttributeError, OSError, ValueError):
+        return None
+    if not rows or any(len(row) < len(_FIELDS) for row in rows):
+        return None
+    scale, own = os.sysconf("SC_CLK_TCK"), os.times()
+    ticks = {field: sum(row[place] for row in rows) for place, field in enumerate(_FIELDS)}
+    every = sum(ticks.values())
+    unused = sum(ticks[field] for field in _UNUSED)
+    return _Times(every / scale, (every - unused) / scale, own.user + own.system)
+
+
+WINDOW = 40
+"""How many requests the history holds. If their order is random, the next request is slower than all of them with
+probability 1 / (`WINDOW` + 1), whatever their distribution: 2.4 %."""
+MARGIN = 1.05
+"""The expected time is the slowest recent request's times this."""
+_FEW = 20
+"""With fewer requests, the next one is slower than all of them with a probability of more than 5 %."""
+_UNKNOWN = 1.3
+"""With fewer than `_FEW` requests, the expected slowdown is at least the fastest request's times this."""
+_NONE = RecentRatios()
+
+
+class Slowdown(NamedTuple):
+    """The expected time of a request as a multiple of its predicted costs."""
+
+    first: float
+    """From the end of the vision tower to the first token."""
+    token: float
+    """For the tokens after the first."""
+
+    def of(self, usual: Prediction) -> Prediction:
+        """Return the expected times, where `usual` are the predicted costs."""
+        return usual._replace(first=usual.first * self.first, token=usual.token * self.token)
+
+
+class RequestHistory:
+    """The last `WINDOW` requests. A slow request counts at once, and leaves the history after `WINDOW` others.
+
+    Requests that are faster than their costs lower the expected times in the same way.
+    """
+
+    def __init__(self, recent: RecentRatios = _NONE) -> None:
+        """Start with `recent` requests, which an earlier process may have answered."""
+        self._first, self._token = deque(recent.first, WINDOW), deque(recent.token, WINDOW)
+
+    def add(self, usual: Prediction, first: float, later: float, tokens: int) -> None:
+        """Add a request with the predicted costs `usual`.
+
+        It took `first` milliseconds from the tower to its first token, and `later` for all `tokens` after it, one or
+        more.
+        """
+        self._first.append(first / usual.first)
+        self._token.append(later / max(usual.later(tokens), LEAST_MS))
+
+    @property
+    def slower(self) -> Slowdown:
+        """The expected slowdown of the next request: that of the slowest recent one."""
+        return Slowdown(_expected(self._first), _expected(self._token))
+
+    @property
+    def recent(self) -> RecentRatios:
+        """The requests, for a later process."""
+        return RecentRatios(tuple(self._first), tuple(self._token))
+
+
+def _expected(ratios: Collection[float]) -> float:
+    unknown = [_UNKNOWN * min(ratios, default=1.0)] if len(ratios) < _FEW else []
+    return MARGIN * max([*ratios, *unknown])
+
+
+Now = Callable[[], float]
+"""Seconds of a clock that never jumps."""
+
+_ENOUGH_TOKENS = 8
+"""The first few tokens say little about later ones. So an answer with fewer tokens after its first counts as one with
+this many. The tokens that it lacks get the first token's ratio of measured to predicted time, so that short answers
+correct costs that are too high."""
+_ADVICE = "set max_new_tokens (--max-new-tokens, the server's max_tokens) to the tokens that you need"
+
+
+class _Option(NamedTuple):
+    """A budget that a request may run at, and its times."""
+
+    planned: Schedule
+    usual: Prediction
+    """The times that the machine's costs predict."""
+    expected: Prediction
+    """The same, at the machine's recent speed."""
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """What a policy chose, and what it expected."""
+
+    option: _Option
+    tower_ms: float
+    """When the vision tower was done and the budget was chosen."""
+    slower: Slowdown
+    tokens: int
+    """How many tokens are expected in time."""
+    can_meet: bool
+    """Whether the first token is expected in time."""
+    reason: str
+
+
+class DeadlinePolicy(Budgets):
+    """The policy of a request with a deadline.
+
+    It chooses the largest budget, up to the request's, at which all tokens, or all passes of a closed list, are
+    expected in time: by the times that the machine's costs predict, multiplied by the slowdown of recent requests. If
+    no budget meets that, it chooses the one with the earliest first token. The answer ends when there is no time for
+    another token.
+    """
+
+    _decision: _Decision
+    _first_ms: float
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        request: Request,
+        plan: Plan | None,
+        passes: Sequence[Sequence[int]] | None,
+        deadline_ms: float,
+        costs: Costs,
+        history: RequestHistory,
+        now: Now = time.perf_counter,
+        began: float | None = None,
+        first_uses: Callable[[], int] = int,
+    ) -> None:
+        """Count the deadline from `began`, a time of the clock `now` (default: from this call on).
+
+        `passes` are those of the request's closed list (`ChoiceTokens.passes`). `first_uses` is `Chain.first_uses`.
+        The request's own times are added to `history`, unless it reused rows, loaded a graph or was the first.
+        """
+        super().__init__(manifest, request, plan, None if passes is None else len(passes))
+        self._passes, self._first_uses = passes, first_uses
+        self._deadline_ms, self._costs, self._history = deadline_ms, costs, history
+        self._now, self._began = now, now() if began is None else began
+
+    def candidates(self, layouts: Sequence[VisualLayout]) -> list[Schedule]:
+        return schedules_up_to(self._manifest, self._request.method, self._request.budget, layouts)
+
+    def choose(self, possible: Sequence[Schedule], text: int) -> Schedule:
+        tower_ms, slower, self._uses = self._elapsed(), self._history.slower, self._first_uses()
+        left = self._deadline_ms - tower_ms
+        usual = [predict(self._costs, self._manifest, planned, text) for planned in possible]
+        if self._passes:
+            rows = [*map(len, self._passes)]
+            usual = [each.of_passes(rows, self._costs.pass_row) for each in usual]
+        options = [_Option(planned, own, slower.of(own)) for planned, own in zip(possible, usual, strict=True)]
+        whole = next((one for one in options if one.expected.whole(self._most) <= left), None)
+        chosen = whole or min(options, key=lambda one: one.expected.first)
+        reason = self._reason(options, chosen, left, whole=whole is not None)
+        self._decision = _Decision(
+            option=chosen,
+            tower_ms=tower_ms,
+            slower=slower,
+            tokens=self._tokens_within(left, chosen.expected),
+            can_meet=chosen.expected.first <= left,
+            reason=reason + self._costs.far_above(text + possible[0].rows),
+        )
+        return chosen.planned
+
+    def _reason(self, options: Sequence[_Option], chosen: _Option, left: float, *, whole: bool) -> str:
+        """Return why an option was `chosen`, with advice; `whole` is whether all tokens are expected in time."""
+        cap, can_meet = up_to(self._request.budget), chosen.expected.first <= left
+        earliest = "in time, so the budget with the earliest first token runs"
+        bring = f"bring {_counted(self._most)}" if self._passes is None else "compare the whole list"
+        if whole:
+            reason = f"the largest budget{cap} that is expected to {bring} in time"
+        elif can_meet:
+            reason = f"no budget{cap} is expected to {bring} {earliest}"
+        else:
+            reason = f"no budget{cap} is expected to bring a token {earliest}"
+        if self._passes is not None:
+            # The length of a closed list's answers is no choice of the user.
+            return reason
+        larger = takewhile(lambda one: one is not chosen, options)
+        first = next((one for one in larger if one.expected.first <= left), None)
+        if first is not None:
+            fitting = self._tokens_within(left, first.expected)
+            return f"{reason}; budget {first.planned.budget} would bring {fitting}: {_ADVICE}"
+        return f"{reason}; {_ADVICE}" if can_meet and not whole else reason
+
+    def first_token(self) -> None:
+        self._first_ms = self._elapsed()
+
+    def finish(self, tokens: int) -> str:
+        expected = self._decision.option.expected
+        in_time = self._elapsed() + expected.later(tokens) - expected.later(tokens - 1) <= self._deadline_ms
+        return super().finish(tokens) or ("" if in_time else "deadline")
+
+    def ended(self, token_ms: Sequence[float], *, reused: bool) -> DeadlineReport:
+        measured, chosen, costs = self._elapsed(), self._decision, self._costs
+        usual, expected = chosen.option.usual, chosen.option.expected
+        if not reused and self._first_uses() == self._uses:
+            first, count = self._first_ms - chosen.tower_ms, max(len(token_ms), _ENOUGH_TOKENS)
+            missing = usual.later(count) - usual.later(len(token_ms))
+            self._history.add(usual, first, sum(token_ms) + missing * first / usual.first, count)
+        predicted_first = chosen.tower_ms + expected.first
+        return DeadlineReport(
+            deadline_ms=self._deadline_ms,
+            budget=chosen.option.planned.budget,
+            reason=chosen.reason,
+            can_meet=chosen.can_meet,
+            met=measured <= self._deadline_ms,
+            expected_tokens=chosen.tokens,
+            predicted_first_ms=predicted_first,
+            first_ms=self._first_ms,
+            predicted_ms=predicted_first + expected.later(chosen.tokens - 1),
+            measured_ms=measured,
+            slower=chosen.slower.first,
+            costs_age_s=costs.age_s,
+            costs_load=costs.load,
+        )
+
+    def _tokens_within(self, left: float, expected: Prediction) -> int:
+        """Return how many tokens fit into `left` milliseconds after the tower; one is always written."""
+        return 1 + expected.within(left - expected.first, self._most - 1)
+
+    def _elapsed(self) -> float:
+        """Milliseconds since the request began."""
+        return (self._now() - self._began) * 1e3
+
+
+def up_to(budget: str) -> str:
+    """Return words about the largest budget that a deadline may choose, or "" where all may be chosen."""
+    return "" if budget == UNPRUNED else f" up to {budget}"
+
+
+def _counted(tokens: int) -> str:
+    return {1: "one token", 2: "both tokens"}.get(tokens, f"all {tokens} tokens")

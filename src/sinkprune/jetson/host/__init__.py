@@ -1,1 +1,0 @@
-"""This machine: its board, JetPack, Python, power mode."""

@@ -1,0 +1,323 @@
+"""`sinkprune-replay`: answers a question about the frames of a recording of ROS 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.bundle import Bundle, read_runnable
+from sinkprune.contract.checks import RealNumber, WholeNumber, counted, escaped, to_json
+from sinkprune.contract.command_line.command import entry_point
+from sinkprune.contract.command_line.options import RunningOutput, json_outputs, write_result
+from sinkprune.contract.command_line.table_console import few_note
+from sinkprune.contract.errors import OutputError, UsageError
+from sinkprune.contract.files.output_files import check_outputs
+from sinkprune.jetson.bags.answers_file import FrameResult, Journal, open_journal, write_answers
+from sinkprune.jetson.bags.bag import Bag, Frame, open_bag
+from sinkprune.jetson.bags.replay import Sampling, Summary, TopicReplay, summarise
+from sinkprune.runtime.commands.options import (
+    Options,
+    add_method,
+    add_most_tokens,
+    add_system,
+    bundle_parser,
+    check_memory,
+    load_pipeline,
+    prompt_pieces,
+)
+from sinkprune.runtime.commands.run import note_pictures
+from sinkprune.runtime.families import load_family
+from sinkprune.runtime.loading import check_kind
+from sinkprune.runtime.media.images import NEARLY_BLACK, largest_of_16_bits
+from sinkprune.runtime.overlay import overlay, picture_bytes
+from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.profiling.profile import model_name
+from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS, check_texts
+from sinkprune.serving.form_options import add_form_options, read_form
+
+_SUFFIX = ".mcap"
+_EXAMPLES = """\
+examples:
+  sinkprune-replay bundle drive.mcap --topic /camera/image_raw --prompt "Is the way clear?" -o answers.mcap
+  sinkprune-replay bundle drive --topic /camera/image_raw/compressed --prompt "Is the way clear?" --choice yes \\
+    --choice no --budget retain-64 --every 1 -o answers.mcap
+
+A replay that was stopped goes on when the same command is given again. docs/ros2.md describes the output.
+"""
+_EVERY = RealNumber("every", 0.001, 86_400, "seconds, from 0.001 to 86400")
+_MAX_RATE = RealNumber("max_rate", 0.001, 1000, "frames a second, from 0.001 to 1000")
+_START = RealNumber("start", 0, 1e9, "seconds, 0 or more")
+_END = _START.named("end")
+_LIMIT = WholeNumber("limit", 1, 10**9)
+
+
+class _Options(Options):
+    """The options of this command."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """The frames that are wanted."""
+        return Sampling(self.start, self.end, 1 / self.max_rate if self.max_rate else self.every or 0.0, self.limit)
+
+    @property
+    def draws(self) -> bool:
+        """Whether overlays are drawn."""
+        return self.budget != UNPRUNED and not self.no_overlay
+
+
+@dataclass(frozen=True)
+class ReplayReport(Summary):
+    """A replay: what `--json` writes."""
+
+    bag: str
+    topic: str
+    type: str
+    prompt: str
+    output: str
+    model: str
+    bundle_sha256: str
+    backend: str
+    precision: str
+    method: str
+    budget: str
+    damage: str | None
+    """Why the bag could not be read to its end; None for a whole bag."""
+    resumed: int
+    """The frames that an earlier replay had answered, or failed to decode."""
+    seconds: float
+    """The time that this replay took, without loading."""
+    notes: list[str]
+    """The notes that this replay printed on frames."""
+
+
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
+    options = _parser().parse(arguments, _Options)
+    bag_folders = [options.bag] if options.bag.is_dir() else []
+    check_outputs(
+        [(options.output, (_SUFFIX,)), *json_outputs(options.json)],
+        [*options.key_files, *options.form_files, options.bag],
+        [*options.folders, *bag_folders],
+    )
+    if options.output.exists() and not options.force:
+        raise OutputError(
+            f"'{options.output}' exists already. Add --force to replace it, or choose another file with -o."
+        )
+    if options.every and options.max_rate:
+        raise UsageError("--every and --max-rate both choose frames by their times. Leave out one of the two.")
+    if options.end is not None and options.start is not None and options.end < options.start:
+        raise UsageError(f"--end is {options.end:g} and --start {options.start:g}, expected an end after the start.")
+    form, prompt = read_form(options, []), prompt_pieces(options.prompt)
+    if not isinstance(prompt, str):
+        check_texts(prompt, 1)
+    bag = open_bag(options.bag)
+    topic = TopicReplay(bag, options.topic, options.sampling)
+    first = topic.first_frame()
+    bundle = read_runnable(options.bundle, options.trust)
+    check_kind(bundle, acts=False)
+    bundle.manifest.plan(options.method, options.budget)
+    texts = [options.system or "", *([prompt] if isinstance(prompt, str) else prompt)]
+    new_tokens = options.max_new_tokens or DEFAULT_NEW_TOKENS
+    layout = load_family(bundle.manifest, options.fit).layout(first.picture)
+    check_memory(options, bundle, [layout], options.method, [options.budget], texts, new_tokens)
+    with open_journal(options.output, _settings(options, form, bag, bundle)) as journal:
+        pipeline = load_pipeline(options, bundle)
+        answering = _Answering(pipeline, options, prompt, form)
+        answering.note(first)
+        try:
+            report = _answer_all(topic, journal, answering)
+        except KeyboardInterrupt as interrupt:
+            if not journal.count:
+                raise KeyboardInterrupt("no frame was answered, so nothing was kept.") from interrupt
+            raise KeyboardInterrupt(
+                f"{counted(journal.count, 'frame')} are in '{journal.path}'; the same command goes on."
+            ) from interrupt
+    write_result(options.json, to_json(report), lambda: sys.stdout.write(_in_words(report)))
+    sys.stderr.write(_warnings(report, no_overlay=options.no_overlay))
+
+
+class _Answering:
+    """Answers the question about each frame."""
+
+    def __init__(self, pipeline: Pipeline, options: _Options, prompt: str | list[str], form: dict[str, Any]) -> None:
+        self.pipeline, self.options, self._prompt = pipeline, options, prompt
+        self._fields = {**form, "budget": options.budget, "method": options.method, "system": options.system}
+        if options.max_new_tokens is not None:
+            self._fields["max_new_tokens"] = options.max_new_tokens
+        self._noted = set[tuple[int, int, bool]]()
+        self.notes: list[str] = []
+
+    def note(self, frame: Frame) -> None:
+        """Print and keep notes on the first frame of a size, and on the first that is nearly black.
+
+        Raises `ImageError` for what the family rejects.
+        """
+        largest = largest_of_16_bits(frame.picture)
+        kind = (*frame.picture.size, largest is not None and largest < NEARLY_BLACK)
+        if kind not in self._noted:
+            self._noted.add(kind)
+            self.notes += note_pictures(self.pipeline.family, [Path(self.options.topic)], [frame.picture])
+
+    def note_time(self, topic: TopicReplay) -> None:
+        """Print and keep a note on frames whose times go back, if frames were chosen by their times."""
+        if topic.goes_back is not None and topic.sampling != Sampling(limit=topic.sampling.limit):
+            frame, by_ns = topic.goes_back
+            self.notes.append(
+                f"frame {frame} was recorded {by_ns / 1e9:g} s earlier than the frame before it. --start, --end, "
+                "--every and --max-rate choose frames by these times (docs/ros2.md)."
+            )
+            sys.stderr.write(f"{self.notes[-1]}\n")
+
+    def __call__(self, result: FrameResult, frame: Frame) -> FrameResult:
+        self.note(frame)
+        answer = self.pipeline.generate(frame.picture, self._prompt, **self._fields)
+        drawn = picture_bytes(overlay(answer, frame.picture), Path("overlay.jpg")) if self.options.draws else b""
+        return replace(
+            result,
+            seconds=frame.seconds,
+            nanoseconds=frame.nanoseconds,
+            frame_id=frame.frame_id,
+            text=answer.text,
+            finish=answer.finish,
+            budget=answer.budget,
+            confidence=answer.confidence,
+            prompt_tokens=answer.prompt_tokens,
+            visual_tokens=answer.visual_tokens,
+            tokens_per_layer=tuple(answer.tokens_per_layer),
+            kv_bytes=answer.kv_bytes,
+            ms=answer.ms,
+            seen_share=answer.images[0].layout.seen_share,
+            overlay=drawn,
+        )
+
+
+def _answer_all(topic: TopicReplay, journal: Journal, answering: _Answering) -> ReplayReport:
+    """Answer what the journal does not have yet, and write the output. Raises what these raise."""
+    options, resumed, began = answering.options, journal.count, time.monotonic()
+    if resumed:
+        sys.stderr.write(f"goes on after {counted(resumed, 'frame')} of an earlier replay\n")
+    total, output = (topic.bag.counts or {}).get(options.topic, 0), RunningOutput(options.json, options.output)
+    with output.until_written("replaying") as progress:
+        numbers = count(1)
+
+        def on_frame(result: FrameResult | None) -> None:
+            progress("replaying", next(numbers), total, "frames")
+            if result is not None and result.failure is None:
+                seconds = (result.time_ns - topic.began_ns) / 1e9
+                output.write(f"{result.number} {seconds:.3f} s: {escaped(result.text)}\n")
+
+        fates = topic.run(journal, answering, on_frame)
+    answering.note_time(topic)
+    summary = summarise(journal.results(), fates)
+    manifest = answering.pipeline.bundle.manifest
+    report = ReplayReport(
+        **{name: getattr(summary, name) for name in ("frames", "failures", "overlays", "ms", "seen_share")},
+        bag=str(options.bag),
+        topic=options.topic,
+        type=topic.type_name,
+        prompt=options.prompt,
+        output=str(options.output),
+        model=model_name(manifest.checkpoint.source),
+        bundle_sha256=answering.pipeline.bundle.sha256,
+        backend=answering.pipeline.backend.name,
+        precision=manifest.precision,
+        method=options.method,
+        budget=options.budget,
+        damage=topic.bag.damage,
+        resumed=resumed,
+        seconds=time.monotonic() - began,
+        notes=answering.notes,
+    )
+    write_answers(options.output, journal.results(), _metadata(report))
+    return report
+
+
+def _metadata(report: ReplayReport) -> dict[str, str]:
+    """Return the report as texts, which the metadata of MCAP are; parts of the report are JSON."""
+    values = to_json(report)
+    return {
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in values.items()
+        if name not in ("output", "resumed", "seconds", "notes")
+    }
+
+
+def _settings(options: _Options, form: dict[str, Any], bag: Bag, bundle: Bundle) -> dict[str, object]:
+    """Return what must be equal for a replay to go on with the answers of an earlier one."""
+    files = [(file.path.name, (found := file.path.stat()).st_size, found.st_mtime_ns) for file in bag.files]
+    return {
+        "format": 2,
+        "bag": [list(file) for file in files],
+        "bundle": bundle.sha256,
+        "engines": str(options.engines.resolve()) if options.engines else None,
+        **form,
+        **{name: getattr(options, name) for name in ("topic", "prompt", "method", "budget", "max_new_tokens")},
+        **{name: getattr(options, name) for name in ("system", "backend", "compute", "fit", "draws")},
+        "frames": asdict(options.sampling),
+    }
+
+
+def _in_words(report: ReplayReport) -> str:
+    frames, ttft = report.frames, report.ms["ttft"]
+    others = {
+        "failed": frames.failed,
+        "skipped": frames.skipped,
+        "before --start or after --end": frames.outside,
+        "after --limit": frames.after_limit,
+    }
+    return (
+        f"[{report.budget}] {frames.answered} of {counted(frames.total, 'frame')} answered"
+        + "".join(f", {count} {what}" for what, count in others.items() if count)
+        + (f"; TTFT {ttft.median:.0f} ms (p95 {ttft.p95:.0f}){few_note(frames.answered)}" if ttft else "")
+        + f"; written to '{escaped(report.output)}'\n"
+    )
+
+
+def _warnings(report: ReplayReport, *, no_overlay: bool) -> str:
+    lines = []
+    if report.failures:
+        first = report.failures[0]
+        lines.append(
+            f"warning: {counted(report.frames.failed, 'frame')} could not be decoded. Frame {first.frame}: "
+            f"{first.reason}."
+        )
+    if report.damage is not None:
+        lines.append(f"warning: the bag ends early. {report.damage}. {report.frames.total} frames were read before.")
+    if report.budget == UNPRUNED and not no_overlay:
+        lines.append(f"note: no overlays were drawn, because budget {UNPRUNED} drops no tokens.")
+    return "".join(f"{escaped(line)}\n" for line in lines)
+
+
+def _parser() -> Any:
+    parser = bundle_parser(
+        "sinkprune replay", "Answer a question about the frames of a recording of ROS 2.", _EXAMPLES
+    )
+    add = parser.add_argument
+    add("bag", type=Path, metavar="BAG", help="a folder of rosbag2, or a file of it: .mcap or .db3")
+    add("--topic", required=True, help="the topic, of sensor_msgs/msg/Image or CompressedImage")
+    places = "{image} marks the frame's place, for chat templates that keep the order (default: frame first)"
+    add("--prompt", required=True, help=f"the question; {places}")
+    add("-o", "--output", type=Path, required=True, metavar="OUT.mcap", help="the file to write")
+    add("--budget", default=UNPRUNED, help="a budget of the bundle, or none (default: none)")
+    add_method(parser)
+    add_most_tokens(parser, DEFAULT_NEW_TOKENS)
+    add_system(parser)
+    add_form_options(parser)
+    add(
+        "--every", type=_EVERY, metavar="SECONDS", help="answer the first frame of each period (default: every frame)"
+    )
+    add("--max-rate", type=_MAX_RATE, metavar="HZ", help="the same by frames a second: --every 1/HZ")
+    add("--start", type=_START, metavar="SECONDS", help="begin so long after the topic's first frame")
+    add("--end", type=_END, metavar="SECONDS", help="end so long after the topic's first frame")
+    add("--limit", type=_LIMIT, metavar="N", help="take at most N frames, with those that cannot be decoded")
+    add("--force", action="store_true", help="replace an existing OUT.mcap")
+    add("--no-overlay", action="store_true", help="draw no kept and dropped tokens")
+    parser.add_json("the counts of frames and the times")
+    return parser

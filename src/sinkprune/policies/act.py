@@ -1,0 +1,295 @@
+"""`sinkprune-act`: a robot policy's next chunk of actions, for one moment or for every frame of folders."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.bundle import Bundle, read_runnable
+from sinkprune.contract.checks import counted
+from sinkprune.contract.command_line.command import entry_point
+from sinkprune.contract.command_line.options import RunningOutput, json_outputs, write_each, write_json, write_output
+from sinkprune.contract.command_line.progress import status
+from sinkprune.contract.errors import DeadlineError, SinkpruneError, UsageError
+from sinkprune.contract.files.output_files import check_outputs
+from sinkprune.contract.schedule import VisualLayout
+from sinkprune.deadlines.costs import ACTION_COSTS, ActionCosts
+from sinkprune.deadlines.measuring import MEASURING_COSTS
+from sinkprune.deadlines.options import check_cost_options, first_budgets, place_here, saved_costs_lines
+from sinkprune.policies.deadline import check_costs, check_least_steps
+from sinkprune.policies.observation import SEED, STEPS
+from sinkprune.policies.options import Moment, Observations, add_cameras, add_state, given_observations, load_policy
+from sinkprune.policies.policy import Policy
+from sinkprune.policies.report import ActionReport
+from sinkprune.runtime.commands.options import (
+    NO_COSTS,
+    Options,
+    add_costs,
+    add_method,
+    beside_earlier,
+    check_memory,
+    engine_parser,
+    explain_interrupt,
+)
+from sinkprune.runtime.commands.run import decoded_facts, late_chunks_line, note_files, note_sizes
+from sinkprune.runtime.families import load_family
+from sinkprune.runtime.loading import check_kind
+from sinkprune.runtime.overlay import PICTURE_SUFFIXES, overlay, picture_bytes
+from sinkprune.runtime.steps.pictures import decoded
+from sinkprune.runtime.steps.request import DEADLINE_MS
+
+_EXAMPLES = """\
+examples:
+  sinkprune-act policy --camera base.jpg --camera wrist.jpg --instruction "pick up the cup" \\
+      --state 0.1,0.2,0.3 --budget prune-77.8 --overlay kept.png
+  sinkprune-act policy --camera base.jpg --camera none --instruction "pick up the cup" --state state.json --json
+  sinkprune-act policy --camera wrist=wrist/ --camera base=base/ --instruction "pick up the cup" --state states.csv
+  sinkprune-act policy --camera base/ --camera wrist/ --instruction "pick up the cup" --state states.csv \\
+      --deadline-ms 300 --min-steps 4
+"""
+_NO_CHUNK = "no whole chunk was computed, so nothing was kept."
+_SHOWN = 8
+"""How many numbers of an action a line has; --json has all."""
+
+
+@entry_point
+def main(arguments: Sequence[str] | None) -> None:
+    options = _parse(arguments)
+    observations = given_observations(options.camera, options.state)
+    overlays = [(options.overlay, PICTURE_SUFFIXES)] if options.overlay else []
+    folders = [*options.folders, *observations.folders]
+    read = [*observations.files, *options.key_files, *([options.costs] if options.costs else [])]
+    check_outputs([*json_outputs(options.json), *overlays], read, folders)
+    _check_combinations(options, observations)
+    bundle, observations, notes = _open(options, observations)
+    manifest, (first, *_) = bundle.manifest, observations.moments
+    given = [path for path in first.cameras if path is not None]
+    costs = _usable_costs(options, bundle, len(given)) if options.deadline_ms is not None else None
+    family = load_family(manifest, None)
+    pictures = [decoded(path, family) for path in given]
+    notes += note_files(dict(observations.facts) | decoded_facts(given, pictures))
+    notes += note_sizes(family, given, pictures)
+    layouts = [*map(family.layout, pictures)]
+    memory = check_memory(options, bundle, layouts, options.method, [options.budget], options.instruction, 0)
+    observations.print_order(manifest.acting)
+    policy = load_policy(options, bundle)
+    if options.deadline_ms is not None:
+        _prepare(policy, costs, first, layouts, options)
+    chunks, interrupted, earlier, outputs = list[ActionReport](), "", "", options
+    total, ended, kept = len(observations.moments), None, ""
+    output = RunningOutput(options.json, options.overlay)
+    try:
+        with explain_interrupt(_NO_CHUNK), output.until_written("acting") as progress:
+            for moment in observations.moments:
+                chunks.append(_chunk(policy, moment, options))
+                progress("acting", len(chunks), total, "chunks")
+                output.write(_line(chunks[-1], len(chunks), total))
+    except (KeyboardInterrupt, SinkpruneError) as end:
+        if not chunks:
+            raise
+        ended, kept = end, f"{len(chunks)} of {counted(total, 'chunk')}."
+        interrupted = f"there are {kept}"
+        outputs, earlier = beside_earlier(options, "json")
+    if chunks[-1].deadline is not None:
+        output.write(f"deadline {options.deadline_ms:g} ms: {_met(chunks)}\n")
+    if policy.costs is not None:
+        sys.stderr.write(late_chunks_line([chunk.deadline for chunk in chunks if chunk.deadline is not None]))
+        sys.stderr.write(saved_costs_lines(policy, options, measured=costs is None))
+    summary = {
+        "method": options.method,
+        "backend": policy.backend.name,
+        "precision": manifest.precision,
+        "load_ms": policy.load_ms,
+        "memory": memory._asdict(),
+        "notes": notes,
+        "interrupted": interrupted or None,
+        "chunks": [
+            {"cameras": [None if path is None else str(path) for path in moment.cameras], **chunk.as_json()}
+            for chunk, moment in zip(chunks, observations.moments, strict=False)
+        ],
+    }
+    drawn = options.overlay if ended is None else None
+    write_each(
+        lambda: write_json(outputs.json, summary),
+        *([lambda: _draw(drawn, chunks[-1], first)] if drawn else []),
+    )
+    if isinstance(ended, SinkpruneError):
+        raise type(ended)(f"moment {len(chunks) + 1} of {total}: {ended} There are {kept}{earlier}") from ended
+    if ended:
+        raise KeyboardInterrupt(interrupted + earlier) from ended
+    output.end()
+
+
+def _parse(arguments: Sequence[str] | None) -> Options:
+    parser = engine_parser(
+        "sinkprune act",
+        "Return a robot policy's next chunk of actions, from frames, instruction and state.",
+        _EXAMPLES,
+    )
+    add = parser.add_argument
+    folders = "; or a folder of frames, for a chunk each in the order of the numbers in their names"
+    add_cameras(parser, folders, required=True)
+    add("--instruction", "--prompt", required=True, help="what the robot is to do")
+    add_state(parser, required=True)
+    add_method(parser)
+    add(
+        "--budget",
+        default=UNPRUNED,
+        help="a budget of the bundle, or none; with --deadline-ms the largest that may be chosen (default: none)",
+    )
+    add(
+        "--steps",
+        type=STEPS,
+        metavar="N",
+        help="denoising steps; with --deadline-ms the most (default: the checkpoint's)",
+    )
+    add("--seed", type=SEED, help="repeat the noise that chunks begin with (default: new noise each time)")
+    add(
+        "--deadline-ms",
+        type=DEADLINE_MS,
+        metavar="MS",
+        help="milliseconds for a chunk, with reading its frames. Chooses the largest budget that is expected in time "
+        "with --min-steps, and as many steps as fit. Measures what budgets cost here first, unless that is known",
+    )
+    add(
+        "--warm-up",
+        action="store_true",
+        help="measure the costs of chunks on this machine, also where they are known, and keep them for later runs; "
+        "takes seconds, or minutes for a large policy",
+    )
+    add_costs(
+        parser,
+        "costs of chunks on this machine, from write_costs in Python (default: those that an earlier run kept, or "
+        "else measured ones)",
+    )
+    add(
+        "--min-steps",
+        type=STEPS.named("--min-steps"),
+        metavar="N",
+        help="the fewest denoising steps with --deadline-ms, before a smaller budget is taken (default: 5, or fewer "
+        "--steps)",
+    )
+    add("--overlay", type=Path, metavar="FILE.png", help="draw each camera's kept and dropped tokens, in one picture")
+    parser.add_json("the actions and their figures")
+    return parser.parse(arguments, Options)
+
+
+def _check_combinations(options: Options, observations: Observations) -> None:
+    """Raise `UsageError` for options that exclude each other."""
+    if options.min_steps is not None and options.deadline_ms is None:
+        raise UsageError("--min-steps is for a deadline, and there is none. Add --deadline-ms.")
+    check_cost_options(options.warm_up, options.costs, options.deadline_ms)
+    if options.overlay and options.budget == UNPRUNED and options.deadline_ms is None:
+        raise UsageError("--overlay draws what pruning kept. Give a --budget other than none, or --deadline-ms.")
+    if options.overlay and len(observations.moments) > 1:
+        raise UsageError(
+            f"--overlay draws one chunk, and there are {len(observations.moments)} moments. Give a file for each "
+            "camera, not a folder."
+        )
+
+
+def _open(options: Options, observations: Observations) -> tuple[Bundle, Observations, list[str]]:
+    """Open the policy's bundle, and check the budget and all observations before anything is loaded.
+
+    Returns the bundle, the observations in the order of its cameras, and the notes on states that were printed.
+    """
+    bundle = read_runnable(options.bundle, options.trust)
+    manifest = bundle.manifest
+    check_kind(bundle, acts=True)
+    manifest.plan(options.method, options.budget)
+    observations = observations.for_policy(manifest.acting)
+    notes = observations.check(manifest, options.instruction, steps=options.steps)
+    if options.min_steps is not None:
+        check_least_steps(options.min_steps, options.steps or manifest.acting.steps, "--min-steps", "--steps")
+    return bundle, observations, notes
+
+
+def _usable_costs(options: Options, bundle: Bundle, frames: int) -> ActionCosts | None:
+    """Return the costs of `--costs`, or kept ones, before anything is loaded; None if they must be measured.
+
+    Raises `UsageError` for a file, and `DeadlineError` for one of other chunks.
+    """
+    place = place_here(options, bundle)
+    if options.warm_up:
+        return None
+    file = options.costs
+    costs = ACTION_COSTS.read(file, place) if file else ACTION_COSTS.cached(place, options.method)
+    if costs is None:
+        return None
+    try:
+        check_costs(costs, bundle.manifest, options.method, options.budget, frames)
+    except DeadlineError:
+        if options.costs:
+            raise
+        return None
+    return costs
+
+
+def _prepare(
+    policy: Policy, costs: ActionCosts | None, moment: Moment, layouts: Sequence[VisualLayout], options: Options
+) -> None:
+    """Give the policy its `costs`, or measure them; and run it once, because a process's first chunk is slower."""
+    given = list(moment.cameras), options.instruction, moment.state
+    if costs is None:
+        with explain_interrupt(NO_COSTS), status(MEASURING_COSTS) as progress:
+            policy.measure_costs(*given, budget=options.budget, method=options.method, progress=progress)
+        return
+    policy.costs = costs
+    with status("loading the budgets' graphs") as progress:
+        policy.load_plans(options.method, progress)
+    with status("running a chunk once before it counts"):
+        for budget in first_budgets(policy, options.method, options.budget, layouts):
+            policy.act(*given, method=options.method, budget=budget, steps=1)
+
+
+def _chunk(policy: Policy, moment: Moment, options: Options) -> ActionReport:
+    return policy.act(
+        list(moment.cameras),
+        options.instruction,
+        moment.state,
+        budget=options.budget,
+        method=options.method,
+        steps=options.steps,
+        seed=options.seed,
+        deadline_ms=options.deadline_ms,
+        min_steps=options.min_steps,
+    )
+
+
+def _line(chunk: ActionReport, number: int, total: int) -> str:
+    """Return a chunk's line: its time to actions and what it read, and its first action."""
+    ms, numbers = chunk.ms, chunk.actions[0]
+    parts = ", ".join(f"{name} {ms[part]:.0f}" for name, part in _PARTS.items())
+    of = f"{number}/{total} " if total > 1 else ""
+    more = ", ..." if len(numbers) > _SHOWN else ""
+    return (
+        f"{of}[{chunk.budget}] TTFA {ms['latency']:.0f} ms ({parts}), {1e3 / ms['latency']:.2f} Hz, "
+        f"{counted(chunk.steps, 'step')}; visual tokens {chunk.visual_tokens} -> {chunk.tokens_per_layer[0]} -> "
+        f"{chunk.tokens_per_layer[-1]}; first of {counted(len(chunk.actions), 'action')}: "
+        + ", ".join(f"{value:.4g}" for value in numbers[:_SHOWN])
+        + f"{more}\n"
+    )
+
+
+_PARTS = {"preprocess": "preprocess", "vision": "vision", "prefix": "prefill", "expert": "expert"}
+"""The parts of a chunk's line, by their names there."""
+
+
+def _met(chunks: Sequence[ActionReport]) -> str:
+    """Return how many chunks met their deadline, and why the last one ran as it did."""
+    reports = [chunk.deadline for chunk in chunks if chunk.deadline is not None]
+    last, met = reports[-1], sum(each.met for each in reports)
+    return (
+        f"{met} of {counted(len(reports), 'chunk')} in time; the last took {last.measured_ms:.0f} ms with reading "
+        f"frames, expected {last.expected_ms:.0f} ms; {last.reason}"
+    )
+
+
+def _draw(path: Path, chunk: ActionReport, moment: Moment) -> None:
+    """Write the overlay, or a note where nothing was pruned."""
+    if chunk.budget == UNPRUNED:
+        sys.stderr.write(f"note: --overlay drew nothing, because budget {UNPRUNED} ran, which drops no tokens.\n")
+        return
+    write_output(path, picture_bytes(overlay(chunk, moment.cameras), path))

@@ -1,0 +1,232 @@
+"""One chunk of actions, step by step: tower, budget, prefix, denoising."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from sinkprune.contract.budgets import Plan
+from sinkprune.contract.errors import NumericsError
+from sinkprune.contract.manifest import MODULATION, PolicyFacts
+from sinkprune.contract.precision import Array
+from sinkprune.contract.schedule import Schedule, VisualLayout, schedule
+from sinkprune.policies.observation import Observation, robot_actions
+from sinkprune.policies.report import ActionReport, by_part, chunk_flops
+from sinkprune.runtime.backends import Tensor
+from sinkprune.runtime.device.stopwatch import Stopwatch
+from sinkprune.runtime.families import TowerInput
+from sinkprune.runtime.hooks import Budgets, Rows
+from sinkprune.runtime.recipe import look, run_prompt
+from sinkprune.runtime.steps.chain import Chain, TowerOutput, of_each_group, run_tower
+from sinkprune.runtime.steps.context_length import check_prompt_length
+from sinkprune.runtime.steps.decoding import Prefill
+from sinkprune.runtime.steps.loaded_model import LoadedModel
+from sinkprune.runtime.steps.observer import Observer
+from sinkprune.runtime.steps.pictures import decoded, joined_inputs
+from sinkprune.runtime.text.prompt import Prompt
+
+_MOST = 100
+"""How many times are remembered, of about half a megabyte each for pi0.5's true shapes."""
+
+
+class StepTimes:
+    """The inputs of the expert that depend on the time of a step alone.
+
+    The scales, shifts and gates of pi0.5's norms are such inputs: a quarter of the weights of a step. They are
+    computed at the first use of a time, and remembered. Threads may share an instance.
+    """
+
+    def __init__(self, chain: Chain, policy: PolicyFacts) -> None:
+        """Compute with the engines of `chain`."""
+        self._chain, self._policy = chain, policy
+        self._known: dict[float, Tensor] = {}
+
+    def inputs(self, steps: int) -> list[dict[str, Tensor]]:
+        """Return the inputs of each of `steps` equal steps, from time 1 (noise) to 0; called in a `turn`."""
+        times = 1.0 - np.arange(steps) / steps
+        embedded = time_embeddings(self._policy, times)
+        return [self._of(float(time), row[None, None]) for time, row in zip(times, embedded, strict=True)]
+
+    def load(self, most: int) -> None:
+        """Compute the inputs of any number of steps up to `most`, as far as they are remembered; in a `turn`."""
+        for steps in range(most, 0, -1):
+            if len(self._known) + steps <= _MOST:
+                self.inputs(steps)
+
+    def _of(self, time: float, embedded: Array) -> dict[str, Tensor]:
+        backend, engine = self._chain.backend, self._chain.modulation
+        if engine is None:
+            return {"time_embedding": backend.tensor(embedded)}
+        found = self._known.get(time)
+        if found is None:
+            if len(self._known) >= _MOST:
+                self._known.clear()
+            made = engine({"time_embedding": backend.tensor(embedded)})[MODULATION]
+            # A copy: a backend may reuse the memory of an engine's outputs.
+            self._known[time] = found = backend.tensor(np.array(backend.numpy(made)))
+        return {MODULATION: found}
+
+
+def time_embeddings(policy: PolicyFacts, times: Array) -> Array:
+    """Return [steps,d] fp32: the sines and cosines of `times` [steps] at the expert's frequencies, in radians.
+
+    In fp64, of times in fp32, as LeRobot and openpi's PyTorch code compute them; transformers' fp32 differs by up to
+    2e-4. They are no part of the graph: angles reach 1600 radians, and libraries that compute in bf16 or fp16 round
+    them by several radians.
+    """
+    share = np.linspace(0.0, 1.0, policy.expert.hidden_size // 2)
+    periods = policy.min_period * (policy.max_period / policy.min_period) ** share
+    angles = times.astype(np.float32).astype(np.float64)[:, None] * (2 * np.pi / periods)
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
+
+
+def denoise(
+    chain: Chain,
+    policy: PolicyFacts,
+    times: StepTimes,
+    observation: Observation,
+    prefix: Prefill,
+    position: int,
+    clock: Stopwatch,
+) -> Array:
+    """Return the expert's actions [1,chunk,action_dim] fp32, over the caches of `prefix`.
+
+    The expert's rows continue at `position`. Time runs from 1 (noise) to 0 in equal steps, by Euler's method, as in
+    transformers' `PI0ForConditionalGeneration.sample_actions`. The caches do not move between steps. Raises
+    `NumericsError` for actions that are not finite.
+    """
+    backend, rows = chain.backend, policy.expert_rows
+    cos, sin = (backend.tensor(table) for table in chain.rotary.tables(np.arange(position, position + rows)))
+    step = np.float32(-1.0 / observation.steps)
+    fixed = {
+        "cos": cos,
+        "sin": sin,
+        "step": backend.tensor(np.array([step])),
+    }
+    if not policy.state_in_prompt:
+        fixed["state"] = backend.tensor(observation.state)
+    for segment, (decoder, cache) in enumerate(zip(chain.decoders, prefix.cache.segments, strict=True)):
+        fixed[f"length_{segment}"] = backend.tensor(np.array([cache.length], np.int64))
+        fixed |= decoder.keys_and_values(cache)
+    actions = backend.tensor(observation.noise)
+    for number, time in enumerate(times.inputs(observation.steps)):
+        with clock.measure(f"step_{number}"):
+            actions = chain.last({**fixed, **time, "actions": actions})["actions_out"]
+    found = backend.numpy(actions)
+    if not np.isfinite(found).all():
+        raise NumericsError(
+            "the action expert gave actions that are not finite. If the bundle is fp16, its values may exceed that "
+            "type: export it with --precision fp32. If not, the checkpoint's weights are damaged."
+        )
+    return found
+
+
+class BudgetAndSteps(NamedTuple):
+    """What a chunk runs at."""
+
+    budget: str
+    steps: int
+    """Denoising steps."""
+
+
+Choose = Callable[[int], BudgetAndSteps]
+"""Called when the vision tower is done, with the text tokens of the prompt."""
+
+
+class _ChunkBudgets(Budgets):
+    """Runs the budget that `choose` returns, and holds its steps."""
+
+    steps: int
+    """After `choose`."""
+
+    def __init__(self, model: LoadedModel, method: str, layouts: Sequence[VisualLayout], choose: Choose) -> None:
+        self._model, self._method, self._layouts, self._choose = model, method, layouts, choose
+
+    def choose(self, possible: Sequence[Schedule], text: int) -> Schedule:
+        budget, self.steps = self._choose(text)
+        planned = _planned(self._model, text, self._layouts, self._method, budget)
+        self._model.chain.load_plan(planned.plan)
+        return planned
+
+
+class _AllCameras(Rows):
+    """One call of the tower for all cameras."""
+
+    def towers(self, chain: Chain, pictures: Sequence[TowerInput], clock: Stopwatch) -> list[TowerOutput]:
+        tower = run_tower(chain, joined_inputs([picture.inputs for picture in pictures]), clock)
+        return of_each_group(chain.backend, tower)
+
+
+def run_chunk(
+    model: LoadedModel,
+    policy: PolicyFacts,
+    times: StepTimes,
+    observation: Observation,
+    method: str,
+    choose: Choose,
+    observer: Observer,
+) -> ActionReport:
+    """Run the steps of a chunk, in order; raises what `Policy.act` raises."""
+    manifest, chain, clock = model.manifest, model.chain, Stopwatch(model.chain.backend, observer.during)
+    rows = _AllCameras()
+    encode_prompt = partial(_encoded, model, observation)
+    looked = look(model, observation.cameras, encode_prompt, None, rows, observer, clock, "latency")
+    budgets = _ChunkBudgets(model, method, looked.layouts, choose)
+
+    def question_of(plan: Plan | None) -> list[int]:
+        return model.prompts.question_ids([observation.instruction]) if manifest.reads_question(plan) else []
+
+    with clock.measure("latency"), chain.backend.turn:
+        run = run_prompt(model, looked, (), question_of, budgets, rows, observer, clock)
+        own = replace(observation, steps=budgets.steps)
+        actions = denoise(chain, policy, times, own, run.prefilled, run.rows.positions.next, clock)
+    observer.prefilled(run.prefilled)
+    observer.acted(actions)
+    with chain.backend.turn:
+        report = run.report(chain)
+    ms, text = clock.ms(), run.prompt.text_tokens
+    rows_per_layer = [text + count for count in report.tokens_per_layer]
+    step_ms = [ms[f"step_{number}"] for number in range(budgets.steps)]
+    return ActionReport(
+        actions=robot_actions(policy, actions),
+        in_robots_units=policy.in_robots_units,
+        method=method,
+        budget=report.budget,
+        steps=budgets.steps,
+        prompt_tokens=text,
+        visual_tokens=sum(layout.all_tokens for layout in run.layouts),
+        tokens_per_layer=report.tokens_per_layer,
+        ms=by_part(ms, sum(step_ms)),
+        step_ms=step_ms,
+        flops=chunk_flops(manifest, budgets.steps, run.prefilled.schedule.rows, run.layouts, rows_per_layer),
+        images=report.images,
+        camera_names=observation.camera_names,
+    )
+
+
+def layouts_of(model: LoadedModel, observation: Observation) -> list[VisualLayout]:
+    """Return the layouts of the cameras' frames; raises `ImageError`."""
+    return [model.family.layout(decoded(frame, model.family)) for frame in observation.cameras]
+
+
+def check_chunk(model: LoadedModel, observation: Observation, method: str, budget: str) -> None:
+    """Check that a chunk can run at a budget, without running the model; raises `ImageError` and `PromptError`."""
+    layouts = layouts_of(model, observation)
+    _planned(model, _encoded(model, observation, layouts).text_tokens, layouts, method, budget)
+
+
+def _encoded(model: LoadedModel, observation: Observation, layouts: Sequence[VisualLayout]) -> Prompt:
+    model.prompts.check_length([observation.prompt], model.manifest.language_model.max_positions)
+    texts = (*[""] * len(layouts), observation.prompt)
+    return model.prompts.encode(texts, [layout.texts for layout in layouts])
+
+
+def _planned(model: LoadedModel, text: int, layouts: Sequence[VisualLayout], method: str, budget: str) -> Schedule:
+    """Return what a budget drops; raises `PromptError` if a prompt of `text` tokens of text is too long."""
+    planned = schedule(model.manifest, method, budget, layouts)
+    check_prompt_length(model.manifest, model.limits, text, planned.rows)
+    return planned

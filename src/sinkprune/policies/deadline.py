@@ -1,0 +1,250 @@
+"""Chooses the budget and the denoising steps of a chunk by its deadline."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from itertools import accumulate
+from statistics import mean, median
+
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.checks import counted
+from sinkprune.contract.errors import DeadlineError, UsageError
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.progress import OnProgress
+from sinkprune.deadlines.costs import LEAST_ACTION_MS, ActionCosts, BudgetCosts, Place, Prediction
+from sinkprune.deadlines.measuring import MeasurementRounds
+from sinkprune.deadlines.policy import MARGIN, RequestHistory, Slowdown, up_to
+from sinkprune.policies.chunk import BudgetAndSteps
+from sinkprune.policies.observation import STEPS
+from sinkprune.policies.report import ActionDeadline, ActionReport
+from sinkprune.runtime.steps.request import DEFAULT_METHOD
+
+MEASURED_STEPS = 2
+"""Denoising steps of a measured chunk: the later ones read what the first has brought into the processor's caches."""
+Act = Callable[[str, int], tuple[float, ActionReport]]
+"""Runs a chunk at a budget, with a number of denoising steps. Returns when its vision tower was done, in seconds of
+`time.perf_counter`, and the chunk."""
+
+
+def measure_costs(
+    act: Act,
+    method: str,
+    budgets: Sequence[str],
+    frames: int,
+    place: Place,
+    seconds: float,
+    progress: OnProgress,
+) -> ActionCosts:
+    """Return the costs of chunks at each of `budgets`, as medians over about `seconds`.
+
+    Budgets run in turn, those that keep the most tokens first. Raises what `act` raises.
+    """
+    runs: dict[str, list[tuple[float, float]]] = {budget: [] for budget in budgets}
+    reports = dict[str, ActionReport]()
+    rounds = MeasurementRounds("measuring costs", seconds, len(budgets), progress)
+    for measured in rounds:
+        for budget, own in runs.items():
+            began, report = act(budget, MEASURED_STEPS)
+            whole = (time.perf_counter() - began) * 1e3
+            reports[budget] = report
+            rounds.complete_part()
+            if measured:
+                own.append((whole - sum(report.step_ms), sum(report.step_ms) / MEASURED_STEPS))
+    costs = dict[str, BudgetCosts]()
+    for budget, own in runs.items():
+        before, step = (max(median(ms), LEAST_ACTION_MS) for ms in zip(*own, strict=True))
+        costs[budget] = BudgetCosts(before, step, _rows(reports[budget]))
+    pruned = [budget for budget in budgets if budget != UNPRUNED]
+    costs |= dict(zip(pruned, accumulate((costs[budget] for budget in pruned), _at_most), strict=True))
+    text = max(report.prompt_tokens for report in reports.values())
+    return ActionCosts(method, frames, costs, place=place, prompt_tokens=text)
+
+
+def _rows(report: ActionReport) -> float:
+    return report.prompt_tokens + mean(report.tokens_per_layer)
+
+
+def _at_most(larger: BudgetCosts, own: BudgetCosts) -> BudgetCosts:
+    """Return a budget's `own` costs, at most those of a `larger` one: load may make fewer rows seem slower."""
+    return replace(own, before_ms=min(larger.before_ms, own.before_ms), step_ms=min(larger.step_ms, own.step_ms))
+
+
+FEWEST_STEPS = 5
+"""The default of `min_steps`. The steps integrate one field of velocities: more of them make its path finer, and
+change nothing that the expert reads."""
+
+
+@dataclass(frozen=True)
+class ChosenChunk:
+    """A budget and a number of steps for one chunk with a deadline, and why."""
+
+    budget: str
+    steps: int
+    spent_ms: float
+    """From the call of `act` to the end of the vision tower, when they were chosen."""
+    usual: Prediction
+    """What the machine's costs predict: `first` before the expert, `token` for a step."""
+    expected_ms: float
+    """The whole chunk, at the machine's recent speed."""
+    slower: float
+    can_meet: bool
+    reason: str
+
+
+@dataclass
+class ChunkDeadline:
+    """The deadline of one chunk: it chooses a budget and a number of steps, and reports whether they were in time."""
+
+    costs: ActionCosts
+    history: RequestHistory
+    _: KW_ONLY
+    began: float
+    """The time of `time.perf_counter` from which `deadline_ms` count."""
+    frames: int
+    """The number of cameras with a frame."""
+    deadline_ms: float
+    budget: str
+    most_steps: int
+    least_steps: int
+    _chosen: ChosenChunk = field(init=False)
+
+    def choose(self, text: int) -> BudgetAndSteps:
+        """Choose for a prompt with so many text tokens; called when the vision tower is done."""
+        chosen = choose_chunk(
+            self.costs.of_chunk(text, self.frames),
+            self.history.slower,
+            spent_ms=self._elapsed(),
+            deadline_ms=self.deadline_ms,
+            budget=self.budget,
+            most_steps=self.most_steps,
+            least_steps=self.least_steps,
+        )
+        self._chosen = chosen
+        return BudgetAndSteps(chosen.budget, chosen.steps)
+
+    def report(self, step_ms: float, *, comparable: bool = True) -> ActionDeadline:
+        """Return how the chunk met the deadline, now that it is complete, and add its times to the history.
+
+        `step_ms` are the milliseconds of all its denoising steps. `comparable` is whether costs are those of such a
+        chunk: it loaded no graph, and is not the first.
+        """
+        measured, chosen = self._elapsed(), self._chosen
+        if comparable:
+            self.history.add(chosen.usual, measured - chosen.spent_ms - step_ms, step_ms, chosen.steps)
+        return ActionDeadline(
+            deadline_ms=self.deadline_ms,
+            budget=chosen.budget,
+            steps=chosen.steps,
+            reason=chosen.reason,
+            can_meet=chosen.can_meet,
+            met=measured <= self.deadline_ms,
+            expected_ms=chosen.expected_ms,
+            measured_ms=measured,
+            slower=chosen.slower,
+            costs_age_s=self.costs.age_s,
+            costs_load=self.costs.load,
+        )
+
+    def _elapsed(self) -> float:
+        """Milliseconds since `act` was called."""
+        return (time.perf_counter() - self.began) * 1e3
+
+
+def choose_chunk(
+    costs: Mapping[str, BudgetCosts],
+    slower: Slowdown,
+    *,
+    spent_ms: float,
+    deadline_ms: float,
+    budget: str,
+    most_steps: int,
+    least_steps: int,
+) -> ChosenChunk:
+    """Choose the largest budget, up to `budget`, whose chunk is expected in time, and as many steps as fit.
+
+    `costs` are by budget, the largest first. `spent_ms` of the deadline have passed. A chunk has `least_steps` to
+    `most_steps`. So fewer steps come before a smaller budget: a dropped token is lost, and fewer steps only follow
+    the same path less finely. `least_steps` equal to `most_steps` prunes first. If no budget fits, the fastest by
+    measured costs runs at `least_steps`.
+    """
+    names = list(costs)
+    usual = {
+        name: Prediction(first=costs[name].before_ms, token=costs[name].step_ms)
+        for name in names[names.index(budget) :]
+    }
+    expected = {name: slower.of(prediction) for name, prediction in usual.items()}
+
+    def chunk_ms(name: str, steps: int) -> float:
+        return spent_ms + expected[name].first + steps * expected[name].token
+
+    fitting = [name for name in usual if chunk_ms(name, least_steps) <= deadline_ms]
+    if fitting:
+        chosen = fitting[0]
+        left = deadline_ms - spent_ms - expected[chosen].first
+        steps = max(least_steps, min(most_steps, math.floor(left / expected[chosen].token)))
+        reason = (
+            f"the largest budget{up_to(budget)} that is expected in time with {counted(least_steps, 'step')} or more"
+        )
+    else:
+        steps, chosen = least_steps, _fastest({name: costs[name].chunk_ms(least_steps) for name in usual})
+        reason = (
+            f"no budget{up_to(budget)} is expected in time with {counted(least_steps, 'step')}, so the fastest "
+            "runs; allow fewer with min_steps (--min-steps), or a later deadline"
+        )
+    return ChosenChunk(
+        chosen, steps, spent_ms, usual[chosen], chunk_ms(chosen, steps), slower.first, bool(fitting), reason
+    )
+
+
+def _fastest(ms: Mapping[str, float]) -> str:
+    """Return the smallest of the budgets whose chunk takes about the least milliseconds; `ms` has it last.
+
+    These are measured costs. Recent slowdowns differ between the parts of a chunk, and would reorder budgets that
+    cost nearly the same, until the slowest chunk leaves the history.
+    """
+    least = min(ms.values())
+    return [name for name, own in ms.items() if own <= MARGIN * least][-1]
+
+
+def check_costs(costs: ActionCosts, manifest: Manifest, method: str, budget: str, frames: int) -> None:
+    """Raise `DeadlineError` unless `costs` are of this bundle's `method` and `budget`, with so many `frames`."""
+    other = "" if method == DEFAULT_METHOD else f", method={method!r}"
+    again = (
+        f"Measure them for these, with policy.warm_up(cameras, instruction, state{other}) or sinkprune-act "
+        f"{f'--method {method} ' if other else ''}--warm-up."
+    )
+    if costs.method != method or budget not in costs.budgets:
+        raise DeadlineError(
+            f"a deadline was given, and the costs of method '{method}' at budget '{budget}' are not known, but those "
+            f"of method '{costs.method}' at {', '.join(costs.budgets)}. {again}"
+        )
+    if frames > costs.frames:
+        raise DeadlineError(
+            f"{counted(frames, 'camera')} have a frame, and the costs were measured with {costs.frames}. {again}"
+        )
+    # The bundle may have been exported again since.
+    if gone := [name for name in costs.budgets if name != UNPRUNED and name not in manifest.plans[method]]:
+        raise DeadlineError(f"the costs are of budget '{gone[0]}', which the bundle does not have. {again}")
+
+
+def least_steps(given: int | None, most: int, deadline_ms: float | None) -> int:
+    """Return the fewest steps of a chunk with a deadline; raises `UsageError`."""
+    if given is None:
+        return min(FEWEST_STEPS, most)
+    if deadline_ms is None:
+        raise UsageError("min_steps is for a deadline, and there is none. Give deadline_ms, or leave min_steps out.")
+    least = STEPS.named("min_steps").check(given)
+    check_least_steps(least, most, "min_steps", "steps")
+    return least
+
+
+def check_least_steps(least: int, most: int, least_name: str, most_name: str) -> None:
+    """Raise `UsageError`, with the names of both, if the fewest steps are more than the most."""
+    if least > most:
+        raise UsageError(
+            f"{least_name} is {least} and {most_name} {most}, expected a minimum that is no larger. Lower "
+            f"{least_name}, or raise {most_name}."
+        )

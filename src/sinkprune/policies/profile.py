@@ -1,0 +1,293 @@
+"""Measures a policy at each of its budgets."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+from typing import Any
+
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.checks import counted, format_value
+from sinkprune.contract.command_line.table_console import (
+    USUAL_REPEAT,
+    TableConsole,
+    few_note,
+    make_table,
+    median_text,
+    noise_note,
+    plain_text,
+    spread_text,
+)
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.manifest import PolicyFacts
+from sinkprune.contract.precision import Array
+from sinkprune.contract.report import Row, Spread, by_method, profile_rows
+from sinkprune.policies.observation import STEPS, Cameras
+from sinkprune.policies.options import Observations, load_policy
+from sinkprune.policies.policy import Policy
+from sinkprune.policies.report import (
+    PROFILE_PARTS,
+    ActionReport,
+    ChunkReport,
+    PolicyBudgetReport,
+    PolicyFlops,
+    PolicyReport,
+    PrefixAndStep,
+    PrefixEfficiency,
+)
+from sinkprune.runtime.commands.options import Options, check_memory, name_list, until_interrupt, write_measured
+from sinkprune.runtime.commands.run import note_pictures
+from sinkprune.runtime.families import load_family
+from sinkprune.runtime.profiling.plot import stacked_bars
+from sinkprune.runtime.profiling.profile import Rounds, engine_header, ratio
+from sinkprune.runtime.steps.pictures import decoded
+
+_SEED = 0
+"""All chunks begin with the same noise, which does not change their time."""
+Kind = tuple[Row, int]
+"""A method at a budget, and a number of denoising steps."""
+
+
+class PolicyRounds(Rounds[Kind, ActionReport]):
+    """Chunks of `method` at all `budgets` and unpruned, at each number of `steps`. A bundle's `BASELINES` run too.
+
+    All chunks are of one moment: `cameras`, `instruction` and `state` as `Policy.act` takes them.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        cameras: Cameras,
+        instruction: str,
+        state: Sequence[float] | Array,
+        budgets: Sequence[str],
+        steps: Sequence[int],
+        *,
+        method: str,
+    ) -> None:
+        super().__init__(product(profile_rows(policy.bundle.manifest.plans, method, budgets), dict.fromkeys(steps)))
+        self._policy, self._method = policy, method
+        self._act = partial(policy.act, cameras, instruction, state, seed=_SEED)
+
+    def _run(self, kind: Kind, turn: int, on_run: Callable[[str], None]) -> ActionReport:
+        row, steps = kind
+        on_run(row.budget)
+        return self._act(budget=row.budget, method=row.method, steps=steps)
+
+    def report(self) -> PolicyReport:
+        """Return the report of the complete rounds, one at least."""
+        policy, first = self._policy, self._first
+        runs = {kind: [found[kind] for found in self._rounds] for kind in self._kinds}
+        any_run = self._rounds[0][self._kinds[0]]
+        of_row: dict[Row, dict[int, list[ActionReport]]] = {}
+        for (row, steps), own in runs.items():
+            of_row.setdefault(row, {})[steps] = own
+        unpruned = of_row[Row(self._method, UNPRUNED)]
+        reports = by_method({row: _budget_report(own, unpruned) for row, own in of_row.items()})
+        load_ms = policy.load_ms
+        return PolicyReport(
+            **vars(engine_header(policy, self._method, any_run.prompt_tokens)),
+            cameras=len(any_run.images),
+            actions=policy.facts.chunk,
+            repeat=self.count,
+            first_chunk_ms=None if load_ms is None or first is None else load_ms + first.ms["latency"],
+            budgets=reports.pop(self._method),
+            baselines=reports,
+        )
+
+
+def _budget_report(
+    runs: dict[int, list[ActionReport]], unpruned: dict[int, list[ActionReport]]
+) -> PolicyBudgetReport:
+    """Return the report of a budget, whose `runs` are given by the number of steps, as are the `unpruned` ones."""
+    ms, base_ms = _spreads(runs), _spreads(unpruned)
+    flops, base_flops = _flops(runs), _flops(unpruned)
+    one = next(iter(runs.values()))[0]
+    speedup = PrefixAndStep(ratio(base_ms["prefill"], ms["prefill"]), ratio(base_ms["step"], ms["step"]))
+    ideal = PrefixAndStep(base_flops.prefix / flops.prefix, base_flops.step / flops.step)
+    return PolicyBudgetReport(
+        visual_tokens=one.visual_tokens,
+        kept_after_sanitizer=one.tokens_per_layer[0],
+        tokens_per_layer=tuple(one.tokens_per_layer),
+        mean_visual_tokens=sum(one.tokens_per_layer) / len(one.tokens_per_layer),
+        ms=ms,
+        flops=flops,
+        speedup=speedup,
+        flops_speedup=ideal,
+        efficiency=PrefixEfficiency(speedup.prefix / ideal.prefix),
+        chunks={
+            str(steps): _chunk_report(own, unpruned[steps], base_flops.chunk(steps) / flops.chunk(steps))
+            for steps, own in runs.items()
+        },
+    )
+
+
+def _spreads(runs: dict[int, list[ActionReport]]) -> dict[str, Spread]:
+    """Return the spread of each of `PARTS` over all chunks."""
+    every = [run for own in runs.values() for run in own]
+    steps = [ms for run in every for ms in run.step_ms]
+    return {part: Spread.of(steps if part == "step" else [run.ms[part] for run in every]) for part in PROFILE_PARTS}
+
+
+def _flops(runs: dict[int, list[ActionReport]]) -> PolicyFlops:
+    """Return the FLOPs of the parts of a chunk."""
+    one = next(iter(runs.values()))[0]
+    return PolicyFlops(one.flops.tower, one.flops.projector, one.flops.prefix, one.flops.expert // one.steps)
+
+
+def _chunk_report(
+    runs: Sequence[ActionReport], unpruned: Sequence[ActionReport], flops_speedup: float
+) -> ChunkReport:
+    ms, base = (Spread.of([run.ms["latency"] for run in own]) for own in (runs, unpruned))
+    return ChunkReport(
+        ms=ms,
+        rate_hz=1e3 / ms.median,
+        jitter_ms=ms.p95 - ms.median,
+        speedup=ratio(base, ms),
+        flops_speedup=flops_speedup,
+    )
+
+
+def plot_policy(report: PolicyReport, suffix: str) -> bytes:
+    """Return the bytes of a picture file with a stacked bar for each budget and number of steps."""
+    rows, labels = {}, []
+    for name, budget in report.rows().items():
+        for steps, chunk in budget.chunks.items():
+            own = {part: spread.median for part, spread in budget.ms.items()}
+            own["expert"] = int(steps) * own.pop("step")
+            own["prefill"] -= own["select"]
+            # Medians of parts need not add up to the median of the whole.
+            scale = chunk.ms.median / sum(own.values())
+            rows[f"{name}, {steps} steps"] = {part: scale * ms for part, ms in own.items()}
+            labels.append(f"{chunk.ms.median:.0f} ms, {chunk.rate_hz:.2g} Hz ({chunk.speedup:.2f}x)")
+    title = f"{report.cameras} cameras, {report.prompt_tokens} text tokens, {report.actions} actions"
+    below = "milliseconds (median of the whole chunk, divided as the medians of its parts)"
+    return stacked_bars(report, rows, labels, title, below, suffix)
+
+
+_FEWER_STEPS = (5, 2)
+_LEGEND = """\
+visual: tokens of the frames > into the decoder > in its last layer; mean %: their mean over all layers, of none's
+tower: the vision tower on all cameras; prefix: the decoder on them and the text; step: the expert, once
+x: speed-up over none, of chunks with as many steps; ideal x: what FLOPs allow; achieved: prefix x as a share of ideal
+jitter: from the median to p95"""
+
+
+def step_list(words: str) -> list[int]:
+    """Return the numbers of steps in a comma-separated option; raises `ArgumentTypeError`."""
+    try:
+        return [STEPS.named("--steps").check(int(word)) for word in name_list(words)]
+    except ValueError as error:
+        raise ArgumentTypeError(f"found {format_value(words)}, expected whole numbers with commas between") from error
+
+
+def profile_policy(options: Options, bundle: Bundle, observations: Observations) -> None:
+    """Measure the policy `bundle`, print a table, and write the report.
+
+    Raises what `Policy.load` and `Policy.act` raise, and `KeyboardInterrupt` after the report of complete rounds.
+    """
+    manifest = bundle.manifest
+    if len(observations.moments) > 1:
+        raise UsageError(
+            f"found {len(observations.moments)} moments, expected one: all budgets are measured on the same frames. "
+            "Give a file for each camera."
+        )
+    observations = observations.for_policy(manifest.acting)
+    (moment,) = observations.moments
+    steps = options.steps or _usual_steps(manifest.acting)
+    notes = observations.check(manifest, options.prompt)
+    budgets = list(dict.fromkeys([UNPRUNED, *(options.budgets or manifest.plans[options.method])]))
+    family = load_family(manifest, None)
+    # Decoded once: files would count as part of no chunk, and take time between them.
+    frames = [None if path is None else decoded(path, family) for path in moment.cameras]
+    given = [frame for frame in frames if frame is not None]
+    files = [path for path in moment.cameras if path is not None]
+    notes += note_pictures(family, files, given)
+    check_memory(options, bundle, [*map(family.layout, given)], options.method, budgets, options.prompt, 0)
+    observations.print_order(manifest.acting)
+    policy = load_policy(options, bundle)
+    rounds = PolicyRounds(policy, frames, options.prompt, moment.state, budgets, steps, method=options.method)
+    interrupted = measured_rounds(rounds, options.repeat or USUAL_REPEAT, options.warmup, "chunks")
+    report = rounds.report()
+    write_measured(options, report, plot_policy, lambda: _print_tables(report), notes, interrupted)
+
+
+def measured_rounds(rounds: Rounds[Any, Any], repeat: int, warmup: int, unit: str) -> str:
+    """Measure `rounds`, with progress in a `unit`; returns what their report counts after Ctrl-C, else "".
+
+    Raises `KeyboardInterrupt` before the first round is complete, and what `Rounds.measure` raises.
+    """
+    measure = partial(rounds.measure, repeat, warmup)
+    interrupt = until_interrupt(measure, rounds.kinds * (warmup + repeat), unit)
+    if interrupt and not rounds.count:
+        raise KeyboardInterrupt("no whole round was measured, so nothing was kept.") from interrupt
+    return f"the report counts {rounds.count} of {counted(repeat, 'round')}." if interrupt else ""
+
+
+def _usual_steps(facts: PolicyFacts) -> list[int]:
+    """Return the checkpoint's number of steps, and fewer."""
+    return [facts.steps, *(fewer for fewer in _FEWER_STEPS if fewer < facts.steps)]
+
+
+def _print_tables(report: PolicyReport) -> None:
+    console, rounds = TableConsole(), counted(report.repeat, "interleaved run")
+    console.print_machine(
+        report,
+        f"{counted(report.cameras, 'camera')}, {report.prompt_tokens} text tokens, {report.actions} actions a chunk; "
+        f"milliseconds, median (p95) of {rounds}{few_note(report.repeat)}",
+    )
+    rows, unpruned = report.rows(), report.budgets[UNPRUNED].mean_visual_tokens
+    headings = ["visual", "mean %", "tower", "prefix", "select", "step"]
+    parts = make_table(["budget"], [*headings, "prefix x", "ideal x", "achieved", "step x", "ideal step x"])
+    for name, budget in rows.items():
+        parts.add_row(
+            plain_text(name),
+            f"{budget.visual_tokens}>{budget.kept_after_sanitizer}>{budget.tokens_per_layer[-1]}",
+            f"{100 * budget.mean_visual_tokens / unpruned:.1f}",
+            median_text(budget.ms["vision"]),
+            spread_text(budget.ms["prefill"]),
+            median_text(budget.ms["select"]),
+            spread_text(budget.ms["step"]),
+            f"{budget.speedup.prefix:.2f}",
+            f"{budget.flops_speedup.prefix:.2f}",
+            f"{100 * budget.efficiency.prefix:.0f} %",
+            f"{budget.speedup.step:.2f}",
+            f"{budget.flops_speedup.step:.2f}",
+        )
+    console.print(parts)
+    chunks = make_table(["budget"], ["steps", "chunk", "Hz", "jitter", "chunk x", "ideal x"])
+    for name, budget in rows.items():
+        for steps, chunk in budget.chunks.items():
+            chunks.add_row(
+                plain_text(name),
+                steps,
+                spread_text(chunk.ms),
+                f"{chunk.rate_hz:.2f}",
+                f"{chunk.jitter_ms:.1f}",
+                f"{chunk.speedup:.2f}",
+                f"{chunk.flops_speedup:.2f}",
+            )
+    console.print(chunks)
+    console.print(_LEGEND)
+    spreads = [chunk.ms for budget in rows.values() for chunk in budget.chunks.values()]
+    if len(spreads) > 1:
+        what = "a chunk of one budget and number of steps"
+        console.print(plain_text(noise_note(what, report.repeat, spreads)))
+    for name, budget in rows.items():
+        console.print(plain_text(f"{name}: {_shares(budget)}"))
+    if report.load_ms is not None and report.first_chunk_ms is not None:
+        console.print(
+            f"loaded in {report.load_ms:.0f} ms, the first chunk was there at {report.first_chunk_ms:.0f} ms"
+        )
+
+
+def _shares(budget: PolicyBudgetReport) -> str:
+    """Return the parts of a chunk at the first number of steps, as shares of their sum."""
+    steps = next(iter(budget.chunks))
+    ms = {part: spread.median for part, spread in budget.ms.items() if part != "select"}
+    ms[f"{counted(int(steps), 'step')} of the expert"] = int(steps) * ms.pop("step")
+    whole = sum(ms.values())
+    return "of a chunk: " + ", ".join(f"{part} {100 * own / whole:.0f} %" for part, own in ms.items())

@@ -1,1 +1,0 @@
-"""The steps of a robot policy: frames, instruction and state in, a chunk of actions out."""

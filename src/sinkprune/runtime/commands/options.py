@@ -1,0 +1,462 @@
+"""The options of commands that load a bundle."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain, count
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
+
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.bundle import Bundle, read_runnable
+from sinkprune.contract.checks import escaped, format_value, to_json
+from sinkprune.contract.command_line.options import (
+    CommandParser,
+    json_outputs,
+    write_each,
+    write_output,
+    write_result,
+)
+from sinkprune.contract.command_line.progress import progress_bar, status
+from sinkprune.contract.errors import BackendError
+from sinkprune.contract.files.output_files import OutputFile, check_outputs
+from sinkprune.contract.files.trust import Trust, add_trust_options
+from sinkprune.contract.memory import LEAST_REPORTED_BYTES, available_bytes, memory_line, running_need
+from sinkprune.contract.schedule import VisualLayout, schedule
+from sinkprune.runtime.backends import THREADS
+from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines, own_engines, usual_backend
+from sinkprune.runtime.backends.known import COMPUTES, KNOWN, Compute
+from sinkprune.runtime.backends.openvino.devices import Gpu, import_openvino
+from sinkprune.runtime.device import open_device
+from sinkprune.runtime.families import load_family
+from sinkprune.runtime.loading import check_kind
+from sinkprune.runtime.media.images import Fit, add_fit_option
+from sinkprune.runtime.media.video_file import VideoFile
+from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.profiling.plot import PLOT_SUFFIXES, import_matplotlib
+from sinkprune.runtime.steps.chain import Wrap
+from sinkprune.runtime.steps.request import DEFAULT_METHOD, MAX_NEW_TOKENS, check_texts
+from sinkprune.runtime.stream import Stream
+
+R = TypeVar("R")
+
+_LONG_VIDEO = 300
+_COSTS = (
+    "costs of requests on this machine, from sinkprune-calibrate schedule --costs or write_costs in Python "
+    "(default: those that --warm-up of sinkprune-run, or schedule, kept)"
+)
+IMAGE_PLACE = "{image}"
+"""The place of an image in a prompt."""
+
+
+class Options(argparse.Namespace):
+    """The options of a command, by the names of its parser, for `CommandParser.parse`.
+
+    Commands may lack those that have a default here.
+    """
+
+    bundle: Path
+    backend: str | None = None
+    compute: Compute | None = None
+    fit: Fit | None = None
+    engines: Path | None = None
+    threads: int | None = None
+    sha256: str | None = None
+    signed_by: Path | None = None
+    engines_sha256: str | None = None
+    skip_sums: bool = False
+    json: Path | None
+    plot: Path | None = None
+
+    @property
+    def trust(self) -> Trust:
+        """The sum and key that the bundle must match; raises `UsageError` for a malformed sum."""
+        return Trust(self.sha256, self.signed_by)
+
+    @property
+    def key_files(self) -> list[Path]:
+        """The file of the public key, if any."""
+        return [self.signed_by] if self.signed_by else []
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folders that `load_pipeline` reads: the bundle's, and that of `--engines`."""
+        return [folder for folder in (self.bundle, self.engines) if folder]
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """The options of `Pipeline.load` and `Policy.load`, with progress on stderr."""
+        names = ("backend", "threads", "engines", "compute", "engines_sha256", "signed_by")
+        return {name: getattr(self, name) for name in names} | {"check_sums": not self.skip_sums, "during": status}
+
+    @property
+    def picture_files(self) -> list[Path]:
+        """The files of `picture_sources`."""
+        return self.image or self.video or []
+
+    @property
+    def form_files(self) -> list[Path]:
+        """The files that `read_form` reads."""
+        return [self.schema] if self.schema else []
+
+    @property
+    def outputs(self) -> list[OutputFile]:
+        """The reports to write, each with its allowed suffixes."""
+        return [*json_outputs(self.json), *([(self.plot, PLOT_SUFFIXES)] if self.plot else [])]
+
+
+def new_parser(
+    name: str,
+    description: str,
+    examples: str,
+    add_sources: Callable[[Any], None] = lambda group: None,
+    prompt: Sequence[str] = ("--prompt",),
+) -> CommandParser:
+    """Return a parser with the arguments of commands that ask about images.
+
+    `add_sources` adds options that may replace images to their group. `prompt` are the names of the prompt's option.
+    """
+    parser = bundle_parser(name, description, examples)
+    add = parser.add_argument
+    picture = parser.add_mutually_exclusive_group(required=True)
+    picture.add_argument("--image", type=Path, action="append", help="an image file to ask about; may be repeated")
+    picture.add_argument("--video", type=Path, action="append", help="a video file to ask about; may be repeated")
+    add_sources(picture)
+    places = "{image} marks an image's place, for chat templates that keep the order (default: images first)"
+    add(*prompt, dest="prompt", required=True, help=f"the question; {places}")
+    add_method(parser)
+    return parser
+
+
+def add_method(parser: CommandParser) -> None:
+    """Add `--method`."""
+    parser.add_argument("--method", default=DEFAULT_METHOD, help=f"pruning method (default: {DEFAULT_METHOD})")
+
+
+def bundle_parser(name: str, description: str, examples: str) -> CommandParser:
+    """Return a parser with the arguments of commands that ask a bundle; `load_pipeline` reads them."""
+    parser = engine_parser(name, description, examples)
+    add_fit_option(parser)
+    return parser
+
+
+def opened_engines(options: Options, bundle: Bundle) -> BuiltEngines | None:
+    """Return the engines of `--engines`, or those that `bundle` lies in; raises what `open_engines` raises."""
+    if options.engines is None:
+        return own_engines(bundle)
+    return open_engines(options.engines, bundle, Trust(options.engines_sha256, options.signed_by))
+
+
+def chosen_backend(options: Options, bundle: Bundle) -> str:
+    """Return the name of the backend that will run; raises what `opened_engines` raises."""
+    return options.backend or usual_backend(bundle, opened_engines(options, bundle))
+
+
+def engine_parser(name: str, description: str, examples: str) -> CommandParser:
+    """Return a parser with the arguments of commands that run a bundle, without `--fit`."""
+    parser = CommandParser(name, description, examples)
+    add = parser.add_argument
+    add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export or sinkprune-build")
+    add("--backend", choices=[*KNOWN], help="engine library (default: ort-cpu, or the library of the engines)")
+    add(
+        "--compute",
+        choices=COMPUTES,
+        help="fastest: activations in 8 bits for int8 and int4 weights, and on openvino in bf16 where the processor "
+        "has it (openvino-gpu: fp16); fp32: neither, and not for engines of onnxruntime; bf16: openvino only "
+        "(default: fastest)",
+    )
+    add("--engines", type=Path, metavar="ENGINES", help="a folder written by sinkprune-build; TensorRT needs one")
+    add("--threads", type=THREADS, help="CPU threads (default: all cores)")
+    add_trust_options(parser)
+    add("--engines-sha256", metavar="SUM", help="the sha256 that sinkprune-build printed; other engines are rejected")
+    add("--skip-sums", action="store_true", help="compare file sizes only, not their sha256")
+    return parser
+
+
+def open_bundle(options: Options, budgets: list[str], *, may_act: bool = False) -> Bundle:
+    """Open the bundle, and check early that it takes videos, if given, and has the method and the budgets.
+
+    Raises `VideoError` and `BudgetError`, and `UsageError` for a robot policy, unless it `may_act`.
+    """
+    bundle = read_runnable(options.bundle, options.trust)
+    if not may_act:
+        check_kind(bundle, acts=False)
+    if options.video:
+        load_family(bundle.manifest, options.fit).check_video()
+    for budget in [UNPRUNED, *budgets]:
+        bundle.manifest.plan(options.method, budget)
+    return bundle
+
+
+def load_pipeline(options: Options, bundle: Bundle, wrap: Wrap | None = None) -> Pipeline:
+    """Load `bundle` on the chosen backend, with progress on stderr."""
+    return Pipeline.load(bundle, wrap=wrap, fit=options.fit, **options.loading)
+
+
+def picture_sources(options: Options) -> list[Path | VideoFile]:
+    """Return the image files, or the opened video files.
+
+    Prints a note about each long video that must be decoded as a whole. Raises `VideoError` with the file's name.
+    """
+    videos = [VideoFile(path) for path in options.video or ()]
+    for path, video in zip(options.video or (), videos, strict=True):
+        if not video.can_seek and video.count >= _LONG_VIDEO:
+            sys.stderr.write(
+                f"{escaped(str(path))}: decodes all {video.count} frames, because no list of keyframes leads to the "
+                "few that are shown. Convert the video to MP4 with a keyframe every two seconds to read it faster.\n"
+            )
+    return [*(options.image or ()), *videos]
+
+
+def prompt_pieces(prompt: str) -> str | list[str]:
+    """Return the prompt, or the texts around its places for images; raises `PromptError` for an empty prompt."""
+    pieces = prompt.split(IMAGE_PLACE)
+    check_texts(pieces, len(pieces) - 1)
+    return pieces if len(pieces) > 1 else prompt
+
+
+def add_most_tokens(parser: CommandParser, default: int) -> None:
+    """Add `--max-new-tokens`, which is None unless it is given; `default` is for the help."""
+    parser.add_argument(
+        "--max-new-tokens",
+        type=MAX_NEW_TOKENS,
+        help=f"longest answer (default: {default}, or the engines' limit)",
+    )
+
+
+def add_system(parser: CommandParser) -> None:
+    """Add `--system`."""
+    parser.add_argument(
+        "--system", metavar="TEXT", help="a system message; '' removes that of the checkpoint's chat template"
+    )
+
+
+def add_new_tokens(parser: CommandParser, default: int, note: str = "") -> None:
+    """Add `--new-tokens`, the length of every measured answer."""
+    parser.add_argument(
+        "--new-tokens",
+        # The name that run, evaluate and build have for it.
+        "--max-new-tokens",
+        dest="new_tokens",
+        type=MAX_NEW_TOKENS.named("--new-tokens"),
+        default=default,
+        metavar="N",
+        help=f"tokens of every answer (default: {default}{note})",
+    )
+
+
+def add_costs(parser: CommandParser, note: str = _COSTS) -> None:
+    """Add `--costs`; `note` is for the help."""
+    parser.add_argument("--costs", type=Path, metavar="FILE.json", help=note)
+
+
+def add_report_options(parser: CommandParser, drawn: str) -> None:
+    """Add `--json` and `--plot`; `check_report_options` and `write_report` read them."""
+    parser.add_json("the report")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"draw {drawn}")
+
+
+def check_report_options(options: Options, read: Iterable[Path], *others: OutputFile) -> None:
+    """Reject outputs that cannot be written, or that the command reads; `others` are outputs besides reports.
+
+    Raises `OutputError`, and `UsageError` without matplotlib.
+    """
+    check_outputs([*options.outputs, *others], [*read, *options.key_files], options.folders)
+    if options.plot:
+        import_matplotlib()
+
+
+def write_report(
+    options: Options,
+    report: R,
+    plot: Callable[[R, str], bytes],
+    in_words: Callable[[], object],
+    more: Mapping[str, object] = MappingProxyType({}),
+) -> None:
+    """Write a report as the requested plot and as `write_result` does; the JSON also has the keys of `more`."""
+
+    def draw() -> None:
+        if options.plot:
+            write_output(options.plot, plot(report, options.plot.suffix))
+
+    write_each(draw, lambda: write_result(options.json, {**to_json(report), **more}, in_words))
+
+
+def name_list(words: str) -> list[str]:
+    """Return the names in a comma-separated option; raises `ArgumentTypeError` if there is none."""
+    names = [name.strip() for name in words.split(",") if name.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError(f"found {format_value(words)}, expected names with commas between them")
+    return names
+
+
+Given = TypeVar("Given")
+NO_COSTS = "no costs were kept: they need all rounds of the measurement."
+NO_QUESTION = "no whole question was measured, so nothing was kept."
+
+
+@contextmanager
+def ended_by_interrupt(stream: Stream) -> Iterator[None]:
+    """End `stream` after the present token at the first Ctrl-C of the block; the second raises `KeyboardInterrupt`.
+
+    The answer then has the finish reason `cancelled`. Without effect where Ctrl-C is ignored, and outside of the main
+    thread.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, previous)
+        stream.cancel()
+
+    previous = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+@contextmanager
+def explain_interrupt(kept: str) -> Iterator[None]:
+    """Raise Ctrl-C in the block with the sentence `kept` about what was kept, unless it has one."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt(str(interrupt) or kept) from interrupt
+
+
+def until_interrupt(
+    measure: Callable[[Callable[..., None]], object], total: int, unit: str
+) -> KeyboardInterrupt | None:
+    """Call `measure` with a bar of progress; returns Ctrl-C where that ended it.
+
+    `measure` takes a function that it calls with the name of what was measured, and the number of new steps (default:
+    one). There are `total` steps, each a `unit`.
+    """
+    try:
+        with progress_bar("measuring", total, unit) as count:
+            measure(lambda name, steps=1: count(f"measuring {name}", steps))
+    except KeyboardInterrupt as interrupt:
+        return interrupt
+    return None
+
+
+def write_measured(
+    options: Options,
+    report: R,
+    plot: Callable[[R, str], bytes],
+    in_words: Callable[[], object],
+    notes: Sequence[str],
+    interrupted: str,
+    *,
+    first: Callable[[Options], object] = lambda options: None,
+    last: Callable[[], object] = lambda: None,
+    outputs: Sequence[str] = ("json", "plot"),
+) -> None:
+    """Write a report as `write_report` does, with the keys `interrupted` and `notes`.
+
+    `interrupted` is what the report counts after Ctrl-C, else "". After Ctrl-C the files of the options `outputs`
+    replace none that are there, and this raises `KeyboardInterrupt` in the end. `first` is called before the report,
+    with the options after their files were renamed, and `last` after it.
+    """
+    moved, earlier = beside_earlier(options, *outputs) if interrupted else (options, "")
+    more = {"interrupted": interrupted or None, "notes": notes}
+    write_each(lambda: first(moved), lambda: write_report(moved, report, plot, in_words, more), last)
+    if interrupted:
+        raise KeyboardInterrupt(interrupted + earlier)
+
+
+def interrupted_warnings(counts: str) -> tuple[str, ...]:
+    """Return the warning of a report on a part of a measurement, and none where `counts`, what it counts, is ""."""
+    return (f"Interrupted: {counts}",) if counts else ()
+
+
+def beside_earlier(options: Given, *names: str) -> tuple[Given, str]:
+    """Return a copy of `options` whose outputs `names` replace no file that is there, and a sentence about them.
+
+    The results of an interrupted measurement go next to an earlier file: `x.interrupted.json` next to `x.json`, and
+    `x.interrupted-2.json` next to both.
+    """
+    given: dict[str, Any] = {name: getattr(options, name) for name in names}
+    moved: dict[str, Path] = {
+        name: _free_name(path) for name, path in given.items() if path is not None and path.exists()
+    }
+    if not moved:
+        return options, ""
+    listed = ", ".join(f"'{escaped(str(path))}'" for path in moved.values())
+    return type(options)(**{**vars(options), **moved}), f" Earlier files stay; these results are in {listed}."
+
+
+def _free_name(path: Path) -> Path:
+    """Return a name next to `path` that no file has."""
+    endings = chain([""], (f"-{number}" for number in count(2)))
+    names = (path.with_name(f"{path.stem}.interrupted{ending}{path.suffix}") for ending in endings)
+    return next(name for name in names if not name.exists())
+
+
+_TEMPLATE_TOKENS = 64
+"""A generous estimate of what a chat template adds to a question."""
+_LETTERS_A_TOKEN = 2
+_WAY_OUT = "give fewer or smaller pictures and fewer new tokens, or export with --weights int4"
+
+
+class MemoryCheck(NamedTuple):
+    """The memory that a command needs, and the free memory."""
+
+    needed_bytes: int
+    free_bytes: int | None
+    """None where it is unknown."""
+
+
+def check_memory(
+    options: Options,
+    bundle: Bundle,
+    layouts: Sequence[VisualLayout],
+    method: str,
+    budgets: Sequence[str],
+    prompt: str | Sequence[str],
+    new_tokens: int,
+) -> MemoryCheck:
+    """Check that the memory for a request at the largest of `budgets` is free, and print the need if it is large.
+
+    `layouts` are those of its pictures. Raises `TooLittleMemoryError`, and what `opened_engines` raises.
+    """
+    manifest, backend = bundle.manifest, chosen_backend(options, bundle)
+    letters = len(prompt) if isinstance(prompt, str) else sum(map(len, prompt))
+    tokens = letters // _LETTERS_A_TOKEN + _TEMPLATE_TOKENS + new_tokens
+    # A longer request is rejected for its length, not for its memory.
+    tokens = min(tokens, manifest.language_model.max_positions)
+    built = options.engines is not None or bundle.engines is not None
+    schedules = [schedule(manifest, method, budget, layouts) for budget in budgets]
+    needs = [
+        running_need(manifest, KNOWN[backend].memory, built=built, layouts=layouts, planned=planned, tokens=tokens)
+        for planned in schedules
+    ]
+    need, free = max(needs, key=lambda need: need.bytes), free_bytes(backend)
+    need.check(f"'{bundle.path}' on {backend}", free, _WAY_OUT)
+    # Without the fixed part, because libraries need that for any bundle.
+    if need.bytes - need.fixed >= LEAST_REPORTED_BYTES:
+        sys.stderr.write(f"{memory_line(need, free)}\n")
+    return MemoryCheck(need.bytes, free or None)
+
+
+def free_bytes(backend: str) -> int:
+    """Return the free bytes of the memory that a backend computes in, by the backend's name; 0 where unknown.
+
+    For a GPU this opens its library, and ignores errors: opening the backend raises them later.
+    """
+    if not KNOWN[backend].on_gpu:
+        return available_bytes()
+    try:
+        if KNOWN[backend].target == "openvino":
+            return Gpu(import_openvino(backend).Core(), backend, None, "fastest").free_bytes()
+        return open_device().memory()[0]
+    except BackendError:
+        return 0

@@ -1,1 +1,0 @@
-"""Answers in time: costs measured, budgets chosen."""

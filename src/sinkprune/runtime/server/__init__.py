@@ -1,1 +1,0 @@
-"""The HTTP server of `sinkprune-serve`: OpenAI's chat completions, answered by one pipeline."""

@@ -1,1 +1,0 @@
-"""This machine as the runtime uses it: cores, heap, processor, locks."""

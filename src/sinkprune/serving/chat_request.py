@@ -1,0 +1,370 @@
+"""The body of `/v1/chat/completions` as a request to a pipeline. Unsupported fields are rejected, never ignored.
+
+The format is OpenAI's (https://platform.openai.com/docs/api-reference/chat/create), with further fields of ours.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.checks import RealNumber, WholeNumber
+from sinkprune.contract.errors import SinkpruneError
+from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
+from sinkprune.contract.manifest import Manifest
+from sinkprune.runtime.media.images import ImageBytes
+from sinkprune.runtime.media.video_file import VideoBytes
+from sinkprune.runtime.pipeline import Answering
+from sinkprune.runtime.steps.request import Request, choice_note, greedy_note
+from sinkprune.runtime.text.answer_form import check_one_form
+from sinkprune.runtime.text.prompt import Text, Turn
+from sinkprune.runtime.text.sampling import PENALTIES, SEED, TOP_P
+from sinkprune.serving.body_fields import (
+    LEAST_TOKENS,
+    MOST_TOKENS,
+    PRIORITY,
+    TOP_LOGPROBS,
+    ApiError,
+    format_field,
+    format_json,
+    json_kind,
+    read_either,
+    read_flag,
+    read_guided_json,
+    read_object,
+    read_schema,
+    rejection,
+    unsupported_field,
+    wrong,
+)
+from sinkprune.serving.chat_tools import TOOL_FIELDS, OpenCalls, read_tools
+from sinkprune.serving.picture_urls import PictureReader
+
+_MOST_MESSAGES = 256
+_MOST_VALUES = 1 << 18
+"""The most values of JSON in a body: an empty object of 3 bytes takes 72 as Python's. Values are counted by
+their commas, also those in texts."""
+_OPTIONS = ("temperature", "top_p", "seed", "deadline_ms", "stop", *(penalty.name for penalty, _ in PENALTIES))
+"""Fields that a `Request` has under the same name."""
+# Fields that change nothing at these values. `...` stands for any.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key", "metadata"), (...,)),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+}
+_OF_ROLE = {"assistant": "tool_calls", "tool": "tool_call_id"}
+"""The further keys of messages. Templates have no place for `name`."""
+_EMPTY = ("refusal", "audio", "function_call", "annotations", "tool_calls", "tool_call_id")
+"""Keys that clients send back empty, with an assistant's message that they received."""
+_OURS = ("budget", "method", "priority", "kept_tokens", "session")
+_GUIDED = {"guided_json": "schema", "guided_regex": "regex", "guided_choice": "choice"}
+"""vLLM's names of the forms of an answer, and ours."""
+_OF_PYTHON = {ours: name for name, ours in _GUIDED.items()}
+_KNOWN = {
+    *("model", "messages", "stream", "stream_options", "logprobs", "top_logprobs", "response_format"),
+    *(*_OPTIONS, *MOST_TOKENS, *LEAST_TOKENS, *_OURS, *_GUIDED, *TOOL_FIELDS, *_NEUTRAL),
+}
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A checked chat completion request."""
+
+    model: str
+    """The name of the model in the body, which the response repeats."""
+    fields: frozenset[str]
+    """The names of the fields in the body."""
+    request: Request
+    stream: bool
+    include_usage: bool
+    """Whether a stream ends with a chunk that has `usage`."""
+    logprobs: int | None
+    """How many alternatives of each token the response lists; None without log probabilities."""
+    priority: int
+    """Requests with a larger number go first."""
+    kept_tokens: bool
+    """Whether the response has what became of each visual token."""
+    session: bool
+    """Whether the request shares work with others about the same pictures."""
+    notes: tuple[str, ...]
+    """Sentences about fields that change nothing."""
+
+
+def model_names(name: str, manifest: Manifest, method: str) -> tuple[str, ...]:
+    """Return the names of the models of a bundle: `name`, and `name:BUDGET` for each budget of `method`."""
+    return (name, *(f"{name}:{budget}" for budget in (UNPRUNED, *manifest.plans[method])))
+
+
+@dataclass(frozen=True)
+class ChatReader:
+    """Reads bodies for one model."""
+
+    name: str
+    """The model's name. `NAME:BUDGET` chooses a budget too."""
+    models: tuple[str, ...]
+    """The names that requests may have in `model`."""
+    budget: str
+    """The budget of requests that name none."""
+    method: str
+    """The method of requests that name none."""
+    answering: Answering
+    """Makes and checks requests."""
+    plan: Callable[[str, str], object]
+    """Finds the plan of a method and a budget; raises `BudgetError`."""
+    check_count: Callable[[int], None]
+    """Raises `PromptError` for more pictures than a request may have."""
+    pictures: PictureReader
+
+    def read(self, body: bytes | bytearray) -> ChatRequest:
+        """Return the request in a body; raises `ApiError` with status 400, or 404 for an unknown model.
+
+        Pictures are not decoded yet.
+        """
+        if body.count(b",") > _MOST_VALUES:
+            raise ApiError(f"the body has more than {_MOST_VALUES} values. Send a shorter conversation.")
+        try:
+            fields = parsed_json(body)
+        except UnreadableError as error:
+            raise ApiError(f"the body {error}. Send JSON: an object with model and messages.") from error
+        if not isinstance(fields, dict):
+            raise ApiError(f"the body is {json_kind(fields)}, expected an object with model and messages.")
+        given = _given(fields)
+        self._check_names(given)
+        model, budget = self._model(given)
+        pictures, turns, system = self._messages(given)
+        *history, last = turns
+        options = {name: given[name] for name in _OPTIONS if name in given}
+        for option, names in (("max_new_tokens", MOST_TOKENS), ("min_new_tokens", LEAST_TOKENS)):
+            if (sent := read_either(given, names)) is not None:
+                options[option] = sent
+        if "guided_json" in given:
+            given["guided_json"] = read_guided_json(given)
+        options |= {ours: given[name] for name, ours in _GUIDED.items() if name in given}
+        unused, unscored = list[str](), list[str]()
+        if (schema := read_schema(given)) is not None:
+            options["schema"] = schema
+        if not pictures and "budget" not in given:
+            # There is nothing to prune.
+            budget = UNPRUNED
+        method = given.get("method", self.method)
+        for field, value, planned in (("method", method, UNPRUNED), ("budget", budget, budget)):
+            if not isinstance(value, str):
+                raise ApiError(f"{field} is {format_json(value)}, expected a name.", field)
+            try:
+                self.plan(method, planned)
+            except SinkpruneError as error:
+                raise ApiError(str(error), field) from error
+        try:
+            forms = {**{name: name in given for name in _GUIDED}, "response_format": schema is not None}
+            tools = read_tools(given)
+            check_one_form({**forms, "tools": tools is not None and tools.may_call}, options.get("stop"))
+            if not options.get("temperature"):
+                # Clients also send these for greedy answers, which they do not change.
+                unused = _take_unused(options, ((TOP_P, 1), (SEED, None)))
+            if options.get("choice"):
+                unscored = [name for name in (*MOST_TOKENS, *LEAST_TOKENS) if name in given]
+                unscored += _take_unused(options, PENALTIES)
+            request = self.answering.new_request(
+                tuple(pictures),
+                last.texts,
+                history=history,
+                tool_call_id=last.tool_call_id,
+                tools=tools,
+                system=system,
+                budget=budget,
+                method=method,
+                **options,
+            )
+            priority = PRIORITY.check(given.get("priority", 0))
+            listed = TOP_LOGPROBS.check(given.get("top_logprobs", 0)) if read_flag(given, "logprobs") else None
+        except SinkpruneError as error:
+            raise rejection(error, given) from error
+        if listed is None and "top_logprobs" in given:
+            raise ApiError("top_logprobs needs logprobs. Set logprobs to true.", "top_logprobs")
+        streamed = read_object(given, "stream_options")
+        for name, value in streamed.items():
+            if name != "include_usage" and value:
+                raise ApiError(
+                    f"stream_options has {format_json(name)}, which is not supported. Leave it out.", "stream_options"
+                )
+        include_usage = read_flag(streamed, "include_usage", of="stream_options")
+        return ChatRequest(
+            model=model,
+            fields=frozenset(given),
+            request=request,
+            stream=read_flag(given, "stream"),
+            include_usage=include_usage,
+            logprobs=listed,
+            priority=priority,
+            kept_tokens=read_flag(given, "kept_tokens"),
+            session=read_flag(given, "session", default=True),
+            notes=tuple(note(names) for note, names in ((greedy_note, unused), (choice_note, unscored)) if names),
+        )
+
+    def check_model(self, name: object) -> None:
+        """Raise `ApiError` with status 404 for a name that is no model's."""
+        if name not in self.models:
+            raise ApiError(
+                f"model is {format_json(name)}, the server has {', '.join(self.models)}. Name one.",
+                "model",
+                status=404,
+            )
+
+    def _check_names(self, given: Mapping[str, Any]) -> None:
+        for name, value in given.items():
+            if name not in _KNOWN:
+                raise ApiError(unsupported_field(name, _KNOWN, _OF_PYTHON), name)
+            taken = _NEUTRAL.get(name, (...,))
+            kind = json_kind(value)
+            if ... not in taken and (value not in taken or kind not in map(json_kind, taken)):
+                only = " or ".join(json.dumps(one) for one in taken)
+                raise ApiError(f"{name} is {format_json(value)}, supported is {only}. Leave it out.", name)
+
+    def _model(self, given: Mapping[str, Any]) -> tuple[str, str]:
+        """Return the model's name as given, and the budget."""
+        model = given.get("model")
+        if model is None:
+            raise ApiError(f"model is missing, the server has {', '.join(self.models)}. Name one.", "model")
+        self.check_model(model)
+        _, colon, named = str(model)[len(self.name) :].partition(":")
+        budget = given.get("budget", named if colon else self.budget)
+        if colon and budget != named:
+            raise ApiError(
+                f"model names the budget {named}, and budget is {format_json(budget)}. Name one.", "budget"
+            )
+        return str(model), budget
+
+    def _messages(self, given: Mapping[str, Any]) -> tuple[list[ImageBytes | VideoBytes], list[Turn], Text | None]:
+        """Return the pictures, the turns with the question last, and the system message."""
+        messages = given.get("messages")
+        if not isinstance(messages, list) or not 0 < len(messages) <= _MOST_MESSAGES:
+            found = format_field(given, "messages")
+            raise wrong(f"messages is {found}, expected an array of 1 to {_MOST_MESSAGES} messages.")
+        try:
+            self.check_count(sum(map(_is_picture, _all_parts(messages))))
+        except SinkpruneError as error:
+            raise wrong(str(error)) from error
+        pictures: list[ImageBytes | VideoBytes] = []
+        turns: list[Turn] = []
+        system: Text | None = None
+        calls = OpenCalls()
+        for number, message in enumerate(messages):
+            where = f"messages[{number}]"
+            if not isinstance(message, dict):
+                raise wrong(f"{where} is {json_kind(message)}, expected an object with role and content.")
+            role = message.get("role")
+            _check_keys(message, where)
+            if role == "tool":
+                turns.append(calls.result(message, "".join(_text_of(message, where)), where))
+                continue
+            calls.check_none(where)
+            if role in ("system", "developer"):
+                if system is not None or turns:
+                    raise wrong("messages has a system message after others. Give one, as the first message.")
+                system = _text_of(message, where)
+            elif role in ("user", "assistant"):
+                called = calls.read(message, where) if role == "assistant" else ()
+                # Clients leave out the content of calls.
+                texts = self._texts({"content": ""} | _given(message) if called else message, where, pictures)
+                if role == "assistant" and len(texts) > 1:
+                    raise wrong(f"{where} is the assistant's and has a picture. Pictures are the user's.")
+                turns.append(Turn(role, texts, called))
+            else:
+                found = format_field(message, "role")
+                raise wrong(f"{where}.role is {found}, expected system, user, assistant or tool.")
+        calls.check_none("the end of messages")
+        if not turns or turns[-1].role not in ("user", "tool"):
+            raise wrong(
+                "the last message is not the user's, and no tool's. End messages with a question or a result."
+            )
+        return pictures, turns, system
+
+    def _texts(
+        self, message: Mapping[str, Any], where: str, pictures: list[ImageBytes | VideoBytes]
+    ) -> tuple[Text, ...]:
+        """Return the texts around a message's pictures, and add these to `pictures`."""
+        if isinstance(content := message.get("content"), str):
+            return (content,)
+        texts = [list[str]()]
+        for place, part in _parts(message, where):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind == "text" and isinstance(part.get("text"), str):
+                texts[-1].append(part["text"])
+            elif _is_picture(part):
+                url = part.get(kind)
+                read = self.pictures.image if kind == "image_url" else self.pictures.video
+                try:
+                    pictures.append(read(url.get("url") if isinstance(url, dict) else url, place))
+                except ApiError as error:
+                    if error.status != 400:
+                        # The server ends, or lacks room: the request is not wrong.
+                        raise
+                    raise wrong(f"{place}: {error}") from error
+                texts.append([])
+            else:
+                raise wrong(f"{place} is {format_json(part)}, expected a text, an image_url or a video_url.")
+        return tuple(map(tuple, texts))
+
+
+def _take_unused(options: dict[str, Any], unused: Iterable[tuple[RealNumber | WholeNumber, object]]) -> list[str]:
+    """Check and remove `options` that change nothing; return the names of those that are not at their defaults."""
+    return [
+        numbers.name
+        for numbers, default in unused
+        if numbers.name in options and numbers.check(options.pop(numbers.name)) != default
+    ]
+
+
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that are not null."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _check_keys(message: Mapping[str, Any], where: str) -> None:
+    """Reject keys that a message of its role does not have; raises `ApiError`."""
+    own = {"role", "content", "name", _OF_ROLE.get(str(message.get("role")))}
+    content = message.get("content")
+    if isinstance(content, list) and any(isinstance(part, dict) and "image_url" in part for part in content):
+        # bob_llm keeps its own key next to the part that it made of it.
+        own.add("image_url")
+    for name, value in message.items():
+        if not (name in own or value is None or (name in _EMPTY and value in ("", [], {}))):
+            what = f"{where}.{name}" if name.isidentifier() else f"the key {format_json(name)} of {where}"
+            raise wrong(f"{what} is not supported. Leave it out.")
+
+
+def _all_parts(messages: Iterable[Any]) -> Iterator[Any]:
+    """Yield the parts of all messages, as far as they have any."""
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        yield from content if isinstance(content, list) else ()
+
+
+def _is_picture(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("image_url", "video_url")
+
+
+def _text_of(message: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """Return the text parts of a message without pictures."""
+    parts = _parts(message, where)
+    for place, part in parts:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise wrong(f"{place} is {format_json(part)}, expected a text, because the role is {message['role']}.")
+    return tuple(part["text"] for _, part in parts)
+
+
+def _parts(message: Mapping[str, Any], where: str) -> list[tuple[str, Any]]:
+    """Return the parts of a message's content, each with its place; raises `ApiError`."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return [(where, {"type": "text", "text": content})]
+    if not isinstance(content, list):
+        found = format_field(message, "content")
+        raise wrong(f"{where}.content is {found}, expected a string or an array of parts.")
+    return [(f"{where}.content[{number}]", part) for number, part in enumerate(content)]

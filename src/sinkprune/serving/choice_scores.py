@@ -1,0 +1,190 @@
+"""Scores of a closed list of answers: the log probability that the model gives to each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from sinkprune.contract.precision import Array
+from sinkprune.runtime.backends import Tensor
+from sinkprune.runtime.hooks import Tokens
+from sinkprune.runtime.steps.chain import Chain
+from sinkprune.runtime.steps.decoding import KVCache, run_rows
+from sinkprune.runtime.steps.observer import Observer
+from sinkprune.runtime.steps.prompt_rows import Embedding
+from sinkprune.runtime.text.sampling import Sampler, check_finite
+from sinkprune.runtime.writing import Draft, Written, ms_since
+
+_Ids = tuple[int, ...]
+# The most tokens of a pass that run before others may: each takes as long as a token of an answer.
+_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class ChoiceTokens(Tokens):
+    """A closed list of answers in tokens, of which one is chosen by its probability.
+
+    The probability of an answer is the product of those of its tokens. If the tokens of one answer begin another, as
+    "red" begins "red cup", a stop token after each answer counts too. Otherwise "red" would never be less likely than
+    "red cup".
+    """
+
+    texts: tuple[str, ...]
+    ids: tuple[_Ids, ...]
+    """The tokens of each text, at least one, without a stop token."""
+    stop: tuple[int, ...]
+    """The tokens that end an answer."""
+
+    @property
+    def stop_counts(self) -> bool:
+        """Whether a stop token after each answer counts."""
+        return len(_longest(self.ids)) < len(self.ids)
+
+    @property
+    def passes(self) -> list[_Ids]:
+        """The tokens that run through the decoder after the prompt, in so many passes.
+
+        The last token of an answer only runs if a stop token counts. Tokens that begin another pass need none.
+        """
+        return _longest(self.ids if self.stop_counts else [ids[:-1] for ids in self.ids])
+
+    def first(self, sampler: Sampler, logits: Array) -> list[int]:
+        return []
+
+    def write(self, draft: Draft) -> Generator[str | None, None, Written]:
+        """Choose the likeliest answer, or sample one; yields between passes, and its text at the end.
+
+        If a deadline or `Stream.cancel` comes before all tokens are scored, the first token of each answer decides.
+        """
+        began, budgets, seen, state = time.perf_counter(), draft.hooks.budgets, draft.hooks.seen, draft.state
+        scores, paused_ms = yield from _timed(
+            score_choices(
+                draft.model.chain,
+                draft.model.embedding,
+                draft.cache,
+                draft.logits,
+                self,
+                seen,
+                lambda passes: "cancelled" if state.cancelled else budgets.finish(passes),
+            )
+        )
+        number = draft.sampler(scores.log_probabilities)
+        ids, text = [*self.ids[number]], self.texts[number]
+        probabilities = dict(zip(self.texts, scores.probabilities, strict=True))
+        took = ms_since(began) - paused_ms
+        seen.chose(ids[0], draft.logits)
+        yield text
+        return Written(text, ids, scores.cut or "stop", [], took, probabilities)
+
+
+class ChoiceScores(NamedTuple):
+    """What the model thinks of each answer of a closed list."""
+
+    log_probabilities: Array
+    """[choices] float64: not normalised, because the model may give other answers too."""
+    cut: str = ""
+    """Why only the first token of each answer counts; "" where all do."""
+
+    @property
+    def probabilities(self) -> list[float]:
+        """The probability of each answer among the answers; together 1."""
+        shares = np.exp(self.log_probabilities - self.log_probabilities.max())
+        return (shares / shares.sum()).tolist()
+
+
+def score_choices(
+    chain: Chain,
+    embedding: Embedding,
+    cache: KVCache,
+    logits: Array,
+    choices: ChoiceTokens,
+    observer: Observer,
+    cut: Callable[[int], str],
+) -> Generator[None, None, ChoiceScores]:
+    """Return the score of each answer after a prompt with these `logits` [vocab] and `cache`, which may grow.
+
+    Yields before each part of a pass, because a server answers other requests meanwhile. `cut` receives the number
+    of passes so far, with that of the prompt, and returns why there is no other, or "". Raises `NumericsError`.
+    """
+    scores, scored = np.zeros(len(choices.ids)), set[_Ids]()
+    passes, stop = choices.passes, choices.stop if choices.stop_counts else ()
+
+    def count(prefix: _Ids, begun: Sequence[int], logits: Array) -> None:
+        """Add the probability of what follows `prefix`, with these `logits`, to the answers that it begins."""
+        if prefix not in scored:
+            scored.add(prefix)
+            check_finite(logits)
+            for number in begun:
+                following = choices.ids[number][len(prefix) : len(prefix) + 1] or stop
+                scores[number] += _log_probability(logits, following) if following else 0.0
+
+    count((), range(len(choices.ids)), logits)
+    first = scores.copy()
+    with chain.backend.turn:
+        saved = [
+            decoder.save(own, own.length) if len(passes) > 1 else None
+            for decoder, own in zip(chain.decoders, cache.segments, strict=True)
+        ]
+    lengths, positions = cache.lengths, [*cache.next_positions]
+    for number, tokens in enumerate(passes, 1):
+        own, at_once = cache, _AT_ONCE if chain.backend.resumes else 1
+        begun: Sequence[int] = range(len(choices.ids))
+        for start in range(0, len(tokens), at_once):
+            yield
+            if reason := cut(number):
+                return ChoiceScores(first, reason)
+            with chain.backend.turn, observer.during("decode"):
+                if start == 0 and number < len(passes):
+                    parts = zip(chain.decoders, saved, lengths, strict=True)
+                    restored = [decoder.restore(one, rows, rows + len(tokens)) for decoder, one, rows in parts]
+                    own = KVCache(restored, [*positions])
+                some = embedding(tokens[start : start + at_once])
+                for place, following in enumerate(logits_of_rows(chain, own, some), start + 1):
+                    begun = [one for one in begun if choices.ids[one][place - 1 : place] == tokens[place - 1 : place]]
+                    count(tokens[:place], begun, following)
+                if start + at_once >= len(tokens):
+                    # Others may need its memory meanwhile.
+                    own = cache
+    return ChoiceScores(scores)
+
+
+def _timed(passes: Generator[None, None, ChoiceScores]) -> Generator[None, None, tuple[ChoiceScores, float]]:
+    """Yield where `passes` yields; return its result, and the milliseconds of others between."""
+    others_ms = 0.0
+    while True:
+        try:
+            next(passes)
+        except StopIteration as end:
+            return end.value, others_ms
+        since = time.perf_counter()
+        yield
+        others_ms += ms_since(since)
+
+
+def logits_of_rows(chain: Chain, cache: KVCache, rows: Array) -> Iterator[Array]:
+    """Run a pass over `rows` [S,d], which follow those of `cache`, and yield the logits [vocab] after each."""
+    if chain.backend.resumes:
+        whole = run_rows(chain, cache, rows)
+        results: Iterator[Tensor] = (chain.backend.join([whole], np.array([place])) for place in range(len(rows)))
+    else:
+        results = (run_rows(chain, cache, row[None]) for row in rows)
+    for hidden in results:
+        logits: Array = chain.backend.numpy(chain.last({"hidden": hidden})["logits"])[0]
+        yield logits
+
+
+def _log_probability(logits: Array, tokens: Sequence[int]) -> float:
+    """Return the log probability that one of `tokens` comes next."""
+    below_best = logits.astype(np.float64) - logits.max()
+    return float(np.logaddexp.reduce(below_best[list(tokens)]) - np.log(np.exp(below_best).sum()))
+
+
+def _longest(sequences: Sequence[_Ids]) -> list[_Ids]:
+    """Return the sequences that begin no other, without repetitions and empty ones, sorted."""
+    ordered = sorted(set(sequences))
+    pairs = zip(ordered, [*ordered[1:], ()], strict=True)
+    return [one for one, following in pairs if following[: len(one)] != one]

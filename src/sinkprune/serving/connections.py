@@ -1,0 +1,353 @@
+"""The connections of clients: their number, their time, and their chunks.
+
+uvicorn has no limit on the time of a request's head, nor on accepted connections: its `limit_concurrency` rejects
+requests whose head arrived. So its protocol class gets both here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import json
+import os
+import re
+import resource
+import socket
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from threading import Timer
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import h11
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from sinkprune.contract.checks import format_value
+from sinkprune.contract.errors import UsageError
+from sinkprune.serving.body_fields import ApiError
+
+if TYPE_CHECKING:
+    from starlette.datastructures import Headers
+
+_LOCAL = "localhost"
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/@\[\]]+)(?::[0-9]*)?", re.IGNORECASE)
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@*,]+", re.IGNORECASE)
+
+
+def host_name(word: str) -> str:
+    """Return the name in `--allow-host`, in lower case; raises `UsageError` for anything else, as an address."""
+    found = _HOST.fullmatch(word)
+    if not found or found[1] != word or word.startswith("[") or "*" in word:
+        raise UsageError(f"--allow-host is {format_value(word)}, expected a name as robot.example, without a port.")
+    return _normal(word)
+
+
+def origin(word: str) -> str:
+    """Return the origin in `--allow-origin`, in lower case; raises `UsageError` for anything else."""
+    if not _ORIGIN.fullmatch(word):
+        raise UsageError(
+            f"--allow-origin is {format_value(word)}, expected the scheme, name and port of a page, as "
+            "https://robot.example or http://localhost:3000."
+        )
+    return word.lower()
+
+
+class Callers:
+    """Checks the headers of requests that need no key.
+
+    A web page can have its visitor's browser send requests to this machine. The header Origin names the page. A page
+    whose name leads to this machine (DNS rebinding) has no foreign origin; the header Host has its name.
+    """
+
+    def __init__(self, host: str, names: Iterable[str], origins: Iterable[str]) -> None:
+        """Allow further `names` in Host, and the pages of `origins`; the server listens at `host`.
+
+        Beyond loopback, every address is allowed, because no page can have one of this machine's own, and the names
+        of this machine.
+        """
+        self._names, self._origins = {_LOCAL, _normal(host), *map(_normal, names)}, frozenset(origins)
+        self._everywhere = not _is_loopback(host)
+        if self._everywhere:
+            own = _normal(socket.gethostname())
+            self._names |= {own, f"{own.partition('.')[0]}.local"}
+
+    def check(self, headers: Headers) -> None:
+        """Raise `ApiError` with status 403 for a request that a foreign page may have sent."""
+        host = headers.get("host")
+        # Browsers always send it.
+        if host is not None and not self._is_own(host):
+            raise ApiError(
+                f"the header Host is {format_value(host)}, no name of this server. Start it with --allow-host NAME, "
+                "or with --api-key.",
+                status=403,
+            )
+        page = headers.get("origin")
+        if page is not None and page not in self._origins and page.partition("://")[2] != host:
+            raise ApiError(
+                f"the request is of a page of {format_value(page)}, which is foreign. Start the server with "
+                "--allow-origin ORIGIN, or with --api-key.",
+                status=403,
+            )
+
+    def _is_own(self, host: str) -> bool:
+        found = _HOST.fullmatch(host)
+        if found is None:
+            return False
+        name = _normal(found[1].strip("[]"))
+        return name in self._names or _is_loopback(name) or (self._everywhere and _address(name) is not None)
+
+
+def _normal(name: str) -> str:
+    return name.lower().removesuffix(".")
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
+
+
+def _is_loopback(name: str) -> bool:
+    address = _address(name)
+    return name == _LOCAL if address is None else address.is_loopback
+
+
+_HEAD_S = 10.0
+"""How long a connection waits for the whole head of a request: from the start, or from the last response."""
+_TAKING_S = 60.0
+"""How long a client may leave a part of a response that the system does not buffer."""
+_MOST_HEADER_BYTES = 1 << 16
+_FREE_CHUNKS, _CHUNK_BYTES = 1000, 256
+"""How many chunks a body may have anyway, and the bytes that each of its other chunks has on average."""
+_MOST, _LEAST = 1000, 8
+_ACCEPTED_AT_ONCE = 4
+# asyncio accepts more while it starts and ends connections.
+_RESERVED = 4 * _ACCEPTED_AT_ONCE + 24
+"""Files that are open besides connections: those that are being accepted, temporary files, fetched pictures."""
+_BACKLOG = 512
+_GRACE_S = 5
+_NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_LOG_EVERY_S = 60.0
+
+
+def most_connections(max_queue: int) -> int:
+    """Return how many connections the server may have; raises `UsageError` if the limit of open files is too low.
+
+    With the usual limit of open files there are many more than requests in `max_queue`.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    wanted = max(_MOST, 2 * max_queue)
+    used = len(os.listdir("/dev/fd")) + _RESERVED  # noqa: PTH208 -- names only
+    found = wanted if limit == resource.RLIM_INFINITY else min(wanted, limit - used)
+    if found < _LEAST:
+        raise UsageError(
+            f"{limit} files may be open, expected at least {used + _LEAST}. Raise the limit: ulimit -n 1024."
+        )
+    return found
+
+
+class Connections:
+    """The connections that wait for their clients. If there are too many, the first of them are closed."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        # In the order in which they began to wait: for a request, and amid a body or a response.
+        self.idle: dict[_Protocol, None] = {}
+        self.begun: dict[_Protocol, None] = {}
+        self._logged = -_LOG_EVERY_S
+
+    def close_one(self) -> bool:
+        """Close the connection that has waited longest, of the kind with more of them; False if none waits.
+
+        So many half bodies keep no request out, and many idle connections end no body.
+        """
+        first = next(iter(self.idle if len(self.idle) >= len(self.begun) else self.begun), None)
+        if first is None:
+            return False
+        first.abort()
+        return True
+
+    def on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Handle an error of asyncio. If no file can be opened, it logs a traceback for each try to accept."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in _NO_FILES:
+            loop.default_exception_handler(context)
+            return
+        self.close_one()
+        if time.monotonic() - self._logged > _LOG_EVERY_S:
+            self._logged = time.monotonic()
+            with suppress(OSError):
+                sys.stderr.write(f"No connection can be accepted: {error.strerror}. The server tries again.\n")
+
+
+class Parser(h11.Connection):
+    """Rejects bodies of small chunks: of a byte each, 256 KiB that arrive at once are parsed for a second."""
+
+    _left = 0
+
+    def next_event(self) -> Any:
+        """Return the next event, as `h11.Connection` does; raises `h11.RemoteProtocolError`."""
+        event = super().next_event()
+        if isinstance(event, (h11.Request, h11.Response)):
+            self._left = _FREE_CHUNKS * _CHUNK_BYTES
+        elif isinstance(event, h11.Data):
+            self._left += len(event.data) - _CHUNK_BYTES * event.chunk_start
+            if self._left < 0:
+                raise h11.RemoteProtocolError("too many small chunks")
+        return event
+
+
+class _Protocol(H11Protocol):
+    def __init__(self, *arguments: Any, limits: Connections, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.conn = Parser(h11.SERVER, _MOST_HEADER_BYTES)
+        self._limits = limits
+        self._state: object = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        # Otherwise up to 64 KiB are buffered, and nothing reports when they are sent.
+        transport.set_write_buffer_limits(high=0)
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.most and not self._limits.close_one():
+            full = f"the server answers requests of {self._limits.most} connections. Try again later."
+            transport.write(_response(ApiError(full, status=503)))
+            # asyncio adds the connection to its selector only now.
+            self.loop.call_soon(self.abort)
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._forget()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        self._look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._look()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._look()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._look()
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self._forget()
+        self.transport.abort()
+
+    def _look(self) -> None:
+        """Start a new time when the connection begins to wait for something else of its client.
+
+        Data that arrives meanwhile does not extend the time.
+        """
+        answered = self.cycle is None or self.cycle.response_complete
+        seconds: float | None
+        if self.flow.write_paused:
+            waiting, seconds = self._limits.begun, _TAKING_S
+        elif answered:
+            waiting, seconds = self._limits.idle, _HEAD_S
+        elif self.conn.their_state is h11.SEND_BODY:
+            # The application has a time for bodies, and answers with status 408.
+            waiting, seconds = self._limits.begun, None
+        else:
+            self._forget()
+            return
+        state = (seconds, answered, self.cycle)
+        if state != self._state:
+            self._forget()
+            self._state = state
+            waiting[self] = None
+            if seconds is not None:
+                self._timer = self.loop.call_later(seconds, self._end)
+
+    def _forget(self) -> None:
+        """Wait for nothing."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._state = None
+        for waiting in (self._limits.idle, self._limits.begun):
+            waiting.pop(self, None)
+
+    def _end(self) -> None:
+        if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
+            late = f"the header did not arrive within {_HEAD_S:g} seconds. Send it faster."
+            self.transport.write(_response(ApiError(late, status=408)))
+        self.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what cannot be parsed. Where a response has begun, uvicorn's own method raises an error."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            found = "the request is no HTTP/1.1, has more than 64 KiB of headers, or a body with more than "
+            small = f"{_FREE_CHUNKS} chunks of less than {_CHUNK_BYTES} bytes. Check the client, and the address."
+            self.transport.write(_response(ApiError(found + small)))
+        self.abort()
+
+
+class Server(uvicorn.Server):
+    """Answers until SIGINT, SIGTERM or SIGHUP. Requests then have some seconds to end, or get status 503."""
+
+    def __init__(self, app: Starlette, *, drain_s: float = 0, max_queue: int = 64) -> None:
+        """Serve `app`, and allow `drain_s` seconds at the end; raises `UsageError` as `most_connections`."""
+        self.most = most_connections(max_queue)
+        """The most connections."""
+        self._app, self._drain_s, self._limits = app, drain_s, Connections(self.most)
+
+        def protocol(*arguments: Any, **options: Any) -> _Protocol:
+            return _Protocol(*arguments, limits=self._limits, **options)
+
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=protocol,  # type: ignore[arg-type]
+                # The class for websockets would take connections over, without limits.
+                ws="none",
+                # A warning for each malformed request would let strangers fill the log.
+                log_level="error",
+                # The responses of requests that were ended take some time too.
+                timeout_graceful_shutdown=int(drain_s) + _GRACE_S,
+                server_header=False,
+                backlog=_ACCEPTED_AT_ONCE,
+            )
+        )
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End; a second signal changes nothing, because uvicorn would drop requests and print a traceback."""
+        if not self.should_exit:
+            super().handle_exit(sig, frame)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start as uvicorn, with a longer queue of connections in the system than asyncio accepts at once."""
+        asyncio.get_running_loop().set_exception_handler(self._limits.on_error)
+        await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(_BACKLOG)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End as uvicorn, and end requests after the time to drain."""
+        # In a thread, because it waits for the model's current step.
+        ending = Timer(self._drain_s, self._app.state.end_requests)
+        ending.start()
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+
+def _response(error: ApiError) -> bytes:
+    """Return a whole response, after which the connection closes."""
+    body = json.dumps(error.body).encode()
+    phrase = {400: "Bad Request", 408: "Request Timeout", 503: "Service Unavailable"}[error.status]
+    head = f"HTTP/1.1 {error.status} {phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    return f"{head}Connection: close\r\n\r\n".encode() + body

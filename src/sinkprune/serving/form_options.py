@@ -1,0 +1,43 @@
+"""The options of an answer's form, for the commands that answer questions."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from sinkprune.contract.errors import UsageError
+from sinkprune.runtime.commands.options import Options
+from sinkprune.runtime.text.answer_form import check_one_form, checked_choices, checked_regex, read_schema
+
+
+def add_form_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of an answer's form; `read_form` reads them."""
+    add = parser.add_argument
+    add("--schema", type=Path, metavar="FILE.json", help="answer in JSON that conforms to the JSON schema in a file")
+    add("--regex", metavar="REGEX", help="answer with a text that matches a regular expression")
+    add(
+        "--choice",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="answer with the likeliest of these texts; give it twice or more",
+    )
+
+
+def read_form(options: Options, stop: list[str]) -> dict[str, Any]:
+    """Return the form as fields of a `Request`; raises `UsageError` for a wrong form, and for more than one."""
+    form = {
+        "schema": read_schema(options.schema) if options.schema else None,
+        "regex": checked_regex(options.regex),
+        "choice": checked_choices(options.choice),
+    }
+    check_one_form(form, stop)
+    return {name: value for name, value in form.items() if value}
+
+
+def stop_text(word: str) -> str:
+    """Return a text of `--stop`; raises `UsageError` if it is empty."""
+    if not word:
+        raise UsageError("--stop is '', expected text. Leave the option out to stop at the end only.")
+    return word

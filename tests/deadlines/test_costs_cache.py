@@ -1,0 +1,265 @@
+"""Costs that a process leaves for the next one, with their age and the load they were measured under."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
+
+import pytest
+from PIL import Image
+
+from sinkprune import CostsWarning, Pipeline
+from sinkprune.contract.errors import UsageError
+from sinkprune.deadlines import policy as other_load
+from sinkprune.deadlines.costs import ANSWER_COSTS, Costs, RecentRatios, cache_costs, cache_file, read_costs
+from sinkprune.deadlines.policy import OtherLoad
+from support.programs.commands import Terminal, run
+
+Bundles = Callable[..., Path]
+QUESTION = "Is there a red circle?"
+ASK = ("--fit", "pad", "--prompt", QUESTION, "--max-new-tokens", 2, "--deadline-ms", 60_000)
+DAY_S = 86_400
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The user's cache folder, empty, on a machine that does nothing else."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(OtherLoad, "share", lambda self: 0.0)
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def measured(bundle: Bundles, photo: Image.Image) -> Pipeline:
+    """A pipeline that measured its costs, and could not keep them."""
+    pipeline = Pipeline.load(bundle("gqa-112"))
+    pipeline.warm_up(photo, QUESTION, seconds=0.0)
+    assert pipeline.costs is not None
+    pipeline.costs = replace(pipeline.costs, load=0.0)
+    return pipeline
+
+
+@pytest.fixture
+def warm(measured: Pipeline, cache: Path) -> Pipeline:
+    """A pipeline whose costs are in the cache folder."""
+    assert cache_costs(costs_of(measured)) is not None
+    return measured
+
+
+def costs_of(pipeline: Pipeline) -> Costs:
+    assert pipeline.costs is not None
+    return pipeline.costs
+
+
+def test_a_later_process_needs_no_warm_up(warm: Pipeline, cache: Path, photo: Image.Image) -> None:
+    pipeline = Pipeline.load(warm.bundle.path)
+    answer = pipeline.generate(photo, QUESTION, deadline_ms=60_000, max_new_tokens=2)
+    assert pipeline.costs == warm.costs
+    assert answer.deadline is not None and answer.budget == "none"
+    assert answer.deadline.costs_load == 0.0
+    assert answer.deadline.costs_age_s is not None and 0 <= answer.deadline.costs_age_s < 600
+    (file,) = (path for path in cache.rglob("*") if path.is_file())
+    assert file.parent == cache / "sinkprune" / "costs"
+
+
+def test_costs_of_another_backend_are_not_taken(warm: Pipeline, photo: Image.Image) -> None:
+    other = Pipeline.load(warm.bundle.path, backend="ort-cpu", compute="fp32", threads=2)
+    assert other.place != warm.place
+    with pytest.raises(UsageError, match="--warm-up"):
+        other.generate(photo, QUESTION, deadline_ms=60_000)
+    # Those of both are kept.
+    cache_costs(replace(costs_of(warm), place=other.place))
+    assert ANSWER_COSTS.cached(other.place) is not None and ANSWER_COSTS.cached(warm.place) == warm.costs
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"costs_version": 9}', "[]"])
+def test_a_broken_file_counts_as_none(content: str, warm: Pipeline, photo: Image.Image) -> None:
+    file = cache_file(warm.place)
+    assert file is not None
+    file.write_text(content)
+    pipeline = Pipeline.load(warm.bundle.path)
+    said = r"are not known\. Their kept file cannot be read; measuring replaces it\. Measure .*--warm-up"
+    with pytest.raises(UsageError, match=said):
+        pipeline.generate(photo, QUESTION, deadline_ms=60_000)
+    if content == "{":
+        pipeline.warm_up(photo, QUESTION, seconds=0.0)
+        assert ANSWER_COSTS.cached(warm.place) == pipeline.costs
+
+
+@pytest.mark.parametrize("folder", ["", "/dev/null/nowhere"])
+def test_without_a_cache_folder_a_process_measures_for_itself(
+    folder: str, monkeypatch: pytest.MonkeyPatch, bundle: Bundles, photo: Image.Image
+) -> None:
+    warm = Pipeline.load(bundle("gqa-112"))
+    monkeypatch.setenv("XDG_CACHE_HOME", folder)
+    monkeypatch.setenv("HOME", "/dev/null")
+    warm.warm_up(photo, QUESTION, seconds=0.0)
+    assert ANSWER_COSTS.cached(warm.place) is None
+    assert cache_costs(costs_of(warm)) is None
+    assert warm.generate(photo, QUESTION, deadline_ms=60_000, max_new_tokens=1).budget == "none"
+
+
+def test_costs_that_cannot_be_kept_lead_to_a_warning(
+    bundle: Bundles, photo_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")
+    outcome = run("sinkprune-run", bundle("gqa-112"), "--image", photo_file, *ASK, "--warm-up")
+    assert outcome.code == 0
+    said = r"warning: the costs could not be written to '/dev/null/nowhere/.*, so later runs do not find them\. "
+    assert re.match(said, outcome.stderr) and outcome.stderr.count("\n") == 1
+    pipeline = Pipeline.load(bundle("gqa-112"))
+    said = said.removeprefix("warning: ")
+    with pytest.warns(CostsWarning, match=said):
+        pipeline.warm_up(photo_file, QUESTION, seconds=0.0, max_new_tokens=2)
+    with pytest.warns(CostsWarning, match=said):
+        assert pipeline.save_costs() is None
+
+
+def test_the_command_measures_once_and_expects_what_its_last_runs_took(warm: Pipeline, photo_file: Path) -> None:
+    timed = (warm.bundle.path, "--image", photo_file, *ASK)
+    outcome = run("sinkprune-run", *timed, "--json")
+    assert (outcome.code, outcome.stderr, json.loads(outcome.stdout)["budget"]) == (0, "", "none")
+    # As if another program had taken nearly all of the machine while costs were measured
+    cache_costs(costs_of(warm).slower(1e6))
+    reports = [json.loads(run("sinkprune-run", *timed, "--json").stdout)["deadline"] for _ in range(2)]
+    assert [report["can_meet"] for report in reports] == [False, True]
+    assert reports[1]["budget"] == "none"
+    cached = ANSWER_COSTS.cached(warm.place)
+    assert cached is not None and replace(cached, recent=RecentRatios()) == costs_of(warm).slower(1e6)
+    first, second = cached.recent.first
+    assert reports[1]["slower"] == pytest.approx(1.05 * 1.3 * first) and second < 1e-3
+    # Then the machine gets ten times as slow as at its slowest.
+    cache_costs(replace(cached, recent=RecentRatios((first, second, 10 * first), (1.0,))))
+    assert json.loads(run("sinkprune-run", *timed, "--json").stdout)["deadline"]["slower"] > 10 * first
+
+
+def test_a_process_goes_on_where_the_last_one_saved_its_costs(warm: Pipeline, photo: Image.Image) -> None:
+    def expected(pipeline: Pipeline) -> float:
+        report = pipeline.generate(photo, QUESTION, deadline_ms=60_000, max_new_tokens=2).deadline
+        assert report is not None
+        return report.slower
+
+    first, second = Pipeline.load(warm.bundle.path), Pipeline.load(warm.bundle.path)
+    for pipeline in (first, second):
+        pipeline.generate(photo, QUESTION, max_new_tokens=1)
+    assert first.save_costs() is None
+    assert expected(first) == pytest.approx(1.05 * 1.3)
+    assert first.save_costs() == cache_file(warm.place)
+    cached = ANSWER_COSTS.cached(warm.place)
+    assert cached is not None and len(cached.recent.first) == len(cached.recent.token) == 1
+    assert expected(second) == pytest.approx(1.05 * 1.3 * cached.recent.first[0])
+    # Requests are compared with the costs of their own time.
+    first.costs = costs_of(warm)
+    assert expected(first) == pytest.approx(1.05 * 1.3)
+
+
+@pytest.mark.parametrize(
+    ("age", "load", "said"),
+    [
+        (0, 0.1, ""),
+        (40 * DAY_S, 0.0, "the costs are 40 days old. Measure"),
+        (0, 0.5, "the costs were measured while other programs took 50 % of the processors."),
+        (40 * DAY_S, 0.5, "the costs are 40 days old and were measured while"),
+    ],
+)
+def test_doubtful_costs_are_noted_in_one_line(
+    age: float, load: float, said: str, warm: Pipeline, photo_file: Path
+) -> None:
+    cache_costs(replace(costs_of(warm), measured_at=time.time() - age, load=load))
+    outcome = run("sinkprune-run", warm.bundle.path, "--image", photo_file, *ASK)
+    assert outcome.code == 0
+    assert ("compare --threads 1" in outcome.stderr) == (load > 0.25 and warm.backend.threads > 1)
+    assert outcome.stderr.startswith("note: the costs ") if said else outcome.stderr == ""
+    assert said in outcome.stderr and outcome.stderr.count("\n") == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("kept", "load", "said"),
+    [
+        (0.05, 0.2, ""),
+        (0.05, 0.6, "took 60 % of the processors, and replace costs measured at 5 %. Measure them again with "),
+        (0.55, 0.6, "took 60 % of the processors. Measure"),
+        (None, 0.6, "took 60 % of the processors. Measure"),
+    ],
+)
+def test_costs_that_are_measured_under_load_are_a_warning(
+    kept: float | None, load: float, said: str, warm: Pipeline, photo_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = costs_of(warm)
+    monkeypatch.setattr(OtherLoad, "share", lambda self: load)
+    monkeypatch.setattr("sinkprune.runtime.pipeline.measure_costs", lambda *_: measured)
+    cache_costs(replace(measured, load=kept))
+    pipeline = Pipeline.load(warm.bundle.path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipeline.warm_up(photo_file, QUESTION)
+    assert [each.category for each in caught] == [CostsWarning] * bool(said)
+    assert all(said in str(each.message) and each.filename == __file__ for each in caught)
+    assert ANSWER_COSTS.cached(warm.place) == pipeline.costs == replace(measured, measured_at=ANY, load=load)
+    cache_costs(replace(measured, load=kept))
+    outcome = run("sinkprune-run", warm.bundle.path, "--image", photo_file, *ASK, "--warm-up")
+    assert outcome.code == 0 and "Warning" not in outcome.stderr
+    *notes, kept = outcome.stderr.splitlines()
+    assert len(notes) == bool(said) and all(said in note for note in notes)
+    assert kept == f"note: the costs are kept in '{pipeline.save_costs()}'."
+
+
+def test_a_warm_up_shows_its_progress_if_wanted(measured: Pipeline, photo: Image.Image) -> None:
+    reported = list[tuple[str, float, float, str]]()
+
+    def written(**options: Any) -> str:
+        with redirect_stderr(Terminal()) as stderr:
+            measured.warm_up(photo, QUESTION, seconds=0.0, **options)
+        return stderr.getvalue()
+
+    costs = measured.costs
+    assert written() == written(progress=lambda *each: reported.append(each)) == ""
+    assert {(what, unit) for what, _, _, unit in reported} >= {("measuring costs", "rounds")}
+    assert re.search(r"measuring costs: [\d.]+ of \d+ rounds", written(progress=True))
+    with pytest.raises(TypeError, match=r"progress is 'yes', expected True, False or a function\."):
+        written(progress="yes")
+    measured.costs = costs
+
+
+def test_the_load_is_that_of_other_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.undo()
+    stat = tmp_path / "stat"
+    monkeypatch.setattr(other_load, "_STAT", stat)
+    monkeypatch.setattr(other_load.os, "sysconf", lambda name: 100)
+    own = iter([1.0, 3.0])
+    monkeypatch.setattr(other_load.os, "times", lambda: type("Times", (), {"user": next(own), "system": 0.0}))
+    # user nice system idle iowait irq softirq steal, in hundredths of a second
+    # A program bound to processors 1 and 2 meets no load of the others.
+    monkeypatch.setattr(other_load.os, "sched_getaffinity", lambda process: {1, 2})
+    idle = "cpu2 0 0 0 0 0 0 0 0 0 0\nintr 1 2 3\n"
+    stat.write_text(f"cpu  1 1 1 1 1 1 1 1 0 0\ncpu0 1 1 1 1 1 1 1 1 0 0\ncpu1 1000 0 0 1000 0 0 0 0 0 0\n{idle}")
+    others = OtherLoad()
+    moved = "cpu2 200 100 0 200 100 0 0 0 0 0\n"
+    stat.write_text(f"cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 9 9 9 9 9 9 9 9 0 0\ncpu1 1100 0 50 1200 0 0 0 50 0 0\n{moved}")
+    # Ten seconds of processor time went by: five busy, of which two are this process's.
+    assert others.share() == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("content", [None, "", "intr 1 2 3\n", "cpu0 1 2\n", "cpu0 a b c d e f g h\n"])
+def test_a_system_that_does_not_report_its_load(
+    content: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.undo()
+    if content is not None:
+        (tmp_path / "stat").write_text(content)
+    monkeypatch.setattr(other_load, "_STAT", tmp_path / "stat")
+    monkeypatch.setattr(other_load.os, "sched_getaffinity", lambda process: {0})
+    assert OtherLoad().share() is None
+
+
+def test_costs_are_read_for_a_place(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="here is 5, expected a Place"):
+        read_costs(tmp_path / "costs.json", 5)  # type: ignore[arg-type]

@@ -1,0 +1,352 @@
+"""Budgets chosen for a deadline on machines that are simulated, down to the clock."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sinkprune import Pipeline
+from sinkprune.contract.schedule import schedule
+from sinkprune.deadlines.costs import Costs, Curve, Place, predict
+from sinkprune.deadlines.policy import WINDOW, DeadlinePolicy, RequestHistory
+from sinkprune.runtime.hooks import Budgets
+from sinkprune.runtime.steps.answer import DeadlineReport
+from sinkprune.runtime.steps.context_length import runnable
+from sinkprune.runtime.steps.request import Request, new_request
+
+Pipelines = Callable[..., Pipeline]
+Slowness = Callable[[int], float]
+"""How many times as long as by its costs the request of a number takes."""
+
+TEXT = 20
+TOWER_MS = 50.0
+
+
+class Machine:
+    """Answers requests in no time, on a clock of its own."""
+
+    def __init__(self, pipeline: Pipeline, slowness: Slowness, tokens: int = 4) -> None:
+        manifest = pipeline.bundle.manifest
+        self.layouts = [*pipeline.family.largest().values()]
+        place = Place("", manifest.cut_after, "fp32", "fp32", "ort-cpu", "fp32", 1, "simulated")
+        nothing, token = Curve(0.0, 0.0, 0.0), Curve(5.0, 0, 0)
+        segments = (Curve(2.0, 0.1, 0.0),) * len(manifest.segments)
+        self.costs = Costs(1, place, nothing, nothing, nothing, segments, nothing, 30.0, token, (), 0.0, 10**9)
+        self._manifest, self._slowness, self._tokens = manifest, slowness, tokens
+        self.seconds, self.history, self.number = 0.0, RequestHistory(), 0
+
+    def now(self) -> float:
+        return self.seconds
+
+    def answer(self, request: Request, deadline_ms: float) -> tuple[DeadlineReport, str]:
+        """The report on one request, and why it ended, as a pipeline runs it."""
+        slow = self._slowness(self.number)
+        self.number += 1
+        # Passes of one row take as long as tokens.
+        passes = [(0,)] * (request.max_new_tokens - 1) if request.choice else None
+        policy = DeadlinePolicy(
+            self._manifest, request, None, passes, deadline_ms, self.costs, self.history, self.now
+        )
+        candidates = policy.candidates(self.layouts)
+        possible = runnable(self._manifest, None, request, candidates, TEXT, self.layouts)
+        self.seconds += slow * TOWER_MS / 1e3
+        chosen = policy.choose(possible, TEXT)
+        expected = predict(self.costs, self._manifest, chosen, TEXT)
+        self.seconds += slow * expected.first / 1e3
+        policy.first_token()
+        steps: list[float] = []
+        while not (finish := "stop" if len(steps) + 1 >= self._tokens else policy.finish(len(steps) + 1)):
+            self.seconds += slow * expected.token / 1e3
+            steps.append(slow * expected.token)
+        report = policy.ended(steps, reused=False)
+        assert report.budget == chosen.budget
+        return report, finish
+
+
+@pytest.fixture(scope="module")
+def small(pipeline: Pipelines) -> Pipeline:
+    return pipeline("gqa-112")
+
+
+def asked(tokens: int = 4, **options: object) -> Request:
+    return new_request(np.zeros((8, 8, 3), np.uint8), "What?", max_new_tokens=tokens, **options)
+
+
+def reports(small: Pipeline, slowness: Slowness, deadline_ms: float, count: int) -> list[DeadlineReport]:
+    machine = Machine(small, slowness)
+    return [machine.answer(asked(), deadline_ms)[0] for _ in range(count)]
+
+
+def budgets(found: Sequence[DeadlineReport]) -> list[str]:
+    return [report.budget for report in found]
+
+
+def first_ms(small: Pipeline, budget: str) -> float:
+    """When the first token comes at a budget, on a quiet machine."""
+    manifest, layouts = small.bundle.manifest, [*small.family.largest().values()]
+    planned = schedule(manifest, "sinkpruner", budget, layouts)
+    return TOWER_MS + predict(Machine(small, quiet).costs, manifest, planned, TEXT).first
+
+
+def quiet(number: int) -> float:
+    return 1.0
+
+
+def test_a_quiet_machine_runs_the_largest_budget_that_fits(small: Pipeline) -> None:
+    three = 3 * 5.0
+    for name in ("none", "retain-192", "retain-128", "retain-64", "retain-32"):
+        # All of four tokens, and as much more as is expected of a machine that was never asked.
+        needed = TOWER_MS + 1.38 * (first_ms(small, name) - TOWER_MS + three)
+        (report,) = reports(small, quiet, needed, 1)
+        assert (report.budget, report.met, report.can_meet) == (name, True, True)
+        assert report.measured_ms == pytest.approx(first_ms(small, name) + three)
+        assert report.measured_ms <= report.predicted_ms <= needed
+        (report,) = reports(small, quiet, needed - 8, 1)
+        assert report.budget != name or name == "retain-32"
+    assert "earliest first token" in report.reason
+
+
+@pytest.mark.parametrize(("tokens", "counted"), [(1, "one token"), (2, "both tokens"), (3, "all 3 tokens")])
+def test_the_reason_is_a_sentence(tokens: int, counted: str, small: Pipeline) -> None:
+    report, _ = Machine(small, quiet).answer(asked(tokens), 10_000)
+    assert report.reason == f"the largest budget that is expected to bring {counted} in time"
+    earliest = "in time, so the budget with the earliest first token runs"
+    report, _ = Machine(small, quiet).answer(asked(tokens), TOWER_MS)
+    assert (report.can_meet, report.reason) == (False, f"no budget is expected to bring a token {earliest}")
+    if tokens > 1:
+        # Time for one token at the smallest budget only.
+        first = TOWER_MS + 1.05 * 1.3 * (first_ms(small, "retain-32") - TOWER_MS)
+        report, _ = Machine(small, quiet).answer(asked(tokens), first + 1)
+        assert report.can_meet
+        assert report.reason.startswith(f"no budget is expected to bring {counted} {earliest}; ")
+
+
+def test_a_budget_that_is_given_is_the_largest(small: Pipeline) -> None:
+    machine = Machine(small, quiet)
+    report, _ = machine.answer(asked(budget="retain-64"), 10_000)
+    assert report.budget == "retain-64"
+    assert report.reason == "the largest budget up to retain-64 that is expected to bring all 4 tokens in time"
+    report, _ = machine.answer(asked(budget="retain-64"), first_ms(small, "retain-32"))
+    assert report.budget == "retain-32"
+
+
+def test_a_long_answer_that_does_not_fit_is_named_by_its_limit(small: Pipeline) -> None:
+    """Without `max_new_tokens` a request asks for 128 tokens, which few deadlines leave time for."""
+    whole, _ = Machine(small, quiet).answer(asked(8), 400)
+    assert whole.budget == "none" and "largest budget" in whole.reason
+    report, _ = Machine(small, quiet).answer(asked(128), 400)
+    assert (report.budget, report.can_meet) == ("retain-32", True)
+    earliest = (
+        "no budget is expected to bring all 128 tokens in time, so the budget with the earliest first token runs"
+    )
+    advice = "set max_new_tokens (--max-new-tokens, the server's max_tokens) to the tokens that you need"
+    fitting = re.fullmatch(
+        f"{earliest}; budget none would bring (\\d+): {re.escape(advice)}",
+        report.reason,
+    )
+    assert fitting
+    # As many as the largest budget does bring.
+    again, _ = Machine(small, quiet).answer(asked(int(fitting[1])), 400)
+    assert again.budget == "none" and again.met
+    # Where the largest brings no token, the next one does.
+    alone, _ = Machine(small, quiet).answer(
+        asked(128), TOWER_MS + 1.05 * 1.3 * (first_ms(small, "none") - TOWER_MS) - 1
+    )
+    assert alone.reason.startswith(f"{earliest}; budget retain-192 would bring ")
+    # The largest budget that is allowed is the smallest.
+    alone, _ = Machine(small, quiet).answer(asked(128, budget="retain-32"), 400)
+    assert alone.reason == f"{earliest.replace('budget', 'budget up to retain-32', 1)}; {advice}"
+
+
+def test_a_budget_that_is_smaller_only_because_of_the_tokens_says_so(small: Pipeline) -> None:
+    advice = "set max_new_tokens (--max-new-tokens, the server's max_tokens) to the tokens that you need"
+    slower, tokens = 1.05 * 1.3, 12
+
+    def deadline(budget: str, count: int) -> float:
+        """The earliest deadline at which so many tokens are expected."""
+        return TOWER_MS + slower * (first_ms(small, budget) - TOWER_MS + (count - 1) * 5.0)
+
+    report, _ = Machine(small, quiet).answer(asked(tokens), deadline("none", tokens) + 1)
+    assert report.budget == "none" and "set max_new_tokens" not in report.reason
+    for count in (1, 2, 5):
+        given = deadline("none", count) + 1
+        # As few more as a smaller budget has time for.
+        wanted = max(n for n in range(1, 99) if deadline("retain-32", n) <= given)
+        report, _ = Machine(small, quiet).answer(asked(wanted), given)
+        assert report.budget != "none" and wanted > 2
+        assert report.reason == (
+            f"the largest budget that is expected to bring all {wanted} tokens in time; "
+            f"budget none would bring {count}: {advice}"
+        )
+    # Not even the first token of a larger budget comes in time: fewer tokens would change nothing.
+    report, _ = Machine(small, quiet).answer(asked(2), deadline("retain-192", 2) + 1)
+    assert deadline("none", 1) > deadline("retain-192", 2) + 1
+    assert report.budget == "retain-192" and advice not in report.reason
+    # A closed list has its own length.
+    report, _ = Machine(small, quiet).answer(asked(60, choice=("yes", "no")), deadline("none", 2) + 1)
+    assert report.budget != "none" and advice not in report.reason and "compare the whole list" in report.reason
+
+
+def test_load_moves_it_to_smaller_budgets_and_quiet_moves_it_back(small: Pipeline) -> None:
+    deadline = 2.1 * (first_ms(small, "retain-32") + 15)
+
+    def halved(number: int) -> float:
+        return 2.0 if 50 <= number < 120 else 1.0
+
+    found = reports(small, halved, deadline, 220)
+    assert set(budgets(found[:50])) == {"none"}
+    # One miss tells it, and it knows from then on.
+    assert [report.met for report in found[50:120]] == [False] + [True] * 69
+    assert set(budgets(found[52:120])) == {"retain-64"}
+    assert all(report.met for report in found[120:])
+    assert budgets(found[120 + WINDOW :]) == ["none"] * (100 - WINDOW)
+    assert [found[number].slower for number in (60, 121, 219)] == pytest.approx([2.1, 2.1, 1.05])
+
+
+def test_requests_that_are_faster_than_their_costs_correct_what_is_expected(small: Pipeline) -> None:
+    """Costs that were measured under load are three times too high."""
+    whole = first_ms(small, "none") + 15
+    found = reports(small, lambda number: 1 / 3, 0.6 * whole, 60)
+    assert found[0].budget != "none"
+    assert budgets(found[1:]) == ["none"] * 59
+    assert all(report.met for report in found)
+    assert [found[number].slower for number in (0, 1, 19, 20)] == pytest.approx([1.365, 0.455, 0.455, 0.35])
+
+
+def test_one_slow_request_among_fast_ones_is_expected_again(small: Pipeline) -> None:
+    found = reports(small, lambda number: 2.0 if number == 5 else 1 / 3, 1e4, 60)
+    assert [found[number].slower for number in (5, 6, 45, 46)] == pytest.approx([0.455, 2.1, 2.1, 0.35])
+
+
+def test_of_few_requests_one_that_is_slower_than_all_is_expected(small: Pipeline) -> None:
+    found = reports(small, lambda number: 2.0, 1e4, 25)
+    assert [found[number].slower for number in (1, 19, 20)] == pytest.approx([2.73, 2.73, 2.1])
+
+
+def test_a_request_a_process_is_expected_as_in_one_process(small: Pipeline) -> None:
+    slow = random.Random(1)
+    times = [slow.uniform(0.3, 0.5) if number < 50 else slow.uniform(1.0, 2.0) for number in range(100)]
+    deadline = 1.6 * first_ms(small, "retain-32")
+    machine = Machine(small, lambda number: times[number])
+    found = list[DeadlineReport]()
+    for _ in times:
+        machine.history = RequestHistory(machine.history.recent)
+        found.append(machine.answer(asked(), deadline)[0])
+    assert len(machine.history.recent.first) == WINDOW
+    together = reports(small, lambda number: times[number], deadline, 100)
+    assert [report.slower for report in found] == [report.slower for report in together]
+    assert budgets(found) == budgets(together)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["even", "bursts", "heavy-tailed", "drifting"])
+def test_95_of_100_are_met_wherever_any_budget_can(small: Pipeline, kind: str, seed: int) -> None:
+    chance = random.Random(f"{kind} {seed}")
+
+    def slowness(number: int) -> float:
+        if kind == "even":
+            return chance.uniform(1.0, 1.6)
+        if kind == "bursts":
+            return chance.uniform(1.8, 2.1) if number // 25 % 3 == 1 else chance.uniform(1.0, 1.2)
+        if kind == "heavy-tailed":
+            return 0.9 + min(0.3 * chance.paretovariate(2.5), 1.2)
+        return 1.0 + 0.5 * np.sin(number / 30) + chance.uniform(0.0, 0.3)
+
+    # The smallest budget can, at the slowest that the machine gets.
+    slowest = 2.1 * first_ms(small, "retain-32")
+    for deadline in (slowest, 1.2 * slowest):
+        found = reports(small, slowness, deadline, 200)
+        assert sum(report.met for report in found) >= 190, (kind, deadline, budgets(found))
+
+
+def test_where_nothing_can_meet_it_the_fastest_runs_and_is_reported(small: Pipeline) -> None:
+    for report in reports(small, quiet, 40.0, 3):
+        assert (report.budget, report.can_meet, report.met) == ("retain-32", False, False)
+        assert report.expected_tokens == 1
+        assert report.predicted_first_ms >= first_ms(small, "retain-32")
+        assert "no budget" in report.reason
+
+
+@pytest.mark.parametrize(("first", "token"), [(1.6, 1.0), (1.0, 1.6), (0.5, 3.0)])
+def test_a_slow_request_changes_no_earliest_first_token(small: Pipeline, first: float, token: float) -> None:
+    """All work before the first token has one slowdown, so recent requests cannot reorder budgets."""
+    machine = Machine(small, quiet)
+    report, _ = machine.answer(asked(), 40.0)
+    manifest, layouts = small.bundle.manifest, machine.layouts
+    planned = schedule(manifest, "sinkpruner", report.budget, layouts)
+    usual = predict(machine.costs, manifest, planned, TEXT)
+    machine.history.add(usual, first * usual.first, token * usual.token, 1)
+    assert machine.answer(asked(), 40.0)[0].budget == report.budget == "retain-32"
+
+
+def test_passes_of_a_closed_list_count_by_their_rows(small: Pipeline) -> None:
+    machine, manifest, passes = Machine(small, quiet), small.bundle.manifest, [(0,) * count for count in (1, 4, 9)]
+    costs = replace(machine.costs, token_start=(1.5,), pass_row=2.0)
+    request = asked(1, choice=("yes", "no"))
+    policy = DeadlinePolicy(manifest, request, None, passes, 10_000, costs, machine.history, machine.now)
+    none = schedule(manifest, "sinkpruner", "none", machine.layouts)
+    policy.choose([none], TEXT)
+    policy.first_token()
+    report = policy.ended([], reused=False)
+    # A token takes 5 ms, and the first after the prompt 7.5.
+    expected = 3 * 7.5 + (0 + 3 + 8) * 2.0
+    assert report.predicted_ms - report.predicted_first_ms == pytest.approx(1.05 * 1.3 * expected)
+    assert report.expected_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ratio"), [((), 2.0), ((15.0,), (3 + 7 * 2) / 8), ((15.0,) * 8, 3.0), ((15.0,) * 30, 3.0)]
+)
+def test_short_answers_say_little_about_long_ones(tokens: tuple[float, ...], ratio: float, small: Pipeline) -> None:
+    """All before the first token takes twice as long as its costs, and each later token three times."""
+    machine, manifest = Machine(small, quiet), small.bundle.manifest
+    policy = DeadlinePolicy(manifest, asked(40), None, None, 10_000, machine.costs, machine.history, machine.now)
+    none = schedule(manifest, "sinkpruner", "none", machine.layouts)
+    policy.choose([none], TEXT)
+    machine.seconds += 2 * predict(machine.costs, manifest, none, TEXT).first / 1e3
+    policy.first_token()
+    policy.ended(tokens, reused=False)
+    assert machine.history.recent.first == pytest.approx([2.0])
+    assert machine.history.recent.token == pytest.approx([ratio])
+
+
+def test_tokens_end_in_time(small: Pipeline) -> None:
+    deadline = first_ms(small, "retain-32") + 100
+    machine = Machine(small, quiet, tokens=1000)
+    report, finish = machine.answer(asked(500), deadline)
+    assert (report.budget, finish) == ("retain-32", "deadline")
+    assert deadline - 7 < report.measured_ms <= deadline
+    # Less than what fits: nothing is known of the machine yet.
+    expected = (100 - 0.365 * (first_ms(small, "retain-32") - TOWER_MS)) // (5 * 1.3 * 1.05)
+    assert report.expected_tokens == 1 + expected
+    assert machine.answer(asked(3), 10_000)[1] == "length"
+
+
+def test_tokens_end_in_time_also_where_they_are_slower_than_expected(small: Pipeline) -> None:
+    machine = Machine(small, quiet, tokens=1000)
+    policy = DeadlinePolicy(
+        small.bundle.manifest, asked(100), None, None, 1000.0, machine.costs, RequestHistory(), machine.now
+    )
+    layouts = [*small.family.largest().values()]
+    policy.choose([schedule(small.bundle.manifest, "sinkpruner", "retain-64", layouts)], TEXT)
+    policy.first_token()
+    count = 1
+    while not policy.finish(count):
+        machine.seconds += 0.090
+        count += 1
+    assert machine.seconds * 1e3 <= 1000.0 + 90
+    assert policy.finish(count) == "deadline"
+    assert not policy.ended([90.0] * (count - 1), reused=False).met or machine.seconds <= 1.0
+
+
+def test_a_request_without_a_deadline_runs_at_its_own_budget(small: Pipeline) -> None:
+    request = asked(7, budget="retain-128")
+    policy = Budgets(small.bundle.manifest, request, small.bundle.manifest.plan(request.method, request.budget))
+    assert [choice.budget for choice in policy.candidates([])] == ["retain-128"]
+    assert [policy.finish(tokens) for tokens in (1, 6, 7, 8)] == ["", "", "length", "length"]
+    assert policy.ended([1.0], reused=False) is None

@@ -1,0 +1,343 @@
+"""Requests with a deadline, really run: the reported budget is the one that ran, and load delays few of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from burning import burning
+from sinkprune import Pipeline
+from sinkprune.contract.errors import DeadlineError, UsageError
+from sinkprune.contract.schedule import schedule
+from sinkprune.deadlines.costs import Curve, predict, read_costs, write_costs
+from sinkprune.deadlines.policy import OtherLoad
+from sinkprune.demo.scenes import make_scene
+from sinkprune.export.command import main as export
+from sinkprune.runtime.backends import Backend, Engine, Tensor
+from sinkprune.runtime.steps.answer import Answer
+from sinkprune.runtime.steps.request import new_request
+from support.programs.commands import assert_refused, run
+from support.programs.repository import ROOT
+
+Pipelines = Callable[..., Pipeline]
+Bundles = Callable[..., Path]
+POCKET = ROOT / "demo" / "pocket"
+QUESTION = "Is there a red circle?"
+
+
+@pytest.fixture(autouse=True)
+def nothing_else_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs are taken to be measured on a machine that does nothing else."""
+    monkeypatch.setattr(OtherLoad, "share", lambda self: 0.0)
+
+
+def loaded(bundle: Bundles) -> Pipeline:
+    """A pipeline of one's own, measured in short: what it learns is of no other test."""
+    pipeline = Pipeline.load(bundle("gqa-112"))
+    pipeline.measure_costs(new_request(make_scene("validation", 3)[1], QUESTION), 0.0)
+    return pipeline
+
+
+def assert_as_reported(pipeline: Pipeline, answer: Answer) -> None:
+    """The budget that is told is the one that ran, by the rows of every layer."""
+    assert answer.deadline is not None
+    assert answer.deadline.budget == answer.budget
+    layouts = [kept.layout for kept in answer.images]
+    planned = schedule(pipeline.bundle.manifest, answer.method, answer.budget, layouts)
+    layers = range(pipeline.bundle.manifest.language_model.num_layers)
+    assert answer.tokens_per_layer == [planned.reaching(layer) for layer in layers]
+    assert answer.deadline.met == (answer.deadline.measured_ms <= answer.deadline.deadline_ms)
+
+
+def test_time_enough_runs_unpruned_and_answers_the_same(bundle: Bundles, photo: Image.Image) -> None:
+    pipeline = loaded(bundle)
+    hurried = pipeline.generate(photo, QUESTION, deadline_ms=60_000, max_new_tokens=5, min_new_tokens=5)
+    plain = pipeline.generate(photo, QUESTION, max_new_tokens=5, min_new_tokens=5)
+    assert (hurried.token_ids, hurried.budget, hurried.finish) == (plain.token_ids, "none", plain.finish)
+    assert plain.deadline is None
+    assert_as_reported(pipeline, hurried)
+    assert hurried.deadline is not None and hurried.deadline.met and hurried.deadline.can_meet
+    assert 0 < hurried.deadline.first_ms <= hurried.deadline.measured_ms
+    given = pipeline.generate(photo, QUESTION, deadline_ms=60_000, budget="retain-64", max_new_tokens=3)
+    assert given.budget == "retain-64"
+    assert_as_reported(pipeline, given)
+
+
+def test_no_time_runs_the_fastest_budget_and_is_reported(bundle: Bundles, photo: Image.Image) -> None:
+    pipeline = loaded(bundle)
+    answer = pipeline.generate(photo, QUESTION, deadline_ms=1, max_new_tokens=50, min_new_tokens=50)
+    assert_as_reported(pipeline, answer)
+    assert answer.deadline is not None
+    assert (answer.deadline.can_meet, answer.deadline.met) == (False, False)
+    assert (answer.finish, len(answer.token_ids)) == ("deadline", 1)
+
+
+def test_without_costs_a_deadline_is_refused_before_anything_runs(bundle: Bundles, photo: Image.Image) -> None:
+    """Measuring takes longer than most deadlines, and would be no part of the time that is told."""
+    ran = list[str]()
+
+    def wrap(graph: str, engine: Engine, backend: Backend) -> Engine:
+        def run(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            ran.append(graph)
+            return engine(inputs)
+
+        return run
+
+    pipeline = Pipeline.load(bundle("gqa-112"), wrap=wrap)
+    with pytest.raises(UsageError, match=r"costs .* are not known.*--warm-up.*pipeline\.warm_up.*--costs FILE"):
+        pipeline.generate(photo, QUESTION, deadline_ms=60_000)
+    assert not ran
+    assert pipeline.warm_up(photo, QUESTION, seconds=0.0, deadline_ms=60_000) is pipeline.costs
+    assert pipeline.generate(photo, QUESTION, deadline_ms=60_000, max_new_tokens=1).deadline is not None
+
+
+def test_costs_of_a_wrong_type(bundle: Bundles, photo: Image.Image) -> None:
+    pipeline: Any = Pipeline.load(bundle("gqa-112"))
+    pipeline.costs = 5
+    with pytest.raises(TypeError, match="costs is 5, expected Costs, as read_costs"):
+        pipeline.generate(photo, QUESTION, deadline_ms=60_000)
+
+
+def test_costs_of_another_place_are_neither_used_nor_kept(
+    bundle: Bundles, photo: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    costs, pipeline = loaded(bundle).costs, Pipeline.load(bundle("gqa-112"))
+    assert costs is not None
+    kept = {file: file.read_bytes() for file in tmp_path.rglob("*.json")}
+    pipeline.costs = replace(costs, place=replace(costs.place, threads=99))
+    with pytest.raises(UsageError, match=r"^the costs are of another place: their 'threads' is 99"):
+        pipeline.generate(photo, QUESTION, deadline_ms=60_000)
+    with pytest.raises(UsageError, match=r"^the costs are of another place"):
+        pipeline.save_costs()
+    assert kept and {file: file.read_bytes() for file in tmp_path.rglob("*.json")} == kept
+
+
+def test_costs_that_are_not_known_are_an_error_of_the_call(bundle: Bundles, photo: Image.Image) -> None:
+    with pytest.raises(DeadlineError, match="are not known"):
+        Pipeline.load(bundle("gqa-112"), threads=1).stream(photo, QUESTION, deadline_ms=60_000)
+
+
+def test_what_is_written_has_the_right_type(tmp_path: Path) -> None:
+    wrong: Any = 3
+    with pytest.raises(TypeError, match="is 3, expected"):
+        write_costs(tmp_path / "file.json", wrong)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_first_answer_and_one_that_loads_a_graph_correct_no_expected_time(
+    bundle: Bundles, photo: Image.Image
+) -> None:
+    costs, pipeline, ratios = loaded(bundle).costs, Pipeline.load(bundle("gqa-112")), list[int]()
+    assert costs is not None
+    # Each row costs a second, so the smallest budget is the fastest, whatever load disturbs.
+    pipeline.costs = replace(costs, decoders=tuple(Curve(0.0, 1000.0, 0.0) for _ in costs.decoders))
+    for deadline in (80_000_000, 80_000_000, 1, 1):
+        pipeline.generate(photo, QUESTION, deadline_ms=deadline, max_new_tokens=2)
+        assert pipeline._history is not None
+        ratios.append(len(pipeline._history[1].recent.first))
+    # The unpruned model answers first, then a budget whose graphs were not loaded.
+    assert ratios == [0, 1, 1, 2]
+
+
+def test_costs_of_a_small_picture_are_noted_for_a_large_one(bundle: Bundles, photo: Image.Image) -> None:
+    pipeline = Pipeline.load(bundle("qwen"))
+    small, options = photo.resize((56, 56)), {"deadline_ms": 60_000, "max_new_tokens": 1}
+    pipeline.warm_up(small, QUESTION, seconds=0)
+    said = "; the costs were measured with up to "
+    answers = [pipeline.generate(picture, QUESTION, **options) for picture in (small, photo)]  # type: ignore[arg-type]
+    reasons = [answer.deadline.reason for answer in answers if answer.deadline]
+    assert [said in reason for reason in reasons] == [False, True]
+    assert f" and this one has {answers[1].prompt_tokens + answers[1].visual_tokens}: " in reasons[1]
+
+
+def test_the_reported_time_is_the_user_s(bundle: Bundles, photo: Image.Image) -> None:
+    """Also of the first request, and where plans are still to be loaded."""
+    costs = loaded(bundle).costs
+    pipeline = Pipeline.load(bundle("gqa-112"))
+    pipeline.costs = costs
+    began = time.perf_counter()
+    answer = pipeline.generate(photo, QUESTION, deadline_ms=60_000, max_new_tokens=2)
+    room = (time.perf_counter() - began) * 1e3
+    assert answer.deadline is not None
+    assert room - 20 < answer.deadline.measured_ms <= room
+
+
+def test_the_budget_that_was_chosen_runs(bundle: Bundles, photo: Image.Image) -> None:
+    pipeline = loaded(bundle)
+    assert pipeline.costs is not None
+    # A machine that is slow beyond belief: a second a row of each segment.
+    slow = tuple(Curve(0.0, 1000.0, 0.0) for _ in pipeline.costs.decoders)
+    pipeline.costs = replace(pipeline.costs, decoders=slow)
+    answer = pipeline.generate(photo, QUESTION, deadline_ms=60_000, max_new_tokens=2)
+    assert answer.budget == "retain-32"
+    assert answer.deadline is not None and not answer.deadline.can_meet and answer.deadline.met
+    assert_as_reported(pipeline, answer)
+
+
+def test_costs_of_nothing_are_no_error(bundle: Bundles, photo: Image.Image) -> None:
+    pipeline = loaded(bundle)
+    assert pipeline.costs is not None
+    pipeline.costs = pipeline.costs.slower(0.0)
+    for _ in range(2):
+        assert_as_reported(pipeline, pipeline.generate(photo, QUESTION, deadline_ms=1000, max_new_tokens=3))
+
+
+def test_a_long_answer_ends_in_time(bundle: Bundles, photo: Image.Image) -> None:
+    pipeline = loaded(bundle)
+    request = {"max_new_tokens": 900, "min_new_tokens": 900}
+    began = time.perf_counter()
+    answer = pipeline.generate(photo, QUESTION, deadline_ms=150, budget="retain-32", **request)
+    assert time.perf_counter() - began < 60
+    assert answer.finish == "deadline"
+    assert 1 <= len(answer.token_ids) < 900
+    assert_as_reported(pipeline, answer)
+
+
+def test_no_token_follows_what_a_reader_has_too_late(bundle: Bundles, photo: Image.Image) -> None:
+    pipeline = loaded(bundle)
+    stream = pipeline.stream(photo, QUESTION, deadline_ms=400, max_new_tokens=900, min_new_tokens=900)
+    stream.step()
+    time.sleep(0.5)
+    answer = stream.rest()
+    assert answer.finish == "deadline" and len(answer.token_ids) == 1
+    assert answer.deadline is not None and not answer.deadline.met
+
+
+def test_costs_of_a_request_are_separated(bundle: Bundles, photo: Image.Image) -> None:
+    pipeline = loaded(bundle)
+    costs = pipeline.measure_costs(new_request(photo, QUESTION), 0.0)
+    assert pipeline.costs is costs
+    manifest, layouts = pipeline.bundle.manifest, [*pipeline.family.largest().values()]
+    firsts = [
+        predict(costs, manifest, schedule(manifest, "sinkpruner", budget, layouts), 20).first
+        for budget in ("retain-32", "none")
+    ]
+    assert min(firsts) > 0
+    assert len(costs.decoders) == len(manifest.segments)
+    assert min(costs.tower.linear, costs.token.ms(10), costs.select.ms(10), costs.sanitizer.ms(10)) > 0
+    assert (costs.place.backend, costs.place.threads) == ("ort-cpu", pipeline.backend.threads)
+
+
+@pytest.mark.parametrize("deadline", [0, -1, math.nan, math.inf, 1e12, True, "300", [300]])
+def test_what_is_no_deadline_is_refused(deadline: Any, pipeline: Pipelines, photo: Image.Image) -> None:
+    with pytest.raises(UsageError, match=r"deadline_ms is .*, expected milliseconds"):
+        pipeline("gqa-112").generate(photo, QUESTION, deadline_ms=deadline)
+
+
+@pytest.mark.parametrize("seconds", [-5, "a", math.nan, None, 1e6])
+def test_no_number_of_seconds_is_refused(seconds: Any, pipeline: Pipelines, photo: Image.Image) -> None:
+    with pytest.raises(UsageError, match=r"seconds is .*, expected a number of seconds, from 0 to 86400"):
+        pipeline("gqa-112").warm_up(photo, QUESTION, seconds=seconds)
+
+
+def test_an_overlay_is_of_the_budget_that_the_deadline_chose(
+    bundle: Bundles, photo_file: Path, tmp_path: Path
+) -> None:
+    pipeline, picture, costs = loaded(bundle), tmp_path / "kept.png", tmp_path / "costs.json"
+    assert pipeline.costs is not None
+    write_costs(costs, pipeline.costs)
+    ask = (bundle("gqa-112"), "--image", photo_file, "--fit", "pad", "--prompt", QUESTION, "--max-new-tokens", 3)
+    outcome = run("sinkprune-run", *ask, "--overlay", picture, "--deadline-ms", 60_000, "--costs", costs)
+    assert outcome.code == 0 and not picture.exists()
+    assert outcome.stderr == "note: --overlay drew nothing, because budget none ran, which drops no tokens.\n"
+    # The smallest budget is expected to be the fastest, and runs.
+    slow = tuple(Curve(0.0, 1000.0, 0.0) for _ in pipeline.costs.decoders)
+    write_costs(costs, replace(pipeline.costs, decoders=slow))
+    outcome = run("sinkprune-run", *ask, "--overlay", picture, "--deadline-ms", 60_000, "--costs", costs)
+    assert outcome.code == 0 and picture.exists()
+    assert_refused(run("sinkprune-run", *ask, "--overlay", picture), "--budget", "--deadline-ms")
+
+
+def test_the_command_reports_what_was_chosen(
+    bundle: Bundles, photo_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ask = (bundle("gqa-112"), "--image", photo_file, "--fit", "pad", "--prompt", QUESTION, "--max-new-tokens", 3)
+    outcome = run("sinkprune-run", *ask, "--deadline-ms", 60_000, "--warm-up", "--json")
+    told = json.loads(outcome.stdout)
+    assert (outcome.code, told["budget"]) == (0, "none")
+    assert re.fullmatch(rf"note: the costs are kept in '{tmp_path}/.*\.json'\.\n", outcome.stderr)
+    assert told["deadline"]["budget"] == "none" and told["deadline"]["met"] is True
+    outcome = run("sinkprune-run", *ask, "--deadline-ms", 1, "--warm-up")
+    assert outcome.code == 0
+    assert "deadline 1 ms: answered in" in outcome.stdout
+    assert outcome.stderr.startswith("late: ") and "No budget was expected to bring a token sooner" in outcome.stderr
+    assert outcome.stderr.count("\n") == 2
+    outcome = run("sinkprune-run", *ask, "--json")
+    assert json.loads(outcome.stdout)["deadline"] is None
+
+
+def test_the_command_takes_costs_from_a_file(bundle: Bundles, photo_file: Path, tmp_path: Path) -> None:
+    pipeline, path = loaded(bundle), tmp_path / "costs.json"
+    assert pipeline.costs is not None
+    write_costs(path, pipeline.costs)
+    assert read_costs(str(path), pipeline.place) == pipeline.costs
+    ask = (bundle("gqa-112"), "--image", photo_file, "--fit", "pad", "--prompt", QUESTION, "--max-new-tokens", 3)
+    outcome = run("sinkprune-run", *ask, "--deadline-ms", 60_000, "--costs", path, "--json")
+    assert json.loads(outcome.stdout)["budget"] == "none", outcome.stderr
+    outcome = run("sinkprune-run", *ask, "--deadline-ms", 60_000, "--costs", path, "--threads", 3)
+    assert_refused(outcome, "of another place: their 'threads' is", "For these, give --threads ")
+    assert_refused(run("sinkprune-run", *ask, "--costs", path), "--costs", "--deadline-ms")
+    assert_refused(run("sinkprune-run", *ask, "--warm-up"), "--warm-up", "--deadline-ms")
+    assert_refused(run("sinkprune-run", *ask, "--deadline-ms", 300), "--warm-up", "--costs FILE.json")
+    both = ("--warm-up", "--costs", path)
+    assert_refused(run("sinkprune-run", *ask, "--deadline-ms", 300, *both), "one of the two")
+    outcome = run("sinkprune-run", *ask, "--deadline-ms", 60_000, "--costs", tmp_path / "none.json")
+    assert_refused(outcome, "none.json", "is missing")
+
+
+def trial(pipeline: Pipeline, requests: int, on: float, off: float) -> tuple[list[Answer], float]:
+    """Answers on a machine with load that comes and goes, and the share of requests that the smallest budget answered
+    in the same time, in turn with them."""
+    picture = make_scene("validation", 3)[1]
+
+    def smallest() -> float:
+        began = time.perf_counter()
+        pipeline.generate(picture, QUESTION, budget="retain-32", max_new_tokens=4)
+        return (time.perf_counter() - began) * 1e3
+
+    with burning(2, on, off):
+        pipeline.measure_costs(new_request(picture, QUESTION), 1.0)
+        # What a robot's engineer would write down: what the smallest budget needs on this machine, and some air.
+        deadline = 1.3 * float(np.quantile([smallest() for _ in range(requests)], 0.99))
+        answers, alone = [], []
+        for _ in range(requests):
+            answers.append(pipeline.generate(picture, QUESTION, deadline_ms=deadline, max_new_tokens=4))
+            alone.append(smallest() <= deadline)
+    return answers, float(np.mean(alone))
+
+
+@pytest.fixture(scope="module")
+def pocket(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pocket") / "bundle"
+    assert export([str(POCKET), "-o", str(path)]) == 0
+    return path
+
+
+def test_under_load_the_reported_budget_is_the_one_that_ran(pocket: Path) -> None:
+    pipeline = Pipeline.load(pocket)
+    answers, _ = trial(pipeline, 10, 0.1, 0.1)
+    for answer in answers:
+        assert_as_reported(pipeline, answer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("on", "off"), [(1.0, 1.0), (100.0, 1.0)])
+def test_under_load_95_of_100_are_in_time(pocket: Path, on: float, off: float) -> None:
+    pipeline = Pipeline.load(pocket)
+    answers, alone = trial(pipeline, 200, on, off)
+    for answer in answers:
+        assert_as_reported(pipeline, answer)
+    met = np.mean([answer.deadline.met for answer in answers if answer.deadline])
+    assert met >= min(0.95, alone), (met, alone)

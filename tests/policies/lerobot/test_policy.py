@@ -1,0 +1,375 @@
+"""LeRobot's policy class on recorded observations, with a stand-in for LeRobot's base classes.
+
+`batches.npz` has the observations of an episode as LeRobot's processors give them to a policy. The tests of
+`make test-lerobot` compare this file with LeRobot.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from conftest import make_once
+from sinkprune import Policy, demo
+from sinkprune.contract.errors import BackendError, BudgetError, ImageError, PromptError, UsageError
+from sinkprune.demo.robot_table import SIDE, RobotTable
+from support.lerobot.episodes import BUDGET, EPISODE, RUN, SEED, episode
+from support.lerobot.stand_in import FeatureType, PolicyFeature, standing_in
+from support.models.manifests import name_cameras
+from support.programs.printed_commands import ALL
+
+MODULE = "sinkprune.policies.lerobot.policy"
+CAMERAS = {"table": [SIDE, SIDE], "close": [SIDE, SIDE]}
+TABLE, CLOSE = (f"observation.images.{name}" for name in CAMERAS)
+Make = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def module() -> Iterator[ModuleType]:
+    """The adapter, on the stand-in."""
+    with standing_in():
+        yield importlib.import_module(MODULE)
+        del sys.modules[MODULE]
+
+
+@pytest.fixture(scope="module")
+def robot(shared_folder: Path) -> Path:
+    """The bundle of the pocket robot."""
+    from sinkprune.export.command import main as export
+
+    source = Path(demo.__file__).parent / "pocket-robot"
+
+    def write(folder: Path) -> None:
+        plans = ["--budgets", BUDGET, "--methods", "sinkpruner,downsample"]
+        assert export([str(source), "-o", str(folder), "--max-images", "2", *plans]) == 0
+
+    return make_once(shared_folder / "pocket-robot", write)
+
+
+@pytest.fixture(scope="module")
+def engines(robot: Path) -> Policy:
+    return Policy.load(robot, threads=1)
+
+
+@pytest.fixture(scope="module")
+def make(module: ModuleType, robot: Path) -> Make:
+    """Return a function that loads a policy of LeRobot, with some fields of its configuration changed."""
+
+    def policy(**changed: Any) -> Any:
+        given = {"bundle": str(robot), "cameras": CAMERAS, "budget": BUDGET, "seed": SEED, "threads": 1, **changed}
+        return module.SinkprunePolicy(module.SinkpruneConfig(**given))
+
+    return policy
+
+
+@pytest.fixture(scope="module")
+def loaded(make: Make) -> Any:
+    return make()
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[dict[str, Any]]:
+    """The recorded observations of an episode's chunks."""
+    found = list[dict[str, Any]]()
+    with np.load(Path(__file__).parent / "batches.npz") as recorded:
+        for name, value in recorded.items():
+            number, key = name.split("/", 1)
+            if int(number) == len(found):
+                found.append({})
+            found[int(number)][key] = value.tolist() if key == "task" else torch.from_numpy(value)
+    return found
+
+
+def acted(engines: Policy, table: RobotTable, **options: Any) -> np.ndarray:
+    """The chunk of the engines alone."""
+    frames = options.pop("cameras", table.cameras())
+    options = {"budget": BUDGET, "seed": SEED, **options}
+    return engines.act(frames, table.instruction, table.state(), **options).actions
+
+
+def assert_close(actions: Any, expected: Any) -> None:
+    """Compare actions of two runs: other places in memory may change the order of a sum."""
+    np.testing.assert_allclose(np.asarray(actions), expected, rtol=0, atol=1e-4)
+
+
+def test_an_episode_s_actions_are_those_of_the_engines(
+    make: Make, engines: Policy, batches: list[dict[str, Any]]
+) -> None:
+    expected, succeeded = episode(engines)
+    assert succeeded and len(batches) == 3 and 2 * RUN < len(expected) <= 3 * RUN
+    policy, found = make(n_action_steps=RUN), []
+    policy.reset()
+    for batch in batches:
+        found += [policy.select_action(batch) for _ in range(RUN)]
+        # Only the first of these actions has run the engines.
+        assert [report.budget for report in policy.reports] == [BUDGET]
+    assert all(action.shape == (1, 3) and action.dtype == torch.float32 for action in found)
+    assert_close(torch.cat(found)[: len(expected)], np.array(expected))
+
+
+def test_a_chunk_is_used_up_before_the_next_unless_the_episode_ends(
+    make: Make, engines: Policy, batches: list[dict[str, Any]]
+) -> None:
+    policy = make()
+    first, second = (policy.predict_action_chunk(batch)[0] for batch in batches[:2])
+    assert len(first) == engines.facts.chunk and not torch.equal(first, second)
+    chosen = [policy.select_action(batches[0])[0], *(policy.select_action(batches[1])[0] for _ in first)]
+    assert torch.equal(torch.stack(chosen), torch.cat([first, second[:1]]))
+    policy.reset()
+    assert torch.equal(policy.select_action(batches[0])[0], first[0])
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("table", "close"),
+        ("close", "table"),
+        (CLOSE, TABLE),
+        ("table", "-close"),
+        ("-table", CLOSE),
+    ],
+)
+def test_cameras_are_matched_by_name(
+    names: tuple[str, ...], make: Make, engines: Policy, batches: list[dict[str, Any]]
+) -> None:
+    policy = make(cameras={name.lstrip("-"): [] if name[0] == "-" else [SIDE, SIDE] for name in names})
+    cameras = zip(CAMERAS, RobotTable(EPISODE).cameras(), strict=True)
+    frames = [None if f"-{name}" in names else frame for name, frame in cameras]
+    there = {f"observation.images.{name.removeprefix('observation.images.')}" for name in names if name[0] != "-"}
+    assert policy.config.input_features.keys() == {*there, "observation.state"}
+    chunk = policy.predict_action_chunk(batches[0]).numpy()
+    assert_close(chunk[0], acted(engines, RobotTable(EPISODE), cameras=frames))
+    assert {f"observation.images.{name}" for name in policy.reports[0].camera_names} == there
+
+
+def test_cameras_without_names_are_in_the_order_of_the_configuration(
+    make: Make, robot: Path, engines: Policy, batches: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    table, nameless = RobotTable(EPISODE), str(name_cameras(robot, tmp_path / "nameless"))
+    first, second = table.cameras()
+    for names, frames in ((("close", "table"), [second, first]), (("-", "close"), [None, second])):
+        with pytest.warns(UserWarning, match=rf"their order in 'cameras' counts: {', '.join(names)}\. It"):
+            policy = make(bundle=nameless, cameras={name: CAMERAS.get(name, []) for name in names})
+        assert_close(policy.predict_action_chunk(batches[0]).numpy()[0], acted(engines, table, cameras=frames))
+    with pytest.raises(UsageError, match=r"found 1 camera, and .* exported for 2 cameras"):
+        make(bundle=nameless, cameras={"table": [SIDE, SIDE]})
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("left", "right"), ("table",), ("table", "close", "side"), ("table", "Close"), ("close", "table", TABLE), ()],
+)
+def test_names_that_the_bundle_has_not_are_refused(names: tuple[str, ...], make: Make) -> None:
+    with pytest.raises(UsageError, match=r"expected table, close\.|is named twice"):
+        make(cameras={name: [SIDE, SIDE] for name in names})
+
+
+def test_each_observation_of_a_batch_has_its_own_chunk(make: Make, batches: list[dict[str, Any]]) -> None:
+    policy, (one, two, _) = make(), batches
+    alone = [policy.predict_action_chunk(one), policy.predict_action_chunk({**two, "task": "pick the red star"})]
+    both = {key: torch.cat([one[key], two[key]]) for key in (TABLE, CLOSE, "observation.state")}
+    together = policy.predict_action_chunk({**both, "task": [*one["task"], "pick the red star"]})
+    assert torch.allclose(together, torch.cat(alone), atol=1e-4) and len(policy.reports) == 2
+    assert not torch.equal(together[1:], policy.predict_action_chunk(two))
+    assert torch.allclose(policy.predict_action_chunk({**both, "task": one["task"][0]})[:1], alone[0], atol=1e-4)
+    assert policy.select_action({**both, "task": one["task"][0]}).shape == (2, 3)
+
+
+def test_noise_and_options_reach_the_engines(make: Make, engines: Policy, batches: list[dict[str, Any]]) -> None:
+    table, facts = RobotTable(EPISODE), engines.facts
+    noise = np.random.default_rng(0).standard_normal((1, facts.chunk, facts.action_dim), np.float32)
+    policy = make(budget="none", steps=3)
+    expected = acted(engines, table, budget="none", steps=3, seed=None, noise=noise[0])
+    assert_close(policy.predict_action_chunk(batches[0], torch.from_numpy(noise))[0], expected)
+    assert_close(policy.select_action(batches[0], torch.from_numpy(noise))[0], expected[0])
+    assert not np.array_equal(policy.predict_action_chunk(batches[0])[0], expected)
+    other = make(method="downsample")
+    assert_close(other.predict_action_chunk(batches[0])[0], acted(engines, table, method="downsample"))
+    assert not np.array_equal(other.predict_action_chunk(batches[0])[0], acted(engines, table))
+    other = make(seed=None)
+    chunks = [other.predict_action_chunk(batches[0]) for _ in range(2)]
+    assert not torch.equal(*chunks)
+
+
+def test_costs_for_a_deadline_are_measured_when_the_policy_is_loaded(
+    make: Make, batches: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Policy, "warm_up", partial_method(Policy.warm_up, seconds=0))
+    policy = make(budget="none", deadline_ms=60_000, steps=4, min_steps=2)
+    assert policy.engines.costs is not None
+    policy.select_action(batches[0])
+    (report,) = policy.reports
+    assert (report.budget, report.steps) == ("none", 4)
+    assert report.deadline.deadline_ms == 60_000 and report.deadline.met
+    assert {*policy.engines.costs.budgets} == {"none", BUDGET}
+    late = make(budget="none", deadline_ms=1, steps=4, min_steps=2)
+    late.select_action(batches[0])
+    assert (late.reports[0].budget, late.reports[0].steps) == (BUDGET, 2)
+    pruned = make(method="downsample", deadline_ms=60_000)
+    assert (pruned.engines.costs.method, {*pruned.engines.costs.budgets}) == ("downsample", {BUDGET})
+    assert make().engines.costs is None
+
+
+def test_a_policy_with_ranges_in_place_of_means_acts(
+    make: Make, bundle: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LeRobot's pi0.5 is normalised by quantiles."""
+    monkeypatch.setattr(Policy, "warm_up", partial_method(Policy.warm_up, seconds=0))
+    path = name_cameras(bundle("pi0.5", budgets=(BUDGET,), max_images=2), tmp_path / "named", "table", "close")
+    engines = Policy.load(path, threads=1)
+    assert not engines.facts.state_mean and engines.facts.state_range is not None
+    cameras = {"table": [40, 60], "close": []}
+    for options in ({}, {"deadline_ms": 60_000, "budget": "none"}):
+        policy = make(bundle=str(path), cameras=cameras, **options)
+        frame = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
+        state = np.array(engines.facts.usual_state, np.float32)
+        batch = {
+            TABLE: torch.from_numpy(frame.transpose(2, 0, 1)[None].astype(np.float32) / 255),
+            "observation.state": torch.from_numpy(state[None]),
+            "task": ["pick up the cup"],
+        }
+        (found,) = policy.predict_action_chunk(batch)
+        budget = options.get("budget", BUDGET)
+        expected = engines.act([frame, None], "pick up the cup", state, budget=budget, seed=SEED).actions
+        assert_close(found, expected)
+        assert policy.config.output_features["action"].shape == (expected.shape[1],)
+        assert policy.config.input_features["observation.state"].shape == (len(state),)
+
+
+def partial_method(method: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Return `method` with some options given."""
+    return lambda self, *arguments, **others: partial(method, self, **options)(*arguments, **others)
+
+
+def without(batch: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in batch.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (
+            lambda b: without(b, CLOSE),
+            UsageError,
+            f"found None as '{CLOSE}' of the observation.*{TABLE}.*rename_map",
+        ),
+        (lambda b: without(b, "observation.state"), UsageError, "found None as 'observation.state' of the"),
+        (lambda b: {**b, "observation.state": b["observation.state"][0]}, UsageError, r"shape \[2\], expected \[b"),
+        (lambda b: {**b, "observation.state": torch.zeros(1, 3)}, UsageError, r"the state has the shape \[3\]"),
+        (lambda b: {**b, "observation.state": torch.full((1, 2), np.nan)}, UsageError, "the state has nan"),
+        (lambda b: {**b, "observation.state": torch.zeros(2, 2)}, UsageError, "1 instruction as 'task' for 2 obs"),
+        (lambda b: {**b, "observation.state": torch.zeros(2, 2), "task": "go"}, ImageError, "has 1 frame, and the"),
+        (lambda b: {**b, "task": ["go", "go"]}, UsageError, "2 instructions as 'task' for 1 observation"),
+        (lambda b: without(b, "task"), PromptError, "found None as the instruction"),
+        (lambda b: {**b, "task": ""}, PromptError, "empty"),
+        (lambda b: {**b, TABLE: b[TABLE] * 255}, ImageError, "values from .* to 2.*from 0 to 1"),
+        (lambda b: {**b, TABLE: b[TABLE] * 2 - 1}, ImageError, "values from -"),
+        (lambda b: {**b, TABLE: b[TABLE] * np.nan}, ImageError, "values from nan"),
+        (lambda b: {**b, TABLE: b[TABLE][0]}, ImageError, r"of shape \[3, 96, 96\], expected fp32 \[batch,3"),
+        (lambda b: {**b, TABLE: b[TABLE][:, :, 0]}, ImageError, r"of shape \[1, 3, 96\]"),
+        (lambda b: {**b, TABLE: b[TABLE].permute(0, 2, 3, 1)}, ImageError, r"of shape \[1, 96, 96, 3\]"),
+        (lambda b: {**b, TABLE: (b[TABLE] * 255).to(torch.uint8)}, ImageError, "is torch.uint8"),
+    ],
+)
+def test_other_observations_are_refused(
+    change: Callable[[dict[str, Any]], dict[str, Any]],
+    error: type[Exception],
+    words: str,
+    loaded: Any,
+    batches: list[dict[str, Any]],
+) -> None:
+    with pytest.raises(error, match=words):
+        loaded.select_action(change(batches[0]))
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"budget": "prune-50"}, BudgetError, "prune-50"),
+        ({"cameras": {**CAMERAS, "close": [SIDE]}}, UsageError, r"camera 'close' has the size \[96\], expected"),
+        ({"cameras": {**CAMERAS, "close": [0, SIDE]}}, UsageError, r"camera 'close' has the size \[0, 96\]"),
+        ({"method": "other"}, BudgetError, "other"),
+        ({"backend": "other"}, BackendError, "other"),
+        ({"threads": 0}, UsageError, "threads is 0"),
+        ({"n_action_steps": 0}, UsageError, "n_action_steps is 0"),
+        ({"n_action_steps": 9}, UsageError, "n_action_steps is 9, expected .* 8"),
+        (
+            {"output_features": {"action": PolicyFeature(FeatureType.ACTION, (6,))}},
+            UsageError,
+            r"'action' of LeRobot has the shape \[6\], and that of the bundle \[3\]",
+        ),
+        (
+            {"input_features": {"observation.state": PolicyFeature(FeatureType.STATE, (6,))}},
+            UsageError,
+            r"'observation.state' of LeRobot has the shape \[6\], and that of the bundle \[2\]",
+        ),
+    ],
+)
+def test_other_configurations_are_refused(
+    changed: dict[str, Any], error: type[Exception], words: str, make: Make
+) -> None:
+    with pytest.raises(error, match=words):
+        make(**changed)
+
+
+def test_actions_that_are_not_in_the_robot_s_units_are_refused(make: Make, bundle: Callable[..., Path]) -> None:
+    bare = bundle("pi0-bare", budgets=("prune-88.9",))
+    with pytest.raises(UsageError, match="no statistics of states and actions"):
+        make(bundle=str(bare), cameras={"table": [SIDE, SIDE]}, budget="none")
+
+
+def test_lerobot_loads_a_configuration_that_it_has_read(make: Make, module: ModuleType, batches: list[Any]) -> None:
+    policy = make()
+    again = module.SinkprunePolicy.from_pretrained(
+        "folder", config=policy.config, dataset_stats={}, dataset_meta=None
+    )
+    assert not again.training
+    assert torch.equal(again.select_action(batches[0]), policy.select_action(batches[0]))
+    other = SimpleNamespace(type="act")
+    with pytest.raises(UsageError, match="'folder' has a policy of type 'act', expected 'sinkprune'"):
+        module.SinkprunePolicy.from_pretrained("folder", config=other)
+
+
+def test_a_policy_is_not_trained(make: Make, module: ModuleType, batches: list[dict[str, Any]]) -> None:
+    policy = make()
+    assert list(policy.parameters()) == []
+    for train in (policy.config.get_optimizer_preset, policy.get_optim_params, partial(policy, batches[0])):
+        with pytest.raises(UsageError, match="no gradients"):
+            train()
+
+
+frames = st.tuples(st.integers(1, 5), st.integers(1, 5)).flatmap(lambda size: arrays(np.uint8, (2, *size, 3)))
+
+
+@given(frames, st.sampled_from([torch.float32, torch.float64, torch.float16]), st.floats(-4e-4, 4e-4))
+def test_a_frame_of_lerobot_is_the_camera_s_picture(
+    module: ModuleType, pictures: np.ndarray, dtype: torch.dtype, error: float
+) -> None:
+    given = (torch.from_numpy(pictures).permute(0, 3, 1, 2).to(torch.float64) / 255 + error).to(dtype)
+    for row in range(2):
+        np.testing.assert_array_equal(module._frame("camera", given, row), pictures[row])
+
+
+def test_the_options_of_the_page_are_fields(module: ModuleType) -> None:
+    known = {field.name for field in fields(module.SinkpruneConfig)} | {"path", "type"}
+    printed = {
+        name
+        for place, text in ALL
+        if place.startswith("lerobot.md")
+        for name in re.findall(r"--policy\.(\w+)=", text)
+    }
+    assert {"bundle", "cameras", "budget"} <= printed <= known

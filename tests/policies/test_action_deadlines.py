@@ -1,0 +1,348 @@
+"""Chunks with a deadline: the choice, against every combination tried one by one; what is measured and refused."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from sinkprune import Policy
+from sinkprune.contract.errors import BudgetError, DeadlineError, UsageError
+from sinkprune.deadlines.costs import ActionCosts, BudgetCosts, Place
+from sinkprune.deadlines.policy import MARGIN, RequestHistory
+from sinkprune.policies.deadline import FEWEST_STEPS, ChosenChunk, ChunkDeadline, check_costs, choose_chunk
+from sinkprune.policies.report import ActionReport
+from sinkprune.runtime import recipe
+from support.programs.commands import Terminal
+
+BUDGETS = ("prune-77.8", "prune-88.9")
+NAMES = ("none", *BUDGETS)
+STATE = [0.5] * 5
+MS = st.floats(0.01, 1e4)
+PLACE = Place("0" * 64, (), "fp32", "fp32", "ort-cpu", "fp32", 2, "a machine")
+
+
+def costs_of(ms: dict[str, tuple[float, float]], method: str = "sinkpruner", frames: int = 1) -> ActionCosts:
+    """Costs that were not measured."""
+    # No prompt is longer than the measured one.
+    budgets = {name: BudgetCosts(*each, rows=1) for name, each in ms.items()}
+    return ActionCosts(method, frames, budgets, place=PLACE, prompt_tokens=10**6)
+
+
+def choose(
+    costs: ActionCosts,
+    deadline_ms: float,
+    most: int,
+    least: int,
+    budget: str = "none",
+    history: RequestHistory | None = None,
+    spent_ms: float = 0.0,
+) -> ChosenChunk:
+    """The choice of a policy after the chunks of `history`; without it, of one that has run nothing yet."""
+    return choose_chunk(
+        costs.budgets,
+        (history or RequestHistory()).slower,
+        spent_ms=spent_ms,
+        deadline_ms=deadline_ms,
+        budget=budget,
+        most_steps=most,
+        least_steps=least,
+    )
+
+
+@given(
+    st.lists(st.tuples(MS, MS), min_size=3, max_size=3),
+    st.floats(1, 1e5),
+    st.integers(1, 12),
+    st.integers(1, 12),
+    st.sampled_from(NAMES),
+    st.sampled_from([0.0, 0.5, 700.0]),
+)
+def test_the_choice_is_the_first_that_fits(
+    ms: list[tuple[float, float]], deadline_ms: float, one: int, other: int, budget: str, spent_ms: float
+) -> None:
+    """Largest budget first, and then most steps: every combination is tried in that order."""
+    least, most = sorted((one, other))
+    costs = costs_of(dict(zip(NAMES, ms, strict=True)))
+    found = choose(costs, deadline_ms, most, least, budget, spent_ms=spent_ms)
+    slower = RequestHistory().slower
+    assert slower.first == slower.token > MARGIN
+    allowed = NAMES[NAMES.index(budget) :]
+    near = 1e-9 * deadline_ms
+
+    def expected(name: str, steps: int) -> float:
+        own = costs.budgets[name]
+        return spent_ms + slower.first * own.before_ms + steps * slower.token * own.step_ms
+
+    def first(limit: float) -> tuple[str, int] | None:
+        every = itertools.product(allowed, range(most, least - 1, -1))
+        return next((each for each in every if expected(*each) <= limit), None)
+
+    # A chunk that is in time by a rounding error may count either way.
+    in_time = {first(deadline_ms - near), first(deadline_ms), first(deadline_ms + near)}
+    if found.can_meet:
+        assert (found.budget, found.steps) in in_time
+    else:
+        assert None in in_time and found.steps == least
+        measured = {name: costs.budgets[name].chunk_ms(least) for name in allowed}
+        near_ties = [name for name in allowed if measured[name] <= MARGIN * min(measured.values())]
+        assert found.budget == near_ties[-1]
+    assert found.expected_ms == pytest.approx(expected(found.budget, found.steps))
+
+
+def test_fewer_steps_come_before_a_smaller_budget_and_min_steps_turns_that_round() -> None:
+    costs = costs_of({"none": (100, 10), "prune-77.8": (50, 8)})
+    slower = RequestHistory().slower.first
+    # 10 steps take 200 unpruned, and 130 pruned.
+    for deadline, least, budget, steps in (
+        (200, 5, "none", 10),
+        (170, 5, "none", 7),
+        (170, 10, "prune-77.8", 10),
+        (149, 5, "prune-77.8", 10),
+        (91, 5, "prune-77.8", 5),
+        (80, 5, "prune-77.8", 5),
+    ):
+        found = choose(costs, deadline * slower + 1e-6, 10, least)
+        assert (found.budget, found.steps, found.can_meet) == (budget, steps, deadline > 80), deadline
+
+
+@pytest.mark.parametrize("before,step", [(1.6, 1.0), (1.0, 1.6), (1.6, 1.6), (0.7, 1.0)])
+def test_one_slow_chunk_changes_no_fastest_budget(before: float, step: float) -> None:
+    """A slow part of a chunk belongs to the machine. It must not reorder budgets that cost nearly the same."""
+    costs = costs_of({"none": (90, 10), "prune-77.8": (55, 6.6), "prune-88.9": (61, 5)})
+    history = RequestHistory()
+    for number in range(3):
+        found = choose(costs, 10, 10, 5, history=history)
+        assert (found.budget, found.steps, found.can_meet) == ("prune-88.9", 5, False), number
+        history.add(found.usual, before * found.usual.first, step * found.usual.token, 1)
+        assert found.expected_ms > 0.7 * costs.budgets["prune-88.9"].chunk_ms(5)
+
+
+def test_of_budgets_that_cost_nearly_the_same_the_smallest_is_the_fastest() -> None:
+    near = costs_of({"none": (100, 10), "prune-77.8": (50, 8), "prune-88.9": (52, 8)})
+    assert choose(near, 10, 10, 5).budget == "prune-88.9"
+    slower = costs_of({"none": (100, 10), "prune-77.8": (50, 8), "prune-88.9": (60, 8)})
+    assert choose(slower, 10, 10, 5).budget == "prune-77.8"
+
+
+def test_the_time_up_to_the_tower_is_spent_whatever_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large frames take longer: the choice follows, and what is expected of later chunks does not change."""
+    clock, history = [5.0], RequestHistory()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    costs = costs_of({"none": (100, 10), "prune-77.8": (50, 8)})
+    slower = history.slower.first
+    for spent, budget, steps in ((10, "none", 10), (60, "none", 5), (300, "prune-77.8", 5)):
+        own = ChunkDeadline(
+            costs,
+            history,
+            began=clock[0],
+            deadline_ms=10.1 + slower * 200,
+            budget="none",
+            most_steps=10,
+            least_steps=5,
+            frames=1,
+        )
+        clock[0] += spent / 1e3
+        if spent == 60:
+            clock[0] += slower * 50 / 1e3 - 0.05
+        assert own.choose(3) == (budget, steps)
+        before, step = costs.budgets[budget].before_ms, costs.budgets[budget].step_ms
+        clock[0] += (before + steps * step) / 1e3
+        report = own.report(steps * step)
+        assert report.met == (spent != 300) == report.can_meet
+        assert history.recent.first[-1] == pytest.approx(1) and history.recent.token[-1] == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("frames", "chosen"), [(2, "prune-77.8"), (1, "none")])
+def test_fewer_frames_leave_time_for_a_larger_budget(frames: int, chosen: str) -> None:
+    budgets = {"none": BudgetCosts(100, 10, 220), "prune-77.8": BudgetCosts(50, 8, 70)}
+    costs = ActionCosts("sinkpruner", 2, budgets, place=PLACE, prompt_tokens=20)
+    history = RequestHistory()
+    given = {"began": time.perf_counter(), "budget": "none", "most_steps": 5, "least_steps": 5}
+    own = ChunkDeadline(costs, history, deadline_ms=history.slower.first * 145, frames=frames, **given)
+    assert own.choose(20).budget == chosen
+
+
+@pytest.fixture(scope="module")
+def warm(bundle: Callable[..., Path], photo: Image.Image) -> Policy:
+    """A small policy of two cameras with measured costs of one camera's frame."""
+    policy = Policy.load(bundle("pi0", budgets=BUDGETS, max_images=2))
+    policy.warm_up([photo, None], "pick up the cup", STATE, seconds=0)
+    return policy
+
+
+def test_a_warm_up_reports_its_progress_if_wanted(
+    warm: Policy, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stderr := Terminal())
+    reported, costs = set[tuple[str, str]](), warm.costs
+
+    def report(what: str, done: float, total: float, unit: str) -> None:
+        assert 0 <= done <= total
+        reported.add((what, unit))
+
+    for progress, shown in ((False, False), (report, False), (True, True)):
+        warm.warm_up([photo, None], "go", STATE, budget="prune-88.9", seconds=0, progress=progress)
+        assert ("measuring costs: " in stderr.getvalue()) == shown
+    assert reported == {("measuring costs", "rounds")}
+    warm.costs = costs
+
+
+def act(policy: Policy, photo: Image.Image, **changed: Any) -> ActionReport:
+    """A chunk from one camera, within a deadline."""
+    options = {"deadline_ms": 60_000, "seed": 1, **changed}
+    return policy.act(options.pop("cameras", [photo, None]), "pick up the cup", STATE, **options)
+
+
+def test_a_policy_measures_its_budgets_the_largest_first(warm: Policy) -> None:
+    assert warm.costs is not None
+    assert list(warm.costs.budgets) == list(NAMES)
+    assert (warm.costs.method, warm.costs.frames) == ("sinkpruner", 1)
+    for own in warm.costs.budgets.values():
+        assert own.before_ms > 0 and own.step_ms > 0
+
+
+def test_a_smaller_budget_measures_only_itself(warm: Policy, photo: Image.Image) -> None:
+    other = Policy(warm.bundle, warm.backend)
+    costs = other.warm_up([photo, photo], "go", STATE, budget="prune-88.9", seconds=0)
+    assert (list(costs.budgets), costs.frames, other.costs) == (["prune-88.9"], 2, costs)
+
+
+def test_a_chunk_with_time_is_the_one_without_a_deadline(warm: Policy, photo: Image.Image) -> None:
+    in_time, plain = act(warm, photo), act(warm, photo, deadline_ms=None)
+    assert (in_time.budget, in_time.steps) == (plain.budget, plain.steps) == ("none", warm.facts.steps)
+    assert (in_time.actions == plain.actions).all()
+    assert plain.deadline is None
+    deadline = in_time.deadline
+    assert deadline is not None and deadline.met and deadline.can_meet
+    assert (deadline.budget, deadline.steps, deadline.deadline_ms) == ("none", warm.facts.steps, 60_000)
+    assert in_time.ms["latency"] < deadline.measured_ms
+    assert deadline.reason == "the largest budget that is expected in time with 5 steps or more"
+    capped = act(warm, photo, budget="prune-88.9").deadline
+    assert capped is not None
+    assert capped.reason == "the largest budget up to prune-88.9 that is expected in time with 5 steps or more"
+
+
+def test_the_chosen_budget_and_steps_are_what_runs(warm: Policy, photo: Image.Image) -> None:
+    """With costs of a slow machine, whose unpruned chunk takes a minute and a step a second."""
+    costs = warm.costs
+    slow = {"none": (60_000, 1000), "prune-77.8": (10_000, 1000), "prune-88.9": (1000, 1000)}
+    own = Policy(warm.bundle, warm.backend)
+    own.costs = replace(costs_of(slow), place=own.place)
+    own.load_plans("sinkpruner")
+    act(own, photo, deadline_ms=None)
+    pruned = act(own, photo, deadline_ms=25_800)
+    expected = 1.3 * MARGIN
+    assert (pruned.budget, pruned.steps, len(pruned.step_ms)) == ("prune-77.8", 8, 8)
+    assert pruned.tokens_per_layer[-1] < pruned.visual_tokens
+    assert pruned.deadline is not None
+    spent = pruned.deadline.expected_ms - 18_000 * expected
+    assert pruned.ms["vision"] < spent < 1_200
+    assert pruned.deadline.slower == pytest.approx(expected)
+    # The chunk was far faster than that: it lowers what is expected of the next.
+    assert act(own, photo, deadline_ms=25_800).budget == "none"
+    # Other costs begin a new history.
+    own.costs = replace(own.costs)
+    anew = act(own, photo, deadline_ms=25_800)
+    assert (anew.budget, anew.steps) == ("prune-77.8", 8)
+    late = act(own, photo, deadline_ms=1, min_steps=3)
+    assert (late.budget, late.steps) == ("prune-88.9", 3)
+    assert late.deadline is not None and not late.deadline.can_meet and not late.deadline.met
+    assert warm.costs is costs
+
+
+def test_the_first_chunk_and_one_that_loads_a_graph_correct_no_expected_time(
+    warm: Policy, photo: Image.Image
+) -> None:
+    own = Policy(warm.bundle, warm.backend)
+    own.costs = warm.costs
+    ratios = list[int]()
+    for budget in ("none", "prune-88.9", "prune-88.9"):
+        act(own, photo, budget=budget)
+        own.save_costs()
+        assert own._history is not None
+        ratios.append(len(own._history[1].recent.first))
+    assert ratios == [0, 0, 1]
+
+
+def test_frames_are_freed_before_the_budget_is_chosen(
+    warm: Policy, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frame of 12 megapixels takes milliseconds to free, which would count as slowness of the machine."""
+    decoded, choose, seen, alive = recipe.decoded_with_layout, ChunkDeadline.choose, list[Any](), list[Any]()
+
+    def noted(*given: Any) -> Any:
+        picture, layout = decoded(*given)
+        seen.append(weakref.ref(picture))
+        return picture, layout
+
+    def choose_noted(*given: Any) -> Any:
+        alive.extend(picture() for picture in seen)
+        return choose(*given)
+
+    monkeypatch.setattr(recipe, "decoded_with_layout", noted)
+    monkeypatch.setattr(ChunkDeadline, "choose", choose_noted)
+    act(warm, photo.copy())
+    assert alive and all(picture is None for picture in alive)
+
+
+def test_the_fewest_steps_are_at_most_the_steps(warm: Policy, photo: Image.Image) -> None:
+    assert act(warm, photo, deadline_ms=1, steps=2).steps == 2
+    assert act(warm, photo, deadline_ms=1).steps == FEWEST_STEPS
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"cameras": "both"}, DeadlineError, "2 cameras have a frame, and the costs were measured with 1"),
+        ({"budget": "retain-64"}, BudgetError, "retain-64"),
+        ({"deadline_ms": 0}, UsageError, "deadline_ms is 0, expected milliseconds"),
+        ({"deadline_ms": True}, UsageError, "deadline_ms is True"),
+        ({"min_steps": 0}, UsageError, "min_steps is 0"),
+        ({"min_steps": 4, "steps": 3}, UsageError, "min_steps is 4 and steps 3"),
+        ({"min_steps": 4, "deadline_ms": None}, UsageError, "min_steps is for a deadline"),
+    ],
+)
+def test_wrong_deadlines_are_refused_with_a_sentence(
+    changed: dict[str, Any], error: type[Exception], words: str, warm: Policy, photo: Image.Image
+) -> None:
+    if changed.get("cameras") == "both":
+        changed = {**changed, "cameras": [photo, photo]}
+    with pytest.raises(error, match=words):
+        act(warm, photo, **changed)
+
+
+def test_unknown_costs_are_refused_with_a_sentence(warm: Policy, photo: Image.Image) -> None:
+    own = Policy(warm.bundle, warm.backend)
+    with pytest.raises(DeadlineError, match=r"costs of chunks on this machine, .* are not known.*policy\.warm_up"):
+        act(own, photo)
+    own.costs = replace(costs_of({"prune-88.9": (1, 1)}, frames=2), place=own.place)
+    with pytest.raises(DeadlineError, match=r"at budget 'none' are not known, but those .* at prune-88.9"):
+        act(own, photo)
+    own.costs = replace(costs_of({"none": (1, 1)}, "fastv", 2), place=own.place)
+    with pytest.raises(DeadlineError, match=r"method 'sinkpruner' at budget 'none' are not known, but .* 'fastv'"):
+        act(own, photo)
+    again = r"policy.warm_up\(cameras, instruction, state, method='fastv'\) or sinkprune-act --method fastv --warm-up"
+    with pytest.raises(DeadlineError, match=again):
+        check_costs(costs_of({"none": (1, 1)}), own.bundle.manifest, "fastv", "none", 1)
+    own.costs = replace(costs_of({"none": (2, 1), "prune-50": (1, 1)}), place=own.place)
+    with pytest.raises(DeadlineError, match=r"of budget 'prune-50', which the bundle does not have.*--warm-up"):
+        act(own, photo)
+    own.costs = costs_of({"none": (2, 1)})
+    with pytest.raises(UsageError, match=r"^the costs are of another place: their 'config_sha256' is"):
+        act(own, photo)
+    own.costs = 3  # type: ignore[assignment]
+    with pytest.raises(TypeError, match="costs is 3, expected ActionCosts, as read_action_costs and warm_up return"):
+        act(own, photo)
+    with pytest.raises(UsageError, match="seconds is -1"):
+        own.warm_up([photo, None], "go", STATE, seconds=-1)

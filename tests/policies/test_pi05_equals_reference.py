@@ -1,0 +1,184 @@
+"""Chunks of pi0.5 against a plain reference: unpruned, and with dropped tokens masked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from sinkprune import Policy
+from sinkprune.contract.budgets import parse_budget, prune_layers
+from sinkprune.contract.errors import PromptError, UsageError
+from sinkprune.contract.manifest import LanguageModel, PolicyFacts
+from sinkprune.policies.observation import state_prompt
+from support.models.small_models import PI05_SHAPES
+from support.references.pi0 import masked_prefix, sanitized_rows
+from support.references.pi05 import Pi05Reference, state_text
+from support.references.steps import Watched
+
+Array = np.ndarray[Any, Any]
+STEPS = 10
+BUDGETS = ("prune-66.7", "prune-77.8", "prune-88.9+raster", "prune-80+no-sanitizer")
+INSTRUCTION = "pick up the red cup"
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Callable[[str], Path]) -> Callable[[str], Pi05Reference]:
+    """A small checkpoint in transformers and numpy."""
+    return cache(lambda name: Pi05Reference(checkpoint(name)))
+
+
+@pytest.fixture(scope="module")
+def policy(bundle: Callable[..., Path]) -> Callable[..., Policy]:
+    """A loaded small policy of three cameras."""
+
+    @cache
+    def get(name: str, dialect: str = "opset24") -> Policy:
+        return Policy.load(bundle(name, budgets=BUDGETS, max_images=3, dialect=dialect))
+
+    return get
+
+
+def frames(photo: Image.Image) -> list[Image.Image]:
+    return [photo.crop(box) for box in ((0, 0, 301, 167), (200, 20, 333, 399), (300, 100, 501, 301))]
+
+
+def drawn(policy: Policy) -> tuple[Array, Array]:
+    """A state, of which some numbers lie outside the ranges of the training, and noise."""
+    facts, random = policy.facts, np.random.default_rng(0)
+    state = random.uniform(-1.8, 1.8, len(facts.usual_state)).astype(np.float32)
+    return state, random.standard_normal((facts.chunk, facts.action_dim)).astype(np.float32)
+
+
+def normalised(policy: Policy, state: Array) -> Array:
+    ranges = policy.facts.state_range
+    if ranges is None:
+        return state
+    low, high = np.array(ranges.low, np.float32), np.array(ranges.high, np.float32)
+    return 2 * (state - low) / (high - low) - 1
+
+
+def in_robots_units(policy: Policy, actions: Array) -> Array:
+    ranges = policy.facts.action_range
+    if ranges is None:
+        return actions
+    low, high = np.array(ranges.low), np.array(ranges.high)
+    return (actions[:, : len(low)] + 1) / 2 * (high - low) + low
+
+
+@pytest.mark.parametrize("missing", [None, 1])
+@pytest.mark.parametrize("name", PI05_SHAPES)
+def test_unpruned_chunks_equal_the_reference(
+    name: str,
+    missing: int | None,
+    policy: Callable[..., Policy],
+    reference: Callable[[str], Pi05Reference],
+    photo: Image.Image,
+) -> None:
+    own, torch_model, seen = policy(name), reference(name), frames(photo)
+    state, noise = drawn(own)
+    torch_model.text = state_text(INSTRUCTION, normalised(own, state))
+    shown = [None if number == missing else frame for number, frame in enumerate(seen)]
+    report = own.act(shown, INSTRUCTION, state, noise=noise, steps=STEPS)
+    there = [frame for frame in shown if frame is not None]
+    caches = torch_model.prefix_cache(there)
+    rows = caches[0][0].shape[2]
+    assert report.prompt_tokens == len(torch_model.ids(0)) == rows - len(there) * (torch_model.side // 14) ** 2
+    expected = torch_model.chunk(caches, [np.ones(rows, bool)] * len(caches), rows, noise, STEPS)
+    assert np.abs(expected).max() > 0.5
+    assert np.abs(expected - noise).max() > 0.5
+    np.testing.assert_allclose(report.actions, in_robots_units(own, expected), atol=1e-3)
+
+
+@pytest.mark.parametrize("name", PI05_SHAPES)
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_pruned_chunks_equal_the_reference_with_masked_tokens(
+    budget: str,
+    name: str,
+    policy: Callable[..., Policy],
+    reference: Callable[[str], Pi05Reference],
+    photo: Image.Image,
+) -> None:
+    assert_equals_masked(policy(name), reference(name), name, budget, frames(photo))
+
+
+def test_the_other_dialect_prunes_as_the_reference_masks(
+    policy: Callable[..., Policy], reference: Callable[[str], Pi05Reference], photo: Image.Image
+) -> None:
+    assert_equals_masked(policy("pi0.5", "opset20"), reference("pi0.5"), "pi0.5", "prune-77.8", frames(photo))
+
+
+def assert_equals_masked(
+    policy: Policy, reference: Pi05Reference, name: str, budget: str, seen: list[Image.Image]
+) -> None:
+    (state, noise), steps = drawn(policy), Watched()
+    reference.text = state_text(INSTRUCTION, normalised(policy, state))
+    report = policy.act(seen, INSTRUCTION, state, noise=noise, steps=STEPS, budget=budget, observer=steps)
+    towers = reference.tower(seen)
+    prefix, sources = sanitized_rows(reference, towers, budget)
+    options, count = parse_budget("pi0.5", budget), len(towers[0][0])
+    cuts = prune_layers(PI05_SHAPES[name].num_layers)
+    stages = {cut: [stage.of(count)] * len(seen) for cut, stage in zip(cuts, options.stages, strict=True)}
+    masked = masked_prefix(reference, prefix, budget, stages)
+    caches = [(layer.keys.numpy(), layer.values.numpy()) for layer in masked.cache.layers]
+    position = len(seen) * count + len(prefix.text)
+    expected = reference.chunk(caches, [one.numpy() for one in masked.visible], position, noise, STEPS)
+    assert [kept.index.ravel().tolist() for kept in report.images] == sources
+    assert report.tokens_per_layer == [int(one.sum()) - len(prefix.text) for one in masked.visible]
+    assert report.tokens_per_layer[-1] < report.visual_tokens
+    np.testing.assert_allclose(report.actions, in_robots_units(policy, expected), atol=1e-3)
+
+
+def facts(width: int) -> PolicyFacts:
+    model = LanguageModel(32, 64, 1, 1, 1, 16, 320, 512, 1e4)
+    return PolicyFacts(model, 1, 32, 4, 1, 4e-3, 4.0, (0.0,) * width, (1.0,) * width, (), (), state_in_prompt=True)
+
+
+@given(
+    st.lists(
+        st.floats(-3, 3, width=32) | st.sampled_from([-1.0, 1.0, 0.0, -0.0, -1 + 2**-7, 1e30]), min_size=1, max_size=8
+    )
+)
+def test_the_state_is_written_in_bins(numbers: list[float]) -> None:
+    state = np.zeros((1, 1, 32), np.float32)
+    state[0, 0, : len(numbers)] = numbers
+    assert state_prompt(facts(len(numbers)), "go", state) == state_text("go", numbers)
+
+
+def test_an_instruction_is_cleaned_as_openpi_cleans_it() -> None:
+    text = state_prompt(facts(2), " pick_up\nthe cup ", np.array([[[0.5, -1.5]]], np.float32))
+    assert text == "Task: pick up the cup, State: 192 -1;\nAction: "
+
+
+def test_states_and_instructions_are_checked(policy: Callable[..., Policy], photo: Image.Image) -> None:
+    own, seen = policy("pi0.5"), frames(photo)
+    state, _ = drawn(own)
+    for wrong, message in (([0.0], "expected 5 numbers"), ([*state[:4], np.nan], "finite"), ("x", "expected 5")):
+        with pytest.raises(UsageError, match=message):
+            own.act(seen, INSTRUCTION, wrong)
+    with pytest.raises(PromptError, match="found int as the instruction"):
+        own.act(seen, 3, state)  # type: ignore[arg-type]
+    inputs = {one.name for one in own.bundle.manifest.graphs["expert"].inputs}
+    assert "state" not in inputs and own.facts.expert_rows == own.facts.chunk
+    other = state.copy()
+    other[0] += 0.3
+    chunks = [own.act(seen, INSTRUCTION, each, seed=1, steps=2).actions for each in (state, other, state)]
+    np.testing.assert_array_equal(chunks[0], chunks[2])
+    assert np.abs(chunks[0] - chunks[1]).max() > 1e-3
+
+
+def test_deadlines_choose_budgets_and_steps(policy: Callable[..., Policy], photo: Image.Image) -> None:
+    own = policy("pi0.5")
+    state, _ = drawn(own)
+    costs = own.warm_up(frames(photo), INSTRUCTION, state, seconds=0)
+    assert set(costs.budgets) == {"none", *BUDGETS}
+    long, short = (own.act(frames(photo), INSTRUCTION, state, deadline_ms=ms) for ms in (60_000, 1))
+    assert (long.budget, long.steps) == ("none", own.facts.steps)
+    assert short.deadline is not None and not short.deadline.can_meet and short.steps == 5

@@ -1,0 +1,167 @@
+"""Chunks of actions on every CPU backend, and with rounded weights and types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from sinkprune import Policy
+from sinkprune.policies.report import ActionReport
+from sinkprune.runtime.steps.observer import Observer
+from support.models.manifests import file_of
+from support.models.small_models import PI0_SHAPES
+from support.models.stored_matrices import stored_matrices
+from support.programs.slow_cases import slow_except
+from support.references.pi0 import INSTRUCTION, Pi0Reference
+from support.stand_ins.processor_features import assert_error, computes_in_bf16, rounds_to_int8
+
+Array = np.ndarray[Any, Any]
+BUDGETS = ("prune-77.8", "prune-88.9+raster+visual-keys")
+WIDE = "pi0-bare"
+"""Has only widths that 4-bit weights take."""
+
+
+@pytest.fixture(scope="module")
+def policy(bundle: Callable[..., Path]) -> Callable[..., Policy]:
+    """A loaded small policy of three cameras."""
+
+    @cache
+    def get(name: str, precision: str = "fp32", weights: str | None = None, **options: Any) -> Policy:
+        root = bundle(name, precision, BUDGETS, max_images=3, weights=weights)
+        return Policy.load(root, **options)
+
+    return get
+
+
+class Actions(Observer):
+    """Keeps the expert's actions."""
+
+    def acted(self, actions: Array) -> None:
+        self.actions = actions[0]
+
+
+def act(policy: Policy, photo: Image.Image, **options: Any) -> tuple[ActionReport, Array]:
+    """A chunk from three cameras, a drawn state and drawn noise, and the expert's actions [chunk,action_dim]."""
+    facts, random, seen = policy.facts, np.random.default_rng(0), Actions()
+    state = random.uniform(-2, 2, len(facts.state_mean) or facts.state_dim)
+    noise = random.standard_normal((facts.chunk, facts.action_dim), np.float32)
+    given = {"cameras": cameras(photo), "noise": noise, "observer": seen, **options}
+    return policy.act(instruction=INSTRUCTION, state=state, **given), seen.actions
+
+
+def cameras(photo: Image.Image) -> list[Image.Image | None]:
+    return [photo.crop(box) for box in ((0, 0, 301, 167), (200, 20, 333, 399), (300, 100, 501, 301))]
+
+
+def error(found: Array, expected: Array) -> float:
+    """The difference, over the length of the expected chunk."""
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("backend", ["openvino", "ort-cpu+openvino"])
+@pytest.mark.parametrize("name", slow_except({"pi0", "pi0-deep"}, PI0_SHAPES))
+def test_in_fp32_every_backend_keeps_and_does_the_same(
+    name: str, backend: str, policy: Callable[..., Policy], photo: Image.Image
+) -> None:
+    ours, theirs = policy(name, backend=backend, compute="fp32"), policy(name)
+    without = cameras(photo)
+    without[1] = None
+    for options in ({}, {"cameras": without}, *({"budget": budget} for budget in BUDGETS)):
+        (report, actions), (expected, others) = (act(one, photo, **options) for one in (ours, theirs))
+        assert report.tokens_per_layer == expected.tokens_per_layer
+        for kept, other in zip(report.images, expected.images, strict=True):
+            np.testing.assert_array_equal(kept.index, other.index)
+            for layer, rows in other.after_stage.items():
+                np.testing.assert_array_equal(kept.after_stage[layer], rows)
+        np.testing.assert_allclose(actions, others, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("weights", "backend"),
+    slow_except({("int8", "openvino"), ("int4", "ort-cpu")}, product(("int8", "int4"), ("ort-cpu", "openvino"))),
+)
+def test_rounded_weights_act_as_transformers_with_these_weights(
+    weights: str,
+    backend: str,
+    policy: Callable[..., Policy],
+    checkpoint: Callable[[str], Path],
+    photo: Image.Image,
+) -> None:
+    own = policy(WIDE, weights=weights, backend=backend, compute="fp32")
+    reference = Pi0Reference(checkpoint(WIDE))
+    replaced = store_weights(reference, own)
+    # Of the prefix's last layer keys and values only; the tower's blocks; the projector and the ends of the expert.
+    assert replaced == 2 * 7 * PI0_SHAPES[WIDE].num_layers - 5 + 3 * 6 + 6
+
+    report, actions = act(own, photo, steps=10)
+    state = np.random.default_rng(0).uniform(-2, 2, own.facts.state_dim).astype(np.float32)
+    random = np.random.default_rng(0)
+    random.uniform(-2, 2, own.facts.state_dim)
+    noise = random.standard_normal((1, own.facts.chunk, own.facts.action_dim), np.float32)
+    expected = reference.unpruned(cameras(photo), state[None, None], noise, report.steps)
+    np.testing.assert_allclose(actions, expected, atol=1e-3)
+    # The weights were rounded at all.
+    _, exact = act(policy(WIDE), photo, steps=10)
+    assert error(actions, exact) > 1e-3
+
+
+@torch.no_grad()
+def store_weights(reference: Pi0Reference, policy: Policy) -> int:
+    """Give transformers the matrices that a bundle stores, as they are read; returns how many it has taken."""
+    parameters, taken = dict(reference.model.named_parameters()), 0
+    manifest = policy.bundle.manifest
+    for graph in filter(manifest.weight_bytes, manifest.graphs):
+        for name, (matrix, _) in stored_matrices(file_of(policy.bundle, graph)).items():
+            stem, joint, last = name.rpartition("self_attn.")
+            own = [name]
+            if last in ("qkv_proj.weight", "kv_proj.weight"):
+                own = [f"{stem}{joint}{part}_proj.weight" for part in last.partition("_")[0]]
+            found = [
+                next(value for full, value in parameters.items() if f".{full}".endswith(f".{one}")) for one in own
+            ]
+            parts = np.split(matrix.T, np.cumsum([len(value) for value in found])[:-1])
+            for value, part in zip(found, parts, strict=True):
+                value.copy_(torch.from_numpy(np.ascontiguousarray(part)))
+            taken += len(found)
+    return taken
+
+
+@pytest.mark.parametrize("name", ["pi0", WIDE])
+def test_fp16_states_round_the_chunk_a_little(name: str, policy: Callable[..., Policy], photo: Image.Image) -> None:
+    (_, found), (_, expected) = (act(policy(name, precision), photo) for precision in ("fp16", "fp32"))
+    # Rounding errors of a type of 11 bits, which add up over layers and steps.
+    assert 0 < error(found, expected) < 8 * 2**-11
+
+
+@pytest.mark.parametrize("name", ["pi0", WIDE])
+def test_openvino_in_bf16_rounds_the_chunk_a_little(
+    name: str, policy: Callable[..., Policy], photo: Image.Image
+) -> None:
+    """With the time embedded in bf16, the velocity would be wrong by half."""
+    (_, found), (_, expected) = (act(policy(name, backend=backend), photo) for backend in ("openvino", "ort-cpu"))
+    assert_error(error(found, expected), rounded=computes_in_bf16(), least=1e-4, most=5 * 2**-8, exact=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("weights", "backend"),
+    slow_except(
+        {("int8", "ort-cpu"), ("int8", "openvino"), ("int4", "ort-cpu+openvino")},
+        product(("int8", "int4"), ("ort-cpu", "openvino", "ort-cpu+openvino")),
+    ),
+)
+def test_the_fastest_types_stay_near_the_stored_weights(
+    weights: str, backend: str, policy: Callable[..., Policy], photo: Image.Image
+) -> None:
+    fast, exact = (policy(WIDE, weights=weights, backend=backend, compute=how) for how in ("fastest", "fp32"))
+    (_, found), (_, expected) = act(fast, photo), act(exact, photo)
+    rounded = True if backend != "openvino" else rounds_to_int8() or computes_in_bf16()
+    # Rows are rounded to 8 bits in front of each matrix.
+    assert_error(error(found, expected), rounded=rounded, least=1e-4, most=16 * 2**-8, exact=1e-4)

@@ -1,0 +1,195 @@
+"""Chunks of actions against transformers: unpruned, and with dropped tokens masked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinkprune import Policy
+from sinkprune.contract.budgets import parse_budget, prune_layers
+from support.models.small_models import PI0_SHAPES
+from support.references.pi0 import INSTRUCTION, Pi0Reference, masked_chunk, masked_prefix, sanitized_rows
+from support.references.steps import Watched
+
+Array = np.ndarray[Any, Any]
+Bundles = Callable[..., Path]
+STEPS = 10
+BUDGETS = (
+    "prune-66.7",
+    "prune-77.8",
+    "prune-88.9",
+    "prune-88.9+raster",
+    "prune-88.9+visual-keys",
+    "prune-77.8+drop-sink",
+    "prune-77.8+keep-outliers",
+    "prune-80+no-sanitizer",
+    "prune-88.9+serial+raster+visual-keys",
+)
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Callable[[str], Path]) -> Callable[[str], Pi0Reference]:
+    """A small checkpoint in transformers."""
+    return cache(lambda name: Pi0Reference(checkpoint(name)))
+
+
+@pytest.fixture(scope="module")
+def policy(bundle: Bundles) -> Callable[..., Policy]:
+    """A loaded small policy of three cameras, or as many."""
+
+    @cache
+    def get(name: str, cameras: int = 3, dialect: str = "opset24") -> Policy:
+        return Policy.load(bundle(name, budgets=BUDGETS, max_images=cameras, dialect=dialect))
+
+    return get
+
+
+def frames(photo: Image.Image, cameras: int) -> list[Image.Image]:
+    """Different parts of a photo, of odd sizes: wide, high and square."""
+    boxes = [(0, 0, 301, 167), (200, 20, 333, 399), (300, 100, 501, 301)]
+    return [photo.crop(box) for box in boxes[:cameras]]
+
+
+def drawn(name: str, seed: int = 0) -> tuple[Array, Array]:
+    """A state as the expert takes it, and noise."""
+    shape, random = PI0_SHAPES[name], np.random.default_rng(seed)
+    width = shape.state_dim - (1 if shape.statistics else 0)
+    state = random.uniform(-2, 2, width).astype(np.float32)
+    return state, random.standard_normal((shape.chunk, shape.action_dim)).astype(np.float32)
+
+
+def normalised(policy: Policy, state: Array) -> Array:
+    """PI0Processor's state [1,1,state_dim]."""
+    facts = policy.facts
+    padded = np.zeros((1, 1, facts.state_dim), np.float32)
+    mean, std = np.array(facts.state_mean or 0.0), np.array(facts.state_std or 1.0)
+    padded[0, 0, : len(state)] = (state - mean) / std
+    return padded
+
+
+def in_robots_units(policy: Policy, actions: Array) -> Array:
+    """What the checkpoint's statistics make of the expert's actions."""
+    facts = policy.facts
+    width = len(facts.action_mean) or facts.action_dim
+    mean, std = np.array(facts.action_mean or 0.0), np.array(facts.action_std or 1.0)
+    return actions[:, :width] * std + mean
+
+
+@pytest.mark.parametrize("missing", [None, 0, 1])
+@pytest.mark.parametrize("name", PI0_SHAPES)
+def test_unpruned_chunks_equal_transformers(
+    name: str,
+    missing: int | None,
+    policy: Callable[..., Policy],
+    reference: Callable[[str], Pi0Reference],
+    photo: Image.Image,
+) -> None:
+    own, seen = policy(name), [*frames(photo, 3)]
+    given = [None if number == missing else frame for number, frame in enumerate(seen)]
+    state, noise = drawn(name)
+    report = own.act(given, INSTRUCTION, state, noise=noise, steps=STEPS)
+    expected = reference(name).unpruned(given, normalised(own, state), noise[None], STEPS)
+    assert np.abs(expected).max() > 0.5
+    np.testing.assert_allclose(report.actions, in_robots_units(own, expected), atol=1e-3)
+    assert report.steps == len(report.step_ms) == STEPS
+    assert report.visual_tokens == own.bundle.manifest.most_visual_tokens * (3 if missing is None else 2)
+
+
+@pytest.mark.parametrize("name", PI0_SHAPES)
+def test_the_prefix_has_the_keys_and_values_of_transformers(
+    name: str, policy: Callable[..., Policy], reference: Callable[[str], Pi0Reference], photo: Image.Image
+) -> None:
+    own, torch_model, seen, steps = policy(name), reference(name), frames(photo, 3), Watched()
+    state, noise = drawn(name)
+    own.act(seen, INSTRUCTION, state, noise=noise, steps=1, observer=steps)
+    expected = torch_model.prefix_cache(seen)
+    found: dict[str, Any] = {}
+    chain = own._model.chain
+    for decoder, cached in zip(chain.decoders, steps.prefill.cache.segments, strict=True):
+        found |= decoder.keys_and_values(cached)
+    for layer, both in enumerate(expected):
+        for kind, tensor in zip(("key", "value"), both, strict=True):
+            rows = chain.backend.numpy(found[f"past_{kind}_{layer}"])[:, :, : tensor.shape[2]]
+            np.testing.assert_allclose(rows, tensor, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", PI0_SHAPES)
+def test_the_tower_is_that_of_transformers(
+    name: str, policy: Callable[..., Policy], reference: Callable[[str], Pi0Reference], photo: Image.Image
+) -> None:
+    """Norms are of the rows before the last norm layer, salience is what patches receive in the block before last."""
+    seen, torch_model = frames(photo, 3), reference(name)
+    expected = torch_model.tower(seen)
+    for own, theirs in zip(tower_outputs(policy(name), torch_model, seen), expected, strict=True):
+        for mine, other in zip(own, theirs, strict=True):
+            np.testing.assert_allclose(mine, other, atol=1e-3 * np.abs(other).max())
+    inputs = [policy(name)._model.family.inputs(frame)["pixel_values"][0] for frame in seen]
+    np.testing.assert_allclose(inputs, torch_model.pixels(seen).numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize("cameras", [1, 3])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_pruned_chunks_equal_transformers_with_masked_tokens(
+    budget: str,
+    cameras: int,
+    policy: Callable[..., Policy],
+    reference: Callable[[str], Pi0Reference],
+    photo: Image.Image,
+) -> None:
+    assert_equals_masked(policy("pi0", cameras), reference("pi0"), "pi0", budget, frames(photo, cameras))
+
+
+@pytest.mark.parametrize("name", [name for name in PI0_SHAPES if name != "pi0"])
+def test_every_shape_prunes_as_transformers_masks(
+    name: str, policy: Callable[..., Policy], reference: Callable[[str], Pi0Reference], photo: Image.Image
+) -> None:
+    assert_equals_masked(policy(name), reference(name), name, "prune-77.8", frames(photo, 3))
+
+
+def test_the_other_dialect_prunes_as_transformers_masks(
+    policy: Callable[..., Policy], reference: Callable[[str], Pi0Reference], photo: Image.Image
+) -> None:
+    assert_equals_masked(policy("pi0", 3, "opset20"), reference("pi0"), "pi0", "prune-88.9", frames(photo, 3))
+
+
+def assert_equals_masked(
+    policy: Policy, reference: Pi0Reference, name: str, budget: str, seen: list[Image.Image]
+) -> None:
+    """That a chunk, its kept tokens and its prefix are those of transformers with dropped tokens masked."""
+    (state, noise), steps = drawn(name), Watched()
+    report = policy.act(seen, INSTRUCTION, state, noise=noise, steps=STEPS, budget=budget, observer=steps)
+    towers = tower_outputs(policy, reference, seen)
+    prefix, sources = sanitized_rows(reference, towers, budget)
+    options, count = parse_budget("pi0", budget), len(towers[0][0])
+    cuts = prune_layers(PI0_SHAPES[name].num_layers)
+    stages = {cut: [stage.of(count)] * len(seen) for cut, stage in zip(cuts, options.stages, strict=True)}
+    masked = masked_prefix(reference, prefix, budget, stages)
+    position = len(seen) * count + len(prefix.text)
+    expected = masked_chunk(reference, masked, position, normalised(policy, state), noise[None], STEPS)
+
+    assert [kept.index.ravel().tolist() for kept in report.images] == sources
+    for cut, rows in masked.survivors.items():
+        left = [[camera.index(row) for row in rows if row in camera] for camera in prefix.cameras]
+        assert [kept.after_stage[cut].tolist() for kept in report.images] == left
+    visual = [int(seen_rows.sum()) - len(prefix.text) for seen_rows in masked.visible]
+    assert report.tokens_per_layer == visual
+    np.testing.assert_allclose(report.actions, in_robots_units(policy, expected), atol=1e-3)
+
+
+def tower_outputs(
+    policy: Policy, reference: Pi0Reference, seen: list[Image.Image]
+) -> list[tuple[Array, Array, Array]]:
+    """Tokens, norms and salience of each camera, as the policy's tower gives them."""
+    outputs: dict[str, Any] = {}
+    chain = policy._model.chain
+    pixels = reference.pixels(seen).numpy().astype(np.float32)
+    outputs = chain.vision({"pixel_values": chain.backend.tensor(pixels)})
+    arrays = [chain.backend.numpy(outputs[name]) for name in ("tokens", "norms", "salience")]
+    tokens, norms, salience = arrays
+    return [(tokens[camera], norms[camera], salience[camera]) for camera in range(len(seen))]

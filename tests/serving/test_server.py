@@ -1,0 +1,334 @@
+"""The server over HTTP, with OpenAI's client: answers are those of the pipeline, and errors are OpenAI's."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Thread
+from typing import Any, Literal
+
+import httpx
+import numpy as np
+import openai
+import pydantic
+import pytest
+from openai.lib._parsing._completions import type_to_response_format_param
+from PIL import Image
+from tests.serving.test_chat_request import BODY, data_uri
+
+from sinkprune import Pipeline
+from sinkprune.serving.app import ServerSettings, new_app
+from sinkprune.serving.connections import Server
+from sinkprune.serving.responses import TokenLogprobs
+from support.references.answer_encoders import STOP, answer_encoder
+
+QUESTION = "What is on the table?"
+TOKENS = 6
+AS_JSON = {"Content-Type": "application/json"}
+
+
+@contextmanager
+def served(pipeline: Pipeline, **settings: Any) -> Iterator[str]:
+    """Yield the address of a server in this process."""
+    server = Server(new_app(pipeline, ServerSettings(**{"name": "m", "budget": "retain-64", **settings})), drain_s=1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        # As in `sinkprune-serve`: each response would wait 40 ms for the client.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        thread = Thread(target=lambda: asyncio.run(server.serve([listener])))
+        thread.start()
+        try:
+            until = time.monotonic() + 20
+            while not server.started:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def pipe(pipeline: Callable[..., Pipeline]) -> Pipeline:
+    return pipeline("gqa-112", "fp32", ("retain-64", "retain-192"), max_images=3)
+
+
+@pytest.fixture(scope="module")
+def address(pipe: Pipeline) -> Iterator[str]:
+    with served(pipe) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(address: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def asked(picture: Image.Image, question: str = QUESTION) -> list[Any]:
+    parts = [{"type": "image_url", "image_url": {"url": data_uri(picture)}}, {"type": "text", "text": question}]
+    return [{"role": "user", "content": parts}]
+
+
+def post(
+    address: str, headers: dict[str, str] | None = None, *, timeout: float = 60, **changes: Any
+) -> httpx.Response:
+    return httpx.post(f"{address}/v1/chat/completions", json={**BODY, **changes}, headers=headers, timeout=timeout)
+
+
+@pytest.mark.parametrize("budget", ["none", "retain-64", "retain-192"])
+def test_an_answer_is_that_of_the_pipeline(
+    budget: str, client: openai.OpenAI, pipe: Pipeline, photo: Image.Image
+) -> None:
+    expected = pipe.generate(photo, QUESTION, budget=budget, max_new_tokens=TOKENS)
+    for _ in range(2):
+        found = client.chat.completions.create(model=f"m:{budget}", messages=asked(photo), max_tokens=TOKENS)
+        assert found.choices[0].message.content == expected.text
+        assert found.choices[0].finish_reason == expected.finish
+        rows = expected.tokens_per_layer[0] + expected.prompt_tokens
+        assert found.usage is not None and found.usage.prompt_tokens == rows
+        assert found.usage.completion_tokens == len(expected.token_ids)
+        done = found.model_extra["sinkprune"]  # type: ignore[index]
+        assert done["seen_share"] == [pytest.approx(2 / 3)]
+        assert (done["budget"], done["tokens_per_layer"]) == (budget, expected.tokens_per_layer)
+    # The second answer has its picture from the session.
+    # Unpruned, the last row runs again, because its result was not stored.
+    reused = rows - 1 if budget == "none" else rows
+    assert done["reused_towers"] == 1 and done["reused_rows"] == reused
+    assert found.usage.prompt_tokens_details.cached_tokens == reused  # type: ignore[union-attr]
+
+
+def test_a_request_without_the_session_takes_and_leaves_nothing(pipe: Pipeline, photo: Image.Image) -> None:
+    body = {"messages": asked(photo), "max_tokens": 1}
+    with served(pipe) as address:
+        alone = [post(address, session=False, **body).json()["sinkprune"] for _ in range(2)]
+        first, second = (post(address, **body).json()["sinkprune"] for _ in range(2))
+        alone.append(post(address, session=False, **body).json()["sinkprune"])
+    assert [(each["reused_towers"], each["reused_rows"]) for each in (*alone, first)] == [(0, 0)] * 4
+    assert second["reused_towers"] == 1 and second["reused_rows"] > 0
+    with served(pipe) as address:
+        assert post(address, session="no").json()["error"]["message"] == 'session is "no", expected true or false.'
+
+
+def test_a_stream_has_the_same_text_in_pieces(client: openai.OpenAI, pipe: Pipeline, photo: Image.Image) -> None:
+    expected = pipe.generate(photo, QUESTION, budget="retain-64", max_new_tokens=TOKENS)
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": TOKENS}
+    chunks = [*client.chat.completions.create(model="m", messages=asked(photo), **options)]
+    *texts, last, usage = chunks
+    assert texts[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in texts) == expected.text
+    assert last.choices[0].finish_reason == expected.finish
+    assert last.model_extra["sinkprune"]["budget"] == "retain-64"  # type: ignore[index]
+    assert usage.usage is not None and usage.usage.completion_tokens == len(expected.token_ids)
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_log_probabilities_are_of_the_models_own_distribution(client: openai.OpenAI, photo: Image.Image) -> None:
+    options: dict[str, Any] = {"logprobs": True, "top_logprobs": 3, "max_tokens": TOKENS, "model": "m"}
+    whole = client.chat.completions.create(messages=asked(photo), **options)
+    listed = whole.choices[0].logprobs.content  # type: ignore[union-attr]
+    assert listed is not None and len(listed) == whole.usage.completion_tokens  # type: ignore[union-attr]
+    for token in listed:
+        top = [each.logprob for each in token.top_logprobs]
+        assert len(top) == 3 and top == sorted(top, reverse=True) and max(top) <= 0
+        # Greedy: the likeliest token.
+        assert token.logprob == top[0] and token.token == token.top_logprobs[0].token
+        assert token.bytes == token.top_logprobs[0].bytes
+    streamed = client.chat.completions.create(messages=asked(photo), stream=True, **options)
+    pieces = [chunk.choices[0].logprobs for chunk in streamed if chunk.choices[0].logprobs]
+    assert [token for piece in pieces for token in piece.content or ()] == listed
+
+
+@pytest.mark.parametrize("kind", ["pocket", "qwen", "llama"])
+@pytest.mark.parametrize("text", ["日本語", "😀é", " the cat  sat", "a\ufffdb", "a <b>\n"])
+def test_bytes_of_log_probabilities_join_to_the_text(kind: str, text: str) -> None:
+    encoder = answer_encoder(kind)
+    collected = TokenLogprobs([], encoder.tokenizer, 2)
+    for token in [*encoder.answer_ids(text), STOP[kind][0]]:
+        logits = np.zeros(700, np.float32)
+        logits[token] = 9
+        collected.chose(token, logits)
+    assert b"".join(bytes(token["bytes"]) for token in collected.tokens) == text.encode()
+    for token in collected.tokens:
+        assert token["top_logprobs"][0]["bytes"] == token["bytes"]
+        assert token["token"] == bytes(token["bytes"]).decode(errors="replace") or token is collected.tokens[-1]
+
+
+def test_log_probabilities_sum_to_one(pipe: Pipeline) -> None:
+    vocabulary = pipe.prompts.tokenizer.get_vocab_size()
+    logits = np.random.default_rng(0).normal(0, 400, vocabulary).astype(np.float32)
+    collected = TokenLogprobs([], pipe.prompts.tokenizer, vocabulary)
+    collected.chose(3, logits)
+    [token] = collected.tokens
+    expected = logits - logits.max() - np.log(np.exp(logits.astype(np.float64) - logits.max()).sum())
+    assert token["logprob"] == pytest.approx(expected[3])
+    assert sum(np.exp(other["logprob"]) for other in token["top_logprobs"]) == pytest.approx(1)
+
+
+def test_a_conversation(client: openai.OpenAI, pipe: Pipeline, photo: Image.Image) -> None:
+    history = [("user", ["", QUESTION]), ("assistant", "A cup.")]
+    expected = pipe.generate(photo, "Sure?", budget="retain-64", history=history, max_new_tokens=TOKENS)
+    turns = [*asked(photo), {"role": "assistant", "content": "A cup."}, {"role": "user", "content": "Sure?"}]
+    found = client.chat.completions.create(model="m", messages=turns, max_tokens=TOKENS)
+    assert found.choices[0].message.content == expected.text
+
+
+class Cup(pydantic.BaseModel):
+    """What a robot wants to know."""
+
+    colour: Literal["red", "green", "blue"]
+    full: bool
+    reason: str = pydantic.Field(max_length=20)
+
+
+def test_structured_answers(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    pipe, budget = pipeline("qwen-tied", "fp32", ("prune-66.7",)), "prune-66.7"
+    small = photo.resize((120, 90))
+    with served(pipe, budget=budget) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        check_structured(client, pipe, small, budget)
+
+
+def check_structured(client: openai.OpenAI, pipe: Pipeline, photo: Image.Image, budget: str) -> None:
+    options: dict[str, Any] = {"model": "m", "messages": asked(photo), "max_tokens": 200}
+    parsed = client.chat.completions.parse(response_format=Cup, **options).choices[0].message.parsed
+    form = type_to_response_format_param(Cup)["json_schema"]["schema"]  # type: ignore[index]
+    expected = pipe.generate(photo, QUESTION, budget=budget, schema=form, max_new_tokens=200)
+    assert parsed == Cup.model_validate_json(expected.text)
+    found = client.chat.completions.create(extra_body={"guided_choice": ["a cup", "a dog"]}, **options)
+    chosen = pipe.generate(photo, QUESTION, budget=budget, choice=["a cup", "a dog"])
+    assert found.choices[0].message.content == chosen.text
+    assert found.model_extra["sinkprune"]["confidence"] == pytest.approx(chosen.confidence, rel=1e-3)  # type: ignore[index]
+    number = client.chat.completions.create(extra_body={"guided_regex": "[0-9]{3} cm"}, **options)
+    assert re.fullmatch("[0-9]{3} cm", number.choices[0].message.content or "")
+
+
+def test_eight_at_once_are_as_alone(client: openai.OpenAI, pipe: Pipeline, photo: Image.Image) -> None:
+    pictures = [photo.rotate(turn) for turn in range(0, 360, 45)]
+    budgets = ["none", "retain-64"] * 4
+    expected = [
+        pipe.generate(picture, QUESTION, budget=budget, max_new_tokens=12).text
+        for picture, budget in zip(pictures, budgets, strict=True)
+    ]
+
+    def ask(number: int) -> str | None:
+        options: dict[str, Any] = {"model": f"m:{budgets[number]}", "messages": asked(pictures[number])}
+        found = client.chat.completions.create(max_tokens=12, **options)
+        return found.choices[0].message.content
+
+    with ThreadPoolExecutor(8) as threads:
+        assert [*threads.map(ask, range(8))] == expected
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_place(stream: bool, pipe: Pipeline, photo: Image.Image) -> None:
+    with served(pipe, max_queue=1) as address:
+        long: dict[str, Any] = {"messages": asked(photo), "max_tokens": 900, "min_new_tokens": 900}
+        if stream:
+            body, path = {"model": "m", "stream": True, **long}, "/v1/chat/completions"
+            with httpx.stream("POST", address + path, json=body, timeout=60) as response:
+                # A reference, because the last one closes the connection.
+                lines = response.iter_lines()
+                assert (response.status_code, next(lines)[:5]) == (200, "data:")
+                assert post(address).status_code == 429
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                post(address, timeout=0.5, **long)
+        until = time.monotonic() + 20
+        while (again := post(address)).status_code == 429:
+            assert again.headers["retry-after"] == "1"
+            assert time.monotonic() < until
+        assert again.status_code == 200
+        counts = httpx.get(f"{address}/metrics").text
+        assert 'sinkprune_requests_total{status="499"} 1.0' in counts
+        assert f"sinkprune_generated_tokens_total {again.json()['usage']['completion_tokens']}.0" in counts
+
+
+def test_models_health_and_metrics(address: str, client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["m", "m:none", "m:retain-64", "m:retain-192"]
+    assert client.models.retrieve("m:none").id == "m:none"
+    with pytest.raises(openai.NotFoundError, match="the server has m, m:none"):
+        client.models.retrieve("other/model")
+    assert httpx.get(f"{address}/health").json() == {"status": "ok", "model": "m", "backend": "ort-cpu"}
+
+    def metric(name: str) -> float:
+        lines = httpx.get(f"{address}/metrics").text.splitlines()
+        return float(next(line.split()[1] for line in lines if line.startswith(f"{name} ")))
+
+    before = metric('sinkprune_requests_total{status="200"}'), metric("sinkprune_ttft_seconds_count")
+    post(address)
+    assert metric('sinkprune_requests_total{status="200"}') == before[0] + 1
+    assert metric("sinkprune_ttft_seconds_count") == before[1] + 1
+    assert (metric("sinkprune_waiting"), metric("sinkprune_active")) == (0, 0)
+    assert metric("sinkprune_session_bytes") > 0
+    helps = re.findall(r"^# HELP sinkprune_\S+ (.*)", httpx.get(f"{address}/metrics").text, re.M)
+    assert len(helps) > 12 and all(re.fullmatch(r"(Counts|Measures) .*\.", text) for text in helps), helps
+
+
+def test_errors_are_openais(address: str, client: openai.OpenAI, photo: Image.Image) -> None:
+    with pytest.raises(openai.BadRequestError, match="n is 2"):
+        client.chat.completions.create(model="m", messages=asked(photo), n=2)
+    with pytest.raises(openai.NotFoundError, match="the server has m, m:none"):
+        client.chat.completions.create(model="gpt", messages=asked(photo))
+    # What is found only while the request runs.
+    long, many = asked(photo, "very " * 3000 + "long?"), asked(photo) * 4
+    for stream in (False, True):
+        for messages, said in ((long, "the prompt is too long"), (many, "the prompt has 4 images")):
+            with pytest.raises(openai.BadRequestError, match=said) as refused:
+                client.chat.completions.create(model="m", messages=messages, stream=stream)
+            assert refused.value.param == "messages"
+        for field in ("max_tokens", "max_completion_tokens"):
+            with pytest.raises(openai.BadRequestError, match="the answer is too long") as refused:
+                client.chat.completions.create(model="m", messages=asked(photo), stream=stream, **{field: 4000})
+            assert refused.value.param == field
+    for method, path, status in (("GET", "/nothing", 404), ("GET", "/v1/chat/completions", 405)):
+        found = httpx.request(method, address + path)
+        assert found.status_code == status and path in found.json()["error"]["message"]
+
+
+def test_a_key_and_a_limit_on_bodies(pipe: Pipeline) -> None:
+    with served(pipe, api_key="secret", max_body_bytes=2000) as address:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+            assert post(address, headers).status_code == 401
+            assert httpx.get(f"{address}/v1/models", headers=headers).status_code == 401
+        right = {"Authorization": "Bearer secret"}
+        for scheme in ("Bearer", "bearer", "BEARER "):
+            assert post(address, {"Authorization": f"{scheme} secret"}).status_code == 200
+        assert post(address, {"Authorization": "Basic secret"}).status_code == 401
+        large = post(address, right, user="x" * 3000)
+        assert large.status_code == 413 and "2000 bytes" in large.json()["error"]["message"]
+        assert httpx.get(f"{address}/health").status_code == 200
+
+
+def test_a_bug_of_ours_is_a_500_without_details(
+    pipe: Pipeline, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise RuntimeError("secret path")
+
+    with served(pipe) as address:
+        monkeypatch.setattr(pipe, "answer", broken)
+        for stream in (False, True):
+            found = post(address, stream=stream)
+            assert found.status_code == 500
+            assert "RuntimeError" in found.text and "secret path" not in found.text
+        monkeypatch.undo()
+        assert post(address).status_code == 200
+    assert "secret path" in capsys.readouterr().err
+
+
+def test_a_late_answer_says_so(pipe: Pipeline, photo: Image.Image) -> None:
+    costs = pipe.warm_up(photo, QUESTION, seconds=0.5)
+    assert costs is pipe.costs
+    with served(pipe) as address:
+        found = post(address, deadline_ms=1, max_tokens=4).json()["sinkprune"]
+        assert found["finish"] == "deadline" and not found["deadline"]["met"]
+        assert post(address, deadline_ms=60_000, max_tokens=4).json()["sinkprune"]["deadline"]["met"]
+    pipe.costs = None
+    with served(pipe) as address:
+        error = post(address, deadline_ms=1000).json()["error"]
+        assert error["param"] == "deadline_ms" and "costs" in error["message"]

@@ -1,0 +1,327 @@
+"""Tools over HTTP: OpenAI's client and recorded requests of LangChain get calls, and wrong requests one sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import jsonschema
+import openai
+import pydantic
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from tests.serving.test_chat_request import data_uri
+from tests.serving.test_server import AS_JSON, QUESTION, asked, served
+
+from sinkprune import Pipeline
+from sinkprune.runtime.text.prompt import Turn
+from sinkprune.runtime.text.sampling import Sampler
+from sinkprune.runtime.text.tools import BEGIN, ToolCall, Tools, call_text
+
+BUDGET = "prune-66.7"
+
+
+class LookUp(pydantic.BaseModel):
+    """Look up a word."""
+
+    word: Literal["cup", "dog"]
+    most: Literal[1, 2]
+
+
+LOOK_UP: Any = openai.pydantic_function_tool(LookUp, name="look_up")
+PARAMETERS: dict[str, Any] = LOOK_UP["function"]["parameters"]
+STOP: Any = {"type": "function", "function": {"name": "stop", "description": "Stop the robot."}}
+TOOLS: list[Any] = [LOOK_UP, STOP]
+NAMED: Any = {"type": "function", "function": {"name": "look_up"}}
+OPTIONS: dict[str, Any] = {"model": "m", "tools": TOOLS, "max_tokens": 200}
+RECORDED = [
+    json.loads(line)
+    for line in Path(__file__).with_name("langchain_requests.jsonl").read_text(encoding="utf-8").splitlines()
+]
+"""What `bind_tools` and `with_structured_output` of langchain-openai 1.7.4 send; URI stands for the picture."""
+
+
+@pytest.fixture(scope="module")
+def pipe(pipeline: Callable[..., Pipeline]) -> Pipeline:
+    return pipeline("qwen-tools", "fp32", (BUDGET,))
+
+
+@pytest.fixture(scope="module")
+def address(pipe: Pipeline) -> Iterator[str]:
+    with served(pipe, budget=BUDGET) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(address: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def poster() -> Iterator[httpx.Client]:
+    with httpx.Client(timeout=60) as poster:
+        yield poster
+
+
+@pytest.fixture(scope="module")
+def small(photo: Image.Image) -> Image.Image:
+    return photo.resize((128, 96))
+
+
+Favour = Callable[..., int]
+"""Makes the next answer begin with some texts, if its form allows them; returns their number of tokens."""
+
+
+@pytest.fixture
+def favour(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> Favour:
+    plain = Sampler.__call__
+
+    def begin(*texts: str) -> int:
+        marked = pipe.prompts.tokenizer.token_to_id
+        ids = [one for text in texts for one in ([marked(text)] if text == BEGIN else pipe.prompts.answer_ids(text))]
+        count = len(ids)
+
+        def sampled(self: Sampler, logits: Any, allowed: Any = None) -> int:
+            if ids:
+                logits = logits.copy()
+                logits[ids.pop(0)] += 1e4
+            return plain(self, logits, allowed)
+
+        monkeypatch.setattr(Sampler, "__call__", sampled)
+        return count
+
+    return begin
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_a_required_call(choice: Any, client: openai.OpenAI, pipe: Pipeline, small: Image.Image) -> None:
+    found = client.chat.completions.create(
+        messages=asked(small), tool_choice=choice, parallel_tool_calls=False, **OPTIONS
+    ).choices[0]
+    [call] = found.message.tool_calls or ()
+    assert (found.finish_reason, found.message.content, call.type) == ("tool_calls", None, "function")
+    tools = Tools(TOOLS, "required", "look_up" if choice is NAMED else None, parallel=False)
+    expected = pipe.generate(small, QUESTION, budget=BUDGET, tools=tools, max_new_tokens=200)
+    assert call_text(call.function.name, call.function.arguments) == expected.text
+    assert call.function.name == "look_up" or choice is not NAMED
+    schema = PARAMETERS if call.function.name == "look_up" else {"type": "object", "maxProperties": 0}
+    jsonschema.validate(json.loads(call.function.arguments), schema)
+    assert call.id.startswith("call_")
+
+
+def test_text_and_then_calls(client: openai.OpenAI, favour: Favour, small: Image.Image) -> None:
+    favour("A red cup.\n", BEGIN, '\n{"name": "look')
+    found = client.chat.completions.create(messages=asked(small), **OPTIONS).choices[0]
+    assert (found.finish_reason, found.message.content) == ("tool_calls", "A red cup.")
+    call = (found.message.tool_calls or [])[0]
+    assert call.type == "function" and LookUp.model_validate_json(call.function.arguments)
+
+
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_text_without_a_call(choice: Any, client: openai.OpenAI, favour: Favour, small: Image.Image) -> None:
+    favour("red <tool", *[BEGIN] * (choice == "none"))
+    options = {**OPTIONS, "max_tokens": 14}
+    found = client.chat.completions.create(messages=asked(small), tool_choice=choice, **options).choices[0]
+    assert found.message.content is not None and found.message.content.startswith("red <tool")
+    assert BEGIN not in found.message.content
+    assert found.message.tool_calls is None and found.finish_reason in ("stop", "length")
+
+
+def test_tools_that_are_not_called_leave_room_for_a_form(client: openai.OpenAI, small: Image.Image) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [4, 5]}}}
+    options = {**OPTIONS, "tool_choice": "none"}
+    found = client.chat.completions.create(messages=asked(small), response_format=form, **options).choices[0]
+    assert found.message.content in ("4", "5") and found.finish_reason == "stop"
+    stopped = client.chat.completions.create(messages=asked(small), stop=["\n"], **{**options, "max_tokens": 2})
+    assert "\n" not in (stopped.choices[0].message.content or "")
+
+
+def test_a_stream_is_assembled_by_openais_client(client: openai.OpenAI, favour: Favour, small: Image.Image) -> None:
+    two = ["Two.\n", BEGIN, '\n{"name": "look_up", "arguments": {"word": "dog", "most": 2}}\n']
+    favour(*two)
+    logged = {"logprobs": True}
+    whole = client.chat.completions.create(messages=asked(small), **logged, **OPTIONS)
+    favour(*two)
+    with client.chat.completions.stream(messages=asked(small), **logged, **OPTIONS) as stream:
+        events = [*stream]
+        final = stream.get_final_completion().choices[0]
+    message = whole.choices[0].message
+    assert (final.message.content, final.finish_reason) == (message.content, "tool_calls") == ("Two.", "tool_calls")
+    calls, expected = final.message.tool_calls or [], message.tool_calls or []
+    assert [call.function.arguments for call in calls] == [call.function.arguments for call in expected]  # type: ignore[union-attr]
+    assert calls[0].function.parsed_arguments == LookUp(word="dog", most=2)
+    tokens = final.logprobs.content  # type: ignore[union-attr]
+    assert tokens is not None and len(tokens) == whole.usage.completion_tokens  # type: ignore[union-attr]
+    deltas = [event.chunk.choices[0].delta for event in events if event.type == "chunk"]
+    assert deltas[0].role == "assistant"
+    begun = [one for delta in deltas for one in delta.tool_calls or ()]
+    # The id, type and name of a call come once and first; then only its arguments.
+    own = [one for one in begun if one.index == 0]
+    assert (own[0].type, own[0].function.name, own[0].function.arguments) == ("function", "look_up", "")  # type: ignore[union-attr]
+    assert len(own) > 3 and all((one.id, one.type, one.function.name) == (None,) * 3 for one in own[1:])  # type: ignore[union-attr]
+    assert [event.arguments_delta for event in events if event.type == "tool_calls.function.arguments.delta"]
+
+
+def test_held_back_text_comes_with_the_last_chunk(client: openai.OpenAI, favour: Favour, small: Image.Image) -> None:
+    favour("Hm\n")
+    chunks = client.chat.completions.create(messages=asked(small), stream=True, **{**OPTIONS, "max_tokens": 3})
+    deltas = [(chunk.choices[0].delta.content, chunk.choices[0].finish_reason) for chunk in chunks]
+    assert "".join(text or "" for text, _ in deltas) == "Hm\n"
+    assert deltas[-1] == ("\n", "length")
+
+
+def test_parse_and_a_second_turn(client: openai.OpenAI, pipe: Pipeline, small: Image.Image) -> None:
+    options: dict[str, Any] = {"model": "m", "max_tokens": 100, "tools": [LOOK_UP], "parallel_tool_calls": False}
+    messages = asked(small)
+    parsed = client.chat.completions.parse(messages=messages, tool_choice="required", **options).choices[0].message
+    [call] = parsed.tool_calls or ()
+    assert isinstance(call.function.parsed_arguments, LookUp)
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "It is red."}]}
+    # As a client's own objects, which have further fields.
+    messages = [*messages, parsed, result]
+    second = client.chat.completions.create(messages=messages, **{**options, "max_tokens": 6})
+    made = ToolCall(call.id, "look_up", json.loads(call.function.arguments))
+    expected = pipe.generate(
+        small,
+        "It is red.",
+        budget=BUDGET,
+        history=[Turn("user", ("", QUESTION)), Turn("assistant", ("",), (made,))],
+        tool_call_id=call.id,
+        tools=Tools([LOOK_UP], parallel=False),
+        max_new_tokens=6,
+    )
+    assert second.choices[0].message.content == expected.text
+    assert second.model_extra["sinkprune"]["reused_rows"] > expected.tokens_per_layer[0]  # type: ignore[index]
+    # A question after the result, without tools.
+    further = [*messages, {"role": "assistant", "content": "Red."}, {"role": "user", "content": "Sure?"}]
+    found = client.chat.completions.create(model="m", messages=further, max_tokens=4)
+    assert found.choices[0].message.content
+
+
+def test_a_call_that_is_cut_off(client: openai.OpenAI, favour: Favour, small: Image.Image) -> None:
+    count = favour(BEGIN, '\n{"name": "look_up", "arguments": {"word": "cup", ')
+    options = {**OPTIONS, "max_tokens": count, "tool_choice": NAMED}
+    found = client.chat.completions.create(messages=asked(small), **options).choices[0]
+    [call] = found.message.tool_calls or ()
+    assert found.finish_reason == "length" and call.type == "function"
+    assert call.function.arguments.startswith('{"word": "cup"')
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(call.function.arguments)
+
+
+def test_a_template_without_tools_is_a_400(pipeline: Callable[..., Pipeline], small: Image.Image) -> None:
+    with served(pipeline("qwen-tied"), budget="none") as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        for stream in (False, True):
+            for choice in ("auto", "none", "required"):
+                with pytest.raises(openai.BadRequestError, match="the model's chat template has no tools"):
+                    client.chat.completions.create(
+                        messages=asked(small), stream=stream, tool_choice=choice, **OPTIONS
+                    )
+
+
+@pytest.mark.parametrize("number", range(len(RECORDED)))
+def test_a_request_of_langchain(number: int, client: openai.OpenAI, small: Image.Image) -> None:
+    body = json.loads(json.dumps(RECORDED[number]).replace('"URI"', json.dumps(data_uri(small))))
+    if "response_format" not in body and body.get("tool_choice", "auto") in ("auto", "none"):
+        body["max_completion_tokens"] = 4
+    if body["stream"]:
+        streamed = {name: value for name, value in body.items() if name != "stream"}
+        with client.chat.completions.stream(**streamed) as stream:
+            choice = stream.get_final_completion().choices[0]
+    else:
+        choice = client.chat.completions.create(**body).choices[0]  # type: ignore[assignment]
+    content, calls = choice.message.content, choice.message.tool_calls
+    if "response_format" in body:
+        schema = body["response_format"].get("json_schema", {}).get("schema", {"type": "object"})
+        if choice.finish_reason == "length":
+            # Random weights may write a text without an end.
+            assert content and content.startswith("{") and schema == {"type": "object"}
+        else:
+            jsonschema.validate(json.loads(content or ""), schema)
+    elif body.get("tool_choice", "auto") in ("auto", "none"):
+        assert content and not calls
+    else:
+        assert choice.finish_reason == "tool_calls" and calls
+        for call in calls:
+            assert call.type == "function" and call.function.name == body["tools"][0]["function"]["name"]
+            jsonschema.validate(json.loads(call.function.arguments), body["tools"][0]["function"]["parameters"])
+
+
+CALL: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "look_up", "arguments": '{"word": "a"}'}}
+ASKED: list[dict[str, Any]] = [
+    {"role": "user", "content": QUESTION},
+    {"role": "assistant", "content": None, "tool_calls": [CALL, {**CALL, "id": "d"}]},
+    {"role": "tool", "tool_call_id": "d", "content": "x"},
+    {"role": "tool", "tool_call_id": "c", "content": "y"},
+]
+_LEAF = st.booleans() | st.integers(-9, 9) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=6)
+JSON: st.SearchStrategy[Any] = st.recursive(
+    _LEAF, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+)
+NO_TEXT = JSON.filter(lambda value: not isinstance(value, str))
+NO_OBJECT = JSON.filter(lambda value: not isinstance(value, dict))
+NO_LIST = JSON.filter(lambda value: not isinstance(value, list))
+_NO_NAME = NO_TEXT | st.sampled_from(["", "a b", "é", "f" * 65, "f\n", 'f"', "<tool_call>", "\ud800"])
+_FUNCTION = ("tools", 0, "function")
+_CALLS = ("messages", 1, "tool_calls")
+WRONG: list[tuple[tuple[str | int, ...], st.SearchStrategy[Any]]] = [
+    (("tools",), NO_LIST | st.just([*TOOLS, *TOOLS])),
+    (("tools", 0), JSON),
+    (("tools", 0, "type"), JSON),
+    (("tools", 0, "further"), JSON),
+    (_FUNCTION, JSON),
+    ((*_FUNCTION, "name"), _NO_NAME | st.just("stop")),
+    ((*_FUNCTION, "description"), NO_TEXT | st.just("\ud800") | st.just("a" * 70_000)),
+    ((*_FUNCTION, "parameters"), NO_OBJECT | st.builds(lambda kind: {"type": kind}, JSON)),
+    ((*_FUNCTION, "parameters", "properties"), NO_OBJECT | st.just({"a": {"type": "b"}})),
+    ((*_FUNCTION, "parameters", "required"), NO_LIST),
+    ((*_FUNCTION, "strict"), NO_TEXT.filter(lambda value: value and value is not True)),
+    ((*_FUNCTION, "examples"), JSON),
+    (("tool_choice",), JSON | st.just("any")),
+    (("tool_choice",), st.builds(lambda name: {"type": "function", "function": {"name": name}}, JSON)),
+    (("parallel_tool_calls",), JSON.filter(lambda value: not isinstance(value, bool))),
+    (("stop",), st.just("x")),
+    (("response_format",), st.just({"type": "json_object"})),
+    (("guided_choice",), st.just(["yes", "no"])),
+    (_CALLS, JSON),
+    ((*_CALLS, 0), JSON),
+    ((*_CALLS, 0, "id"), JSON | st.just("d") | st.just("\ud800")),
+    ((*_CALLS, 0, "type"), JSON),
+    ((*_CALLS, 0, "function"), JSON),
+    ((*_CALLS, 0, "function", "name"), _NO_NAME),
+    ((*_CALLS, 0, "function", "arguments"), NO_TEXT | st.sampled_from(["[]", "3", "{", "NaN", '{"a": "\\ud800"}'])),
+    (("messages", 2, "tool_call_id"), JSON | st.just("c")),
+    (("messages", 2, "content"), NO_TEXT.filter(lambda value: value != []) | st.just("\ud800")),
+    (("messages", 2, "role"), JSON | st.sampled_from(["user", "system", "function"])),
+    (("messages",), st.sampled_from([ASKED[:2], ASKED[:3], ASKED[2:], [*ASKED, ASKED[3]]])),
+]
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_a_malformed_request_is_a_4xx_with_one_sentence(
+    data: st.DataObject, address: str, poster: httpx.Client
+) -> None:
+    *path, last = (wrong := data.draw(st.sampled_from(WRONG)))[0]
+    body = json.loads(json.dumps({**OPTIONS, "messages": ASKED}))
+    place = body
+    for name in path:
+        place = place[name]
+    place[last] = data.draw(wrong[1])
+    content = json.dumps(body).encode()
+    found = poster.post(f"{address}/v1/chat/completions", content=content, headers=AS_JSON)
+    message = found.json()["error"]["message"] if found.status_code != 200 else found.text
+    assert 400 <= found.status_code < 500, (wrong[0], place[last], message)
+    assert message and "\n" not in message and len(message) < 1000
+
+
+def test_the_well_formed_request_is_answered(address: str) -> None:
+    body = {**OPTIONS, "messages": ASKED, "max_tokens": 2}
+    assert httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60).status_code == 200
