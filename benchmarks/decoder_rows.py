@@ -20,6 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from sinkprune import Pipeline
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.options import json_outputs, write_json
 from sinkprune.contract.errors import UsageError
@@ -28,7 +29,6 @@ from sinkprune.contract.schedule import decode_bytes, prefill_flops
 from sinkprune.deadlines.measuring import DecoderTimes
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.known import BACKENDS
-from sinkprune.runtime.pipeline import Pipeline
 
 _TABLE_WIDTH = 140
 

@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sinkprune import Pipeline
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.options import json_outputs, write_json
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.known import BACKENDS
-from sinkprune.runtime.pipeline import Pipeline
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 MOST_TIME = 0.10

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sinkprune import Pipeline
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.options import json_outputs, write_json
 from sinkprune.contract.errors import UsageError
@@ -32,7 +33,6 @@ from sinkprune.contract.files.output_files import check_outputs, write_whole
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends import THREADS
-from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.plot import PLOT_SUFFIXES, figure_bytes, import_matplotlib
 from sinkprune.runtime.steps.answer import Answer
 

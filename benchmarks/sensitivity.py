@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sensitivity_methods.variants import SALIENT_PERCENT, SHIFTS, moved_layers
+from sinkprune import Pipeline
 from sinkprune.calibration.evaluation.replies import collect_replies
 from sinkprune.calibration.evaluation.report import BASELINE, Combination, Reply
 from sinkprune.calibration.evaluation.statistics import Interval, PictureBootstrap, wilson
@@ -32,7 +33,6 @@ from sinkprune.export import methods
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends import THREADS
-from sinkprune.runtime.pipeline import Pipeline
 
 OWN = "sinkpruner"
 

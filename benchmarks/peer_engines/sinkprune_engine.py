@@ -13,6 +13,7 @@ from typing import Any
 from peer_engines.checkpoint import random_picture
 from peer_engines.engine import Answer, Form, Loaded, NotRunError, Question, Timing
 from peer_engines.robot import CAMERAS, largest_change, moment
+from sinkprune import Pipeline
 from sinkprune.contract.budgets import FAMILIES, UNPRUNED
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import SinkpruneError
@@ -22,7 +23,6 @@ from sinkprune.export.checkpoint.folder import read_json
 from sinkprune.export.source import ExportRequest
 from sinkprune.policies.policy import Policy
 from sinkprune.runtime.backends.known import BACKENDS
-from sinkprune.runtime.pipeline import Pipeline
 
 
 @dataclass(frozen=True)

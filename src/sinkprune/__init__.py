@@ -61,13 +61,13 @@ if TYPE_CHECKING:
         read_costs,
         write_costs,
     )
+    from sinkprune.deadlines.pipeline import Pipeline
     from sinkprune.policies.policy import Policy
     from sinkprune.policies.report import ActionDeadline, ActionFlops, ActionReport
     from sinkprune.runtime.camera import Camera
     from sinkprune.runtime.media.clip import Clip
     from sinkprune.runtime.media.video_file import VideoFile
     from sinkprune.runtime.overlay import overlay
-    from sinkprune.runtime.pipeline import Pipeline
     from sinkprune.runtime.steps.answer import Answer, DeadlineReport
     from sinkprune.runtime.steps.observer import Observer
     from sinkprune.runtime.steps.prompt_run import Kept
@@ -152,7 +152,7 @@ _NAMES = {
     "runtime.media.clip": "Clip",
     "runtime.media.video_file": "VideoFile",
     "runtime.overlay": "overlay",
-    "runtime.pipeline": "Pipeline",
+    "deadlines.pipeline": "Pipeline",
     "runtime.steps.answer": "Answer DeadlineReport Kept",
     "runtime.steps.observer": "Observer",
     "runtime.steps.request": "Request",

@@ -195,7 +195,7 @@ def test_costs_that_are_measured_under_load_are_a_warning(
 ) -> None:
     measured = costs_of(warm)
     monkeypatch.setattr(OtherLoad, "share", lambda self: load)
-    monkeypatch.setattr("sinkprune.runtime.pipeline.measure_costs", lambda *_: measured)
+    monkeypatch.setattr("sinkprune.deadlines.pipeline.measure_costs", lambda *_: measured)
     cache_costs(replace(measured, load=kept))
     pipeline = Pipeline.load(warm.bundle.path)
     with warnings.catch_warnings(record=True) as caught:

@@ -87,10 +87,10 @@ def test_a_warm_up_takes_requests_for_many_tokens(bundle: Bundles, photo: Image.
 def test_a_warm_up_with_a_form_reads_the_tokenizer(bundle: Bundles, photo: Image.Image) -> None:
     pipeline = Pipeline.load(bundle("gqa-112"))
     pipeline.warm_up(photo, QUESTION, seconds=0, regex="[0-9]{1,3}", max_new_tokens=1)
-    tokenizer = pipeline._grammars._made
+    tokenizer = pipeline._forms["grammar"]._made
     assert tokenizer is not None
     pipeline.generate(photo, QUESTION, regex="[0-9]{1,3}", deadline_ms=60_000, max_new_tokens=1)
-    assert pipeline._grammars._made is tokenizer
+    assert pipeline._forms["grammar"]._made is tokenizer
 
 
 def test_the_command_counts_reading_the_picture_after_a_run_that_does_not_count(

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from sinkprune import Pipeline
 from sinkprune.contract.bundle import Limits, Range, read_bundle
 from sinkprune.contract.errors import BundleError, UsageError
 from sinkprune.contract.manifest import Manifest, TensorSpec
 from sinkprune.engines.profiles import optimisation_profiles, resolve_limits
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
-from sinkprune.runtime.pipeline import Pipeline
 from support.references.shapes_sent import NEW_TOKENS, ShapesSent
 
 LONG_PROMPT = "Which colour is the cup on the table, and what is in the picture behind it?"

@@ -16,6 +16,10 @@ Side = Annotated[int, Bounds(1, 1 << 14)]
 """A number of pixels, patches or frames along one side."""
 
 
+CAMERA_PREFIX = "observation.images."
+"""What LeRobot writes before the name of a camera."""
+
+
 @dataclass(frozen=True)
 class SquareTower:
     """A vision transformer on pictures of one size."""

@@ -37,12 +37,11 @@ from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.context_length import check_picture_count, runnable
-from sinkprune.runtime.steps.decoding import KVCache, decode_one_token
+from sinkprune.runtime.steps.decoding import KVCache, decode_one_token, logits_of_rows
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.steps.prompt_rows import Embedding
 from sinkprune.runtime.steps.request import Request
-from sinkprune.serving.choice_scores import logits_of_rows
 
 _TOKENS = 8
 """The number of tokens after each prefill."""

@@ -10,14 +10,17 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks import escaped
 from sinkprune.contract.errors import PruningError, UsageError
+from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.schedule import VisualLayout, schedules_up_to
 from sinkprune.deadlines.costs import ANSWER_COSTS, ActionCosts, Costs, Place, not_kept
 from sinkprune.deadlines.measuring import KeepsCosts, place_of
-from sinkprune.policies.policy import Policy
-from sinkprune.runtime.backends import load_backend
+from sinkprune.deadlines.pipeline import Pipeline
+from sinkprune.runtime.backends import Backend, load_backend
 from sinkprune.runtime.backends.compatibility import usual_backend
 from sinkprune.runtime.commands.options import Options, opened_engines
-from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.commands.run import measured_ms
+from sinkprune.runtime.steps.answer import DeadlineOutcome, DeadlineReport
+from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.steps.request import Request
 
 _DAY_S = 86_400.0
@@ -55,29 +58,32 @@ def place_here(options: Options, bundle: Bundle) -> Place:
     return place_of(bundle.manifest, load_backend(name, options.threads, built, options.compute))
 
 
-def run_once(pipeline: Pipeline, request: Request, layouts: Sequence[VisualLayout]) -> None:
+def run_once(pipeline: Pipeline, request: Request) -> None:
     """Answer one token at each budget of `first_budgets`: such requests are slower than their costs say.
 
-    `layouts` are those of its pictures. A picture of which a budget would drop nothing is answered unpruned. Raises
+    The pictures of `request` are decoded. A picture of which a budget would drop nothing is answered unpruned. Raises
     what `request` itself raises.
     """
+    layouts = [pipeline.family.layout(decoded(one, pipeline.family)) for one in request.pictures]
     # A method that takes no deadline is rejected for that, not for what its last budget lacks.
     pipeline.answer(request)
     plain = request.for_one_token()
-    for budget in first_budgets(pipeline, request.method, request.budget, layouts):
+    for budget in first_budgets(pipeline.bundle.manifest, pipeline.backend, request.method, request.budget, layouts):
         try:
             pipeline.answer(replace(plain, budget=budget)).rest()
         except PruningError:
             pipeline.answer(replace(plain, budget=UNPRUNED)).rest()
 
 
-def first_budgets(loaded: Pipeline | Policy, method: str, budget: str, layouts: Sequence[VisualLayout]) -> list[str]:
+def first_budgets(
+    manifest: Manifest, backend: Backend, method: str, budget: str, layouts: Sequence[VisualLayout]
+) -> list[str]:
     """Return the budgets to run before a deadline counts: the smallest for pictures of these `layouts`.
 
     Where engines compile what they first meet, all up to `budget`.
     """
-    budgets = [planned.budget for planned in schedules_up_to(loaded.bundle.manifest, method, budget, layouts)]
-    return budgets if loaded.backend.compiles_lengths else budgets[-1:]
+    budgets = [planned.budget for planned in schedules_up_to(manifest, method, budget, layouts)]
+    return budgets if backend.compiles_lengths else budgets[-1:]
 
 
 def saved_costs_lines(
@@ -132,3 +138,17 @@ def doubtful_costs(
         return ""
     hint = costs.place.thread_hint if load_doubt else ""
     return f"note: the costs {' and '.join(doubts)}. Measure them again{option} when the machine is idle.{hint}\n"
+
+
+def late_line(deadline: DeadlineReport) -> str:
+    """Return a warning for a late answer, and nothing for one in time."""
+    if deadline.met:
+        return ""
+    soonest = "" if deadline.can_meet else f"a token sooner than in {deadline.predicted_first_ms:.0f} ms"
+    return f"late: {how_late(deadline, soonest)}\n"
+
+
+def how_late(deadline: DeadlineOutcome, soonest: str) -> str:
+    """Return how late an answer or a chunk was, and what no budget was expected to bring, if anything."""
+    late = f"{measured_ms(deadline)} ms where {deadline.deadline_ms:g} were given, at budget {deadline.budget}."
+    return f"{late} No budget was expected to bring {soonest}." if soonest else late

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sinkprune.contract.budgets import UNPRUNED, Plan
+from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.schedule import Schedule, VisualLayout, schedules_up_to
 from sinkprune.deadlines.costs import LEAST_MS, Costs, Prediction, RecentRatios, predict
@@ -292,3 +293,16 @@ def up_to(budget: str) -> str:
 
 def _counted(tokens: int) -> str:
     return {1: "one token", 2: "both tokens"}.get(tokens, f"all {tokens} tokens")
+
+
+def check_chosen_after_tower(manifest: Manifest, method: str) -> None:
+    """Raise `UsageError` for a method whose budget cannot be chosen after the vision tower, by its tokens.
+
+    Deadlines choose so. Raises `BudgetError` for a method that the bundle does not have.
+    """
+    manifest.plan(method, UNPRUNED)
+    if any(each.picture_share for each in manifest.plans[method].values()):
+        raise UsageError(
+            f"method '{method}' makes pictures smaller before the vision tower runs, and deadlines choose "
+            "a budget afterwards. Give one budget and no deadline, or another method."
+        )

@@ -17,12 +17,12 @@ from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.schedule import VisualLayout
 from sinkprune.deadlines.costs import ACTION_COSTS, ActionCosts
 from sinkprune.deadlines.measuring import MEASURING_COSTS
-from sinkprune.deadlines.options import check_cost_options, first_budgets, place_here, saved_costs_lines
+from sinkprune.deadlines.options import check_cost_options, first_budgets, how_late, place_here, saved_costs_lines
 from sinkprune.policies.deadline import check_costs, check_least_steps
 from sinkprune.policies.observation import SEED, STEPS
 from sinkprune.policies.options import Moment, Observations, add_cameras, add_state, given_observations, load_policy
 from sinkprune.policies.policy import Policy
-from sinkprune.policies.report import ActionReport
+from sinkprune.policies.report import ActionDeadline, ActionReport
 from sinkprune.runtime.commands.options import (
     NO_COSTS,
     Options,
@@ -33,7 +33,7 @@ from sinkprune.runtime.commands.options import (
     engine_parser,
     explain_interrupt,
 )
-from sinkprune.runtime.commands.run import decoded_facts, late_chunks_line, note_files, note_sizes
+from sinkprune.runtime.commands.run import decoded_facts, note_files, note_sizes
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, overlay, picture_bytes
@@ -240,7 +240,7 @@ def _prepare(
     with status("loading the budgets' graphs") as progress:
         policy.load_plans(options.method, progress)
     with status("running a chunk once before it counts"):
-        for budget in first_budgets(policy, options.method, options.budget, layouts):
+        for budget in first_budgets(policy.bundle.manifest, policy.backend, options.method, options.budget, layouts):
             policy.act(*given, method=options.method, budget=budget, steps=1)
 
 
@@ -293,3 +293,14 @@ def _draw(path: Path, chunk: ActionReport, moment: Moment) -> None:
         sys.stderr.write(f"note: --overlay drew nothing, because budget {UNPRUNED} ran, which drops no tokens.\n")
         return
     write_output(path, picture_bytes(overlay(chunk, moment.cameras), path))
+
+
+def late_chunks_line(deadlines: Sequence[ActionDeadline]) -> str:
+    """Return a warning for the late ones of some chunks, and nothing where all were in time."""
+    late = [each for each in deadlines if not each.met]
+    if not late:
+        return ""
+    last = late[-1]
+    soonest = "" if last.can_meet else f"a chunk sooner than in {last.expected_ms:.0f} ms"
+    found = f"{len(late)} of {len(deadlines)} chunks; the last of them: " if len(deadlines) > 1 else ""
+    return f"late: {found}{how_late(last, soonest)}\n"

@@ -11,16 +11,14 @@ import numpy as np
 
 from sinkprune.contract.checks import WholeNumber, counted, format_value, is_number, type_name, warn_user
 from sinkprune.contract.errors import ImageError, PromptError, UnitsWarning, UnusualStateWarning, UsageError
-from sinkprune.contract.manifest import Manifest, NumberRanges, PolicyFacts
+from sinkprune.contract.manifest import CAMERA_PREFIX, Manifest, NumberRanges, PolicyFacts
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.steps.pictures import PictureLike, check_order, warn_of_order, with_order
 from sinkprune.runtime.steps.request import check_picture, check_texts
 
 Cameras = Sequence[PictureLike | None] | Mapping[str, PictureLike | None]
 """The last frame of each camera, None for a camera without one: by name, or in the order of the policy's training."""
-_IMAGES = "observation.images."
-"""What LeRobot writes before the name of a camera."""
-_NEVER_A_FRAME = f"{_IMAGES}empty_camera_"
+_NEVER_A_FRAME = f"{CAMERA_PREFIX}empty_camera_"
 """The start of the names that LeRobot gives to `empty_cameras`, which had no frames in training."""
 _Value = TypeVar("_Value")
 STEPS = WholeNumber("steps", 1, 1000)
@@ -163,12 +161,12 @@ def _extents(ranges: NumberRanges) -> tuple[Array, Array]:
 
 def camera_key(name: str) -> str:
     """Return LeRobot's key of a camera's frames: 'wrist' is short for 'observation.images.wrist'."""
-    return name if name.startswith("observation.") else _IMAGES + name
+    return name if name.startswith("observation.") else CAMERA_PREFIX + name
 
 
 def short_name(name: str) -> str:
     """Return the shortest name of a camera that `camera_key` completes."""
-    return name.removeprefix(_IMAGES)
+    return name.removeprefix(CAMERA_PREFIX)
 
 
 def in_trained_order(policy: PolicyFacts, cameras: Mapping[str, _Value]) -> list[_Value | None]:

@@ -23,7 +23,7 @@ def generate(
     """Run a request: look at its pictures, prefill, decode, report; returns and raises what `Pipeline.stream` does.
 
     Yields the text of each token, which may be empty, and None between other passes, so that a server answers other
-    requests meanwhile. `model` is that of `LoadedModel.for_request`. `new_hooks` is called when the first piece is
+    requests meanwhile. `model` is that of `LoadedModel.for_plan`. `new_hooks` is called when the first piece is
     requested, because a deadline is counted from then on.
     """
     budgets, rows, tokens, seen = new_hooks()

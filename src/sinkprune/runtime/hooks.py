@@ -114,6 +114,11 @@ class Tokens:
         """Allow the `stop` tokens only after `min_tokens`, as transformers does."""
         self._stop, self._min_tokens, self._tokens = np.array([*stop], np.int64), min_tokens, 0
 
+    @property
+    def passes(self) -> Sequence[Sequence[int]] | None:
+        """The tokens of each pass after the prompt where answers are compared, and not written; else None."""
+        return None
+
     def allowed(self, vocabulary: int) -> Array | None:
         """Return whether each of so many tokens may come next, as booleans; None where all may."""
         if self._tokens >= self._min_tokens:

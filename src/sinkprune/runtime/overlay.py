@@ -8,22 +8,20 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from sinkprune.contract.budgets import AVERAGING
-from sinkprune.contract.checks import check_type, checks_options, counted
+from sinkprune.contract.checks import checks_options, counted, format_value
 from sinkprune.contract.errors import UsageError
+from sinkprune.contract.manifest import CAMERA_PREFIX
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import VisualLayout
-from sinkprune.policies.observation import Cameras, camera_key
-from sinkprune.policies.report import ActionReport
 from sinkprune.runtime.media.clip import Clip, SampledFrames
 from sinkprune.runtime.media.images import ImageBytes, read_image, to_rgb
 from sinkprune.runtime.media.video_file import VideoBytes, VideoFile
-from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.pictures import PictureLike
 from sinkprune.runtime.steps.prompt_run import Kept
 
@@ -227,7 +225,21 @@ _HATCH = 16
 
 
 @checks_options
-def overlay(answer: Answer | ActionReport, picture: PictureLike | Cameras) -> Image.Image:
+class Drawable(Protocol):
+    """An answer, or a chunk of actions."""
+
+    @property
+    def method(self) -> str:
+        """The method that pruned."""
+
+    @property
+    def images(self) -> Sequence[Kept]:
+        """What each step kept of each picture's tokens."""
+
+
+def overlay(
+    answer: Drawable, picture: PictureLike | Sequence[PictureLike | None] | Mapping[str, PictureLike | None]
+) -> Image.Image:
     """Draw the fate of every visual token of an answer, or of a chunk of actions, with a legend, as an RGB image.
 
     `picture` is the picture of the request: a Pillow image, a uint8 [height,width,3] RGB array, a file, a `Clip` or a
@@ -236,12 +248,16 @@ def overlay(answer: Answer | ActionReport, picture: PictureLike | Cameras) -> Im
     frames that the model saw. Raises `ImageError`, `VideoError`, and `UsageError` for an answer without pruning and
     for pictures of another number or size, and `TypeError` for an `answer` that is none.
     """
-    expected = "an Answer, as generate returns it, or an ActionReport, as act returns it"
-    check_type("answer", answer, (Answer, ActionReport), expected)
+    if not isinstance(getattr(answer, "images", None), tuple):
+        raise TypeError(
+            f"answer is {format_value(answer)}, expected an Answer, as generate returns it, or an ActionReport, as "
+            "act returns it."
+        )
     if isinstance(picture, Mapping):
-        by_key = {camera_key(name): frame for name, frame in picture.items()}
-        names = (isinstance(answer, ActionReport) and answer.camera_names) or ()
-        given: Sequence[PictureLike | None] = [by_key.get(camera_key(name)) for name in names]
+        # A chunk of actions names its cameras, with or without LeRobot's prefix.
+        names = getattr(answer, "camera_names", None) or ()
+        by_name = {str(name).removeprefix(CAMERA_PREFIX): frame for name, frame in picture.items()}
+        given: Sequence[PictureLike | None] = [by_name.get(name.removeprefix(CAMERA_PREFIX)) for name in names]
     else:
         given = picture if isinstance(picture, (list, tuple)) else (picture,)
     pictures: list[PictureLike] = [each for each in given if each is not None]

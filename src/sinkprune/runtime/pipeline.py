@@ -7,23 +7,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
-from typing import Any
+from threading import Lock
+from typing import Any, TypeVar
 
+from sinkprune.contract.budgets import Plan
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks import check_callable, check_type, checks_options, checks_options_and
-from sinkprune.contract.command_line.progress import shown_progress
+from sinkprune.contract.errors import UsageError
 from sinkprune.contract.progress import OnProgress, reporting, unreported
-from sinkprune.deadlines.costs import ANSWER_COSTS, Costs
-from sinkprune.deadlines.measuring import (
-    MEASURING_COSTS,
-    SECONDS,
-    SECONDS_RANGE,
-    KeepsCosts,
-    measure_costs,
-    warn_of_load,
-)
-from sinkprune.deadlines.policy import DeadlinePolicy
+from sinkprune.contract.registry import Registry
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import Compute
@@ -34,7 +26,6 @@ from sinkprune.runtime.loading import During, StaysInProcess, check_kind, load_m
 from sinkprune.runtime.media.images import Fit, check_fit
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.chain import EncodedPicture, Wrap, encode, run_tower
-from sinkprune.runtime.steps.loaded_model import check_chosen_after_tower
 from sinkprune.runtime.steps.observer import NOBODY, Observer
 from sinkprune.runtime.steps.pictures import PictureLike, decoded
 from sinkprune.runtime.steps.request import (
@@ -45,9 +36,7 @@ from sinkprune.runtime.steps.request import (
     new_request,
 )
 from sinkprune.runtime.stream import Stream, StreamState
-from sinkprune.runtime.text.prompt import Text
-from sinkprune.serving.choice_scores import ChoiceTokens
-from sinkprune.serving.forms import Grammars
+from sinkprune.runtime.text.prompt import PromptEncoder, Text
 
 
 class Answering(ABC):
@@ -111,7 +100,14 @@ class Answering(ABC):
         return stream
 
 
-class Pipeline(StaysInProcess, Answering, KeepsCosts[Costs]):
+P = TypeVar("P", bound="Pipeline")
+Form = Callable[[Request], tuple[Request, Tokens]]
+"""Returns a request with the length of its answer, and its hook of tokens."""
+FORMS = Registry[Callable[[PromptEncoder, Sequence[int]], Form]]("sinkprune.forms")
+"""What makes the `Form` of each `Request.form`, from a bundle's prompts and stop tokens."""
+
+
+class Pipeline(StaysInProcess, Answering):
     """A loaded bundle. Every budget and the unpruned baseline run on the same engines.
 
     Any number of threads may share a pipeline. Streams may alternate, be closed or be dropped: each answer is the one
@@ -138,16 +134,16 @@ class Pipeline(StaysInProcess, Answering, KeepsCosts[Costs]):
         self.load_ms: float | None = None
         """Milliseconds that `Pipeline.load` took, with the check of sums; None without `Pipeline.load`."""
         self._model = load_model(bundle, backend, built, wrap, fit, progress)
-        super().__init__(bundle, backend, ANSWER_COSTS)
+        self.bundle, self.backend = bundle, backend
         self.limits, self.family = self._model.limits, self._model.family
         self.prompts, self.embedding, self.chain = self._model.prompts, self._model.embedding, self._model.chain
         self._stop = tuple(bundle.manifest.tokens.stop)
-        self._grammars = Grammars(self.prompts, self._stop)
+        self._forms, self._forming = dict[str, Form](), Lock()
 
     @classmethod
     @checks_options_and(dict.fromkeys(REQUEST_OPTIONS, "Pipeline.generate"))
     def load(
-        cls,
+        cls: type[P],
         bundle: str | os.PathLike[str] | Bundle,
         *,
         backend: str | None = None,
@@ -161,7 +157,7 @@ class Pipeline(StaysInProcess, Answering, KeepsCosts[Costs]):
         wrap: Wrap | None = None,
         fit: Fit | None = None,
         during: During = nullcontext,
-    ) -> Pipeline:
+    ) -> P:
         """Load a bundle or a folder of engines, by its path or already read; or `engines` built from the bundle.
 
         `backend` is its name (default: ort-cpu, or the backend of the engines). `fit` is how pictures that
@@ -206,29 +202,13 @@ class Pipeline(StaysInProcess, Answering, KeepsCosts[Costs]):
         `new_rows` makes the request's hook for rows of earlier requests.
         """
         began, state = time.perf_counter(), StreamState()
-        manifest = self.bundle.manifest
-        plan = manifest.plan(request.method, request.budget)
+        plan = self.bundle.manifest.plan(request.method, request.budget)
         request, tokens = self._formed(request)
-        model = self._model.for_request(request, plan)
-        costs = None if request.deadline_ms is None else self._known_costs()
-        passes = tokens.passes if isinstance(tokens, ChoiceTokens) else None
+        new_budgets = self._budgets_of(request, plan, tokens)
+        model = self._model.for_plan(plan)
 
         def new_hooks() -> Hooks:
-            if request.deadline_ms is None or costs is None:
-                budgets = Budgets(manifest, request, plan, None if passes is None else len(passes))
-            else:
-                budgets = DeadlinePolicy(
-                    manifest,
-                    request,
-                    plan,
-                    passes,
-                    request.deadline_ms,
-                    costs,
-                    self._history_of(costs),
-                    began=state.began(),
-                    first_uses=lambda: self.chain.first_uses,
-                )
-            return Hooks(budgets, new_rows(), tokens, observer)
+            return Hooks(new_budgets(state), new_rows(), tokens, observer)
 
         stream = Stream(generate(model, request, new_hooks, state), state)
         stream.count_from(began)
@@ -241,54 +221,11 @@ class Pipeline(StaysInProcess, Answering, KeepsCosts[Costs]):
         with self.backend.turn:
             return encode(self.chain, None, run_tower(self.chain, inputs, clock), clock)
 
-    def warm_up(
-        self,
-        image: PictureLike | Sequence[PictureLike],
-        prompt: str | Sequence[str],
-        *,
-        seconds: float = SECONDS,
-        progress: bool | OnProgress = False,
-        **options: Any,
-    ) -> Costs:
-        """Measure the costs of requests like this one on this machine, and load all budgets.
-
-        Requests with a deadline need these costs. Give your largest picture: for far more tokens than were measured,
-        times are expected too long. Repeats measurements for `seconds`, from 0 to 86400, but every budget answers
-        five times or more. So on an idle machine this takes 3 to 15 seconds for a small model, even with 0, and
-        minutes for a large one. `progress=True` shows on stderr what is done and the time left. A function is called
-        with the name of the work, the steps that are done, how many there probably are, and what a step is.
-
-        Takes what `stream` takes. With `deadline_ms`, whole requests at budgets that are far too slow are left out.
-        Sets and returns `costs`, and writes them to the user's cache folder for later processes.
-
-        Warns with `CostsWarning` if other programs kept the machine busy meanwhile, or if that folder cannot be
-        written. Raises what `generate` raises.
-        """
-        check_request_options(options, "seconds", "progress")
-        request = self.new_request(image, prompt, **options)
-        with shown_progress(MEASURING_COSTS, progress) as report:
-            costs = self.measure_costs(request, seconds, report)
-        warn_of_load(costs, self.replaced_costs)
-        return costs
-
     def new_request(
         self, image: PictureLike | Sequence[PictureLike], prompt: str | Sequence[Text], **options: Any
     ) -> Request:
         most = self.limits.new_tokens if self.limits else DEFAULT_NEW_TOKENS
         return new_request(image, prompt, **{"max_new_tokens": min(DEFAULT_NEW_TOKENS, most), **options})
-
-    def measure_costs(self, request: Request, seconds: float = SECONDS, progress: OnProgress = unreported) -> Costs:
-        """Do what `warm_up` does, for a `Request`; raises what `answer` raises, and `UsageError` for `seconds`."""
-        seconds = SECONDS_RANGE.check(seconds)
-        check_chosen_after_tower(self.bundle.manifest, request.method)
-        self.load_plans(request.method, progress)
-        # The first form of an answer reads the tokenizer, which a request with a deadline has no time for.
-        self._formed(request)
-
-        def ask(one: Request) -> Answer:
-            return self.answer(one).rest()
-
-        return self._keep_measured(lambda: measure_costs(self._model, ask, request, self.place, seconds, progress))
 
     def load_plans(self, method: str, progress: OnProgress = unreported) -> None:
         """Load the pruning graphs of all budgets of a method, so that no request waits for them.
@@ -299,11 +236,19 @@ class Pipeline(StaysInProcess, Answering, KeepsCosts[Costs]):
         self._model.load_plans(method, progress)
 
     def _formed(self, request: Request) -> tuple[Request, Tokens]:
-        """Return the request with the length of its answer, and the form of its answer."""
-        if not request.choice:
-            return request, self._grammars.constraint(
-                request.schema, request.regex, request.min_new_tokens, request.tools
+        """Return the request with the length of its answer, and its hook of tokens."""
+        if request.form is None:
+            return request, Tokens(self._stop, request.min_new_tokens)
+        with self._forming:
+            if request.form not in self._forms:
+                self._forms[request.form] = FORMS[request.form](self.prompts, self._stop)
+        return self._forms[request.form](request)
+
+    def _budgets_of(self, request: Request, plan: Plan | None, tokens: Tokens) -> Callable[[StreamState], Budgets]:
+        """Return what makes the hook of budgets when the request begins."""
+        if request.deadline_ms is not None:
+            raise UsageError(
+                "a deadline was given, and this pipeline measures no costs. Load the bundle with sinkprune.Pipeline."
             )
-        ids = tuple(tuple(self.prompts.answer_ids(text)) for text in request.choice)
-        choices = ChoiceTokens(tuple(request.choice), ids, self._stop)
-        return replace(request, max_new_tokens=max(map(len, ids)), min_new_tokens=0), choices
+        passes = None if tokens.passes is None else len(tokens.passes)
+        return lambda state: Budgets(self.bundle.manifest, request, plan, passes)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.backends import Tensor
 from sinkprune.runtime.hooks import Tokens
 from sinkprune.runtime.steps.chain import Chain
-from sinkprune.runtime.steps.decoding import KVCache, run_rows
+from sinkprune.runtime.steps.decoding import KVCache, logits_of_rows
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.prompt_rows import Embedding
+from sinkprune.runtime.steps.request import Request
+from sinkprune.runtime.text.prompt import PromptEncoder
 from sinkprune.runtime.text.sampling import Sampler, check_finite
 from sinkprune.runtime.writing import Draft, Written, ms_since
 
@@ -79,6 +80,20 @@ class ChoiceTokens(Tokens):
         seen.chose(ids[0], draft.logits)
         yield text
         return Written(text, ids, scores.cut or "stop", [], took, probabilities)
+
+
+class ChoiceForm:
+    """Makes the hook of requests with a closed list."""
+
+    def __init__(self, prompts: PromptEncoder, stop: Sequence[int]) -> None:
+        """Use the tokenizer of `prompts`; `stop` are the model's stop tokens."""
+        self._prompts, self._stop = prompts, stop
+
+    def __call__(self, request: Request) -> tuple[Request, ChoiceTokens]:
+        """Return the request with the length of its longest answer, and its hook."""
+        ids = tuple(tuple(self._prompts.answer_ids(text)) for text in request.choice)
+        choices = ChoiceTokens(tuple(request.choice), ids, tuple(self._stop))
+        return replace(request, max_new_tokens=max(map(len, ids)), min_new_tokens=0), choices
 
 
 class ChoiceScores(NamedTuple):
@@ -163,18 +178,6 @@ def _timed(passes: Generator[None, None, ChoiceScores]) -> Generator[None, None,
         since = time.perf_counter()
         yield
         others_ms += ms_since(since)
-
-
-def logits_of_rows(chain: Chain, cache: KVCache, rows: Array) -> Iterator[Array]:
-    """Run a pass over `rows` [S,d], which follow those of `cache`, and yield the logits [vocab] after each."""
-    if chain.backend.resumes:
-        whole = run_rows(chain, cache, rows)
-        results: Iterator[Tensor] = (chain.backend.join([whole], np.array([place])) for place in range(len(rows)))
-    else:
-        results = (run_rows(chain, cache, row[None]) for row in rows)
-    for hidden in results:
-        logits: Array = chain.backend.numpy(chain.last({"hidden": hidden})["logits"])[0]
-        yield logits
 
 
 def _log_probability(logits: Array, tokens: Sequence[int]) -> float:

@@ -22,7 +22,8 @@ from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.deadlines.costs import read_costs
-from sinkprune.runtime.commands.options import Options, add_costs, bundle_parser, check_memory, load_pipeline
+from sinkprune.deadlines.pipeline import Pipeline
+from sinkprune.runtime.commands.options import Options, add_costs, bundle_parser, check_memory
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.media.picture_warnings import seen_part
@@ -136,7 +137,7 @@ def load_app(options: Options, found: AppBundle, host: str) -> Starlette:
     server = import_server()
     usual = load_family(found.bundle.manifest, options.fit).layout(_USUAL_PICTURE)
     check_memory(options, found.bundle, [usual], options.method, [UNPRUNED, options.budget], "", DEFAULT_NEW_TOKENS)
-    pipeline = load_pipeline(options, found.bundle)
+    pipeline = Pipeline.load(found.bundle, fit=options.fit, **options.loading)
     if options.costs:
         pipeline.costs = read_costs(options.costs, pipeline.place)
     with status("loading the pruning graphs"):

@@ -6,9 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from sinkprune.contract.errors import UsageError
 from sinkprune.runtime.commands.options import Options
-from sinkprune.runtime.text.answer_form import check_one_form, checked_choices, checked_regex, read_schema
+from sinkprune.runtime.commands.run import RunExtension
 
 
 def add_form_options(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +26,8 @@ def add_form_options(parser: argparse.ArgumentParser) -> None:
 
 def read_form(options: Options, stop: list[str]) -> dict[str, Any]:
     """Return the form as fields of a `Request`; raises `UsageError` for a wrong form, and for more than one."""
+    from sinkprune.runtime.text.answer_form import check_one_form, checked_choices, checked_regex, read_schema
+
     form = {
         "schema": read_schema(options.schema) if options.schema else None,
         "regex": checked_regex(options.regex),
@@ -36,8 +37,15 @@ def read_form(options: Options, stop: list[str]) -> dict[str, Any]:
     return {name: value for name, value in form.items() if value}
 
 
-def stop_text(word: str) -> str:
-    """Return a text of `--stop`; raises `UsageError` if it is empty."""
-    if not word:
-        raise UsageError("--stop is '', expected text. Leave the option out to stop at the end only.")
-    return word
+class FormOptions(RunExtension):
+    """`--schema`, `--regex` and `--choice` of `sinkprune-run`."""
+
+    add_options = staticmethod(add_form_options)
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self.reads = options.form_files
+        self._form = read_form(options, options.stop)
+
+    def fields(self) -> dict[str, Any]:
+        return self._form

@@ -11,6 +11,7 @@ import numpy as np
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.hooks import Tokens
+from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.text.answer_form import LIMITS, load_llguidance, reason, regex_grammar, schema_grammar
 from sinkprune.runtime.text.prompt import PromptEncoder
 from sinkprune.runtime.text.tools import CALL_MARKS, Tools
@@ -81,6 +82,10 @@ class Grammars:
         self._prompts, self._stop = prompts, stop
         self._made: Any = None
         self._making = Lock()
+
+    def __call__(self, request: Request) -> tuple[Request, Tokens]:
+        """Return the request, and its hook; raises what `constraint` does."""
+        return request, self.constraint(request.schema, request.regex, request.min_new_tokens, request.tools)
 
     def constraint(
         self, schema: Mapping[str, Any] | None, regex: str | None, min_tokens: int, tools: Tools | None = None

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinkprune.runtime.pipeline import Pipeline
+from sinkprune import Pipeline
 from support.programs.commands import run
 
 SIZES = {"square.png": (90, 90), "wide.png": (200, 100), "wider.png": (400, 100)}

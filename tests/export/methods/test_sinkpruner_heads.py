@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinkprune import BudgetError, UsageError
+from sinkprune import BudgetError, Pipeline, UsageError
 from sinkprune.contract.budgets import Budget, Share, parse_budget, prune_layers
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.checks import to_json
@@ -26,7 +26,6 @@ from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.plan import PlanFacts
 from sinkprune.export.pruning.sanitizer import ChosenHeads, LayerHeads, read_heads, write_heads
 from sinkprune.export.pruning.select import every_text_row
-from sinkprune.runtime.pipeline import Pipeline
 from support.models import graphs
 from support.models.chosen_heads import WITH_HEADS, chosen_heads, heads_by_layer
 from support.programs.commands import assert_refused, run

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from sinkprune.deadlines.options import late_line
 from sinkprune.deadlines.policy import DeadlinePolicy
-from sinkprune.runtime.commands.run import late_line
 from sinkprune.runtime.steps.answer import DeadlineReport
 from support.programs.commands import run
 

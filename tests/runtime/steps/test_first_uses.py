@@ -37,8 +37,10 @@ def test_a_first_prefill_is_one_of_the_process_and_on_openvino_of_its_budget_and
     small = ["retain-64", "retain-32"]
     for own in (pipeline.bundle, turned):
         pipeline.bundle = own
-        assert first_budgets(pipeline, "sinkpruner", "retain-64", layouts) == (small if again else small[-1:])
-        assert len(first_budgets(pipeline, "sinkpruner", "none", layouts)) == (5 if again else 1)
+        assert first_budgets(pipeline.bundle.manifest, pipeline.backend, "sinkpruner", "retain-64", layouts) == (
+            small if again else small[-1:]
+        )
+        assert len(first("none", layouts)) == (5 if again else 1)
 
 
 def test_openvino_s_first_prefills_correct_no_expected_time(

@@ -7,12 +7,11 @@ from typing import Any
 
 from PIL import Image
 
-from sinkprune import Policy
+from sinkprune import Pipeline, Policy
 from sinkprune.contract.bundle import Bundle, Limits, OptimisationProfile
 from sinkprune.engines.profiles import optimisation_profiles
 from sinkprune.runtime.backends import Backend, Engine
 from sinkprune.runtime.media.clip import Clip
-from sinkprune.runtime.pipeline import Pipeline
 
 Shapes = dict[str, tuple[int, ...]]
 NEW_TOKENS = 3

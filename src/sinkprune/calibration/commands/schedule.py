@@ -36,6 +36,7 @@ from sinkprune.contract.files.trust import read_private_key
 from sinkprune.contract.manifest import BUNDLE
 from sinkprune.deadlines.costs import Costs, write_costs
 from sinkprune.deadlines.options import doubtful_costs, kept_line
+from sinkprune.deadlines.pipeline import Pipeline
 from sinkprune.export.packages import report_missing_package
 from sinkprune.runtime.commands.options import (
     NO_COSTS,
@@ -43,12 +44,10 @@ from sinkprune.runtime.commands.options import (
     add_new_tokens,
     beside_earlier,
     check_memory,
-    load_pipeline,
 )
 from sinkprune.runtime.commands.run import note_pictures
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.picture_warnings import unseen_warnings
-from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.request import new_request
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ def main(arguments: Sequence[str] | None) -> None:
     check_memory(options, bundle, [layout], METHOD, [UNPRUNED], first.question, options.new_tokens)
     with TemporaryDirectory(prefix="sinkprune-") as folder:
         trials = Trials(bundle, Path(folder))
-        pipeline = load_pipeline(options, trials.bundle)
+        pipeline = Pipeline.load(trials.bundle, fit=options.fit, **options.loading)
         if target.tokens is not None:
             # Known before anything is measured.
             target.check_unmet(layout.all_tokens, TOKENS_A_LAYER)

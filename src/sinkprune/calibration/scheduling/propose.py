@@ -35,9 +35,9 @@ from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.manifest import Manifest, decoder_segments
 from sinkprune.contract.progress import OnProgress, unreported
 from sinkprune.deadlines.costs import LOADED, Costs
+from sinkprune.deadlines.pipeline import Pipeline
 from sinkprune.export.methods import METHODS
 from sinkprune.export.pruning.plan import Method, PlanFacts
-from sinkprune.runtime.pipeline import Pipeline
 
 _SANITIZERS, _SIZES = 14, 32
 """Points of the grid besides the family's own."""

@@ -31,6 +31,7 @@ from sinkprune.contract.report import Spread
 from sinkprune.contract.schedule import Schedule, VisualLayout, schedule
 from sinkprune.deadlines.costs import Costs, later_tokens, predict
 from sinkprune.deadlines.measuring import MeasurementRounds
+from sinkprune.deadlines.pipeline import Pipeline
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.methods.sinkpruner import build_after
 from sinkprune.export.planning import save_plan
@@ -38,7 +39,6 @@ from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.plan import PlanFacts, VariableTokens
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.images import read_image
-from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.request import new_request
 
 TRIAL = "trial"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
 from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks import counted, escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.options import (
@@ -22,28 +23,20 @@ from sinkprune.contract.command_line.options import (
     write_json,
     write_output,
 )
-from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.precision import Array
 from sinkprune.contract.progress import OnProgress
-from sinkprune.contract.schedule import VisualLayout
-from sinkprune.deadlines.measuring import MEASURING_COSTS
-from sinkprune.deadlines.options import check_cost_options, costs_before_loading, run_once, saved_costs_lines
-from sinkprune.policies.report import ActionDeadline
+from sinkprune.contract.registry import Registry
 from sinkprune.runtime.commands.options import (
     IMAGE_PLACE,
-    NO_COSTS,
     MemoryCheck,
     Options,
-    add_costs,
     add_most_tokens,
     add_system,
     beside_earlier,
     check_memory,
     ended_by_interrupt,
-    explain_interrupt,
-    load_pipeline,
     new_parser,
     open_bundle,
     picture_sources,
@@ -61,12 +54,11 @@ from sinkprune.runtime.media.picture_warnings import (
 )
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, overlay, picture_bytes
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.steps.answer import Answer, DeadlineReport
+from sinkprune.runtime.steps.answer import Answer, DeadlineOutcome
 from sinkprune.runtime.steps.context_length import check_picture_count
-from sinkprune.runtime.steps.loaded_model import check_chosen_after_tower
 from sinkprune.runtime.steps.observer import Observer
-from sinkprune.runtime.steps.pictures import decoded, named_in_errors
-from sinkprune.runtime.steps.request import DEADLINE_MS, DEFAULT_NEW_TOKENS, Request
+from sinkprune.runtime.steps.pictures import PictureLike, decoded, named_in_errors
+from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS, Request
 from sinkprune.runtime.system import usable_cores
 from sinkprune.runtime.text.sampling import (
     FREQUENCY_PENALTY,
@@ -77,7 +69,6 @@ from sinkprune.runtime.text.sampling import (
     TEMPERATURE,
     TOP_P,
 )
-from sinkprune.serving.form_options import add_form_options, read_form, stop_text
 
 
 def note_pictures(family: Family, files: Sequence[Path], pictures: Sequence[Picture]) -> list[str]:
@@ -196,7 +187,7 @@ def _in_time(answer: Answer) -> str:
     unit = "passes over the list" if answer.choices else "tokens"
     tokens = f"{deadline.expected_tokens} {unit}" if deadline.expected_tokens > 1 else "the first token"
     return (
-        f"\ndeadline {deadline.deadline_ms:g} ms: answered in {_measured(deadline)} ms, with reading the "
+        f"\ndeadline {deadline.deadline_ms:g} ms: answered in {measured_ms(deadline)} ms, with reading the "
         f"picture, expected {tokens} in {deadline.predicted_ms:.0f} ms; {deadline.reason}"
     )
 
@@ -214,36 +205,18 @@ def cut_off_line(answer: Answer) -> str:
     )
 
 
-def late_line(deadline: DeadlineReport) -> str:
-    """Return a warning for a late answer, and nothing for one in time."""
-    if deadline.met:
-        return ""
-    soonest = "" if deadline.can_meet else f"a token sooner than in {deadline.predicted_first_ms:.0f} ms"
-    return f"late: {_late(deadline, soonest)}\n"
-
-
-def late_chunks_line(deadlines: Sequence[ActionDeadline]) -> str:
-    """Return a warning for the late ones of some chunks, and nothing where all were in time."""
-    late = [each for each in deadlines if not each.met]
-    if not late:
-        return ""
-    last = late[-1]
-    soonest = "" if last.can_meet else f"a chunk sooner than in {last.expected_ms:.0f} ms"
-    found = f"{len(late)} of {len(deadlines)} chunks; the last of them: " if len(deadlines) > 1 else ""
-    return f"late: {found}{_late(last, soonest)}\n"
-
-
-def _late(deadline: DeadlineReport | ActionDeadline, soonest: str) -> str:
-    """Return how late an answer or a chunk was, and what no budget was expected to bring, if anything."""
-    late = f"{_measured(deadline)} ms where {deadline.deadline_ms:g} were given, at budget {deadline.budget}."
-    return f"{late} No budget was expected to bring {soonest}." if soonest else late
-
-
-def _measured(deadline: DeadlineReport | ActionDeadline) -> str:
+def measured_ms(deadline: DeadlineOutcome) -> str:
     """Return the measured milliseconds, whole ones unless a late answer would look in time."""
     measured = deadline.measured_ms
     rounded = (f"{measured:.{digits}f}" for digits in range(6))
     return next((text for text in rounded if deadline.met or float(text) > deadline.deadline_ms), str(measured))
+
+
+def stop_text(word: str) -> str:
+    """Return a text of `--stop`; raises `UsageError` if it is empty."""
+    if not word:
+        raise UsageError("--stop is '', expected text. Leave the option out to stop at the end only.")
+    return word
 
 
 def readable(text: str) -> str:
@@ -263,23 +236,61 @@ examples:
   sinkprune-run bundle --image photo.jpg --prompt "How many cups are there?" --regex "[0-9]{1,2}"
   sinkprune-run bundle --image photo.jpg --prompt "Is the door open?" --deadline-ms 300 --max-new-tokens 8 --warm-up
 """
+_PENALTIES = tuple(penalty.name for penalty, _ in PENALTIES)
 _REQUEST = (
-    *("budget", "method", "max_new_tokens", "temperature", "top_p", "seed", "deadline_ms"),
-    *("system", "stop", *(penalty.name for penalty, _ in PENALTIES)),
+    *("budget", "method", "max_new_tokens", "temperature", "top_p", "seed"),
+    *("system", "stop", *_PENALTIES),
 )
 """The options that are fields of a request."""
+
+
+class RunExtension:
+    """What another package adds to `sinkprune-run`, by an entry point in the group `sinkprune.run`.
+
+    There is one for each run. The defaults add nothing.
+    """
+
+    reads: Sequence[Path] = ()
+    """The files that its options name."""
+    chooses_budget = False
+    """Whether another budget than the given one may run."""
+
+    def __init__(self, options: Options) -> None:
+        """Take the options; raises `UsageError` for wrong ones."""
+        self.options = options
+
+    @staticmethod
+    def add_options(parser: CommandParser) -> None:
+        """Add options to the command."""
+
+    def fields(self) -> dict[str, Any]:
+        """Return fields of the request."""
+        return {}
+
+    def opened(self, bundle: Bundle) -> type[Pipeline]:
+        """Check what can be checked before anything is loaded, and return the kind of the pipeline."""
+        return Pipeline
+
+    def loaded(self, pipeline: Pipeline, request: Request, sources: Sequence[PictureLike]) -> Request:
+        """Do what comes before the request, and return it; `sources` are its pictures, not decoded."""
+        return request
+
+    def answered(self, pipeline: Pipeline, answer: Answer) -> None:
+        """Print and keep what comes after the answer."""
+
+
+RUN_EXTENSIONS = Registry[type[RunExtension]]("sinkprune.run")
 
 
 @entry_point
 def main(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, Options)
-    _check_options(options)
-    form, prompt = read_form(options, options.stop), prompt_pieces(options.prompt)
+    extensions = [extension(options) for extension in RUN_EXTENSIONS.values()]
+    _check_options(options, extensions)
+    prompt = prompt_pieces(options.prompt)
     bundle = open_bundle(options, [options.budget])
-    if options.deadline_ms is not None:
-        check_chosen_after_tower(bundle.manifest, options.method)
-    reads_costs = options.deadline_ms is not None and not options.warm_up
-    costs = costs_before_loading(options, options.costs, bundle) if reads_costs else None
+    kinds = [extension.opened(bundle) for extension in extensions]
+    kind = next((kind for kind in kinds if kind is not Pipeline), Pipeline)
     family = load_family(bundle.manifest, options.fit)
     sources = picture_sources(options)
     check_picture_count(bundle.manifest, None, len(sources))
@@ -289,15 +300,18 @@ def main(arguments: Sequence[str] | None) -> None:
     layouts = [*map(family.layout, images)]
     memory = check_memory(options, bundle, layouts, options.method, [options.budget], texts, new_tokens)
 
-    pipeline = load_pipeline(options, bundle)
-    request = pipeline.new_request(images, prompt, **_given_fields(options), **form)
+    pipeline = kind.load(bundle, fit=options.fit, **options.loading)
+    fields = _given_fields(options)
+    for extension in extensions:
+        fields |= extension.fields()
+    if fields.get("choice"):
+        # `_unused_options` reports them.
+        fields = {name: value for name, value in fields.items() if name not in _PENALTIES}
+    request = pipeline.new_request(images, prompt, **fields)
     # Before a long answer.
     notes = note_pictures(family, options.picture_files, images)
-    pipeline.costs = costs
-    _warm_up(pipeline, request, layouts, options)
-    if options.deadline_ms is not None:
-        # A deadline counts the reading of the pictures, so they are read anew.
-        request = replace(request, pictures=tuple(sources))
+    for extension in extensions:
+        request = extension.loaded(pipeline, request, sources)
     output = RunningOutput(options.json, options.overlay)
     answer = _answered(pipeline, request, options, output)
 
@@ -307,7 +321,7 @@ def main(arguments: Sequence[str] | None) -> None:
     output.write(result_lines(answer))
     if not answer.text and answer.finish == "stop":
         sys.stderr.write("note: the answer is empty: the model or a stop string ended it at once.\n")
-    unused = _unused_options(options, answer.budget)
+    unused = _unused_options(options, request, answer.budget)
     if any(request.texts[:-1]) and not pipeline.prompts.keeps_order:
         unused.append(
             f"{IMAGE_PLACE} moved no image, because the model's chat template writes images before the text "
@@ -318,8 +332,8 @@ def main(arguments: Sequence[str] | None) -> None:
     write_each(
         lambda: write_json(options.json, _summary(pipeline, answer, memory, notes + unused)),
         lambda: sys.stderr.write(cut_off_line(answer) if cut_off else ""),
-        lambda: _report_deadline(pipeline, answer, options),
-        *([lambda: write_output(drawn, picture_bytes(overlay(answer, images), drawn))] if drawn else []),
+        *(partial(extension.answered, pipeline, answer) for extension in extensions),
+        *([lambda: write_output(drawn, _overlay(answer, images, drawn))] if drawn else []),
         lambda: sys.stderr.write("".join(f"note: {note}\n" for note in unused)),
     )
     if answer.finish == "cancelled":
@@ -327,22 +341,19 @@ def main(arguments: Sequence[str] | None) -> None:
     output.end()
 
 
-def _report_deadline(pipeline: Pipeline, answer: Answer, options: Options) -> None:
-    """Print whether the answer was late, and keep what it took for later runs."""
-    if answer.deadline is not None:
-        sys.stderr.write(late_line(answer.deadline))
-        sys.stderr.write(saved_costs_lines(pipeline, options, measured=options.warm_up))
+def _overlay(answer: Answer, images: Sequence[Picture], file: Path) -> bytes:
+    # Drawing is loaded where it is wanted.
+
+    return picture_bytes(overlay(answer, images), file)
 
 
-def _check_options(options: Options) -> None:
+def _check_options(options: Options, extensions: Sequence[RunExtension]) -> None:
     """Reject options that exclude each other, and outputs that cannot be written."""
     overlays = [(options.overlay, PICTURE_SUFFIXES)] if options.overlay else []
-    read = [*options.picture_files, *options.key_files, *options.form_files]
-    read += [options.costs] if options.costs else []
+    read = [*options.picture_files, *options.key_files, *(path for one in extensions for path in one.reads)]
     check_outputs([*json_outputs(options.json), *overlays], read, options.folders)
-    if options.overlay and options.budget == UNPRUNED and options.deadline_ms is None:
+    if options.overlay and options.budget == UNPRUNED and not any(one.chooses_budget for one in extensions):
         raise UsageError("--overlay draws what pruning kept. Give a --budget other than none, or --deadline-ms.")
-    check_cost_options(options.warm_up, options.costs, options.deadline_ms)
 
 
 def _given_fields(options: Options) -> dict[str, Any]:
@@ -353,24 +364,7 @@ def _given_fields(options: Options) -> dict[str, Any]:
     if not options.temperature:
         # `_unused_options` reports them.
         del fields["top_p"], fields["seed"]
-    if options.choice:
-        for penalty, _ in PENALTIES:
-            del fields[penalty.name]
     return fields
-
-
-def _warm_up(pipeline: Pipeline, request: Request, layouts: Sequence[VisualLayout], options: Options) -> None:
-    """Measure costs if asked, and do before a request with a deadline what would make it late."""
-    if options.warm_up:
-        with explain_interrupt(NO_COSTS), status(MEASURING_COSTS) as progress:
-            pipeline.measure_costs(request, progress=progress)
-    if options.deadline_ms is not None:
-        with status("loading the budgets' graphs") as progress:
-            pipeline.load_plans(options.method, progress)
-        if not options.warm_up:
-            # The first request of a process is slower than its costs say.
-            with status("running the request once before it counts"):
-                run_once(pipeline, request, layouts)
 
 
 def _answered(pipeline: Pipeline, request: Request, options: Options, output: RunningOutput) -> Answer:
@@ -392,7 +386,7 @@ class _TokenCount(Observer):
         self._progress("writing", self._count, self._most, "tokens")
 
 
-def _unused_options(options: Options, budget: str) -> list[str]:
+def _unused_options(options: Options, request: Request, budget: str) -> list[str]:
     """Return a note for each option without effect: sampling of a greedy answer, threads without a core, overlay."""
     notes = []
     if options.overlay and budget == UNPRUNED:
@@ -404,7 +398,7 @@ def _unused_options(options: Options, budget: str) -> list[str]:
     for penalty, neutral in PENALTIES:
         if getattr(options, penalty.name) not in (None, neutral):
             unscored.append(f"--{penalty.name.replace('_', '-')}")
-    if options.choice and unscored:
+    if request.choice and unscored:
         notes.append(f"{' and '.join(unscored)} changed nothing, because --choice scores its whole texts.")
     cores = usable_cores()
     if options.threads and options.threads > cores:
@@ -431,20 +425,6 @@ def _parser() -> CommandParser:
         default=UNPRUNED,
         help="a budget of the bundle, or none; with --deadline-ms the largest that may be chosen (default: none)",
     )
-    add(
-        "--deadline-ms",
-        type=DEADLINE_MS,
-        metavar="MS",
-        help="milliseconds for the whole answer. Chooses the largest budget whose predicted time for "
-        "--max-new-tokens tokens meets them. Needs --warm-up or calibrate schedule once on this machine, or --costs",
-    )
-    add(
-        "--warm-up",
-        action="store_true",
-        help="measure the costs of requests on this machine before the answer, and keep them for later runs; takes "
-        "seconds, or minutes for a large model",
-    )
-    add_costs(parser)
     add_most_tokens(parser, DEFAULT_NEW_TOKENS)
     add("--temperature", type=TEMPERATURE, default=0.0, help="0 is greedy (default: 0)")
     add(
@@ -478,7 +458,8 @@ def _parser() -> CommandParser:
         metavar="TEXT",
         help="end the answer before this text; may be repeated",
     )
-    add_form_options(parser)
+    for extension in RUN_EXTENSIONS.values():
+        extension.add_options(parser)
     add("--overlay", type=Path, metavar="FILE.png", help="draw the kept and dropped tokens on the image")
     parser.add_json("the answer and its figures")
     return parser

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from sinkprune.contract.budgets import UNPRUNED, Plan
 from sinkprune.contract.bundle import Limits
-from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.progress import OnProgress
 from sinkprune.contract.schedule import VisualLayout
@@ -36,14 +35,8 @@ class LoadedModel(NamedTuple):
     chain: Chain
     warnings: PictureWarnings
 
-    def for_request(self, request: Request, plan: Plan | None) -> LoadedModel:
-        """Return the model that sees the pictures of `request` in the size of its `plan`.
-
-        With a deadline, the budget is chosen after the tower has run, by the number of tokens. So this raises
-        `UsageError` for a method whose tower runs at the budget's size.
-        """
-        if request.deadline_ms is not None:
-            check_chosen_after_tower(self.manifest, request.method)
+    def for_plan(self, plan: Plan | None) -> LoadedModel:
+        """Return the model that sees pictures in the size of a `plan`."""
         share = plan.picture_share if plan is not None else None
         return self if share is None else self._replace(family=self.family.smaller(share))
 
@@ -92,16 +85,3 @@ class LoadedModel(NamedTuple):
         asked = [turn.texts for turn in request.history if turn.role == "user"]
         asked += [request.texts] if request.tool_call_id is None else []
         return self.prompts.question_ids(asked[-1] if asked else ()) or prompt.texts[-1]
-
-
-def check_chosen_after_tower(manifest: Manifest, method: str) -> None:
-    """Raise `UsageError` for a method whose budget cannot be chosen after the vision tower, by its tokens.
-
-    Deadlines choose so. Raises `BudgetError` for a method that the bundle does not have.
-    """
-    manifest.plan(method, UNPRUNED)
-    if any(each.picture_share for each in manifest.plans[method].values()):
-        raise UsageError(
-            f"method '{method}' makes pictures smaller before the vision tower runs, and deadlines choose "
-            "a budget afterwards. Give one budget and no deadline, or another method."
-        )

@@ -161,6 +161,13 @@ class Request:
         )
 
     @property
+    def form(self) -> str | None:
+        """The kind of the answer's form: `choice` for a closed list, `grammar`, or None for any text."""
+        if self.choice:
+            return "choice"
+        return None if self.schema is None and self.regex is None and self.tools is None else "grammar"
+
+    @property
     def follows_grammar(self) -> bool:
         """Whether `schema`, `regex` or calls of `tools` decide which tokens may come next."""
         return self.schema is not None or self.regex is not None or (self.tools is not None and self.tools.may_call)
