@@ -41,7 +41,7 @@ def test_the_call_counts_and_idle_time_before_the_first_piece_does_not(
     bundle: Bundles, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline, constraint = Pipeline.load(bundle("gqa-112")), Grammars.constraint
-    pipeline.warm_up(photo, QUESTION, seconds=0)
+    pipeline.warm_up(photo, QUESTION, seconds=0, regex="[0-9]{1,3}")
 
     def slow(*given: Any) -> Any:
         time.sleep(0.2)
@@ -49,12 +49,12 @@ def test_the_call_counts_and_idle_time_before_the_first_piece_does_not(
 
     monkeypatch.setattr(Grammars, "constraint", slow)
     began = time.perf_counter()
-    answer = pipeline.generate(photo, QUESTION, deadline_ms=60_000, max_new_tokens=2)
+    answer = pipeline.generate(photo, QUESTION, deadline_ms=60_000, max_new_tokens=2, regex="[0-9]{1,3}")
     whole = (time.perf_counter() - began) * 1e3
     assert answer.deadline is not None
     assert 200 < answer.deadline.measured_ms <= whole
     began = time.perf_counter()
-    stream = pipeline.stream(photo, QUESTION, deadline_ms=60_000, max_new_tokens=2)
+    stream = pipeline.stream(photo, QUESTION, deadline_ms=60_000, max_new_tokens=2, regex="[0-9]{1,3}")
     time.sleep(1.0)
     deadline = stream.rest().deadline
     assert deadline is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,8 @@ def test_a_first_prefill_is_one_of_the_process_and_on_openvino_of_its_budget_and
     turned = replace(pipeline.bundle, manifest=replace(manifest, plans={"sinkpruner": plans}))
     small = ["retain-64", "retain-32"]
     for own in (pipeline.bundle, turned):
-        pipeline.bundle = own
-        assert first_budgets(pipeline.bundle.manifest, pipeline.backend, "sinkpruner", "retain-64", layouts) == (
-            small if again else small[-1:]
-        )
+        first = partial(first_budgets, own.manifest, pipeline.backend, "sinkpruner")
+        assert first("retain-64", layouts) == (small if again else small[-1:])
         assert len(first("none", layouts)) == (5 if again else 1)
 
 
