@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-robot test lint types pytest docs figures test-slow test-harness test-ray test-lerobot test-lerobot-0.6 test-python test-intel-gpu test-aarch64 test-x86-64 fuzz clean
+.PHONY: demo demo-robot test test-all lint types pytest docs figures test-slow test-harness test-ray test-lerobot test-lerobot-0.6 test-python test-intel-gpu test-aarch64 test-x86-64 fuzz clean
 
 demo: .venv/.demo
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash demo/demo.sh demo-output
@@ -32,8 +32,16 @@ PARALLEL := -n auto --maxprocesses 4 --max-worker-restart 50 --dist worksteal
 LONG := -o faulthandler_timeout=3600
 
 # A thread of BLAS to each worker: they share cores, and OpenBLAS spins where its threads do.
+PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL)
+EVERY := not slow and not gpu and not harness and not ray and not lerobot and not intel_gpu and not python
+
 pytest: .venv/.dev
-	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) -m "not slow and not gpu and not harness and not ray and not lerobot and not intel_gpu and not python"
+	$(PYTEST) -m "$(EVERY) and not long"
+
+# Every test but those with a target of their own, and tests/durations.json, by which `make test` chooses.
+test-all: lint types
+	$(PYTEST) -m "$(EVERY)" --junitxml build/tests.xml
+	$(BIN)/python tests/durations.py build/tests.xml
 
 # The site of docs/ in build/docs, with its pages about JSON and the reference made from the code.
 docs: .venv/.docs

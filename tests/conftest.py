@@ -21,6 +21,7 @@ import hypothesis
 import pytest
 from PIL import Image
 
+from durations import long_tests
 from sinkprune import Pipeline
 from sinkprune.contract.manifest import DialectName
 from sinkprune.contract.precision import WeightsName
@@ -47,8 +48,20 @@ hypothesis.settings.load_profile("busy machine")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+_MOST_SECONDS = 3.0
+"""`make test` leaves out the test functions whose cases take longer together; `make test-all` runs every one."""
+
 # Python 3.10 runs bundles only.
 EXPORTS = find_spec("onnx") is not None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what takes long, but for a test of each file that the page of guarantees names."""
+    page = Path(__file__).parents[1] / "docs/guarantees.md"
+    long = long_tests(_MOST_SECONDS, page.read_text(encoding="utf-8"))
+    for item in items:
+        if item.nodeid.partition("[")[0] in long:
+            item.add_marker("long")
 
 
 @pytest.fixture(autouse=True, scope="session")
