@@ -28,7 +28,7 @@ from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.schedule import decode_bytes, prefill_flops
 from sinkprune.deadlines.measuring import DecoderTimes
 from sinkprune.runtime.backends import THREADS
-from sinkprune.runtime.backends.known import BACKENDS
+from sinkprune.runtime.backends.known import KNOWN
 
 _TABLE_WIDTH = 140
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None) -> None:
     parser.add_argument(
         "--repeat", type=int, default=9, help="rounds after the first, which does not count (default: 9)"
     )
-    parser.add_argument("--backend", choices=BACKENDS, default="ort-cpu")
+    parser.add_argument("--backend", choices=[*KNOWN], default="ort-cpu")
     parser.add_argument("--threads", type=THREADS)
     parser.add_argument("--json", type=Path, metavar="FILE.json", help="write every measurement")
     options = parser.parse_args(arguments)

@@ -25,7 +25,7 @@ from sinkprune.contract.command_line.options import json_outputs, write_json
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.runtime.backends import THREADS
-from sinkprune.runtime.backends.known import BACKENDS
+from sinkprune.runtime.backends.known import KNOWN
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 MOST_TIME = 0.10
@@ -74,7 +74,7 @@ def _benchmark(arguments: Sequence[str] | None) -> bool:
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--budget", default="retain-64")
     parser.add_argument("--new-tokens", type=int, default=8)
-    parser.add_argument("--backend", choices=BACKENDS, default="ort-cpu")
+    parser.add_argument("--backend", choices=[*KNOWN], default="ort-cpu")
     parser.add_argument("--engines", type=Path)
     parser.add_argument("--threads", type=THREADS)
     parser.add_argument("--json", type=Path, metavar="FILE.json", help="write every measurement too")

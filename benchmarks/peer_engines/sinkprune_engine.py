@@ -22,7 +22,7 @@ from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.checkpoint.folder import read_json
 from sinkprune.export.source import ExportRequest
 from sinkprune.policies.policy import Policy
-from sinkprune.runtime.backends.known import BACKENDS
+from sinkprune.runtime.backends.known import KNOWN
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def forms(config: Mapping[str, Any]) -> Sequence[Form]:
     if family is None:
         raise NotRunError(f"it takes no model of type {config['model_type']}")
     ways = (UNPRUNED, *family.budgets)
-    return [Form("sinkprune", name, way.bits, ways) for name, way in _FORMS.items() if way.backend in BACKENDS]
+    return [Form("sinkprune", name, way.bits, ways) for name, way in _FORMS.items() if way.backend in KNOWN]
 
 
 def prepare(form: Form, place: Path) -> None:
