@@ -1,7 +1,7 @@
 """The largest request that engines are built for, and the optimisation profiles for it.
 
 An optimisation profile is a range of shapes, tuned for one usual shape. The profiles follow from the bundle's budgets
-and largest pictures, and from the limits of a request (`limits.py`).
+and largest pictures, and from the limits of a request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Progress of a build on a terminal, and how Ctrl-C ends a build."""
+"""Progress of a build on a terminal, and its end by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -61,30 +61,24 @@ class TerminalProgress(BuildProgress):
         self._bars.stop()
 
     def report(self, line: str) -> None:
-        """Write the line, also without a terminal."""
         self._bars.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def part(self, what: str, done: float, total: float, unit: str) -> None:
-        """Show the work in the place of the graphs."""
         self._bars.update(self._graphs, description=what, completed=done, total=total or None)
 
     def graph(self, name: str, number: int, total: int, work: str = "building engines") -> None:
-        """Set the bar of graphs to `number` of `total`, with the name of the current graph."""
         text = f"{work}: {number} of {total} graphs, {name}"
         self._bars.update(self._graphs, description=text, completed=number, total=total)
 
     def phase_start(self, name: str, parent: str | None, steps: int) -> None:
-        """Add a bar for the phase, indented below its parent's."""
         self._depths[name] = self._depths.get(parent or "", 0) + 1
         self._phases[name] = self._bars.add_task("  " * self._depths[name] + name, total=steps)
 
     def step_complete(self, name: str, step: int) -> None:
-        """Advance the phase's bar to after the step `step`, counted from 0."""
         if name in self._phases:
             self._bars.update(self._phases[name], completed=step + 1)
 
     def phase_finish(self, name: str) -> None:
-        """Remove the phase's bar."""
         if name in self._phases:
             self._bars.remove_task(self._phases.pop(name))
 

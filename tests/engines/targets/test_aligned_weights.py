@@ -13,8 +13,8 @@ from PIL import Image
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import EnginesError
-from sinkprune.engines import plugin_graph as aligned_weights
-from sinkprune.engines.plugin_graph import align_weights, takes_prepacked
+from sinkprune.engines.targets import onnxruntime as onnxruntime_target
+from sinkprune.engines.targets.onnxruntime import align_weights, takes_prepacked
 from sinkprune.runtime.backends.compatibility import open_engines
 from support.programs.commands import run
 from support.references.same_answers import assert_equal_at_both_ends
@@ -72,7 +72,7 @@ def test_the_installed_version_was_tried_and_others_were_not() -> None:
 def test_a_version_that_was_never_tried_builds_engines_without_prepacked_weights(
     bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aligned_weights, "PREPACKED_IN", ((1, 1),))
+    monkeypatch.setattr(onnxruntime_target, "PREPACKED_IN", ((1, 1),))
     path = bundle("gqa-112", weights="int4")
     outcome = run("sinkprune-build", path, "-o", tmp_path / "engines", "--target", "onnxruntime")
     assert outcome.code == 0

@@ -48,7 +48,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
     fake.mem_alloc.return_value = MagicMock(spec=["__int__", "free"], __int__=lambda _: 4096)
     fake.pagelocked_empty.side_effect = np.empty
     fake.Memcpy2D.return_value = Mock(spec=["set_src_device", "set_dst_device"])
-    monkeypatch.setattr(pycuda_device, "_import_driver", lambda: fake)
+    monkeypatch.setattr(pycuda_device, "_import_pycuda", lambda: fake)
     return fake
 
 

@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 
 from sinkprune.contract.errors import NoSensorError, PowerError
-from sinkprune.runtime.power import open_sensor
 from sinkprune.runtime.power import sensors as power_sensor
 from sinkprune.runtime.power.meter import measuring
-from sinkprune.runtime.power.sensors import Reading, Sensor
+from sinkprune.runtime.power.sensors import Reading, Sensor, open_sensor
 from support.stand_ins import power_stand_ins as boards
 from support.stand_ins.power_stand_ins import Powercap, install_pynvml, install_tegrastats
 

@@ -1,7 +1,7 @@
 """The gate: compares each engine with the ONNX graph that it was built from, and rejects engines that differ.
 
-`recording` runs the graphs and stores inputs and outputs of each call. `comparing` runs the engines on the stored
-inputs, and then the whole chain. `limits` has the allowed differences, with the reasons.
+`recording` stores the calls of the graphs. `comparing` runs the engines on them, and then the whole chain. `report`
+has the allowed differences.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Compares engines with the graphs they were built from, tensor by tensor and token by token.
 
 Each row of an output has its own difference, so that a sink, which is much longer than other rows, hides none.
-
-There, correct engines may close it one action sooner than the graphs.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -55,6 +52,7 @@ from sinkprune.runtime.backends.kv_cache import cache_names
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.device import open_device
 from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.steps.chain import Wrap
 
 Run = Callable[[Mapping[str, Array]], dict[str, Array]]
 _NOISY_RUNS = 16
@@ -294,8 +292,8 @@ def judged_by_noise(
     judged, total = list(chunks), _RUNS * len(rejected)
     if not rejected:
         return judged
-    noise = _Noise(bundle, limit_of("rows", rounding).typical)
-    policy = Policy(bundle, load_backend(REFERENCE, compute="fp32"), wrap=noise.wrap)
+    wrap = _noisy_tower(bundle, limit_of("rows", rounding).typical)
+    policy = Policy(bundle, load_backend(REFERENCE, compute="fp32"), wrap=wrap)
     for place, number in enumerate(rejected):
         chunk, expected, changes = chunks[number], recording.chunks[number], [0.0]
         for run in range(_RUNS):
@@ -308,26 +306,23 @@ def judged_by_noise(
     return judged
 
 
-class _Noise:
-    """Multiplies the rows that the vision tower gives by `1 + size * normal`."""
+def _noisy_tower(bundle: Bundle, size: float) -> Wrap:
+    """Return a wrap that multiplies the rows of the vision tower by `1 + size * normal`."""
+    names = [tensor.name for tensor in bundle.manifest.graphs["vision"].outputs if kind_of(tensor) == "rows"]
+    draw = np.random.default_rng(0)
 
-    def __init__(self, bundle: Bundle, size: float) -> None:
-        outputs = bundle.manifest.graphs["vision"].outputs
-        self._rows = [tensor.name for tensor in outputs if kind_of(tensor) == "rows"]
-        self._size, self._draw = size, np.random.default_rng(0)
-
-    def wrap(self, graph: str, engine: Engine, backend: Backend) -> Engine:
-        """Return an engine with noise for the vision tower; a `sinkprune.runtime.steps.chain.Wrap`."""
-
+    def wrap(graph: str, engine: Engine, backend: Backend) -> Engine:
         def noisy(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
             outputs = dict(engine(inputs))
-            for name in self._rows:
+            for name in names:
                 rows = backend.numpy(outputs[name])
-                factors = 1 + self._size * self._draw.standard_normal(rows.shape)
+                factors = 1 + size * draw.standard_normal(rows.shape)
                 outputs[name] = backend.tensor((rows * factors).astype(rows.dtype))
             return outputs
 
         return noisy if graph == "vision" else engine
+
+    return wrap
 
 
 def check_engines(
@@ -345,12 +340,12 @@ def check_engines(
     does not load or run, and what `Pipeline.generate` or `Policy.act` raises.
     """
     engines, manifest = built.engines, built.bundle.manifest
-    graphs, together = {}, _Together([], [])
+    graphs, texts, chunks = {}, list[TextReport](), list[ChunkReport]()
     for number, graph in enumerate(manifest.graphs):
         progress.graph(graph, number, len(manifest.graphs), "comparing engines")
         graphs[graph] = compare_engine(graph, built, backend, recording)
     if not any(report.refused for report in graphs.values()):
-        together = _compare_together(own, built.bundle, backend, question, recording, progress)
+        texts, chunks = _compare_together(own, built.bundle, backend, question, recording, progress)
     return GateReport(
         bundle=str(built.bundle.path),
         engines=str(engines.path),
@@ -362,9 +357,9 @@ def check_engines(
         weights=manifest.weights,
         seen_share=question.seen_shares(manifest),
         graphs=graphs,
-        texts=together.texts,
-        chunks=together.chunks,
-        passed=any(together) and not refusals_together(*together, engines.manifest),
+        texts=texts,
+        chunks=chunks,
+        passed=bool(texts or chunks) and not refusals_together(texts, chunks, engines.manifest),
     )
 
 
@@ -378,9 +373,6 @@ def engines_alone(path: Path, trust: Trust = ANY) -> BuiltEngines:
 
 class Gate:
     """Rejects engines during a build if they differ from their graphs on a question."""
-
-    _recording: Recording
-    _bundle: Bundle
 
     def __init__(self, question: GateQuestion) -> None:
         self._question = question
@@ -409,16 +401,9 @@ class Gate:
         """Compare the answers or chunks of all engines in the folder `root`. Raises `EnginesError` if they differ."""
         own = engines_alone(root)
         backend = load_backend(backend_of(own.engines.manifest.target), None, own)
-        together = _compare_together(own, self._bundle, backend, self._question, self._recording, progress)
-        for refused in refusals_together(*together, own.engines.manifest):
+        texts, chunks = _compare_together(own, self._bundle, backend, self._question, self._recording, progress)
+        for refused in refusals_together(texts, chunks, own.engines.manifest):
             raise EnginesError(refused)
-
-
-class _Together(NamedTuple):
-    """What all engines together gave: answers, or a policy's chunks."""
-
-    texts: list[TextReport]
-    chunks: list[ChunkReport]
 
 
 def _compare_together(
@@ -428,8 +413,8 @@ def _compare_together(
     question: GateQuestion,
     recording: Recording,
     progress: BuildProgress,
-) -> _Together:
-    """Compare answers or chunks, with progress of its own: one takes longer than the comparison of an engine."""
+) -> tuple[list[TextReport], list[ChunkReport]]:
+    """Compare the answers of all engines, or a policy's chunks; one takes longer than to compare an engine."""
     manifest, done = own.bundle.manifest, 0
     rounding = coarsest_rounding(manifest, backend.compute)
     total = len(recording.chunks) + sum(len(answer.token_ids) for answer in recording.answers)
@@ -443,6 +428,6 @@ def _compare_together(
     progress.part(what, 0, total, unit)
     if manifest.policy is not None:
         chunks = compare_chunks(Policy(own.bundle, backend, own), question, recording, rounding, count)
-        return _Together([], judged_by_noise(chunks, recording, bundle, question, rounding, progress))
+        return [], judged_by_noise(chunks, recording, bundle, question, rounding, progress)
     pipeline = Pipeline(own.bundle, backend, own, fit=question.fit)
-    return _Together(compare_texts(pipeline, question, recording, rounding, count), [])
+    return compare_texts(pipeline, question, recording, rounding, count), []

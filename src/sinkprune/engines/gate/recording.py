@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,7 +47,6 @@ from sinkprune.runtime.text.prompt import PromptEncoder
 
 NEW_TOKENS = 8
 """Tokens of each answer: a decoder's first call fills its caches, the others read them."""
-NO_LIMITS: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def read_question(
     files: Sequence[Path],
     prompt: str,
     bundle: Bundle,
-    limits: Mapping[str, int] = NO_LIMITS,
+    limits: Mapping[str, int] = MappingProxyType({}),
     fit: Fit | None = None,
 ) -> GateQuestion:
     """Return the pictures in `files` and the question about them, for engines with the enforced `limits`.
@@ -138,7 +138,6 @@ def check_prompt_limit(bundle: Bundle, most: int) -> None:
 
 
 def _noun(bundle: Bundle) -> str:
-    """Return what the prompt of a bundle is called."""
     return "question" if bundle.manifest.policy is None else "instruction"
 
 
@@ -297,8 +296,6 @@ def _kept_by_step(own: Kept) -> list[Array]:
 
 
 class _LogitsObserver(Observer):
-    """Keeps the logits of every token, and counts it."""
-
     def __init__(self, on_token: Callable[[], None]) -> None:
         self.rows: list[Array] = []
         self._on_token = on_token
@@ -309,8 +306,6 @@ class _LogitsObserver(Observer):
 
 
 class _ChunkObserver(Observer):
-    """Keeps the expert's actions."""
-
     actions: Array
 
     def acted(self, actions: Array) -> None:
@@ -329,7 +324,6 @@ class _Recorder:
         self._last: dict[str, dict[str, bytes]] = {}
 
     def wrap(self, graph: str, engine: Engine, backend: Backend) -> Engine:
-        """Return an engine that calls `engine` and stores the call; a `sinkprune.runtime.steps.chain.Wrap`."""
         caches = cache_names(self._graphs[graph])
         own = [tensor.name for tensor in self._graphs[graph].inputs if tensor.name not in caches.values()]
 
@@ -393,7 +387,6 @@ def _check_graphs_and_memory(bundle: Bundle, question: GateQuestion, plans: Sequ
 
 
 def _is_complete(folder: Path, key: str) -> bool:
-    """Return whether `folder` holds a complete recording with this key."""
     try:
         return bool(json.loads((folder / _COMPLETE).read_text(encoding="utf-8"))["of"] == key)
     except (OSError, ValueError, KeyError, TypeError):

@@ -71,7 +71,7 @@ class Configuration:
 
 
 def configurations(dtype: str) -> dict[str, Configuration]:
-    """Return how every kernel is compiled for tokens of `dtype`, by its name in `launches.py` and `binaries.py`."""
+    """Return how every kernel is compiled for tokens of `dtype`, by its name in `launches.py`."""
     phase = {"ROWS": launches.ROWS, "DEPTH": _DEPTH[dtype], "CHUNK": 1024}
     aligned = ("tokens", "width")
     return {

@@ -1,10 +1,7 @@
-"""Launches of kernels: their arguments and grids, and running one.
+"""The shipped binaries of the kernels in `kernels.py`, their launches, and a runner.
 
-`compile.py` writes them: one archive `kernels.zip` with `index.json`, a cubin and a PTX for each entry.
-
-The kernels are in `kernels.py`, their binaries come from `binaries.py`. A kernel's parameters are its
-inputs, integers and outputs. Masks are int32, not bool: TensorRT's plugins take no BOOL (NvInferRuntimePlugin.h,
-`PluginTensorDesc::type`), and the graph has casts.
+A kernel's parameters are its inputs, integers and outputs. Masks are int32, not bool: TensorRT's plugins take no BOOL
+(NvInferRuntimePlugin.h, `PluginTensorDesc::type`), and the graph has casts.
 
 A plugin is called with a stream handle. cuda-python could launch on it, pycuda cannot (its streams are objects of its
 own), and a board may carry either; the driver's library is on all of them. Six of its functions are enough, called

@@ -1,6 +1,6 @@
 """The plugins in TensorRT's IPluginV3, and their registration.
 
-An engine with these plugins needs this code when it is loaded (`registry.py`). The classes are made for one library,
+An engine with these plugins needs this code when it is loaded. The classes are made for one library,
 `tensorrt` or `tensorrt_rtx`, and derive from its binding classes. The ONNX parser of TensorRT-RTX 1.7 has created
 them. They have never run in an engine.
 

@@ -24,13 +24,11 @@ class OpenVinoBuilder(Builder):
     suffix = ".xml"
 
     def __init__(self) -> None:
-        """Raise `BackendError` if openvino is missing."""
         super().__init__()
         self._backend = OpenVinoBackend(self.target, None, "fastest")
         self.library_version = self._backend.versions["openvino"]
 
     def check_bundle(self, bundle: Bundle) -> None:
-        """Raise `EnginesError` for a bundle whose decoder does not keep its caches."""
         if bundle.manifest.cache != "in-place":
             raise EnginesError(
                 f"'{bundle.path}' has caches that another must write, and openvino keeps its own. Export the bundle "
@@ -38,7 +36,6 @@ class OpenVinoBuilder(Builder):
             )
 
     def build(self, job: BuildJob, output: Path, progress: BuildProgress) -> EngineFacts:
-        """Write the model of one graph to the file `output`, with its weights next to it; raises `BackendError`."""
         self._backend.write(job.model, output)
         trim_heap()
         nodes: dict[str, Realisation] = dict.fromkeys(custom_nodes(read_model(job.model)), "function")

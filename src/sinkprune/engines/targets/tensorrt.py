@@ -1,4 +1,4 @@
-"""Engines of TensorRT and TensorRT for RTX.
+"""Engines of TensorRT and TensorRT-RTX.
 
 The class for full TensorRT follows its documented Python API and has never run, because the library needs a GPU. The
 tests run TensorRT-RTX, which has the same front end.
@@ -29,7 +29,7 @@ from sinkprune.runtime.device import open_device
 
 
 class TensorRTBuilder(Builder):
-    """Builds with TensorRT or TensorRT-RTX. `tensorrt_libraries.py` has a subclass for each."""
+    """The common part of both libraries; each has a subclass."""
 
     suffix = ".engine"
 
@@ -42,7 +42,6 @@ class TensorRTBuilder(Builder):
         self.flags = {"strongly_typed": "true", **flags}
 
     def check_bundle(self, bundle: Bundle) -> None:
-        """Raise `EnginesError` for attention in fp32 and for weights with zero points, which do not build."""
         weights = bundle.manifest.weights
         if bundle.manifest.precision == "fp32" and bundle.manifest.dialect == "opset24":
             raise EnginesError(
@@ -201,7 +200,6 @@ def export_again(manifest: Manifest, *, dialect: str) -> str:
 
 
 def _words(log: Any) -> str:
-    """Return TensorRT's errors in one line."""
     # Without a GPU, an error about the missing GPU follows each error.
     errors = [message for message in log.errors if "catchCudaError" not in message]
     return " ".join(" ".join(errors or log.errors).split()).removesuffix(".") or "it gave no reason"
@@ -226,7 +224,6 @@ class TensorRT(TensorRTBuilder):
         super().__init__(trt, (self._device.compute_capability,), flags)
 
     def check_bundle(self, bundle: Bundle) -> None:
-        """Raise `EnginesError` for fp32 attention, opset 24 before 10.15, and nodes that 10.3 does not parse."""
         super().check_bundle(bundle)
         manifest = bundle.manifest
         if manifest.dialect == "opset24" and _version(self._trt) < _FIRST_WITH_OPSET24:
@@ -239,7 +236,6 @@ class TensorRT(TensorRTBuilder):
                 check_trt10(read_model(Model.of_bundle(bundle, graph)), graph)
 
     def memories(self) -> tuple[BuildMemory, ...]:
-        """Return the machine's memory and the GPU's; on a board they are one."""
         copies = COPIES[self.target]
         if self._device.compute_capability in _BOARDS:
             return system_memory(copies.memory + copies.gpu, activations=True)
@@ -266,13 +262,11 @@ class TensorRT(TensorRTBuilder):
         return 1 << int(flags.STRONGLY_TYPED) if _version(self._trt) < (11, 0) else 0
 
     def configure(self, config: Any) -> None:
-        """Set the timing cache if it is of this version and GPU, or else an empty one."""
         cached = self._timing_cache.read_bytes() if self._timing_cache.is_file() else b""
         if not config.set_timing_cache(config.create_timing_cache(cached), ignore_mismatch=False):
             config.set_timing_cache(config.create_timing_cache(b""), ignore_mismatch=False)
 
     def keep_timings(self, config: Any) -> None:
-        """Write the timing cache in `config` to its file."""
         write_whole(self._timing_cache, bytes(memoryview(config.get_timing_cache().serialize())))
 
     def device_memory(self, serialized: Any, log: Any) -> int | None:

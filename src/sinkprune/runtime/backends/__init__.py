@@ -1,4 +1,4 @@
-"""The interface of backends: an engine library on a device. `known` registers backends."""
+"""The interface of backends, each an engine library on a device."""
 
 from __future__ import annotations
 

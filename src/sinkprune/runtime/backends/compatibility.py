@@ -139,7 +139,6 @@ class BuiltEngines:
 
     @property
     def _source(self) -> str:
-        """The bundle that they are built from, as a command names it."""
         return "BUNDLE" if self.bundle.engines else str(self.bundle.path)
 
     @property

@@ -89,7 +89,6 @@ class HostBuffers:
 
 
 def _size(block: Array) -> int:
-    """Return how many bytes of a block can be lent."""
     return block.nbytes - _ALIGNMENT
 
 
@@ -206,7 +205,6 @@ class BufferedDecoder(Decoder):
         return self._copied(saved, rows, self._room or room_for(length))
 
     def _copied(self, cache: BufferedCache, rows: int, room: int) -> BufferedCache:
-        """Return a copy of the first `rows` rows of `cache`, with `room`."""
         buffers = self._new_buffers(room)
         for name, buffer in buffers.items():
             self._memory.copy_rows(cache.buffers[name], buffer, 0, rows)

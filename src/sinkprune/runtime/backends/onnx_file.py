@@ -1,8 +1,7 @@
-"""ONNX files, read without the onnx package and before a library loads them.
+"""ONNX files, checked before a library loads them, and inlined for libraries without functions.
 
-The schema below is the part of onnx.proto3 that matters here. Protobuf keeps fields that a schema does not name.
-
-Uses protobuf alone: the package onnx is too large for a robot. A plan's graph grows by a few kilobytes.
+Uses protobuf alone: the package onnx is too large for a robot. The schema below is the part of onnx.proto3 that
+matters here. Protobuf keeps fields that a schema does not name.
 """
 
 from __future__ import annotations

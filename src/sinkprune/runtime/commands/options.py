@@ -395,7 +395,6 @@ def beside_earlier(options: Given, *names: str) -> tuple[Given, str]:
 
 
 def _free_name(path: Path) -> Path:
-    """Return a name next to `path` that no file has."""
     endings = chain([""], (f"-{number}" for number in count(2)))
     names = (path.with_name(f"{path.stem}.interrupted{ending}{path.suffix}") for ending in endings)
     return next(name for name in names if not name.exists())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks import counted
@@ -22,7 +22,7 @@ from sinkprune.contract.command_line.table_console import (
     spread_text,
 )
 from sinkprune.contract.files.output_files import check_outputs
-from sinkprune.contract.report import OF_TTFT, BudgetReport, ProfileReport
+from sinkprune.contract.report import OF_TTFT, BudgetReport, ProfileReport, RateReport
 from sinkprune.policies.options import add_cameras, add_state, check_kind_options, given_observations
 from sinkprune.policies.profile import measured_rounds, profile_policy, step_list
 from sinkprune.runtime.commands.options import (
@@ -62,6 +62,7 @@ from sinkprune.runtime.profiling.rate import RateRun
 from sinkprune.runtime.steps.context_length import check_picture_count
 from sinkprune.runtime.steps.pictures import decoded
 
+R = TypeVar("R", ProfileReport, RateReport)
 _EXAMPLES = """\
 examples:
   sinkprune-profile bundle --image photo.jpg --prompt "What is on the table?"
@@ -121,47 +122,31 @@ def main(arguments: Sequence[str] | None) -> None:
     notes = note_pictures(family, files, pictures)
     most = pipeline.limits.new_tokens if pipeline.limits else _NEW_TOKENS
     new_tokens = min(_NEW_TOKENS, most) if options.new_tokens is None else options.new_tokens
+
+    def write(report: R, plot: Callable[[R, str], bytes], in_words: Callable[[R], object], interrupted: str) -> None:
+        def last() -> None:
+            check_lived(report.power)
+
+        write_measured(options, report, plot, lambda: in_words(report), notes, interrupted, last=last)
+
     common: dict[str, Any] = {"method": options.method, "new_tokens": new_tokens}
     with maybe_measuring(options, sensor) as meter:
         if camera is None:
             rounds = ProfileRounds(pipeline, prompts[0], prompt, planned, warm=options.warm, meter=meter, **common)
-            _profile_rounds(options, rounds, notes)
+            interrupted = measured_rounds(rounds, options.repeat or USUAL_REPEAT, options.warmup, "answers")
+            write(rounds.report(), plot_report, _print_table, interrupted)
         else:
             run = RateRun(pipeline, prompts, prompt, planned, camera, meter=meter, **common)
-            _profile_rate(options, run, len(planned) * camera.frames, notes)
+            interrupted = _measured_frames(run, options.warmup, len(planned) * camera.frames)
+            write(run.report(), plot_rate, print_rates, interrupted)
 
 
-def _profile_rounds(options: Options, rounds: ProfileRounds, notes: list[str]) -> None:
-    """Measure the budgets in turn, and write the report; raises what `write_measured` raises, and `PowerError`."""
-    interrupted = measured_rounds(rounds, options.repeat or USUAL_REPEAT, options.warmup, "answers")
-    report = rounds.report()
-    write_measured(
-        options,
-        report,
-        plot_report,
-        lambda: _print_table(report),
-        notes,
-        interrupted,
-        last=lambda: check_lived(report.power),
-    )
-
-
-def _profile_rate(options: Options, run: RateRun, frames: int, notes: list[str]) -> None:
-    """Answer the camera's `frames`, and write the report; raises what `write_measured` raises, and `PowerError`."""
-    interrupt = until_interrupt(partial(run.measure, options.warmup), frames, "frames")
+def _measured_frames(run: RateRun, warmup: int, frames: int) -> str:
+    """Answer the camera's `frames`; returns what the report counts after Ctrl-C, else ""."""
+    interrupt = until_interrupt(partial(run.measure, warmup), frames, "frames")
     if interrupt and not run.count:
         raise KeyboardInterrupt("no whole answer was measured, so nothing was kept.") from interrupt
-    interrupted = f"the report has the {counted(run.count, 'answer')} so far." if interrupt else ""
-    report = run.report()
-    write_measured(
-        options,
-        report,
-        plot_rate,
-        lambda: print_rates(report),
-        notes,
-        interrupted,
-        last=lambda: check_lived(report.power),
-    )
+    return f"the report has the {counted(run.count, 'answer')} so far." if interrupt else ""
 
 
 def _parser() -> CommandParser:

@@ -17,9 +17,8 @@ from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.commands.options import Options
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.media.clip import Picture
-from sinkprune.runtime.power import AUTO, SENSORS, open_sensor
 from sinkprune.runtime.power.meter import IDLE, EnergyMeter, measuring
-from sinkprune.runtime.power.sensors import Sensor
+from sinkprune.runtime.power.sensors import AUTO, SENSORS, Sensor, open_sensor
 from sinkprune.runtime.profiling.rate import DURATION, RATE, FrameClock, frame_clock
 from sinkprune.runtime.steps.pictures import decoded
 
@@ -59,8 +58,8 @@ def maybe_measuring(options: Options, sensor: Sensor | None) -> Iterator[EnergyM
     if sensor is None:
         yield None
         return
+    seconds = IDLE_SECONDS if options.idle is None else options.idle
     with ExitStack() as held:
-        seconds = IDLE_SECONDS if options.idle is None else options.idle
         with status(f"measuring idle power for {seconds:g} s"):
             meter = held.enter_context(measuring(sensor, seconds))
         yield meter
@@ -193,7 +192,6 @@ def print_rates(report: RateReport) -> None:
 
 
 def _conditions(report: RateReport) -> str:
-    """Return a line with the first, last, lowest and highest temperatures and clocks."""
     parts = []
     for unit, lines in (("C", report.conditions.temperatures_c), ("MHz", report.conditions.clocks_mhz)):
         for name, values in lines.items():

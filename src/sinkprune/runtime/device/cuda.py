@@ -1,11 +1,7 @@
-"""The CUDA device through cuda-python or PyCUDA, and the pool of its memory.
+"""The CUDA device through cuda-python or pycuda, and the pool of its memory.
 
 All work runs on one stream, in order. So a block may be reused while earlier work on it is still enqueued: later
-writes run after earlier reads.
-
-Not run yet: pycuda builds on the board, with its nvcc, and cannot be installed on the development machine.
-
-Source: CUDA Driver API. Not run on a GPU yet.
+writes run after earlier reads. Source: CUDA Driver API. Neither class has run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -292,7 +288,6 @@ class CudaPythonDevice(Device):
         self._do(self._cuda.cuGraphLaunch, graph.handle, self._stream)
 
     def _free_staging(self, size: int) -> _Staging:
-        """Return pinned host memory of at least `size` bytes whose last copy is done."""
         for staging in self._staging:
             if staging.size >= size and self._is_done(staging.copied):
                 return staging

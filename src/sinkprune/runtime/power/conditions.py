@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 
 from sinkprune.contract.report import ConditionsReport
 from sinkprune.runtime.power.sensors import ROOT
@@ -22,31 +21,22 @@ GPU_FOLDERS = ("sys/class/devfreq/*gpu*", "sys/class/devfreq/*.ga10b", "sys/clas
 _GPU_CLOCKS = tuple(f"{folder}/cur_freq" for folder in GPU_FOLDERS)
 
 
-class Conditions(NamedTuple):
-    """Temperatures and clocks at one moment."""
-
-    temperatures: Mapping[str, float]
-    """Degrees Celsius, by the place's name."""
-    clocks: Mapping[str, float]
-    """MHz of `cpu` and, on a Jetson, `gpu`: the mean of the clusters."""
-
-
 class ConditionsLog:
     """The conditions that `logging_conditions` has read so far."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[float, Conditions]] = []
+        self._rows: list[tuple[float, dict[str, float], dict[str, float]]] = []
 
     def add(self, root: Path) -> None:
         """Add the present conditions, from the system's files below `root`."""
-        self._rows.append((time.monotonic(), read_conditions(root)))
+        self._rows.append((time.monotonic(), *read_conditions(root)))
 
     def report(self, start: float) -> ConditionsReport:
         """Return all conditions, with seconds counted from `start`, a moment of `time.monotonic`."""
         return ConditionsReport(
-            seconds=tuple(seconds - start for seconds, _ in self._rows),
-            temperatures_c=_by_name([conditions.temperatures for _, conditions in self._rows]),
-            clocks_mhz=_by_name([conditions.clocks for _, conditions in self._rows]),
+            seconds=tuple(seconds - start for seconds, _, _ in self._rows),
+            temperatures_c=_by_name([temperatures for _, temperatures, _ in self._rows]),
+            clocks_mhz=_by_name([clocks for _, _, clocks in self._rows]),
         )
 
 
@@ -70,8 +60,11 @@ def logging_conditions(root: Path = ROOT) -> Iterator[ConditionsLog]:
         log.add(root)
 
 
-def read_conditions(root: Path = ROOT) -> Conditions:
-    """Return the present conditions from the system's files below `root`, without what cannot be read."""
+def read_conditions(root: Path = ROOT) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the temperatures in Celsius by place, and the mean clocks in MHz of `cpu` and, on a Jetson, `gpu`.
+
+    They are read from the system's files below `root`. What cannot be read is left out.
+    """
     temperatures, namesakes = {}, Counter[str]()
     for zone in sorted(root.glob(_ZONES)):
         millidegrees, name = _read_number(zone / "temp"), _read(zone / "type") or zone.name
@@ -79,7 +72,7 @@ def read_conditions(root: Path = ROOT) -> Conditions:
             namesakes[name] += 1
             temperatures[name if namesakes[name] == 1 else f"{name} {namesakes[name]}"] = millidegrees / 1e3
     clocks = {"cpu": _mean(root, _CPU_CLOCKS, 1e3), "gpu": _mean(root, _GPU_CLOCKS, 1e6)}
-    return Conditions(temperatures, {unit: megahertz for unit, megahertz in clocks.items() if megahertz is not None})
+    return temperatures, {unit: megahertz for unit, megahertz in clocks.items() if megahertz is not None}
 
 
 def _by_name(rows: list[Mapping[str, float]]) -> dict[str, tuple[float | None, ...]]:

@@ -110,7 +110,6 @@ class EnergyMeter:
         )
 
     def _gaps(self) -> list[float]:
-        """Return the seconds between every two adjacent readings."""
         self.wait_for_reading()
         with self._changed:
             return np.diff(self._seconds).tolist()
@@ -140,7 +139,6 @@ class EnergyMeter:
         self._thread.join(2 * SILENT_SECONDS)
 
     def _read(self) -> None:
-        """Read until `stop`, or until the sensor dies: the work of the thread."""
         try:
             with closing(self._sensor.readings()) as readings:
                 for reading in takewhile(lambda _: not self._ended.is_set(), readings):

@@ -1,4 +1,4 @@
-"""Sensors of power: NVIDIA's library, Intel's RAPL and tegrastats."""
+"""Power sensors: NVIDIA's library, Intel's RAPL and tegrastats. A new one is a function and a row in `_SENSORS`."""
 
 from __future__ import annotations
 
@@ -112,10 +112,8 @@ class _Gpu:
         self._library, self._handle = library, handle
 
     def readings_by_counter(self) -> Generator[Reading]:
-        def read() -> list[int]:
-            return [self.query(_COUNTER)]
-
-        for seconds, millijoules in count_steps(read, [_COUNTER_RANGE], "the GPU's counter"):
+        steps = count_steps(lambda: [self.query(_COUNTER)], [_COUNTER_RANGE], "the GPU's counter")
+        for seconds, millijoules in steps:
             yield Reading(seconds, millijoules / 1e3)
 
     def readings_by_power(self) -> Generator[Reading]:
@@ -141,7 +139,6 @@ class _Gpu:
 
 
 def _find_handle(library: Any) -> Any:
-    """Return the handle of the GPU in use. Raises `PowerError` if it cannot be determined."""
     count = library.nvmlDeviceGetCount()
     if count == 0:
         raise NoSensorError("NVIDIA's driver finds no GPU.")
@@ -240,7 +237,6 @@ def open_tegrastats(root: Path) -> Sensor:
 
 
 def _find_rails(path: str) -> tuple[str, ...]:
-    """Return the rails whose sum is the power of the whole board. Raises `PowerError` if they are not printed."""
     printed: set[str] = set()
     with closing(_lines(path)) as lines:
         for line in islice(lines, _TRIED_LINES):
@@ -328,3 +324,35 @@ def parse_rails(line: str) -> dict[str, int]:
 def total_rails(rails: Mapping[str, int]) -> tuple[str, ...]:
     """Return the first of `TOTALS` that a line's `rails` have completely; empty if there is none."""
     return next((names for names in TOTALS if rails.keys() >= set(names)), ())
+
+
+AUTO = "auto"
+"""Chooses the first readable sensor that covers the device in use."""
+_SENSORS = {"tegrastats": open_tegrastats, "rapl": open_rapl, "nvml": open_nvml}
+_COVER_NO_GPU = {"rapl"}
+SENSORS = (AUTO, *_SENSORS)
+"""The values of `--power`, in the order in which `AUTO` tries them."""
+
+
+def open_sensor(name: str, *, on_gpu: bool, root: Path = ROOT) -> Sensor:
+    """Return the sensor `name` after a first reading, or with `AUTO` the first sensor that this machine has.
+
+    With `on_gpu`, engines compute on a separate GPU, and `AUTO` skips sensors that do not cover it. `root` is the
+    root of the system's files. Raises `NoSensorError` if there is no sensor. Raises `PowerError` for a sensor that
+    cannot be read: `AUTO` takes no other in its place.
+    """
+    if name != AUTO:
+        return _SENSORS[name](root)
+    reasons = []
+    for kind, open_kind in _SENSORS.items():
+        if on_gpu and kind in _COVER_NO_GPU:
+            reasons.append(f"{kind}: does not cover the GPU")
+            continue
+        try:
+            return open_kind(root)
+        except NoSensorError as error:
+            reasons.append(f"{kind}: {str(error).rstrip('.')}")
+    raise NoSensorError(
+        f"no power sensor was found. Tried {'; '.join(reasons)}. Leave --power out, or measure on a machine that has "
+        "one."
+    )

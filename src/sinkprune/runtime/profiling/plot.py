@@ -17,7 +17,7 @@ from sinkprune.contract.report import BudgetReport, EngineHeader, ProfileReport,
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
-# Okabe-Ito colours, safe for colour-blind readers, in the order of the work.
+# All colours are Okabe-Ito's, safe for colour-blind readers. In the order of the work.
 _PARTS = {
     "preprocess": "#999999",
     "vision": "#56B4E9",
@@ -114,7 +114,6 @@ def _widths(budget: BudgetReport, new_tokens: int) -> dict[str, float]:
     return {part: scale * width for part, width in widths.items()}
 
 
-# Okabe-Ito colours, safe for colour-blind readers.
 _LINE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 _WIDTH, _HEIGHT, _MORE_HEIGHT = 10, 3.6, 1.9
 # Only the hottest places are drawn, to keep lines apart. The JSON has all.
@@ -172,7 +171,6 @@ def _draw_latencies(axes: Any, report: RateReport) -> None:
 
 
 def _highest(lines: Mapping[str, Sequence[float | None]]) -> dict[str, Sequence[float | None]]:
-    """Return the lines with the highest values, in their order."""
     highest = {
         name: max((value for value in values if value is not None), default=0.0) for name, values in lines.items()
     }

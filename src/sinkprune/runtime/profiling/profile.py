@@ -15,7 +15,6 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks import WholeNumber
 from sinkprune.contract.report import (
     PARTS,
-    BudgetEnergy,
     BudgetReport,
     Efficiency,
     EngineHeader,
@@ -135,8 +134,6 @@ class Rounds(Generic[Kind, Run]):
 
 
 class _Run(NamedTuple):
-    """One run of one row."""
-
     answer: Answer
     span: Span
     """From the request to the whole answer."""
@@ -203,22 +200,12 @@ class ProfileRounds(Rounds[Row, _Run]):
         runs = {row: [found[row] for found in self._rounds] for row in self._kinds}
         unpruned = runs[Row(self._method, UNPRUNED)]
         answer = unpruned[0].answer
-        reports = by_method(
-            {
-                row: _budget_report(
-                    pipeline,
-                    self._memory[row],
-                    own,
-                    unpruned,
-                    meter.budget_energy([run.span for run in own]) if meter else None,
-                )
-                for row, own in runs.items()
-            }
-        )
+        rows = {row: _budget_report(pipeline, self._memory[row], own, unpruned, meter) for row, own in runs.items()}
+        reports, load, first = by_method(rows), pipeline.load_ms, self._first and self._first.answer.ms["ttft"]
         return ProfileReport(
             **vars(report_header(pipeline, self._method, answer.prompt_tokens, self._new_tokens, meter)),
             repeat=self.count,
-            first_answer_ms=_sum(pipeline.load_ms, self._first.answer.ms["ttft"] if self._first else None),
+            first_answer_ms=None if load is None or first is None else load + first,
             seen_share=tuple(kept.layout.seen_share for kept in answer.images),
             budgets=reports.pop(self._method),
             baselines=reports,
@@ -316,7 +303,7 @@ def _budget_report(
     memory: PeaksOfStages,
     runs: Sequence[_Run],
     unpruned: Sequence[_Run],
-    energy: BudgetEnergy | None,
+    meter: EnergyMeter | None,
 ) -> BudgetReport:
     answer, base = runs[0].answer, unpruned[0].answer
     ms, base_ms = _measured([run.answer for run in runs]), _measured([run.answer for run in unpruned])
@@ -343,13 +330,9 @@ def _budget_report(
         stage_peak_rss_bytes=stages,
         decode_tokens_per_s=1e3 / per_token.median if per_token else None,
         decode_gb_per_s=step_bytes / per_token.median / 1e6 if per_token else None,
-        energy=energy,
+        energy=meter.budget_energy([run.span for run in runs]) if meter else None,
         warm_ttft_ms=Spread.of(warm) if warm else None,
     )
-
-
-def _sum(load: float | None, ttft: float | None) -> float | None:
-    return None if load is None or ttft is None else load + ttft
 
 
 def ratio(slow: Spread | None, fast: Spread | None) -> float:

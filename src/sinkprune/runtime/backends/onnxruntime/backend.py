@@ -203,8 +203,6 @@ class OrtBackend(Backend):
 
 
 class _OrtEngine:
-    """One session, its inputs and outputs bound to OrtValues."""
-
     def __init__(self, graph: str, session: Any, device: str, held: list[Any], in_place: Mapping[str, str]) -> None:
         self._graph, self._session, self._held, self._in_place = graph, session, held, in_place
         self._device = device

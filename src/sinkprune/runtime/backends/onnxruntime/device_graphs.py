@@ -1,7 +1,7 @@
-"""Graphs of ONNX Runtime on a CUDA device: bound buffers and captured CUDA graphs.
+"""Caches and captured CUDA graphs of ONNX Runtime.
 
-ONNX Runtime's Python copies whole tensors only, and from or to the host. The few fields of these files are encoded
-here, because the package onnx is too large for a robot.
+ONNX Runtime's Python copies whole tensors only, and from or to the host, so small graphs copy rows on the device.
+The few fields of their files are encoded here, because the package onnx is too large for a robot.
 """
 
 from __future__ import annotations
@@ -106,15 +106,12 @@ _DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
 
 
 def small_session(onnxruntime: Any, graph: bytes, provider: Provider) -> Any:
-    """Return a session of an ONNX file from `device_graphs`."""
     options = session_options(onnxruntime)
     options.intra_op_num_threads = 1
     return onnxruntime.InferenceSession(graph, options, providers=[provider], enable_fallback=0)
 
 
 class _OrtMemory(CacheMemory):
-    """Tensors as OrtValues on one device."""
-
     def __init__(self, onnxruntime: Any, device: str) -> None:
         self._ort, self._device = onnxruntime, device
 
@@ -222,7 +219,6 @@ class CapturedEngine:
             return dict(zip(call.outputs, self._copy(list(call.outputs.values())), strict=True))
 
     def _call_of(self, inputs: Mapping[str, Any]) -> _Call:
-        """Return the call for the shapes of `inputs`."""
         shapes = tuple(tuple(inputs[name].shape()) for name in self._inputs)
         if shapes in self._calls:
             return self._calls[shapes]

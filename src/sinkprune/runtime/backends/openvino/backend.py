@@ -95,7 +95,6 @@ class OpenVinoBackend(Backend):
 
     @contextmanager
     def _refusals(self, model: Model) -> Iterator[None]:
-        """Raise openvino's errors of the block as `BackendError`."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -105,7 +104,6 @@ class OpenVinoBackend(Backend):
         return np.ascontiguousarray(array)
 
     def numpy(self, tensor: Array) -> Array:
-        """Return `tensor`, which is a host array."""
         return tensor
 
     def join(self, parts: Sequence[Array], order: Array) -> Array:
@@ -123,8 +121,6 @@ class _Compiled:
 
 
 class _OpenVinoEngine:
-    """One compiled model, run by its own inference request."""
-
     def __init__(self, compiled: _Compiled) -> None:
         self._compiled, self._request = compiled, compiled.library.create_infer_request()
 
@@ -199,7 +195,6 @@ class _OpenVinoDecoder(Decoder):
 
 
 def _smallest_inputs(model: Model, names: Sequence[str]) -> list[Array]:
-    """Return zeros for the inputs `names` of a graph, in a small shape that it takes."""
     sizes = {"patches": -(-_PATCHES // model.patches_per_token) * model.patches_per_token}
     inputs: dict[str, Array] = {BEAM: _NO_BEAM}
     for tensor in model.spec.inputs:

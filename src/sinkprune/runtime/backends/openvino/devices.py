@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -59,27 +59,7 @@ Its default is 5000. Then a process grows by megabytes with each new number of r
 """
 
 
-class OpenVinoDevice(Protocol):
-    """A device of OpenVINO, and the properties that models are compiled with."""
-
-    name: str
-    """OpenVINO's name of the device."""
-    threads: int
-    """CPU threads that it computes with."""
-    compute: str
-    """What it computes in, in words for reports."""
-    cache: str
-    """The type of keys and values, in words for reports."""
-    versions: dict[str, str]
-    """Facts about the device for reports, by name."""
-    fills_blocks: bool
-    """Whether incomplete blocks of rows take longer than full ones."""
-
-    def properties(self, read: Any, *, weights: bool) -> dict[str, Any]:
-        """Return the properties to compile the model `read` with; a model without `weights` selects tokens."""
-
-
-class Cpu(OpenVinoDevice):
+class Cpu:
     """The processor: bf16 where it has it, and activations rounded to int8 for int8 and int4 weights.
 
     With AMX, activations stay bf16, because OpenVINO does not round them there, and rows fill whole blocks.
@@ -99,10 +79,12 @@ class Cpu(OpenVinoDevice):
         self.cache = "bf16" if has_bf16 and compute != "fp32" else "fp32"
         self._int8 = compute == "fastest"
         self.compute = self.cache + (f", {_INT8}" if self._int8 else "")
-        self.versions = {}
+        self.versions: dict[str, str] = {}
+        # Whether incomplete blocks of rows take longer than full ones.
         self.fills_blocks = self.cache == "bf16" and _has_amx(import_openvino(backend), core)
 
     def properties(self, read: Any, *, weights: bool) -> dict[str, Any]:
+        """Return the properties to compile the model `read` with; a model without `weights` selects tokens."""
         precision = "bf16" if weights and self.cache == "bf16" else "f32"
         return {
             "PERFORMANCE_HINT": "LATENCY",
@@ -115,7 +97,7 @@ class Cpu(OpenVinoDevice):
         }
 
 
-class Gpu(OpenVinoDevice):
+class Gpu:
     """The first Intel GPU, integrated or discrete: fp16, unless `compute` is fp32."""
 
     name = "GPU"

@@ -1,11 +1,8 @@
-"""Graphs of OpenVINO, with KV caches as its states.
+"""Graphs of OpenVINO, with KV caches as its states and, with AMX, whole blocks of rows.
 
-OpenVINO multiplies rows with a quantised matrix there in blocks of 128, and an incomplete block takes longer than a
-whole one: 115 rows take 1.5 times as long as 128. So the last row is repeated until the block is full. The repeated
-rows are dropped where rows interact: before attention, and at the end.
-
-Operators that work row by row form regions. Rows are repeated where they enter a region with a quantised matrix, and
-dropped where they leave it.
+With AMX, OpenVINO multiplies rows with a quantised matrix in blocks of 128, and 115 rows take 1.5 times as long as
+128. So the last row is repeated until the block is full, where rows enter a region of operators that work row by row.
+The repeated rows are dropped where they leave it.
 
 OpenVINO's CPU plugin updates a cache in place if the cache is a state that is gathered by beam, gets new rows
 appended, and is read by a ScaledDotProductAttention. OpenVINO's own conversion of ONNX's Attention does not lead to
@@ -70,10 +67,9 @@ def group_in_int8(read: Any) -> int:
     return min(_LARGEST_GROUP, *blocks) if blocks else 0
 
 
+# OpenVINO declares no types.
 Node = Any
-"""An operator or a constant of a model. OpenVINO declares no types."""
 Input = Any
-"""An input of a node; its source is an output of another node."""
 Output = Any
 BLOCK = 128
 """Rows of a block."""
@@ -230,7 +226,6 @@ BEAM = "beam_idx"
 _DTYPES = {"f32": "float32", "f16": "float16", "i64": "int64", "boolean": "bool"}
 _STORED_SMALLER = ("decompression_0", "disabled_constant_folding_0")
 """The marks of a Convert of weights that are stored in a smaller type than that of the computation."""
-_AXIS_OF_ROWS = 2
 
 
 class GraphReader:
@@ -256,7 +251,10 @@ class GraphReader:
         """
         read = self._engine(model) if model.built else self._of_bundle(model)
         for node in read.get_ops():
-            if node.get_type_name() == "Convert" and _is_constant(node.input_value(0).get_node(), "bf16", "f16"):
+            if node.get_type_name() != "Convert":
+                continue
+            weight = node.input_value(0).get_node()
+            if weight.get_type_name() == "Constant" and weight.get_element_type().get_type_name() in ("bf16", "f16"):
                 # Without the marks, OpenVINO holds the matrix in fp32 too.
                 for mark in _STORED_SMALLER:
                     node.get_rt_info()[mark] = True
@@ -333,12 +331,7 @@ class GraphReader:
 
     def _appended(self, node: Any) -> Any:
         """Convert TensorScatter to a Concat, because a state has no unused rows."""
-        return self._ops.concat([node.get_input(0), node.get_input(1)], _AXIS_OF_ROWS).outputs()
-
-
-def _is_constant(node: Any, *types: str) -> bool:
-    """Return whether `node` is a constant of one of these types, by OpenVINO's names."""
-    return node.get_type_name() == "Constant" and node.get_element_type().get_type_name() in types
+        return self._ops.concat([node.get_input(0), node.get_input(1)], 2).outputs()
 
 
 @contextmanager

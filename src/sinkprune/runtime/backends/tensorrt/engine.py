@@ -1,4 +1,4 @@
-"""TensorRT's engines, and CUDA graphs of their steps."""
+"""TensorRT's engines, and CUDA graphs of their calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from sinkprune.contract.errors import BackendError
 from sinkprune.runtime.device import Address, Device
 from sinkprune.runtime.device.cuda import Block, MemoryPool
 
-_MOST = 4096
+# The number of calls that are captured, and of input shapes whose profile and output shapes are cached.
+_REMEMBERED = 4096
 
 
 class CudaGraphs:
@@ -26,7 +27,7 @@ class CudaGraphs:
     At most `most` keys are remembered; the oldest goes first.
     """
 
-    def __init__(self, device: Device, most: int = _MOST) -> None:
+    def __init__(self, device: Device, most: int = _REMEMBERED) -> None:
         self._device, self._most = device, most
         self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
 
@@ -60,9 +61,6 @@ Shapes = tuple[Shape, ...]
 
 DECODE = "decode"
 """The optimisation profile whose calls repeat for each token, and are captured."""
-
-# The number of input shapes whose profile and output shapes are cached: that of captured calls.
-_REMEMBERED = 4096
 
 
 class DeviceTensor:
@@ -153,13 +151,13 @@ class TensorRTEngine:
         """
         tensors = [inputs[name] for name in self._inputs]
         shapes = tuple(tensor.shape for tensor in tensors)
-        profile = self._optimisation_profile(shapes)
+        profile, pool = self._optimisation_profile(shapes), self._session.pool
         outputs = []
         for (name, dtype), shape in zip(self._outputs.items(), profile.output_shapes(shapes), strict=True):
             if name in self._in_place:
                 outputs.append(inputs[self._in_place[name]])
             else:
-                outputs.append(DeviceTensor(self._session.pool.allocate(_bytes(shape, dtype)), shape, dtype))
+                outputs.append(DeviceTensor(pool.allocate(prod(shape) * dtype.itemsize), shape, dtype))
         addresses = tuple(tensor.address for tensor in (*tensors, *outputs))
 
         def enqueue() -> None:
@@ -286,10 +284,5 @@ def _check_as_listed(graph: str, library: Any, engine: Any, spec: EngineSpec, in
 
 
 def _distance(taken: Range, shape: Shape) -> int:
-    """Return by how much the sizes of a shape are below or above a range."""
     sizes = zip(taken.min, shape, taken.max, strict=True)
     return sum(max(least - size, size - most, 0) for least, size, most in sizes)
-
-
-def _bytes(shape: Shape, dtype: np.dtype[Any]) -> int:
-    return prod(shape) * dtype.itemsize
