@@ -17,20 +17,15 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import Engines, Limits, read_bundle, read_engines
-from sinkprune.contract.command_line.command import INTERRUPTED, run_command
-from sinkprune.contract.errors import EnginesError, OutOfMemoryError, PromptError
-from sinkprune.contract.files.manifest_file import file_specs, sha256
-from sinkprune.contract.manifest import BUNDLE
+from sinkprune.contract.errors import EnginesError, PromptError
+from sinkprune.contract.files.manifest_file import sha256
 from sinkprune.engines import preflight
-from sinkprune.engines.build import build_engines
-from sinkprune.engines.progress import TerminalProgress, interrupts_noted
-from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
+from sinkprune.engines.progress import TerminalProgress
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.compatibility import open_engines
 from support.models.heads_of_64 import export_random
-from support.models.manifests import file_of
 from support.programs.commands import assert_refused, run
 from support.references.same_answers import assert_equal_at_both_ends
 
@@ -89,17 +84,6 @@ def test_optimised_models_answer_as_the_bundle_does(
     path, engines = bundle("gqa-112", precision), optimised(precision)
     engines.verify()
     assert_equal_at_both_ends(Pipeline.load(path, engines=engines.path), Pipeline.load(path), photo)
-
-
-def test_optimised_models_are_optimised(bundle: Bundles, optimised: Callable[[str], Engines]) -> None:
-    onnx = pytest.importorskip("onnx")
-    source, engines = read_bundle(bundle("gqa-112")), optimised("fp32")
-    for graph in ("vision", "decoder_0", "sinkpruner/retain-64/sanitizer"):
-        before = onnx.load(file_of(source, graph), load_external_data=False)
-        after = onnx.load(file_of(engines, graph), load_external_data=False)
-        assert not after.functions
-        assert {value.name for value in after.graph.input} == {value.name for value in before.graph.input}
-        assert {node.op_type for node in after.graph.node} != {node.op_type for node in before.graph.node}
 
 
 def test_optimised_models_are_for_one_processor(
@@ -234,27 +218,6 @@ def test_too_little_memory(bundle: Bundles, tmp_path: Path, monkeypatch: pytest.
     assert_refused(outcome, "not enough memory", "needs about 0.3 GB of memory", "0.1 GB are free")
 
 
-def test_memory_is_counted_in_weights_of_the_largest_graph(bundle: Bundles) -> None:
-    source = read_bundle(bundle("gqa-112"))
-    memory = preflight.BuildMemory("memory", 0, copies=3, activations=False)
-    fixed = preflight.needed_bytes(source, "sinkpruner/retain-64/sanitizer", {}, memory)
-    weights = source.manifest.files["graphs/weights/decoder_0.bin"].size
-    assert preflight.needed_bytes(source, "decoder_0", {}, memory) == fixed + 3 * weights
-
-
-def test_out_of_memory_in_a_build_reports_need_and_free_memory(
-    bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run_out(*_: object) -> None:
-        raise OutOfMemoryError("there is none left.")
-
-    monkeypatch.setattr(OnnxRuntimeBuilder, "build", run_out)
-    source = read_bundle(bundle("gqa-112"))
-    with pytest.raises(EnginesError, match=r"none left\. By estimate, building 'vision' needs about .* GB are free"):
-        build_engines(source, tmp_path / "engines", OnnxRuntimeBuilder(), Limits(10, 10, 1))
-    assert not list(tmp_path.iterdir())
-
-
 def test_no_room_on_the_disk(bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = bundle("gqa-112")
     full = shutil.disk_usage(tmp_path)._replace(free=1000)
@@ -268,25 +231,6 @@ def test_a_place_that_cannot_be_written(bundle: Bundles, tmp_path: Path) -> None
     (tmp_path / "locked").mkdir(mode=0o500)
     outcome = build(bundle("gqa-112"), tmp_path / "locked" / "engines", "--target", "onnxruntime")
     assert_refused(outcome, "cannot be written")
-
-
-def test_a_file_system_that_takes_no_folders(bundle: Bundles) -> None:
-    # The mode of /proc lets root write.
-    outcome = run("sinkprune-build", bundle("gqa-112"), "-o", "/proc/e", "--target", "onnxruntime")
-    assert_refused(outcome, "'/proc/e' cannot be written: ", " in '/proc'. Choose a place you may write to.")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(b"no model", "head.onnx' is no ONNX model"), (b"", "head.onnx' is no ONNX model: it has no graph")],
-)
-def test_a_graph_that_cannot_be_read(content: bytes, message: str, bundle: Bundles, tmp_path: Path) -> None:
-    copied = Path(shutil.copytree(bundle("gqa-112"), tmp_path / "bundle"))
-    (copied / "graphs" / "head.onnx").write_bytes(content)
-    source = read_bundle(bundle("gqa-112")).manifest
-    source.files.update({"graphs/head.onnx": file_specs(copied)["graphs/head.onnx"]})
-    BUNDLE.write(copied, source)
-    assert_refused(build(copied, tmp_path / "engines", "--target", "onnxruntime"), message)
 
 
 def test_a_second_interrupt_does_not_stop_the_clean_up(
@@ -311,21 +255,6 @@ def test_a_second_interrupt_does_not_stop_the_clean_up(
     assert len(pressed) > 1 and not list(tmp_path.iterdir())
 
 
-def test_a_second_interrupt_after_a_noted_one_is_ignored() -> None:
-    ended = []
-
-    def body(arguments: object) -> None:
-        try:
-            with interrupts_noted():
-                signal.raise_signal(signal.SIGINT)
-        finally:
-            signal.raise_signal(signal.SIGINT)
-            ended.append("whole")
-
-    assert run_command(body, []) == INTERRUPTED
-    assert ended == ["whole"]
-
-
 @needs_rtx
 @pytest.mark.parametrize("moment", ["graph", "phase_start", "step_complete"])
 def test_an_interrupt_leaves_nothing(
@@ -338,12 +267,3 @@ def test_an_interrupt_leaves_nothing(
     outcome = build(rtx_bundle, tmp_path / "engines", "--target", "tensorrt-rtx", "--sm", "86")
     assert outcome.code == 130
     assert outcome.stderr == "interrupted; no engine was complete, so nothing was kept.\n"
-
-
-@needs_rtx
-def test_tensorrt_rtx_takes_no_fp32_and_no_board(bundle: Bundles, rtx_bundle: Path, tmp_path: Path) -> None:
-    options = ("--target", "tensorrt-rtx", "--sm")
-    outcome = build(bundle("gqa-112"), tmp_path / "engines", *options, "86")
-    assert_refused(outcome, "is fp32", "sinkprune-export", "--precision fp16")
-    outcome = build(rtx_bundle, tmp_path / "engines", *options, "86,87")
-    assert_refused(outcome, "does not build for sm_87; it does for: 75, 80, 86, 89, 120, 121", "--target tensorrt")

@@ -14,11 +14,11 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.bundle import BUNDLE_FOLDER, ENGINES, read_bundle, read_engines, read_runnable
-from sinkprune.contract.errors import BundleError, EnginesError, UsageError
+from sinkprune.contract.bundle import BUNDLE_FOLDER, ENGINES, read_engines, read_runnable
+from sinkprune.contract.errors import EnginesError, UsageError
 from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.contract.files.trust import Trust
-from support.programs.commands import assert_refused, run
+from support.programs.commands import run
 from support.programs.slow_cases import slow_except
 from support.references.same_answers import assert_equal_at_both_ends
 
@@ -70,14 +70,6 @@ def test_engines_answer_as_their_bundle(target: str, source: Path, built: Built,
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_no_file_holds_the_first_path(target: str, built: Built) -> None:
-    for file in built(target).rglob("*"):
-        content = file.read_bytes() if file.is_file() else b""
-        assert b"of-birth" not in content, file
-        assert b"pytest-of" not in content, file
-
-
-@pytest.mark.parametrize("target", TARGETS)
 def test_it_holds_no_graph_of_the_bundle(target: str, built: Built) -> None:
     beside = {path.name for path in (built(target) / BUNDLE_FOLDER).rglob("*") if path.is_file()}
     assert beside == {"bundle.json", "embedding.safetensors", "tokenizer.json", "chat_template.jinja"}
@@ -119,21 +111,6 @@ def test_every_command_accepts_it_as_a_bundle(built: Built, photo_file: Path, tm
     assert calibrated.code == 0, calibrated.stderr
 
 
-def test_memory_is_that_of_the_engines_backend(built: Built, source: Path, photo_file: Path) -> None:
-    ask = ("sinkprune-run", source, "--image", photo_file, "--prompt", "What?", "--max-new-tokens", 1, "--json")
-    engines = ("--engines", built("openvino"))
-    needs = [json.loads(run(*ask, *engines, *named).stdout)["memory"] for named in ((), ("--backend", "openvino"))]
-    assert needs[0]["needed_bytes"] == needs[1]["needed_bytes"]
-    assert needs[0]["needed_bytes"] != json.loads(run(*ask).stdout)["memory"]["needed_bytes"]
-
-
-def test_commands_that_need_graphs_refuse_it(built: Built, tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="is a folder of engines, and this needs the bundle"):
-        read_bundle(built("onnxruntime"))
-    outcome = run("sinkprune-build", built("onnxruntime"), "-o", tmp_path / "again", "--target", "onnxruntime")
-    assert_refused(outcome, "is a folder of engines, and this needs the bundle that they were built from")
-
-
 def test_sums_pin_the_folder(built: Built, tmp_path: Path) -> None:
     engines = built("onnxruntime")
     right = read_engines(engines).sha256
@@ -163,11 +140,6 @@ def test_parts_of_another_bundle_are_refused(built: Built, tmp_path: Path) -> No
     ENGINES.write(copied, manifest)
     with pytest.raises(EnginesError, match=r"came without 'weights/tokenizer\.json' of a bundle"):
         Pipeline.load(copied)
-
-
-def test_other_engines_beside_it_are_refused(built: Built) -> None:
-    with pytest.raises(UsageError, match="holds engines, and others were given"):
-        Pipeline.load(built("onnxruntime"), engines=built("openvino"))
 
 
 def test_another_backend_is_refused(built: Built) -> None:

@@ -17,13 +17,9 @@ from sinkprune.engines.profiles import optimisation_profiles
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import BuildJob
 from sinkprune.engines.targets.tensorrt import TensorRTRTX
-from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.dialects import DIALECTS
-from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends.models import Model
-from support.models.chosen_heads import every_method
 from support.models.heads_of_64 import (
-    CONFIG,
     NEXT_CONFIG,
     PI0_CONFIG,
     PI05_CONFIG,
@@ -31,9 +27,7 @@ from support.models.heads_of_64 import (
     QWEN3_CONFIG,
     QWEN_CONFIG,
     export_random,
-    operators,
 )
-from support.models.manifests import set_thresholds
 from support.programs.commands import run
 from support.programs.slow_cases import slow
 from support.references.shapes_sent import shapes_outside_optimisation_profiles
@@ -109,11 +103,6 @@ FAMILIES = {
         {"expert prefill cos": Range((1, 10, 128), (1, 10, 128), (1, 10, 128))},
     ),
 }
-SEVERAL_IMAGES = {
-    "llava": Family(CONFIG, {"budgets": ("retain-64", "retain-32+visual-keys+compact")}),
-    "llava-next": Family(NEXT_CONFIG, {"budgets": NEXT[:1]}),
-    "qwen2.5-vl": Family(QWEN_CONFIG, {"budgets": ("prune-77.8",), **PIXELS}),
-}
 
 
 @needs_rtx
@@ -138,24 +127,6 @@ def test_tensorrt_rtx_builds_every_graph(family: str, dialect: str, tmp_path: Pa
 
 
 @needs_rtx
-@pytest.mark.slow
-@pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("family", SEVERAL_IMAGES)
-def test_tensorrt_rtx_builds_every_graph_for_several_images(family: str, dialect: str, tmp_path: Path) -> None:
-    config, options, _ = SEVERAL_IMAGES[family]
-    config = {**config, "text_config": {**config["text_config"], "max_position_embeddings": 16384}}
-    bundle = export_random(tmp_path, config, precision="fp16", dialect=dialect, max_images=3, **options)
-    target = ("--target", "tensorrt-rtx", "--sm", "86,89,120", "--max-images", 3)
-    outcome = run("sinkprune-build", bundle.path, "-o", tmp_path / "engines", *target)
-    assert outcome.code == 0, outcome.stderr
-    built = read_engines(tmp_path / "engines").manifest.engines
-    stage = built[f"sinkpruner/{options['budgets'][0]}/select_after_0"].optimisation_profiles["prefill"]
-    assert (stage["quota"].min, stage["quota"].max) == ((1,), stage["visual_group"].max)
-    assert stage["quota"].max[0] == 3 * stage["quota"].opt[0]
-    assert "norms" not in stage
-
-
-@needs_rtx
 @pytest.mark.parametrize(
     ("family", "dialect", "graphs"),
     [
@@ -177,22 +148,6 @@ def test_tensorrt_rtx_builds_what_other_families_lack(
     for graph in graphs:
         TensorRTRTX((89,)).build(BuildJob(Model.of_bundle(bundle, graph), profiles[graph]), tmp_path / graph, SILENT)
         assert (tmp_path / graph).stat().st_size
-
-
-@needs_rtx
-@pytest.mark.slow
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_tensorrt_rtx_builds_the_plans_of_every_method(dialect: str, tmp_path: Path) -> None:
-    options = {**FAMILIES["qwen3-vl"].options, "budgets": ("prune-66.7",), **every_method(QWEN3_CONFIG)}
-    bundle = export_random(tmp_path, QWEN3_CONFIG, precision="fp16", dialect=dialect, **options)
-    profiles = optimisation_profiles(bundle.manifest, Limits(64, 8, 1))
-    graphs = [graph for plans in bundle.manifest.plans.values() for graph in plans["prune-66.7"].graphs]
-    # Methods share some, and many differ in numbers alone.
-    one_of_each = {(operators(bundle, graph), repr([*profiles[graph]])): graph for graph in graphs}
-    for graph in one_of_each.values():
-        job = BuildJob(Model.of_bundle(bundle, graph), profiles[graph])
-        built = TensorRTRTX((89,)).build(job, tmp_path / "engine", SILENT)
-        assert [*built.optimisation_profiles] == [*profiles[graph]]
 
 
 def clip(size: tuple[int, int], count: int) -> Clip:
@@ -251,18 +206,6 @@ PROMPTS: dict[str, tuple[str, dict[str, Any], list[list[Any]]]] = {
 def test_every_shape_lies_in_an_optimisation_profile(prompts: str, bundle: Callable[..., Path]) -> None:
     name, options, pictures = PROMPTS[prompts]
     assert not shapes_outside_optimisation_profiles(read_bundle(bundle(name, "fp32", **options)), pictures)
-
-
-@pytest.mark.slow
-def test_every_shape_of_every_method_lies_in_an_optimisation_profile(
-    checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
-    source = checkpoint("qwen3-vl")
-    request = ExportRequest(str(source), ("prune-66.7",), max_frames=4, **every_method(source))
-    export_bundle(request, tmp_path / "bundle")
-    set_thresholds(tmp_path / "bundle", 1.0, 0.97)
-    pictures = [[clip((170, 140), 4)], [(64, 64)], [(768, 640)]]
-    assert not shapes_outside_optimisation_profiles(read_bundle(tmp_path / "bundle"), pictures)
 
 
 def test_an_engine_for_fewer_images_than_the_bundle(bundle: Callable[..., Path], tmp_path: Path) -> None:

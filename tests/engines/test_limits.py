@@ -62,12 +62,6 @@ def test_wrong_limits_are_refused(
         resolved(manifest, prompt, new, images)
 
 
-def test_a_model_without_room_for_an_unpruned_image(manifest: Manifest) -> None:
-    cramped = replace(manifest, language_model=replace(manifest.language_model, max_positions=500))
-    with pytest.raises(UsageError, match=r"500 positions.* 0 together"):
-        resolved(cramped)
-
-
 def test_several_images_have_larger_profiles(manifest: Manifest) -> None:
     graph = "sinkpruner/retain-64/select_after_0"
     spec = manifest.graphs[graph]
@@ -83,32 +77,6 @@ def test_several_images_have_larger_profiles(manifest: Manifest) -> None:
     assert ranges["hidden"].max == (1, 3 * 129 + 512, 64)
     assert profiles["vision"]["prefill"]["pixel_values"].max == (1, 3, 336, 336)
     assert profiles["decoder_0"]["prefill"]["hidden"].max == (1, 3 * 576 + 512, 64)
-
-
-def test_only_decoders_and_head_have_two_optimisation_profiles(manifest: Manifest) -> None:
-    for graph, found in optimisation_profiles(manifest, Limits(100, 50, 1)).items():
-        decodes = graph.startswith(("decoder_", "head"))
-        assert list(found) == (["prefill", "decode"] if decodes else ["prefill"])
-        for ranges in found.values():
-            assert list(ranges) == [tensor.name for tensor in manifest.graphs[graph].inputs]
-
-
-def test_the_usual_shape_is_between_the_budgets(manifest: Manifest) -> None:
-    profiles = optimisation_profiles(manifest, Limits(100, 50, 1))
-    assert profiles["projector"]["prefill"]["tokens"] == Range((1, 65, 64), (1, 257, 64), (1, 576, 64))
-    last = profiles["decoder_3"]
-    assert last["prefill"]["hidden"] == Range((1, 1, 64), (1, 92 + 64, 64), (1, 576 + 100, 64))
-    room = (1, 4, 768, 16)
-    assert 768 - 64 < 576 + 149 <= 768
-    assert last["prefill"]["past_key_4"] == last["decode"]["past_key_4"] == Range(room, room, room)
-
-
-def test_caches_of_rows_have_room_for_any_past(manifest: Manifest) -> None:
-    last = optimisation_profiles(replace(manifest, cache="rows"), Limits(100, 50, 1))["decoder_3"]
-    none, least, usual, most = ((1, 4, room, 16) for room in (0, 64, 192, 768))
-    assert last["prefill"]["past_key_4"] == Range(none, none, none)
-    assert last["decode"]["past_key_4"] == Range(least, usual, most)
-    assert last["decode"]["past_length"] == Range((1,), (1,), (1,))
 
 
 def test_an_unknown_dimension_is_refused(manifest: Manifest) -> None:

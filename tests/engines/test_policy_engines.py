@@ -16,13 +16,10 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Limits, Range, enforced_limits, read_bundle, read_engines
 from sinkprune.contract.errors import PromptError, UsageError
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.memory import ORT_CPU, BackendMemory, running_need, tower_bytes
-from sinkprune.contract.schedule import schedule
 from sinkprune.engines import profiles as limits_of_engines
 from sinkprune.engines.profiles import optimisation_profiles, resolve_limits
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.runtime.backends.kv_cache import ROOM, room_for
-from sinkprune.runtime.families import load_family
 from sinkprune.runtime.steps.context_length import check_prompt_length
 from support.programs.commands import assert_refused, run
 from support.references.shapes_sent import policy_shapes_outside_optimisation_profiles
@@ -144,12 +141,6 @@ def test_engines_act_and_refuse_a_longer_instruction(
         engines.act([photo] * 3, "put the cup next to the dish.", state)
 
 
-def test_a_refused_option_is_one_sentence(source: Callable[..., Path], tmp_path: Path) -> None:
-    command = ("sinkprune-build", source(), "-o", tmp_path / "engines", "--target", "openvino", "--max-new-tokens", 9)
-    assert_refused(run(*command), "a robot policy generates no tokens")
-    assert not (tmp_path / "engines").exists()
-
-
 def test_a_limit_below_the_shortest_prompt_is_refused(source: Callable[..., Path], tmp_path: Path) -> None:
     command = ("sinkprune-build", source(), "-o", tmp_path / "engines", "--target", "onnxruntime", "--max-prompt")
     refused = run(*command, 2)
@@ -159,16 +150,3 @@ def test_a_limit_below_the_shortest_prompt_is_refused(source: Callable[..., Path
     policy = Policy.load(tmp_path / "engines")
     chunk = policy.act([Image.new("RGB", (90, 90)), None, None], "a", list(policy.facts.state_mean), steps=1)
     assert chunk.prompt_tokens == int(least)
-
-
-def test_the_memory_of_a_policy_has_all_cameras_in_the_tower(source: Callable[..., Path]) -> None:
-    manifest = read_bundle(source()).manifest
-    layout = load_family(manifest).largest()["image"]
-
-    def activations(cameras: int) -> int:
-        layouts = [layout] * cameras
-        rows = schedule(manifest, "sinkpruner", BUDGETS[0], layouts[:1])
-        memory = BackendMemory(ORT_CPU)
-        return running_need(manifest, memory, built=False, layouts=layouts, planned=rows, tokens=9).activations
-
-    assert activations(3) - activations(1) == pytest.approx(1.1 * 2 * tower_bytes(manifest, layout), rel=1e-3)

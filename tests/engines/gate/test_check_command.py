@@ -6,29 +6,18 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from PIL import Image
 
 from sinkprune import Answer, Pipeline
-from sinkprune.contract.bundle import ENGINES, read_bundle, read_engines
-from sinkprune.contract.files.manifest_file import file_specs
-from sinkprune.engines.gate import comparing, recording
-from sinkprune.engines.gate.comparing import check_engines
-from sinkprune.engines.gate.recording import GateQuestion, record
-from sinkprune.engines.gate.report import GateReport, first_refusal, rounding_of
-from sinkprune.engines.progress import SILENT, TerminalProgress
-from sinkprune.runtime import backends
-from sinkprune.runtime.backends import Backend
-from sinkprune.runtime.backends.compatibility import open_engines
-from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.tensorrt.backend import TensorRTBackend
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.engines.gate.recording import GateQuestion
+from sinkprune.engines.gate.report import rounding_of
 from support.programs.commands import assert_refused, run
 from support.programs.slow_cases import slow_except
-from support.stand_ins.fake_device import FakeDevice
-from support.stand_ins.fake_tensorrt import FakeTensorRT, build_fake_engines
-from support.stand_ins.gate_faults import altered, one_weight, overflowing, plant, swapped
+from support.stand_ins.gate_faults import overflowing, plant, swapped
 
 MIDDLE = (
     "the model sees 67 % of the picture (the middle 400x400 of 600x400). --fit pad shows it all (docs/pictures.md)."
@@ -55,11 +44,6 @@ def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Built:
     return get
 
 
-def test_a_backend_for_other_engines_is_refused(source: Path, built: Built, photo_file: Path) -> None:
-    command = ("sinkprune-check", source, built("openvino"), "--image", photo_file)
-    assert_refused(run(*command, "--backend", "ort-cpu"), "backend 'ort-cpu' takes target onnxruntime")
-
-
 @pytest.mark.parametrize(
     ("compute", "vision", "others"),
     [
@@ -76,17 +60,6 @@ def test_limits_follow_the_types_of_the_backend(compute: str, vision: str, other
     for graph in manifest.graphs:
         expected = "fp32" if "/" in graph else vision if graph == "vision" else others
         assert rounding_of(graph, manifest, compute) == expected, graph
-
-
-def test_answers_without_a_limit_are_not_called_passed(
-    source: Path, built: Built, photo_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(comparing, "gap_limit", lambda *_: None)
-    outcome = run("sinkprune-check", source, built("onnxruntime"), "--image", photo_file)
-    assert outcome.code == 0, outcome.stderr
-    graphs = len(read_bundle(source).manifest.graphs)
-    assert (outcome.stdout.count("passed"), outcome.stdout.count("not judged")) == (graphs + 1, 2)
-    assert outcome.stdout.endswith("engines, 2 answers; 2 of them kept other tokens and have no limit\n")
 
 
 @pytest.mark.parametrize(
@@ -113,21 +86,6 @@ def test_honest_engines(target: str, source: Path, built: Built, photo_file: Pat
     assert [text["same_tokens"] <= text["tokens"] for text in report["texts"]] == [True, True]
 
 
-def test_the_note_about_the_picture_comes_first(
-    source: Path, built: Built, photo_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C while the graphs are recorded: nothing is written in any case."""
-
-    def interrupted(*_: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(recording, "record", interrupted)
-    outcome = run("sinkprune-check", source, built("onnxruntime"), "--image", photo_file)
-    assert outcome.code == 130
-    ended = "interrupted; the check is not complete, and nothing was written."
-    assert outcome.stderr == f"{photo_file}: {MIDDLE}\n{ended}\n"
-
-
 def test_questions_respect_the_limits_of_engines(source: Path, photo_file: Path, tmp_path: Path) -> None:
     engines = tmp_path / "engines"
     build = ("sinkprune-build", source, "-o", engines, "--target", "onnxruntime", "--check", photo_file)
@@ -141,13 +99,6 @@ def test_questions_respect_the_limits_of_engines(source: Path, photo_file: Path,
     report = json.loads(run(*check, "--prompt", "Why?").stdout)
     assert [text["tokens"] for text in report["texts"]] == [3, 3]
     assert_refused(run(*check, "--prompt", long), "text tokens", "take 16", "check --prompt")
-
-
-def test_compute_is_chosen(source: Path, built: Built, photo_file: Path) -> None:
-    command = (source, built("openvino"), "--image", photo_file, "--compute", "fp32", "--json")
-    report = json.loads(run("sinkprune-check", *command).stdout)
-    assert {graph["rounding"] for graph in report["graphs"].values()} == {"fp32"}
-    assert all(text["same_tokens"] == text["tokens"] for text in report["texts"])
 
 
 def test_a_refusal_names_graph_output_limit_and_what_to_try(
@@ -195,65 +146,6 @@ def test_wrong_arguments_are_refused(source: Path, built: Built, photo_file: Pat
     )
 
 
-def fakes_checked(source: Path, engines: Path, photo: Image.Image, folder: Path) -> GateReport:
-    """Compare fake TensorRT engines on a fake device with the graphs."""
-    opened = read_bundle(source)
-    question = GateQuestion([photo], "What is on the table?")
-    fakes = open_engines(engines, opened)
-    device = FakeDevice()
-    backend = TensorRTBackend("tensorrt", FakeTensorRT(device), device, fakes)
-    return check_engines(fakes, fakes, backend, question, record(opened, question, folder, SILENT))
-
-
-@pytest.mark.parametrize("dialect", ["opset24", "opset20"])
-def test_tensorrt_on_fakes(dialect: str, bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path) -> None:
-    source = bundle("gqa-112", "fp32", ("retain-64",), dialect=dialect)
-    build_fake_engines(read_bundle(source), tmp_path / "engines")
-    report = fakes_checked(source, tmp_path / "engines", photo, tmp_path / "recording")
-    assert report.passed
-    assert report.target == "tensorrt"
-
-
-@pytest.mark.parametrize("graph", ["vision", "decoder_1", "head"])
-def test_a_fault_of_tensorrt_on_fakes(
-    graph: str, bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path
-) -> None:
-    source = bundle("gqa-112", "fp32", ("retain-64",))
-    opened, engines = read_bundle(source), tmp_path / "engines"
-    build = build_fake_engines(opened, engines)
-    wrong = altered(Model.of_bundle(opened, graph), one_weight, tmp_path / "altered")
-    file = engines / build.manifest.engines[graph].file
-    file.write_text(json.dumps({**json.loads(file.read_text()), "onnx": str(wrong.file.path)}))
-    (engines / ENGINES.name).unlink()
-    build.change(files=file_specs(engines))
-    report = fakes_checked(source, engines, photo, tmp_path / "recording")
-    assert [name for name, own in report.graphs.items() if own.refused] == [graph]
-    message = first_refusal(report, read_engines(engines).manifest)
-    assert message is not None and f"graph '{graph}', by tensorrt" in message
-    assert ("TensorRT 10.3" in message) == (graph == "vision")
-
-
-def test_engines_and_answers_have_progress_of_their_own(
-    source: Path, built: Built, photo_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = dict[str, list[str]]()
-
-    def noted(progress: object, what: str, done: float, total: float, unit: str) -> None:
-        lines.setdefault(what, []).append(f"{done:g} of {total:g} {unit}")
-
-    def graph(progress: object, name: str, number: int, total: int, work: str = "building engines") -> None:
-        noted(progress, work, number, total, "graphs")
-
-    monkeypatch.setattr(TerminalProgress, "part", noted)
-    monkeypatch.setattr(TerminalProgress, "graph", graph)
-    outcome = run("sinkprune-check", source, built("onnxruntime"), "--image", photo_file, "--json")
-    report = json.loads(outcome.stdout)
-    engines, tokens = len(report["graphs"]), sum(text["tokens"] for text in report["texts"])
-    assert lines["comparing engines"] == [f"{done} of {engines} graphs" for done in range(engines)]
-    assert tokens > 8
-    assert lines["comparing answers"] == [f"{done} of {tokens} tokens" for done in range(tokens + 1)]
-
-
 def test_the_whole_picture_may_be_compared(
     source: Path, built: Built, photo: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,22 +175,6 @@ def test_the_whole_picture_may_be_compared(
     cropped = run(*check, "--json")
     assert cropped.code == 0 and json.loads(cropped.stdout)["seen_share"] == [0.5]
     assert shares == {0.5}
-
-
-def test_check_runs_engines_in_the_threads_given(
-    source: Path, built: Built, photo_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads, load = list[object](), backends.load_backend
-
-    def noted(name: str, given: int | None = None, *arguments: Any, **options: Any) -> Backend:
-        threads.append(given)
-        return load(name, given, *arguments, **options)
-
-    monkeypatch.setattr(backends, "load_backend", noted)
-    check = ("sinkprune-check", source, built("onnxruntime"), "--image", photo_file)
-    assert run(*check, "--threads", 1).code == 0
-    assert threads == [1]
-    assert_refused(run(*check, "--threads", 0), "--threads is 0, expected")
 
 
 def test_the_fit_is_part_of_what_was_checked(source: Path, photo: Image.Image) -> None:

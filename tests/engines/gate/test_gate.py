@@ -9,18 +9,13 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from sinkprune.contract.bundle import Bundle, read_bundle
-from sinkprune.engines.build import build_engines
-from sinkprune.engines.gate.comparing import check_engines, compare_engine, engines_alone
-from sinkprune.engines.gate.recording import GateQuestion, Recording, record
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.engines.gate.comparing import check_engines, engines_alone
 from sinkprune.engines.gate.report import GraphReport
-from sinkprune.engines.profiles import resolve_limits
-from sinkprune.engines.progress import SILENT
-from sinkprune.engines.targets import new_builder
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.compatibility import backend_of, open_engines
-from sinkprune.runtime.backends.known import Compute
 from support.programs.slow_cases import slow_except
+from support.references.honest_engines import Honest
 from support.stand_ins.gate_faults import (
     changed_indices,
     like_outputs,
@@ -41,29 +36,6 @@ CHOOSING = GRAPHS[7:]
 TARGETS = ("onnxruntime", "openvino")
 
 
-class Honest:
-    """A small bundle, the recording of its graphs on a photo, and correct engines."""
-
-    def __init__(self, bundle: Bundle, folder: Path, photo: Image.Image) -> None:
-        self.bundle, self._folder = bundle, folder
-        self.question = GateQuestion([photo], "What is on the table?")
-        self.recording: Recording = record(bundle, self.question, folder / "recording", SILENT)
-
-    def engines(self, target: str) -> Path:
-        output = self._folder / target
-        if not output.exists():
-            builder = new_builder(target, None, self._folder / "timing-cache")
-            limits = resolve_limits(self.bundle.manifest, prompt_tokens=None, new_tokens=None, images=None)
-            build_engines(self.bundle, output, builder, limits)
-        return output
-
-    def compare(self, engines: Path, graph: str, compute: Compute | None = None) -> GraphReport:
-        """Compare one engine of a folder with its graph."""
-        built = open_engines(engines, self.bundle)
-        backend = load_backend(backend_of(built.engines.manifest.target), 1, built, compute)
-        return compare_engine(graph, built, backend, self.recording)
-
-
 @pytest.fixture(scope="module")
 def honest(
     bundle: Callable[..., Path], photo: Image.Image, tmp_path_factory: pytest.TempPathFactory
@@ -74,7 +46,8 @@ def honest(
         if form not in made:
             precision, weights = ("fp16", None) if form == "fp16" else ("fp32", None if form == "fp32" else form)
             source = read_bundle(bundle("gqa-112", precision, ("retain-64",), weights=weights))
-            made[form] = Honest(source, tmp_path_factory.mktemp(f"gate-{form}"), photo)
+            folder = tmp_path_factory.mktemp(f"gate-{form}")
+            made[form] = Honest(source, folder, [photo], "What is on the table?")
         return made[form]
 
     return get

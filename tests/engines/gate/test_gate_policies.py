@@ -11,71 +11,33 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinkprune.contract.bundle import Bundle, read_bundle
+from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import EnginesError
-from sinkprune.engines.build import build_engines
 from sinkprune.engines.gate.comparing import (
     Gate,
     check_engines,
     compare_chunks,
-    compare_engine,
     engines_alone,
     row_differences,
 )
-from sinkprune.engines.gate.recording import GateQuestion, Recording, act_on_question, record
-from sinkprune.engines.gate.report import GraphReport, chunk_limit, first_refusal
-from sinkprune.engines.profiles import resolve_limits
+from sinkprune.engines.gate.recording import record
+from sinkprune.engines.gate.report import chunk_limit, first_refusal
 from sinkprune.engines.progress import SILENT
-from sinkprune.engines.targets import new_builder
 from sinkprune.policies.policy import Policy
 from sinkprune.runtime.backends import Backend, Engine, load_backend
 from sinkprune.runtime.backends.compatibility import backend_of, open_engines
-from sinkprune.runtime.backends.known import Compute
 from support.programs.commands import assert_refused, run
 from support.programs.slow_cases import slow_except
-from support.stand_ins.gate_faults import (
-    changed_indices,
-    like_outputs,
-    much_scaled_weights,
-    one_weight,
-    overflowing,
-    plant,
-    scaled,
-    swapped,
-)
+from support.references.honest_engines import Honest
+from support.stand_ins.gate_faults import plant, scaled
 
 BUDGET = "prune-77.8"
 GRAPHS = (
     *("vision", "projector", "decoder_0", "decoder_1", "decoder_2", "decoder_3", "expert"),
     *(f"sinkpruner/{BUDGET}/{name}" for name in ("sanitizer", *(f"select_after_{n}" for n in (1, 2, 4)))),
 )
-WITH_WEIGHTS, CHOOSING = GRAPHS[:7], GRAPHS[7:]
 TARGETS = ("onnxruntime", "openvino")
 STEPS = 10
-
-
-class Honest:
-    """A policy of two cameras, the recording of its graphs on a photo, and correct engines."""
-
-    def __init__(self, source: Path, folder: Path, photo: Image.Image) -> None:
-        self.bundle: Bundle = read_bundle(source)
-        self._folder = folder
-        self.question = GateQuestion([photo, photo.rotate(90)], "pick up the cup")
-        self.recording: Recording = record(self.bundle, self.question, folder / "recording", SILENT)
-
-    def engines(self, target: str) -> Path:
-        output = self._folder / target
-        if not output.exists():
-            builder = new_builder(target, None, self._folder / "timing-cache")
-            limits = resolve_limits(self.bundle.manifest, prompt_tokens=None, new_tokens=None, images=None)
-            build_engines(self.bundle, output, builder, limits)
-        return output
-
-    def compare(self, engines: Path, graph: str, compute: Compute | None = None) -> GraphReport:
-        """Compare one engine of a folder with its graph."""
-        built = open_engines(engines, self.bundle)
-        backend = load_backend(backend_of(built.engines.manifest.target), 1, built, compute)
-        return compare_engine(graph, built, backend, self.recording)
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +52,9 @@ def honest(
             # 4-bit weights take widths of blocks only.
             name = "pi0-bare" if form == "int4" else "pi0"
             options = {"max_images": 2, "dialect": dialect, "weights": weights}
-            source = bundle(name, precision, (BUDGET,), **options)
-            made[form, dialect] = Honest(source, tmp_path_factory.mktemp(f"gate-{form}-{dialect}"), photo)
+            source = read_bundle(bundle(name, precision, (BUDGET,), **options))
+            folder = tmp_path_factory.mktemp(f"gate-{form}-{dialect}")
+            made[form, dialect] = Honest(source, folder, [photo, photo.rotate(90)], "pick up the cup")
         return made[form, dialect]
 
     return get
@@ -127,62 +90,6 @@ def test_honest_engines_pass(form: str, dialect: str, target: str, honest: Calla
     assert (unpruned.steps, unpruned.kept_alike) == (STEPS, 1)
     assert report.graphs["expert"].calls == STEPS * len(report.chunks)
     assert report.graphs["vision"].calls == 1
-
-
-def assert_found(report: GraphReport, outputs: set[str]) -> None:
-    """Assert that the gate rejects one of these outputs."""
-    assert report.refused in outputs, report
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("graph", WITH_WEIGHTS)
-def test_one_other_weight_is_found(graph: str, target: str, honest: Callable[..., Honest], tmp_path: Path) -> None:
-    made = honest()
-    planted = plant(made.bundle, made.engines(target), graph, one_weight, tmp_path)
-    report = made.compare(planted, graph, "fp32" if target == "openvino" else None)
-    assert_found(report, {tensor.name for tensor in made.bundle.manifest.graphs[graph].outputs})
-
-
-@pytest.mark.parametrize(("form", "target"), slow_except({("int8", "openvino")}, product(("int8", "fp32"), TARGETS)))
-@pytest.mark.parametrize("graph", WITH_WEIGHTS)
-def test_another_matrix_is_found_where_much_is_rounded(
-    graph: str, form: str, target: str, honest: Callable[..., Honest], tmp_path: Path
-) -> None:
-    made = honest(form)
-    planted = plant(made.bundle, made.engines(target), graph, much_scaled_weights, tmp_path)
-    assert_found(made.compare(planted, graph), {tensor.name for tensor in made.bundle.manifest.graphs[graph].outputs})
-
-
-@pytest.mark.parametrize("graph", ["vision", "decoder_0", "decoder_3", "expert"])
-def test_swapped_outputs_are_found(graph: str, honest: Callable[..., Honest], tmp_path: Path) -> None:
-    """Of the last segment nothing is compared but its caches."""
-    made = honest()
-    outputs = like_outputs(made.bundle.manifest.graphs[graph].outputs)
-    assert outputs is not None
-    planted = plant(made.bundle, made.engines("onnxruntime"), graph, swapped(*outputs), tmp_path)
-    assert_found(made.compare(planted, graph), set(outputs))
-
-
-@pytest.mark.parametrize("saturating", [False, True], ids=["infinite", "saturating"])
-@pytest.mark.parametrize("graph", ["decoder_3", "expert"])
-def test_an_overflow_of_fp16_is_found(
-    graph: str, saturating: bool, honest: Callable[..., Honest], tmp_path: Path
-) -> None:
-    made = honest()
-    output = made.bundle.manifest.graphs[graph].outputs[0].name
-    fault = overflowing(output, saturating=saturating)
-    report = made.compare(plant(made.bundle, made.engines("onnxruntime"), graph, fault, tmp_path), graph)
-    assert_found(report, {output})
-    assert (report.outputs[output].worst is None) != saturating
-
-
-@pytest.mark.parametrize("graph", CHOOSING)
-def test_another_choice_is_found(graph: str, honest: Callable[..., Honest], tmp_path: Path) -> None:
-    made = honest()
-    output = "kept_index" if graph.endswith("sanitizer") else "keep_index"
-    fault = changed_indices(output, "Add", [0, 1])
-    report = made.compare(plant(made.bundle, made.engines("openvino"), graph, fault, tmp_path), graph)
-    assert report.refused == output
 
 
 def test_what_a_step_repeats_is_stored_once(honest: Callable[..., Honest], tmp_path: Path) -> None:
@@ -234,24 +141,6 @@ def test_a_chunk_that_differs_is_found_after_all_steps(by: float, honest: Callab
                 # A step's error also moves all later steps.
                 assert 0.5 * STEPS * by < report.difference < 5 * STEPS * by
         assert all(report.passed for report in reports) == (by < 0.01 or rounding == "int8")
-
-
-def test_the_difference_is_that_of_the_worst_action(honest: Callable[..., Honest]) -> None:
-    made = honest()
-    policy = Policy(made.bundle, load_backend("ort-cpu", compute="fp32"), wrap=shifted(0.02, 2))
-    for report, expected in zip(
-        compare_chunks(policy, made.question, made.recording, "fp32"), made.recording.chunks, strict=True
-    ):
-        found = act_on_question(policy, made.question, expected.method, expected.budget)
-        rows = zip(found.actions, expected.actions, strict=True)
-        worst = [max(abs(one - other) for one, other in zip(*pair, strict=True)) for pair in rows]
-        assert report.difference == pytest.approx(max(worst), rel=1e-6) and max(worst) > 1.5 * min(worst)
-        assert report.worst_action == worst.index(max(worst)) + 1 == 3
-
-
-def test_a_policy_that_keeps_other_tokens_has_no_limit() -> None:
-    assert chunk_limit("fp32", 0.99) is None
-    assert chunk_limit("fp32", 1) == 1e-3
 
 
 def test_wrong_chunks_of_a_folder_are_rejected(honest: Callable[..., Honest], tmp_path: Path) -> None:

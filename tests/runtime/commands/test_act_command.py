@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,20 +101,6 @@ def test_the_json_has_the_chunk_of_python(cameras: tuple[str, ...], path: Path, 
     assert (found["backend"], found["method"], found["interrupted"]) == ("ort-cpu", "sinkpruner", None)
 
 
-def test_a_line_for_people(path: Path, folder: Path, policy: Policy) -> None:
-    outcome = act(path, folder, "--seed", 3, "--budget", "prune-88.9", "--steps", 1)
-    own = expected(policy, folder, ("base.png", "wrist.png"), budget="prune-88.9", steps=1)
-    found = re.fullmatch(
-        r"\[prune-88\.9\] TTFA (\d+) ms \(preprocess \d+, vision \d+, prefix \d+, expert \d+\), ([\d.]+) Hz, 1 step; "
-        r"visual tokens 128 -> 32 -> 6; first of 5 actions: (.*)\n",
-        outcome.stdout,
-    )
-    assert found is not None, outcome.stdout
-    # Printed milliseconds are whole, and a small policy takes few.
-    assert abs(1e3 / float(found[2]) - float(found[1])) <= 0.51
-    assert [float(word) for word in found[3].split(",")] == pytest.approx(own.actions[0].tolist(), rel=1e-3)
-
-
 @pytest.mark.parametrize(
     ("source", "states"),
     [("states.csv", STATES), ("one.json", [STATE] * FRAMES), (STATE_WORD, [STATE] * FRAMES)],
@@ -152,7 +137,6 @@ def act_by_name(path: Path, folder: Path, *words: object, cameras: tuple[str, ..
         ("base=FOLDER/base.png", "wrist=FOLDER/wrist.png"),
         ("wrist=FOLDER/wrist.png", "observation.images.base=FOLDER/base.png"),
         ("FOLDER/base.png", "FOLDER/wrist.png"),
-        ("wrist=FOLDER/wrist", "base=FOLDER/base"),
         ("wrist=FOLDER/wrist.png", "base=none"),
     ],
 )
@@ -173,28 +157,13 @@ def test_cameras_are_given_by_name(
         assert chunk["camera_names"] == names and len(chunk["kept"]) == len(names)
 
 
-def test_an_overlay_takes_frames_by_name(named: Path, folder: Path) -> None:
-    loaded, files = Policy.load(named), {"wrist": folder / "wrist.png", "base": folder / "base.png"}
-    chunk = loaded.act(files, "go", STATE, budget="prune-88.9", steps=1)
-    by_name, in_order = overlay(chunk, files), overlay(chunk, [files["base"], files["wrist"]])
-    assert ImageChops.difference(by_name, in_order).getbbox() is None
-    with pytest.raises(UsageError, match="found 1 picture, the answer is about 2"):
-        overlay(chunk, {"wrist": files["wrist"], "side": files["base"]})
-
-
 @pytest.mark.parametrize(
     ("cameras", "said"),
     [
-        (("left=FOLDER/base.png", "wrist=FOLDER/wrist.png"), "found the cameras left, wrist, expected base, wrist."),
         (("wrist=FOLDER/wrist.png",), "found the cameras wrist, expected base, wrist."),
-        (("wrist=FOLDER/wrist.png", "FOLDER/base.png"), "has a name and '"),
         (("FOLDER/base.png", "wrist=FOLDER/wrist.png"), "Name all cameras or none of them."),
-        (("wrist=FOLDER/wrist.png", "none"), "Name all cameras or none of them."),
         (("wrist=FOLDER/wrist.png", "wrist=FOLDER/base.png"), "--camera names 'wrist' twice"),
-        (("wrist=FOLDER/base.png", "observation.images.wrist=none"), "is named twice"),
         (("wrist=", "base=FOLDER/base.png"), "--camera 'wrist=' has no picture, expected NAME=PICTURE"),
-        (("wrist=none", "base=none"), "no camera has a frame"),
-        (("wrist=FOLDER/wrist", "base=FOLDER/base.png"), "is a folder of frames, and '"),
         (
             ("base=1.png", "wrist=FOLDER/wrist.png"),
             "is a file, and may also mean camera 'base'. Begin the path with ./",
@@ -207,44 +176,6 @@ def test_other_names_of_cameras_are_refused(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base=1.png").write_bytes((folder / "base.png").read_bytes())
     assert_refused(act_by_name(named, folder, cameras=cameras), said)
-
-
-def test_names_need_a_checkpoint_with_names(path: Path, folder: Path, tmp_path: Path) -> None:
-    cameras = ("base=FOLDER/base.png", "wrist=FOLDER/wrist.png")
-    assert_refused(act_by_name(path, folder, cameras=cameras), "no names of cameras, and cameras were named")
-    # A path with = after its first / has no name.
-    shutil.copytree(folder / "base", tmp_path / "lr=1" / "base")
-    outcome = act_by_name(path, tmp_path, cameras=("FOLDER/lr=1/base", "none"))
-    assert outcome.code == 0 and f"cameras: {tmp_path}/lr=1/base, none\n" in outcome.stderr
-
-
-@pytest.mark.parametrize("before", ["frame", "CAMERA_"])
-def test_frames_are_in_the_order_of_their_numbers(before: str, path: Path, folder: Path, tmp_path: Path) -> None:
-    names = {camera: before.replace("CAMERA", camera) for camera in ("base", "wrist")}
-    for camera in ("base", "wrist"):
-        (tmp_path / camera).mkdir()
-        for number in (0, 1, 2, 9, 10, 11):
-            name = f"{names[camera]}{number}{'.jpg' if number == 2 else '.png'}"
-            shutil.copyfile(folder / f"{camera}.png", tmp_path / camera / name)
-    outcome = act(path, tmp_path, "--steps", 1, "--json", cameras=("base", "wrist"))
-    report = json.loads(outcome.stdout)
-    numbers = [[Path(frame).stem for frame in chunk["cameras"]] for chunk in report["chunks"]]
-    assert numbers == [[f"{name}{number}" for name in names.values()] for number in (0, 1, 2, 9, 10, 11)]
-    assert report["notes"] == []
-    # Each camera lost another frame, so that there are as many.
-    (tmp_path / "base" / f"{names['base']}1.png").unlink()
-    (tmp_path / "wrist" / f"{names['wrist']}10.png").unlink()
-    outcome = act(path, tmp_path, "--steps", 1, "--json", cameras=("base", "wrist"))
-    (note,) = json.loads(outcome.stdout)["notes"]
-    frames = f"{names['base']}2.jpg and {names['wrist']}1.png"
-    assert note.startswith(f"moment 2 has the frames {frames}, and other moments have frames of one number")
-    assert note in outcome.stderr
-
-
-def test_a_folder_and_no_camera_go_together(path: Path, folder: Path) -> None:
-    outcome = act(path, folder, "--steps", 1, "--json", cameras=("none", "wrist"))
-    found = [chunk["cameras"] for chunk in json.loads(outcome.stdout)["chunks"]]
-    assert found == [[None, str(folder / "wrist" / f"{number}.png")] for number in range(FRAMES)]
 
 
 def test_an_overlay_has_every_camera(path: Path, folder: Path, policy: Policy, tmp_path: Path) -> None:
@@ -270,13 +201,6 @@ def test_a_deadline_chooses_budget_and_steps(path: Path, folder: Path) -> None:
     deadline = late["chunks"][0]["deadline"]
     assert (deadline["can_meet"], deadline["met"], deadline["steps"]) == (False, False, 2)
     assert deadline["budget"] == late["chunks"][0]["budget"] and late["chunks"][0]["steps"] == 2
-
-
-def test_an_overlay_of_an_unpruned_chunk_is_a_note(path: Path, folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "kept.png"
-    outcome = act(path, folder, "--deadline-ms", 3_600_000, "--overlay", file)
-    assert outcome.code == 0 and not file.exists()
-    assert "note: --overlay drew nothing, because budget none ran" in outcome.stderr
 
 
 @pytest.mark.parametrize("complete", [0, 2])
@@ -326,72 +250,17 @@ def test_a_damaged_frame_leaves_the_chunks_so_far(damaged: int, path: Path, fold
         assert f" There are 2 of 3 chunks. Earlier files stay; these results are in '{kept}'." in error
 
 
-def test_a_file_that_is_no_picture_is_refused_first(path: Path, folder: Path, tmp_path: Path) -> None:
-    for camera in ("base", "wrist"):
-        shutil.copytree(folder / camera, tmp_path / camera)
-    (tmp_path / "wrist" / "notes.txt").write_text("a note")
-    said = f"'{tmp_path}/wrist/notes.txt' is not an image of a known format (6 bytes). Give a JPEG"
-    for _ in range(2):
-        outcome = act(path, tmp_path, "--steps", 1, cameras=("base", "wrist"))
-        assert_refused(outcome, said)
-        assert outcome.stdout == ""
-        # Now both folders have as many files.
-        shutil.copyfile(folder / "base.png", tmp_path / "base" / "9.png")
-
-
-def test_later_frames_of_several_are_noted_with_their_number(path: Path, folder: Path, tmp_path: Path) -> None:
-    for camera in ("base", "wrist"):
-        (tmp_path / camera).mkdir()
-        for number in range(3):
-            first, *others = (Image.new("RGB", (90, 90), colour) for colour in ("red", "lime"))
-            name = tmp_path / camera / f"{number}.gif"
-            first.save(name, save_all=True, append_images=others if number else [])
-    report = tmp_path / "report.json"
-    outcome = act(path, tmp_path, "--steps", 1, "--json", report, cameras=("base", "wrist"))
-    assert outcome.code == 0
-    note = (
-        f"{tmp_path}/base/1.gif: the model sees the first of 2 frames. Give frames as files of their own. 3 more "
-        "files have several frames."
-    )
-    assert f"{note}\n" in outcome.stderr
-    assert json.loads(report.read_text())["notes"] == [note]
-
-
-def test_an_interrupted_warm_up_leaves_no_costs(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*given: Any, **options: Any) -> NoReturn:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Policy, "measure_costs", interrupted)
-    outcome = act(path, folder, "--deadline-ms", 9000)
-    assert outcome.code == 130
-    assert outcome.stderr.endswith("interrupted; no costs were kept: they need all rounds of the measurement.\n")
-
-
 @pytest.mark.parametrize(
     ("words", "cameras", "said"),
     [
-        ((), ("base.png",), "found 1 camera, and the policy was exported for 2 cameras"),
         ((), ("none", "none"), "no camera has a frame"),
         ((), ("base", "wrist.png"), "is a folder of frames, and "),
         ((), ("base", "few"), "has 3 frames and "),
         ((), ("empty", "none"), "holds no files"),
-        ((), ("sorted", "none"), "sorted/later' is a folder, expected a regular file"),
-        ((), ("nothing.png", "none"), "nothing.png"),
         ((), ("thin.png", "none"), "thin.png': the image has 1x500 pixels, of which nothing is left in a square"),
         (("--state", "1,2,3,4"), ("base.png", "none"), "the state has the shape [4], expected 5 numbers"),
         (("--state", "1,2,3,4,nan"), ("base.png", "none"), "'nan' at place 5 is not finite. Expected numbers"),
-        (("--state", "1,2,3,4,"), ("base.png", "none"), "--state is '1,2,3,4,': '' at place 5 is no number."),
-        (("--state", "1,2,3,4,0_5"), ("base.png", "none"), ": '0_5' at place 5 is no number."),
-        (("--state", "0.1,x,y"), ("base.png", "none"), "--state is '0.1,x,y': 'x' at place 2 is no number."),
-        (
-            ("--state", "0.1 -2e-1"),
-            ("base.png", "none"),
-            "--state is '0.1 -2e-1': '0.1 -2e-1' at place 1 is no number.",
-        ),
-        (("--state", "nan"), ("base.png", "none"), "--state is 'nan': 'nan' at place 1 is not finite."),
-        (("--state", "no/states.csv"), ("base.png", "none"), "--state is 'no/states.csv': it is missing. Expected"),
         (("--state", "FOLDER/short.csv"), ("base", "none"), "has 2 states, and the cameras have 3 moments"),
-        (("--state", "FOLDER/states.csv"), ("base.png", "none"), "has 3 states, and the cameras have 1 moment"),
         (
             ("--state", "FOLDER/header.csv"),
             ("base.png", "none"),
@@ -402,13 +271,8 @@ def test_an_interrupted_warm_up_leaves_no_costs(path: Path, folder: Path, monkey
             ("base.png", "none"),
             "nan.json', line 1: found '[1, NaN]': it is no JSON list of finite numbers.",
         ),
-        (("--state", "FOLDER/words.json"), ("base.png", "none"), "words.json', line 2"),
-        (("--state", "FOLDER/large.json"), ("base.png", "none"), "large.json', line 1"),
         (("--state", "FOLDER/wide.csv"), ("base", "none"), "moment 2 of 3: the state has the shape [6]"),
         (("--state", "FOLDER/blank.csv"), ("base.png", "none"), "is empty, expected a line for each moment"),
-        (("--state", "FOLDER/base"), ("base.png", "none"), "it is a folder, expected a regular file"),
-        (("--budget", "retain-64"), ("base.png", "none"), "retain-64"),
-        (("--method", "fastv"), ("base.png", "none"), "fastv"),
         (("--min-steps", "3"), ("base.png", "none"), "--min-steps is for a deadline"),
         (
             ("--min-steps", "20", "--deadline-ms", "9"),
@@ -419,7 +283,6 @@ def test_an_interrupted_warm_up_leaves_no_costs(path: Path, folder: Path, monkey
         (("--overlay", "x.png", "--budget", "prune-88.9"), ("base", "none"), "there are 3 moments"),
         (("--json", "FOLDER/base/x.json"), ("base", "none"), "which is read. Choose a place outside it."),
         (("--json", "FOLDER/one.json", "--state", "FOLDER/one.json"), ("base.png", "none"), "would be overwritten"),
-        (("--json", "FOLDER/one.json", "--costs", "FOLDER/one.json", "--deadline-ms=9"), ("base",), "overwritten"),
     ],
 )
 def test_wrong_options_are_refused(
@@ -432,8 +295,6 @@ def test_wrong_options_are_refused(
     files = {
         "header.csv": "1,y\n1,2\n",
         "nan.json": "[1, NaN]\n",
-        "words.json": '[1, 2]\n["a"]\n',
-        "large.json": f"[1{'0' * 400}]\n",
         "wide.csv": wide,
         "blank.csv": "\n\n",
     }
@@ -445,14 +306,3 @@ def test_wrong_options_are_refused(
 
 def test_a_model_that_answers_is_refused(bundle: Callable[..., Path], folder: Path) -> None:
     assert_refused(act(bundle("gqa-112"), folder), "expected a robot policy. Use sinkprune-run")
-
-
-def test_there_is_no_fit(path: Path, folder: Path) -> None:
-    with pytest.raises(SystemExit) as caught:
-        act(path, folder, "--fit", "pad")
-    assert caught.value.code == 2
-
-
-def test_too_few_cameras_name_the_word_of_the_command(path: Path, folder: Path) -> None:
-    outcome = run("sinkprune-act", path, "--camera", "none", "--instruction", "go", "--state", "0,0,0,0,0")
-    assert_refused(outcome, "found 1 camera", "None (--camera none) for a camera without one")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +11,13 @@ from typing import Any, NoReturn
 import pytest
 
 from sinkprune import ActionCosts, Policy, write_costs
-from sinkprune.deadlines.costs import ACTION_COSTS, cache_costs, cache_file
+from sinkprune.deadlines.costs import ACTION_COSTS, cache_file
 from sinkprune.deadlines.policy import OtherLoad
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from support.programs.commands import Outcome, assert_refused, run
 
 BUDGETS = ("prune-77.8", "prune-88.9")
-DAY_S = 86_400
 Act = Callable[..., Outcome]
 
 
@@ -108,33 +104,6 @@ def test_kept_costs_of_other_chunks_are_measured_anew(
     assert (kept(policy).frames, "none" in kept(policy).budgets) == (changed.get("cameras", 1), "budget" in changed)
 
 
-def test_each_method_keeps_its_costs(act: Act, policy: Policy, measurements: list[str]) -> None:
-    for number, method in enumerate(("sinkpruner", "random", "sinkpruner", "random")):
-        outcome = act("--method", method)
-        note = f"note: the costs are kept in '{kept_file(policy, method)}'.\n"
-        assert (outcome.code, outcome.stderr) == (0, note if number < 2 else "")
-    assert len(measurements) == 2
-    # Earlier versions kept the costs of one method alone, in another file.
-    kept_file(policy, "random").rename(kept_file(policy, ""))
-    assert act("--method", "random").code == 0 and len(measurements) == 2
-    kept_file(policy, "sinkpruner").unlink()
-    assert act().code == 0 and len(measurements) == 3
-
-
-def test_a_chunk_runs_before_those_that_count(act: Act, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process's first chunk is slower than its costs say."""
-    assert act().code == 0
-    ran, plain = list[Any](), Policy.act
-
-    def noting(self: Policy, *given: Any, **options: Any) -> Any:
-        ran.append((options.get("budget"), options.get("steps"), options.get("deadline_ms")))
-        return plain(self, *given, **options)
-
-    monkeypatch.setattr(Policy, "act", noting)
-    assert act().code == 0
-    assert ran == [("prune-88.9", 1, None), ("none", None, 60_000)]
-
-
 def test_a_file_of_costs_is_read_and_left(act: Act, policy: Policy, measurements: list[str], tmp_path: Path) -> None:
     assert act().code == 0
     file, costs = tmp_path / "costs.json", replace(kept(policy), load=0.125)
@@ -172,52 +141,6 @@ def test_options_without_a_use_are_refused(
     words: tuple[str, ...], deadline: tuple[object, ...], said: str, act: Act
 ) -> None:
     assert_refused(act(*words, deadline=deadline), said)
-
-
-@pytest.mark.parametrize(
-    ("age", "load", "said"),
-    [
-        (0, 0.1, ""),
-        (40 * DAY_S, 0.0, "note: the costs are 40 days old. Measure them again with --warm-up"),
-        (0, 0.5, "note: the costs were measured while other programs took 50 % of the processors."),
-    ],
-)
-def test_doubtful_costs_are_noted_in_one_line(age: float, load: float, said: str, act: Act, policy: Policy) -> None:
-    assert act().code == 0
-    cache_costs(replace(kept(policy), measured_at=time.time() - age, load=load))
-    outcome = act()
-    assert outcome.code == 0 and said in outcome.stderr and outcome.stderr.count("\n") == bool(said)
-
-
-def test_new_costs_name_the_load_of_better_ones(act: Act, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert act().code == 0
-    monkeypatch.setattr(OtherLoad, "share", lambda self: 0.6)
-    outcome = act("--warm-up")
-    assert outcome.code == 0
-    assert "took 60 % of the processors, and replace costs measured at 0 %. Measure" in outcome.stderr
-
-
-def test_costs_that_cannot_be_kept_lead_to_a_warning(act: Act, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")
-    # Without --warm-up, each run measures again.
-    for words in (("--warm-up",), ()):
-        outcome = act(*words)
-        assert outcome.code == 0 and outcome.stderr.count("\n") == 1
-        assert outcome.stderr.startswith("warning: the costs could not be written to '/dev/null/nowhere/")
-
-
-def test_a_report_that_cannot_be_written_takes_no_overlay_with_it(
-    act: Act, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> NoReturn:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "r.json")
-
-    monkeypatch.setattr("sinkprune.policies.act.write_json", refuse)
-    file = tmp_path / "kept.png"
-    words = ("--budget", "prune-88.9", "--overlay", file, "--json", tmp_path / "r.json")
-    outcome = act(*words, deadline=())
-    assert outcome.code == 2 and file.exists()
-    assert outcome.stderr.splitlines()[-1].startswith("error: the system refused 'r.json'")
 
 
 def test_late_chunks_are_reported_on_stderr(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import shutil
 import subprocess
 from collections.abc import Callable
-from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,8 @@ from PIL import Image
 from sinkprune import Pipeline
 from sinkprune.contract.manifest import FORMAT_VERSION
 from sinkprune.contract.report import PARTS
-from sinkprune.runtime.commands.profile import main as profile
 from sinkprune.runtime.system import usable_cores
-from support.programs.commands import BIN, assert_refused, run, without_notes
+from support.programs.commands import BIN, assert_refused, run
 
 Bundles = Callable[..., Path]
 ASK = ("--prompt", "What is in the picture?")
@@ -93,19 +90,6 @@ def test_overlay_marks_kept_tokens_on_the_image(bundle: Bundles, photo_file: Pat
         assert (pixels == colour).all(axis=1).sum() > 500
 
 
-@pytest.mark.parametrize("size", [(1200, 60), (10, 600)], ids=["20:1", "1:60"])
-def test_overlay_on_tokens_narrower_than_their_outline(
-    size: tuple[int, int], bundle: Bundles, photo: Image.Image, tmp_path: Path
-) -> None:
-    image, picture = tmp_path / "image.png", tmp_path / "kept.png"
-    photo.resize(size).save(image)
-    arguments = (bundle("mha-336"), "--image", image, *ASK, "--max-new-tokens", 1, "--overlay", picture)
-    for budget in ("retain-192", "retain-64"):
-        assert run("sinkprune-run", *arguments, "--budget", budget).code == 0
-        with Image.open(picture) as drawn:
-            assert drawn.height > round(1100 * size[1] / max(size))
-
-
 def test_profile_report_has_every_field_and_adds_up(bundle: Bundles, photo_file: Path, tmp_path: Path) -> None:
     report_file, plot = tmp_path / "profile.json", tmp_path / "profile.png"
     outcome = run(
@@ -152,17 +136,6 @@ def test_profile_always_holds_the_baseline_and_takes_one_token(
     assert report["budgets"]["none"]["decode_gb_per_s"] is None
 
 
-def test_profile_prints_long_budget_names_whole(bundle: Bundles, photo_file: Path) -> None:
-    name = "retain-64+raster+drop-sink+no-diversity+serial+visual-keys+compact"
-    arguments = (bundle("gqa-112", budgets=(name,)), "--image", photo_file, *ASK, "--repeat", 1, "--new-tokens", 2)
-    printed = run("sinkprune-profile", *arguments).stdout
-    assert "one round does not show how much runs differ, so speed-ups may be noise; more rounds: --repeat" in printed
-    rows = [line.split() for line in printed.splitlines()]
-    assert len(next(row for row in rows if row[:1] == [name])) == len(
-        next(row for row in rows if row[:1] == ["none"])
-    )
-
-
 @pytest.mark.parametrize("command", ["sinkprune-run", "sinkprune-profile"])
 def test_bad_questions_are_refused_before_anything_is_loaded(
     command: str, bundle: Bundles, photo_file: Path, tmp_path: Path
@@ -205,23 +178,6 @@ def test_damaged_bundles_are_refused_by_name(command: str, own_bundle: Path, pho
     assert_refused(run(command, *arguments), "decoder_1.bin", "missing")
     edit_manifest(own_bundle, format_version=99)
     assert_refused(run(command, *arguments), "format version 99", f"reads {FORMAT_VERSION}")
-
-
-def test_a_small_image_works_and_a_panorama_is_rejected(bundle: Bundles, tmp_path: Path) -> None:
-    dot, panorama = tmp_path / "dot.png", tmp_path / "panorama.png"
-    Image.new("RGB", (1, 1), (200, 30, 30)).save(dot)
-    Image.new("RGB", (30_000, 10), (200, 30, 30)).save(panorama)
-    budget = ("--budget", "retain-64", "--max-new-tokens", 2)
-    assert run("sinkprune-run", bundle("mha-336"), "--image", dot, *ASK, *budget).code == 0
-    refused = run("sinkprune-run", bundle("mha-336"), "--image", panorama, *ASK, *budget)
-    assert_refused(refused, f"{panorama}'", "30000x10", "1008000", "Crop it")
-
-
-def test_a_typed_placeholder_is_text(bundle: Bundles, photo_file: Path) -> None:
-    arguments = ("--image", photo_file, "--prompt", "Is <image> a word? <s></s>", "--max-new-tokens", 2, "--json")
-    outcome = run("sinkprune-run", bundle("gqa-112"), *arguments)
-    assert outcome.code == 0
-    assert json.loads(outcome.stdout)["visual_tokens"] == 64
 
 
 def test_pruning_that_prunes_nothing_is_an_error(photo_file: Path, tmp_path: Path) -> None:
@@ -269,15 +225,6 @@ def test_output_files_are_checked_before_anything_is_loaded(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_picture_that_cannot_be_written_is_refused(bundle: Bundles, photo_file: Path) -> None:
-    arguments = (bundle("gqa-112"), "--image", photo_file, *ASK, "--budget", "retain-64", "--max-new-tokens", 1)
-    # A folder to which even root writes nothing, and which says so only when tried.
-    outcome = run("sinkprune-run", *arguments, "--overlay", "/proc/x.png")
-    assert outcome.code == 2
-    assert without_notes(outcome.stderr).startswith("error: '/proc/x.png' cannot be written")
-    assert without_notes(outcome.stderr).count("\n") == 1
-
-
 def test_run_notes_the_options_that_changed_nothing(bundle: Bundles, photo_file: Path) -> None:
     ask = ("sinkprune-run", bundle("mha-336"), "--image", photo_file, *ASK, "--max-new-tokens", 2, "--threads")
     assert "note:" not in run(*ask, 1, "--seed", 1, "--temperature", 0.5).stderr
@@ -288,36 +235,3 @@ def test_run_notes_the_options_that_changed_nothing(bundle: Bundles, photo_file:
         "note: --seed and --top-p changed nothing, because this answer is greedy. Add --temperature.",
         f"note: this process may use {cores} of {cores + 1} threads at once. Give --threads {cores}.",
     ]
-
-
-def test_tokens_of_a_closed_list_are_noted(bundle: Bundles, photo_file: Path) -> None:
-    choices = ("--choice", "the cup", "--choice", "the table")
-    ask = ("sinkprune-run", bundle("gqa-112"), "--image", photo_file, *ASK, *choices)
-    note = "note: --max-new-tokens changed nothing, because --choice scores its whole texts.\n"
-    assert run(*ask, "--max-new-tokens", 3).stderr.endswith(note)
-    assert "note:" not in run(*ask).stderr
-
-
-def test_an_empty_list_of_budgets_is_refused(bundle: Bundles, photo_file: Path) -> None:
-    ask = (bundle("gqa-112"), "--image", photo_file, *ASK)
-    stderr = io.StringIO()
-    with redirect_stderr(stderr), pytest.raises(SystemExit) as ended:
-        profile([*map(str, ask), "--budgets", ""])
-    assert ended.value.code == 2
-    assert "argument --budgets: found '', expected names with commas between them." in stderr.getvalue()
-
-
-def test_messages_name_options_as_commands_do(bundle: Bundles, photo_file: Path) -> None:
-    ask = (bundle("gqa-112"), "--image", photo_file, *ASK)
-    assert_refused(run("sinkprune-run", *ask, "--stop", ""), "--stop is '', expected text.")
-    assert_refused(run("sinkprune-run", *ask, "--deadline-ms", "nan"), "--deadline-ms is nan, expected milliseconds")
-    assert_refused(run("sinkprune-profile", *ask, "--new-tokens", 0), "--new-tokens is 0, expected")
-    assert_refused(run("sinkprune-profile", *ask, "--warmup-rounds", -1), "--warmup-rounds is -1, expected")
-
-
-def test_profile_takes_the_other_name_of_new_tokens(bundle: Bundles, photo_file: Path) -> None:
-    ask = (bundle("gqa-112"), "--image", photo_file, *ASK, "--budgets", "none", "--repeat", 1, "--threads", 1)
-    outcome = run("sinkprune-profile", *ask, "--max-new-tokens", 3)
-    assert outcome.code == 0, outcome.stderr
-    assert ", 1 thread, " in outcome.stdout
-    assert " 3 new tokens; milliseconds, median (p95) of 1 interleaved run (" in outcome.stdout

@@ -12,6 +12,8 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
+from sinkprune.deadlines.options import late_line
+from sinkprune.runtime.steps.answer import DeadlineReport
 from sinkprune.runtime.steps.request import Request
 from support.programs.commands import assert_refused, run
 
@@ -111,3 +113,13 @@ def test_a_report_that_cannot_be_written_takes_nothing_with_it(
     assert outcome.code == 2 and "TTFT" in outcome.stdout and picture.exists() and kept.read_bytes() != before
     note, error = outcome.stderr.splitlines()[-2:]
     assert note.startswith("note: --seed changed nothing") and error.startswith("error: the system refused 'r.json'")
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"), [(20.4, "20.4"), (20.6, "21"), (20.04, "20.04"), (20.0000004, "20.0000004"), (35.2, "35")]
+)
+def test_a_late_answer_looks_late(measured: float, said: str) -> None:
+    common: dict[str, Any] = {"deadline_ms": 20.0, "budget": "none", "reason": "", "can_meet": True, "met": False}
+    times = {"predicted_first_ms": 9.0, "first_ms": 9.0, "predicted_ms": 9.0, "measured_ms": measured}
+    report = DeadlineReport(**common, **times, expected_tokens=1, slower=1.0, costs_age_s=None, costs_load=None)
+    assert late_line(report) == f"late: {said} ms where 20 were given, at budget none.\n"

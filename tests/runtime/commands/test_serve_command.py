@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -162,28 +161,6 @@ def test_engines_that_take_no_later_rows_are_served_without_a_session(
         assert ("note: nothing is kept between requests (--session-mb), because" in outcome.stderr) == told
 
 
-def test_a_second_interrupt_ends_the_server_as_the_first(
-    bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def press_twice(_: object) -> None:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-
-    # Otherwise it runs until the first signal.
-    monkeypatch.setattr(uvicorn.Server, "main_loop", press_twice)
-    outcome = run("sinkprune-serve", bundle("gqa-112", "fp32", ("retain-64",)), "--port", 0)
-    assert outcome.code == 0
-    assert re.search(r" Ctrl-C ends it\.\nThe server has ended\.\n$", outcome.stderr)
-
-
-def test_connections_send_small_packets_at_once() -> None:
-    """Otherwise each response waits 40 ms for the client's acknowledgement of its head."""
-    with serve._listening("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
-        connection, _ = listener.accept()
-        with connection:
-            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
-
-
 def test_wrong_options_are_refused(bundle: Callable[..., Path]) -> None:
     path = bundle("gqa-112", "fp32", ("retain-64",))
     assert_refused(run("sinkprune-serve", path, "--budget", "retain-63"), "retain-63")
@@ -210,9 +187,3 @@ def test_a_wrong_key_starts_no_open_server(
     assert_refused(run("sinkprune-serve", path, "--api-key", key), f"--api-key {'is' if not key else 'has'}", said)
     monkeypatch.setenv("SINKPRUNE_API_KEY", key)
     assert_refused(run("sinkprune-serve", path), "the environment variable SINKPRUNE_API_KEY", said)
-
-
-def test_without_the_extra_it_names_it(bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    outcome = run("sinkprune-serve", bundle("gqa-112", "fp32", ("retain-64",)))
-    assert_refused(outcome, "'uvicorn', which is not installed", "pip install 'sinkprune[server]'")

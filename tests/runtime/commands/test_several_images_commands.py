@@ -23,14 +23,6 @@ def files(photo: Image.Image, tmp_path: Path) -> list[Path]:
     return paths
 
 
-def test_an_export_for_several_images_is_marked(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    output = tmp_path / "bundle"
-    assert run("sinkprune-export", checkpoint("gqa-112"), "-o", output, "--max-images", 4).code == 0
-    assert json.loads((output / "bundle.json").read_text())["max_images"] == 4
-    refused = run("sinkprune-export", checkpoint("gqa-112"), "-o", tmp_path / "none", "--max-images", 0)
-    assert_refused(refused, "--max-images is 0")
-
-
 def test_images_stand_where_the_prompt_has_places(
     bundle: Callable[..., Path], pipeline: Callable[..., Pipeline], files: list[Path], tmp_path: Path
 ) -> None:

@@ -78,10 +78,6 @@ def test_size_classes_hold_the_size_and_little_more(size: int) -> None:
     assert size_class(held) == held
 
 
-def test_an_empty_tensor_has_an_address() -> None:
-    assert MemoryPool(FakeDevice()).allocate(0).address != 0
-
-
 def test_free_blocks_make_room_before_memory_is_out() -> None:
     device = FakeDevice(total=10_000)
     pool = MemoryPool(device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from sinkprune.export.source import ExportRequest
 from sinkprune.policies.profile import PolicyRounds
 from sinkprune.runtime.profiling.plot import plot_report
 from sinkprune.runtime.profiling.profile import ProfileRounds
-from support.programs.commands import run
 
 STATE = (0.5, 0.1, -0.2, 0.3, 0.4)
 METHODS = ("sinkpruner", "downsample", "downsample-ttft")
@@ -79,29 +77,6 @@ def test_baselines_run_in_the_same_rounds(varied: Path, photo: Image.Image) -> N
     assert smaller.flops.ttft - smaller.flops.prefill < own.flops.ttft - own.flops.prefill
     assert smaller.warm_ttft_ms is not None
     assert plot_report(report, ".png").startswith(b"\x89PNG")
-
-
-def test_a_baseline_is_measured_by_itself_if_it_is_the_method(varied: Path, photo: Image.Image) -> None:
-    rounds = ProfileRounds(Pipeline.load(varied), photo, "What?", ["prune-88.9"], method="downsample", new_tokens=1)
-    rounds.measure(1, 0, lambda _: None)
-    report = rounds.report()
-    assert (report.baselines, list(report.rows())) == ({}, ["none", "prune-88.9"])
-
-
-def test_the_command_prints_baselines_first(varied: Path, photo_file: Path) -> None:
-    ask = (varied, "--image", photo_file, "--prompt", "What?", "--new-tokens", 2, "--repeat", 1)
-    found = run("sinkprune-profile", *ask)
-    names = ["none", *(f"{method} prune-{share}" for method in METHODS[1:] for share in ("66.7", "88.9"))]
-    rows = [line.strip() for line in found.stdout.splitlines() if "x" not in line and ">" in line]
-    assert [row[: len(name)] for row, name in zip(rows, names, strict=False)] == names
-    written = json.loads(run("sinkprune-profile", *ask, "--budgets", "prune-66.7", "--json").stdout)
-    assert list(written["budgets"]) == ["none", "prune-66.7"]
-    smaller = written["baselines"]["downsample"]["prune-66.7"]
-    assert set(smaller) == set(written["budgets"]["prune-66.7"])
-    # A share of the unpruned tokens, not of those of the smaller picture, which are all kept.
-    share = 100 * smaller["mean_visual_tokens"] / written["budgets"]["none"]["mean_visual_tokens"]
-    assert share < 50
-    assert rows[1].split()[3] == f"{share:.1f}"
 
 
 def test_a_policy_s_baseline_runs_at_each_number_of_steps(exported: Callable[..., Path], photo: Image.Image) -> None:

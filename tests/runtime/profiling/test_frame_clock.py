@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -82,13 +80,6 @@ def test_a_camera_sends_as_many_frames_as_fit_into_its_time() -> None:
         frame_clock(0, 60)
     with pytest.raises(UsageError, match="duration is nan"):
         frame_clock(5, float("nan"))
-
-
-def test_a_camera_slower_than_its_time_sends_one_frame_and_ends_in_time() -> None:
-    time = Time(0)
-    source = replace(frame_clock(0.01, 0.5), clock=time.clock, sleep=time.sleep)
-    assert [served.frame for served in source.serve(lambda frame: None)] == [0]
-    assert time.clock() == 0.5
 
 
 def test_percentiles_are_values_that_were_measured() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,11 @@ import pytest
 from PIL import Image
 
 from sinkprune import ActionReport, Policy
-from sinkprune.contract.errors import UsageError
 from sinkprune.contract.report import Spread
 from sinkprune.contract.schedule import expert_flops, prefix_flops
-from sinkprune.policies.profile import PolicyRounds, plot_policy
+from sinkprune.policies.profile import PolicyRounds
 from sinkprune.policies.report import PROFILE_PARTS, PolicyReport
-from support.programs.commands import assert_refused, own_process, run
+from support.programs.commands import assert_refused, run
 
 BUDGETS = ("prune-77.8", "prune-88.9")
 STATE = (0.5, 0.1, -0.2, 0.3, 0.4)
@@ -39,27 +37,6 @@ def profiled(policy: Policy, photo: Image.Image, repeat: int = 1, warmup: int = 
     rounds = rounds_of(policy, photo, **options)
     rounds.measure(repeat, warmup, lambda _: None)
     return rounds.report()
-
-
-def test_kinds_take_turns_and_each_round_starts_with_another(
-    policy: Policy, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran, act = list[tuple[str, int]](), Policy.act
-
-    def noting(self: Policy, *given: Any, **options: Any) -> ActionReport:
-        ran.append((options["budget"], options["steps"]))
-        return act(self, *given, **options)
-
-    monkeypatch.setattr(Policy, "act", noting)
-    names = list[str]()
-    rounds = rounds_of(policy, photo, ["none", "prune-88.9"], [3, 2, 3])
-    rounds.measure(4, 1, names.append)
-    turns = [ran[start : start + 4] for start in range(0, len(ran), 4)]
-    kinds = [(budget, steps) for budget in ("none", "prune-88.9") for steps in (3, 2)]
-    assert (rounds.count, rounds.kinds, len(turns)) == (4, 4, 5)
-    assert all(sorted(turn) == sorted(kinds) for turn in turns)
-    assert [turn[0] for turn in turns[1:]] == kinds
-    assert names == [budget for budget, _ in ran]
 
 
 def test_figures_are_those_of_the_chunks(policy: Policy, photo: Image.Image, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,21 +96,6 @@ def test_flops_are_those_of_the_layers(policy: Policy, photo: Image.Image) -> No
     assert report.first_chunk_ms > policy.load_ms
 
 
-def test_nonsense_repetitions_are_refused(policy: Policy, photo: Image.Image) -> None:
-    with pytest.raises(UsageError, match="repeat is 0"):
-        profiled(policy, photo, repeat=0)
-    with pytest.raises(UsageError, match="steps is 0"):
-        profiled(policy, photo, steps=[0])
-
-
-def test_a_bar_for_each_budget_and_number_of_steps(policy: Policy, photo: Image.Image) -> None:
-    drawn = plot_policy(profiled(policy, photo), ".svg").decode()
-    for name in ("none", *BUDGETS):
-        for steps in (10, 2):
-            assert f"<!-- {name}, {steps} steps -->" in drawn
-    assert "<!-- expert -->" in drawn and "<!-- decode -->" not in drawn
-
-
 @pytest.fixture
 def profile(bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path) -> Callable[..., Any]:
     """Runs `sinkprune-profile` on the small policy, with a photo for each of two cameras."""
@@ -164,32 +126,6 @@ def test_the_command_measures_a_policy(profile: Callable[..., Any], tmp_path: Pa
         "none": ["3"],
         "prune-88.9": ["3"],
     }
-
-
-@pytest.mark.parametrize("complete", [0, 2])
-def test_an_interrupted_command_reports_the_complete_rounds(
-    complete: int, profile: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Two budgets at one number of steps, a round of warm-up, and one chunk of the next round.
-    left, act = iter(range(2 * (1 + complete) + 1)), Policy.act
-
-    def interrupted(*given: Any, **options: Any) -> ActionReport:
-        if next(left, None) is None:
-            raise KeyboardInterrupt
-        return act(*given, **options)
-
-    monkeypatch.setattr(Policy, "act", interrupted)
-    file = tmp_path / "x.json"
-    file.write_text("precious")
-    options = ("--budgets", "prune-88.9", "--steps", 2, "--repeat", 4, "--json", file)
-    outcome = profile(*options)
-    assert outcome.code == 130
-    assert file.read_text() == "precious"
-    if complete:
-        assert "interrupted; the report counts 2 of 4 rounds. Earlier files stay" in outcome.stderr
-        assert json.loads((tmp_path / "x.interrupted.json").read_text())["repeat"] == 2
-    else:
-        assert outcome.stderr.endswith("interrupted; no whole round was measured, so nothing was kept.\n")
 
 
 @pytest.mark.parametrize(
@@ -230,9 +166,3 @@ def test_pictures_are_for_models_that_answer_and_cameras_for_policies(
         photo.write_bytes(photo_file.read_bytes())
     folders = ("--camera", tmp_path, "--camera", "none")
     assert_refused(run("sinkprune-profile", own, *folders, *GO), "found 2 moments, expected one")
-
-
-def test_the_help_of_cameras_is_a_sentence() -> None:
-    words = own_process("sinkprune-profile", "--help")
-    shown = " ".join(subprocess.run(words, capture_output=True, text=True, check=True).stdout.split())
-    assert "the last frame of a camera of a robot policy; once for each" in shown

@@ -12,7 +12,7 @@ from PIL import Image
 
 from sinkprune import Answer, Pipeline, Request, Stream
 from sinkprune.contract.errors import PromptError, UsageError
-from sinkprune.contract.report import OF_TTFT, PARTS, ProfileReport, Spread
+from sinkprune.contract.report import OF_TTFT, PARTS, ProfileReport
 from sinkprune.runtime.hooks import Rows
 from sinkprune.runtime.profiling.profile import EARLIER, ProfileRounds
 from sinkprune.runtime.profiling.rate import RateRun, frame_clock
@@ -102,14 +102,6 @@ def test_nonsense_repetitions_are_refused(pipeline: Callable[..., Pipeline], pho
         profiled(pipeline("gqa-112"), photo, "What?", [], warmup=-1)
     with pytest.raises(UsageError, match="max_new_tokens is 0"):
         profiled(pipeline("gqa-112"), photo, "What?", [], new_tokens=0)
-
-
-@pytest.mark.parametrize(
-    ("values", "median", "p95"),
-    [([3.0], 3.0, 3.0), ([1.0, 2.0], 1.5, 2.0), (list(map(float, range(1, 101))), 50.5, 95.0)],
-)
-def test_spread(values: list[float], median: float, p95: float) -> None:
-    assert Spread.of(values[::-1]) == Spread(median, p95)
 
 
 def test_nothing_of_the_time_to_the_first_token_is_unaccounted_for(

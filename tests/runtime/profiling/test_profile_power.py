@@ -20,7 +20,7 @@ from sinkprune.runtime.commands.profile_options import wanted_sensor
 from sinkprune.runtime.power.meter import EnergyMeter, Span, measuring
 from sinkprune.runtime.power.sensors import Reading, Sensor
 from sinkprune.runtime.profiling.profile import ProfileRounds
-from support.programs.commands import assert_refused, run, without_notes, wrote
+from support.programs.commands import run, without_notes, wrote
 from support.stand_ins import power_stand_ins as boards
 from support.stand_ins.power_stand_ins import SteadyPower, install_tegrastats
 
@@ -51,16 +51,6 @@ def test_joules_are_told_for_every_budget(
     assert "J an answer, 22.43 W meanwhile" in outcome.stdout and "22.43 W when idle subtracted" in outcome.stdout
     with Image.open(plot) as drawn:
         assert drawn.width > 800
-
-
-def test_without_power_nothing_is_told_of_it(bundle: Callable[..., Path], photo_file: Path, tmp_path: Path) -> None:
-    report = tmp_path / "profile.json"
-    outcome = run(
-        *("sinkprune-profile", bundle("gqa-112"), "--image", photo_file, *ASK, "--repeat", 1, "--json", report),
-    )
-    found = json.loads(report.read_text())
-    assert outcome.code == 0 and " W " not in outcome.stdout
-    assert found["power"] is None and found["budgets"]["none"]["energy"] is None
 
 
 def test_idle_power_is_subtracted(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
@@ -158,23 +148,6 @@ def test_a_sensor_that_dies_is_told_and_the_times_are_kept(
     assert "retain-64" in outcome.stdout
 
 
-@pytest.mark.parametrize(
-    ("end", "said"), [("no sensor", "exit code 1: no sensor."), ("silence", "printed no line for 3")]
-)
-def test_a_sensor_that_dies_while_idle_ends_the_command(
-    bundle: Callable[..., Path],
-    photo_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    end: str,
-    said: str,
-) -> None:
-    install_tegrastats(monkeypatch, tmp_path / "bin", [boards.ORIN_NANO], last=2, end=end)
-    options = ("--power", "tegrastats", "--idle", 0.5, "--json", tmp_path / "x.json")
-    assert_refused(run("sinkprune-profile", bundle("gqa-112"), "--image", photo_file, *ASK, *options), said)
-    assert not (tmp_path / "x.json").exists()
-
-
 def test_engines_for_a_gpu_want_a_sensor_that_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setitem(sys.modules, "pynvml", None)
@@ -189,8 +162,3 @@ def test_engines_for_a_gpu_want_a_sensor_that_sees_it(monkeypatch: pytest.Monkey
     assert "rapl: does not cover the GPU; nvml: " in found("tensorrt")
     # Sensors of the machine that runs this test are not known.
     assert "does not cover" not in found("ort-cpu")
-
-
-def test_idle_power_of_no_sensor_is_refused(bundle: Callable[..., Path], photo_file: Path) -> None:
-    outcome = run("sinkprune-profile", bundle("gqa-112"), "--image", photo_file, *ASK, "--idle", 1)
-    assert_refused(outcome, "--idle is for the power that --power subtracts")

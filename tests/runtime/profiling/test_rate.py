@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 
 from sinkprune import Answer, Pipeline
-from sinkprune.contract.errors import UsageError
 from sinkprune.runtime.power.conditions import read_conditions
 from sinkprune.runtime.power.meter import measuring
 from sinkprune.runtime.profiling.rate import RateRun, frame_clock
@@ -152,11 +151,6 @@ def test_each_frame_shows_the_next_picture(pipeline: Callable[..., Pipeline], ph
     assert pictures.asked == [0, 1, *(frame % 3 for frame in answered)]
 
 
-def test_nothing_to_ask_about_is_refused(pipeline: Callable[..., Pipeline]) -> None:
-    with pytest.raises(UsageError, match="0 pictures and 1 budgets, expected at least one of each"):
-        RateRun(pipeline("gqa-112"), [], "What?", ["none"], frame_clock(1, 1))
-
-
 def test_joules_of_a_frame_are_those_of_the_whole_time(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
     power = SteadyPower(watts=11)
     with measuring(power.sensor, 0.5) as meter:
@@ -217,17 +211,6 @@ def test_the_command_writes_and_draws_a_rate(
             assert abs(energy["joules_per_frame"]) < 0.2 * energy["joules_per_frame_with_idle"]
     with Image.open(plot) as drawn:
         assert drawn.width > 800
-
-
-def test_the_images_of_one_prompt_stay_together(bundle: Callable[..., Path], frames: Path, tmp_path: Path) -> None:
-    images = ("--image", frames / "0.png", "--image", frames / "1.png")
-    outcome = run(
-        *("sinkprune-profile", bundle("gqa-112", "fp32", ("retain-64",), max_images=3), *images, *ASK),
-        *("--rate", 20, "--duration", 0.2, "--json"),
-    )
-    assert outcome.code == 0, outcome.stderr
-    found = json.loads(outcome.stdout)
-    assert found["pictures"] == 1 and found["rates"]["none"]["visual_tokens"] == 2 * 64
 
 
 @pytest.mark.parametrize(

@@ -50,11 +50,6 @@ def test_the_quota_of_every_group_limits(quota: str, cores: int, folder: str, tm
     assert usable_cores(version_2(tmp_path, "/robots.slice/arm.service", files)) == cores
 
 
-def test_the_least_quota_counts(tmp_path: Path) -> None:
-    files = {"a/cpu.max": "300000 100000\n", "a/b/cpu.max": "500000 100000\n"}
-    assert usable_cores(version_2(tmp_path, "/a/b", files)) == 3
-
-
 @pytest.mark.parametrize("controllers", ["cpu", "cpu,cpuacct"])
 @pytest.mark.parametrize(("quota", "cores"), [("250000", 3), ("-1", 8)])
 def test_version_1(controllers: str, quota: str, cores: int, tmp_path: Path) -> None:

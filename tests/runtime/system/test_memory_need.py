@@ -10,21 +10,19 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.errors import BackendError, TooLittleMemoryError
+from sinkprune.contract.errors import BackendError
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.memory import MemoryNeed, available_bytes, memory_line, running_need
-from sinkprune.contract.precision import WeightForms, WeightsName
+from sinkprune.contract.memory import MemoryNeed, available_bytes, running_need
+from sinkprune.contract.precision import WeightsName
 from sinkprune.contract.schedule import schedule
 from sinkprune.runtime.backends.known import KNOWN, on_cpu
 from sinkprune.runtime.commands import options as memory_command
 from sinkprune.runtime.commands.options import free_bytes
 from sinkprune.runtime.families import load_family
-from support.programs.commands import BIN, assert_refused, run
 from support.programs.slow_cases import every
 
 # Under a limit of so many bytes beyond what the process has; prints the peak of one without.
@@ -75,11 +73,6 @@ def test_the_cache_is_counted_by_the_rows_that_each_layer_keeps(bundle: Callable
     assert pruned.activations < none.activations
 
 
-def test_more_tokens_than_positions_are_no_matter_of_memory(bundle: Callable[..., Path], photo_file: Path) -> None:
-    asked = ("--image", photo_file, "--prompt", "What?", "--max-new-tokens", 10_000_000)
-    assert_refused(run("sinkprune-run", bundle("gqa-112"), *asked), "1024 positions")
-
-
 def test_weights_are_counted_as_the_backend_holds_them(bundle: Callable[..., Path]) -> None:
     for form, held in (("fp32", 1.0), ("int8", 1.4), ("int4", 1.2)):
         manifest = read_bundle(bundle("gqa-112", weights=form)).manifest
@@ -109,14 +102,6 @@ def test_what_the_tower_gives_beside_its_tokens_is_counted(bundle: Callable[...,
     assert replace(needs[0], activations=0) == replace(needs[1], activations=0)
 
 
-def test_every_form_of_weights_is_counted(bundle: Callable[..., Path]) -> None:
-    manifest = read_bundle(bundle("gqa-112")).manifest
-    for form in get_args(WeightsName):
-        for backend in ("ort-cpu", "openvino"):
-            need = need_of(replace(manifest, weights=WeightForms(form, form, 32)), backend=backend)
-            assert need.weights >= sum(map(manifest.weight_bytes, manifest.graphs))
-
-
 @pytest.mark.parametrize("backend", [name for name in KNOWN if name not in on_cpu()])
 def test_a_gpu_holds_what_files_hold_and_a_gigabyte_beside(backend: str, bundle: Callable[..., Path]) -> None:
     manifest = read_bundle(bundle("gqa-112", weights="int4")).manifest
@@ -126,14 +111,6 @@ def test_a_gpu_holds_what_files_hold_and_a_gigabyte_beside(backend: str, bundle:
     assert (need.cache, need.activations) == (here.cache, here.activations)
     assert need.on_gpu and need.bytes > 1 << 30
     assert not here.on_gpu
-
-
-def test_of_what_a_gpu_needs_only_half_of_weights_and_cache_is_sure() -> None:
-    need = MemoryNeed(2_000_000_000, 3_000_000_000, 500_000_000, 1_000_000_000, 1 << 30, on_gpu=True)
-    told = r"about 6.1 GB of the GPU's memory \(weights 2.0 GB, KV cache 0.5 GB, activations 1.0 GB\)"
-    need.check("it", 1_250_000_000, "")
-    with pytest.raises(TooLittleMemoryError, match=rf"it needs {told}, 1.2 GB are free\. "):
-        need.check("it", 1_249_999_999, "")
 
 
 def test_free_memory_is_that_of_the_device_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,19 +126,6 @@ def test_free_memory_is_that_of_the_device_that_computes(monkeypatch: pytest.Mon
         assert {free_bytes(name) for name in ("ort-cuda", "tensorrt", "tensorrt-rtx")} == {free}
         for name in ("ort-cpu", "openvino"):
             assert free_bytes(name) == pytest.approx(available_bytes(), rel=0.2)
-
-
-def test_the_words() -> None:
-    need = MemoryNeed(weights=2_000_000_000, loading=3_000_000_000, cache=500_000_000, activations=1_000_000_000)
-    assert need.bytes == (100 << 20) + 5_000_000_000
-    assert replace(need, loading=0).bytes == (100 << 20) + 3_500_000_000
-    told = "about 5.1 GB (weights 2.0 GB, KV cache 0.5 GB, activations 1.0 GB)"
-    assert memory_line(need, 17_200_000_000) == f"needs {told}, 17.2 GB are free"
-    assert memory_line(need, 0) == f"needs {told}"
-    need.check("it", 0, "")
-    need.check("it", need.bytes, "")
-    with pytest.raises(TooLittleMemoryError, match=r"it needs about 5.1 GB .*, 5.1 GB are free\. .* or less\.$"):
-        need.check("it", need.bytes - 1, "less")
 
 
 @pytest.mark.parametrize("command", every(2, ["run", "profile", "evaluate", "calibrate", "serve"]))
@@ -193,37 +157,3 @@ def test_a_small_need_is_near_the_peak_and_not_printed(
     memory = json.loads(answer)["memory"]
     assert 0.7 <= memory["needed_bytes"] / (int(peak) * 1024) <= 1.4
     assert memory["free_bytes"] > memory["needed_bytes"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["int4", "int8", "fp32"])
-def test_the_need_of_the_1b_preset(form: str, tmp_path: Path, photo_file: Path) -> None:
-    """Within 20 % of the peak; told; and int4 takes less than twice its files."""
-    path = tmp_path / "bundle"
-    options = ("--random-weights", "--weights", form, "--budgets", "retain-64")
-    subprocess.run([BIN / "sinkprune-export", "llava-1.1b", *options, "-o", path], check=True, capture_output=True)
-    done = in_own_process(0, "run", path, "--image", photo_file, "--prompt", "What?", "--json", "--max-new-tokens", 8)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("needs about ")
-    answer, peak = done.stdout.splitlines()
-    assert 0.8 <= json.loads(answer)["memory"]["needed_bytes"] / (int(peak) * 1024) <= 1.2
-    weights = sum(file.stat().st_size for file in (path / "graphs" / "weights").iterdir())
-    assert int(peak) * 1024 <= 2 * weights
-
-
-def test_a_profile_reports_the_peak_of_each_stage_and_the_time_to_load(
-    bundle: Callable[..., Path], photo_file: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "profile.json"
-    asked = ("--image", photo_file, "--prompt", "What?", "--repeat", 1, "--new-tokens", 3, "--budgets", "retain-64")
-    outcome = run("sinkprune-profile", bundle("gqa-112"), *asked, "--json", path)
-    assert outcome.code == 0, outcome.stderr
-    report = json.loads(path.read_text())
-    assert 0 < report["load_ms"] < report["first_answer_ms"]
-    for name, budget in report["budgets"].items():
-        stages = budget["stage_peak_rss_bytes"]
-        sanitizer = ["sanitizer"] if name != "none" else []
-        assert list(stages) == ["vision", *sanitizer, "projector", "prefill", "decode"]
-        assert max(stages.values()) <= budget["peak_rss_bytes"]
-        assert f"{name}: peak memory in MB: vision" in outcome.stdout
-    assert "the first answer began at" in outcome.stdout

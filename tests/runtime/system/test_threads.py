@@ -118,28 +118,6 @@ def test_a_stream_that_ends_early_leaves_the_others_alone(end: str, shared: Pipe
     assert last(other) == alone[1]
 
 
-def test_a_stream_may_end_in_another_thread(shared: Pipeline, alone: list[Given]) -> None:
-    pieces, found = stream(shared, cases()[3]), list[object]()
-    next(pieces)
-    thread = Thread(target=lambda: found.append(last(pieces)))
-    thread.start()
-    assert ask(shared, cases()[4]) == alone[4]
-    thread.join()
-    assert found == [alone[3]]
-
-
-def test_a_callback_that_raises_leaves_the_pipeline_usable(shared: Pipeline, alone: list[Given]) -> None:
-    def fail(text: str) -> None:
-        raise KeyError(text)
-
-    case = cases()[5]
-    for _ in range(2):
-        with pytest.raises(KeyError):
-            shared.generate(case.picture, case.question, budget=case.budget, max_new_tokens=TOKENS, on_text=fail)
-        with ThreadPoolExecutor(1) as another:
-            assert another.submit(ask, shared, cases()[6]).result(timeout=60) == alone[6]
-
-
 def test_a_wrapped_engine_that_raises_leaves_the_pipeline_usable(bundle: Callable[..., Path]) -> None:
     """It raises in the middle of a step, where the turn is held."""
     broken = [False]

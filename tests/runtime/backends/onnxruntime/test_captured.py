@@ -9,7 +9,6 @@ from threading import get_ident
 from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime
 import pytest
 from PIL import Image
@@ -21,7 +20,7 @@ from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.onnxruntime import backend as ort
 from sinkprune.runtime.backends.onnxruntime import device_graphs as captured
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend
-from sinkprune.runtime.backends.onnxruntime.device_graphs import CUDA, CapturedEngine, copies_graph
+from sinkprune.runtime.backends.onnxruntime.device_graphs import CUDA, CapturedEngine
 from sinkprune.runtime.system import Turns
 from support.models.small_models import PI0_SHAPES, PI05_SHAPES
 from support.references.pi0 import INSTRUCTION
@@ -58,10 +57,6 @@ def act(policy: Policy, photo: Image.Image, seed: int, budget: str, words: str =
     state = np.random.default_rng(seed).uniform(-1, 1, len(policy.facts.usual_state))
     frames = [photo.rotate(seed), None if seed % 2 else photo]
     return policy.act(frames, INSTRUCTION + words, state, budget=budget, seed=seed, steps=3).actions
-
-
-def test_the_graph_that_copies_is_valid_onnx() -> None:
-    onnx.checker.check_model(onnx.load_from_string(copies_graph([(1, 4), (10, 0), (7, 1)])), full_check=True)
 
 
 @pytest.mark.parametrize("most", [captured.MOST, 1, 0])
@@ -164,12 +159,6 @@ def test_on_a_gpu_only_the_expert_is_captured_and_all_backends_take_turns(
     backend.load(Model.of_bundle(opened, "vision"))
     assert isinstance(backend.load_repeated(Model.of_bundle(opened, "expert")), CapturedEngine)
     assert asked == [CUDA, (CUDA[0], {**CUDA[1], "enable_cuda_graph": "1"})]
-
-
-def test_policies_load_the_expert_as_a_repeated_graph(policies: Callable[[str], tuple[Policy, Policy]]) -> None:
-    ours, _ = policies("pi0")
-    chain = ours._model.chain
-    assert isinstance(chain.last, CapturedEngine) and not isinstance(chain.vision, CapturedEngine)
 
 
 def no_memory(*_: Any) -> None:

@@ -41,7 +41,7 @@ def test_new_buffers_are_zero_and_apart(dtype: type, rows: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-@pytest.mark.parametrize(("place", "rows"), [(0, 1), (5, 1), (3, 4), (6, 3), (0, 9)])
+@pytest.mark.parametrize(("place", "rows"), [(5, 1), (6, 3), (0, 9)])
 @pytest.mark.parametrize("more", [0, 2])
 def test_rows_are_written_in_place_and_nothing_else_is(dtype: type, place: int, rows: int, more: int) -> None:
     draw = np.random.default_rng(0)

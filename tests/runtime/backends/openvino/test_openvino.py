@@ -7,17 +7,13 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
-from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BackendError
-from sinkprune.contract.files.held_files import HeldFile
-from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends import load_backend
@@ -27,11 +23,10 @@ from sinkprune.runtime.backends.openvino.devices import Cpu
 from support.models.chosen_heads import every_method
 from support.models.manifests import set_thresholds
 from support.models.small_models import NEXT_SHAPES, QWEN_SHAPES, SHAPES
-from support.programs.commands import run
 from support.programs.slow_cases import slow_except
 from support.references.reference_methods import CANNOT_REACH_ALL
-from support.references.same_answers import NEW_TOKENS, QUESTION, assert_alike, assert_equal, options_of
-from support.stand_ins.processor_features import assert_error, computes_in_bf16, fastest_floats, rounds_to_int8
+from support.references.same_answers import assert_alike, assert_equal, options_of
+from support.stand_ins.processor_features import computes_in_bf16, fastest_floats
 
 
 @pytest.mark.parametrize(
@@ -76,19 +71,6 @@ def test_every_method_keeps_the_same(
             assert_equal(ours, theirs, photo, method=method, budget=budget)
 
 
-@pytest.mark.slow
-def test_several_pictures_keep_the_same(bundle: Callable[..., Path], photo: Image.Image) -> None:
-    root = bundle("gqa-112", "fp32", ("retain-64",), max_images=2)
-    ours, theirs = Pipeline.load(root, backend="openvino", compute="fp32"), Pipeline.load(root)
-    answer, expected = (
-        pipe.generate([photo, photo.rotate(90)], QUESTION, budget="retain-64", max_new_tokens=NEW_TOKENS)
-        for pipe in (ours, theirs)
-    )
-    assert answer.token_ids == expected.token_ids
-    for kept, other in zip(answer.images, expected.images, strict=True):
-        np.testing.assert_array_equal(kept.index, other.index)
-
-
 @pytest.mark.parametrize("weights", ["int8", "int4", "bf16"])
 def test_stored_weights_are_multiplied_as_they_are_in_fp32(weights: str, bundle: Callable[..., Path]) -> None:
     opened = read_bundle(bundle("gqa-112", budgets=("retain-64",), weights=weights))
@@ -101,36 +83,6 @@ def test_stored_weights_are_multiplied_as_they_are_in_fp32(weights: str, bundle:
         errors[compute] = np.linalg.norm(logits - expected) / np.linalg.norm(expected)
     assert errors["fp32"] < 1e-5
     assert errors["fastest"] < 0.05
-
-
-def test_rows_are_rounded_to_int8_where_weights_are_and_not_in_fp32(tmp_path: Path) -> None:
-    """Rounded where the processor multiplies int8 or bf16; the others compute in fp32."""
-    rows = np.random.default_rng(0).standard_normal((5, 256), np.float32)
-    codes = np.random.default_rng(1).integers(-127, 128, (256, 64)).astype(np.int8)
-    scales = np.linspace(0.001, 0.01, 64, dtype=np.float32)
-    nodes = [
-        helper.make_node("DequantizeLinear", ["codes", "scales"], ["matrix"], axis=1),
-        helper.make_node("MatMul", ["x", "matrix"], ["y"]),
-    ]
-    given, made = (helper.make_tensor_value_info(name, 1, ["n", size]) for name, size in (("x", 256), ("y", 64)))
-    weights = [numpy_helper.from_array(codes, "codes"), numpy_helper.from_array(scales, "scales")]
-    graph = helper.make_graph(nodes, "graph", [given], [made], initializer=weights)
-    file = tmp_path / "graph.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), file)
-    spec = GraphSpec(
-        file.name, *((TensorSpec(name, "float32", ("n", size)),) for name, size in (("x", 256), ("y", 64)))
-    )
-    model = Model("graph", spec, file.name, {file.name: HeldFile(file, BackendError)}, 0)
-    errors = {}
-    for compute in ("fp32", "fastest"):
-        found, expected = (
-            load_backend("openvino", compute=compute).load(model)({"x": rows})["y"],
-            rows @ (codes * scales),
-        )
-        errors[compute] = np.linalg.norm(found - expected) / np.linalg.norm(expected)
-    assert errors["fp32"] < 1e-6
-    # Every processor that computes in bf16 rounds to int8 too.
-    assert_error(errors["fastest"], rounded=rounds_to_int8(), least=1e-4, most=0.05, exact=1e-6)
 
 
 def test_selection_is_in_fp32_whatever_all_else_is_in(bundle: Callable[..., Path]) -> None:
@@ -188,8 +140,3 @@ def test_graphs_of_jetpack_6_are_refused(bundle: Callable[..., Path]) -> None:
     root = bundle("gqa-112", budgets=("retain-64",), dialect="opset20")
     with pytest.raises(BackendError, match="Export the bundle again with --dialect opset24"):
         Pipeline.load(root, backend="openvino")
-
-
-def test_the_command_takes_it(bundle: Callable[..., Path], photo_file: Path) -> None:
-    ask = (bundle("gqa-112"), "--image", photo_file, "--prompt", QUESTION, "--max-new-tokens", 2)
-    assert run("sinkprune-run", *ask, "--backend", "openvino", "--compute", "fp32").code == 0

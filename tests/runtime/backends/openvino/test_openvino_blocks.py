@@ -20,7 +20,6 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.openvino import graphs as openvino_blocks
-from sinkprune.runtime.backends.openvino.backend import OpenVinoBackend
 from sinkprune.runtime.backends.openvino.devices import DEVICES, Cpu, import_openvino
 from sinkprune.runtime.backends.openvino.graphs import GraphReader, fill_blocks
 from support.programs.slow_cases import slow_except
@@ -60,20 +59,6 @@ def test_answers_stay_the_same(
     monkeypatch.setitem(DEVICES, "openvino", Filling)
     ours = Pipeline.load(root, backend="openvino", compute="fp32")
     assert_equal_at_both_ends(ours, theirs, photo)
-
-
-def test_the_backend_fills_them_where_the_device_wants_them_full(
-    bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened = read_bundle(bundle("gqa-112", weights="int8"))
-    gathers = []
-    for device in (Cpu, Filling):
-        monkeypatch.setitem(DEVICES, "openvino", device)
-        backend = OpenVinoBackend("openvino", None, "fp32")
-        segment = backend.load_decoder(Model.of_bundle(opened, "decoder_1"), opened.manifest.cache, lambda own: own)
-        runtime = segment._compiled.library.get_runtime_model()
-        gathers.append(sum(node.get_rt_info()["layerType"].astype(str) == "Gather" for node in runtime.get_ops()))
-    assert gathers[1] > gathers[0]
 
 
 def matrix(draw: np.random.Generator) -> Any:
@@ -124,13 +109,6 @@ def test_products_have_whole_blocks_and_all_else_what_it_had() -> None:
             np.testing.assert_allclose(value, own, rtol=1e-5, atol=1e-6)
         full = -(-rows // BLOCK) * BLOCK if rows > FEW and groups == 1 else rows
         assert rows_of(x) == [full, full], (groups, rows)
-
-
-def test_floats_are_left_alone() -> None:
-    model = decoder_layer(quantised=False)
-    before = len(model.get_ops())
-    fill_blocks(openvino, model)
-    assert len(model.get_ops()) == before
 
 
 @pytest.mark.parametrize(
@@ -184,19 +162,6 @@ def test_what_mixes_rows_sees_no_row_twice(mix: Callable[[Any], Any]) -> None:
     (found,), (expected,) = compiled(filled)(x), compiled(model())(x)
     assert rows_of_products(filled)(x) == [BLOCK]
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("swapped", [False, True])
-def test_what_is_the_same_for_all_groups_does_not_count_them(swapped: bool) -> None:
-    x, table = (ops.parameter(shape, np.float32) for shape in ([-1, -1, WIDTH], [-1, WIDTH]))
-    added = ops.add(*((table, x) if swapped else (x, table)))
-    layer = ops.matmul(added, matrix(np.random.default_rng(0)), False, False)
-    model = openvino.Model([ops.result(layer)], [x, table])
-    fill_blocks(openvino, model)
-    rows_of = rows_of_products(model)
-    one_for_all = np.zeros((BLOCK - 1, WIDTH), np.float32)
-    assert rows_of(np.zeros((1, BLOCK - 1, WIDTH), np.float32), one_for_all) == [BLOCK]
-    assert rows_of(np.zeros((2, BLOCK - 1, WIDTH), np.float32), one_for_all) == [BLOCK - 1]
 
 
 def kinds(read: Any) -> Counter[str]:

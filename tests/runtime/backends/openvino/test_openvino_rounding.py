@@ -90,24 +90,7 @@ def test_a_group_is_as_large_as_blocks_let_it_be(stored: Stored, tmp_path: Path)
         assert group_in_int8(model) == min(stored.block or INPUTS, LARGEST_GROUP)
 
 
-@pytest.mark.parametrize("inputs", [64, 1176], ids=str)
-def test_a_scale_for_each_output_lets_a_group_have_all_inputs_or_the_most(inputs: int, tmp_path: Path) -> None:
-    for model in layers(Stored("int8"), tmp_path, inputs):
-        assert group_in_int8(model) == min(inputs, LARGEST_GROUP)
-
-
 @pytest.mark.parametrize("stored", FLOATS, ids=name_of)
 def test_rows_for_floats_are_not_rounded(stored: Stored, tmp_path: Path) -> None:
     for model in layers(stored, tmp_path):
         assert group_in_int8(model) == 0
-
-
-@pytest.mark.parametrize("shape", [(4,), (2, 4, 5), (4, 5)], ids=str)
-def test_codes_that_are_no_linear_layer_s_do_not_count(shape: tuple[int, ...]) -> None:
-    """Those of other ranks, and what is computed of something else too."""
-    ops = openvino.opset15
-    x = ops.parameter([2, 3, 4], np.float32)
-    right = ops.multiply(ops.convert(ops.constant(np.ones(shape, np.int8)), "f32"), np.float32(2))
-    if len(shape) == 2:
-        right = ops.multiply(right, ops.reduce_max(x, np.array([0, 1, 2])))
-    assert group_in_int8(openvino.Model([ops.matmul(x, right, False, False)], [x], "model")) == 0

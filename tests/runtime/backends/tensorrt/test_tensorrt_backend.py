@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import Bundle, read_bundle
-from sinkprune.contract.errors import BackendError, PromptError
+from sinkprune.contract.errors import PromptError
 from sinkprune.contract.schedule import schedule
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.steps.chain import encode, run_tower
@@ -35,7 +34,6 @@ from support.stand_ins.fake_tensorrt import (
 )
 from support.stand_ins.tensorrt_rig import Rig, rig_of
 
-Array = np.ndarray[Any, Any]
 NEW_TOKENS = 4
 CAPTURED = 3
 """Calls of a decoder in an answer that is captured: with the second token, and twice with the third."""
@@ -89,25 +87,6 @@ def test_answers_and_logits_are_those_of_onnxruntime(
     assert ("replay" in rig.device.calls) == has_graphs
 
 
-def test_every_frame_uses_the_same_addresses(rig: Rig, photo: Image.Image) -> None:
-    ask(rig.pipeline, photo, "none", NEW_TOKENS)
-
-    def addresses() -> list[Any]:
-        engines = rig.library.engines.values()
-        return [context.enqueued.copy() for engine in engines for context in engine.contexts]
-
-    rig.clear()
-    rig.device.has_graphs = False
-    ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
-    first = addresses()
-    rig.clear()
-    ask(rig.pipeline, photo, "none", NEW_TOKENS)
-    rig.clear()
-    ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
-    assert addresses() == first
-    assert rig.device.calls.count("allocate") == 0
-
-
 def test_nothing_waits_between_embeddings_and_logits(rig: Rig, photo: Image.Image) -> None:
     pipeline, chain, clock = rig.pipeline, rig.pipeline.chain, Stopwatch(rig.backend)
     inputs, layout = pipeline.family.inputs(photo), pipeline.family.layout(photo)
@@ -141,28 +120,6 @@ def test_rows_are_joined_on_the_device_in_any_order(rig: Rig) -> None:
         np.testing.assert_array_equal(rig.backend.numpy(joined), rows[order][None])
 
 
-def test_a_decoded_token_waits_once(rig: Rig, photo: Image.Image) -> None:
-    rig.clear()
-    waits = []
-    for count in (2, 3):
-        ask(rig.pipeline, photo, "retain-64", count)
-        waits.append(rig.device.waits)
-        rig.clear()
-    assert waits[1] - waits[0] == 1
-
-
-def test_the_head_decodes_with_its_own_optimisation_profile(rig: Rig) -> None:
-    hidden = np.zeros((1, 1, rig.pipeline.chain.model.hidden_size), rig.pipeline.chain.dtype)
-    rig.pipeline.chain.last({"hidden": rig.backend.tensor(hidden)})
-    assert [len(context.enqueued) for context in rig.contexts("head")] == [0, 1]
-
-
-def test_the_head_names_the_optimisation_profile_that_comes_nearest(rig: Rig) -> None:
-    hidden = np.zeros((1, 801, rig.pipeline.chain.model.hidden_size), rig.pipeline.chain.dtype)
-    with pytest.raises(BackendError, match=r"'hidden' of shape \[1, 801, .*'prefill' takes .* to \[1, 800,"):
-        rig.pipeline.chain.last({"hidden": rig.backend.tensor(hidden)})
-
-
 @pytest.mark.parametrize(
     ("prompt", "new_tokens", "flag", "most"),
     [
@@ -177,14 +134,6 @@ def test_a_request_beyond_the_limits_names_limit_and_flag(
     with pytest.raises(PromptError, match=f"the {most} the engines were built for.*{flag}"):
         rig.pipeline.generate(photo, prompt, max_new_tokens=new_tokens)
     assert rig.enqueued() == 0
-
-
-def test_activations_of_all_engines_lie_in_one_block(rig: Rig, photo: Image.Image) -> None:
-    ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
-    contexts = [context for engine in rig.library.engines.values() for context in engine.contexts]
-    used = {context.activations for context in contexts if context.enqueued}
-    assert {size for _, size in used} == {max(ACTIVATIONS.values())}
-    assert len({address for address, _ in used}) == 1
 
 
 def test_an_engine_that_needs_more_activations_moves_them_and_outdates_the_graphs(

@@ -42,25 +42,6 @@ def test_decode_is_captured_with_the_second_token_and_replayed_from_then_on(
         rig.clear()
 
 
-def test_no_token_copies_or_allocates_more_than_its_rows(
-    in_dialect: Callable[[str], Rig], photo: Image.Image
-) -> None:
-    for dialect in ("opset24", "opset20"):
-        rig, counts = in_dialect(dialect), []
-        for tokens in (3, 4):
-            ask(rig.pipeline, photo, "retain-64", tokens)
-            rig.clear()
-        for tokens in (3, 4):
-            ask(rig.pipeline, photo, "retain-64", tokens)
-            assert rig.device.calls.count("allocate") == 0
-            counts.append({name: rig.device.calls.count(name) for name in ("copy", "copy_lines", "zero_lines")})
-            rig.clear()
-        # The new rows of keys and values of each layer, where the engine does not write them itself.
-        lines = 0 if dialect == "opset24" else 2 * rig.pipeline.chain.model.num_layers
-        more = {name: count - counts[0][name] for name, count in counts[1].items()}
-        assert more == {"copy": 0, "copy_lines": lines, "zero_lines": 0}
-
-
 def test_what_differs_in_a_shape_or_an_address_is_not_replayed(
     in_dialect: Callable[[str], Rig], photo: Image.Image
 ) -> None:
@@ -81,30 +62,6 @@ def test_what_differs_in_a_shape_or_an_address_is_not_replayed(
     rig.clear()
     ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
     assert rig.decode_calls() == {0}
-
-
-@pytest.mark.parametrize(
-    ("dialect", "rows", "past", "ran"),
-    [
-        *(("opset24", 30, past, "prefill") for past in (0, 100)),
-        *(("opset24", 1, past, "decode") for past in (0, 1, 300)),
-        # Where caches are rows, a first row has no past, and is prefill.
-        *(("opset20", rows, 0, "prefill") for rows in (1, 30)),
-        ("opset20", 1, 64, "decode"),
-    ],
-)
-def test_one_row_is_decoded_more_are_prefill(
-    dialect: str, rows: int, past: int, ran: str, in_dialect: Callable[[str], Rig]
-) -> None:
-    rig = in_dialect(dialect)
-    outputs = run_decoder(rig, rows, past)
-    prefill_context, decode_context = rig.contexts("decoder_0")
-    # A second call at the same addresses is also recorded, as a CUDA graph.
-    used = {"prefill": prefill_context, "decode": decode_context}
-    assert [name for name, context in used.items() if context.enqueued] == [ran]
-    model = rig.pipeline.chain.model
-    assert outputs["key_0"].shape == (1, model.num_kv_heads, 832 if dialect == "opset24" else rows, model.head_dim)
-    assert outputs["key"].shape == (1, model.num_kv_heads, rows, model.head_dim)
 
 
 @pytest.mark.parametrize(
