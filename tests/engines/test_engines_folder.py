@@ -121,15 +121,6 @@ def test_sums_pin_the_folder(built: Built, tmp_path: Path) -> None:
         Pipeline.load(read_runnable(engines, Trust(right)), check_sums=False)
 
 
-@pytest.mark.parametrize("file", ["bundle/weights/tokenizer.json", "engines/head.onnx.data", "bundle/bundle.json"])
-def test_an_altered_file_is_found(file: str, built: Built, tmp_path: Path) -> None:
-    copied = Path(shutil.copytree(built("onnxruntime"), tmp_path / "copied"))
-    content = (copied / file).read_bytes()
-    (copied / file).write_bytes(content[:-2] + b" \n" if content[-2:] != b" \n" else content[:-2] + b"\n\n")
-    with pytest.raises(EnginesError, match=r"was altered|from a bundle of"):
-        Pipeline.load(copied)
-
-
 def test_parts_of_another_bundle_are_refused(built: Built, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(built("onnxruntime"), tmp_path / "copied"))
     manifest = read_engines(copied).manifest

@@ -53,16 +53,6 @@ class Interrupted(OnnxRuntimeBuilder):
         return super().build(job, output, progress)
 
 
-class Lines(BuildProgress):
-    """Keeps the reported lines."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def report(self, line: str) -> None:
-        self.lines.append(line)
-
-
 @pytest.fixture
 def source(bundle: Bundles, tmp_path: Path) -> Path:
     """Return a copy of a bundle."""
@@ -160,12 +150,6 @@ def test_only_what_is_missing_is_built(source: Path, tmp_path: Path) -> None:
     assert left(output) == []
 
 
-def test_another_build_starts_anew(source: Path, tmp_path: Path) -> None:
-    first = broken_build(source, tmp_path / "out", "decoder_2")
-    second, manifest = again(source, tmp_path / "out", Limits(11, 10, 1))
-    assert set(first.graphs) < set(second.graphs) == set(manifest.engines)
-
-
 def test_an_altered_engine_is_not_taken_up(source: Path, tmp_path: Path) -> None:
     broken_build(source, tmp_path / "out", "decoder_2")
     engine = tmp_path / ".out.building" / "engines" / "engines" / "decoder_0.onnx"
@@ -191,23 +175,6 @@ def test_a_moved_bundle_goes_away_graph_by_graph(source: Path, tmp_path: Path) -
     assert not source.exists()
     read_engines(output).verify()
     assert "vision" in manifest.engines
-
-
-def test_moving_leaves_what_is_not_of_the_bundle(source: Path, tmp_path: Path) -> None:
-    lines, read = Lines(), read_bundle(source)
-    (source / "notes.txt").write_text("mine")
-    build_engines(read, tmp_path / "out", Counting(), LIMITS, move=True, progress=lines)
-    assert (source / "notes.txt").read_text() == "mine"
-    assert not [*source.rglob("decoder_*")]
-    assert lines.lines == [f"'{source}' holds what is not of the bundle, and stays: 'notes.txt'."]
-
-
-def test_the_same_engines_come_of_it(source: Path, tmp_path: Path) -> None:
-    broken_build(source, tmp_path / "out", "decoder_2")
-    again(source, tmp_path / "out")
-    again(source, tmp_path / "at-once")
-    parts = [read_engines(tmp_path / name).manifest.files for name in ("out", "at-once")]
-    assert parts[0] == parts[1]
 
 
 def test_a_full_disk_is_reported_and_nothing_is_lost(

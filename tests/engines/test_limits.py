@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.bundle import Limits, Range, read_bundle
+from sinkprune.contract.bundle import Limits, read_bundle
 from sinkprune.contract.errors import BundleError, UsageError
-from sinkprune.contract.manifest import Manifest, TensorSpec
+from sinkprune.contract.manifest import Manifest
 from sinkprune.engines.profiles import optimisation_profiles, resolve_limits
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
@@ -48,8 +48,6 @@ def test_limits_default_to_what_the_model_has_room_for(manifest: Manifest) -> No
     ("prompt", "new", "images", "said"),
     [
         (0, None, None, "--max-prompt is 0, expected a whole number from 1"),
-        (None, -1, None, "--max-new-tokens is -1"),
-        (None, None, 0, "--max-images is 0"),
         (None, None, 2, "exported for up to 1 in a prompt.* --max-images 2"),
         (448, None, None, "448 tokens of prompt .* 576 visual tokens and 1 new .* 1024 positions.* 448 together"),
         (200, 249, None, "200 tokens of prompt .* 249 new tokens .* 448 together"),
@@ -60,23 +58,6 @@ def test_wrong_limits_are_refused(
 ) -> None:
     with pytest.raises(UsageError, match=said):
         resolved(manifest, prompt, new, images)
-
-
-def test_several_images_have_larger_profiles(manifest: Manifest) -> None:
-    graph = "sinkpruner/retain-64/select_after_0"
-    spec = manifest.graphs[graph]
-    group = TensorSpec("visual_group", "int64", ("V",))
-    graphs = {**manifest.graphs, graph: replace(spec, inputs=(*spec.inputs, group))}
-    roomy = replace(manifest.language_model, max_positions=4096)
-    several = replace(manifest, graphs=graphs, language_model=roomy, max_images=3)
-    limits = resolved(several, images=3)
-    assert limits.images == 3
-    profiles = optimisation_profiles(several, limits)
-    ranges = profiles[graph]["prefill"]
-    assert ranges["visual_group"] == Range((129,), (129,), (387,))
-    assert ranges["hidden"].max == (1, 3 * 129 + 512, 64)
-    assert profiles["vision"]["prefill"]["pixel_values"].max == (1, 3, 336, 336)
-    assert profiles["decoder_0"]["prefill"]["hidden"].max == (1, 3 * 576 + 512, 64)
 
 
 def test_an_unknown_dimension_is_refused(manifest: Manifest) -> None:

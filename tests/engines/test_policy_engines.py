@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +15,6 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Limits, Range, enforced_limits, read_bundle, read_engines
 from sinkprune.contract.errors import PromptError, UsageError
 from sinkprune.contract.manifest import Manifest
-from sinkprune.engines import profiles as limits_of_engines
 from sinkprune.engines.profiles import optimisation_profiles, resolve_limits
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.runtime.backends.kv_cache import ROOM, room_for
@@ -113,17 +111,6 @@ def test_a_prompt_with_the_state_has_room_for_it(bundle: Callable[..., Path]) ->
     manifest = read_bundle(bundle("pi0.5", budgets=BUDGETS, max_images=3)).manifest
     assert manifest.policy is not None and manifest.policy.most_prompt_tokens is None
     assert resolved(manifest).prompt_tokens == 200
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorrt-rtx has wheels for x86-64 only")
-def test_a_limit_that_no_instruction_meets_is_found_before_a_build(
-    bundle: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the user gave none, on targets that enforce all limits."""
-    monkeypatch.setattr(limits_of_engines, "_MOST_INSTRUCTION_AND_STATE", 8)
-    command = ("sinkprune-build", bundle("pi0.5", budgets=BUDGETS, max_images=3), "-o", tmp_path / "engines")
-    said = "--max-prompt is 8, and the shortest instruction has"
-    assert_refused(run(*command, "--target", "tensorrt-rtx", "--sm", "89"), said)
 
 
 def test_engines_act_and_refuse_a_longer_instruction(

@@ -251,7 +251,6 @@ def build_engines(
 
 
 def _kept(work: UnfinishedBuild, total: int) -> str:
-    """Return how many of `total` engines an unfinished build keeps, in words."""
     done = len(work.manifest.engines)
     if not done:
         return "no engine was complete, so nothing was kept."
@@ -280,7 +279,6 @@ def _check_room(
     move: bool,
     progress: BuildProgress,
 ) -> None:
-    """Raise `EnginesError` if memory or disk are too small for `jobs`; otherwise report what the build needs."""
     memories = builder.memories()
     check_memory(bundle, {graph: job.optimisation_profiles for graph, job in jobs.items()}, memories)
     most = disk_bytes(bundle.manifest, jobs, builder.target, move=move)
@@ -318,7 +316,6 @@ def _build(
 
 
 def _build_engine(bundle: Bundle, job: BuildJob, root: Path, builder: Builder, progress: BuildProgress) -> EngineSpec:
-    """Write the engine of `job` below `root`."""
     graph = job.model.graph
     file = f"engines/{builder.file_name(graph)}"
     (root / file).parent.mkdir(parents=True, exist_ok=True)
@@ -341,7 +338,6 @@ def _build_engine(bundle: Bundle, job: BuildJob, root: Path, builder: Builder, p
 
 
 def _copy_bundle_files(bundle: Bundle, folder: Path) -> None:
-    """Write the files of the bundle that engines need to run without it into `folder`."""
     folder.mkdir()
     (folder / MANIFEST).write_bytes(read_bytes(bundle.path / MANIFEST, MANIFEST_BYTES, follow_links=False))
     if sha256(folder / MANIFEST) != bundle.sha256:

@@ -161,7 +161,6 @@ def _text(output: Path, manifest: EnginesManifest, bundle: Path | None, key: Pat
 
 
 def _limits(manifest: EnginesManifest) -> str:
-    """Return the limits that the engines enforce, in words."""
     words = {"prompt_tokens": "prompts of {} tokens", "new_tokens": "answers of {}", "images": "images: {}"}
     enforced = manifest.enforced_limits
     return (

@@ -185,7 +185,6 @@ class _Picture:
         return median_low(visual) * (limits.images if self.manifest.policy else 1)
 
     def _rooms(self, limits: Limits) -> dict[str, _Span]:
-        """Return the rows of each segment's caches, which a policy's expert reads; empty without an expert."""
         if self.manifest.policy is None:
             return {}
         rooms = {}

@@ -93,7 +93,6 @@ def _refuse(graph: str, node: onnx.NodeProto, found: str, expected: str) -> NoRe
 
 
 def _with_full_names(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy in which the name of a function is before the names of its nodes."""
     named = deepcopy(model)
     for function in named.functions:
         for node in function.node:

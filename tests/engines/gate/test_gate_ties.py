@@ -16,7 +16,7 @@ from sinkprune.contract.bundle import Bundle, Limits, read_bundle
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.gate.comparing import compare_engine
 from sinkprune.engines.gate.recording import GateQuestion, RecordedCall, Recording, record
-from sinkprune.engines.gate.report import GraphReport, OutputReport
+from sinkprune.engines.gate.report import OutputReport
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
 from sinkprune.runtime.backends import load_backend
@@ -26,15 +26,6 @@ from support.stand_ins.gate_faults import Alter, plant, scaled
 
 GRAPH = "sinkpruner/retain-64/select_after_1"
 Array = np.ndarray[Any, Any]
-
-
-def test_other_tokens_are_named_before_the_rows_that_follow_from_them() -> None:
-    rows = OutputReport("rows", 0.1, 1.0, 1e-4, 1e-3, 0, False)
-    chosen = OutputReport("indices", 2.0, 2.0, 0.0, 0.0, 0, False)
-    passed = OutputReport("indices", 0.0, 0.0, 0.0, 0.0, 0, True)
-    assert GraphReport("fp32", 1, {"kept_tokens": rows, "kept_index": chosen}).refused == "kept_index"
-    assert GraphReport("fp32", 1, {"kept_tokens": rows, "kept_index": passed}).refused == "kept_tokens"
-    assert GraphReport("fp32", 1, {"kept_index": passed}).refused is None
 
 
 class OneCall(Recording):

@@ -118,8 +118,8 @@ def test_only_unused_parameters_of_triton_are_removed() -> None:
 def test_a_board_needs_no_triton(tmp_path: Path) -> None:
     program = (
         "import sys; sys.modules['triton'] = None\n"
-        "from sinkprune.engines.plugins import binaries, compile, launches\n"
-        "print(binaries.binary('top_rho', 'float16', 87).threads)\n"
+        "from sinkprune.engines.plugins import compile, launches\n"
+        "print(launches.binary('top_rho', 'float16', 87).threads)\n"
         "sys.exit(compile.main(['-o', 'kernels.zip']))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)

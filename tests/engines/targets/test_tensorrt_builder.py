@@ -69,14 +69,6 @@ def refusal(job: BuildJob, output: Path) -> str:
     return message
 
 
-def test_the_graph_as_it_is(head: Callable[..., BuildJob], tmp_path: Path) -> None:
-    built = build(head(), tmp_path / "engine")
-    assert (tmp_path / "engine").stat().st_size > 320 * 256 * 2
-    assert list(built.optimisation_profiles) == ["prefill", "decode"]
-    assert built.nodes == {}
-    assert built.device_memory is None
-
-
 def test_an_operator_the_parser_does_not_know(head: Callable[..., BuildJob], tmp_path: Path) -> None:
     def change(model: onnx.ModelProto) -> None:
         node = next(node for node in model.graph.node if node.op_type == "MatMul")

@@ -120,39 +120,11 @@ def test_a_plugin_with_other_kernels_is_refused(
     Loading(small, build).refused("'TopRho'", PLUGIN_HASH, "e" * 64, "sinkprune-build")
 
 
-def test_engines_that_lack_a_graph_are_refused(small: Bundle, build: FakeBuild) -> None:
-    engines = {graph: spec for graph, spec in build.manifest.engines.items() if graph != "head"}
-    build.change(engines=engines)
-    Loading(small, build).refused("'head'", "sinkprune-build")
-
-
 @pytest.mark.parametrize(("cut_off", "said"), [(10, "bytes"), (0, "altered")], ids=["truncated", "altered"])
 def test_a_damaged_engine_is_refused(cut_off: int, said: str, small: Bundle, build: FakeBuild) -> None:
     engine = build.folder / build.manifest.engines["decoder_1"].file
     engine.write_bytes(bytes(engine.stat().st_size - cut_off))
     Loading(small, build).refused("decoder_1.engine", said)
-
-
-def test_the_error_for_an_engine_that_cannot_be_loaded_has_tensorrt_s_reason(small: Bundle, build: FakeBuild) -> None:
-    engine = build.folder / build.manifest.engines["vision"].file
-    engine.write_bytes(bytes(engine.stat().st_size))
-    built = open_engines(build.folder, small)
-    device = FakeDevice()
-    backend = TensorRTBackend("tensorrt", FakeTensorRT(device), device, built)
-    with pytest.raises(
-        BackendError, match=r"vision\.engine.* MB of GPU memory free: the engine is no engine\. .*--force"
-    ) as told:
-        Pipeline(small, backend, built)
-    assert "a warning" not in str(told.value)
-
-
-def test_an_engine_that_is_not_as_listed_is_refused(small: Bundle, build: FakeBuild) -> None:
-    engines = build.manifest.engines
-    prefill = {"prefill": engines["head"].optimisation_profiles["prefill"]}
-    head = replace(engines["head"], optimisation_profiles=prefill)
-    build.change(engines={**engines, "head": head})
-    with pytest.raises(BackendError, match=r"'head' has 2 optimisation profiles.*not what engines.json lists"):
-        Loading(small, build)()
 
 
 def test_too_little_memory_names_need_and_free_before_anything_is_loaded(small: Bundle, build: FakeBuild) -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -117,30 +117,6 @@ def test_a_file_of_costs_is_read_and_left(act: Act, policy: Policy, measurements
     write_costs(file, replace(costs, place=replace(policy.place, threads=99)))
     assert_refused(act("--costs", file), "of another place: their 'threads' is 99")
     assert_refused(act("--costs", tmp_path / "none.json"), "none.json")
-
-
-def test_costs_are_checked_before_anything_is_loaded(
-    act: Act, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load(*_: object, **__: object) -> NoReturn:
-        raise AssertionError("loaded")
-
-    monkeypatch.setattr(Policy, "load", load)
-    assert_refused(act("--costs", tmp_path / "none.json"), "none.json")
-
-
-@pytest.mark.parametrize(
-    ("words", "deadline", "said"),
-    [
-        (("--warm-up",), (), "--warm-up is for a deadline, and there is none. Add --deadline-ms."),
-        (("--costs", "x.json"), (), "--costs is for a deadline, and there is none. Add --deadline-ms."),
-        (("--costs", "x.json", "--warm-up"), ("--deadline-ms", 9), "Leave out one of the two."),
-    ],
-)
-def test_options_without_a_use_are_refused(
-    words: tuple[str, ...], deadline: tuple[object, ...], said: str, act: Act
-) -> None:
-    assert_refused(act(*words, deadline=deadline), said)
 
 
 def test_late_chunks_are_reported_on_stderr(

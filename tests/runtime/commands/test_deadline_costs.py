@@ -107,7 +107,7 @@ def test_a_report_that_cannot_be_written_takes_nothing_with_it(
     def refuse(*_: object) -> NoReturn:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "r.json")
 
-    monkeypatch.setattr("sinkprune.runtime.commands.options.run.write_json", refuse)
+    monkeypatch.setattr("sinkprune.runtime.commands.run.write_json", refuse)
     words = ("--budget", "retain-64", "--overlay", picture, "--json", tmp_path / "r.json", "--seed", 1)
     outcome = run(*ask, *words)
     assert outcome.code == 2 and "TTFT" in outcome.stdout and picture.exists() and kept.read_bytes() != before

@@ -111,23 +111,6 @@ def test_the_end_waits_for_no_body(bundle: Callable[..., Path], tmp_path: Path) 
             assert 0.9 < time.monotonic() - began < 4
 
 
-def test_a_full_log_changes_nothing(bundle: Callable[..., Path], tmp_path: Path) -> None:
-    """The server starts, answers, and ends with exit code 0."""
-    where = tmp_path / "server.json"
-    words = own_process("sinkprune-serve", bundle("gqa-112", "fp32", ("retain-64",)), "--port", 0, "--json", where)
-    with Path("/dev/full").open("w") as full, subprocess.Popen(words, stderr=full) as server:
-        try:
-            until = time.monotonic() + 60
-            while not where.exists():
-                assert server.poll() is None and time.monotonic() < until
-                time.sleep(0.05)
-            assert httpx.get(json.loads(where.read_text())["url"].replace("/v1", "/health")).status_code == 200
-            server.terminate()
-            assert server.wait(timeout=30) == 0
-        finally:
-            server.kill()
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_right_after_the_address_ends_it_too(number: int, bundle: Callable[..., Path]) -> None:
     """Before uvicorn takes signals over."""

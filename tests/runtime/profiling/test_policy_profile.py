@@ -133,9 +133,6 @@ def test_the_command_measures_a_policy(profile: Callable[..., Any], tmp_path: Pa
     [
         (("--new-tokens", "3"), "--new-tokens is for models that answer questions"),
         (("--warm", "--power"), "--warm and --power are for models that answer questions"),
-        (("--power",), "is a robot policy (family 'pi0'). Leave it out.\n"),
-        (("--fit", "pad"), "--fit is for models that answer questions"),
-        (("--rate", "5"), "--rate is for models that answer questions"),
         (("--budgets", "retain-64"), "retain-64"),
         (("--camera", "none"), "found 3 cameras"),
     ],

@@ -55,12 +55,6 @@ def test_tegrastats_counts_joules_of_the_whole_board(
     assert found[0].joules == 0
 
 
-def test_the_power_between_two_lines_is_the_mean_of_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    install_tegrastats(monkeypatch, tmp_path / "bin", ["VDD_IN 4000mW/1mW", "VDD_IN 6000mW/1mW"])
-    found = readings(open_sensor("tegrastats", on_gpu=False), 5)
-    assert watts(found) == pytest.approx(5.0)
-
-
 def test_time_stamps_that_jump_and_other_lines_change_no_joules(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -74,13 +68,6 @@ def test_time_stamps_that_jump_and_other_lines_change_no_joules(
         report = meter.report()
     assert report.failure is None and 80 < report.period_ms < 250
     assert "power" not in {thread.name for thread in threading.enumerate()}
-
-
-def test_a_rail_that_is_missing_for_a_while_is_bridged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    install_tegrastats(monkeypatch, tmp_path / "bin", [RAIL, *[OTHER_RAIL] * 5])
-    # Longer in all than a dead sensor is waited for.
-    found = readings(open_sensor("tegrastats", on_gpu=False), 7)
-    assert watts(found) == pytest.approx(4.0) and found[1].seconds - found[0].seconds > 0.4
 
 
 @pytest.mark.parametrize(
@@ -106,23 +93,6 @@ def test_a_tegrastats_that_fails_is_not_replaced_by_another_sensor(
     Powercap(tmp_path)
     with pytest.raises(PowerError, match=message):
         readings(open_sensor("auto", on_gpu=False, root=tmp_path), 4)
-
-
-@pytest.mark.parametrize(
-    ("program", "said"),
-    [
-        ("exec /usr/bin/tr '\\0' x </dev/zero", "prints a line without end, expected one of some"),
-        ("while printf x; do /bin/sleep 0.2; done", "has printed no line for 3 seconds"),
-    ],
-)
-def test_a_tegrastats_that_never_ends_a_line_is_dead(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, said: str
-) -> None:
-    command = install_tegrastats(monkeypatch, tmp_path / "bin", [boards.THOR])
-    # No Python: on an emulated processor it may need the sensor's three seconds to start.
-    command.write_text(f"#!/bin/sh\n{program}\n")
-    with pytest.raises(PowerError, match=said):
-        open_sensor("tegrastats", on_gpu=False)
 
 
 def test_rapl_counts_packages_and_memory_once_and_past_their_range(tmp_path: Path) -> None:
@@ -169,12 +139,6 @@ def test_the_error_for_a_counter_of_root_explains_how_to_read_it() -> None:
     assert not isinstance(refused.value, NoSensorError)
     assert "energy_uj' may not be read: no permission. Run this command with sudo, or " in str(refused.value)
     assert f"sudo chmod a+r {folder}/sys/class/powercap/intel-rapl:*/energy_uj" in str(refused.value)
-
-
-def test_a_counter_without_a_number_is_rejected(tmp_path: Path) -> None:
-    Powercap(tmp_path).files()[1].write_text("asleep")
-    with pytest.raises(PowerError, match=r"intel-rapl:0/energy_uj' holds no number: invalid literal"):
-        open_sensor("rapl", on_gpu=False, root=tmp_path)
 
 
 def test_nvml_counts_the_joules_of_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -111,12 +111,6 @@ def test_joules_of_answers_are_those_of_the_readings() -> None:
     assert not energy.estimated
 
 
-def test_answers_shorter_than_two_periods_are_estimated() -> None:
-    meter = metered(READINGS)
-    found = [meter.budget_energy([Span(1.0, 1.0 + seconds)]) for seconds in (0.099, 0.101)]
-    assert [energy and (energy.estimated, energy.deviation) for energy in found] == [(True, None), (False, None)]
-
-
 def test_answers_without_readings_are_left_out() -> None:
     late, never = Span(3.5, 5.0), Span(20, 21)
     energy = metered(READINGS).budget_energy([Span(1, 1.5), late, never])

@@ -16,7 +16,7 @@ from support.stand_ins.group_trees import group_tree, real_group, version_1, ver
 IN_GROUP = """
 import sys
 from pathlib import Path
-from sinkprune.runtime.system.cores import usable_cores
+from sinkprune.runtime.system import usable_cores
 Path(sys.argv[1]).write_text("0")
 print(usable_cores())
 """

@@ -142,7 +142,6 @@ def _noisy_runs(bundle: Bundle, graph: str, inputs: Mapping[str, Array]) -> Iter
 def _differences(
     kinds: Mapping[str, OutputKind], found: Mapping[str, Array], expected: Mapping[str, Array]
 ) -> dict[str, Array]:
-    """Return the `row_differences` of each output; infinite for a missing one."""
     missing = np.empty(0)
     return {name: row_differences(kinds[name], found.get(name, missing), array) for name, array in expected.items()}
 

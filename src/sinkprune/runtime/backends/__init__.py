@@ -168,7 +168,6 @@ def load_backend(
 
 
 def _check_compute(name: str, compute: Any, built: BuiltEngines | None) -> None:
-    """Reject a `compute` that the backend, or the engines `built`, do not have; raises `UsageError`."""
     if not isinstance(compute, str) or compute not in COMPUTES:
         raise UsageError(f"unknown compute {format_value(compute)}; known: {', '.join(COMPUTES)}.")
     choices = KNOWN[name].computes

@@ -129,7 +129,6 @@ class Model:
         return any_is_mapped(self.folder[name] for name in self.names)
 
     def _file_of(self, weight: Weight) -> str:
-        """Return the name, within the folder, of the file that holds a weight."""
         return posixpath.normpath(posixpath.join(posixpath.dirname(self.name), weight.location))
 
     def check_interface(self, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> None:

@@ -263,6 +263,5 @@ def _rates(budget: BudgetReport) -> str:
 
 
 def _peaks(budget: BudgetReport) -> str:
-    """Return the peak memory of each stage of the first run, and of all runs."""
     stages = ", ".join(f"{stage} {count / 1e6:.0f}" for stage, count in budget.stage_peak_rss_bytes.items())
     return stages if budget.peak_rss_bytes is None else f"{stages}; in all {budget.peak_rss_bytes / 1e6:.0f}"

@@ -66,7 +66,6 @@ class MemoryPool:
         return self._device.allocate(size)
 
     def _trim(self) -> bool:
-        """Free the unused blocks of all sizes. Return whether there were any."""
         addresses = [address for free in self._free.values() for _, address in free]
         # Enqueued work may still use them.
         self._device.synchronize()

@@ -76,7 +76,6 @@ def read_conditions(root: Path = ROOT) -> tuple[dict[str, float], dict[str, floa
 
 
 def _by_name(rows: list[Mapping[str, float]]) -> dict[str, tuple[float | None, ...]]:
-    """Return the values of all rows by name, with None where a row lacks the name."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: tuple(row.get(name) for row in rows) for name in names}
 

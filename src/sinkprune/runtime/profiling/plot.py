@@ -155,7 +155,6 @@ def plot_rate(report: RateReport, suffix: str) -> bytes:
 
 
 def _draw_latencies(axes: Any, report: RateReport) -> None:
-    """Draw a point for each answered frame at its arrival, and a tick at the bottom for each missed frame."""
     for number, (name, budget) in enumerate(report.rates.items()):
         colour, answered = _LINE_COLOURS[number % len(_LINE_COLOURS)], set(budget.answered_frames)
         came = [budget.start_s + frame / report.rate_hz for frame in budget.answered_frames]

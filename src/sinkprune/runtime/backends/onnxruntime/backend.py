@@ -225,7 +225,6 @@ class _OrtEngine:
 
 
 def _specs(values: Sequence[Any]) -> list[TensorSpec]:
-    """Return the inputs or outputs of a session; an unknown size is a text."""
     return [
         TensorSpec(
             value.name,

@@ -61,7 +61,6 @@ def copies_graph(kinds: Sequence[Kind]) -> bytes:
 
 
 def _model(nodes: list[bytes], inputs: list[bytes], outputs: list[bytes]) -> bytes:
-    """Return an ONNX file of format 8 and operator set 13."""
     graph = b"".join(_field(1, node) for node in nodes) + _field(2, b"rows")
     graph += b"".join(_field(11, value) for value in inputs) + b"".join(_field(12, value) for value in outputs)
     return _number(1, 8) + _field(7, graph) + _field(8, _field(1, b"") + _number(2, 13))
@@ -87,7 +86,6 @@ def _field(number: int, content: bytes) -> bytes:
 
 
 def _number(number: int, value: int) -> bytes:
-    """Return a protobuf field with a number below 128."""
     return bytes([*_key(number, 0), value])
 
 

@@ -127,7 +127,6 @@ def _neighbours(openvino: Any, ordered: Sequence[Node]) -> dict[str, set[str]]:
 
 
 def _connected(name: str, neighbours: Mapping[str, set[str]]) -> set[str]:
-    """Return `name`, and all that are its neighbours or neighbours of these."""
     found, new = {name}, {name}
     while new:
         new = set().union(*(neighbours[each] for each in new)) - found
@@ -350,7 +349,6 @@ def paths(model: Model) -> Iterator[Path]:
 
 
 def _specs(ports: Any) -> list[TensorSpec]:
-    """Return the inputs or outputs of a model; an unknown size is a text."""
     return [
         TensorSpec(
             port.any_name,
