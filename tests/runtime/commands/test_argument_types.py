@@ -189,7 +189,7 @@ def test_options_of_another_call_are_refused_with_their_place(
         (Turn, "tool_call", "tool_calls"),
         (VideoFile, "pth", "path"),
         *((function, "pth", "path") for function in (read_costs, write_costs, read_action_costs)),
-        (overlay, "imag", "image"),
+        (overlay, "pictur", "picture"),
     ],
 )
 def test_each_public_call_names_its_options(call: Any, given: str, meant: str) -> None:

@@ -27,6 +27,7 @@ from sinkprune.engines.gate.recording import (
     record,
 )
 from sinkprune.engines.gate.report import (
+    ROUNDINGS,
     TIE,
     ChunkReport,
     GateReport,
@@ -35,7 +36,6 @@ from sinkprune.engines.gate.report import (
     Rounding,
     TextReport,
     chunk_limit,
-    coarsest_rounding,
     gap_limit,
     kind_of,
     limit_of,
@@ -415,7 +415,7 @@ def _compare_together(
 ) -> tuple[list[TextReport], list[ChunkReport]]:
     """Compare the answers of all engines, or a policy's chunks; one takes longer than to compare an engine."""
     manifest, done = own.bundle.manifest, 0
-    rounding = coarsest_rounding(manifest, backend.compute)
+    rounding = max((rounding_of(graph, manifest, backend.compute) for graph in manifest.graphs), key=ROUNDINGS.index)
     total = len(recording.chunks) + sum(len(answer.token_ids) for answer in recording.answers)
     what, unit = ("comparing chunks", "chunks") if manifest.policy else ("comparing answers", "tokens")
 

@@ -80,11 +80,6 @@ def rounding_of(graph: str, manifest: Manifest, compute: str) -> Rounding:
     return next((rounding for rounding in floats if rounding in types), manifest.precision)
 
 
-def coarsest_rounding(manifest: Manifest, compute: str) -> Rounding:
-    """Return the coarsest rounding of all graphs."""
-    return max((rounding_of(graph, manifest, compute) for graph in manifest.graphs), key=ROUNDINGS.index)
-
-
 def limit_of(kind: OutputKind, rounding: Rounding) -> Limit:
     """Return the limit of an output. Of indices, except for ties, none may differ."""
     return Limit(0, 0) if kind == "indices" else _LIMITS[rounding][kind]

@@ -143,11 +143,6 @@ class Launch:
     """Addresses are uint64, integers int32."""
 
 
-def top_rho_grid(groups: int, width: int) -> tuple[int, int, int]:
-    """Return the blocks of the kernel `top_rho`, whose one launch is all of `TopRho`: by columns, then groups."""
-    return (-(-width // COLUMNS), groups, 1)
-
-
 def top_rho_launches(addresses: Mapping[str, int], sizes: Mapping[str, int], dtype: str) -> list[Launch]:
     """Return the launch of `TopRho`: the mean of each group's `count` tokens of largest norm, and their mask.
 
@@ -156,12 +151,8 @@ def top_rho_launches(addresses: Mapping[str, int], sizes: Mapping[str, int], dty
     """
     inputs, outputs = _addresses(addresses, "norms", "tokens"), _addresses(addresses, "sink", "outlier")
     integers = _integers(sizes["N"], sizes["D"], sizes["count"])
-    return [Launch("top_rho", dtype, top_rho_grid(sizes["G"], sizes["D"]), (*inputs, *integers, *outputs))]
-
-
-def diversity_phases(count: int, batch: int) -> int:
-    """Return the number of phases of `DiversitySelect`: lengths, similarity to reserved tokens, then one a round."""
-    return 2 + -(-count // batch)
+    grid = (-(-sizes["D"] // COLUMNS), sizes["G"], 1)
+    return [Launch("top_rho", dtype, grid, (*inputs, *integers, *outputs))]
 
 
 def diversity_workspace(groups: int, n: int) -> int:
@@ -182,7 +173,8 @@ def diversity_launches(addresses: Mapping[str, int], sizes: Mapping[str, int], d
     kernel = variant("diversity_phase", width, addresses["tokens"])
     inputs = _addresses(addresses, "tokens", "candidate", "reserved")
     outputs = _addresses(addresses, "chosen", "workspace")
-    phases = diversity_phases(count, batch) if count else 0
+    # Lengths, similarity to reserved tokens, then one a round.
+    phases = 2 + -(-count // batch) if count else 0
     launches = []
     for phase in range(phases):
         blocks = min(-(-n // ROWS), MOST_BLOCKS) if phase + 1 < phases else 1

@@ -97,7 +97,10 @@ class TensorRTBackend(Backend, CacheMemory):
         built.check_library(name, library.__version__)
         built.check_gpu(device.name, device.compute_capability)
         if built.engines.manifest.plugins:
-            built.check_plugins(_register_plugins(library))
+            found: dict[str, str] = {}
+            for entry in entry_points(group=PLUGINS):
+                found |= entry.load()(library)
+            built.check_plugins(found)
         self._check_memory(built, device)
         self.name = name
         self.compute, self.cache = "the graphs' types", "the graphs' type"
@@ -198,10 +201,3 @@ class TensorRTBackend(Backend, CacheMemory):
                 f"has {free / 1e9:.2f} of {total / 1e9:.2f} GB free. End other programs, build with a smaller "
                 "--max-prompt, or export the checkpoint in a smaller precision."
             )
-
-
-def _register_plugins(library: Any) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for entry in entry_points(group=PLUGINS):
-        found.update(entry.load()(library))
-    return found
