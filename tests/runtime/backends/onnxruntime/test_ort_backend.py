@@ -1,4 +1,4 @@
-"""ONNX Runtime's tensors: what they give to the host stays whole when they are gone."""
+"""ONNX Runtime: tensors whose memory is their own, what it refuses, and the name of the GPU."""
 
 from __future__ import annotations
 

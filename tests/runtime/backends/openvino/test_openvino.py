@@ -27,7 +27,6 @@ from sinkprune.runtime.backends.openvino.backend import OpenVinoBackend
 from sinkprune.runtime.backends.openvino.devices import Cpu
 from sinkprune.runtime.system import trim_heap
 from support.models.chosen_heads import every_method
-from support.models.manifests import set_thresholds
 from support.models.small_models import NEXT_SHAPES, QWEN_SHAPES, SHAPES
 from support.programs.slow_cases import slow_except
 from support.references.reference_methods import CANNOT_REACH_ALL
@@ -69,7 +68,6 @@ def test_every_method_keeps_the_same(
     )
     request = ExportRequest(str(source), budgets=budgets, **options)
     export_bundle(request, tmp_path / "bundle")
-    set_thresholds(tmp_path / "bundle", 1.0, 0.97)
     theirs = Pipeline.load(tmp_path / "bundle")
     ours = Pipeline.load(tmp_path / "bundle", backend="openvino", compute="fp32")
     for method, plans in theirs.bundle.manifest.plans.items():
