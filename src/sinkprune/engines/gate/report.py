@@ -206,7 +206,7 @@ class ChunkReport:
     """The largest difference of a number, in standard deviations of the training data's actions."""
     limit: float | None
     """None if other tokens were kept: such a chunk has no limit. The unpruned chunk always has one. A chunk that a
-    little noise changes much has a larger one (`sensitive_chunks`)."""
+    little noise changes much has a larger one (`judged_by_noise`)."""
     kept_alike: float
     """The smallest share of equal kept tokens of all steps."""
     passed: bool

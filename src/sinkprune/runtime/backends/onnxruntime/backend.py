@@ -18,6 +18,7 @@ from sinkprune.runtime.backends.kv_cache import BufferedDecoder, CacheMemory, ca
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.onnxruntime.device_graphs import CUDA, CapturedEngine, CpuMemory, GpuMemory, Provider
 from sinkprune.runtime.backends.onnxruntime.library import (
+    DTYPES,
     failing_in,
     gpu_name,
     import_onnxruntime,
@@ -29,12 +30,6 @@ from sinkprune.runtime.backends.onnxruntime.library import (
 )
 from sinkprune.runtime.system import Turns, trim_heap, usable_cores
 
-_DTYPES: dict[str, Any] = {
-    "tensor(float)": "float32",
-    "tensor(float16)": "float16",
-    "tensor(int64)": "int64",
-    "tensor(bool)": "bool",
-}
 _TOO_NEW = (
     "Unsupported model IR version",
     "is under development and support for this is limited",
@@ -228,7 +223,7 @@ def _specs(values: Sequence[Any]) -> list[TensorSpec]:
     return [
         TensorSpec(
             value.name,
-            _DTYPES.get(value.type, value.type),
+            DTYPES.get(value.type, value.type),
             tuple(size if isinstance(size, int) else str(size) for size in value.shape),
         )
         for value in values

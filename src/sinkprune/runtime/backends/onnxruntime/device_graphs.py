@@ -18,7 +18,7 @@ import numpy as np
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends.kv_cache import CacheMemory, HostBuffers
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.onnxruntime.library import failing_in, session_options
+from sinkprune.runtime.backends.onnxruntime.library import DTYPES, failing_in, session_options
 
 _INT64 = 7
 _ELEMENT_TYPES = {"float32": 1, "float16": 10}
@@ -99,8 +99,6 @@ Provider = str | tuple[str, dict[str, str]]
 """An execution provider, with its options if it has any."""
 CUDA = ("CUDAExecutionProvider", {"use_tf32": "0"})
 """fp32 products round nothing to TF32: selection must choose the same tokens as on a CPU."""
-_DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
-"""By ONNX Runtime's names."""
 
 
 def small_session(onnxruntime: Any, graph: bytes, provider: Provider) -> Any:
@@ -154,7 +152,7 @@ class GpuMemory(_OrtMemory):
         return [self._new_output(dtype.name, binding) for _ in range(count)]
 
     def copy_rows(self, source: Any, target: Any, place: int, rows: int) -> None:
-        session = self._session(scatter_graph, _DTYPES[target.data_type()])
+        session = self._session(scatter_graph, DTYPES[target.data_type()])
         binding = session.io_binding()
         inputs = {"target": target, "source": source, **self._places(target.shape()[1], place, rows)}
         for name, value in inputs.items():

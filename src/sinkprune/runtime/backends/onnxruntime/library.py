@@ -13,6 +13,13 @@ from typing import Any
 
 from sinkprune.contract.errors import BackendError
 
+DTYPES: dict[str, Any] = {
+    "tensor(float)": "float32",
+    "tensor(float16)": "float16",
+    "tensor(int64)": "int64",
+    "tensor(bool)": "bool",
+}
+"""The types of tensors, by ONNX Runtime's names."""
 # The library reads this variable once, when it is loaded.
 _TELEMETRY_OFF = "ORT_DISABLE_TELEMETRY"
 
