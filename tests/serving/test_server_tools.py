@@ -19,9 +19,9 @@ from tests.serving.test_chat_request import data_uri
 from tests.serving.test_server import AS_JSON, QUESTION, asked, served
 
 from sinkprune import Pipeline
-from sinkprune.runtime.text.prompt import Turn
+from sinkprune.runtime.text.prompt import BEGIN, Turn, call_text
 from sinkprune.runtime.text.sampling import Sampler
-from sinkprune.runtime.text.tools import BEGIN, ToolCall, Tools, call_text
+from sinkprune.runtime.text.tools import ToolCall, Tools
 
 BUDGET = "prune-66.7"
 

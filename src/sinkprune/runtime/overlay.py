@@ -19,9 +19,8 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import CAMERA_PREFIX
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import VisualLayout
-from sinkprune.runtime.media.clip import Clip, SampledFrames
+from sinkprune.runtime.media.clip import SampledFrames, UnopenedVideo, Video
 from sinkprune.runtime.media.images import ImageBytes, read_image, to_rgb
-from sinkprune.runtime.media.video_file import VideoBytes, VideoFile
 from sinkprune.runtime.steps.pictures import PictureLike
 from sinkprune.runtime.steps.prompt_run import Kept
 
@@ -289,10 +288,10 @@ def _shown(picture: PictureLike, layout: VisualLayout) -> list[Image.Image]:
         return picture.frames
     if isinstance(picture, ImageBytes):
         return _shown(picture.decoded(), layout)
-    if isinstance(picture, VideoBytes):
+    if isinstance(picture, UnopenedVideo):
         with picture.opened() as video:
             return _shown(video, layout)
-    if isinstance(picture, (Clip, VideoFile)):
+    if isinstance(picture, Video):
         seen = layout.frame_indices
         if not seen or picture.count <= seen[-1]:
             expected = f"a clip of more than {seen[-1]} frames" if seen else "an image"

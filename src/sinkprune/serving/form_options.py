@@ -26,6 +26,8 @@ def add_form_options(parser: argparse.ArgumentParser) -> None:
 
 def read_form(options: Options, stop: list[str]) -> dict[str, Any]:
     """Return the form as fields of a `Request`; raises `UsageError` for a wrong form, and for more than one."""
+    if options.schema is None and options.regex is None and not options.choice:
+        return {}
     from sinkprune.runtime.text.answer_form import check_one_form, checked_choices, checked_regex, read_schema
 
     form = {

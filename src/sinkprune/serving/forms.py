@@ -13,8 +13,8 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.hooks import Tokens
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.text.answer_form import LIMITS, load_llguidance, reason, regex_grammar, schema_grammar
-from sinkprune.runtime.text.prompt import PromptEncoder
-from sinkprune.runtime.text.tools import CALL_MARKS, Tools
+from sinkprune.runtime.text.prompt import CALL_MARKS, PromptEncoder
+from sinkprune.runtime.text.tools import Tools
 
 _NO_MATCH = "NoExtensionBias"
 """How llguidance's error starts where no text matches."""

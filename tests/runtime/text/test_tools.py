@@ -16,9 +16,9 @@ from tokenizers import AddedToken
 from sinkprune import UsageError
 from sinkprune.contract.manifest import Tokens
 from sinkprune.runtime.text.answer_text import AnswerText
-from sinkprune.runtime.text.prompt import PromptEncoder
+from sinkprune.runtime.text.prompt import BEGIN, CALL_MARKS, PromptEncoder, call_text
 from sinkprune.runtime.text.sampling import Sampler
-from sinkprune.runtime.text.tools import BEGIN, CALL_MARKS, ToolCall, Tools, call_text, read_arguments
+from sinkprune.runtime.text.tools import ToolCall, Tools, read_arguments
 from sinkprune.serving.chat_tools import AnswerPart, ToolAnswerReader
 from sinkprune.serving.forms import Grammars
 from support.models.qwen_checkpoints import IMAGE_TOKEN, qwen_tokenizer

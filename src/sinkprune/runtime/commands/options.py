@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
@@ -37,12 +37,14 @@ from sinkprune.runtime.device import open_device
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.media.images import Fit, add_fit_option
-from sinkprune.runtime.media.video_file import VideoFile
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.plot import PLOT_SUFFIXES, import_matplotlib
 from sinkprune.runtime.steps.chain import Wrap
 from sinkprune.runtime.steps.request import DEFAULT_METHOD, MAX_NEW_TOKENS, check_texts
 from sinkprune.runtime.stream import Stream
+
+if TYPE_CHECKING:
+    from sinkprune.runtime.media.video_file import VideoFile
 
 R = TypeVar("R")
 
@@ -204,8 +206,12 @@ def picture_sources(options: Options) -> list[Path | VideoFile]:
 
     Prints a note about each long video that must be decoded as a whole. Raises `VideoError` with the file's name.
     """
-    videos = [VideoFile(path) for path in options.video or ()]
-    for path, video in zip(options.video or (), videos, strict=True):
+    if not options.video:
+        return [*(options.image or ())]
+    from sinkprune.runtime.media.video_file import VideoFile
+
+    videos = [VideoFile(path) for path in options.video]
+    for path, video in zip(options.video, videos, strict=True):
         if not video.can_seek and video.count >= _LONG_VIDEO:
             sys.stderr.write(
                 f"{escaped(str(path))}: decodes all {video.count} frames, because no list of keyframes leads to the "

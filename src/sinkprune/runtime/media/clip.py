@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from PIL import Image
@@ -35,6 +37,7 @@ class ClipSize(NamedTuple):
     """How many of these frames show one second."""
 
 
+@runtime_checkable
 class Video(Protocol):
     """A source of frames: a `Clip` in memory, or a `VideoFile`."""
 
@@ -52,6 +55,17 @@ class Video(Protocol):
 
     def read(self, indices: Sequence[int]) -> list[Image.Image]:
         """Return the frames at the ascending `indices` as RGB images; raises `VideoError`."""
+
+
+class UnopenedVideo(ABC):
+    """A video that is opened when its frames are needed, such as the bytes of a file."""
+
+    name: str
+    """Where it is from. Messages of errors begin with it."""
+
+    @abstractmethod
+    def opened(self) -> AbstractContextManager[Video]:
+        """Yield the video; raises `VideoError`, also for what follows, and `OSError` without room for the file."""
 
 
 @creation_checks_options

@@ -20,7 +20,7 @@ from sinkprune.contract.checks import format_value, type_name
 from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.files.untrusted import ForbiddenError, MissingError, UnreadableError, open_regular
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.media.files import MeteredFile
+from sinkprune.runtime.media.metered_file import MeteredFile
 
 _FORMATS = ("GIF", "PNG", "TIFF", "WEBP")
 # JPEGs with several pictures (MPO, CIPA DC-007): the tag of their list, and the word in the type of those that are

@@ -21,8 +21,7 @@ from PIL import Image
 from sinkprune.contract.checks import check_path, checks_options, needs_package
 from sinkprune.contract.errors import VideoError
 from sinkprune.contract.files.untrusted import ForbiddenError, MissingError, UnreadableError, open_regular
-from sinkprune.runtime.media.clip import check_indices, collected
-from sinkprune.runtime.media.files import gif_is_whole, matroska_is_whole
+from sinkprune.runtime.media.clip import UnopenedVideo, check_indices, collected
 
 # Packets of these containers have the time of their frame, and headers list the keyframes.
 _CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
@@ -100,7 +99,6 @@ _OPTIONS = {
     "max_pixels": str(MOST_FRAME_PIXELS * 9 // 8),
 }
 _GIVE = "Give a complete MP4, MOV, MKV, WebM, AVI, GIF, MPEG, FLV or WMV file."
-_WHOLE: dict[str, Callable[[BinaryIO], bool]] = {"gif": gif_is_whole, "matroska,webm": matroska_is_whole}
 _TURN = Image.Transpose
 # By a, b, c and d of a display matrix: it shows the pixel (x, y) at (a x + c y, b x + d y), with y downwards.
 _TURNS = {
@@ -325,16 +323,14 @@ class VideoFile:
             raise VideoError(f"video '{self._path}' is broken or no video: {reason}. {_GIVE}") from error
 
 
-class VideoBytes:
+class VideoBytes(UnopenedVideo):
     """The bytes of a video file. They are in a temporary file while frames are read."""
 
     def __init__(self, data: bytes, name: str) -> None:
-        """Messages of errors begin with `name`, which is where the bytes are from."""
         self._data, self.name = data, name
 
     @contextmanager
     def opened(self) -> Iterator[VideoFile]:
-        """Yield the video; raises `VideoError`, also for what follows, and `OSError` without room for the file."""
         try:
             with _temporary_file() as file:
                 file.write(self._data)
@@ -383,3 +379,77 @@ def _upright(frame: Any) -> Image.Image:
         )
     turn = _TURNS[tuple(found)]
     return image if turn is None else image.transpose(turn)
+
+
+# Whether files are whole, by the sizes of their blocks. No maintained library detects all missing ends: PyAV detects
+# none, Pillow none between a GIF's blocks, and MediaInfo none in a GIF, but one in every live recording.
+
+# Elements of Matroska that contain elements
+_SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675
+# A size with all bits set is unknown, as in live recordings.
+_UNKNOWN = {2 ** (7 * width) - 1 for width in range(1, 9)}
+
+
+def _gif_is_whole(file: BinaryIO) -> bool:
+    """Return whether extensions and images (GIF89a, appendix B) of an open file lead up to the trailer."""
+    file.seek(10)
+    _skip(file, 2 + _colour_table_bytes(file.read(1)))
+    while kind := file.read(1):
+        if kind == b"\x3b":
+            return True
+        if kind == b"\x21":
+            _skip(file, 1)
+        elif kind == b"\x2c":
+            _skip(file, 8)
+            _skip(file, 1 + _colour_table_bytes(file.read(1)))
+        else:
+            return False
+        while size := int.from_bytes(file.read(1), "big"):
+            _skip(file, size)
+    return False
+
+
+def _colour_table_bytes(flags: bytes) -> int:
+    """Return the size of the colour table that `flags` announce."""
+    return 3 * 2 ** ((flags[0] & 7) + 1) if flags and flags[0] & 0x80 else 0
+
+
+def _skip(file: BinaryIO, length: int) -> None:
+    file.seek(length, os.SEEK_CUR)
+
+
+def _matroska_is_whole(file: BinaryIO) -> bool:
+    """Return whether elements (RFC 8794) of an open file lead up to the end of the segment.
+
+    A segment of unknown size ends with the file.
+    """
+    length = file.seek(0, os.SEEK_END)
+    end, place = length, 0
+    while place < end:
+        file.seek(place)
+        identity = _number(file, keep_length=True)
+        size = _number(file)
+        if identity is None or size is None:
+            return False
+        place = file.tell()
+        if identity == _SEGMENT and size not in _UNKNOWN:
+            end = place + size
+        elif identity not in (_SEGMENT, _CLUSTER):
+            place += size
+    return place == end <= length
+
+
+def _number(file: BinaryIO, *, keep_length: bool = False) -> int | None:
+    """Return a number whose first byte has as many leading zeros as bytes follow; None at the end of the file."""
+    first = file.read(1)
+    if not first or not first[0]:
+        return None
+    width = 9 - first[0].bit_length()
+    rest = file.read(width - 1)
+    if len(rest) < width - 1:
+        return None
+    head = first[0] if keep_length else first[0] & (0x7F >> (width - 1))
+    return int.from_bytes(bytes([head]) + rest, "big")
+
+
+_WHOLE: dict[str, Callable[[BinaryIO], bool]] = {"gif": _gif_is_whole, "matroska,webm": _matroska_is_whole}

@@ -10,8 +10,7 @@ from sinkprune.contract.checks import counted
 from sinkprune.contract.errors import NewTokensError, PromptError, PruningError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.schedule import Schedule, VisualLayout, schedule
-from sinkprune.runtime.media.clip import Clip, SampledFrames
-from sinkprune.runtime.media.video_file import VideoFile
+from sinkprune.runtime.media.clip import SampledFrames, Video
 from sinkprune.runtime.steps.pictures import PictureLike
 from sinkprune.runtime.steps.request import Request
 
@@ -140,7 +139,7 @@ def _build_again(manifest: Manifest, limits: Limits, **wanted: int) -> str:
 
 def _fewer_tokens(manifest: Manifest, pictures: Sequence[PictureLike]) -> str:
     """Return advice on how to have fewer visual tokens."""
-    if any(isinstance(picture, (Clip, VideoFile, SampledFrames)) for picture in pictures):
+    if any(isinstance(picture, (Video, SampledFrames)) for picture in pictures):
         return "Give fewer or smaller frames, or export again with a smaller --max-frames or --max-pixels."
     fewer = "fewer images" if len(pictures) > 1 else ""
     if manifest.any_resolution:

@@ -13,11 +13,10 @@ from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import VisualLayout
 from sinkprune.runtime.families import Family
-from sinkprune.runtime.media.clip import Clip, Picture, SampledFrames
+from sinkprune.runtime.media.clip import Clip, Picture, SampledFrames, UnopenedVideo, Video
 from sinkprune.runtime.media.images import ImageBytes, read_image, to_rgb
-from sinkprune.runtime.media.video_file import VideoBytes, VideoFile
 
-PictureLike = Picture | Array | str | os.PathLike[str] | Clip | VideoFile | ImageBytes | VideoBytes
+PictureLike = Picture | Array | str | os.PathLike[str] | Video | ImageBytes | UnopenedVideo
 """A Pillow image, a uint8 [height,width,3] array, an image file or its bytes, frames in a list, a video file or its
 bytes, or a result of `decoded`. Values of 16 bits are scaled to 8 bits."""
 
@@ -43,13 +42,13 @@ def decoded_with_layout(source: PictureLike, family: Family) -> tuple[Picture, V
         return picture, family.layout(picture)
 
 
-def _picture(source: Picture | Array | Clip | VideoFile | ImageBytes | VideoBytes, family: Family) -> Picture:
+def _picture(source: Picture | Array | Video | ImageBytes | UnopenedVideo, family: Family) -> Picture:
     match source:
         case SampledFrames():
             return source
-        case Clip() | VideoFile():
+        case Video():
             return family.sample_frames(source)
-        case VideoBytes():
+        case UnopenedVideo():
             with source.opened() as video:
                 return family.sample_frames(video)
         case ImageBytes():
@@ -104,6 +103,6 @@ def named_in_errors(source: PictureLike) -> Iterator[None]:
     except ImageError as error:
         if isinstance(source, (str, os.PathLike)):
             raise ImageError(f"'{source}': {error}") from error
-        if isinstance(source, (ImageBytes, VideoBytes)):
+        if isinstance(source, (ImageBytes, UnopenedVideo)):
             raise ImageError(f"{source.name}: {error}") from error
         raise

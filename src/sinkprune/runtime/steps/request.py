@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
@@ -24,20 +24,14 @@ from sinkprune.contract.checks import (
     warn_user,
 )
 from sinkprune.contract.errors import ImageError, PromptError, UsageError
-from sinkprune.runtime.media.clip import Clip, SampledFrames
+from sinkprune.runtime.media.clip import SampledFrames, UnopenedVideo, Video
 from sinkprune.runtime.media.images import ImageBytes
-from sinkprune.runtime.media.video_file import VideoBytes, VideoFile
 from sinkprune.runtime.steps.pictures import PictureLike, check_order, warn_of_order, with_order
-from sinkprune.runtime.text.answer_form import (
-    check_one_form,
-    checked_choices,
-    checked_regex,
-    checked_schema,
-    given_choices,
-)
-from sinkprune.runtime.text.prompt import Text, Turn, text_parts
+from sinkprune.runtime.text.prompt import Text, Turn, check_call_id, text_parts
 from sinkprune.runtime.text.sampling import PENALTIES, Penalties, Sampler
-from sinkprune.runtime.text.tools import ToolCall, Tools, check_call_id
+
+if TYPE_CHECKING:
+    from sinkprune.runtime.text.tools import Tools
 
 DEFAULT_METHOD = "sinkpruner"
 DEFAULT_NEW_TOKENS = 128
@@ -139,13 +133,8 @@ class Request:
             if given is not None or penalty.name != "repetition_penalty":
                 object.__setattr__(self, penalty.name, penalty.check(given))
         object.__setattr__(self, "stop", stop_strings(self.stop))
-        object.__setattr__(self, "choice", checked_choices(self.choice))
-        object.__setattr__(self, "regex", checked_regex(self.regex))
-        object.__setattr__(self, "schema", checked_schema(self.schema))
-        check_type("tools", self.tools, (Tools, type(None)), "a Tools or None")
-        calls = self.tools is not None and self.tools.may_call
-        forms = {"schema": self.schema, "regex": self.regex, "choice": self.choice, "tools": calls}
-        check_one_form(forms, self.stop)
+        if type(self.choice) is not tuple or self.choice or (self.schema, self.regex, self.tools) != (None,) * 3:
+            self._check_form()
         if self.tool_call_id is not None:
             check_call_id(self.tool_call_id)
         if self.system is not None:
@@ -159,6 +148,19 @@ class Request:
             len(self.pictures) - sum(turn.pictures for turn in self.history),
             may_be_empty=self.tool_call_id is not None,
         )
+
+    def _check_form(self) -> None:
+        # Answers without a form need none of this.
+        from sinkprune.runtime.text.answer_form import check_one_form, checked_choices, checked_regex, checked_schema
+        from sinkprune.runtime.text.tools import Tools
+
+        object.__setattr__(self, "choice", checked_choices(self.choice))
+        object.__setattr__(self, "regex", checked_regex(self.regex))
+        object.__setattr__(self, "schema", checked_schema(self.schema))
+        check_type("tools", self.tools, (Tools, type(None)), "a Tools or None")
+        calls = self.tools is not None and self.tools.may_call
+        forms = {"schema": self.schema, "regex": self.regex, "choice": self.choice, "tools": calls}
+        check_one_form(forms, self.stop)
 
     @property
     def form(self) -> str | None:
@@ -216,6 +218,8 @@ def new_request(
     given = tuple(pictures) if isinstance(pictures, (list, tuple)) else (pictures,)
     order = check_order(order)
     if "choice" in options:
+        from sinkprune.runtime.text.answer_form import given_choices
+
         given_choices(options["choice"])
     sources = tuple(with_order(source, order) for source in given)
     texts = tuple(prompt) if isinstance(prompt, (list, tuple)) else (prompt,)
@@ -255,7 +259,7 @@ def check_request_options(given: Iterable[str], *others: str) -> None:
 
 def check_picture(picture: object) -> None:
     """Raise `ImageError` for an object that is no picture."""
-    known = (str, os.PathLike, Image.Image, np.ndarray, Clip, VideoFile, ImageBytes, VideoBytes, SampledFrames)
+    known = (str, os.PathLike, Image.Image, np.ndarray, Video, ImageBytes, UnopenedVideo, SampledFrames)
     if not isinstance(picture, known):
         raise ImageError(
             f"found {type_name(picture)} as the image, expected a Pillow image, a uint8 [height,width,3] array, "
@@ -284,8 +288,8 @@ def _turns(given: object) -> tuple[Turn, ...]:
         for text in texts:
             _check_text("text of a turn", text)
         calls = turn.tool_calls
-        if not isinstance(calls, (tuple, list)) or not all(isinstance(call, ToolCall) for call in calls):
-            raise UsageError(f"tool_calls of a Turn are {format_value(calls)}, expected a tuple of ToolCall.")
+        if calls != ():
+            _check_calls(calls)
         if calls and turn.role != "assistant":
             raise UsageError(
                 f"history has a Turn of '{turn.role}' with tool_calls, expected them of an assistant only."
@@ -294,6 +298,13 @@ def _turns(given: object) -> tuple[Turn, ...]:
             check_call_id(turn.tool_call_id)
         turns.append(replace(turn, texts=texts, tool_calls=tuple(calls)))
     return tuple(turns)
+
+
+def _check_calls(calls: object) -> None:
+    from sinkprune.runtime.text.tools import ToolCall
+
+    if not isinstance(calls, (tuple, list)) or not all(isinstance(call, ToolCall) for call in calls):
+        raise UsageError(f"tool_calls of a Turn are {format_value(calls)}, expected a tuple of ToolCall.")
 
 
 def _pair(given: object) -> tuple[Turn, object]:

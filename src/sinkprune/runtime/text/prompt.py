@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer
 
@@ -19,7 +19,9 @@ from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.contract.manifest import CHAT_TEMPLATE, TOKENIZER, Tokens
 from sinkprune.runtime.text.answer_text import tokenizer_errors
 from sinkprune.runtime.text.chat_template import ChatTemplate
-from sinkprune.runtime.text.tools import CALL_MARKS, ToolCall, Tools, call_text
+
+if TYPE_CHECKING:
+    from sinkprune.runtime.text.tools import ToolCall, Tools
 
 _MOST_CHARACTERS = 32
 """The most characters of a text for each token of the context. Text of people has 2 to 5, tables with spaces more."""
@@ -27,10 +29,28 @@ _FEW_CHARACTERS = 1 << 16
 """The most characters of a text that is tokenized without being counted before."""
 _PIECE, _CUT_TOKENS = 1 << 14, 64
 """The characters of a text that are counted at a time, and the tokens that may be due to the cuts of a piece."""
+CALL_MARKS = BEGIN, END = "<tool_call>", "</tool_call>"
+"""The texts around a call. Many tokenizers have a token for each."""
+NAME_BEFORE, ARGUMENTS_BEFORE, CALL_AFTER = '\n{"name": "', '", "arguments": ', "}\n" + END
+"""The texts of a call before the function's name, before its arguments, and after these."""
+_ID_CHARACTERS = 256
 _Message = dict[str, Any]
 """A turn of a conversation, as chat templates take it."""
 Text = str | tuple[str, ...]
 """The text in one place between pictures: a str, of which "" is none, or a tuple of several text parts."""
+
+
+def check_call_id(given: object) -> None:
+    """Reject what is no id of a call; raises `UsageError`."""
+    if not isinstance(given, str) or not 0 < len(given) <= _ID_CHARACTERS or not given.isprintable():
+        raise UsageError(
+            f"the id of a tool call is {format_value(given)}, expected 1 to {_ID_CHARACTERS} printable characters."
+        )
+
+
+def call_text(name: str, arguments: str) -> str:
+    """Return a call as a model writes it."""
+    return BEGIN + NAME_BEFORE + name + ARGUMENTS_BEFORE + arguments + CALL_AFTER
 
 
 def text_parts(text: Text) -> tuple[str, ...]:
@@ -149,7 +169,7 @@ class PromptEncoder:
         pieces = [own or ("", "") for own in within] or [("", "")] * sum(turn.pictures for turn in turns)
         images = sum(len(own) - 1 for own in pieces)
         messages = [*self._system(system), *map(self._message, turns)]
-        rendered = self._split_images(self._render(messages, tools), pieces)
+        rendered = self._split_images(self._render(messages, tools.functions if tools else None), pieces)
         # As in transformers' processors: where the template writes the first special token, the tokenizer adds none.
         bos = [special.stand_in for special in self._specials if special.token.content == self._tokens.bos]
         adds = not bos or not rendered.startswith(bos[0])
@@ -274,10 +294,7 @@ class PromptEncoder:
             # Templates may read the first part of an answer, also of an empty one.
             message["content"] = _text_content([""])
         if turn.tool_calls:
-            calls = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": {**call.arguments}}}
-                for call in turn.tool_calls
-            ]
+            calls = [_call(call.id, call.name, call.arguments) for call in turn.tool_calls]
             message["tool_calls"] = self._quoted_json(calls)
         return message
 
@@ -294,15 +311,13 @@ class PromptEncoder:
         """Whether the template lists tools, and writes calls and their results, in the form that answers have."""
         probe = str(secrets.randbits(64))
         function = {"name": f"f{probe}", "description": f"d{probe}"}
-        turns = [
-            Turn("user", ("", "?")),
-            Turn("assistant", ("",), (ToolCall("0", f"f{probe}", {"x": 1}),)),
-            Turn("tool", (f"r{probe}",), tool_call_id="0"),
+        messages = [
+            self._message(Turn("user", ("", "?"))),
+            {"role": "assistant", "content": [], "tool_calls": [_call("0", f"f{probe}", {"x": 1})]},
+            self._message(Turn("tool", (f"r{probe}",), tool_call_id="0")),
         ]
         try:
-            rendered = self._render(
-                [self._message(turn) for turn in turns], Tools([{"type": "function", "function": function}])
-            )
+            rendered = self._render(messages, [{"type": "function", "function": function}])
         except BundleError:
             return False
         written = self._with_stand_ins(call_text(f"f{probe}", '{"x": 1}'))
@@ -323,13 +338,17 @@ class PromptEncoder:
         content = [*_text_content([probe]), {"type": "image"}]
         return probe in self._render([{"role": "user", "content": content}]).partition(self._image)[0]
 
-    def _render(self, messages: list[_Message], tools: Tools | None = None) -> str:
-        functions = None if tools is None else self._quoted_json([*tools.functions])
-        rendered = self._template.render(messages, self._tokens.bos, self._tokens.eos, functions)
+    def _render(self, messages: list[_Message], functions: Sequence[Mapping[str, Any]] | None = None) -> str:
+        tools = None if functions is None else self._quoted_json([*functions])
+        rendered = self._template.render(messages, self._tokens.bos, self._tokens.eos, tools)
         rendered = self._with_stand_ins(rendered)
         for special in self._specials:
             rendered = rendered.replace(special.quoted, special.token.content)
         return rendered
+
+
+def _call(id: str, name: str, arguments: Mapping[str, Any]) -> _Message:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": {**arguments}}}
 
 
 def _text_content(parts: Iterable[str]) -> list[dict[str, str]]:

@@ -19,13 +19,18 @@ from sinkprune.contract.checks import check_type, creation_checks_options, forma
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
 from sinkprune.runtime.text.answer_form import check_together, checked_schema, json_copy, json_rule, written_grammar
+from sinkprune.runtime.text.prompt import (
+    ARGUMENTS_BEFORE,
+    BEGIN,
+    CALL_AFTER,
+    CALL_MARKS,
+    END,
+    NAME_BEFORE,
+    check_call_id,
+)
 
-CALL_MARKS = BEGIN, END = "<tool_call>", "</tool_call>"
-"""The texts around a call. Many tokenizers have a token for each."""
-NAME_BEFORE, ARGUMENTS_BEFORE, CALL_AFTER = '\n{"name": "', '", "arguments": ', "}\n" + END
-"""The texts of a call before the function's name, before its arguments, and after these."""
 # Definitions may come from network clients. Templates write them all into the prompt.
-TOOLS_BYTES, MOST_TOOLS, ID_CHARACTERS = 1 << 16, 128, 256
+TOOLS_BYTES, MOST_TOOLS = 1 << 16, 128
 CHOICES = ("auto", "none", "required")
 _NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
 _NO_PARAMETERS, _ANY = {"type": "object", "properties": {}}, {"type": "object"}
@@ -148,14 +153,6 @@ def check_name(name: object) -> None:
         )
 
 
-def check_call_id(given: object) -> None:
-    """Reject what is no id of a call; raises `UsageError`."""
-    if not isinstance(given, str) or not 0 < len(given) <= ID_CHARACTERS or not given.isprintable():
-        raise UsageError(
-            f"the id of a tool call is {format_value(given)}, expected 1 to {ID_CHARACTERS} printable characters."
-        )
-
-
 def read_arguments(given: object) -> dict[str, Any]:
     """Return the arguments of a call, which are JSON in a text; raises `UsageError`. An empty text means none."""
     try:
@@ -168,11 +165,6 @@ def read_arguments(given: object) -> dict[str, Any]:
             '"{\\"word\\": \\"sink\\"}".'
         )
     return arguments
-
-
-def call_text(name: str, arguments: str) -> str:
-    """Return a call as a model writes it."""
-    return BEGIN + NAME_BEFORE + name + ARGUMENTS_BEFORE + arguments + CALL_AFTER
 
 
 def _checked_function(given: Any, number: int) -> dict[str, Any]:
