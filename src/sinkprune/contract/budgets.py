@@ -222,11 +222,7 @@ class FamilyRow:
 
 _EXPORT, _RUNTIME = "sinkprune.export.families", "sinkprune.runtime.families"
 LLAVA = FamilyRow(
-    "llava",
-    "LlavaForConditionalGeneration",
-    f"{_EXPORT}.llava:Llava",
-    f"{_RUNTIME}.llava:Llava",
-    LLAVA_BUDGETS,
+    "llava", "LlavaForConditionalGeneration", f"{_EXPORT}.llava:Llava", f"{_RUNTIME}.llava:Llava", LLAVA_BUDGETS
 )
 LLAVA_NEXT = FamilyRow(
     "llava_next",

@@ -1,10 +1,7 @@
-"""A bundle's folder, and the manifest of engines that were built from one.
+"""Bundles and engines on the disk: only this module reads and writes `bundle.json` and `engines.json`.
 
-Only this module reads and writes `engines.json`. TensorRT's engines are machine code for one version of the
-library and some GPUs. All fields are compared before an engine is loaded.
-
-Only this module reads and writes `bundle.json`. Reading validates the format version, every field, the graphs' inputs
-and outputs, and every file's size, before anything is loaded. `Bundle.verify` compares every sha256.
+Reading validates the format version, every field, the graphs' inputs and outputs, and every file's size, before
+anything is loaded. `verify` compares every sha256.
 """
 
 from __future__ import annotations

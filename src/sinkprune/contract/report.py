@@ -105,25 +105,6 @@ class RateEnergy:
     """Mean power of the whole time, idle included."""
 
 
-PARTS = (
-    "preprocess",
-    "vision",
-    "sanitizer",
-    "projector",
-    "prefill",
-    "select",
-    "rest",
-    "ttft",
-    "per_token",
-    "latency",
-)
-"""The timed parts. `select` is part of `prefill`. `ttft` is the time from decoded image and prompt to the first
-sampled token. `latency` is the whole answer."""
-OF_TTFT = ("preprocess", "vision", "sanitizer", "projector", "prefill", "rest")
-"""The parts that add up to `ttft`. `rest` is all other work: laying out rows, checking and reading results, and
-sampling the first token."""
-
-
 FEWEST_OF_P95 = 20
 """With fewer measurements, the 95th percentile is close to the slowest."""
 

@@ -165,7 +165,8 @@ def scheduled(budget: str, plan: Plan | None, layouts: Sequence[VisualLayout]) -
     if plan is None:
         pictures = tuple(PictureSchedule(len(layout.unpruned_rows), {}) for layout in layouts)
         return Schedule(budget, None, pictures)
-    return Schedule(budget, plan, tuple(_planned(plan, layout) for layout in layouts))
+    kept = (plan.keeps(layout.tokens, layout.groups) for layout in layouts)
+    return Schedule(budget, plan, tuple(PictureSchedule.of(counts, groups, plan.cuts) for counts, groups in kept))
 
 
 def schedules_up_to(manifest: Manifest, method: str, budget: str, layouts: Sequence[VisualLayout]) -> list[Schedule]:
@@ -177,11 +178,6 @@ def schedules_up_to(manifest: Manifest, method: str, budget: str, layouts: Seque
     most = schedule(manifest, method, budget, layouts).size(layers)
     every = [schedule(manifest, method, name, layouts) for name in (UNPRUNED, *manifest.plans[method])]
     return sorted((one for one in every if one.size(layers) <= most), key=lambda one: -one.size(layers))
-
-
-def _planned(plan: Plan, layout: VisualLayout) -> PictureSchedule:
-    counts, groups = plan.keeps(layout.tokens, layout.groups)
-    return PictureSchedule.of(counts, groups, plan.cuts)
 
 
 def layer_flops(model: LanguageModel, tokens: int) -> int:

@@ -18,7 +18,6 @@ from sinkprune.contract.errors import CostsWarning, UsageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.contract.progress import OnProgress, unreported
-from sinkprune.contract.report import PARTS
 from sinkprune.contract.schedule import Schedule, schedules_up_to
 from sinkprune.deadlines.costs import (
     COSTS_VERSION,
@@ -34,7 +33,7 @@ from sinkprune.deadlines.costs import (
 )
 from sinkprune.deadlines.policy import OtherLoad, RequestHistory
 from sinkprune.runtime.backends import Backend
-from sinkprune.runtime.steps.answer import Answer
+from sinkprune.runtime.steps.answer import PARTS, Answer
 from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.context_length import check_picture_count, runnable
 from sinkprune.runtime.steps.decoding import KVCache, decode_one_token, logits_of_rows

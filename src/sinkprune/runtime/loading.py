@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -44,15 +44,6 @@ class StaysInProcess:
         )
 
 
-class Opened(NamedTuple):
-    """A bundle and what runs it."""
-
-    bundle: Bundle
-    backend: Backend
-    built: BuiltEngines | None
-    """The engines built from the bundle; None for its graphs."""
-
-
 def open_with_backend(
     bundle: str | os.PathLike[str] | Bundle,
     *,
@@ -67,9 +58,10 @@ def open_with_backend(
     signed_by: str | os.PathLike[str] | None,
     wrap: Wrap | None,
     during: During,
-) -> Opened:
-    """Open a bundle and its backend, and compare sums; takes and raises what `Pipeline.load` does.
+) -> tuple[Bundle, Backend, BuiltEngines | None]:
+    """Return a bundle, its backend and the engines built from it, None for its graphs, after comparing sums.
 
+    Takes and raises what `Pipeline.load` does.
     `acts` says whether a robot policy is expected. Raises `UsageError` for a bundle of the other kind.
     """
     if not isinstance(bundle, Bundle):
@@ -107,7 +99,7 @@ def open_with_backend(
             opened.verify(reporting(progress))
             if built is not None and opened.engines is None:
                 built.engines.verify(reporting(progress))
-    return Opened(opened, library, built)
+    return opened, library, built
 
 
 def check_kind(bundle: Bundle, *, acts: bool, instead: str = "sinkprune-act or Policy.load") -> None:

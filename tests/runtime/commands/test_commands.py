@@ -17,8 +17,8 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.contract.manifest import FORMAT_VERSION
-from sinkprune.contract.report import PARTS
 from sinkprune.runtime.commands import run as command
+from sinkprune.runtime.steps.answer import PARTS
 from sinkprune.runtime.system import usable_cores
 from support.programs.commands import assert_refused, run
 

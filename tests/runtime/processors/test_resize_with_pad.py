@@ -11,8 +11,7 @@ from PIL import Image
 
 from sinkprune.contract.checks import SchemaError
 from sinkprune.contract.errors import ImageError
-from sinkprune.runtime.processors.llava_next import PaddedProcessor
-from sinkprune.runtime.processors.resize_with_pad import ResizeWithPad
+from sinkprune.runtime.processors.padded import PaddedProcessor, ResizeWithPad
 
 SIDE = 56
 SETTINGS: dict[str, Any] = {

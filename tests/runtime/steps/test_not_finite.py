@@ -15,8 +15,8 @@ from PIL import Image
 from sinkprune import Pipeline
 from sinkprune.contract.errors import BundleError, NumericsError
 from sinkprune.contract.precision import DTYPES
-from sinkprune.contract.report import PARTS
 from sinkprune.runtime.backends import Backend, Engine, Tensor
+from sinkprune.runtime.steps.answer import PARTS
 from support.programs.commands import assert_refused, run
 from support.programs.slow_cases import each_once
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkprune.runtime.text.answer_text import Detokenizer, TokenBytes
+from sinkprune.runtime.text.answer_text import AnswerText, TokenBytes
 from support.references.prompt_encoders import TOKENIZERS
 
 TEXTS = st.text(st.sampled_from("aé日🙂 \n.!?\u00a0ß\ufffd"), max_size=12)
@@ -17,7 +17,7 @@ TEXTS = st.text(st.sampled_from("aé日🙂 \n.!?\u00a0ß\ufffd"), max_size=12)
 def test_pieces_of_a_text_add_up_to_it_and_a_cut_text_begins_it(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name]()
     ids = tokenizer.encode(text, add_special_tokens=False).ids
-    answer, whole = Detokenizer(tokenizer), tokenizer.decode(ids)
+    answer, whole = AnswerText(tokenizer), tokenizer.decode(ids)
     pieces = []
     for token in ids:
         pieces.append(answer.add(token))
@@ -30,7 +30,7 @@ def test_pieces_of_a_text_add_up_to_it_and_a_cut_text_begins_it(name: str, text:
 def test_bytes_of_any_tokens_join_to_the_text(name: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[name]()
     ids = data.draw(st.lists(st.sampled_from(sorted(tokenizer.get_vocab().values())), max_size=20))
-    answer, tokens = Detokenizer(tokenizer), TokenBytes(tokenizer)
+    answer, tokens = AnswerText(tokenizer), TokenBytes(tokenizer)
     pieces = [*map(answer.add, ids)]
     joined = b"".join(map(tokens.add, ids))
     assert "".join(pieces) == answer.text

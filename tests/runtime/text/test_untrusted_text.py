@@ -9,7 +9,7 @@ import pytest
 
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.manifest import Tokens
-from sinkprune.runtime.text.answer_text import Detokenizer
+from sinkprune.runtime.text.answer_text import AnswerText
 from sinkprune.runtime.text.chat_template import ChatTemplate
 from sinkprune.runtime.text.prompt import PromptEncoder
 from support.programs.repository import ROOT
@@ -86,7 +86,7 @@ def test_errors_and_panics_of_the_tokenizers_library_are_one_message(
     def round_trip() -> str:
         tokenizer = json.dumps({**json.loads(TOKENIZER.read_bytes()), **changed}).encode()
         encoder = PromptEncoder(tokenizer, template, Tokens(6, (2,), "<s>", "</s>"))
-        text = Detokenizer(encoder.tokenizer)
+        text = AnswerText(encoder.tokenizer)
         return "".join(map(text.add, encoder.encode(["", "aab ba"]).texts[-1]))
 
     if reason is None:

@@ -9,10 +9,11 @@ from enum import Enum
 from itertools import islice
 
 from sinkprune.contract.errors import BagError, ImageError, OutputError
-from sinkprune.contract.report import PARTS, Spread
+from sinkprune.contract.report import Spread
 from sinkprune.jetson.bags.answers_file import FrameResult, Journal
 from sinkprune.jetson.bags.bag import Bag, Frame, read_frame
 from sinkprune.jetson.bags.bag_file import MOST_BYTES
+from sinkprune.runtime.steps.answer import PARTS
 
 _NS = 1_000_000_000
 

@@ -22,7 +22,7 @@ from sinkprune.contract.command_line.table_console import (
     spread_text,
 )
 from sinkprune.contract.files.output_files import check_outputs
-from sinkprune.contract.report import OF_TTFT, BudgetReport, ProfileReport, RateReport
+from sinkprune.contract.report import BudgetReport, ProfileReport, RateReport
 from sinkprune.policies.options import add_cameras, add_state, check_kind_options, given_observations
 from sinkprune.policies.profile import measured_rounds, profile_policy, step_list
 from sinkprune.runtime.commands.options import (
@@ -59,6 +59,7 @@ from sinkprune.runtime.families import load_family
 from sinkprune.runtime.profiling.plot import plot_rate, plot_report
 from sinkprune.runtime.profiling.profile import REPEAT, WARMUP, ProfileRounds
 from sinkprune.runtime.profiling.rate import RateRun
+from sinkprune.runtime.steps.answer import OF_TTFT
 from sinkprune.runtime.steps.context_length import check_picture_count
 from sinkprune.runtime.steps.pictures import decoded
 

@@ -1,6 +1,6 @@
 """The image side of model families: a picture's layout of tokens, and its inputs of the vision graph.
 
-`sinkprune.contract.budgets` lists the modules. `FAMILY` of a module is its class. To add one: docs/new-family.md.
+Families are registered by entry points (`sinkprune.contract.budgets.FAMILIES`). To add one: docs/new-family.md.
 """
 
 from __future__ import annotations
@@ -77,14 +77,21 @@ class Family(Protocol):
         """
 
 
+# A command lays out its pictures before it loads the bundle.
+_last: tuple[Manifest, Fit | None, Family] | None = None
+
+
 def load_family(manifest: Manifest, fit: Fit | None = None) -> Family:
-    """Return the family of a bundle, after a trial with one pixel.
+    """Return the family of a bundle, after a trial with one pixel, which the last bundle needs no second time.
 
     `fit` turns pictures into the tower's square; None is the checkpoint's own way. `read_bundle` rejects unknown
     families, but only the family itself can check its settings. Raises `BundleError` for wrong settings, and
     `UsageError` for a `fit` where the model sees whole pictures.
     """
+    global _last
     check_fit(fit)
+    if _last is not None and _last[0] is manifest and _last[1] == fit:
+        return _last[2]
     try:
         family: Family = load_object(FAMILIES[manifest.family].runtime)(manifest)
         pixel = Image.new("RGB", (1, 1))
@@ -119,6 +126,7 @@ def load_family(manifest: Manifest, fit: Fit | None = None) -> Family:
             f"fit is '{fit}', but models of family '{manifest.family}' see the whole picture already. Leave out fit "
             "(--fit)."
         )
+    _last = manifest, fit, fitted
     return fitted
 
 

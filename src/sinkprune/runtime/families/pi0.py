@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -11,20 +10,21 @@ from sinkprune.contract.manifest import LeRobotResize, Manifest, SiglipTower
 from sinkprune.contract.schedule import VisualLayout, grid_boxes, vit_flops
 from sinkprune.runtime.families.llava import SquarePictures
 from sinkprune.runtime.media.images import Fit
-from sinkprune.runtime.processors.llava_next import PaddedProcessor
-from sinkprune.runtime.processors.resize_with_pad import ResizeWithPad
+from sinkprune.runtime.processors.padded import PaddedProcessor, PaddedSquare, ResizeWithPad
 from sinkprune.runtime.processors.square import PixelSize
 
 
 class Pi0(SquarePictures):
     """The image side of a pi0 bundle. A picture is the frame of a camera, in one group of tokens."""
 
-    _processor: PaddedProcessor | ResizeWithPad
+    _processor: PaddedSquare
     no_video = "a policy takes no video: it acts on the last frame of each camera. Give images."
 
     def __init__(self, manifest: Manifest) -> None:
         super().__init__(manifest, manifest.tower(SiglipTower))
-        self._processor = _processor(manifest.processor)
+        # LeRobot's functions by their names, else transformers' processor.
+        by_lerobot = manifest.processor.get("image_processor_type") in get_args(LeRobotResize)
+        self._processor = (ResizeWithPad if by_lerobot else PaddedProcessor)(manifest.processor)
         self._projector_flops = 2 * self._tower.hidden_size * manifest.language_model.hidden_size
 
     def fitted(self, fit: Fit) -> Pi0 | None:
@@ -46,12 +46,6 @@ class Pi0(SquarePictures):
             tower_flops=vit_flops(self._tower, self._tower.tokens),
             projector_flops=self._projector_flops,
         )
-
-
-def _processor(settings: Mapping[str, Any]) -> PaddedProcessor | ResizeWithPad:
-    """Return what turns pictures into squares: LeRobot's functions by their names, else transformers' processor."""
-    kind = settings.get("image_processor_type")
-    return ResizeWithPad(settings) if kind in get_args(LeRobotResize) else PaddedProcessor(settings)
 
 
 class Pi05(Pi0):

@@ -14,7 +14,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks import WholeNumber
 from sinkprune.contract.report import (
-    PARTS,
     BudgetReport,
     Efficiency,
     EngineHeader,
@@ -31,7 +30,7 @@ from sinkprune.policies.policy import Policy
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.power.meter import EnergyMeter, Span
-from sinkprune.runtime.steps.answer import Answer
+from sinkprune.runtime.steps.answer import PARTS, Answer
 from sinkprune.runtime.steps.context_length import check_picture_count, runnable
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.pictures import PictureLike, decoded

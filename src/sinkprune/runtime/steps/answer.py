@@ -8,8 +8,22 @@ from typing import Any
 
 from sinkprune.contract.checks import to_json
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.report import OF_TTFT, PARTS
 from sinkprune.runtime.steps.prompt_run import Kept
+
+PARTS = (
+    "preprocess",
+    "vision",
+    "sanitizer",
+    "projector",
+    "prefill",
+    "select",
+    "rest",
+    "ttft",
+    "per_token",
+    "latency",
+)
+"""The timed parts. `select` is part of `prefill`. `ttft` is the time from decoded image and prompt to the first
+sampled token. `latency` is the whole answer."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +95,7 @@ class Answer:
     kv_bytes: int
     """Bytes of keys and values after the prefill."""
     ms: dict[str, float | None]
-    """Milliseconds by part, those of `sinkprune.contract.report.PARTS`; `per_token` is None for one token."""
+    """Milliseconds by part, those of `PARTS`; `per_token` is None for one token."""
     images: tuple[Kept, ...]
     """What each step kept of each picture's tokens."""
     reused_towers: int = 0
@@ -124,7 +138,7 @@ class Answer:
 
 
 def timings(ms: Mapping[str, float], steps: Sequence[float], text: float) -> dict[str, float | None]:
-    """Milliseconds by the parts of `sinkprune.contract.report.PARTS`.
+    """Milliseconds by the parts of `PARTS`.
 
     `ms` are those up to the first token by part, `steps` those of each later token, `text` those of decoding tokens
     to text.

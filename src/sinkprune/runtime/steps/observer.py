@@ -24,7 +24,7 @@ class Observer:
     def during(self, part: str) -> AbstractContextManager[Any]:
         """Return a context that is entered while a part runs. Parts may be nested.
 
-        A part is one of the `PARTS` of `sinkprune.contract.report`; `decode`, once for each token after the
+        A part is one of the `PARTS` of `sinkprune.runtime.steps.answer`; `decode`, once for each token after the
         first, or for each pass over a closed list; or `step_0`, `step_1`, ..., the denoising steps of a policy.
         """
         return nullcontext()

@@ -32,13 +32,21 @@ def tokenizer_errors(problem: str) -> Iterator[None]:
 
 
 class AnswerText:
-    """Turns the tokens of an answer into text, piece by piece."""
+    """Turns the tokens of an answer into text, piece by piece.
+
+    A character of several tokens waits until it is complete. Bytes that no character has become U+FFFD. The text never has a character that the last token left incomplete.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop_tokens: Container[int], stop_strings: Sequence[str], min_tokens: int
+        self,
+        tokenizer: Tokenizer,
+        stop_tokens: Container[int] = (),
+        stop_strings: Sequence[str] = (),
+        min_tokens: int = 0,
     ) -> None:
         """Start an empty text. The first `min_tokens` tokens never end it."""
-        self._tokens, self._strings = Detokenizer(tokenizer), StopStrings(stop_strings)
+        self._bytes, self._characters = TokenBytes(tokenizer), getincrementaldecoder("utf-8")("replace")
+        self._strings = StopStrings(stop_strings)
         self._stop_tokens, self._ignored = stop_tokens, min_tokens
         self.text = ""
         """All pieces so far."""
@@ -51,7 +59,7 @@ class AnswerText:
         if may_stop and token in self._stop_tokens:
             self.stopped = True
             return ""
-        piece = self._tokens.add(token)
+        piece = self._characters.decode(self._bytes.add(token))
         return self._record(self._strings.add(piece) if may_stop else piece)
 
     def end(self) -> str:
@@ -109,24 +117,6 @@ class TokenBytes:
         with tokenizer_errors("cannot decode an answer"):
             text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
         return text
-
-
-class Detokenizer:
-    """Turns token ids into text, piece by piece. A character of several tokens waits until it is complete.
-
-    Bytes that no character has become U+FFFD. The text never has a character that the last token left incomplete.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._bytes, self._characters = TokenBytes(tokenizer), getincrementaldecoder("utf-8")("replace")
-        self.text = ""
-        """All pieces so far."""
-
-    def add(self, token: int) -> str:
-        """Return what `token` adds to the text: nothing while a character is incomplete."""
-        piece = self._characters.decode(self._bytes.add(token))
-        self.text += piece
-        return piece
 
 
 class StopStrings:
