@@ -19,7 +19,6 @@ from sinkprune.deadlines.costs import (
     Place,
     RecentRatios,
     read_action_costs,
-    read_costs,
     write_costs,
 )
 
@@ -72,19 +71,6 @@ def test_costs_of_another_place_are_rejected(field: str, tmp_path: Path) -> None
     other = {"cut_after": (1,), "threads": 3}.get(field, "another")
     with pytest.raises(UsageError, match=f"of another place: their '{field}' is"):
         read_action_costs(tmp_path / "costs.json", replace(PLACE, **{field: other}))
-
-
-def test_costs_of_answers_and_of_policies_are_told_apart(tmp_path: Path) -> None:
-    path = tmp_path / "costs.json"
-    write_costs(path, COSTS)
-    with pytest.raises(UsageError) as refusal:
-        read_costs(path, PLACE)
-    gives = "Give it to sinkprune-act or read_action_costs."
-    assert str(refusal.value) == f"'{path}' has the costs of a robot policy. {gives}"
-    path.write_text(json.dumps({"costs_version": 5}))
-    with pytest.raises(UsageError) as refusal:
-        read_action_costs(path, PLACE)
-    assert str(refusal.value) == f"'{path}' has the costs of answers. Give it to sinkprune-run or read_costs."
 
 
 @st.composite

@@ -89,16 +89,6 @@ def test_engines_are_what_was_written(tmp_path: Path) -> None:
     assert f"file '{ENGINE}' has 7 bytes, expected 12" in message and "Build or copy the engines again." in message
 
 
-@pytest.mark.parametrize("version", [1, 2, 7])
-def test_another_format_version_is_refused_with_the_way_out(version: int, tmp_path: Path) -> None:
-    write_engines(tmp_path)
-    edit(tmp_path, "format_version", value=version)
-    message = refusal(tmp_path)
-    assert f"format version {version}" in message and f"reads {FORMAT_VERSION}" in message
-    again = f"sinkprune-build BUNDLE -o {tmp_path} --target" in message and message.endswith("--force")
-    assert again == (version < FORMAT_VERSION)
-
-
 PROFILES = ("engines", "head", "optimisation_profiles")
 
 

@@ -87,10 +87,3 @@ def test_shares_are_of_what_the_picture_has(qwen: Manifest) -> None:
     assert (apart.groups, apart.counts) == (4, budget.resolve(30, 4))
     assert apart.rows == 4 * budget.resolve(30).kept
     assert [*apart.after.values()] == [min(apart.rows, stage.of(120)) for stage in budget.stages]
-
-
-def test_unpruned_pictures_have_the_rows_of_the_models_own_prompt(llava: Manifest) -> None:
-    planned = schedule(llava, "sinkpruner", "none", [layout(5, 64, unpruned=336), layout(1, 64)])
-    assert planned.plan is None
-    assert [picture.rows for picture in planned.pictures] == [336, 64]
-    assert all(picture.counts is None and not picture.after for picture in planned.pictures)

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.command_line import command as interrupts
 from sinkprune.contract.command_line.command import INTERRUPTED, run_command
 from support.programs.commands import own_process
 
@@ -135,11 +134,6 @@ def test_later_interrupts_do_not_stop_the_clean_up(capsys: pytest.CaptureFixture
     assert run_command(lambda arguments: signal.raise_signal(signal.SIGINT), []) == INTERRUPTED
 
 
-def test_an_interrupt_after_a_while_stops_the_clean_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interrupts, "_CLEAN_UP_S", 0.0)
-    assert interrupted_in_clean_up() == []
-
-
 def test_what_was_ignored_stays_ignored_and_handlers_come_back() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -178,21 +172,6 @@ def test_streams_that_take_nothing(streams: str, codes: tuple[int, ...], asked: 
             assert done.returncode == 2 and done.stderr.startswith(said)
 
 
-def test_unflushed_output_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "silent.py").write_text(
-        "import sys\nfrom sinkprune.contract.command_line.command import run_command\n"
-        "def main(arguments):\n    return run_command(lambda given: sys.stdout.write('x') and None, arguments)\n"
-    )
-    program = (
-        f"import sys; sys.path.append({str(tmp_path)!r}); from sinkprune.contract.command_line.command import start; "
-    )
-    done = in_shell([sys.executable, "-c", program + "sys.exit(start('silent'))"], ">/dev/full")
-    assert done.returncode == 2
-    stderr = done.stderr
-    assert stderr.startswith("error: the system refused 'standard output': No space left on device")
-    assert stderr.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("encoding", "shown"),
     [
@@ -222,13 +201,6 @@ sys.exit(run_command(body, []))
     assert done.stdout.decode(codec) == f"{shown}\n{shown}\n", done.stderr
     assert done.stderr.decode(codec).startswith(f"error: the system refused '{shown}': {shown}.")
     assert done.returncode == 2
-
-
-@pytest.mark.parametrize("streams", ["2>&-", "2>/dev/full", ">&- 2>&-", "2>&1 >&- | true"])
-def test_errors_keep_their_exit_code_if_stderr_is_unwritable(streams: str, tmp_path: Path) -> None:
-    refused = own_process("sinkprune-run", tmp_path / "none", "--image", "x.png", "--prompt", "What?")
-    done = in_shell(refused, streams)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 
 def test_nothing_is_printed_into_files_that_got_the_numbers_of_closed_streams(
@@ -278,19 +250,3 @@ def test_shortages_are_reported(error: Exception, few: str, capsys: pytest.Captu
 def test_a_bug_keeps_its_traceback() -> None:
     with pytest.raises(ZeroDivisionError):
         run_command(lambda arguments: setattr(arguments, "x", 1 // 0), [])
-
-
-def test_a_removed_current_folder_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-
-    def body(arguments: object) -> None:
-        Path("output").absolute()
-
-    assert run_command(body, []) == 2
-    assert capsys.readouterr().err == (
-        "error: the current folder was removed. Change to a folder that exists, and run the command again.\n"
-    )

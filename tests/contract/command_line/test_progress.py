@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from sinkprune.contract.command_line.options import RunningOutput
 from sinkprune.contract.command_line.progress import progress_bar, shown_progress, status
 from sinkprune.engines.progress import TerminalProgress
 from sinkprune.runtime.commands.run import main as run
@@ -75,21 +73,6 @@ def test_progress_of_a_python_function_goes_where_its_argument_says() -> None:
     for wrong in (None, 1, "yes"):
         with pytest.raises(TypeError, match="progress is"):
             measure(wrong)
-
-
-def test_progress_ends_before_the_first_text_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bar would be drawn within the text, and rich would keep text without a line end back."""
-    # Both go to one terminal.
-    both = Terminal()
-    monkeypatch.setattr(sys, "stdout", both)
-    monkeypatch.setattr(sys, "stderr", both)
-    output = RunningOutput(None)
-    with output.until_written("answering") as report:
-        output.write("yes")
-        end = both.tell()
-        report("writing", 1, 2, "tokens")
-        output.write(" and no")
-    assert both.getvalue()[end:] == " and no"
 
 
 @pytest.mark.parametrize("alone", [True, False])

@@ -89,18 +89,6 @@ def test_a_file_is_written_whole_and_nothing_is_left_beside_it(folder: Path) -> 
     assert sorted(path.name for path in folder.iterdir()) == ["d", "kept.png", "photo.jpg"]
 
 
-@pytest.mark.parametrize("mask", [0o000, 0o002, 0o022, 0o027, 0o077, 0o177])
-def test_a_file_has_the_mode_that_the_umask_allows(mask: int, folder: Path) -> None:
-    """Also one that replaces a file which others may read."""
-    (folder / "kept.png").touch(mode=0o666)
-    before = os.umask(mask)
-    try:
-        write_whole(folder / "kept.png", b"")
-    finally:
-        os.umask(before)
-    assert (folder / "kept.png").stat().st_mode & 0o777 == 0o666 & ~mask
-
-
 def test_a_file_is_on_the_disk_before_it_has_its_name(folder: Path) -> None:
     seen: list[str] = []
     fsync, replace = os.fsync, os.replace

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sinkprune.contract.errors import BundleError
-from sinkprune.contract.files.folders import check_outside, check_replaceable
+from sinkprune.contract.files.folders import check_outside
 from support.programs.listed_folders import KIND, replace, replaced, whole_version, write_folder
 
 
@@ -40,15 +36,6 @@ def test_a_new_folder_and_those_above_it_are_made(tmp_path: Path) -> None:
     assert list(output.parent.iterdir()) == [output]
 
 
-def test_the_folder_above_may_be_a_link(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-    for version in (1, 2):
-        replace(tmp_path / "link" / "bundle", version)
-        assert whole_version(tmp_path / "real" / "bundle") == version
-    assert len(list((tmp_path / "real").iterdir())) == 1
-
-
 @pytest.mark.parametrize("format_version", [1, 4, 99])
 def test_ours_is_replaced_with_force(format_version: int, tmp_path: Path) -> None:
     output = write_folder(tmp_path / "bundle", 1, format_version=format_version)
@@ -68,16 +55,6 @@ def test_whatever_goes_wrong_the_folder_stays_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), replaced(tmp_path / "a" / "b" / "bundle"):
         _ = 1 // 0
     assert list(tmp_path.iterdir()) == [output]
-
-
-def test_one_missing_file_or_many_are_no_reason_to_refuse(tmp_path: Path) -> None:
-    output = write_folder(tmp_path / "bundle", 1)
-    shutil.rmtree(output / "graphs")
-    replace(output, 2)
-    assert whole_version(output) == 2
-
-
-OURS = {"format_version": 4, "sinkprune_version": "1", "files": {}}
 
 
 @pytest.mark.parametrize(
@@ -142,26 +119,6 @@ def test_what_is_listed_must_be_what_the_manifest_says(kind: str, listed: str, t
         place /= "inner"
         place.write_text("mine")
     assert repr(str(place.relative_to(output))) in refusal(output)
-
-
-NAMES = st.lists(st.sampled_from(["a", "b", "c/a", "c/b", "c/d/a", "e/a"]), unique=True)
-
-
-@settings(max_examples=50, deadline=None)
-@given(listed=NAMES, there=NAMES)
-def test_replaceable_is_what_holds_no_more_than_is_listed(
-    listed: list[str], there: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    output = tmp_path_factory.mktemp("bundle")
-    for name in there:
-        (output / name).parent.mkdir(parents=True, exist_ok=True)
-        (output / name).write_text("")
-    (output / "bundle.json").write_text(json.dumps({**OURS, "files": dict.fromkeys(listed)}))
-    if set(there) <= set(listed):
-        check_replaceable(output, KIND, force=True)
-    else:
-        with pytest.raises(BundleError, match="does not list"):
-            check_replaceable(output, KIND, force=True)
 
 
 def test_the_disk_holds_everything_before_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,14 +102,6 @@ def test_what_the_dead_left_is_removed(leave: Callable[[Path], object], tmp_path
     assert list(tmp_path.iterdir()) == [output]
 
 
-def test_what_was_put_into_the_folder_of_a_dead_process_is_left(tmp_path: Path) -> None:
-    output = write_folder(tmp_path / "bundle", 1)
-    place = dead(output, new=5)
-    (place / "notes.txt").write_text("mine")
-    replace(output, 2)
-    assert [path.name for path in place.iterdir()] == ["notes.txt"]
-
-
 def test_nothing_is_removed_through_links(tmp_path: Path) -> None:
     output, mine = write_folder(tmp_path / "bundle", 1), write_folder(tmp_path / "mine", 7)
     place = dead(output, old=5)
@@ -197,42 +188,3 @@ def test_files_that_appear_at_the_last_moment_are_kept_and_reported(
     notes.rename(tmp_path / "notes.txt")
     replace(output, 3)
     assert sorted(tmp_path.iterdir()) == [output, tmp_path / "notes.txt"]
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), PermissionError(1, "Operation not permitted")])
-@pytest.mark.parametrize("name", ["bundle", "new"])
-def test_a_failed_rename_changes_nothing(
-    error: BaseException, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail() -> None:
-        raise error
-
-    output = write_folder(tmp_path / "bundle", 1)
-    at_rename(monkeypatch, name, fail)
-    with pytest.raises((KeyboardInterrupt, BundleError), match=r"^$|cannot be written: Operation not permitted"):
-        replace(output, 2)
-    assert whole_version(output) == 1
-    assert list(tmp_path.iterdir()) == [output]
-
-
-def test_between_two_renames_somebody_else_may_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output = write_folder(tmp_path / "bundle", 1)
-    at_rename(monkeypatch, "new", lambda: (output.mkdir(), (output / "notes.txt").write_text("mine")))
-    with pytest.raises(BundleError, match=r"that stood at '.*' lies in '.*' and cannot be put back"):
-        replace(output, 2)
-    assert whole_version(tmp_path / ".bundle.partial" / "old") == 1
-    assert [path.name for path in output.iterdir()] == ["notes.txt"]
-
-
-def test_a_reader_that_finds_nothing_is_quick(tmp_path: Path) -> None:
-    start = time.perf_counter()
-    for path in (tmp_path / "a" / "b", Path(), Path("..", ".."), Path("/"), Path("a\0b"), tmp_path / ("a" * 300)):
-        recover(path, KIND)
-    assert time.perf_counter() - start < 1
-
-
-@pytest.mark.parametrize("name", ["a\0b", "a" * 250, "file/bundle"])
-def test_a_name_that_no_folder_can_have_is_refused_early(name: str, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(BundleError, match="cannot be written"):
-        check_replaceable(tmp_path / name, KIND, force=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +11,6 @@ import pytest
 
 from sinkprune.contract.child_processes import find_program, python_command
 from sinkprune.jetson import host as python_environment
-from support.programs.repository import ROOT
-
-_ONE_PLACE = "contract/child_processes.py"
 
 
 @pytest.fixture
@@ -36,13 +32,6 @@ def test_a_child_interpreter_imports_nothing_from_the_current_folder(trap: Path)
     assert trap.exists(), "the trap does not work"
 
 
-def test_a_child_interpreter_still_imports_what_pythonpath_names(tmp_path: Path) -> None:
-    (tmp_path / "named.py").write_text("print('named')")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(python_command("import named"), env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "named\n"
-
-
 def test_looking_for_libraries_imports_nothing_from_the_current_folder(trap: Path) -> None:
     libraries = python_environment.this_environment().libraries
     assert libraries["onnxruntime"].error is None
@@ -62,11 +51,3 @@ def test_a_program_in_the_current_folder_is_not_found(
     assert find_program("tegrastats") is None
     monkeypatch.setenv("PATH", os.pathsep.join([entry, str(tmp_path / "named")]))
     assert find_program("tegrastats") == str(tmp_path / "named" / "tegrastats")
-
-
-def test_children_are_started_in_one_place() -> None:
-    folders = ("contract", "runtime", "engines", "export", "calibration", "jetson", "demo", "benchmarks")
-    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
-        if str(path.relative_to(ROOT)) != _ONE_PLACE:
-            source = path.read_text(encoding="utf-8")
-            assert not re.search(r"\[sys\.executable|which\([^,]*\)", source), f"{path}: see {_ONE_PLACE}"

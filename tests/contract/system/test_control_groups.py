@@ -67,12 +67,6 @@ def test_a_group_that_is_mounted_alone_limits(own: str, tmp_path: Path) -> None:
     assert available_bytes(version_2(tmp_path, own, limited(4 * GIB, GIB), mounted="/docker/abc")) == 3 * GIB
 
 
-def test_a_group_below_the_mounted_one_limits(tmp_path: Path) -> None:
-    files = within("robot", limited(4 * GIB, GIB))
-    mounted = "/system.slice/a\\134x2db"
-    assert available_bytes(version_2(tmp_path, "/system.slice/a\\x2db/robot", files, mounted)) == 3 * GIB
-
-
 @pytest.mark.parametrize("limited_group", ["", "docker/", "docker/abc/"])
 def test_every_group_of_version_1_limits(limited_group: str, tmp_path: Path) -> None:
     files = {
@@ -81,11 +75,6 @@ def test_every_group_of_version_1_limits(limited_group: str, tmp_path: Path) -> 
         f"{limited_group}memory.stat": f"cache 5\ntotal_cache {2 * GIB}\ntotal_shmem {GIB}\n",
     }
     assert available_bytes(version_1(tmp_path, "memory", "/docker/abc", files)) == 3 * GIB
-
-
-def test_a_container_of_version_1_has_its_group_mounted(tmp_path: Path) -> None:
-    files = {"memory.limit_in_bytes": f"{6 * GIB}\n", "memory.usage_in_bytes": f"{4 * GIB}\n"}
-    assert available_bytes(version_1(tmp_path, "memory", "/docker/abc", files, mounted="/docker/abc")) == 2 * GIB
 
 
 def test_a_group_of_this_kernel_limits(tmp_path: Path) -> None:

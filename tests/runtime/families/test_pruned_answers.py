@@ -122,14 +122,6 @@ def test_clips(
     assert_equals_masked(model(name), pipe, Clip(frames(8, (170, 140), photo), fps=2), budget, 1)
 
 
-@pytest.mark.parametrize(
-    ("budget", "lengths"), [("retain-320", (645, 550, 370, 210)), ("retain-160", (325, 270, 180, 110))]
-)
-def test_five_tiles_of_576_have_the_counts_of_the_paper(budget: str, lengths: tuple[int, ...]) -> None:
-    counts = parse_budget("llava-next", budget).resolve(576).of_groups(5)
-    assert (5 * counts.kept, *counts.stages) == lengths
-
-
 def test_other_methods_keep_the_same_mean_of_every_tile(
     checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path: Path
 ) -> None:
@@ -163,13 +155,6 @@ def test_fp16_keeps_the_same_lengths(
     assert pipe.generate(photo.resize(size), QUESTION, budget=budget, max_new_tokens=3).tokens_per_layer == lengths
 
 
-def test_an_image_of_one_token_has_nothing_to_prune(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
-    pipe = pipeline("qwen", "fp32", QWEN_BUDGETS)
-    for budget in QWEN_BUDGETS:
-        with pytest.raises(PruningError, match="1 visual token and the budget"):
-            pipe.generate(photo.resize((28, 28)), QUESTION, budget=budget, max_new_tokens=1)
-
-
 def test_a_bundle_answers_images_of_any_size_in_turn(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
     pipe = pipeline("qwen", "fp32", QWEN_BUDGETS)
     sizes = [(672, 560), (56, 56), (100, 400)]
@@ -179,3 +164,10 @@ def test_a_bundle_answers_images_of_any_size_in_turn(pipeline: Callable[..., Pip
     )
     assert [answer.visual_tokens for answer in first] == [480, 4, 56]
     assert [answer.token_ids for answer in first] == [answer.token_ids for answer in again]
+
+
+def test_an_image_of_one_token_has_nothing_to_prune(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    pipe = pipeline("qwen", "fp32", QWEN_BUDGETS)
+    for budget in QWEN_BUDGETS:
+        with pytest.raises(PruningError, match="1 visual token and the budget"):
+            pipe.generate(photo.resize((28, 28)), QUESTION, budget=budget, max_new_tokens=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
-from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,12 @@ from PIL import Image
 
 from sinkprune import Clip, Pipeline, Session, UsageError
 from sinkprune.contract.budgets import Plan
-from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.schedule import prefill_flops, schedule
 from sinkprune.export.bundle_writer import Unreachable, export_bundle
 from sinkprune.export.families import read_family
 from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.export.pruning.plan import VariableTokens
 from sinkprune.export.source import ExportRequest
 from support.models.chosen_heads import WITH_HEADS, every_method, heads_by_layer
-from support.programs.commands import assert_refused, run
 from support.programs.slow_cases import slow_except
 from support.references.masking import Array, assert_equals_masked, embedded, masked_forward
 from support.references.pruned_prompts import prompt_rows
@@ -223,28 +219,6 @@ def test_a_smaller_picture_is_that_picture_unpruned(
 
 
 @pytest.mark.parametrize("name", REACHING)
-def test_a_smaller_picture_takes_the_time_of_pruning(name: str, bundles: Callable[[str], Pipeline]) -> None:
-    pipe = bundles(name)
-    manifest, lm = pipe.bundle.manifest, pipe.bundle.manifest.language_model
-    side = isqrt(manifest.most_visual_tokens) * manifest.processor["patch_size"] * manifest.processor["merge_size"]
-    picture = Image.new("RGB", (side, side))
-
-    def flops(method: str, budget: str) -> tuple[int, int]:
-        plan = manifest.plan(method, budget)
-        share = plan.picture_share if plan else None
-        layout = (pipe.family if share is None else pipe.family.smaller(share)).layout(picture)
-        rows = schedule(manifest, method, budget if share is None else "none", [layout]).per_layer(lm.num_layers)
-        return layout.tower_flops + prefill_flops(lm, [64 + count for count in rows]), rows[0]
-
-    for budget in BUDGETS:
-        wanted, _ = flops("sinkpruner", budget)
-        found, tokens = flops("downsample-ttft", budget)
-        # A grid has whole lines of tokens, and the largest picture may be no square.
-        assert 0.9 * wanted < found < 1.02 * wanted
-        assert flops("downsample", budget)[1] < tokens < flops("sinkpruner", "none")[1]
-
-
-@pytest.mark.parametrize("name", REACHING)
 def test_the_exporter_s_flops_of_a_tower_are_the_runtime_s(
     name: str, bundles: Callable[[str], Pipeline], checkpoint: Callable[[str], Path]
 ) -> None:
@@ -266,42 +240,3 @@ def test_what_chooses_after_the_tower_is_refused(
     pipe = bundles("qwen-tied")
     with pytest.raises(UsageError, match="makes pictures smaller before the vision tower runs"):
         pipe.generate(photo, PROMPT, method="downsample", **{"budget": "prune-66.7", **options})
-
-
-def test_it_is_refused_before_anything_is_measured(
-    bundles: Callable[[str], Pipeline], photo: Image.Image, tmp_path: Path
-) -> None:
-    pipe, progress = bundles("qwen-tied"), list[object]()
-    with pytest.raises(UsageError, match="makes pictures smaller before the vision tower runs"):
-        pipe.warm_up(photo, PROMPT, method="downsample", progress=lambda *step: progress.append(step))
-    assert not progress
-    photo.save(tmp_path / "photo.png")
-    arguments = (pipe.bundle.path, "--image", tmp_path / "photo.png", "--prompt", PROMPT, "--method", "downsample")
-    for given in (
-        ("--budget", "prune-66.7", "--deadline-ms", 300),
-        ("--budget", "prune-66.7", "--deadline-ms", 300, "--warm-up"),
-    ):
-        assert_refused(
-            run("sinkprune-run", *arguments, *given), "makes pictures smaller before the vision tower runs"
-        )
-
-
-def test_commands_take_methods(bundles: Callable[[str], Pipeline], photo: Image.Image, tmp_path: Path) -> None:
-    root = bundles("qwen3-vl").bundle.path
-    photo.resize((256, 192)).save(tmp_path / "photo.png")
-    arguments = (root, "--image", tmp_path / "photo.png", "--prompt", PROMPT, "--budget", "prune-88.9")
-    drawn = ("--overlay", tmp_path / "kept.png", "--max-new-tokens", 1)
-    for method in ("visionzip+filter", "downsample"):
-        assert run("sinkprune-run", *arguments, "--method", method, *drawn).code == 0
-        with Image.open(tmp_path / "kept.png") as overlay:
-            assert overlay.width > 256
-    refused = run("sinkprune-run", *arguments, "--method", "pyramiddrop")
-    assert refused.code == 2 and "'pyramiddrop' cannot run on as few visual tokens" in refused.stderr
-
-
-def test_plans_have_shares(bundles: Callable[[str], Pipeline]) -> None:
-    manifest = read_bundle(bundles("qwen3-vl").bundle.path).manifest
-    for plans in manifest.plans.values():
-        assert all(plan.counts is None and plan.shares is not None for plan in plans.values())
-    own = manifest.plans["sinkpruner"]
-    assert {name: plan.shares for name, plan in own.items()} == manifest.budgets

@@ -97,16 +97,6 @@ def test_errors_of_the_source_reach_the_reader() -> None:
         next(camera)
 
 
-def test_a_source_without_a_frame_is_an_error_of_the_reader() -> None:
-    camera = Camera(lambda: (False, None))
-    with pytest.raises(ImageError, match="the camera returned no frame"):
-        next(camera)
-
-
-def test_none_ends_a_stream_before_its_first_frame_too() -> None:
-    assert list(Camera(lambda: None)) == []
-
-
 def test_a_closed_camera_ends_and_reads_no_more() -> None:
     source = Source()
     with Camera(source.read) as camera:

@@ -74,28 +74,6 @@ def test_frames_are_sampled_as_the_processor_of_qwen3_does(count: int, fps: floa
     assert len(found) <= most
 
 
-@pytest.mark.parametrize("rate", [Fraction(30000, 1001), np.float64(30000 / 1001)])
-def test_a_rate_may_be_any_real_number(rate: Any) -> None:
-    clips = [Clip([Image.new("RGB", (56, 56))] * 40, fps) for fps in (rate, 30000 / 1001)]
-    found, expected = (sample_frames(clip, LIMITS, 2, end_to_end_indices) for clip in clips)
-    assert found.seconds == expected.seconds and {*map(type, found.seconds), type(found.size.fps)} == {float}
-
-
-@given(st.integers(1, 40), st.floats(0.1, 60), st.integers(1, 12))
-def test_never_are_more_frames_shown_than_the_bundle_is_made_for(count: int, fps: float, most: int) -> None:
-    assert 1 <= len(evenly_spaced_indices(count, fps, {**LIMITS, "max_frames": most}, 2)) <= most
-
-
-def test_eight_frames_of_two_a_second_are_shown_as_they_are(photo: Image.Image) -> None:
-    clip = sample_frames(Clip(frames(8, (112, 84), photo), fps=2), LIMITS, 2)
-    assert clip.size == ClipSize(112, 84, 8, 2.0)
-    faster = sample_frames(Clip(frames(16, (112, 84), photo), fps=8), LIMITS, 2)
-    assert faster.size == ClipSize(112, 84, 4, 2.0)
-    limited = sample_frames(Clip(frames(16, (112, 84), photo), fps=2), {**LIMITS, "max_frames": 6}, 2)
-    assert limited.size == ClipSize(112, 84, 6, 0.75)
-    assert sample_frames(Clip(frames(1, (112, 84), photo), fps=2), LIMITS, 2).size == ClipSize(112, 84, 1, 2.0)
-
-
 @pytest.mark.parametrize("size", [(112, 84), (100, 61), (300, 200), (37, 500), (640, 480)], ids=str)
 @pytest.mark.parametrize("count", [1, 4, 5])
 @pytest.mark.parametrize("name", PROCESSORS)
@@ -176,14 +154,6 @@ def test_clips_that_cannot_be_shown(clip: Clip, message: str) -> None:
 def test_what_is_no_clip(arguments: tuple[Any, Any], message: str) -> None:
     with pytest.raises(VideoError, match=message):
         Clip(*arguments)
-
-
-def test_frames_may_come_from_a_generator_or_in_one_array(photo: Image.Image) -> None:
-    pictures = frames(4, (112, 84), photo)
-    expected = sample_frames(Clip(pictures, 2), LIMITS, 2)
-    array = np.stack([np.asarray(picture) for picture in pictures])
-    for given_frames in ((picture for picture in pictures), array):
-        assert sample_frames(Clip(given_frames, np.float32(2)), LIMITS, 2) == expected  # type: ignore[arg-type]
 
 
 def test_positions_of_a_clip_equal_transformers(

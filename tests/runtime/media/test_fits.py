@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,15 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 from transformers import CLIPImageProcessorPil, LlavaImageProcessorPil
 
-from sinkprune import Clip, PartlySeenWarning, Pipeline
+from sinkprune import PartlySeenWarning, Pipeline
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.errors import BundleError, SinkpruneError, UsageError, VideoError
+from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
 from sinkprune.runtime.families import load_family
-from sinkprune.runtime.families.llava import Llava
 from sinkprune.runtime.media.images import FITS, Fit
-from sinkprune.runtime.media.picture_warnings import seen_part
-from sinkprune.runtime.overlay import draw_overlay, token_fates
 from sinkprune.runtime.processors.square import SquareProcessor
-from support.programs.slow_cases import each_once
 
 Bundles = Callable[..., Path]
 SIDE = 56
@@ -76,15 +71,6 @@ def test_a_fit_equals_transformers_whatever_the_checkpoint_does(fit: Fit, own: s
     assert np.abs(found - THEIRS[fit](image, return_tensors="np")["pixel_values"][0]).max() < 1e-5
 
 
-@given(side=st.integers(1, 150))
-def test_a_square_picture_is_the_same_in_every_fit(side: int) -> None:
-    image, processor = noise((side, side)), SquareProcessor(SETTINGS)
-    for fit in FITS:
-        fitted = processor.fitted(fit, SIDE)
-        assert np.array_equal(fitted(image), processor(image))
-        assert fitted.source_box(image.size) == processor.source_box(image.size) == (0, 0, side, side)
-
-
 @pytest.fixture(scope="module")
 def manifest(bundle: Bundles) -> Manifest:
     """The manifest of a bundle with 24x24 visual tokens."""
@@ -120,12 +106,6 @@ def test_the_seen_share_is_the_part_whose_pixels_matter(manifest: Manifest) -> N
     assert share(family, (width, height)) == len(seen) / width
 
 
-def test_a_crop_larger_than_the_resized_picture_loses_nothing(manifest: Manifest) -> None:
-    settings = {**manifest.processor, "size": {"shortest_edge": 100}}
-    assert share(Llava(replace(manifest, processor=settings)), (130, 100)) == 1
-    assert share(Llava(replace(manifest, processor=settings)), (800, 100)) == 0.42
-
-
 def test_a_padded_answer_is_that_of_llavas_padded_picture(
     bundle: Bundles, pipeline: Callable[..., Pipeline], photo: Image.Image
 ) -> None:
@@ -154,62 +134,6 @@ def test_families_that_see_the_whole_picture_refuse_a_fit(fit: Fit, name: str, b
     assert share(load_family(read_bundle(root).manifest), (90, 40)) == 1
 
 
-@pytest.mark.parametrize("fit", ["", "Pad", "letterbox", 1, ["pad"], True])
-def test_an_unknown_fit_is_refused_with_those_that_there_are(fit: Any, bundle: Bundles) -> None:
-    with pytest.raises(UsageError, match="expected one of crop, pad, stretch, or None"):
-        Pipeline.load(bundle("gqa-112"), fit=fit)
-
-
-def test_no_fit_makes_a_model_of_images_take_clips(manifest: Manifest) -> None:
-    clip = Clip([Image.new("RGB", (64, 36))] * 4, fps=2)
-    for fit in (None, *FITS):
-        with pytest.raises(VideoError, match="takes no video"):
-            load_family(manifest, fit).sample_frames(clip)
-
-
-def test_a_damaged_bundle_is_still_refused_as_one(manifest: Manifest) -> None:
-    broken = replace(manifest, processor={**manifest.processor, "image_mean": [0.5]})
-    with pytest.raises(BundleError, match="malformed"):
-        load_family(broken, "pad")
-
-
-def test_a_panorama_too_long_to_crop_can_be_stretched(manifest: Manifest) -> None:
-    panorama = Image.new("RGB", (30000, 10))
-    for fit in (None, "crop", "pad"):
-        with pytest.raises(SinkpruneError, match="30000x10"):
-            load_family(manifest, fit).inputs(panorama)  # type: ignore[arg-type]
-    assert load_family(manifest, "stretch").layout(panorama).seen_share == 1
-
-
-@pytest.mark.parametrize(("size", "fit"), each_once([(640, 360), (200, 480)], [None, *FITS]))
-def test_the_overlay_hatches_what_is_not_seen_and_draws_tokens_in_place(
-    fit: Fit | None, size: tuple[int, int], bundle: Bundles
-) -> None:
-    image = Image.new("RGB", size, (255, 0, 255))
-    answer = Pipeline.load(bundle("mha-336"), fit=fit).generate(image, "What?", budget="retain-64", max_new_tokens=1)
-    scale = 1100 / max(size)
-    drawn = np.asarray(draw_overlay([image], answer.method, answer.kept))[: round(size[1] * scale)]
-    boxes = answer.kept.layout.boxes
-    white = (drawn == 250).all(axis=2)
-    rows, columns = np.indices(white.shape)
-    left, top = boxes[:, :2].min(axis=0) * scale
-    right, bottom = boxes[:, 2:].max(axis=0) * scale
-    outside = (columns < left) | (columns >= right) | (rows < top) | (rows >= bottom)
-    inside = (columns > left + 1) & (columns < right - 1) & (rows > top + 1) & (rows < bottom - 1)
-    assert outside.any() == (fit in (None, "crop"))
-    if outside.any():
-        assert 0.1 < white[outside].mean() < 0.15
-        assert outside.mean() == pytest.approx(1 - answer.kept.layout.seen_share, abs=0.01)
-    assert not white[inside].any()
-    fates = token_fates(answer.kept)
-    within = ((boxes[:, :2] >= 0) & (boxes[:, 2:] <= size)).all(axis=1)
-    assert (fates.kept & within).any()
-    for tokens, colour in ((fates.salience, (0, 140, 255)), (fates.diversity, (20, 200, 70))):
-        for token in np.flatnonzero(tokens & within):
-            x, y, *_ = np.rint(boxes[token] * scale).astype(int) + 1
-            assert tuple(drawn[y + 5, x]) == tuple(drawn[y, x + 5]) == colour
-
-
 def test_a_picture_that_is_seen_in_part_causes_a_warning(
     pipeline: Callable[..., Pipeline], photo: Image.Image
 ) -> None:
@@ -222,23 +146,6 @@ def test_a_picture_that_is_seen_in_part_causes_a_warning(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pipe.generate(photo.resize((90, 90)), "What?", max_new_tokens=1)
-
-
-@pytest.mark.parametrize(
-    ("size", "part"),
-    [
-        ((640, 480), "the middle 480x480 of 640x480"),
-        ((480, 640), "the middle 480x480 of 480x640"),
-        ((1279, 717), "the middle 717x717 of 1279x717"),
-        ((101, 100), "the middle 100x100 of 101x100"),
-    ],
-)
-def test_the_seen_part_is_no_larger_than_the_pictures_side(
-    size: tuple[int, int], part: str, pipeline: Callable[..., Pipeline]
-) -> None:
-    """The picture is resized to whole pixels first: 640x480 to 149x112, where 112 columns are 481 of its own."""
-    layout = pipeline("gqa-112").family.layout(Image.new("RGB", size))
-    assert seen_part(layout).endswith(f"({part})")
 
 
 def test_each_size_causes_one_warning(bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,6 @@ from PIL import Image, ImageDraw
 
 from sinkprune import FirstFrameWarning, Pipeline
 from sinkprune.runtime.media.images import frame_count, read_header, read_image, read_image_bytes, to_rgb
-from sinkprune.runtime.media.picture_warnings import facts_of, notes_on
 from support.programs.commands import run
 
 MESSAGE = "the model sees the first of 3 frames. Give frames as files of their own."
@@ -36,13 +34,6 @@ def test_frames_are_counted_in_each_format(suffix: str, tmp_path: Path) -> None:
         assert frame_count(image) == read_header(path)[0] == 3
         red, green, blue = image.getpixel((4, 4))  # type: ignore[misc]
         assert red > 240 > 10 > max(green, blue)
-
-
-def test_a_picture_of_one_frame_has_one(tmp_path: Path) -> None:
-    for suffix in ("gif", "png", "tiff", "webp", "jpg"):
-        Image.new("RGB", (9, 9)).save(tmp_path / f"one.{suffix}")
-        assert frame_count(read_image(tmp_path / f"one.{suffix}")) == 1
-    assert frame_count(Image.new("RGB", (9, 9))) == 1
 
 
 def test_further_pictures_of_a_jpeg_are_no_frames(tmp_path: Path) -> None:
@@ -104,24 +95,6 @@ def test_one_line_for_each_file(
     root, gif = bundle("gqa-112", "fp32", ("retain-64",), max_images=3), animated(tmp_path / "anim.gif")
     outcome = run(command, root, *("--image", gif) * 2, "--prompt", "What is this?", *options)
     assert (outcome.code, outcome.stderr) == (0, f"{gif}: {MESSAGE}\n")
-
-
-def test_evaluate_names_the_first_file_with_frames(bundle: Callable[..., Path], tmp_path: Path) -> None:
-    Image.new("RGB", (90, 90)).save(tmp_path / "one.png")
-    names = ("one.png", animated(tmp_path / "anim.gif").name, animated(tmp_path / "pages.tiff").name)
-    lines = (json.dumps({"image": name, "question": "What?", "answer": "red"}) for name in names)
-    (tmp_path / "asked.jsonl").write_text("\n".join(lines))
-    root = bundle("gqa-112", "fp32", ("retain-64",))
-    outcome = run("sinkprune-evaluate", root, "--data", tmp_path / "asked.jsonl", "--max-new-tokens", 1)
-    assert outcome.code == 0, outcome.stderr
-    lines_on_frames = [line for line in outcome.stderr.splitlines() if "frames" in line]
-    assert lines_on_frames == [f"{tmp_path / 'anim.gif'}: {MESSAGE} 1 more file has several frames."]
-
-
-def test_the_servers_notes_have_the_line(tmp_path: Path) -> None:
-    """The server gives `notes_on` the pictures that it read from bytes: `test_server.py`."""
-    file = animated(tmp_path / "anim.gif").read_bytes()
-    assert notes_on([facts_of(read_image_bytes(file)), facts_of(Image.new("RGB", (9, 9)))]) == [MESSAGE]
 
 
 def test_python_warns_once(bundle: Callable[..., Path], tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import struct
 import zlib
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import pytest
 from PIL import Image
 
 from sinkprune import DividedPictureWarning, Pipeline
-from sinkprune.runtime.media.images import largest_of_16_bits, read_image, read_image_bytes, to_rgb
+from sinkprune.runtime.media.images import largest_of_16_bits, read_image_bytes, to_rgb
 from sinkprune.runtime.media.picture_warnings import facts_of, notes_on
 from support.programs.commands import run
 
@@ -47,14 +46,6 @@ def test_one_line_names_the_largest_value(
     assert (outcome.code, outcome.stderr) == (0, f"{depth}: {MESSAGE}")
 
 
-def test_python_warns_once_of_a_picture_of_16_bits(bundle: Callable[..., Path], depth: Path) -> None:
-    pipe = Pipeline.load(bundle("gqa-112", "fp32", ("retain-64",), max_images=3))
-    with pytest.warns(DividedPictureWarning) as caught:
-        for picture in (depth, read_image(depth)):
-            pipe.generate(picture, "What?", max_new_tokens=1)
-    assert [str(warning.message) for warning in caught] == [f"the picture: {MESSAGE.strip()}"]
-
-
 def test_a_bright_picture_hides_no_dark_one(bundle: Callable[..., Path]) -> None:
     pipe = Pipeline.load(bundle("gqa-112", "fp32", ("retain-64",), max_images=3))
     bright, dark = (Image.fromarray(np.full((8, 8), 257 * value, np.uint16)) for value in (200, 25))
@@ -63,14 +54,6 @@ def test_a_bright_picture_hides_no_dark_one(bundle: Callable[..., Path]) -> None
             pipe.generate(picture, "What?", max_new_tokens=1)
     said = [str(warning.message) for warning in caught]
     assert [text.split(" of 255")[0].split()[-1] for text in said] == ["200", "25"]
-
-
-def test_pictures_of_8_bits_were_not_scaled(depth: Path, tmp_path: Path) -> None:
-    grey = tmp_path / "grey.png"
-    Image.new("L", (4, 4), 9).save(grey)
-    assert largest_of_16_bits(read_image(grey)) is None
-    with Image.open(depth) as opened:
-        assert None not in (largest_of_16_bits(to_rgb(opened)), largest_of_16_bits(read_image(depth)))
 
 
 def png_of_16_bits(values: np.ndarray, colours: int) -> bytes:
@@ -126,27 +109,3 @@ def test_colour_of_16_bits_is_noted_where_it_is_nearly_black(kind: str) -> None:
                 assert (largest_of_16_bits(image) is not None) == noted
                 (text,) = notes_on([facts_of(image)]) or [""]
                 assert (f"The largest value is now {np.asarray(image).max()} of 255." in text) == noted
-
-
-def test_a_dark_picture_of_8_bits_is_not_noted() -> None:
-    dark = Image.new("RGB", (40, 30), (3, 2, 1))
-    for kind in ("PNG", "PPM", "TIFF"):
-        dark.save(buffer := io.BytesIO(), kind)
-        assert notes_on([facts_of(read_image_bytes(buffer.getvalue()))]) == []
-
-
-def test_colour_of_16_bits_is_noted_by_command_and_python(bundle: Callable[..., Path], tmp_path: Path) -> None:
-    root, file = bundle("gqa-112", "fp32", ("retain-64",)), tmp_path / "camera.png"
-    file.write_bytes(files_in_colour(20, 4095)["png"])
-    said = MESSAGE.replace("now 16", "now 15")
-    outcome = run("sinkprune-run", root, "--image", file, "--prompt", "What is this?", "--max-new-tokens", 1)
-    assert (outcome.code, outcome.stderr) == (0, f"{file}: {said}")
-    outcome = run(
-        "sinkprune-run", root, "--image", file, "--prompt", "Why?", "--max-new-tokens", 1, "--seed", 3, "--json"
-    )
-    unused = "--seed changed nothing, because this answer is greedy. Add --temperature."
-    assert json.loads(outcome.stdout)["notes"] == [f"{file}: {said.strip()}", unused]
-    assert outcome.stderr == f"{file}: {said}note: {unused}\n"
-    with pytest.warns(DividedPictureWarning) as caught:
-        Pipeline.load(root).generate(file, "What?", max_new_tokens=1)
-    assert [str(warning.message) for warning in caught] == [f"the picture: {said.strip()}"]

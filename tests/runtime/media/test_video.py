@@ -13,22 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageChops
+from PIL import Image
 
-from sinkprune import Clip, Pipeline, UsageError, VideoFile, overlay
+from sinkprune import Clip, Pipeline
 from sinkprune.contract.errors import BudgetError, PromptError, VideoError
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
-from sinkprune.runtime.overlay import draw_overlay
 from sinkprune.runtime.steps.request import new_request
 from support.models.clips import VIDEO_BUDGETS, frames
-from support.models.qwen_checkpoints import SPECIALS, VIDEO_TOKEN
+from support.models.qwen_checkpoints import VIDEO_TOKEN
 from support.models.qwen_towers import features
 from support.models.small_models import CLIPS_IN_ONE_PIECE
 from support.models.video_files import write_video
 from support.programs.commands import assert_refused, run
 from support.references.picture_prompts import PIECES, clip_ids
-from support.references.steps import QUESTION, deepstack_output, patch_grid, tower_output, watched
+from support.references.steps import QUESTION, deepstack_output, patch_grid, tower_output
 
 # Ragged windows; 8 frames make 4 groups of 5 x 6 tokens of Qwen2.5-VL, and of 4 x 5 of Qwen3-VL
 SIZE, TOKENS = (170, 140), {"qwen": 30, "qwen3-vl": 20}
@@ -65,15 +64,6 @@ def test_ids_with_times_equal_the_models_processor(
     assert len(texts) == groups + 1
     found = texts[0] + [token for text in texts[1:] for token in [*[VIDEO_TOKEN] * tokens, *text]]
     assert found == clip_ids(ours, checkpoint("qwen3-vl"), taken, fps, pieces)
-
-
-def test_a_time_that_the_user_types_is_text(pipe: Callable[[str], Pipeline], clip: Clip) -> None:
-    ours = pipe("qwen3-vl")
-    layout = ours.family.layout(ours.family.sample_frames(clip))
-    typed = "<0.3 seconds><|vision_start|> what?"
-    texts = ours.prompts.encode(["", typed], [layout.texts]).texts
-    start = next(token for token, text in SPECIALS.items() if text == "<|vision_start|>")
-    assert sum(text.count(start) for text in texts) == layout.groups + 1
 
 
 @pytest.mark.parametrize(("name", "block"), [*((name, -2) for name in CLIPS_IN_ONE_PIECE), ("qwen", -1)])
@@ -113,15 +103,6 @@ def test_features_of_a_clip_with_times_are_transformers(
     beside = deepstack_output(ours, taken)
     assert beside is not None and expected.deepstack is not None
     np.testing.assert_allclose(np.concatenate([*beside], axis=-1).reshape(-1, 192), expected.deepstack, atol=1e-4)
-
-
-def test_text_rows_have_no_features(pipe: Callable[[str], Pipeline], clip: Clip) -> None:
-    ours = pipe("qwen3-vl")
-    rows = watched(ours, clip, budget="prune-80", max_new_tokens=1).rows
-    beside = ours.backend.numpy(rows.deepstack_inputs["deepstack"])[0]
-    text = np.setdiff1d(np.arange(rows.length), rows.visual)
-    assert not beside[text].any()
-    assert (np.abs(beside[rows.visual]).max(axis=1) > 0).all()
 
 
 def test_an_image_is_pruned_as_by_a_bundle_without_video(
@@ -183,38 +164,6 @@ def test_clips_too_long_for_topk_are_refused_with_the_reason(
     export("prune-80+per-frame", 52)
     with pytest.raises(BudgetError, match=r"12960 visual tokens.* keeps 3888"):
         export("prune-80+per-frame", 54)
-
-
-def test_options_and_limits_that_are_for_video_only(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    for name, budget in (("qwen", "prune-80+per-frame"), ("gqa-112", "retain-64+per-frame")):
-        with pytest.raises(BudgetError, match="'per-frame' is for clips"):
-            export_bundle(ExportRequest(str(checkpoint(name)), budgets=(budget,)), tmp_path / "bundle")
-    for name, most, message in (
-        ("gqa-112", 8, "family 'llava' takes no video"),
-        ("qwen", -1, "--max-frames is -1"),
-        ("qwen", 1, "--max-frames is 1, expected at least 2"),
-    ):
-        refused = run("sinkprune-export", checkpoint(name), "-o", tmp_path / "bundle", "--max-frames", most)
-        assert_refused(refused, message, "--max-frames")
-
-
-@pytest.mark.parametrize("name", TOKENS)
-def test_the_overlay_of_a_clip_shows_the_frames_that_the_model_saw(
-    name: str, pipe: Callable[[str], Pipeline], photo: Image.Image, tmp_path: Path
-) -> None:
-    """Of 20 frames at 10 a second the model sees 4, and two of them share a token."""
-    ours, given = pipe(name), frames(20, SIZE, photo)
-    for clip in (Clip(given, fps=10), VideoFile(write_video(tmp_path / "clip.mp4", given))):
-        answer = ours.generate(clip, QUESTION, budget="prune-80", max_new_tokens=1)
-        shown = ours.family.sample_frames(clip).frames
-        found = overlay(answer, clip)
-        assert ImageChops.difference(found, draw_overlay(shown, answer.method, answer.kept)).getbbox() is None
-        assert ImageChops.difference(found, draw_overlay(shown[::-1], answer.method, answer.kept)).getbbox()
-    last = answer.kept.layout.frame_indices[-1]
-    with pytest.raises(
-        UsageError, match=f"found a clip of {last} frames, .* about a clip of more than {last} frames"
-    ):
-        overlay(answer, Clip(given[:last], fps=10))
 
 
 @pytest.mark.parametrize("name", TOKENS)

@@ -18,7 +18,7 @@ from sinkprune import VideoFile
 from sinkprune.contract.errors import VideoError
 from sinkprune.runtime.media.clip import end_to_end_indices, evenly_spaced_indices, nearest_frames, sample_frames
 from support.models.clips import LIMITS, frames
-from support.models.video_files import trimmed, write_video
+from support.models.video_files import write_video
 
 av = pytest.importorskip("av")
 
@@ -116,12 +116,6 @@ def test_a_matroska_file_whose_rate_is_missing_or_wrong(
     assert (video.fps, video.times) == (10.0, None)
     path, times = write(tmp_path, photo, "mkv", *SLOWER)
     assert VideoFile(without_rate(path, nanoseconds)).times == pytest.approx(times)
-
-
-def test_times_after_a_trim_start_with_its_first_frame(photo: Image.Image, tmp_path: Path) -> None:
-    path, times = write(tmp_path, photo, "mp4", *SLOWER)
-    video = VideoFile(trimmed(path, 0.5, 20))
-    assert video.times == pytest.approx([time - 0.5 for time in times[5:-1]])
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=40), st.data())

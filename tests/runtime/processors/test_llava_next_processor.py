@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +15,11 @@ from transformers import LlavaNextImageProcessorPil
 from transformers.image_processing_utils import select_best_resolution
 from transformers.models.llava_next.modeling_llava_next import unpad_image
 
-from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.errors import ImageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
-from sinkprune.runtime.families.llava import Llava
 from sinkprune.runtime.families.llava_next import LlavaNext
-from sinkprune.runtime.overlay import draw_overlay
 from sinkprune.runtime.processors.llava_next import LlavaNextProcessor
 from support.models.checkpoints import PINPOINTS, SIDE
 from support.references.steps import layout_of
@@ -86,12 +81,6 @@ def test_the_canvas_is_the_one_transformers_chooses(
     assert (canvas.height, canvas.width) == tuple(select_best_resolution((size[1], size[0]), pinpoints))
 
 
-def test_flops_count_every_tile(family: LlavaNext, manifest: Manifest) -> None:
-    whole, tiles = layout_of(Llava(manifest), (224, 224)), layout_of(family, (224, 224))
-    assert tiles.tower_flops == 5 * whole.tower_flops
-    assert tiles.projector_flops == whole.projector_flops
-
-
 def test_groups_are_the_whole_image_and_its_tiles(family: LlavaNext) -> None:
     sizes = {(112, 112): 3, (224, 112): 3, (224, 224): 5, (336, 112): 4, (112, 336): 4, (2000, 10): 4}
     assert {size: layout_of(family, size).groups for size in sizes} == sizes
@@ -99,21 +88,6 @@ def test_groups_are_the_whole_image_and_its_tiles(family: LlavaNext) -> None:
     assert largest.groups == 5
     # Five tiles of 8x8, 16 lines of 16
     assert len(largest.unpruned_rows) == 5 * 64 + 16
-
-
-@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
-def test_boxes_of_the_tiles_cover_the_image(size: tuple[int, int], family: LlavaNext) -> None:
-    layout = layout_of(family, size)
-    boxes, (whole, tiles) = layout.boxes, layout.views
-    assert len(boxes) == tiles.stop == layout.groups * 64
-    assert [*boxes[whole].min(axis=0)[:2], *boxes[whole].max(axis=0)[2:]] == pytest.approx([0, 0, *size])
-    left, top, right, bottom = *boxes[tiles].min(axis=0)[:2], *boxes[tiles].max(axis=0)[2:]
-    assert left <= 0
-    assert top <= 0
-    assert right >= size[0] - 1e-6
-    assert bottom >= size[1] - 1e-6
-    areas = (boxes[tiles, 2] - boxes[tiles, 0]) * (boxes[tiles, 3] - boxes[tiles, 1])
-    assert areas.sum() == pytest.approx((right - left) * (bottom - top))
 
 
 def test_a_bright_spot_lies_in_its_tokens_box(family: LlavaNext) -> None:
@@ -129,18 +103,3 @@ def test_a_bright_spot_lies_in_its_tokens_box(family: LlavaNext) -> None:
         assert right >= 250
         assert top <= 26
         assert bottom >= 20
-
-
-def test_an_image_without_pixels_is_refused(family: LlavaNext) -> None:
-    with pytest.raises(ImageError, match="0x10"):
-        family.layout(Image.new("RGB", (0, 10)))
-
-
-def test_the_overlay_has_a_picture_of_each_view(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
-    pipe = pipeline("next")
-    answer = pipe.generate(photo, "What?", budget="retain-320", max_new_tokens=1)
-    drawn = draw_overlay([photo] * 2, "sinkpruner", answer.kept)
-    layout = replace(answer.kept.layout, views=answer.kept.layout.views[:1])
-    one = draw_overlay([photo], "sinkpruner", replace(answer.kept, layout=layout))
-    assert (one.width, drawn.width) == (1100, 2212)
-    assert one.crop((0, 0, 1100, 600)).tobytes() == drawn.crop((0, 0, 1100, 600)).tobytes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 from transformers import CLIPImageProcessorPil, LlavaImageProcessorPil
-from transformers.image_utils import load_image
 
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.schedule import grid_boxes
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
 from sinkprune.runtime.families import load_family
-from sinkprune.runtime.families.llava import Llava
 from sinkprune.runtime.media.images import FITS, Fit, read_image
 from sinkprune.runtime.processors.square import SquareProcessor
 from support.references.steps import layout_of
@@ -80,12 +76,6 @@ def test_equals_transformers_at_odd_sizes(
     assert_equal_to_transformers(path, {**SETTINGS, "do_pad": do_pad})
 
 
-def test_llava_processor_without_padding_is_the_square_processor(photo_file: Path) -> None:
-    expected = LlavaImageProcessorPil(**SETTINGS)(load_image(str(photo_file)), return_tensors="np")
-    found = SquareProcessor(SETTINGS)(read_image(photo_file))
-    assert np.abs(found - expected["pixel_values"][0]).max() <= 1e-5
-
-
 @pytest.mark.parametrize("do_pad", [False, True], ids=["clip", "llava padded"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_equals_transformers_with_other_settings(variant: str, do_pad: bool, photo_file: Path) -> None:
@@ -137,24 +127,10 @@ def test_a_panorama_is_refused_with_its_size_and_the_ratio_that_works() -> None:
     assert SquareProcessor(SETTINGS).source_box((ratio, 1))[1::2] == (0, 1)
 
 
-def test_a_panorama_is_refused_before_padding_makes_it_a_giant_square() -> None:
-    with pytest.raises(ImageError, match="12000x10"):
-        SquareProcessor({**SETTINGS, "do_pad": True})(Image.new("RGB", (12000, 10)))
-
-
-def test_an_image_without_pixels_is_refused_with_its_size() -> None:
-    with pytest.raises(ImageError, match="0x10"):
-        SquareProcessor(SETTINGS)(Image.new("RGB", (0, 10)))
-
-
 @pytest.fixture(scope="module")
 def manifest(bundle: Callable[..., Path]) -> Manifest:
     """The manifest of a bundle with 24x24 visual tokens."""
     return read_bundle(bundle("mha-336")).manifest
-
-
-def family(manifest: Manifest, **settings: Any) -> Llava:
-    return Llava(dataclasses.replace(manifest, processor={**manifest.processor, **settings}))
 
 
 @pytest.mark.parametrize("fit", FITS)
@@ -188,37 +164,3 @@ def test_a_bright_square_in_a_tokens_box_brightens_that_patch_alone(
         assert patches.max() < 0.07
         seen += 1
     assert seen >= 2
-
-
-def test_token_boxes_of_a_square_crop_tile_the_middle_of_the_image(manifest: Manifest) -> None:
-    boxes = layout_of(family(manifest), (1008, 672)).boxes
-    assert boxes[0].tolist() == [168, 0, 196, 28]
-    assert boxes[1].tolist() == [196, 0, 224, 28]
-    assert boxes[24].tolist() == [168, 28, 196, 56]
-    assert boxes[-1].tolist() == [812, 644, 840, 672]
-
-
-def test_token_boxes_of_a_padded_image_reach_into_the_padding(manifest: Manifest) -> None:
-    boxes = layout_of(family(manifest, do_pad=True), (672, 336)).boxes
-    assert boxes[0].tolist() == [0, -168, 28, -140]
-    assert boxes[-1].tolist() == [644, 476, 672, 504]
-
-
-@pytest.mark.parametrize("size", [(333, 517), (100, 37), (1, 1)])
-def test_the_source_box_of_a_crop_larger_than_the_image_surrounds_it(size: tuple[int, int]) -> None:
-    settings = {**SETTINGS, "size": {"shortest_edge": 100}}
-    left, top, right, bottom = SquareProcessor(settings).source_box(size)
-    assert left < 0 < top + bottom
-    scale = min(size) / 100
-    assert right - left == pytest.approx(336 * scale, rel=0.01)
-    assert bottom - top == pytest.approx(336 * scale, rel=0.01)
-    assert (left + right) / 2 == pytest.approx(size[0] / 2, abs=scale)
-    assert (top + bottom) / 2 == pytest.approx(size[1] / 2, abs=scale)
-
-
-def test_boxes_of_a_grid_cannot_be_altered() -> None:
-    """The next picture of this size has the same."""
-    boxes = grid_boxes((0.0, 0.0, 4.0, 2.0), 1, 2)
-    np.testing.assert_array_equal(boxes, [[0, 0, 2, 2], [2, 0, 4, 2]])
-    with pytest.raises(ValueError, match="read-only"):
-        boxes[0] = 1

@@ -67,16 +67,6 @@ def test_qwen2_vl_has_the_same_processor() -> None:
     assert other.tokens_of(other.processor({})) == QWEN.tokens_of(QWEN.processor({}))
 
 
-def test_the_paper_runs_have_480_tokens_at_most() -> None:
-    assert QWEN.tokens_of(settings(3136, 376320)).most == 480
-    assert QWEN.tokens_of(QWEN.processor({})).most == 1280
-
-
-def test_an_image_without_pixels_is_refused() -> None:
-    with pytest.raises(ImageError, match="0x10"):
-        QwenProcessor(settings()).grid((0, 10))
-
-
 @pytest.mark.parametrize("name", ["qwen", "qwen2-vl"])
 @pytest.mark.parametrize("size", [(600, 400), (28, 28), (100, 900)])
 def test_boxes_tile_the_image_in_raster_order(

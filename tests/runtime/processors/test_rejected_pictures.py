@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -69,12 +68,3 @@ def test_a_bundle_for_small_pictures_rejects_more_tokens(bundle: Bundles) -> Non
     assert tokens > 4
     said = f"224x112 pixels, which make {tokens} visual tokens; this bundle's graphs take up to 4"
     assert said in rejection(family.layout, picture)
-
-
-@pytest.mark.parametrize("name", ["gqa-112", "next", "qwen", "qwen3-vl"])
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_inputs_have_the_precision_of_the_bundle(name: str, precision: str, bundle: Bundles) -> None:
-    family = load_family(replace(read_bundle(bundle(name)).manifest, precision=precision))
-    types = {str(array.dtype) for array in family.inputs(Image.new("RGB", (64, 48))).values()}
-    assert types <= {np.dtype(np.float32 if precision == "fp32" else np.float16).name, "int64"}
-    assert len(types - {"int64"}) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,8 +31,3 @@ def test_windows_are_those_of_transformers(t: int, h: int, w: int) -> None:
 def test_every_patch_finds_back(t: int, h: int, w: int) -> None:
     windows = window_index(Grid(t, h, w), merge=2, side=4)
     assert windows.index.ravel()[windows.slot].tolist() == list(range(t * h * w))
-
-
-@pytest.mark.parametrize(("h", "w", "count"), [(2, 2, 1), (8, 8, 1), (10, 8, 2), (40, 48, 30), (2, 400, 50)])
-def test_windows_grow_with_the_image_and_each_has_64_slots(h: int, w: int, count: int) -> None:
-    assert window_index(Grid(1, h, w), merge=2, side=4).index.shape == (count, 64)

@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinkprune import Answer, NumericsError, Pipeline, Session, UsageError
+from sinkprune import Answer, NumericsError, Pipeline, Session
 from sinkprune.runtime.hooks import Budgets
 from sinkprune.runtime.steps.decoding import decode_one_token
 from sinkprune.runtime.steps.observer import NOBODY, Observer
 from sinkprune.runtime.text.prompt import Prompt
-from sinkprune.serving.choice_scores import ChoiceTokens
 from sinkprune.serving.scheduler import Job, Scheduler, State
 from support.references.steps import Array, Watched, watched
 
@@ -134,21 +133,6 @@ def test_a_backend_that_takes_one_row_at_a_time_scores_the_same(
     )
 
 
-def test_a_session_scores_the_same(pipe: Pipeline, photo: Image.Image) -> None:
-    session, plain = Session(pipe), asked(pipe, photo, WITHIN, budget="retain-64").answer
-    for reused in (False, True):
-        answer = asked(session, photo, WITHIN, budget="retain-64").answer
-        np.testing.assert_allclose([*answer.choices.values()], [*plain.choices.values()], rtol=1e-3)
-        assert (answer.reused_rows > 0) == reused
-        assert (answer.kv_bytes, answer.tokens_per_layer) == (plain.kv_bytes, plain.tokens_per_layer)
-
-
-def test_the_observer_receives_the_logits_of_the_prompt(pipe: Pipeline, photo: Image.Image) -> None:
-    plain, steps = watched(pipe, photo, QUESTION, **ONE_PASS), asked(pipe, photo, APART)
-    assert len(steps.logits) == 1
-    np.testing.assert_allclose(steps.logits[0], plain.logits[0], rtol=1e-5)
-
-
 def test_order_decides_nothing_but_ties(pipe: Pipeline, photo: Image.Image) -> None:
     one, other = asked(pipe, photo, APART).answer, asked(pipe, photo, APART[::-1]).answer
     assert one.text == other.text
@@ -226,17 +210,6 @@ def test_each_pass_is_a_step_that_a_cancel_ends(
     assert seen.count == 0
 
 
-def test_a_long_pass_is_many_steps(pipe: Pipeline, photo: Image.Image, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts, whole, parts = ("red", " ".join(["red cup"] * 30)), Passes(), Passes()
-    rows = len(pipe.prompts.answer_ids(texts[1]))
-    monkeypatch.setattr("sinkprune.serving.choice_scores._AT_ONCE", rows)
-    expected = pipe.generate(photo, QUESTION, observer=whole, choice=texts)
-    monkeypatch.undo()
-    found = pipe.generate(photo, QUESTION, observer=parts, choice=texts)
-    assert (whole.count, parts.count) == (1, math.ceil(rows / 32)) and rows > 32
-    np.testing.assert_allclose([*found.choices.values()], [*expected.choices.values()], rtol=1e-3)
-
-
 def test_a_request_with_priority_is_answered_between_two_passes(pipe: Pipeline, photo: Image.Image) -> None:
     scheduler, ends, pieces = Scheduler(pipe, most_jobs=8, most_active=1), list[str](), list[str]()
     urgent = Job(
@@ -276,17 +249,6 @@ def test_a_deadline_counts_the_passes(pipe: Pipeline, photo: Image.Image) -> Non
     assert report.expected_tokens == 3
 
 
-def test_choices_ignore_the_limits_of_tokens(pipe: Pipeline, photo: Image.Image) -> None:
-    plain = asked(pipe, photo, WITHIN).answer
-    for options in ({"max_new_tokens": 1}, {"min_new_tokens": 4}):
-        assert asked(pipe, photo, WITHIN, **options).answer.choices == pytest.approx(plain.choices, rel=1e-4)
-
-
-def test_a_text_that_the_tokenizer_cannot_write_is_refused_at_once(pipe: Pipeline, photo: Image.Image) -> None:
-    with pytest.raises(UsageError, match="cannot write 'zebra' as an answer"):
-        pipe.stream(photo, QUESTION, choice=["red", "zebra"])
-
-
 def test_logits_that_are_not_finite_are_refused(bundle: Callable[..., Path], photo: Image.Image) -> None:
     def spoil(name: str, engine: Any, backend: Any) -> Any:
         return (lambda inputs: {"logits": engine(inputs)["logits"] * np.float32("nan")}) if name == "head" else engine
@@ -295,14 +257,3 @@ def test_logits_that_are_not_finite_are_refused(bundle: Callable[..., Path], pho
     pipeline = Pipeline.load(path, backend="openvino", compute="fp32", threads=1, wrap=spoil)
     with pytest.raises(NumericsError, match="not finite"):
         pipeline.generate(photo, QUESTION, choice=APART)
-
-
-def test_passes_are_few() -> None:
-    def passes(*ids: tuple[int, ...]) -> list[tuple[int, ...]]:
-        return ChoiceTokens((), ids, (2,)).passes
-
-    assert passes((5,), (6,), (7,)) == []
-    assert passes((5, 6), (5, 7), (8,)) == [(5,)]
-    assert passes((5,), (5, 6)) == [(5, 6)]
-    assert passes((5, 6, 7), (5, 6), (9,)) == [(5, 6, 7), (9,)]
-    assert passes((5, 6, 7), (5, 8, 7)) == [(5, 6), (5, 8)]

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
 
-from sinkprune import Clip, Pipeline
+from sinkprune import Pipeline
 from sinkprune.contract.bundle import Limits, read_bundle
 from sinkprune.contract.errors import PromptError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.schedule import schedules_up_to
 from sinkprune.runtime.steps.context_length import check_length, check_picture_count, runnable, too_long_error
 from sinkprune.runtime.steps.request import new_request
-from support.models.clips import VIDEO_BUDGETS, frames
-from support.references.picture_prompts import BUDGETS
 from support.references.steps import QUESTION
 
 
@@ -47,31 +44,6 @@ from support.references.steps import QUESTION
 def test_what_would_fit_is_said(length: tuple[int, int, int, int], kept: dict[str, int], said: str) -> None:
     with pytest.raises(PromptError, match=said):
         raise too_long_error(*length, kept, "Smaller!")
-
-
-@pytest.mark.parametrize(
-    ("name", "count", "said"),
-    [
-        ("clip", 1, "Give fewer or smaller frames, .* --max-frames or --max-pixels"),
-        ("qwen", 1, "Give a smaller image, .* --max-pixels"),
-        ("qwen", 2, "Give fewer images or smaller ones, .* --max-pixels"),
-        ("gqa-112", 3, r"Give fewer images\."),
-        ("gqa-112", 1, r"Ask for fewer new tokens\."),
-    ],
-)
-def test_where_no_budget_fits_the_way_out_is_that_of_what_was_given(
-    name: str, count: int, said: str, pipeline: Callable[..., Pipeline], photo: Image.Image
-) -> None:
-    given: list[Any] = [photo.resize((500, 400))] * count
-    if name == "clip":
-        given = [Clip(frames(8, (500, 400), photo), 2)]
-        pipe = pipeline("qwen", "fp32", VIDEO_BUDGETS, max_frames=8)
-    else:
-        pipe = pipeline(name, "fp32", BUDGETS[name], max_images=3)
-    text = pipe.prompts.encode(["" for _ in given] + [QUESTION]).text_tokens
-    new = pipe.bundle.manifest.language_model.max_positions - text - 5
-    with pytest.raises(PromptError, match=f"No budget .* keeps fewest, [0-9]+ visual tokens, .* room for 5. {said}"):
-        pipe.generate(given, QUESTION, max_new_tokens=new)
 
 
 def test_errors_about_engines_keep_the_other_limits(bundle: Callable[..., Path]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,8 +12,6 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.deadlines.options import first_budgets
-from sinkprune.runtime.backends import Engine
-from sinkprune.runtime.steps.chain import Chain
 
 
 @pytest.mark.parametrize("backend", ["ort-cpu", "openvino"])
@@ -53,18 +50,3 @@ def test_openvino_s_first_prefills_correct_no_expected_time(
         later.generate(photo, "What?", budget=budget, deadline_ms=60_000, max_new_tokens=1)
         assert later.costs is not None
         assert len(later._history_of(later.costs).recent.first) == ratios
-
-
-def test_finding_an_engine_of_a_plan_is_no_part_of_its_time(
-    pipeline: Callable[..., Pipeline], photo: Image.Image, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It loads the engine, at first."""
-    found = Chain.plan_engine
-
-    def slow(chain: Chain, graph: str) -> Engine:
-        time.sleep(0.2)
-        return found(chain, graph)
-
-    monkeypatch.setattr(Chain, "plan_engine", slow)
-    ms = pipeline("gqa-112").generate(photo, "What?", budget="retain-64", max_new_tokens=1).ms
-    assert (ms["select"] or 0) < 200 and (ms["sanitizer"] or 0) < 200

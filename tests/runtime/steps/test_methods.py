@@ -21,8 +21,7 @@ from sinkprune.contract.errors import BudgetError
 from sinkprune.export.bundle_writer import Unreachable, export_bundle
 from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.export.source import ExportRequest
-from sinkprune.runtime.overlay import token_fates, token_map
-from sinkprune.runtime.profiling.profile import ProfileRounds
+from sinkprune.runtime.overlay import token_fates
 from support.models.chosen_heads import WITH_HEADS, every_method, heads_by_layer
 from support.programs.commands import assert_refused, run
 from support.references.masking import Sequence, embedded, likeliest, masked_forward
@@ -144,39 +143,6 @@ def test_the_methods_that_average_are_named(method: str, root: Path, pipe: Pipel
     assert unchanged == (method not in AVERAGING)
 
 
-@pytest.mark.parametrize(
-    ("method", "became", "of_sink"),
-    [
-        ("sinkpruner", "dropped by the sanitizer", "1 sink: average of 1 high-norm token"),
-        ("sinkpruner-no-aggregation", "dropped by the sanitizer", "sink members: 1 high-norm token dropped"),
-        ("sinkpruner-no-outlier-removal", "dropped by the sanitizer", None),
-        ("downsample", "averaged into outlined tokens", None),
-        ("visionzip", "averaged into outlined tokens", None),
-        ("visionzip+filter", "averaged into outlined tokens", "sink members: 1 high-norm token dropped"),
-        ("vscan", "averaged into outlined tokens", None),
-        ("fastervlm", "dropped by the sanitizer", None),
-    ],
-)
-def test_the_legend_says_what_became_of_tokens_that_are_not_kept(
-    method: str, became: str, of_sink: str | None, pipe: Pipeline, photo: Image.Image
-) -> None:
-    kept = answer_of(pipe, photo, method).kept
-    classes = {each.name: each for each in token_map(method, kept).classes}
-    (lost,) = classes.keys() & {"averaged", "sanitizer"}
-    assert classes[lost].text == f"{became}: {len(classes[lost].tokens)}"
-    assert (lost == "averaged") == (method in AVERAGING) == (classes[lost].fill < 0.5)
-    sink = classes["sink"].text if "sink" in classes else None
-    assert sink == of_sink
-
-
-def test_the_legend_says_which_stage_dropped_the_sink(pipe: Pipeline, photo: Image.Image) -> None:
-    kept = answer_of(pipe, photo, "sinkpruner").kept
-    without = replace(kept, after_stage=dict(kept.after_stage) | {4: kept.after_stage[4][kept.after_stage[4] > 0]})
-    texts = [each.text for each in token_map("sinkpruner", without).classes]
-    assert texts[0] == "1 sink: average of 1 high-norm token, until layer 4"
-    assert not any("and the sink" in text for text in texts)
-
-
 def answer_of(pipe: Pipeline, image: Image.Image, method: str, budget: str = "retain-192", tokens: int = 4) -> Any:
     return pipe.generate(image, PROMPT, method=method, budget=budget, max_new_tokens=tokens, min_new_tokens=tokens)
 
@@ -250,40 +216,6 @@ def test_the_sanitizer_reads_the_question_of_the_user(
     other = session.generate(photo, asked[0] + "?", **options)
     assert (again.reused_towers, other.reused_towers) == (1, 1)
     assert again.reused_rows > counts.kept > other.reused_rows
-
-
-def test_methods_keep_different_tokens(pipe: Pipeline, photo: Image.Image) -> None:
-    kept = {method: answer_of(pipe, photo, method).kept for method in METHODS}
-    whole = {
-        method: (tuple(one.index.ravel()), *(tuple(rows) for rows in one.after_stage.values()))
-        for method, one in kept.items()
-    }
-    # On a grid these two are the same.
-    assert whole.pop("downsample-ttft") == whole["downsample"]
-    assert len(set(whole.values())) == len(METHODS) - 1
-
-
-@pytest.mark.parametrize("method", ["visionzip+filter", "random", "pyramiddrop"])
-def test_a_method_is_chosen_in_run_and_drawn(method: str, root: Path, photo_file: Path, tmp_path: Path) -> None:
-    ask = (root, "--image", photo_file, "--prompt", PROMPT, "--method", method)
-    budget = ("--budget", "retain-192", "--max-new-tokens", 1)
-    assert run("sinkprune-run", *ask, *budget, "--overlay", tmp_path / "kept.png").code == 0
-    with Image.open(tmp_path / "kept.png") as drawn:
-        assert drawn.width == 1100
-
-
-def test_a_profile_of_another_method_measures_the_budgets_it_holds(
-    root: Path, pipe: Pipeline, photo: Image.Image, photo_file: Path
-) -> None:
-    rounds = ProfileRounds(pipe, photo, PROMPT, ["retain-192"], method="fastv", new_tokens=1)
-    rounds.measure(1, 0, lambda _: None)
-    report = rounds.report()
-    assert report.method == "fastv"
-    tokens = report.budgets["retain-192"].tokens_per_layer
-    assert tokens[:3] == (64, 64, tokens[-1])
-    assert report.budgets["retain-192"].flops.prefill < report.budgets["none"].flops.prefill
-    ask = (root, "--image", photo_file, "--prompt", PROMPT, "--method", "fastv")
-    assert_refused(run("sinkprune-profile", *ask, "--budgets", "retain-32"), "'fastv'", "'retain-32'", "retain-192")
 
 
 def test_an_export_that_leaves_a_method_without_a_plan_is_refused(

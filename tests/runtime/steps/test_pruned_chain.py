@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.budgets import OPTIONS, Plan, parse_budget, prune_layers
+from sinkprune.contract.budgets import OPTIONS, parse_budget, prune_layers
 from sinkprune.contract.schedule import schedule
 from sinkprune.runtime.backends import Backend, Engine
 from sinkprune.runtime.device.stopwatch import Stopwatch
@@ -25,8 +25,6 @@ from support.programs.slow_cases import slow_except
 from support.references.masking import Sequence, assert_survivors, embedded, masked_forward
 from support.references.reference import sanitize
 from support.references.steps import layout_of, tower_output, watched
-
-Array = np.ndarray[Any, Any]
 
 PROMPT = "Describe the image, please: which colour is the cup?"
 NEW_TOKENS = 8
@@ -109,11 +107,6 @@ def run_prefill(pipe: Pipeline, image: Image.Image, budget: str) -> tuple[Prefil
     """The chain's own prefill of the image and `PROMPT`; also its rows."""
     steps = watched(pipe, image, PROMPT, budget=budget, max_new_tokens=1)
     return steps.prefill, steps.rows
-
-
-def plan_of(pipe: Pipeline, budget: str) -> Plan | None:
-    """The plan of a budget."""
-    return pipe.bundle.manifest.plan("sinkpruner", budget)
 
 
 def cache_lengths(result: Prefill) -> list[int]:
@@ -226,15 +219,6 @@ def test_one_bundle_serves_every_budget_and_none_on_weights_loaded_once(
     for budget, answer in first.items():
         assert (answer.budget, answer.method) == (budget, "sinkpruner")
         assert answer.tokens_per_layer == lengths_of(name, budget, 0)
-
-
-def test_a_plan_is_its_weightless_graphs_and_little_else(bundle: Callable[..., Path]) -> None:
-    folder = bundle("mha-336", "fp32", BUDGETS) / "graphs" / "sinkpruner"
-    for budget in BUDGETS:
-        names = {path.name for path in (folder / budget).iterdir()}
-        selects = {f"select_after_{layer}.onnx" for layer in prune_layers(SHAPES["mha-336"].num_layers)}
-        assert names == selects | (set() if "no-sanitizer" in budget else {"sanitizer.onnx"})
-        assert all(path.stat().st_size < 200_000 for path in (folder / budget).iterdir())
 
 
 def test_every_option_runs_end_to_end() -> None:

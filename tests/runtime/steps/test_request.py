@@ -24,13 +24,6 @@ from support.references.steps import QUESTION, watched
 CALL = ToolCall("1", "f", {"x": 1})
 
 
-def test_a_question_stands_behind_the_pictures_and_texts_around_them() -> None:
-    assert new_request("a.jpg", "Why?").texts == ("", "Why?")
-    assert new_request(["a.jpg", "b.jpg"], "Why?").texts == ("", "", "Why?")
-    around = new_request(["a.jpg"], ["See ", "."], budget="retain-64")
-    assert (around.pictures, around.texts, around.budget) == (("a.jpg",), ("See ", "."), "retain-64")
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -95,21 +88,6 @@ def test_an_order_of_channels_without_an_array_is_warned_of() -> None:
             new_request(without, "Why?", order="bgr")
 
 
-def test_sampling_options_of_a_greedy_answer_are_warned_of() -> None:
-    with pytest.warns(UserWarning, match="^top_p and seed changed nothing, because this answer is greedy"):
-        new_request("a.jpg", "Why?", top_p=0.5, seed=0)
-    with pytest.warns(UserWarning, match="^seed changed nothing"):
-        new_request("a.jpg", "Why?", seed=3)
-    new_request("a.jpg", "Why?", top_p=0.5, seed=0, temperature=0.5)
-
-
-def test_objects_of_other_types_are_refused() -> None:
-    with pytest.raises(ImageError, match="found int as the image, expected"):
-        new_request(3, "Why?")  # type: ignore[arg-type]
-    with pytest.raises(PromptError, match="found int as the prompt, expected"):
-        new_request("a.jpg", 3)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("kind", [TypeError, UsageError])
 def test_an_unknown_option_is_refused_with_those_there_are(kind: type[Exception]) -> None:
     known = "budget, method, max_new_tokens, min_new_tokens, temperature, top_p, seed, deadline_ms"
@@ -151,32 +129,6 @@ def test_a_schedule_of_other_rows_is_not_believed(pipeline: Callable[..., Pipeli
     planned = schedule(pipe.bundle.manifest, "sinkpruner", "none", [pruned.pictures[0].layout])
     with pytest.raises(BundleError, match="kept 15 visual tokens, the bundle says 64"):
         prefill(pipe.chain, planned, pruned.rows, Stopwatch(pipe.backend))
-
-
-@pytest.mark.parametrize(("name", "budget"), [("gqa-112", "none"), ("gqa-112", "retain-64"), ("qwen", "prune-80")])
-def test_what_observers_receive_is_consistent(
-    name: str, budget: str, pipeline: Callable[..., Pipeline], photo: Image.Image
-) -> None:
-    pipe = pipeline(name)
-    steps = watched(pipe, photo, budget=budget, max_new_tokens=4, min_new_tokens=4)
-    answer, (features,) = steps.answer, steps.features
-    assert [int(logits.argmax()) for logits in steps.logits] == answer.token_ids
-    assert steps.pictures[0].layout is answer.kept.layout
-    np.testing.assert_array_equal(features.kept_index, answer.kept.index)
-    hidden = pipe.backend.numpy(steps.rows.hidden)[0]
-    assert len(hidden) == steps.rows.length
-    embeddings = pipe.backend.numpy(features.embeddings)
-    np.testing.assert_array_equal(hidden[steps.rows.visual], embeddings.reshape(-1, embeddings.shape[-1]))
-    text = np.setdiff1d(np.arange(len(hidden)), steps.rows.visual)
-    ids = pipe.prompts.encode(["", QUESTION])
-    np.testing.assert_array_equal(hidden[text], pipe.embedding([*ids.texts[0], *ids.texts[-1]]))
-    for layer, kept in steps.prefill.keep_index.items():
-        # The engines keep as many rows as the schedule says.
-        text_rows = steps.rows.length - len(steps.rows.visual)
-        assert len(pipe.backend.numpy(kept)) - text_rows == answer.kept.schedule.after[layer]
-    assert answer.ms["latency"] is not None
-    assert answer.ms["ttft"] is not None
-    assert answer.ms["latency"] > answer.ms["ttft"]
 
 
 def test_pictures_without_a_place_are_those_of_the_user_s_first_turn() -> None:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.contract.budgets import parse_budget, prune_layers
-from sinkprune.contract.errors import ImageError, PromptError
+from sinkprune.contract.errors import PromptError
 from support.programs.slow_cases import each_once, slow_except
 from support.references.masking import Sequence as Rows
 from support.references.masking import embedded, likeliest, masked_forward
@@ -22,7 +22,6 @@ from support.references.reference import beside_kept, sanitize
 from support.references.steps import QUESTION, ask, deepstack_output, patch_grid, tower_output
 
 Array = np.ndarray[Any, Any]
-Size = tuple[int, int]
 
 NEW_TOKENS = 8
 CASES = [(name, budget) for name, budgets in BUDGETS.items() for budget in budgets]
@@ -154,29 +153,9 @@ def test_one_image_is_pruned_as_by_a_bundle_for_one(
         assert after[0] == after[1]
 
 
-def test_three_images_each_keep_their_quota(pipe: Callable[[str], Pipeline], photo: Image.Image) -> None:
-    images = [photo.resize(size) for size in [(224, 200), (280, 336), (112, 56)]]
-    answer = pipe("qwen").generate(images, QUESTION, budget="prune-66.7", max_new_tokens=1)
-    cuts = prune_layers(6)
-    for image, kept in zip(images, answer.images, strict=True):
-        n = kept.norms.size
-        assert n == pipe("qwen").family.layout(image).tokens
-        counts = parse_budget("qwen2.5-vl", "prune-66.7").resolve(n)
-        left = [min(stage, counts.kept) for stage in counts.stages]
-        assert [len(kept.after_stage[cut]) for cut in cuts] == left
-    assert answer.visual_tokens == sum(kept.norms.size for kept in answer.images)
-
-
 @pytest.mark.parametrize(("images", "most"), [(4, 3), (2, 1)])
 def test_a_bundle_takes_as_many_images_as_it_was_exported_for(
     images: int, most: int, pipe: Callable[[str], Pipeline], pipeline: Callable[..., Pipeline], photo: Image.Image
 ) -> None:
     with pytest.raises(PromptError, match=f"{images} images, expected at most {most}.*--max-images"):
         (pipe if most > 1 else pipeline)("gqa-112").generate([photo] * images, QUESTION, max_new_tokens=1)
-
-
-def test_the_image_that_is_no_image_is_named(
-    pipe: Callable[[str], Pipeline], photo: Image.Image, tmp_path: Path
-) -> None:
-    with pytest.raises(ImageError, match=r"nothing\.png"):
-        pipe("gqa-112").generate([photo, tmp_path / "nothing.png"], QUESTION, max_new_tokens=1)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sinkprune import BudgetError, Pipeline, PromptError, Stream, UsageError
+from sinkprune import Pipeline, Stream, UsageError
 from sinkprune.runtime import recipe
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.observer import Observer
@@ -71,20 +71,6 @@ def test_it_is_a_generator_whose_value_is_the_answer(pipe: Pipeline, photo: Imag
     assert others.value.value.token_ids == stream.answer.token_ids
 
 
-def test_the_budget_is_known_once_it_is_chosen(pipe: Pipeline, photo: Image.Image) -> None:
-    stream = new_stream(pipe, photo)
-    assert stream.budget is None
-    next(stream)
-    assert stream.budget == "retain-64"
-
-
-def test_a_wrong_request_is_refused_at_once(pipe: Pipeline, photo: Image.Image) -> None:
-    with pytest.raises(BudgetError, match="no budget 'nope'"):
-        pipe.stream(photo, "What?", budget="nope")
-    with pytest.raises(PromptError, match="empty"):
-        pipe.stream(photo, "")
-
-
 @pytest.mark.parametrize("pieces", [0, 1, 3])
 def test_a_cancelled_stream_ends_after_the_current_token(pieces: int, pipe: Pipeline, photo: Image.Image) -> None:
     whole = new_stream(pipe, photo, 40)
@@ -127,13 +113,6 @@ def test_another_thread_may_cancel_while_a_token_is_computed(pipe: Pipeline, pho
     assert "".join(stream) == stream.answer.text
     assert (stream.answer.finish, stream.answer.token_ids) == ("cancelled", chosen)
     assert len(chosen) == 5
-
-
-def test_cancelling_changes_nothing_of_a_whole_answer(pipe: Pipeline, photo: Image.Image) -> None:
-    stream = new_stream(pipe, photo)
-    list(stream)
-    stream.cancel()
-    assert stream.answer.finish == "length"
 
 
 def test_a_closed_stream_has_no_answer(pipe: Pipeline, photo: Image.Image) -> None:

@@ -14,7 +14,7 @@ from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 from sinkprune import Pipeline
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
-from sinkprune.runtime.steps.answer import Answer, timings
+from sinkprune.runtime.steps.answer import Answer
 from support.models.checkpoints import IMAGE_TOKEN, Shape, make_checkpoint
 from support.programs.slow_cases import each_once
 
@@ -128,12 +128,6 @@ def streamed(pipe: Pipeline, image: Image.Image, **options: object) -> tuple[lis
             return pieces, end.value
 
 
-def test_the_scripted_model_answers_with_its_script(scripted: Callable[[str], Pipeline], small: Image.Image) -> None:
-    script = SCRIPTS["whole"]
-    _, answer = streamed(scripted("whole"), small, max_new_tokens=30)
-    assert answer.token_ids == script[: script.index(STOP) + 1]
-
-
 @pytest.mark.parametrize(
     ("name", "options", "expected", "finish", "tokens"),
     [
@@ -191,35 +185,6 @@ def test_pieces_add_up_to_the_text_generate_returns(
     assert whole.token_ids == answer.token_ids
 
 
-@pytest.mark.parametrize("budget", ["none", "retain-64"])
-@pytest.mark.parametrize("seed", range(3))
-def test_pieces_add_up_for_sampled_answers_too(
-    budget: str, seed: int, pipeline: Callable[..., Pipeline], photo: Image.Image
-) -> None:
-    pipe = pipeline("gqa-112")
-    options = {"budget": budget, "temperature": 1.5, "seed": seed, "max_new_tokens": 24}
-    pieces, answer = streamed(pipe, photo, **options)
-    assert len(pieces) > 2
-    assert "".join(pieces) == answer.text
-    again = pipe.generate(photo, "What is this?", **options)
-    assert (again.text, again.token_ids) == (answer.text, answer.token_ids)
-
-
-def test_another_seed_gives_another_answer(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
-    pipe = pipeline("gqa-112")
-    texts = {
-        pipe.generate(photo, "What is this?", temperature=1.5, seed=seed, max_new_tokens=12).text for seed in range(4)
-    }
-    assert len(texts) == 4
-
-
-@pytest.mark.filterwarnings("ignore:.* changed nothing, because .*greedy")
-def test_a_seed_changes_nothing_of_a_greedy_answer(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
-    pipe = pipeline("gqa-112")
-    texts = {pipe.generate(photo, "What is this?", seed=seed, max_new_tokens=8).text for seed in (None, 1, 2)}
-    assert len(texts) == 1
-
-
 @pytest.mark.parametrize("least", [0, 3, 4, 8, 12])
 def test_no_stop_token_is_generated_before_min_new_tokens(
     least: int, scripted: Callable[[str], Pipeline], small: Image.Image
@@ -234,15 +199,6 @@ def test_no_stop_token_is_generated_before_min_new_tokens(
     assert "</s>" not in answer.text
 
 
-def test_what_was_shown_stands_when_half_a_character_follows_it(
-    scripted: Callable[[str], Pipeline], small: Image.Image
-) -> None:
-    pieces, answer = streamed(scripted("whole, half, word"), small)
-    assert pieces[0] == "日"
-    assert answer.text.startswith("日\ufffd")
-    assert answer.text.replace("\ufffd", "") == "日 w1"
-
-
 def test_one_token_has_no_time_per_token(scripted: Callable[[str], Pipeline], small: Image.Image) -> None:
     _, one = streamed(scripted("words"), small, max_new_tokens=1)
     assert one.token_ids == [word(0)]
@@ -253,16 +209,3 @@ def test_one_token_has_no_time_per_token(scripted: Callable[[str], Pipeline], sm
     assert two.ms["per_token"] is not None
     assert two.ms["per_token"] > 0
     assert two.ms["ttft"] + two.ms["per_token"] < two.ms["latency"]
-
-
-def test_latency_is_the_sum_of_its_parts() -> None:
-    assert timings({"ttft": 10.0}, [3.0, 5.0], 0.5).items() >= {"per_token": 4.0, "latency": 18.5}.items()
-    assert timings({"ttft": 10.0}, [], 0.5).items() >= {"per_token": None, "latency": 10.5}.items()
-
-
-def test_the_first_piece_comes_before_the_answer_is_finished(
-    scripted: Callable[[str], Pipeline], small: Image.Image
-) -> None:
-    stream = scripted("words").stream(small, "What is this?", max_new_tokens=200, min_new_tokens=200)
-    assert [next(stream) for _ in range(3)] == ["w0", " w1", " w2"]
-    stream.close()  # type: ignore[attr-defined]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from typing import Any
 
 import pytest
 
-from sinkprune import Request, UsageError
+from sinkprune import UsageError
 from sinkprune.runtime.steps.request import new_request
 from sinkprune.runtime.text.answer_form import CHOICE_BYTES, MOST_CHOICES, REGEX_BYTES, SCHEMA_BYTES
 from sinkprune.runtime.text.tools import Tools
@@ -122,11 +121,6 @@ def test_the_work_for_all_tools_counts_together(most: dict[str, Any], more: dict
         Tools([function("a", a=most), function("b", a=more)])
 
 
-def test_usual_multiples_are_taken() -> None:
-    schema = {"properties": {str(one): {"type": "number", "multipleOf": one} for one in (0.01, 0.25, 5, 60, 3600)}}
-    assert new_request("a.jpg", "Why?", schema=schema).schema == schema
-
-
 def test_a_request_has_its_own_copy_of_a_schema() -> None:
     schema: dict[str, Any] = {"enum": ["a"]}
     request = new_request("a.jpg", "Why?", schema=schema)
@@ -134,21 +128,3 @@ def test_a_request_has_its_own_copy_of_a_schema() -> None:
     assert request.schema == {"enum": ["a"]} and request.follows_grammar
     assert new_request("a.jpg", "Why?", schema={}).schema == {"type": "object"}
     assert not new_request("a.jpg", "Why?", choice=["yes", "no"]).follows_grammar
-
-
-def test_many_patterns_apart_are_taken() -> None:
-    for schema in ({"anyOf": many_patterns(30)}, {"properties": {str(i): {"format": "date"} for i in range(30)}}):
-        assert new_request("a.jpg", "Why?", schema=schema).schema == schema
-
-
-def test_forms_are_keywords() -> None:
-    names = ("schema", "regex", "choice")
-    assert not set(names) & set(Request.__match_args__)
-
-
-def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    for options in ({"schema": {}}, {"regex": "a"}):
-        with pytest.raises(UsageError, match=re.escape("pip install 'sinkprune[structured]'")):
-            new_request("a.jpg", "Why?", **options)
-    assert new_request("a.jpg", "Why?", choice=("yes", "no")).choice == ("yes", "no")

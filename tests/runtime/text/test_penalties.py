@@ -14,22 +14,14 @@ import torch
 from PIL import Image
 from transformers import LlavaForConditionalGeneration
 
-from sinkprune import Clip, Pipeline, Session, UsageError
-from sinkprune.runtime.steps.request import new_request
+from sinkprune import Clip, Pipeline
 from sinkprune.runtime.text.sampling import Penalties, Sampler
 from support.models.clips import VIDEO_BUDGETS, frames
 from support.programs.commands import run
 from support.references.picture_prompts import clip_inputs, reference_inputs
-from support.references.steps import QUESTION, watched
+from support.references.steps import QUESTION
 
 OPTIONS = {"max_new_tokens": 24, "min_new_tokens": 24}
-NEUTRAL = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}
-PENALISED = [
-    {"repetition_penalty": 1.4},
-    {"repetition_penalty": 0.8, "presence_penalty": 0.5},
-    {"presence_penalty": 1.5, "frequency_penalty": 0.7},
-    {"frequency_penalty": -2.0},
-]
 
 
 def lowered(logits: Any, prompt: set[int], answer: list[int], repetition: float, once: float, each: float) -> Any:
@@ -141,28 +133,6 @@ def test_the_checkpoint_s_own_penalty_is_applied_unless_a_request_has_one(
     assert without == greedy(model, inputs, repetition_penalty=1.0) != own
 
 
-@pytest.mark.parametrize("options", PENALISED, ids=str)
-def test_each_token_is_chosen_by_lowered_logits(
-    options: dict[str, float], pipeline: Callable[..., Pipeline], photo: Image.Image
-) -> None:
-    """Also in sessions, whose logits are the model's own, and in streams."""
-    pipe = pipeline("gqa-112")
-    found = watched(pipe, photo, budget="retain-64", **OPTIONS, **options)
-    prompt = {token for text in pipe.prompts.encode(["", QUESTION]).texts for token in text}
-    prompt.add(pipe.bundle.manifest.tokens.image)
-    ids = found.answer.token_ids
-    numbers = [options.get(f"{name}_penalty", default) for name, default in NEUTRAL.items()]
-    for place, logits in enumerate(found.logits):
-        expected = lowered(logits, prompt, ids[:place], *numbers)
-        expected[[*pipe.bundle.manifest.tokens.stop]] = -np.inf
-        assert ids[place] == int(np.argmax(expected))
-    assert ids != pipe.generate(photo, QUESTION, budget="retain-64", **OPTIONS).token_ids
-    session = Session(pipe)
-    for _ in range(2):
-        stream = session.stream(photo, QUESTION, budget="retain-64", **OPTIONS, **options)
-        assert "".join(stream) == found.answer.text and stream.answer.token_ids == ids
-
-
 def test_a_form_holds_under_penalties_and_a_closed_list_is_scored_without(
     pipeline: Callable[..., Pipeline], photo: Image.Image
 ) -> None:
@@ -175,19 +145,3 @@ def test_a_form_holds_under_penalties_and_a_closed_list_is_scored_without(
         UserWarning, match="^repetition_penalty and presence_penalty and frequency_penalty changed noth"
     ):
         assert pipe.generate(photo, QUESTION, choice=["a cup", "a plate"], **strong).choices == scored.choices
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("repetition_penalty", value) for value in (0, 0.009, -1, 100.1, float("nan"), float("inf"), True, "1.1")),
-        *(
-            (f"{name}_penalty", value)
-            for name in ("presence", "frequency")
-            for value in (-2.01, 2.01, None, False, "0")
-        ),
-    ],
-)
-def test_penalties_out_of_range_are_rejected(name: str, value: object) -> None:
-    with pytest.raises(UsageError, match=f"^{name} is "):
-        new_request("a.jpg", "Why?", **{name: value})

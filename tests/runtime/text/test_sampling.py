@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinkprune.contract.errors import NumericsError, UsageError
+from sinkprune.contract.errors import NumericsError
 from sinkprune.runtime.text.sampling import Sampler
 
 LOGITS = np.array([0.1, 2.0, -1.0, 1.5, 0.0, -3.0, 1.9], np.float32)
@@ -25,11 +25,6 @@ def shares_drawn(sampler: Sampler, logits: np.ndarray[Any, Any], draws: int = 10
     counts = np.bincount([sampler(logits) for _ in range(draws)], minlength=len(logits))
     shares: np.ndarray[Any, Any] = counts / draws
     return shares
-
-
-def test_greedy_takes_the_largest_logit() -> None:
-    assert Sampler()(LOGITS) == 1
-    assert isinstance(Sampler()(LOGITS), int)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
@@ -60,12 +55,6 @@ def test_top_p_draws_from_the_smallest_set_that_reaches_it() -> None:
         assert np.abs(drawn - expected).max() < 0.04
 
 
-@pytest.mark.parametrize("top_p", [1e-12, 0.01, 0.2])
-def test_a_tiny_top_p_is_greedy(top_p: float) -> None:
-    sampler = Sampler(1.0, top_p, seed=3)
-    assert {sampler(LOGITS) for _ in range(200)} == {1}
-
-
 def test_a_tiny_top_p_breaks_ties_as_greedy_does() -> None:
     tied = np.array([0, 3, 3, 3, 1], np.float32)
     assert {Sampler(1.0, 1e-9, seed=seed)(tied) for seed in range(50)} == {1}
@@ -79,16 +68,6 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_others() -> None:
     assert tokens(7) == tokens(7)
     assert tokens(7) != tokens(8)
     assert tokens(None) != tokens(None)
-
-
-def test_a_low_temperature_is_nearly_greedy_and_a_high_one_nearly_uniform() -> None:
-    assert shares_drawn(Sampler(0.005, seed=4), LOGITS, 500)[1] == 1
-    assert np.abs(shares_drawn(Sampler(1e6, seed=4), LOGITS) - 1 / 7).max() < 0.02
-
-
-@pytest.mark.parametrize("temperature", [1e-308, 5e-324, 1e-30])
-def test_the_lowest_temperatures_are_greedy(temperature: float) -> None:
-    assert Sampler(temperature, seed=5)(LOGITS) == 1
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e4, 1e38])
@@ -105,19 +84,6 @@ def test_logits_that_are_not_finite_are_refused(bad: float, temperature: float) 
     with pytest.raises(NumericsError, match="not finite") as caught:
         Sampler(temperature)(logits)
     assert "--precision fp32" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        *(({"temperature": bad}, "temperature is") for bad in (-0.1, -1e-300, float("nan"), float("-inf"))),
-        *(({"top_p": bad}, "top_p is") for bad in (0.0, -0.5, 1.0001, float("nan"), float("inf"))),
-        ({"seed": -1}, "seed is -1"),
-    ],
-)
-def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        Sampler(**options)
 
 
 @given(
@@ -142,10 +108,3 @@ def test_only_allowed_tokens_are_sampled() -> None:
     drawer = Sampler(0.7, seed=5)
     drawn = np.bincount([drawer(LOGITS, allowed) for _ in range(5000)], minlength=7) / 5000
     assert np.abs(drawn - expected / expected.sum()).max() < 0.03
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_are_checked_before_they_are_masked(temperature: float) -> None:
-    logits = np.array([1.0, np.nan])
-    with pytest.raises(NumericsError, match="not finite"):
-        Sampler(temperature)(logits, np.array([True, False]))

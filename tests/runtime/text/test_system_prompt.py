@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
-from sinkprune import Pipeline, PromptError
+from sinkprune import PromptError
 from support.models.checkpoints import IMAGE_TOKEN, TEMPLATE
-from support.programs.commands import assert_refused, run
 from support.references.prompt_encoders import SPECIALS, Pairs
 
 SYSTEM, QUESTION = "  Answer in one word, as a robot.\nBe brief. ", "What is on the table?"
@@ -64,17 +59,3 @@ def test_special_tokens_typed_into_it_stay_text(both: Pairs) -> None:
     prompt = both("trained llama", TEMPLATE).ours.encode(["", QUESTION], system="a <image> and </s> in <s>")
     assert len(prompt.texts) == 2
     assert not set(SPECIALS.values()) & {*prompt.texts[0][1:], *prompt.texts[1]}
-
-
-def test_the_model_is_given_it(pipeline: Callable[..., Pipeline], photo: Image.Image, photo_file: Path) -> None:
-    pipe = pipeline("gqa-112")
-    plain = pipe.generate(photo, QUESTION, max_new_tokens=1)
-    answer = pipe.generate(photo, QUESTION, system=SYSTEM, max_new_tokens=1)
-    words = pipe.prompts.encode(["", QUESTION], system=SYSTEM)
-    assert answer.prompt_tokens == words.text_tokens > plain.prompt_tokens
-    arguments = (pipe.bundle.path, "--image", photo_file, "--prompt", QUESTION, "--max-new-tokens", 1)
-    outcome = run("sinkprune-run", *arguments, "--system", SYSTEM, "--json")
-    assert json.loads(outcome.stdout)["prompt_tokens"] == answer.prompt_tokens, outcome.stderr
-    with pytest.raises(PromptError, match="found int as the system message"):
-        pipe.generate(photo, QUESTION, system=3)
-    assert_refused(run("sinkprune-run", *arguments, "--system", "\ud800"), "the system message is not valid UTF-8")

@@ -8,9 +8,6 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from sinkprune.runtime.text.chat_template import ChatTemplate
-from support.models.checkpoints import MISTRAL_TEMPLATE, TEMPLATE
-from support.models.qwen_checkpoints import TEMPLATE as QWEN_TEMPLATE
-from support.models.tool_templates import TOOL_TEMPLATE
 
 TEXT = "  What's <b>in</b> the “picture”?\n\nGröße & 🙂 {{ 7 }}  "
 PARTS = [{"type": "image"}, {"type": "text", "text": TEXT}, {"type": "image"}, {"type": "text", "text": "One, two"}]
@@ -96,10 +93,3 @@ def test_templates_render_as_in_transformers(template: str) -> None:
     )
     ours = ChatTemplate(source.encode())
     assert [ours.render(conversation, "<s>", "</s>") for conversation in CONVERSATIONS] == texts
-
-
-@pytest.mark.parametrize("template", [TEMPLATE, MISTRAL_TEMPLATE, QWEN_TEMPLATE, TOOL_TEMPLATE])
-def test_a_long_text_is_no_more_work_than_a_template_may_do(template: str) -> None:
-    asked = [{"role": "user", "content": [{"type": "text", "text": "A word. " * 25_000}, *[{"type": "image"}] * 2]}]
-    texts, _ = render_jinja_template([asked], chat_template=template, add_generation_prompt=True)
-    assert ChatTemplate(template.encode()).render(asked, "", "") == texts[0]

@@ -49,15 +49,3 @@ def test_a_picture_s_name_is_escaped_in_its_refusal(bundle: Callable[..., Path],
     path.write_bytes(b"no picture")
     outcome = run("sinkprune-run", bundle("gqa-112"), "--image", path, "--prompt", "What is this?")
     assert_refused(outcome, r"\x1b]0;owned\x07\nphoto.jpg' is not an image")
-
-
-def test_the_photo_is_not_replaced_by_its_overlay(bundle: Callable[..., Path], tmp_path: Path) -> None:
-    (tmp_path / "d").mkdir()
-    photo = tmp_path / "photo.jpg"
-    photo.write_bytes(b"photo")
-    arguments = (bundle("gqa-112"), "--image", photo, "--prompt", "What is this?", "--budget", "retain-64")
-    assert_refused(
-        run("sinkprune-run", *arguments, "--overlay", tmp_path / "d" / ".." / "photo.jpg"),
-        "photo.jpg' would be overwritten, and it is read",
-    )
-    assert photo.read_bytes() == b"photo"

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 from transformers import AutoTokenizer
 
-from sinkprune import Pipeline, PromptError, Session
+from sinkprune import Pipeline, PromptError
 from sinkprune.runtime.text.prompt import Turn
 from sinkprune.runtime.text.tools import ToolCall, Tools
 from support.models.qwen_checkpoints import IMAGE_TOKEN, SPECIALS
@@ -123,19 +122,3 @@ def test_a_template_without_tools_is_an_error(name: str, pipeline: Callable[...,
     for options in ({"tools": Tools([STOP])}, {"history": turns, "tool_call_id": "c1"}):
         with pytest.raises(PromptError, match="chat template has no tools"):
             prompts.encode(["", QUESTION] if "tools" in options else ["Red."], **options)  # type: ignore[arg-type]
-
-
-def test_a_second_turn_reuses_the_rows_of_the_first(pipe: Pipeline, photo: Image.Image) -> None:
-    session, tools, small = Session(pipe), Tools([LOOK_UP, STOP], "required"), photo.resize((128, 96))
-    options: dict[str, Any] = {"budget": "prune-66.7", "tools": tools, "max_new_tokens": 4}
-    first = session.generate(small, QUESTION, **options)
-    history = [Turn("user", ("", QUESTION)), Turn("assistant", ("",), CALLS[:1])]
-    second = session.generate(small, "A red cup.", history=history, tool_call_id="c1", **options)
-    before = pipe.prompts.encode(["", QUESTION], tools=tools)
-    assert second.reused_towers == 1
-    assert second.reused_rows >= first.tokens_per_layer[0] + before.text_tokens - 3
-    alone = pipe.generate(small, "A red cup.", history=history, tool_call_id="c1", **options)
-    assert alone.token_ids == second.token_ids
-    # Other tools are other text before the picture.
-    other = session.generate(small, QUESTION, **{**options, "tools": Tools([STOP])})
-    assert (other.reused_towers, other.reused_rows) == (1, 0)

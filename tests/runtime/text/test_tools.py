@@ -123,13 +123,6 @@ def test_a_required_answer_is_calls(kind: str, parallel: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["look", "stop"])
-def test_a_named_function_is_called_once(kind: str, name: str) -> None:
-    for seed in range(4):
-        assert answer(kind, Tools(FUNCTIONS, "required", name), seed) == (call_text(name, "{}"), True)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_an_automatic_answer_is_text_and_then_a_call_that_is_constrained(kind: str) -> None:
     for seed in range(6):
         wanted = ["red\n", "red", ""][seed % 3]
@@ -211,26 +204,6 @@ def test_an_answer_is_taken_apart_however_it_is_cut(
         assert json.loads("".join(part.text for part in own)) == arguments
 
 
-@pytest.mark.parametrize(
-    ("text", "content", "names", "arguments"),
-    [
-        ("Hm\n", "Hm\n", [], ""),
-        ("Hm\n<tool_", "Hm\n<tool_", [], ""),
-        (f"Hm\n{BEGIN}", "Hm", [], ""),
-        (f'{BEGIN}\n{{"name": "look', "", [], ""),
-        (f'{BEGIN}\n{{"name": "look", "arguments": {{"a": [1', "", ["look"], '{"a": [1'),
-        (call_text("look", '{"a": 1}')[:-3], "", ["look"], '{"a": 1}'),
-        (call_text("look", "{}") + "\n<tool", "", ["look"], "{}"),
-    ],
-)
-def test_an_answer_that_is_cut_off(text: str, content: str, names: list[str], arguments: str) -> None:
-    reader = ToolAnswerReader()
-    parts = [*reader.add(text), *reader.end()]
-    assert "".join(part.text for part in parts if part.call is None) == content
-    assert [part.name for part in parts if part.name] == names
-    assert "".join(part.text for part in parts if part.call is not None) == arguments
-
-
 def changed(**fields: Any) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": "f", **fields}}]
 
@@ -289,6 +262,13 @@ def test_other_wrong_values() -> None:
         with pytest.raises(UsageError, match="arguments of a tool call"):
             read_arguments(arguments)
     assert read_arguments("") == {} and read_arguments(' {"a": [1]}\n') == {"a": [1]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["look", "stop"])
+def test_a_named_function_is_called_once(kind: str, name: str) -> None:
+    for seed in range(4):
+        assert answer(kind, Tools(FUNCTIONS, "required", name), seed) == (call_text(name, "{}"), True)
 
 
 def test_parameters_are_the_functions_own() -> None:

@@ -10,18 +10,10 @@ from sinkprune.contract.checks import to_json
 from sinkprune.contract.errors import UsageError
 from sinkprune.runtime.steps.prompt_run import Kept
 
-PARTS = (
-    "preprocess",
-    "vision",
-    "sanitizer",
-    "projector",
-    "prefill",
-    "select",
-    "rest",
-    "ttft",
-    "per_token",
-    "latency",
-)
+OF_TTFT = ("preprocess", "vision", "sanitizer", "projector", "prefill", "rest")
+"""The parts that add up to `ttft`. `rest` is all other work: laying out rows, checking and reading results, and
+sampling the first token."""
+PARTS = (*OF_TTFT[:-1], "select", "rest", "ttft", "per_token", "latency")
 """The timed parts. `select` is part of `prefill`. `ttft` is the time from decoded image and prompt to the first
 sampled token. `latency` is the whole answer."""
 
