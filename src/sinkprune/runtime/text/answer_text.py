@@ -34,7 +34,8 @@ def tokenizer_errors(problem: str) -> Iterator[None]:
 class AnswerText:
     """Turns the tokens of an answer into text, piece by piece.
 
-    A character of several tokens waits until it is complete. Bytes that no character has become U+FFFD. The text never has a character that the last token left incomplete.
+    A character of several tokens waits until it is complete. Bytes that no character has become U+FFFD. The text
+    never has a character that the last token left incomplete.
     """
 
     def __init__(
