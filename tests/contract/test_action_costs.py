@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkprune.contract.checks import to_json
-from sinkprune.contract.errors import UsageError
 from sinkprune.deadlines.costs import (
     ActionCosts,
     BudgetCosts,
@@ -39,38 +35,6 @@ def test_costs_are_read_as_they_were_written(tmp_path: Path) -> None:
         found = read_action_costs(path, PLACE)
         # The order of budgets is that of choices.
         assert found == written and list(found.budgets) == list(BUDGETS)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        *(({"action_costs_version": n}, f"have the version {n}, this sinkprune reads 3") for n in (1, 2, 4)),
-        ({"measured_at": "yesterday"}, "malformed at $.measured_at"),
-        ({"frames": 0}, "malformed at $.frames"),
-        ({"budgets": {}}, "are of no budget, expected one at least"),
-        ({"budgets": {"none": {"before_ms": 1.0, "step_ms": 0, "rows": 9}}}, "malformed at $.budgets.none.step_ms"),
-        ({"budgets": {"none": {"before_ms": -1, "step_ms": 1, "rows": 9}}}, "malformed at $.budgets.none.before_ms"),
-        ({"budgets": {"none": {"before_ms": 1, "step_ms": 1, "rows": 0}}}, "malformed at $.budgets.none.rows"),
-        ({"budgets": {"none": 3}}, "malformed at $.budgets.none"),
-        ("{", "costs"),
-        ({"action_costs_version": None}, "is no file of action costs: found no action_costs_version."),
-    ],
-)
-def test_other_files_are_rejected(change: Any, said: str, tmp_path: Path) -> None:
-    path = tmp_path / "costs.json"
-    path.write_text(change if isinstance(change, str) else json.dumps({**to_json(COSTS), **change}))
-    with pytest.raises(UsageError) as refusal:
-        read_action_costs(path, PLACE)
-    assert said in str(refusal.value)
-    assert "Measure them here with Policy.warm_up and write_costs in Python." in str(refusal.value)
-
-
-@pytest.mark.parametrize("field", list(Place.__dataclass_fields__))
-def test_costs_of_another_place_are_rejected(field: str, tmp_path: Path) -> None:
-    write_costs(tmp_path / "costs.json", COSTS)
-    other = {"cut_after": (1,), "threads": 3}.get(field, "another")
-    with pytest.raises(UsageError, match=f"of another place: their '{field}' is"):
-        read_action_costs(tmp_path / "costs.json", replace(PLACE, **{field: other}))
 
 
 @st.composite

@@ -48,27 +48,6 @@ def questions(folder: Path, *kinds: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"].startswith(kinds)]
 
 
-@pytest.mark.parametrize("budget", ["none", "retain-64"])
-def test_the_pocket_model_chooses_rightly_and_is_surer_when_it_is_right(
-    budget: str, pocket: tuple[Pipeline, Path]
-) -> None:
-    pipe, folder = pocket
-    asked = [(line, COLOURS) for line in questions(folder, "colour")]
-    asked += [(line, ["yes", "no"]) for line in questions(folder, "existence-random", "existence-popular")]
-    answers = [
-        pipe.generate(folder / line["image"], line["question"], budget=budget, choice=texts) for line, texts in asked
-    ]
-    right = [answer.text == line["answer"] for answer, (line, _) in zip(answers, asked, strict=True)]
-    assert len(right) > 8 and sum(right) >= 0.9 * len(right)
-    sure = [answer.confidence for answer, ok in zip(answers, right, strict=True) if ok]
-    assert sorted(share or 0 for share in sure)[len(sure) // 2] > 0.9
-    # What it writes freely is what it chooses.
-    for answer, (line, _) in [*zip(answers, asked, strict=True)][:3]:
-        free = pipe.generate(folder / line["image"], line["question"], budget=budget)
-        assert free.text == answer.text
-        assert free.token_ids[:-1] == answer.token_ids
-
-
 def test_the_pocket_model_counts_in_a_regex_and_in_json(pocket: tuple[Pipeline, Path]) -> None:
     pipe, folder = pocket
     right = []

@@ -89,30 +89,6 @@ def test_the_overlay_draws_the_colours_of_the_response(pipeline: Callable[..., P
                 assert drawn.getpixel((round(left) + 2, int((top + bottom) / 2))) == (*colour.tolist(),)
 
 
-def test_several_pictures_are_in_their_order(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
-    pipe = pipeline("gqa-112", "fp32", ("retain-64", "retain-192"), max_images=3)
-    pictures = [photo, photo.rotate(90, expand=True).resize((200, 210))]
-    found = from_server(pipe, pictures, "retain-64", kept_tokens=True)["kept_tokens"]
-    kept = pipe.generate(pictures, "What?", budget="retain-64", max_new_tokens=1).images
-    assert [each["size"] for each in found] == [[600, 400], [200, 210]]
-    for each, own in zip(found, kept, strict=True):
-        check(each, own)
-
-
-@pytest.mark.parametrize(
-    ("size", "seen", "share"), [((600, 400), [100, 0, 500, 400], 33), ((90, 90), [0, 0, 90, 90], 0)]
-)
-def test_the_seen_part(
-    size: tuple[int, int], seen: list[float], share: int, pipeline: Callable[..., Pipeline], photo: Image.Image
-) -> None:
-    pipe = pipeline("gqa-112", "fp32", ("retain-64",))
-    for budget in ("retain-64", "none"):
-        (found,) = from_server(pipe, [photo.resize(size)], budget, kept_tokens=True)["kept_tokens"]
-        assert found["seen"] == pytest.approx(seen, abs=0.51)
-        unseen = [each["text"] for each in found["classes"] if each["name"] == "unseen"]
-        assert unseen == ([f"not seen by the model (hatched): {share} %"] if share else [])
-
-
 def test_unpruned_all_tokens_reach_the_last_layer(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
     """Without the rows that end a line, which LLaVA-NeXT's prompt has too."""
     pipe = pipeline("next", "fp32", ("retain-320",))
@@ -121,11 +97,3 @@ def test_unpruned_all_tokens_reach_the_last_layer(pipeline: Callable[..., Pipeli
     (clear, *others) = found["classes"]
     assert clear["name"] == "last_layer" and [each["name"] for each in others] == ["padding"]
     assert clear["tokens"] == sorted({*layout.unpruned_rows.tolist()} - {-1})
-
-
-def test_no_map_without_the_field_and_none_without_pictures(
-    pipeline: Callable[..., Pipeline], photo: Image.Image
-) -> None:
-    pipe = pipeline("gqa-112", "fp32", ("retain-64",))
-    assert "kept_tokens" not in from_server(pipe, [photo], "retain-64")
-    assert from_server(pipe, [], "none", kept_tokens=True)["kept_tokens"] == []

@@ -42,13 +42,3 @@ def test_what_is_no_number_of_the_kind() -> None:
             REAL.check(wrong)
     with pytest.raises(UsageError, match="--count is "):
         WHOLE.check(np.float32(3))
-
-
-@given(st.text())
-def test_any_word_is_read_or_refused_on_one_line(word: str) -> None:
-    for read in (WHOLE, REAL):
-        try:
-            read(word)
-        except UsageError as error:
-            assert str(error).isprintable()
-            assert len(str(error)) < 150

@@ -76,15 +76,6 @@ def test_an_answer_s_files_are_written(error: OSError, code: int, question: list
     assert ("error: the system refused 'standard output': No space left" in stderr) == (code == 2)
 
 
-@pytest.mark.parametrize(("error", "code"), [(CLOSED, 0), (FULL, 2)])
-def test_all_chunks_are_written(error: OSError, code: int, moments: list[object], tmp_path: Path) -> None:
-    found, stderr = into(error, act, *moments, "--json", tmp_path / "chunks.json")
-    assert found == code, stderr
-    written = json.loads((tmp_path / "chunks.json").read_text())
-    assert len(written["chunks"]) == 2
-    assert written["interrupted"] is None
-
-
 def test_without_files_the_work_ends(moments: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     done = []
     whole = Policy.act

@@ -148,19 +148,6 @@ def test_what_was_moved_away_is_never_lost_to_what_came_after(tmp_path: Path) ->
     assert (whole_version(output), whole_version(place / "old")) == (9, 1)
 
 
-def test_files_that_appear_while_the_new_folder_is_written_are_kept(tmp_path: Path) -> None:
-    output = write_folder(tmp_path / "bundle", 1)
-    with pytest.raises(BundleError, match=r"does not list: 'notes\.txt'"), replaced(output) as root:
-        write_folder(root, 2)
-        (output / "notes.txt").write_text("mine")
-    assert (output / "notes.txt").read_text() == "mine"
-    assert len(list(tmp_path.iterdir())) == 1
-    with pytest.raises(BundleError, match="Add --force"), replaced(tmp_path / "other", force=False) as root:
-        write_folder(root, 2)
-        write_folder(tmp_path / "other", 1)
-    assert whole_version(tmp_path / "other") == 1
-
-
 def at_rename(monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[], object]) -> None:
     """Run `act` before the rename of a path of this `name`, once."""
     system, done = os.rename, list[object]()

@@ -146,21 +146,3 @@ def test_a_picture_that_is_seen_in_part_causes_a_warning(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pipe.generate(photo.resize((90, 90)), "What?", max_new_tokens=1)
-
-
-def test_each_size_causes_one_warning(bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path) -> None:
-    pipe = Pipeline.load(bundle("gqa-112", "fp32", ("retain-64",)))
-    photo.save(tmp_path / "photo.png")
-    wide = photo.resize((160, 90))
-    with pytest.warns(PartlySeenWarning) as caught:
-        for _ in range(2):
-            for picture in (tmp_path / "photo.png", photo, wide):
-                # Reading a file changes Python's filters, and Python then repeats warnings.
-                pipe.generate(picture, "What?", max_new_tokens=1)
-    assert ["of 160x90" in str(warning.message) for warning in caught] == [False, True]
-    other = Pipeline.load(bundle("gqa-112", "fp32", ("retain-64",)))
-    for _ in range(2):
-        # Where it is an error, each request raises it.
-        with warnings.catch_warnings(), pytest.raises(PartlySeenWarning):
-            warnings.simplefilter("error")
-            other.generate(wide, "What?", max_new_tokens=1)

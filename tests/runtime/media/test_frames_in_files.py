@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from sinkprune import FirstFrameWarning, Pipeline
 from sinkprune.runtime.media.images import frame_count, read_header, read_image, read_image_bytes, to_rgb
@@ -56,18 +56,6 @@ def test_views_of_a_jpeg_are_frames(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(undefined, disparity))
     with Image.open(path) as opened:
         assert frame_count(read_image(path)) == frame_count(to_rgb(opened)) == read_header(path)[0] == 2
-
-
-def test_an_opened_image_keeps_its_frame_and_its_drawing(tmp_path: Path) -> None:
-    with Image.open(animated(tmp_path / "anim.gif")) as opened:
-        opened.seek(1)
-        chosen = to_rgb(opened)
-        assert (frame_count(chosen), chosen.getpixel((4, 4))) == (1, (0, 255, 0))
-    with Image.open(tmp_path / "anim.gif") as opened:
-        opened.load()
-        ImageDraw.Draw(opened).rectangle((0, 0, 89, 89), fill=opened.getpixel((0, 0)) + 1)  # type: ignore[operator]
-        before = opened.convert("RGB").getpixel((4, 4))
-        assert before == to_rgb(opened).getpixel((4, 4)) == opened.convert("RGB").getpixel((4, 4)) != (255, 0, 0)
 
 
 @pytest.mark.parametrize("suffix", ["gif", "tiff"])

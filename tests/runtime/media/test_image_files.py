@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image
 
 from sinkprune.contract.errors import ImageError
 from sinkprune.runtime.media.images import (
@@ -22,7 +22,7 @@ from sinkprune.runtime.media.images import (
     to_rgb,
 )
 from support.programs.repository import ROOT
-from support.programs.slow_cases import each_once, slow
+from support.programs.slow_cases import slow
 
 CORPUS = sorted((ROOT / "tests" / "fuzz" / "corpus" / "pictures").iterdir())
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n0 0 moveto\nshowpage\n%%EOF\n"
@@ -129,46 +129,6 @@ def test_what_was_once_found_is_read_or_refused(path: Path) -> None:
         assert read_image(path).mode == "RGB"
     except ImageError as error:
         assert f"'{path}'" in str(error)
-
-
-def plain_rgb(image: Image.Image) -> Image.Image:
-    """What transformers shows a model, in as many copies as it takes."""
-    image = ImageOps.exif_transpose(image)
-    if "A" not in image.getbands() and image.info.get("transparency") is None:
-        return image.convert("RGB")
-    over = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", over.size, (255, 255, 255, 255)), over).convert("RGB")
-
-
-@pytest.mark.parametrize(
-    ("form", "orientation"),
-    each_once(
-        [
-            *[(mode, "PNG") for mode in ("1", "L", "P", "RGB", "LA", "RGBA")],
-            *[(mode, "TIFF") for mode in ("1", "L", "P", "RGB", "LA", "RGBA", "CMYK", "LAB")],
-            *[("RGB", "JPEG"), ("CMYK", "JPEG"), ("L", "JPEG"), ("RGBA", "WEBP"), ("RGB", "WEBP")],
-        ],
-        [None, 1, 3, 6, 7],
-    ),
-)
-def test_odd_modes_give_the_pixels_that_pillow_gives(
-    form: tuple[str, str], orientation: int | None, tmp_path: Path
-) -> None:
-    """Large enough to be made opaque in several strips."""
-    mode, kind = form
-    values = np.random.default_rng(0).integers(0, 256, (1201, 1003, 4), dtype=np.uint8)
-    picture = Image.fromarray(values)
-    if mode != "RGBA":
-        picture = picture.convert(mode) if mode in ("LA", "L", "1") else picture.convert("RGB").convert(mode)
-    exif = Image.Exif()
-    if orientation:
-        exif[0x112] = orientation
-    options: dict[str, object] = {"transparency": 3} if (mode, kind) in (("P", "PNG"), ("L", "PNG")) else {}
-    data = encoded(picture, kind, exif=exif, **options)
-    with Image.open(io.BytesIO(data)) as expected:
-        found = read_image(named(tmp_path, data))
-        assert found.size == plain_rgb(expected).size
-        assert np.array_equal(np.asarray(found), np.asarray(plain_rgb(expected)))
 
 
 @pytest.mark.slow

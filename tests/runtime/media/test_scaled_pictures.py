@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinkprune import DividedPictureWarning, Pipeline
 from sinkprune.runtime.media.images import largest_of_16_bits, read_image_bytes, to_rgb
 from sinkprune.runtime.media.picture_warnings import facts_of, notes_on
 from support.programs.commands import run
@@ -44,16 +43,6 @@ def test_one_line_names_the_largest_value(
     root = bundle("gqa-112", "fp32", ("retain-64",), max_images=3)
     outcome = run(command, root, *("--image", depth) * 2, "--prompt", "What is this?", *options)
     assert (outcome.code, outcome.stderr) == (0, f"{depth}: {MESSAGE}")
-
-
-def test_a_bright_picture_hides_no_dark_one(bundle: Callable[..., Path]) -> None:
-    pipe = Pipeline.load(bundle("gqa-112", "fp32", ("retain-64",), max_images=3))
-    bright, dark = (Image.fromarray(np.full((8, 8), 257 * value, np.uint16)) for value in (200, 25))
-    with pytest.warns(DividedPictureWarning) as caught:
-        for picture in (bright, dark, bright, dark):
-            pipe.generate(picture, "What?", max_new_tokens=1)
-    said = [str(warning.message) for warning in caught]
-    assert [text.split(" of 255")[0].split()[-1] for text in said] == ["200", "25"]
 
 
 def png_of_16_bits(values: np.ndarray, colours: int) -> bytes:

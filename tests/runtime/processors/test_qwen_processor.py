@@ -61,12 +61,6 @@ def test_no_image_has_more_tokens_than_the_bundle_is_made_for(size: tuple[int, i
     assert grid.patches // 4 <= QWEN.tokens_of(known).most
 
 
-def test_qwen2_vl_has_the_same_processor() -> None:
-    other = read_family("preset", PRESETS["qwen2-vl-7b"])
-    assert other.processor({}) == QWEN.processor({})
-    assert other.tokens_of(other.processor({})) == QWEN.tokens_of(QWEN.processor({}))
-
-
 @pytest.mark.parametrize("name", ["qwen", "qwen2-vl"])
 @pytest.mark.parametrize("size", [(600, 400), (28, 28), (100, 900)])
 def test_boxes_tile_the_image_in_raster_order(

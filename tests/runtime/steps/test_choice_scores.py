@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinkprune import Answer, NumericsError, Pipeline, Session
+from sinkprune import NumericsError, Pipeline, Session
 from sinkprune.runtime.hooks import Budgets
 from sinkprune.runtime.steps.decoding import decode_one_token
-from sinkprune.runtime.steps.observer import NOBODY, Observer
+from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.text.prompt import Prompt
-from sinkprune.serving.scheduler import Job, Scheduler, State
 from support.references.steps import Array, Watched, watched
 
 QUESTION = "Which colour is the cup?"
@@ -208,36 +207,6 @@ def test_each_pass_is_a_step_that_a_cancel_ends(
     assert (stream.step(), stream.step()) == (None, None)
     stream.close()
     assert seen.count == 0
-
-
-def test_a_request_with_priority_is_answered_between_two_passes(pipe: Pipeline, photo: Image.Image) -> None:
-    scheduler, ends, pieces = Scheduler(pipe, most_jobs=8, most_active=1), list[str](), list[str]()
-    urgent = Job(
-        pipe.new_request(photo, QUESTION, max_new_tokens=1),
-        100,
-        NOBODY,
-        str,
-        lambda end: ends.append(f"urgent after {slow.count}"),
-    )
-
-    def arrives() -> None:
-        scheduler.submit(urgent)
-        while urgent.state is not State.READY:
-            time.sleep(0.001)
-
-    slow = Passes(arrives)
-
-    def ended(end: Answer | BaseException) -> None:
-        ends.append(f"list after {slow.count}")
-
-    scheduler.submit(Job(pipe.new_request(photo, QUESTION, choice=WITHIN), -100, slow, pieces.append, ended))
-    until = time.monotonic() + 20
-    while len(ends) < 2 and time.monotonic() < until:
-        time.sleep(0.001)
-    scheduler.close()
-    # One piece: clients that stream receive nothing between passes.
-    assert slow.count > 1
-    assert (ends, len(pieces)) == (["urgent after 1", f"list after {slow.count}"], 1)
 
 
 def test_a_deadline_counts_the_passes(pipe: Pipeline, photo: Image.Image) -> None:

@@ -90,22 +90,12 @@ def test_an_order_of_channels_without_an_array_is_warned_of() -> None:
 
 @pytest.mark.parametrize("kind", [TypeError, UsageError])
 def test_an_unknown_option_is_refused_with_those_there_are(kind: type[Exception]) -> None:
-    known = "budget, method, max_new_tokens, min_new_tokens, temperature, top_p, seed, deadline_ms"
-    with pytest.raises(kind) as refused:
-        new_request("a.jpg", "Why?", bugdet="retain-64")
-    said = "there is no option 'bugdet'; did you mean 'budget'? Options are: "
-    assert str(refused.value).startswith(said)
-    assert set(known.split(", ")) <= set(str(refused.value).removeprefix(said).removesuffix(".").split(", "))
-    with pytest.raises(kind, match=r"^there is no option 'zzz'\. Options are: budget, "):
-        new_request("a.jpg", "Why?", zzz=1)
     with pytest.raises(
-        kind, match=r"^there is no option 'budgt'; did you mean 'budget'\? Options are: pictures, texts, "
+        kind, match=r"^there is no option 'bugdet'; did you mean 'budget'\? Options are: budget, method, "
     ):
-        Request(("a.jpg",), ("", "Why?"), budgt="none")
-    with pytest.raises(kind, match=r"^there is no option 'order'\."):
+        new_request("a.jpg", "Why?", bugdet="retain-64")
+    with pytest.raises(kind, match=r"^there is no option 'order'\. Options are: pictures, texts, "):
         Request(("a.jpg",), ("", "Why?"), order="bgr")
-    with pytest.raises(kind, match="no option 'texts'"):
-        new_request("a.jpg", "Why?", texts=("", "Why?"))
     with pytest.raises(kind, match=r"^fit is an option of Pipeline\.load, not of a request\. Give it there\.$"):
         new_request("a.jpg", "Why?", fit="pad")
 

@@ -13,7 +13,6 @@ from support.references.prompt_encoders import (
     SPECIALS,
     TOKENIZERS,
     Pairs,
-    assert_typed_text_stays_text,
     encoder,
     llama,
 )
@@ -50,12 +49,6 @@ def test_a_tokenizer_that_adds_no_first_token_keeps_two_of_the_template(tokenize
         assert [token for token in found if token in SPECIALS.values()] == ids
 
 
-def test_a_typed_first_token_at_the_start_of_a_template_is_no_first_token(tokenizer_folder: Path) -> None:
-    llama().save(str(tokenizer_folder / "tokenizer.json"))
-    texts = encoder(tokenizer_folder, "{{ messages[0].content[1].text }}<image>").encode(["", "<s> What?"]).texts
-    assert texts[0].count(1) == 1 and len(texts[0]) > 3
-
-
 def test_a_template_may_write_special_tokens_of_its_own(both: Pairs) -> None:
     pair = both("llama", TEMPLATE + "</s><pad>{{ eos_token }}")
     found = pair.found("What is this?")
@@ -69,9 +62,3 @@ def test_a_template_must_write_one_image(written: str, count: int, tokenizer_fol
     with pytest.raises(BundleError, match=f"writes {count} images") as caught:
         ours.encode(["", "What is this?"])
     assert "chat template" in str(caught.value)
-
-
-def test_a_template_cannot_be_rendered_into_the_conversation_by_the_user(both: Pairs) -> None:
-    pair = both("llama")
-    text = "{{ 7 * 7 }}{% for m in messages %}<image>{% endfor %}"
-    assert_typed_text_stays_text(pair, text)

@@ -131,17 +131,3 @@ def test_the_checkpoint_s_own_penalty_is_applied_unless_a_request_has_one(
     assert pipe.generate(photo, QUESTION, **OPTIONS).token_ids == own
     without = pipe.generate(photo, QUESTION, repetition_penalty=1, **OPTIONS).token_ids
     assert without == greedy(model, inputs, repetition_penalty=1.0) != own
-
-
-def test_a_form_holds_under_penalties_and_a_closed_list_is_scored_without(
-    pipeline: Callable[..., Pipeline], photo: Image.Image
-) -> None:
-    pipe = pipeline("gqa-112")
-    strong = {"repetition_penalty": 5.0, "presence_penalty": 2.0, "frequency_penalty": 2.0}
-    answer = pipe.generate(photo, QUESTION, regex="(cup ){4}cup", max_new_tokens=60, **strong)
-    assert (answer.text, answer.finish) == ("cup " * 4 + "cup", "stop")
-    scored = pipe.generate(photo, QUESTION, choice=["a cup", "a plate"])
-    with pytest.warns(
-        UserWarning, match="^repetition_penalty and presence_penalty and frequency_penalty changed noth"
-    ):
-        assert pipe.generate(photo, QUESTION, choice=["a cup", "a plate"], **strong).choices == scored.choices
