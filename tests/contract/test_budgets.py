@@ -109,14 +109,6 @@ def test_an_unknown_option_is_refused_with_the_known_names(option: str) -> None:
         assert known in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("layers", "expected"),
-    [(4, (0, 1, 2)), (6, (0, 1, 3)), (8, (1, 2, 4)), (22, (1, 4, 10)), (27, (2, 5, 13)), (28, (2, 6, 15))],
-)
-def test_prune_layers_by_depth(layers: int, expected: tuple[int, int, int]) -> None:
-    assert prune_layers(layers) == expected
-
-
 def test_prune_layers_of_any_depth_ascend_and_leave_a_layer_behind_them() -> None:
     for depth in range(4, 100):
         first, second, third = prune_layers(depth)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import BudgetError, BundleError
-from sinkprune.contract.manifest import BUNDLE, CHAT_TEMPLATE, EMBEDDING, MANIFEST, TOKENIZER
+from sinkprune.contract.manifest import BUNDLE, EMBEDDING, MANIFEST
 from support.models.manifests import changed, file_of, manifest_data, refusal, write_data
 
 Bundles = Callable[..., Path]
@@ -120,37 +120,25 @@ def test_other_folders_are_rejected_with_the_command_that_makes_a_bundle(tmp_pat
     [
         ("tokens", GONE, "malformed at $: missing field 'tokens'"),
         ("vision/tokens", GONE, "malformed at $.vision: missing field 'tokens'"),
-        ("vision/depth", 3, "malformed at $.vision: unknown field 'depth'"),
-        ("graphs/vision/extra", 1, "malformed at $.graphs.vision: unknown field 'extra'"),
         ("language_model/rope_theta", 10**400, "malformed at $.language_model.rope_theta"),
-        ("precision", "fp8", "malformed at $.precision"),
         ("family", "llava-9", "Upgrade sinkprune, or export"),
         ("files/graphs~head.onnx", GONE, "no size and sha256 for 'graphs/head.onnx'"),
-        *((f"files/{name.replace('/', '~')}", GONE, name) for name in (EMBEDDING, TOKENIZER, CHAT_TEMPLATE)),
         *((f"graphs/{graph}", GONE, f"'{graph}'") for graph in ("vision", "projector", "decoder_3", "head")),
-        ("graphs/sinkpruner~retain-64~sanitizer", GONE, "'sinkpruner/retain-64/sanitizer'"),
         ("graphs/sinkpruner~retain-64~select_after_2", GONE, "'sinkpruner/retain-64/select_after_2'"),
         ("plans/sinkpruner/retain-64/select_after", {"99": "sinkpruner/retain-64/select_after_2"}, "cut after 1, 2"),
         ("plans/sinkpruner/retain-64/sanitizer", None, "no sanitizer to choose"),
-        ("plans/sinkpruner/retain-64/sanitizer", "", "lacks the graph ''"),
         # Another plan's graph, and one that is no sanitizer
         ("plans/sinkpruner/retain-64/sanitizer", "sinkpruner/retain-32/sanitizer", "its output is kept_"),
-        ("plans/sinkpruner/retain-64/sanitizer", "head", "graph 'head'"),
         ("plans/sinkpruner/retain-64/counts", None, "'retain-64' that must have counts and no shares"),
         ("language_model/hidden_size", 128, "graph 'projector'"),
-        ("language_model/num_layers", 9, "graph 'decoder_3'"),
         ("language_model/num_layers", 4096, "key_8"),
         ("language_model/num_heads", 8, "query float32[1, 4, 'S', 16], expected query float32[1, 8, None, 16]"),
-        ("language_model/num_kv_heads", 4, "key float32[1, 2, 'S', 16], expected key float32[1, 4, None, 16]"),
-        ("language_model/head_dim", 32, "graph 'decoder_0'"),
-        ("language_model/vocab_size", 385, "logits float32[1, 384], expected logits float32[1, 385]"),
         ("language_model/rope_sections", [2, 3, 4], "rope_sections [2, 3, 4], expected numbers that add up to 8"),
         ("projector", None, "holds the graph 'projector', which nothing runs"),
         ("precision", "fp16", "tokens float32['G', 64, 64], expected tokens float16[None, 64, 64]"),
         ("cache", "rows", "key_0 float32[1, 2, 'C', 16], expected key_0 float32[1, 2, 'S', 16]"),
         ("cut_after", [1, 2, 5], "select"),
         ("graphs/head/inputs", [{"name": "states", "dtype": "float32", "shape": [1, "S", 64]}], "expected none"),
-        ("graphs/vision/outputs", [], "is none, expected tokens"),
         ("graphs/vision/file", "../secret", "has no size and sha256 for '../secret'"),
     ],
 )
@@ -178,17 +166,11 @@ def test_plans_of_any_resolution_have_shares_and_a_sanitizer(bundle: Bundles, tm
     [
         ("vision/tokens", 65),
         ("vision/image_size", 224),
-        ("vision/patch_size", 0),
         ("processor", {}),
-        ("processor/resample", 99),
-        ("processor/size", {"shortest_edge": "112"}),
         ("processor/size", {"shortest_edge": 10**6}),
         ("processor/crop_size", {"height": 112, "width": 126}),
-        ("processor/image_mean", [0.5, 0.5]),
         ("processor/image_mean", [1e300, 0, 0]),
         ("processor/image_std", [0, 1, 1]),
-        ("processor/rescale_factor", True),
-        ("processor/do_rescale", None),
     ],
 )
 def test_the_image_side_must_fit_the_vision_graph(place: str, value: Any, copied: Path) -> None:

@@ -4,13 +4,14 @@ A budget is a row of the table below, named on the command line, optionally foll
 ``retain-64``, ``retain-64+compact``, ``retain-32+raster+visual-keys``. Every count is an exact share of the number
 of visual tokens, in integers, so that a row measured on a 24x24 grid holds on any other (method.md section 3).
 
-A row names two classes, which are imported with the first checkpoint or bundle of the family (docs/new-family.md).
+A family is a `FamilyRow`. It names two classes, which are imported with the family's first checkpoint or bundle
+(docs/new-family.md).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Annotated, Literal
@@ -343,47 +344,13 @@ class Plan:
         return [int(layer) for layer in self.select_after]
 
 
-def find_plan(
-    plans: Mapping[str, Mapping[str, Plan]], budgets: Container[str], family: str, method: str, budget: str
-) -> Plan | None:
-    """Return the plan of `method` at `budget` among a bundle's `plans`, None for the unpruned engines.
-
-    `budgets` are the names of all budgets of the bundle, and `family` is its family. Raises `BudgetError` with what
-    the bundle holds.
-    """
-    if method not in plans:
-        raise BudgetError(
-            f"this bundle holds no method '{method}'; it holds: {', '.join(plans)}. Give one of "
-            "these; others must be exported first, with sinkprune-export --methods."
-        )
-    if budget == UNPRUNED:
-        return None
-    if budget in budgets and budget not in plans[method]:
-        held = ", ".join(plans[method])
-        if not _is_exported(family, budget):
-            others = ", ".join(name for name, own in plans.items() if budget in own)
-            raise BudgetError(
-                f"method '{method}' has no budget '{budget}', which was added for: {others}. '{method}' has: {held}."
-            )
-        raise BudgetError(
-            f"method '{method}' cannot run on as few visual tokens as budget '{budget}' asks for, on this model; "
-            f"it can at: {held}."
-        )
-    if budget not in plans[method]:
-        raise BudgetError(
-            f"this bundle holds no budget '{budget}' for method '{method}'; it holds: "
-            f"{', '.join([UNPRUNED, *plans[method]])}. {_remedy(family, budget)}"
-        )
-    return plans[method][budget]
-
-
-def _remedy(family: str, budget: str) -> str:
+def missing_remedy(family: str, budget: str) -> str:
     """Return the sentence about how to add a `budget` to a bundle of the `family`."""
     of_machine = _OF_MACHINE.fullmatch(budget)
     if of_machine:
         option = {"in": "--target-ms", "mean": "--budget-tokens"}[of_machine[1]]
         return f"Find it on this machine and add it: sinkprune-calibrate schedule BUNDLE {option} {of_machine[2]}"
-    if not _is_exported(family, budget):
+    if not is_exported(family, budget):
         return (
             f"It is no budget of family '{family}' either. Choose one of these. For a model that answers, "
             "sinkprune-calibrate schedule finds one for this machine."
@@ -391,7 +358,7 @@ def _remedy(family: str, budget: str) -> str:
     return "Others must be exported first, with sinkprune-export --budgets."
 
 
-def _is_exported(family: str, budget: str) -> bool:
+def is_exported(family: str, budget: str) -> bool:
     """Return whether the export makes budgets of this name, for any bundle of the `family`."""
     try:
         parse_budget(family, budget)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
-from sinkprune.contract.budgets import Budget, Plan, find_plan
+from sinkprune.contract.budgets import UNPRUNED, Budget, Plan, is_exported, missing_remedy
 from sinkprune.contract.checks import OPTIONAL, Bounds, Count, Few, Size, Width
-from sinkprune.contract.errors import BundleError
+from sinkprune.contract.errors import BudgetError, BundleError
 from sinkprune.contract.files.manifest_file import FileSpec, ManifestFile
 from sinkprune.contract.precision import PrecisionName, WeightForms
 
@@ -447,8 +447,35 @@ class Manifest:
         return spec.size if spec else 0
 
     def plan(self, method: str, budget: str) -> Plan | None:
-        """Return the plan of `method` at `budget`, None for the unpruned engines. Raises `BudgetError`."""
-        return find_plan(self.plans, self.budgets, self.family, method, budget)
+        """Return the plan of `method` at `budget`, None for the unpruned engines.
+
+        Raises `BudgetError` with what the bundle holds.
+        """
+        plans = self.plans.get(method)
+        if plans is None:
+            raise BudgetError(
+                f"this bundle holds no method '{method}'; it holds: {', '.join(self.plans)}. Give one of "
+                "these; others must be exported first, with sinkprune-export --methods."
+            )
+        if budget == UNPRUNED:
+            return None
+        if budget in plans:
+            return plans[budget]
+        held = ", ".join(plans)
+        if budget not in self.budgets:
+            raise BudgetError(
+                f"this bundle holds no budget '{budget}' for method '{method}'; it holds: "
+                f"{', '.join([UNPRUNED, *plans])}. {missing_remedy(self.family, budget)}"
+            )
+        if not is_exported(self.family, budget):
+            others = ", ".join(name for name, own in self.plans.items() if budget in own)
+            raise BudgetError(
+                f"method '{method}' has no budget '{budget}', which was added for: {others}. '{method}' has: {held}."
+            )
+        raise BudgetError(
+            f"method '{method}' cannot run on as few visual tokens as budget '{budget}' asks for, on this model; "
+            f"it can at: {held}."
+        )
 
     def reads_question(self, plan: Plan | None) -> bool:
         """Return whether the sanitizer of `plan` chooses tokens by the question."""

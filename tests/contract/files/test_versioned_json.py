@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sinkprune import OutputError
-from sinkprune.contract.files.manifest_file import read_versioned, write_versioned
+from sinkprune.contract.files.manifest_file import write_versioned
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,3 @@ def test_links_devices_and_files_of_bundles_are_not_replaced(name: str, said: st
         write_versioned(tmp_path / name, _Kept(3.0))
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "link.json").is_symlink()
     assert (tmp_path / "bundle" / "bundle.json").read_text() == "precious"
-
-
-def test_a_file_is_written_and_replaced(tmp_path: Path) -> None:
-    for ms in (3.0, 4.0):
-        write_versioned(tmp_path / "kept", _Kept(ms))
-        assert read_versioned(tmp_path / "kept", _Kept, "kept", 1, "Write it again.") == _Kept(ms)
-    assert [path.name for path in tmp_path.iterdir()] == ["kept"]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinkprune import Clip, Pipeline, Session, UsageError
+from sinkprune import Pipeline, Session, UsageError
 from sinkprune.contract.budgets import Plan
 from sinkprune.export.bundle_writer import Unreachable, export_bundle
 from sinkprune.export.families import read_family
@@ -53,8 +53,6 @@ FEW = {
     for place, method in enumerate(REACHING[name])
     if (place % len(REACHING) == number and method not in ("random", *DOWNSAMPLE)) or method == "sinkpruner"
 }
-ONE_PIECE = [case for case in CASES if case[0] != "qwen2-vl"]
-SMALLER = [("qwen-tied", "downsample"), ("qwen3-vl", "downsample")]
 SIZE = (300, 700)
 
 
@@ -181,18 +179,6 @@ def test_a_budget_means_the_same_for_every_method(
         stages = (tuple(rows) for rows in answer.kept.after_stage.values())
         kept.add((tuple(answer.kept.index.ravel()), *stages))
     assert len(kept) == len(REACHING[name]) - 1
-
-
-@pytest.mark.parametrize(("name", "method"), slow_except((FEW & {*ONE_PIECE}) | {*SMALLER}, [*ONE_PIECE, *SMALLER]))
-def test_clips_are_answered(name: str, method: str, bundles: Callable[[str], Pipeline], photo: Image.Image) -> None:
-    """Of a clip a method keeps what it keeps of all its frames at once."""
-    clip = Clip([photo.resize((170, 140)), photo.resize((170, 140)).rotate(180)] * 2, fps=2)
-    pipe = bundles(name)
-    answer = pipe.generate(clip, PROMPT, method=method, budget="prune-66.7", max_new_tokens=2, min_new_tokens=2)
-    shares = plan_of(pipe, method, "prune-66.7").shares
-    assert shares is not None
-    assert answer.kept.index.size == shares.resolve(answer.visual_tokens).kept
-    assert len(answer.token_ids) == 2
 
 
 @pytest.mark.parametrize("name", REACHING)

@@ -113,14 +113,6 @@ def test_frames_are_as_large_as_the_processor_of_qwen3_makes_them(size: tuple[in
     assert one.h * one.w // 4 <= known["video"]["most_tokens"]
 
 
-def test_a_still_clip_is_the_image_in_every_frame(photo: Image.Image) -> None:
-    image = photo.resize((112, 112))
-    processor = QwenProcessor(QWEN.processor({"min_pixels": 784, "max_frames": 8}) | {"min_pixels": 784})
-    processor._settings["video"]["min_pixels"] = 784
-    still = processor(sample_frames(Clip([image] * 4, fps=2), LIMITS, 2))
-    assert np.abs(still - np.concatenate([processor(image)] * 2)).max() <= 1e-5
-
-
 @pytest.mark.parametrize(
     ("clip", "message"),
     [

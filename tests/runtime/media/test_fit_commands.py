@@ -39,15 +39,3 @@ def test_unseen_parts_are_reported_once_a_size(bundle: Bundles, files: dict[str,
     outcome = run("sinkprune-run", root, *images(files, "square", "wide", "tall", "wide too"), *OPTIONS, "--json")
     assert outcome.stderr == f"{files['wide']}: {WIDE}\n{files['tall']}: {TALL}\n"
     assert json.loads(outcome.stdout)["seen_share"] == [1, pytest.approx(112 / 199), 0.5, pytest.approx(112 / 199)]
-
-
-def test_profile_reports_every_size_of_frames(bundle: Bundles, files: dict[str, Path]) -> None:
-    once = ("--budgets", "retain-64", "--prompt", "What?", "--new-tokens", 1, "--warmup-rounds", 0)
-    outcome = run("sinkprune-profile", bundle("gqa-112"), *images(files, "wide"), *once, "--repeat", 1)
-    assert (outcome.code, outcome.stderr) == (0, f"{files['wide']}: {WIDE}\n")
-    frames_of = ("--frames", files["wide"].parent, "--rate", 20, "--duration", 1)
-    files["line"].unlink()
-    outcome = run("sinkprune-profile", bundle("gqa-112"), *frames_of, *once)
-    assert outcome.stderr == f"{files['tall']}: {TALL}\n{files['wide']}: {WIDE}\n"
-    outcome = run("sinkprune-profile", bundle("gqa-112"), *frames_of, *once, "--fit", "pad")
-    assert (outcome.code, outcome.stderr) == (0, "")

@@ -81,15 +81,6 @@ def test_the_canvas_is_the_one_transformers_chooses(
     assert (canvas.height, canvas.width) == tuple(select_best_resolution((size[1], size[0]), pinpoints))
 
 
-def test_groups_are_the_whole_image_and_its_tiles(family: LlavaNext) -> None:
-    sizes = {(112, 112): 3, (224, 112): 3, (224, 224): 5, (336, 112): 4, (112, 336): 4, (2000, 10): 4}
-    assert {size: layout_of(family, size).groups for size in sizes} == sizes
-    largest = family.largest()["image"]
-    assert largest.groups == 5
-    # Five tiles of 8x8, 16 lines of 16
-    assert len(largest.unpruned_rows) == 5 * 64 + 16
-
-
 def test_a_bright_spot_lies_in_its_tokens_box(family: LlavaNext) -> None:
     black = Image.new("RGB", (300, 200))
     spotted = black.copy()

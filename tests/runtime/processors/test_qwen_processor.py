@@ -118,9 +118,3 @@ def test_a_smaller_picture_keeps_its_shape(rows: int, columns: int, share: Share
     assert abs(found[0] - (tokens * rows / columns) ** 0.5) < 1 or found[0] in (1, tokens)
     # A row or a column more would be too many, or would change the shape.
     assert found[1] == columns or (found[1] + 1) * found[0] > tokens
-
-
-def test_of_equal_numbers_of_tokens_the_taller_grid_is_no_longer_than_the_picture() -> None:
-    # 2x50 tokens, 66 of them: 2x33 and not 1x66.
-    grid = QwenProcessor(settings(most=28**2 * 200, least=28**2)).smaller(Share(66, 100)).grid((28 * 50, 28 * 2))
-    assert (grid.h // 2, grid.w // 2) == (2, 33)

@@ -28,18 +28,3 @@ def test_norms_and_logits_are_close(name: str, pipeline: Callable[..., Pipeline]
     assert norms16.dtype == np.float32
     np.testing.assert_allclose(norms16, norms, rtol=5e-3)
     assert np.abs(logits16 - logits).max() < 0.05 * np.abs(logits).max()
-
-
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("name", SHAPES)
-def test_pruned_answers_run_and_keep_the_same_counts(
-    name: str, budget: str, pipeline: Callable[..., Pipeline], photo: Image.Image
-) -> None:
-    ask = {"budget": budget, "max_new_tokens": 4, "min_new_tokens": 4}
-    answer, answer16 = (
-        pipeline(name, precision, BUDGETS).generate(photo, "What is this?", **ask) for precision in ("fp32", "fp16")
-    )
-    assert answer16.tokens_per_layer == answer.tokens_per_layer
-    assert answer16.kv_bytes * 2 == answer.kv_bytes
-    shared = np.intersect1d(answer.kept.index, answer16.kept.index)
-    assert len(shared) > 0.8 * answer.kept.index.size

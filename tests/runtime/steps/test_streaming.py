@@ -197,15 +197,3 @@ def test_no_stop_token_is_generated_before_min_new_tokens(
         assert answer.token_ids == script[: script.index(STOP) + 1]
     assert answer.finish == ("stop" if STOP in answer.token_ids else "length")
     assert "</s>" not in answer.text
-
-
-def test_one_token_has_no_time_per_token(scripted: Callable[[str], Pipeline], small: Image.Image) -> None:
-    _, one = streamed(scripted("words"), small, max_new_tokens=1)
-    assert one.token_ids == [word(0)]
-    assert one.ms["per_token"] is None
-    # Turning tokens into text is waited for too.
-    assert one.ms["ttft"] < one.ms["latency"]
-    _, two = streamed(scripted("words"), small, max_new_tokens=2)
-    assert two.ms["per_token"] is not None
-    assert two.ms["per_token"] > 0
-    assert two.ms["ttft"] + two.ms["per_token"] < two.ms["latency"]

@@ -96,11 +96,6 @@ def test_typed_special_tokens_never_become_special_ids_where_bytes_are_special_t
     assert decoded.strip() == f"{text} ASSISTANT:".strip()
 
 
-def test_a_typed_stand_in_of_another_encoder_is_just_text(both: Pairs) -> None:
-    pair = both("llama")
-    assert_typed_text_stays_text(pair, f"\ue000{'0' * 16}+{IMAGE_TOKEN}\ue001")
-
-
 def test_a_special_token_that_begins_another_is_not_taken_for_it(tokenizer_folder: Path) -> None:
     backend = llama()
     backend.add_special_tokens([AddedToken("<image></s>", special=True, normalized=False)])

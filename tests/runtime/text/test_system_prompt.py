@@ -8,7 +8,7 @@ import pytest
 
 from sinkprune import PromptError
 from support.models.checkpoints import IMAGE_TOKEN, TEMPLATE
-from support.references.prompt_encoders import SPECIALS, Pairs
+from support.references.prompt_encoders import Pairs
 
 SYSTEM, QUESTION = "  Answer in one word, as a robot.\nBe brief. ", "What is on the table?"
 WRITES = (
@@ -53,9 +53,3 @@ def test_a_template_without_a_place_for_it_is_an_error(template: str, both: Pair
     assert encoder.encode(["", QUESTION]).text_tokens > 0
     with pytest.raises(PromptError, match="chat template has no place for a system message"):
         encoder.encode(["", QUESTION], system=SYSTEM)
-
-
-def test_special_tokens_typed_into_it_stay_text(both: Pairs) -> None:
-    prompt = both("trained llama", TEMPLATE).ours.encode(["", QUESTION], system="a <image> and </s> in <s>")
-    assert len(prompt.texts) == 2
-    assert not set(SPECIALS.values()) & {*prompt.texts[0][1:], *prompt.texts[1]}

@@ -1,6 +1,6 @@
-"""The parser of a command's options, and the files that a command writes.
+"""Verbs, options and results of commands.
 
-`json_path` is the value of the option, which `CommandParser.add_json` adds; None without `--json`.
+`json_path` is the value of `--json` (`CommandParser.add_json`): a file, `STDOUT`, or None without the option.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=version, help="print the version and exit")
 
     def add_json(self, content: str) -> None:
-        """Add `--json [FILE]`, the `json_path` of `json_output` in this package; `content` is for the help.
+        """Add `--json [FILE]`, the `json_path` of this module; `content` is for the help.
 
         A positional after a bare `--json` would be its file, as with any optional value of argparse.
         """

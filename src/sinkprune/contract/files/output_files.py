@@ -1,4 +1,4 @@
-"""Files that commands write: beside, then in place."""
+"""Files that commands write, beside their place and then into it; and the order of numbered files that they read."""
 
 from __future__ import annotations
 

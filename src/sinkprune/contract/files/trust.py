@@ -23,6 +23,7 @@ from sinkprune.contract.files.untrusted import UnreadableError, read_bytes
 SIGNATURE_BYTES = 64
 _KEY_BYTES = 64 << 10
 _MAKE = "Make a pair with: openssl genpkey -algorithm ed25519 -out KEY; openssl pkey -in KEY -pubout -out KEY.pub"
+_INSTALL = "pip install 'sinkprune[sign]'"
 
 Sign = Callable[[bytes], bytes]
 """Returns the signature of its argument."""
@@ -33,8 +34,8 @@ def read_private_key(path: Path) -> Sign:
 
     Raises `UsageError` for any other file, and without the package cryptography.
     """
-    _check_cryptography()
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    with needs_package("a signature", _INSTALL):
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     def load(data: bytes) -> object:
@@ -49,8 +50,8 @@ def verify_signature(path: Path, data: bytes, signature: bytes) -> bool:
 
     Raises `UsageError` for any other file, and without the package cryptography.
     """
-    _check_cryptography()
-    from cryptography.exceptions import InvalidSignature
+    with needs_package("a signature", _INSTALL):
+        from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
@@ -84,11 +85,6 @@ def _passphrase(path: Path) -> bytes:
     if not sys.stdin.isatty():
         raise UsageError(f"the key '{path}' has a passphrase, and there is no terminal to ask for it on.")
     return getpass.getpass(f"passphrase of {path}: ").encode()
-
-
-def _check_cryptography() -> None:
-    with needs_package("a signature", "pip install 'sinkprune[sign]'"):
-        import cryptography  # noqa: F401
 
 
 @dataclass(frozen=True)

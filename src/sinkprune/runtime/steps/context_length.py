@@ -30,9 +30,7 @@ def check_picture_count(manifest: Manifest, limits: Limits | None, pictures: int
 
 
 def check_prompt_length(manifest: Manifest, limits: Limits | None, text: int, visual: int) -> None:
-    """Reject a prompt of a policy that is too long, with `text` tokens of text and `visual` rows; raises
-    `PromptError`.
-    """
+    """Reject a policy's prompt with too many tokens of `text` and `visual` rows; raises `PromptError`."""
     trained = manifest.policy.most_prompt_tokens if manifest.policy else None
     if trained is not None and text > trained:
         raise PromptError(

@@ -1,7 +1,4 @@
-"""The rows of a prompt: embedded texts and visual tokens, with their positions.
-
-A request reads few rows, and a robot has no gigabyte to spare for the whole table.
-"""
+"""The rows of a prompt: embedded texts and visual tokens, with their positions."""
 
 from __future__ import annotations
 
@@ -40,8 +37,8 @@ class _Tensor(TypedDict):
 class Embedding:
     """The tensor `weight` [vocab,d] of a safetensors file, and its named rows [d].
 
-    The rows are read through the held file. The safetensors package maps the file, and a truncated mapped file ends
-    the process.
+    Rows are read through the held file: a request needs few, and a robot has no gigabyte to spare for the table. The
+    safetensors package maps the file, and a truncated mapped file ends the process.
     """
 
     def __init__(self, file: HeldFile, manifest: Manifest) -> None:
