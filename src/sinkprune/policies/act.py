@@ -36,7 +36,8 @@ from sinkprune.runtime.commands.options import (
 from sinkprune.runtime.commands.run import decoded_facts, note_files, note_sizes
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.loading import check_kind
-from sinkprune.runtime.overlay import PICTURE_SUFFIXES, overlay, picture_bytes
+from sinkprune.runtime.media.images import PICTURE_SUFFIXES
+from sinkprune.runtime.overlay import overlay, picture_bytes
 from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.steps.request import DEADLINE_MS
 

@@ -210,8 +210,6 @@ def _seen(layout: VisualLayout) -> tuple[float, float, float, float]:
     return left, top, right, bottom
 
 
-PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
-
 _OUTSIDE: Colour = (250, 250, 250)
 
 _PALE = 0.72

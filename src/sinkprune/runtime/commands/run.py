@@ -44,6 +44,7 @@ from sinkprune.runtime.commands.options import (
 )
 from sinkprune.runtime.families import Family, load_family
 from sinkprune.runtime.media.clip import Picture
+from sinkprune.runtime.media.images import PICTURE_SUFFIXES
 from sinkprune.runtime.media.picture_warnings import (
     FileFacts,
     PictureFacts,
@@ -52,7 +53,6 @@ from sinkprune.runtime.media.picture_warnings import (
     picture_facts,
     unseen_notes,
 )
-from sinkprune.runtime.overlay import PICTURE_SUFFIXES, overlay, picture_bytes
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.answer import Answer, DeadlineOutcome
 from sinkprune.runtime.steps.context_length import check_picture_count
@@ -342,7 +342,7 @@ def main(arguments: Sequence[str] | None) -> None:
 
 
 def _overlay(answer: Answer, images: Sequence[Picture], file: Path) -> bytes:
-    # Drawing is loaded where it is wanted.
+    from sinkprune.runtime.overlay import overlay, picture_bytes
 
     return picture_bytes(overlay(answer, images), file)
 

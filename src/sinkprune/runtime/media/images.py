@@ -56,6 +56,8 @@ def count_frames(image: Image.Image) -> int:
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 """The formats that are read. Some of Pillow's other formats start programs, and others fail in unusual ways."""
+PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+"""The names of pictures that are written."""
 MOST_PIXELS = 1 << 26
 """The most pixels of an image: 8192x8192. Decoding takes less than 1 GB."""
 MOST_WEBP_PIXELS = MOST_PIXELS // 2
