@@ -207,22 +207,16 @@ def _read(kind: Any, data: Any, where: str) -> Any:
 
 
 def _read_object(kind: Any, data: dict[str, Any], where: str) -> Any:
-    hints = _hints(kind)
-    for name in _required(kind):
+    hints, required = _hints(kind), getattr(kind, "__required_keys__", ())
+    if dataclasses.is_dataclass(kind):
+        required = [field.name for field in dataclasses.fields(kind) if not field.metadata.get("optional")]
+    for name in required:
         if name not in data:
             raise SchemaError(f"{where}: missing field '{name}'")
-    if dataclasses.is_dataclass(kind):
-        for name in data:
-            if name not in hints:
-                raise SchemaError(f"{where}: unknown field '{name}'")
+    for name in data if dataclasses.is_dataclass(kind) else ():
+        if name not in hints:
+            raise SchemaError(f"{where}: unknown field '{name}'")
     return kind(**{name: _read(hints[name], data[name], f"{where}.{name}") for name in hints if name in data})
-
-
-def _required(kind: Any) -> Iterable[str]:
-    """Return the names of the fields that every object of a dataclass or TypedDict has."""
-    if dataclasses.is_dataclass(kind):
-        return (field.name for field in dataclasses.fields(kind) if not field.metadata.get("optional"))
-    return kind.__required_keys__
 
 
 @functools.cache

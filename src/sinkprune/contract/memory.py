@@ -277,7 +277,10 @@ def running_need(
     loading = max(each.loading * manifest.weight_bytes(graph) for graph, each in copies.items())
     cache = cache_bytes(manifest, planned, tokens)
     given = max(planned.per_layer(manifest.language_model.num_layers)) + tokens
-    activations = decoder_bytes(manifest, given) + _deepstack_bytes(manifest, layouts, given)
+    # DeepStack's features are the tower's output, and inputs of the first layers.
+    features = sum(layout.all_tokens for layout in layouts) + 2 * given
+    activations = decoder_bytes(manifest, given)
+    activations += features * manifest.deepstack_width * DTYPES[manifest.precision].itemsize
     towers = [tower_bytes(manifest, one) for one in layouts]
     # A policy's tower runs once, on all cameras.
     activations += sum(towers) if manifest.policy else max(towers, default=0)
@@ -316,12 +319,6 @@ def decoder_bytes(manifest: Manifest, rows: int) -> int:
     lm = manifest.language_model
     states = 4 * lm.hidden_size + 3 * lm.intermediate_size + 4 * lm.num_heads * lm.head_dim
     return 4 * (rows * states + 2 * lm.num_heads * rows**2)
-
-
-def _deepstack_bytes(manifest: Manifest, layouts: Sequence[VisualLayout], rows: int) -> int:
-    """Return the bytes of DeepStack features: the tower's output, and the inputs of the first layers on `rows`."""
-    seen = sum(layout.all_tokens for layout in layouts)
-    return (seen + 2 * rows) * manifest.deepstack_width * DTYPES[manifest.precision].itemsize
 
 
 def tower_bytes(manifest: Manifest, layout: VisualLayout) -> int:

@@ -34,12 +34,6 @@ def frame_count(image: Image.Image) -> int:
     return int(image.info.get(_NOTED, 1))
 
 
-def note_frames(image: Image.Image, frames: int) -> None:
-    """Note how many frames the file of `image` has, for `frame_count`."""
-    if frames > 1:
-        image.info[_NOTED] = frames
-
-
 def count_frames(image: Image.Image) -> int:
     """Return the number of frames, pages or views of an opened file; of a damaged file, those before the damage."""
     if image.format not in (*_FORMATS, "MPO"):
@@ -92,6 +86,18 @@ _STRIP = 1 << 20
 _Found = TypeVar("_Found")
 
 
+def open_media(what: str, path: str | os.PathLike[str], error: type[ImageError], give: str) -> BinaryIO:
+    """Open the file of a picture or a video, which messages call `what`; raises `error`. `give` is what to do."""
+    try:
+        return open_regular(path)
+    except MissingError as reason:
+        raise error(f"{what} '{path}': found no such file. {give}") from reason
+    except ForbiddenError as reason:
+        raise error(f"{what} '{path}' {reason}. Allow this user to read it.") from reason
+    except UnreadableError as reason:
+        raise error(f"{what} '{path}' {reason}. {give}") from reason
+
+
 def read_image(path: str | os.PathLike[str]) -> Image.Image:
     """Return the RGB image in a file, turned by its EXIF data. Values of 16 bits are scaled to 8 bits.
 
@@ -113,15 +119,7 @@ def read_header(path: str | os.PathLike[str]) -> tuple[int, bool]:
 
 def _read(path: str | os.PathLike[str], read: Callable[[MeteredFile], _Found]) -> _Found:
     """Return what `read` returns of an image file; raises `ImageError` with its name."""
-    try:
-        file = open_regular(path)
-    except MissingError as error:
-        raise ImageError(f"image '{path}': found no such file. {_GIVE}") from error
-    except ForbiddenError as error:
-        raise ImageError(f"image '{path}' {error}. Allow this user to read it.") from error
-    except UnreadableError as error:
-        raise ImageError(f"image '{path}' {error}. {_GIVE}") from error
-    with file:
+    with open_media("image", path, ImageError, _GIVE) as file:
         size = os.fstat(file.fileno()).st_size
         if size == 0:
             raise ImageError(f"image '{path}' is empty (0 bytes). Give a complete image file.")
@@ -334,7 +332,8 @@ def _check_samples(image: Image.Image) -> None:
 
 def _with_facts(image: Image.Image, frames: int, wide: bool) -> Image.Image:
     """Return the RGB `image` with its `frame_count`, and whether it had 16 bits. Others stay equal to arrays."""
-    note_frames(image, frames)
+    if frames > 1:
+        image.info[_NOTED] = frames
     if wide and _largest_value(image) < NEARLY_BLACK:
         image.info[_HAD_16_BITS] = True
     return image

@@ -20,8 +20,8 @@ from PIL import Image
 
 from sinkprune.contract.checks import check_path, checks_options, needs_package
 from sinkprune.contract.errors import VideoError
-from sinkprune.contract.files.untrusted import ForbiddenError, MissingError, UnreadableError, open_regular
 from sinkprune.runtime.media.clip import UnopenedVideo, check_indices, collected
+from sinkprune.runtime.media.images import open_media
 
 # Packets of these containers have the time of their frame, and headers list the keyframes.
 _CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
@@ -282,14 +282,7 @@ class VideoFile:
         )
         with needs_package("reading video files", install, VideoError):
             import av
-        try:
-            file = open_regular(self._path)
-        except MissingError as error:
-            raise VideoError(f"video '{self._path}': found no such file. {_GIVE}") from error
-        except ForbiddenError as error:
-            raise VideoError(f"video '{self._path}' {error}. Allow this user to read it.") from error
-        except UnreadableError as error:
-            raise VideoError(f"video '{self._path}' {error}. {_GIVE}") from error
+        file = open_media("video", self._path, VideoError, _GIVE)
         # Texts of a file need not be UTF-8. PyAV 19 reads any, and earlier versions only on demand.
         reads_any = int(av.__version__.split(".")[0]) >= 19
         texts: dict[str, Any] = {} if reads_any else {"metadata_errors": "replace"}

@@ -29,7 +29,10 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
         environment.filters["tojson"] = _tojson
-        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        environment.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": lambda form: datetime.now().strftime(form),
+        }
         try:
             # transformers opens the file as text, which translates line ends.
             text = decoded_text(source).replace("\r\n", "\n").replace("\r", "\n")
@@ -96,7 +99,3 @@ def _tojson(
 
 def _raise_exception(message: Any) -> NoReturn:
     raise TemplateError(str(message))
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
