@@ -14,11 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinkprune import Clip, Pipeline, Policy, Session, UsageError
+from sinkprune import Clip, Pipeline, Policy, Session
 from sinkprune.contract.precision import WeightsName
 from sinkprune.runtime.backends import Engine
-from sinkprune.serving import sessions as prefix_cache
-from sinkprune.serving.sessions import LeadKey, PrefixCache, StoredRows
 from support.programs.slow_cases import each_once, slow_except
 from support.references.same_answers import kept_sets
 from support.references.steps import Watched
@@ -26,11 +24,6 @@ from support.references.steps import Watched
 FIRST, SECOND = "What is on the table?", "Is the cup full, and where is it?"
 QWENS = ("qwen-tied", "qwen2-vl", "qwen3-vl")
 NEW = {"max_new_tokens": 4, "min_new_tokens": 4}
-
-
-def test_a_session_is_of_a_pipeline() -> None:
-    with pytest.raises(TypeError, match="pipeline is 'bundle', expected a Pipeline"):
-        Session("bundle")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("send", [pickle.dumps, ForkingPickler.dumps, copy.copy, copy.deepcopy])
@@ -170,12 +163,6 @@ def test_several_pictures_with_texts_between(pipeline: Callable[..., Pipeline], 
     assert_second_is_whole(pipe, pictures, questions, budget="retain-64")
 
 
-@pytest.fixture(autouse=True)
-def every_text_is_worth_storing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models of tests are so small that theirs are not."""
-    monkeypatch.setattr(prefix_cache, "WORTH_FLOPS", 0)
-
-
 @pytest.fixture
 def pipe(pipeline: Callable[..., Pipeline]) -> Pipeline:
     return pipeline("gqa-112", "fp32", ("retain-64", "retain-192"))
@@ -259,47 +246,11 @@ def test_memory_is_bounded_and_the_oldest_goes_first(pipe: Pipeline, photo: Imag
     assert reused == [False, False, True, False, True, False]
 
 
-def test_a_cache_counts_what_it_holds() -> None:
-    cache = PrefixCache(100)
-    tower: object = object()
-    for number, size in enumerate([40, 40, 101, 40, 10]):
-        cache.put(bytes([number]), tower, size)
-        assert cache.nbytes == [40, 80, 80, 80, 90][number]
-    assert [cache.tower(bytes([number])) is tower for number in range(5)] == [False, True, False, True, True]
-    cache.put(bytes([1]), tower, 101)
-    assert cache.nbytes == 50 and cache.tower(bytes([1])) is None
-
-
-@pytest.mark.parametrize("budget", ["none", "retain-64"])
-def test_the_bytes_of_the_text_before_a_picture(
-    budget: str, pipe: Pipeline, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put: list[tuple[Sequence[StoredRows], int]] = []
-
-    def noted(_cache: PrefixCache, key: object, value: Any, nbytes: int) -> None:
-        if isinstance(key, LeadKey):
-            put.append((value, nbytes))
-
-    monkeypatch.setattr(PrefixCache, "put", noted)
-    answered(Session(pipe), photo, FIRST, budget=budget)
-    ((lead, nbytes),) = put
-    arrays = [array for stored in lead for array in stored.scored.values()]
-    buffers = [pipe.backend.numpy(buffer) for stored in lead for buffer in stored.saved.buffers.values()]
-    assert len(arrays) == (0 if budget == "none" else 9)
-    assert nbytes == sum(array.nbytes for array in [*arrays, *buffers])
-
-
 def test_a_session_without_room_stores_nothing(pipe: Pipeline, photo: Image.Image) -> None:
     session = Session(pipe, max_bytes=0)
     for _ in range(2):
         found = answered(session, photo, FIRST)
         assert (found.answer.reused_towers, found.answer.reused_rows, session.nbytes) == (0, 0, 0)
-
-
-@pytest.mark.parametrize("wrong", [-1, 1.5, "1"])
-def test_a_wrong_size_is_refused(wrong: object, pipe: Pipeline) -> None:
-    with pytest.raises(UsageError, match="max_bytes"):
-        Session(pipe, max_bytes=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("backend", ["ort-cpu", "openvino"])

@@ -103,14 +103,6 @@ def test_an_answer_that_is_cut_has_the_reason_and_the_beginning(pipe: Pipeline, 
     assert stream.rest().finish == "cancelled"
 
 
-def test_a_deadline_cuts_an_answer(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
-    pipe = pipeline("qwen-tied", budgets=("prune-66.7",))
-    pipe.warm_up(photo, QUESTION, seconds=0.1, schema=SCENE)
-    answer = pipe.generate(photo, QUESTION, schema=SCENE, deadline_ms=1, max_new_tokens=100)
-    assert answer.finish == "deadline" and len(answer.token_ids) == 1
-    assert answer.deadline is not None and not answer.deadline.met
-
-
 def test_a_deadline_counts_no_more_tokens_than_the_form_has(bundle: Callable[..., Path], photo: Image.Image) -> None:
     pipe = Pipeline.load(bundle("qwen-tied", budgets=("prune-66.7",)))
     costs = pipe.warm_up(photo, QUESTION, seconds=0.0)
@@ -121,23 +113,6 @@ def test_a_deadline_counts_no_more_tokens_than_the_form_has(bundle: Callable[...
     assert (answer.budget, answer.finish) == ("none", "stop") and re.fullmatch("[0-9]{1,2}", answer.text)
     unbounded = pipe.generate(photo, QUESTION, regex="[0-9]+", deadline_ms=60_000)
     assert unbounded.deadline is not None and "all 128 tokens" in unbounded.deadline.reason
-
-
-def test_more_tokens_are_written_where_the_form_has_room(pipe: Pipeline, photo: Image.Image) -> None:
-    long = pipe.generate(photo, QUESTION, regex="[a-z]{1,40}", min_new_tokens=12, max_new_tokens=60)
-    assert len(long.token_ids) >= 12 and re.fullmatch("[a-z]{1,40}", long.text)
-    short = pipe.generate(photo, QUESTION, regex="[0-9]{3}", min_new_tokens=12)
-    assert (len(short.text), short.finish) == (3, "stop")
-
-
-def test_requests_without_a_form_are_as_before(pipe: Pipeline, photo: Image.Image) -> None:
-    """The same tokens whether or not another request of the pipeline had a form."""
-    before = pipe.generate(photo, QUESTION, max_new_tokens=6, min_new_tokens=6)
-    stream = pipe.stream(photo, QUESTION, max_new_tokens=6, min_new_tokens=6)
-    next(stream)
-    pipe.generate(photo, QUESTION, schema=SCENE, max_new_tokens=20)
-    assert stream.rest().token_ids == before.token_ids
-    assert before.confidence is None
 
 
 @pytest.mark.parametrize("choice", [(), []])
