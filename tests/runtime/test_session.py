@@ -17,6 +17,7 @@ from PIL import Image
 from sinkprune import Clip, Pipeline, Policy, Session
 from sinkprune.contract.precision import WeightsName
 from sinkprune.runtime.backends import Engine
+from sinkprune.serving import sessions as prefix_cache
 from support.programs.slow_cases import each_once, slow_except
 from support.references.same_answers import kept_sets
 from support.references.steps import Watched
@@ -161,6 +162,12 @@ def test_several_pictures_with_texts_between(pipeline: Callable[..., Pipeline], 
     pictures = [photo, photo.rotate(90)]
     questions = [["First:", "Second:", FIRST], ["First:", "Second:", SECOND]]
     assert_second_is_whole(pipe, pictures, questions, budget="retain-64")
+
+
+@pytest.fixture(autouse=True)
+def every_text_is_worth_storing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of tests are so small that theirs are not."""
+    monkeypatch.setattr(prefix_cache, "WORTH_FLOPS", 0)
 
 
 @pytest.fixture
