@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -242,6 +243,8 @@ class Windows:
     """[patches] int64: each patch's slot, numbered through all windows."""
 
 
+# The layout of a picture counts them, and its inputs have them.
+@lru_cache(2)
 def window_index(grid: Grid, merge: int, side: int) -> Windows:
     """Return windows of `side` x `side` merged tokens over each frame of `grid`, from its top left corner.
 
