@@ -133,7 +133,8 @@ class Request:
             if given is not None or penalty.name != "repetition_penalty":
                 object.__setattr__(self, penalty.name, penalty.check(given))
         object.__setattr__(self, "stop", stop_strings(self.stop))
-        if type(self.choice) is not tuple or self.choice or (self.schema, self.regex, self.tools) != (None,) * 3:
+        formed = any(one is not None for one in (self.schema, self.regex, self.tools))
+        if formed or type(self.choice) is not tuple or self.choice:
             self._check_form()
         if self.tool_call_id is not None:
             check_call_id(self.tool_call_id)
@@ -288,7 +289,7 @@ def _turns(given: object) -> tuple[Turn, ...]:
         for text in texts:
             _check_text("text of a turn", text)
         calls = turn.tool_calls
-        if calls != ():
+        if type(calls) is not tuple or calls:
             _check_calls(calls)
         if calls and turn.role != "assistant":
             raise UsageError(
