@@ -32,13 +32,11 @@ from sinkprune.contract.schedule import VisualLayout, schedule
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines, own_engines, usual_backend
 from sinkprune.runtime.backends.known import COMPUTES, KNOWN, Compute
-from sinkprune.runtime.backends.openvino.devices import Gpu, import_openvino
 from sinkprune.runtime.device import open_device
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.loading import check_kind
 from sinkprune.runtime.media.images import Fit, add_fit_option
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.profiling.plot import PLOT_SUFFIXES, import_matplotlib
 from sinkprune.runtime.steps.chain import Wrap
 from sinkprune.runtime.steps.request import DEFAULT_METHOD, MAX_NEW_TOKENS, check_texts
 from sinkprune.runtime.stream import Stream
@@ -110,7 +108,11 @@ class Options(argparse.Namespace):
     @property
     def outputs(self) -> list[OutputFile]:
         """The reports to write, each with its allowed suffixes."""
-        return [*json_outputs(self.json), *([(self.plot, PLOT_SUFFIXES)] if self.plot else [])]
+        if not self.plot:
+            return json_outputs(self.json)
+        from sinkprune.runtime.profiling.plot import PLOT_SUFFIXES
+
+        return [*json_outputs(self.json), (self.plot, PLOT_SUFFIXES)]
 
 
 def new_parser(
@@ -275,6 +277,8 @@ def check_report_options(options: Options, read: Iterable[Path], *others: Output
     """
     check_outputs([*options.outputs, *others], [*read, *options.key_files], options.folders)
     if options.plot:
+        from sinkprune.runtime.profiling.plot import import_matplotlib
+
         import_matplotlib()
 
 
@@ -461,6 +465,8 @@ def free_bytes(backend: str) -> int:
         return available_bytes()
     try:
         if KNOWN[backend].target == "openvino":
+            from sinkprune.runtime.backends.openvino.devices import Gpu, import_openvino
+
             return Gpu(import_openvino(backend).Core(), backend, None, "fastest").free_bytes()
         return open_device().memory()[0]
     except BackendError:
