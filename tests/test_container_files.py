@@ -33,7 +33,6 @@ from support.programs.parsed_options import check_options
 from support.programs.printed_commands import ALL
 from support.programs.repository import ROOT
 
-PAGE = "containers.md"
 FOLDER = "docs/containers"
 MOUNT, PORT, USER = "/bundle", 8000, "10001"
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -101,17 +100,6 @@ def test_an_image_copies_what_the_package_needs_and_docker_sends(path: str) -> N
     assert [name for name in packages if is_ignored(name)] == []
 
 
-def test_docker_does_not_send_what_no_image_needs() -> None:
-    for path in (
-        ".git",
-        ".venv/bin/python",
-        "src/sinkprune/__pycache__/a.pyc",
-        "docs/server.md",
-        "tests/conftest.py",
-    ):
-        assert is_ignored(path), path
-
-
 @pytest.mark.parametrize("path", DOCKERFILES)
 def test_versions_are_those_of_the_extras(path: str) -> None:
     chosen = arguments(path)["EXTRAS"].split(",")
@@ -121,13 +109,6 @@ def test_versions_are_those_of_the_extras(path: str) -> None:
     [install] = [rest for rest in values(path, "RUN") if "pip install" in rest]
     words = shlex.split(install.split("pip install", 1)[1].split("&&")[0])
     assert [word for word in words if not word.startswith("-")] == ["/tmp/sinkprune[$EXTRAS]"]
-
-
-@pytest.mark.parametrize("path", DOCKERFILES)
-def test_the_base_is_one_argument(path: str) -> None:
-    assert re.fullmatch(r"[a-z.]+(/[a-z0-9-]+)+:[a-z0-9.-]+", arguments(path)["BASE"])
-    stages = {rest.split(" AS ")[1] for rest in values(path, "FROM") if " AS " in rest}
-    assert {rest.split(" AS ")[0] for rest in values(path, "FROM")} - stages == {"${BASE}"}
 
 
 @pytest.mark.parametrize("path", DOCKERFILES)
@@ -190,20 +171,6 @@ def test_a_pod_has_time_to_end_and_no_rights(name: str) -> None:
     }
 
 
-def test_both_manifests_have_the_same_container() -> None:
-    containers = [pod(name)["containers"][0] for name in ("kserve", "llm-d-servers")]
-    for container in containers:
-        del container["name"]
-        container["ports"] = [{key: port[key] for key in port if key != "name"} for port in container["ports"]]
-    assert containers[0] == containers[1]
-    # KServe changes the container of this name only.
-    assert pod("kserve")["containers"][0]["name"] == "kserve-container"
-
-
-def test_kserve_needs_no_knative() -> None:
-    assert manifest("kserve")["metadata"]["annotations"]["serving.kserve.io/deploymentMode"] == "Standard"
-
-
 def test_the_picker_reads_metrics_that_the_server_has() -> None:
     server = Metrics(waiting=lambda: 1.0, active=lambda: 2.0, session_bytes=lambda: 0.0)
     lines = dict(line.split() for line in server.text().decode().splitlines() if line[0] != "#")
@@ -227,17 +194,6 @@ def test_the_router_finds_the_servers() -> None:
     assert scorers <= {*plugins()} and scorers == {name for name in plugins() if name.endswith("-scorer")}
 
 
-def test_the_page_names_every_file_and_every_scorer() -> None:
-    text = (ROOT / "docs" / PAGE).read_text(encoding="utf-8")
-    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / FOLDER).iterdir()}
-    for name in (*files, *DOCKERFILES, *(name for name in plugins() if name.endswith(("-scorer", "-detector")))):
-        assert f"`{name}`" in text, name
-    seconds = check_options(*pod("kserve")["containers"][0]["args"]).drain_s
-    assert f"the server drains for {seconds} seconds" in text
-    assert f"waits {pod('kserve')['containers'][0]['lifecycle']['preStop']['sleep']['seconds']} seconds" in text
-    assert f"as user {USER}" in text and f"on port {PORT}" in text
-
-
 def docker_runs() -> list[list[str]]:
     """Return the words of every printed `docker run`."""
     return [shlex.split(text) for _, text in ALL if text.startswith("docker run ")]
@@ -256,11 +212,3 @@ def test_a_printed_container_runs_a_known_command_on_its_mount(words: list[str])
     # Open to other machines only with a key.
     assert published.startswith("127.0.0.1:") or options[options.index("-e") + 1] == API_KEY
     assert options[options.index("-v") + 1].endswith(f":{MOUNT}:ro")
-
-
-def test_printed_builds_name_the_image_that_runs() -> None:
-    builds = [shlex.split(text) for _, text in ALL if text.startswith("docker build ")]
-    tags = {words[words.index("-t") + 1] for words in builds}
-    assert {words[words.index("-f") + 1] for words in builds} <= {*DOCKERFILES}
-    assert len(tags) == len(builds)
-    assert all(tags & {*words} for words in docker_runs())

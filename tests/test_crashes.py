@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import tomllib
 
 from support.programs.repository import ROOT
 
@@ -69,9 +68,3 @@ def test_a_test_that_crashes_or_hangs_fails_and_all_others_run(tmp_path: Path) -
     # Hanging tests print their place, unless the limit of CPU time came first.
     assert "Timeout (0:00:02)!" in done.stderr
     assert "in test_hangs_in_system" in done.stderr
-
-
-def test_every_test_has_a_time_limit() -> None:
-    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
-    assert 0 < float(options["faulthandler_timeout"]) <= 600
-    assert options["faulthandler_exit_on_timeout"] is True

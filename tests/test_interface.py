@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import runpy
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import pytest
 from sinkprune import __version__, entry_points
 from sinkprune.calibration.commands.calibrate import VERBS as CALIBRATE
 from sinkprune.command import VERBS
-from sinkprune.contract.command_line.options import CommandParser, Verb
+from sinkprune.contract.command_line.options import Verb
 from support.programs.commands import Outcome, assert_refused, run
 
 Parse = Callable[..., argparse.Namespace]
@@ -99,12 +98,6 @@ def test_json_means_the_same_in_every_command(command: str, parse: Parse) -> Non
         assert given(parse(command, *words)) == ([*positionals], expected), words
 
 
-def test_a_positional_after_a_bare_option_is_its_value(tmp_path: Path, sinkprune: Callable[..., Outcome]) -> None:
-    assert "required: BUNDLE" in sinkprune("profile", "--json", "bundle", *_QUESTION).stderr
-    assert "invalid choice: 'bundle'" in sinkprune("profile", "--power", "bundle", *_QUESTION).stderr
-    assert_refused(sinkprune("doctor", "--json", str(tmp_path)), "expected .json")
-
-
 def test_another_ending_is_refused(tmp_path: Path) -> None:
     for words in (("--json", "x.txt", tmp_path), (tmp_path, "--json", "x.txt"), ("--json=x.txt", tmp_path)):
         assert_refused(run("sinkprune-run", *words, *_QUESTION), "ends in '.txt', expected .json")
@@ -172,10 +165,6 @@ def test_verbs_are_listed(
     assert sinkprune(*words, "--version") == Outcome(0, f"sinkprune {__version__}\n", "")
 
 
-def test_help_takes_the_name_of_a_verb(sinkprune: Callable[..., Outcome]) -> None:
-    assert sinkprune("help", "run") == sinkprune("run", "--help")
-
-
 def test_an_unknown_verb_is_refused_with_a_list_of_verbs(sinkprune: Callable[..., Outcome]) -> None:
     assert_refused(sinkprune("ewaluate", "x"), "no verb 'ewaluate'", "profile, export", "Did you mean 'evaluate'?")
     assert_refused(sinkprune("norm", "x", script=entry_points.calibrate), "attention, quantize", "mean 'norms'?")
@@ -188,15 +177,11 @@ def test_an_unknown_verb_is_refused_with_a_list_of_verbs(sinkprune: Callable[...
     [
         (("--buget", "retain-64"), r"unrecognized arguments: --buget retain-64\. Did you mean --budget\?"),
         (("--fit", "squash"), r"argument --fit: invalid choice: 'squash' .*\."),
-        (("--zzz",), r"unrecognized arguments: --zzz\."),
         # An unset shell variable.
         (("--image", ""), r"argument --image: it is empty, as an unset shell variable is; expected a path\."),
-        (("--json", ""), r"argument --json: it is empty, as an unset shell variable is; expected a path\."),
         (("--signed-by=",), r"argument --signed-by: it is empty, as an unset shell variable is; expected a path\."),
-        # `--limit` differs in more letters than it shares.
-        (("--lim",), r"unrecognized arguments: --lim\."),
     ],
-    ids=["slip", "choice", "unknown", "empty", "empty-json", "empty-value", "unlike"],
+    ids=["slip", "choice", "empty", "empty-value"],
 )
 def test_a_wrong_option_is_one_line_that_names_the_help(
     words: tuple[str, ...], message: str, sinkprune: Callable[..., Outcome]
@@ -225,13 +210,6 @@ def test_an_empty_path_is_not_the_current_folder(
     assert outcome.stderr.startswith(f"error: argument {name}: it is empty, as an unset shell variable is; expected")
 
 
-def test_a_misspelt_option_that_is_required_is_named(sinkprune: Callable[..., Outcome]) -> None:
-    outcome = sinkprune("run", "bundle", "--image", "x.png", "--promt", "What?")
-    said = "the following arguments are required: --prompt. Did you mean --prompt by --promt?"
-    assert outcome.stderr == f"error: {said} See sinkprune run --help.\n"
-    assert "mean" not in sinkprune("run", "bundle", "--ima", "x.png").stderr
-
-
 def test_the_version_loads_no_library() -> None:
     program = (
         "import sys; from sinkprune.entry_points import sinkprune\n"
@@ -242,30 +220,3 @@ def test_the_version_loads_no_library() -> None:
     )
     assert done.stdout.startswith(f"sinkprune {__version__}\n")
     assert not {"numpy", "rich", "PIL"} & {*done.stdout.split()}
-
-
-def test_the_package_is_a_program(sinkprune: Callable[..., Outcome]) -> None:
-    printed = sinkprune("--help")
-    assert sinkprune("--help", script=lambda: runpy.run_module("sinkprune", run_name="__main__")) == printed
-
-
-def test_the_suggestion_is_an_option_that_is_alike(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = CommandParser("sinkprune x", "", "")
-    for name in ("--limit", "--backend", "--json"):
-        parser.add_argument(name)
-    for word, said in (("--fit", ""), ("--engine", ""), ("--limits", " Did you mean --limit?"), ("fit", "")):
-        with pytest.raises(SystemExit):
-            parser.parse_args([word])
-        assert capsys.readouterr().err == f"error: unrecognized arguments: {word}.{said} See sinkprune x --help.\n"
-
-
-def test_the_help_has_the_name_of_the_command_that_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    for script, prog, shown in (
-        ("/bin/sinkprune-run", "sinkprune run", "sinkprune-run"),
-        ("/bin/sinkprune-calibrate", "sinkprune calibrate schedule", "sinkprune-calibrate schedule"),
-        ("/bin/sinkprune", "sinkprune run", "sinkprune run"),
-        ("/bin/sinkprune-r", "sinkprune run", "sinkprune run"),
-        ("", "sinkprune run", "sinkprune run"),
-    ):
-        monkeypatch.setattr(sys, "argv", [script])
-        assert CommandParser(prog, "", "").format_usage().startswith(f"usage: {shown} [-h]")

@@ -113,38 +113,11 @@ def test_what_commands_read_is_there(page: str, demo_output: Path) -> None:
         )
 
 
-def test_no_name_is_given_to_two_bundles() -> None:
-    """A reader may run the commands of all pages in one folder."""
-    made: dict[str, str] = {}
-    for place, text in ALL:
-        if re.match(r"sinkprune-(export|build|calibrate quantize) ", text):
-            (name,) = values(text, ("-o",))
-            first = made.setdefault(name, text)
-            assert text.startswith(first) or first.startswith(text), f"{place}: {name}: {first}; {text}"
-
-
 def test_prompts_have_no_more_images_than_the_export_allows() -> None:
     several = [text for _, text in ALL if text.count("--image ") > 1]
     assert several
     for text in several:
         assert text.count("--image ") <= most_images(shlex.split(text)[1]), text
-
-
-def test_the_demo_of_a_robot_makes_its_bundle() -> None:
-    export = re.search(r"sinkprune-export demo/pocket-robot .*", (ROOT / "Makefile").read_text())
-    assert export and " -o demo-output/robot " in export[0] and " --max-images 2 " in export[0]
-    printed = [text for _, text in ALL if text.startswith("sinkprune-act robot ")]
-    assert printed and all(text.count("--camera ") == 2 for text in printed)
-
-
-def test_the_demo_writes_the_files_and_its_bundle_takes_as_many_images() -> None:
-    script = (ROOT / "demo" / "demo.sh").read_text()
-    for module in ("write_scenes", "example_files"):
-        assert f'python -m sinkprune.demo.{module} "$out"' in script
-    assert f'-o "$out/bundle" --max-images {most_images("llava-7b")} ' in script
-    readme = (ROOT / "README.md").read_text()
-    example = readme[readme.index("## A worked example") :]
-    assert example.index("cd demo-output") < example.index("kitchen.jpg --prompt")
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 import decoder_rows
@@ -37,19 +35,3 @@ def test_every_count_is_measured_in_every_round_beside_its_bytes(
         assert found["bytes"] in {decode_bytes(manifest, size * values) for size in sizes}
     assert f"{large['bytes'] / small['bytes']:.3f}" in told
     assert "x is over 8 rows" in told
-
-
-@pytest.mark.parametrize(("cache", "size"), [("bf16", 2), ("fp16", 2), ("fp32", 4), ("the graphs' type", 4)])
-def test_a_cache_is_counted_in_the_backends_type(cache: str, size: int) -> None:
-    model = SimpleNamespace(num_layers=3, num_kv_heads=5, head_dim=7)
-    chain = SimpleNamespace(model=model, dtype=np.dtype(np.float32))
-    stand_in = SimpleNamespace(chain=chain, backend=SimpleNamespace(cache=cache))
-    assert decoder_rows.cache_bytes(stand_in, 11) == 2 * 11 * 3 * 5 * 7 * size
-
-
-@pytest.mark.parametrize("rows", ["0,5", "5,5", "", "5,-1", "many"])
-def test_what_is_no_list_of_counts_is_refused(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        decoder_rows.main(("bundle", "--rows", rows))
-    assert raised.value.code == 2
-    assert "no list of different counts" in capsys.readouterr().err

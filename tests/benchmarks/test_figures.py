@@ -126,19 +126,6 @@ def test_accuracies_with_paired_differences() -> None:
     assert last == "| `sinkpruner` | 80.0 (78.0 to 81.0) |  |"
 
 
-def test_kinds_of_question_by_column() -> None:
-    def found(red: float) -> dict[str, Any]:
-        return {"by_kind": {"red": {"accuracy": red, "count": 7}, "blue": {"accuracy": 0.5, "count": 12}}}
-
-    report = {"none": found(1.0), "methods": {"dart": {"a": found(0.25), "b": found(0.125)}}}
-    assert figure_tables.kinds({"report": report}, [("dart", "b"), ("dart", "a")]).splitlines() == [
-        "| kind | questions | `none` | `dart` `b` | `dart` `a` |",
-        "| --- | --- | --- | --- | --- |",
-        "| red | 7 | 100 | 12 | 25 |",
-        "| blue | 12 | 50 | 50 | 50 |",
-    ]
-
-
 def measured_rows(accuracy: float, date: str, none_ttft: float, **methods: float) -> dict[str, Any]:
     """A measurement of `sinkpruner`, of an accuracy, and of other methods, each with its TTFT, at one budget."""
     shared = {name: MEASURED["report"].get(name, name) for name in ("machine", "threads", "versions")}
@@ -184,73 +171,6 @@ def test_rows_of_another_program_or_machine_are_refused() -> None:
         figure_rows.with_rows(kept, new, ["dart"], ["sinkpruner", "dart"])
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--rows", "dart"], ["varied", "--rows", "darts"], ["savings", "--rows", "dart"]]
-)
-def test_rows_need_one_part_and_its_methods(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert figures.main(arguments) == 2
-    assert "with --rows, expected part methods and its methods or part varied" in capsys.readouterr().err
-
-
-def test_the_kept_rows_are_drawn() -> None:
-    kept = json.loads((figures.ROOT / figures.KEPT / "varied.json").read_text("utf-8"))
-    assert figure_rows.plot_of(kept["report"], ".svg").startswith(b"<?xml")
-
-
-def test_accuracy() -> None:
-    report = {
-        "questions": 748,
-        "machine": "Some Processor",
-        "threads": 2,
-        "versions": {"onnxruntime": "1.31.0"},
-        "none": {"accuracy": 0.9866, "mean_visual_tokens": 256.0},
-        "methods": {
-            "sinkpruner": {
-                "retain-64": {
-                    "accuracy": 0.959,
-                    "relative": 0.9715,
-                    "ci95": [0.944, 0.972],
-                    "mean_visual_tokens": 35.0,
-                },
-                "retain-32": {
-                    "accuracy": 0.886,
-                    "relative": 0.8978,
-                    "ci95": [0.861, 0.907],
-                    "mean_visual_tokens": 17.6,
-                },
-            },
-            "fastv": {"retain-64": {"accuracy": 0.813, "relative": 0.824, "ci95": [0.784, 0.84]}},
-        },
-    }
-    assert figure_tables.methods_full(MEASURED | {"report": report}).splitlines()[-3:] == [
-        "| mean visual tokens a layer, of 256 | 35 | 18 |",
-        "| `sinkpruner` | 95.9 ±1.4 (97) | 88.6 ±2.3 (90) |",
-        "| `fastv` | 81.3 ±2.8 (82) | - |",
-    ]
-
-
-def test_peers() -> None:
-    row = {"engine": "other", "form": "int4", "way": "none"}
-    rows = [row | {"ms": {"ttft": {"median": ttft}, "per_token": {"median": 20.4}}} for ttft in (900.2, 550.4)]
-    report = {"machine": "Some Processor", "plan": {"threads": 2, "repeat": 9}, "rows": rows}
-    lines = figure_tables.peers_short(MEASURED | {"report": report}).splitlines()
-    assert lines[-2:] == ["| `other` int4, `none` | 550 | 20 |", "| `other` int4, `none` | 900 | 20 |"]
-
-
-def test_only_the_text_between_markers_is_replaced() -> None:
-    end = "<!-- end of figures -->"
-    page = f"1\n<!-- figures: savings -->\nold\n{end}\n2 <!-- figures: peers -->old{end} 3\n"
-    found = figures.rendered(page, {"savings": MEASURED})
-    table = figure_tables.savings_short(MEASURED)
-    assert found == page.replace("\nold\n", f"\n{table}\n")
-    assert figures.rendered(found, {"savings": MEASURED}) == found
-
-
-def test_an_unknown_marker_is_refused() -> None:
-    with pytest.raises(UsageError, match="'prices', expected one of savings, "):
-        figures.rendered("<!-- figures: prices -->\n<!-- end of figures -->", {})
-
-
 def test_the_pages_hold_what_was_measured_last() -> None:
     """A figure typed by hand, or a table that was not written again, fails here."""
     kept = {path.stem: json.loads(path.read_text("utf-8")) for path in (figures.ROOT / figures.KEPT).glob("*.json")}
@@ -265,11 +185,6 @@ def test_every_table_has_its_place() -> None:
     made = re.compile(r"^:::\{figures-table\} (\S+)$", re.MULTILINE)
     names |= {name for text in texts.values() for name in made.findall(text)}
     assert names == {table for part in figure_parts.PARTS.values() for table in part.tables}
-
-
-def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert figures.main(["prices"]) == 2
-    assert "found part 'prices', expected one of savings, methods" in capsys.readouterr().err
 
 
 def test_every_method_is_measured() -> None:

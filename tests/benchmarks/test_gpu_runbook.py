@@ -160,58 +160,11 @@ def test_what_is_not_there_is_listed_with_its_reason(rig: Rig) -> None:
     assert skipped["state"] == "not there"
 
 
-def test_without_any_part_the_exit_code_is_3(rig: Rig) -> None:
-    for part in gpu_parts.PARTS:
-        rig.missing(part, "no GPU")
-    (rig.folder / "nvidia-smi").write_text("#!/bin/bash\necho 'No devices were found'; exit 6\n")
-    code, _, results = rig.run()
-    assert code == 3 and set(states(results).values()) == {"not there"} and results["machine"] is None
-    assert "### a machine without a GPU that nvidia-smi reports" in (rig.out / "results.md").read_text()
-
-
-def test_outputs_of_an_earlier_run_are_not_reported_again(rig: Rig) -> None:
-    assert rig.run()[0] == 0
-    rig.command("sinkprune-profile", "#!/bin/bash\nexit 0\n")
-    code, _, results = rig.run()
-    assert code == 1
-    failed = results["parts"]["tensorrt-profile"]
-    assert failed["state"] == "failed" and "it ran, and what it wrote cannot be read" in failed["reason"]
-
-
-def test_an_interpreter_that_fails_is_a_reason(rig: Rig) -> None:
-    rig.command(
-        "python", f'#!/bin/bash\ncase $1 in */gpu_results.py) exec "{sys.executable}" "$@" ;; esac\necho no; exit 1\n'
-    )
-    code, _, results = rig.run()
-    reason = results["parts"]["kernels"]["reason"]
-    assert code == 3 and reason.startswith("gpu_parts.py fails with") and reason.endswith(": no")
-
-
-@pytest.mark.parametrize("arguments", [[], ["a", "b", "c"], ["OUT", "no-such-python"]])
-def test_wrong_arguments_end_it(tmp_path: Path, arguments: list[str]) -> None:
-    words = ["bash", str(SCRIPT), *arguments]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
-
-
 def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path, line: str, code: int = 0) -> None:
     command = folder / "nvidia-smi"
     command.write_text(f"#!/bin/bash\necho '{line}'; exit {code}\n")
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-
-
-def test_the_memory_of_a_gpu_and_of_a_board(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    stand_in(monkeypatch, tmp_path, "81559")
-    assert gpu_parts.gpu_memory() == 81559 * 2**20 and gpu_parts.gpu() is None
-    # A Jetson's, whose GPU has no memory of its own.
-    stand_in(monkeypatch, tmp_path, "[N/A]")
-    board = gpu_parts.gpu_memory()
-    assert board is not None and board == pytest.approx(
-        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), rel=0.01
-    )
-    stand_in(monkeypatch, tmp_path, "NVIDIA-SMI has failed", code=9)
-    assert gpu_parts.gpu_memory() is None
 
 
 def test_every_part_of_the_script_has_a_check(

@@ -6,9 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 import flat
@@ -23,35 +21,6 @@ def test_the_exponent_of_a_power_is_found(exponent: float) -> None:
     line = growth.fitted([(size, 3 * size**exponent) for size in (144, 576, 2304, 9216)])
     assert line.exponent == pytest.approx(exponent)
     assert line.interval == pytest.approx((exponent, exponent))
-
-
-def test_the_interval_holds_the_exponent_of_noisy_times() -> None:
-    rng, held = np.random.default_rng(0), 0
-    for _ in range(300):
-        points = [(size, size**1.5 * np.exp(rng.normal(0, 0.2))) for size in (8, 32, 128, 512) for _ in range(5)]
-        low, high = growth.fitted(points).interval
-        held += low <= 1.5 <= high
-    assert 0.90 <= held / 300 <= 0.99
-
-
-def test_costs_are_split_into_parts() -> None:
-    ms = {"vision": 5.0, "sanitizer": 0.0, "prefill": 7.0, "per_token": 2.0}
-    answer = SimpleNamespace(ms=ms, token_ids=[1, 2, 3, 4])
-    assert growth.costs(answer) == {"vision": 5.0, "prefill": 7.0, "decode": 6.0}  # type: ignore[arg-type]
-    one = SimpleNamespace(ms={**ms, "per_token": None}, token_ids=[1])
-    assert growth.costs(one) == {"vision": 5.0, "prefill": 7.0}  # type: ignore[arg-type]
-
-
-def test_the_table_has_medians_and_exponents() -> None:
-    lines = growth.table([Growth("prompt", "prefill", [10, 100], [[1.0, 1.0, 9.0], [10.0, 10.0, 90.0]])]).split()
-    assert lines[:3] == ["prompt", "prefill", "1.00"]
-    assert lines[-4:] == ["10:", "1.0,", "100:", "10.0"]
-
-
-def test_the_last_exponent_is_that_of_the_two_largest_sizes() -> None:
-    bent = Growth("prompt", "prefill", [10, 100, 200], [[7.0, 7.0], [8.0, 10.0], [36.0, 90.0]])
-    assert bent.last_exponent == pytest.approx(np.log2(63 / 9))
-    assert "last 2.81" in growth.table([bent])
 
 
 @pytest.mark.slow

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from json_schemas import Case, cases, conforms, main, measure
+from json_schemas import cases, measure
 from sinkprune import Pipeline
-from sinkprune.runtime.text import answer_form
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 OBJECT = {"type": "object", "additionalProperties": False}
@@ -102,38 +101,3 @@ def test_no_schema_is_broken_and_no_forbidden_value_can_be_written(small: Pipeli
     values = found["values"]
     assert values["valid"] == values["valid, allowed"] == allowed and values["invalid"] == forbidden
     assert set(values) == {"valid", "valid, allowed", "invalid"}
-
-
-def test_cut_answers_get_an_end(small: Pipeline, tmp_path: Path) -> None:
-    found = measure(small, cases(written(tmp_path)), 100, "none", 1)["schemas"]
-    assert found["cut off"] > len(KINDS) // 2 and found["conforming"] == len(KINDS)
-
-
-def test_a_keyword_that_is_ignored_is_found(small: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "draft3").mkdir()
-    case = {
-        "description": "forbids",
-        "schema": {"disallow": "integer", "enum": [1]},
-        "tests": [{"data": 1, "valid": False}],
-    }
-    (tmp_path / "draft3" / "disallow.json").write_text(json.dumps([case]))
-    assert measure(small, cases(tmp_path), 1, "none", 20)["schemas"] == {"rejected": 1}
-    monkeypatch.setattr(answer_form, "_check_keywords", lambda schema: None)
-    [answer, value] = measure(small, cases(tmp_path), 1, "none", 20)["violations"]
-    assert answer.startswith("draft3/disallow.json: forbids: ") and answer.endswith(": 1")
-    assert value.endswith('"disallow": "integer", "enum": [1]} allows 1')
-
-
-def test_what_cannot_be_compared_is_counted_apart(small: Pipeline) -> None:
-    assert conforms('"é"', {"pattern": r"^\W$"}) and not conforms('"e"', {"pattern": r"^\W$"})
-    assert conforms("[", {}) is False
-    case = Case("letters", {"type": "string", "pattern": r"^\p{Letter}{1,3}$"}, [])
-    assert measure(small, iter([case]), 1, "none", 20)["schemas"]["not compared"] == 1
-
-
-def test_the_command(small: Pipeline, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "suite").mkdir()
-    words = [str(written(tmp_path / "suite")), "--bundle", str(small.bundle.path), "--count", "2"]
-    assert main([*words, "--budget", "none", "--json", str(tmp_path / "found.json")]) == 0
-    assert "schemas: 2 accepted" in capsys.readouterr().out
-    assert json.loads((tmp_path / "found.json").read_text())["violations"] == []

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import peers
-from peer_engines.engine import ENGINES, Form, NotRunError, need
-from peer_engines.process import Process
+from peer_engines.engine import ENGINES
 from support.models.peer_shapes import LLAVA, QWEN3
 
 OURS = "sinkprune ort-cpu fp32"
@@ -48,14 +47,6 @@ def test_every_engine_has_forms_or_a_reason() -> None:
     assert OURS in {form.label for form in forms}
 
 
-def test_words_choose_forms_and_ways_and_the_reference_stays() -> None:
-    forms, _ = peers.wanted_forms(LLAVA, "retain-64, transformers bf16", "transformers fp32")
-    chosen = {form.label: form.ways for form in forms}
-    assert chosen[OURS] == ("retain-64",)
-    assert {"transformers bf16", "transformers fp32"} <= chosen.keys()
-    assert all(form.engine in ("sinkprune", "transformers") for form in forms)
-
-
 def test_a_form_and_a_way_in_one_word_are_one_row() -> None:
     forms, _ = peers.wanted_forms(QWEN3, "sinkprune openvino int8:prune-8, ort-cpu int4:none", OURS)
     chosen = {form.label: form.ways for form in forms}
@@ -65,33 +56,3 @@ def test_a_form_and_a_way_in_one_word_are_one_row() -> None:
     assert chosen["sinkprune ort-cpu int4"] == ("none",) and len(chosen) == 3
     forms, _ = peers.wanted_forms(QWEN3, f"{OURS}:prune-80", OURS)
     assert [(form.label, form.ways) for form in forms] == [(OURS, ("none", "prune-80"))]
-
-
-def test_what_is_not_installed_is_named_with_its_package() -> None:
-    with pytest.raises(NotRunError, match=r"no-such-engine is not installed; docs/peers\.md says how"):
-        need("no_such_engine", "no-such-engine")
-
-
-def test_a_process_that_cannot_load_gives_its_reason(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint").mkdir()
-    (tmp_path / "checkpoint" / "config.json").write_text(json.dumps(LLAVA))
-    with (tmp_path / "log").open("wb") as log, pytest.raises(NotRunError, match="sinkprune-fp32"):
-        Process(Form("sinkprune", "ort-cpu fp32", 32), tmp_path, 1, log)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--model", "llava-9000"], "'llava-9000' is no preset and no config.json; presets: llava-1.5-7b, "),
-        (["--repeat", "0"], "--repeat is 0, expected at least 1."),
-        (["--only", "nobody", "--reference", "nobody"], "--only nobody names no engine, form or way."),
-        (["--json", "missing/peers.json"], "there is no folder"),
-    ],
-)
-def test_mistakes_are_reported_in_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], said: str
-) -> None:
-    (tmp_path / "tiny.json").write_text(json.dumps(LLAVA))
-    model = [] if "--model" in given else ["--model", str(tmp_path / "tiny.json")]
-    assert peers.main(["--folder", str(tmp_path), *model, *given]) == 2
-    assert said in capsys.readouterr().err

@@ -16,7 +16,6 @@ from safetensors.numpy import load_file, save_file
 from peer_engines.checkpoint import make_checkpoint
 from peer_engines.gguf import clip_tower, qwen3_tower
 from peer_engines.gguf.decoder import write_decoder
-from peer_engines.gguf.files import matrix_bytes
 from sinkprune.contract.precision import Array
 from sinkprune.export.checkpoint.folder import SafetensorsWeights
 from support.models.peer_shapes import LLAVA, QWEN3
@@ -93,11 +92,6 @@ class Written:
                     np.testing.assert_array_equal(found, self.source(f"{source}.{kind}", found.shape), name)
 
 
-@pytest.fixture(scope="module", params=["llava", "qwen3"])
-def family(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("gguf")
@@ -170,14 +164,3 @@ def test_llavas_tower_ends_at_the_layer_whose_states_are_taken(checkpoints: dict
     assert {int(name.split(".")[2]) for name in tower.tensors if name.startswith("v.blk.")} == {0, 1}
     assert tower.fields["clip.vision.feature_layer"] == [2]
     assert clip_tower.visual_tokens(checkpoints["llava"]) == (576, 576)
-
-
-def test_a_token_reads_an_embedding_table_where_it_is_the_head_too(
-    family: str, checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    decoder = Written(checkpoints[family], tmp_path / "decoder", write_decoder)
-    tensors = gguf.GGUFReader(decoder.path).tensors
-    sizes = {tensor.name: int(tensor.n_bytes) for tensor in tensors}
-    unread = 0 if family == "qwen3" else sizes["token_embd.weight"]
-    assert ("output.weight" in sizes) == (family == "llava")
-    assert matrix_bytes(decoder.path) == sum(sizes.values()) - unread

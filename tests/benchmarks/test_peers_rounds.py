@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
-from peer_engines.engine import Form, NotRunError, Question, Timing
-from peer_engines.report import ACTIONS, ANSWERS, as_json, plot, read_line, table
-from peer_engines.rounds import Measured, PlainRead, Plan, measure, needed_bytes, sittings
+from peer_engines.engine import Form, NotRunError, Question
+from peer_engines.report import as_json
+from peer_engines.rounds import Measured, Plan, measure, needed_bytes, sittings
 
 PLAN = Plan("Why?", side=28, new_tokens=4, threads=2, repeat=4, warmup=1)
 FAST, SLOW = Form("llama_cpp", "Q4_0", 4.5), Form("transformers", "fp32", 32)
@@ -122,37 +120,6 @@ def test_a_ratio_is_to_the_reference_of_the_same_sitting() -> None:
     assert len(first["answers"]) == PLAN.repeat and content["plan"]["repeat"] == PLAN.repeat
 
 
-def test_without_the_reference_there_are_no_ratios() -> None:
-    measured, _, _ = run([[OURS]], {OURS: 50.0})
-    assert [row["ttft_over_reference"] for row in as_json(measured, "tiny", PLAN, SLOW.label)["rows"]] == [None] * 2
-
-
-def test_agreement_is_with_what_most_unpruned_answers_begin_with() -> None:
-    measured, _, _ = run([[SLOW, OURS, FAST]], {SLOW: 1.0, OURS: 1.0, FAST: 1.0})
-    assert {row.label: measured.agreeing(row) for row in measured.rows} == {
-        "transformers fp32": 1.0,
-        "sinkprune ort-cpu int4, none": 1.0,
-        "sinkprune ort-cpu int4, retain-64": 1.0,
-        "llama-cpp Q4_0": 0.0,
-    }
-
-
-def test_the_table_has_a_line_a_row_the_fastest_first() -> None:
-    measured, _, _ = run([[SLOW, OURS]], {SLOW: 100.0, OURS: 50.0})
-    text = io.StringIO()
-    Console(file=text, width=200).print(table(measured, SLOW.label, ANSWERS))
-    head, *lines = [line.split() for line in text.getvalue().splitlines()]
-    assert head[:3] == ["engine", "input", "TTFT"]
-    assert [line[0] for line in lines] == ["sinkprune", "sinkprune", "transformers"]
-    assert " ".join(lines[2][2:]) == "9 100 (100) 25.0 - - 20.0 (20.0) 0.1 7.0 1.0 1.00 1.00 100 %"
-    assert read_line(measured) == "a plain read of memory: 50.0 GB/s (50.0 to 50.0)"
-
-
-def test_the_picture_is_one() -> None:
-    measured, _, _ = run([[SLOW, OURS]], {SLOW: 100.0, OURS: 50.0})
-    assert plot(measured, "tiny", ".png", ACTIONS).startswith(b"\x89PNG")
-
-
 FORMS = [Form("llama_cpp", str(number), bits) for number, bits in enumerate((4, 4.5, 8, 16, 16, 32))]
 
 
@@ -168,20 +135,3 @@ def test_everybody_sits_once_where_there_is_room_or_is_refused(free: int, parame
         form.label for form in FORMS if form != reference
     )
     assert all("are to be used (--memory-gb)" in reason for reason in refused.values())
-
-
-def test_without_a_reference_the_others_sit_alone() -> None:
-    groups, refused = sittings([FAST, SLOW], "nobody", 1_000_000_000, 30_000_000_000)
-    assert groups == [[SLOW, FAST]] and refused == {}
-    assert sittings([SLOW], SLOW.label, 1_000_000, 30_000_000_000) == ([[SLOW]], {})
-    assert sittings([], "nobody", 1, 1) == ([], {})
-
-
-def test_a_timing_is_computed_from_the_moments_of_tokens() -> None:
-    found = Timing.of(1.0, [1.5, 1.6, 1.9], 200.0, 9, [4, 5, 6])
-    assert (found.ttft, found.per_token) == (pytest.approx(500), pytest.approx(200))
-    assert found.parts == {"vision": 200.0, "prefill": pytest.approx(300)}
-
-
-def test_a_plain_read_takes_its_time() -> None:
-    assert 0.01 < PlainRead(threads=2, size=1 << 24).gb_per_s() < 10_000

@@ -16,8 +16,7 @@ from transformers import LlavaForConditionalGeneration
 
 from pocket_training.batches import pictures, turns
 from pocket_training.decoding import read, right_turns
-from pocket_training.losses import PatchProbe
-from pocket_training.outliers import NORM, OUTLIERS, OutlierProbe, norm_loss, outliers, relative_norms
+from pocket_training.outliers import NORM, OUTLIERS, OutlierProbe, norm_loss, outliers
 from pocket_training.recipes import POCKET, RECIPES
 from pocket_training.stages import Stage
 from sinkprune.demo.questions import KINDS
@@ -44,42 +43,6 @@ def test_the_norm_loss_is_that_of_the_rule(norms: np.ndarray, background: np.nda
         above += sum(max(0.0, norms[row, i] - MOST) ** 2 for i in range(9) if i not in picks)
     expected = sum(below) / len(below) + above / 2
     assert norm_loss(torch.from_numpy(norms), chosen).item() == pytest.approx(expected, rel=1e-4, abs=1e-5)
-
-
-def test_the_loss_lengthens_outliers_and_shortens_other_long_patches() -> None:
-    torch.manual_seed(0)
-    seen = pictures([make_scene("validation", 0)])
-    background = seen.classes[0, :, 0] == 0
-    things, free = (~background).nonzero()[:, 0], background.nonzero()[:, 0]
-    patches = torch.nn.functional.normalize(torch.randn(1, 256, 12), dim=-1)
-    # One thing is long, which it must not be. Three patches of background are the longest of the background.
-    patches[0, things[0]] *= 3
-    patches[0, free[[4, 9, 20]]] *= torch.tensor([1.2, 2.0, 1.1])[:, None]
-    patches.requires_grad_()
-    norms = relative_norms(patches)
-    chosen = outliers(norms, background[None])
-    assert sorted(chosen[0].tolist()) == sorted(free[[4, 9, 20]].tolist())
-    norm_loss(norms, chosen).backward()
-    assert patches.grad is not None
-    along = (patches.grad * patches).sum(-1)[0]
-    assert (along[free[[4, 9, 20]]] < 0).all() and along[things[0]] > 0
-    others = torch.ones(256, dtype=torch.bool)
-    others[[*free[[4, 9, 20]].tolist(), int(things[0])]] = False
-    assert (along[others] == 0).all()
-
-
-@pytest.mark.parametrize("weight", [0.0, 1.0])
-def test_the_probe_asks_the_outliers_and_the_cls_token_what_the_picture_holds(weight: float) -> None:
-    torch.manual_seed(1)
-    seen, probe = pictures([make_scene("validation", 1), make_scene("validation", 2)]), OutlierProbe(12, weight)
-    states = torch.randn(2, 257, 12)
-    states.requires_grad_()
-    chosen = outliers(relative_norms(states[:, 1:]), seen.classes[..., 0] == 0)
-    rest = PatchProbe.patch_loss(probe, probe.norm(states[:, 1:]), seen.classes, seen.centres)
-    rest = rest + weight * norm_loss(relative_norms(states[:, 1:]), chosen)
-    (own,) = torch.autograd.grad(probe.loss(states, seen) - rest, states)
-    asked = {(row, 0) for row in range(2)} | {(row, 1 + i) for row in range(2) for i in chosen[row].tolist()}
-    assert {(row, i) for row, i in (own.abs().sum(-1) > 1e-6).nonzero().tolist()} == asked
 
 
 def test_the_tuning_starts_from_the_demo_and_resumes(tmp_path: Path) -> None:

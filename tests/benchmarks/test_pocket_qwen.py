@@ -6,21 +6,19 @@ import json
 from pathlib import Path
 from random import Random
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, Qwen2VLImageProcessorPil, Qwen3VLForConditionalGeneration
+from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 
 from pocket_training import qwen_model
 from pocket_training.batches import turns
-from pocket_training.decoding import answer_loss, read
-from pocket_training.qwen_tower import patches, varied_pictures
+from pocket_training.decoding import read
+from pocket_training.qwen_tower import patches
 from pocket_training.recipes import RECIPES
-from pocket_training.stages import FIRST_LAYERS, QWEN_STAGES, Stage
+from pocket_training.stages import Stage
 from sinkprune import Pipeline
-from sinkprune.demo.questions import VARIED_KINDS
-from sinkprune.demo.scenes import SIZES, UNIT, make_varied
+from sinkprune.demo.scenes import UNIT, make_varied
 from sinkprune.export.command import main as export
 from train_pocket_model import Training
 
@@ -73,76 +71,6 @@ def test_packed_turns_give_the_logits_of_transformers(
         at += len(said)
     model.set_attn_implementation(qwen_model.IN_CHUNKS)
     assert at == len(reading.logits)
-
-
-def test_layers_that_are_trained_later_pass_their_input_on(tokenizer: Tokenizer) -> None:
-    torch.manual_seed(1)
-    started, drawn = qwen_model.new_model(), make_varied("validation", 2)
-    asked = turns([RECIPE.ask(drawn[0], Random(0), 4, RECIPE.measured)], tokenizer, RECIPE.dialogue)
-    tokens = RECIPE.see(started, RECIPE.new_probe(started), [drawn], ALL, 0).sight
-    few, every = (read(started, tokens, asked, layers) for layers in (FIRST_LAYERS, None))
-    assert set(few.hidden) == set(FIRST_LAYERS) and len(every.hidden) == 24
-    assert torch.allclose(few.logits, every.logits, atol=1e-5)
-    answer_loss(every, asked).backward()
-    for number, layer in enumerate(started.model.language_model.layers):
-        assert layer.mlp.down_proj.weight.grad.abs().max() > 0
-        assert (layer.mlp.up_proj.weight.grad.abs().max() > 0) == (number in FIRST_LAYERS)
-
-
-@pytest.mark.parametrize("size", [SIZES[0], SIZES[3], SIZES[4]])
-def test_patches_are_those_of_the_image_processor(size: tuple[int, int], tmp_path: Path) -> None:
-    picture = next(p for p in (make_varied("validation", i)[1] for i in range(200)) if p.size == size)
-    processor = Qwen2VLImageProcessorPil(
-        patch_size=14, merge_size=2, min_pixels=784, max_pixels=200704, image_mean=[0.5] * 3, image_std=[0.5] * 3
-    )
-    expected = processor(images=[picture], return_tensors="np")
-    assert expected["image_grid_thw"].tolist() == [[1, size[1] // 14, size[0] // 14]]
-    assert np.allclose(patches(picture).reshape(-1, 1176), expected["pixel_values"], atol=1e-6)
-
-
-def test_pictures_of_a_step_show_their_things_first() -> None:
-    drawn = [make_varied("validation", i) for i in range(6)]
-    seen, side = varied_pictures(drawn, 40, 16), 16
-    assert seen.classes.shape == (6, 40, 5) and seen.patch_classes.shape == (6, 160, 5)
-    assert seen.pixels.shape == (960, 1176)
-    for row, (scene, picture) in enumerate(drawn):
-        assert int(seen.extent[row]) == max(picture.size) // UNIT
-        places = seen.places.view(6, 40, 4, 2)[row]
-        at = [(y // 2, x // 2) for y, x in places[:, 0].tolist()]
-        raster = patches(picture).reshape(picture.height // UNIT, picture.width // UNIT, 4, -1)
-        for token, (y, x) in enumerate(at):
-            assert places[token].tolist() == [[2 * y + i, 2 * x + j] for i in (0, 1) for j in (0, 1)]
-            shown = seen.pixels.view(6, 40, 4, -1)[row, token].numpy()
-            assert np.array_equal(shown, raster[y, x])
-        assert int(seen.classes[row, :, 4].sum()) == len(scene.things)
-        for thing in scene.things:
-            token = at.index((thing.y // UNIT, thing.x // UNIT))
-            shape, colour, _, _, centre = seen.classes[row, token].tolist()
-            assert RECIPE.names.shown[0][shape] == thing.shape
-            assert (RECIPE.names.shown[1][colour], centre) == (thing.colour, 1)
-            patch = places[token].tolist().index([thing.y // 14, thing.x // 14])
-            assert seen.patch_classes[row, 4 * token + patch, 4] == 1
-            expected = [16 * (thing.x / picture.width - 0.5), 16 * (thing.y / picture.height - 0.5)]
-            assert seen.centres[row, 4 * token + patch].tolist() == pytest.approx(expected, abs=1e-5)
-    whole = varied_pictures(drawn[:1], ALL, side)
-    assert whole.classes.shape[1] == drawn[0][1].width * drawn[0][1].height // UNIT**2
-
-
-@pytest.mark.slow
-def test_the_stages_show_whole_pictures_of_one_size_last() -> None:
-    whole, early = QWEN_STAGES[-1], QWEN_STAGES[1]
-    drawn = RECIPE.draw(whole, 50)
-    assert len(drawn) == whole.pictures and len({picture.size for _, picture in drawn}) == 1
-    drawn = RECIPE.draw(early, 7)
-    assert len({picture.size for _, picture in drawn}) > 1
-    assert max(len(scene.objects) for scene, _ in drawn) <= early.most_objects
-    sizes = next(stage for stage in QWEN_STAGES if stage.name == "sizes")
-    shrunk = [RECIPE.draw(sizes, 6 * step) for step in range(30)]
-    assert 6 <= sum(min(p.width * p.height for _, p in drawn) < 64 * UNIT**2 for drawn in shrunk) <= 18
-    assert all(scene.size == picture.size for drawn in shrunk for scene, picture in drawn)
-    asked = {kind for stage in QWEN_STAGES for kind in stage.kinds if stage.questions}
-    assert asked >= set(RECIPE.measured)
-    assert asked - {"place"} == set(VARIED_KINDS) - {"first-of-two", "second-of-two"}
 
 
 def test_the_checkpoint_is_small_exports_and_answers_as_in_training(

@@ -14,13 +14,12 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PI0ForConditionalGeneration
 
 from pocket_training.robot import losses
-from pocket_training.robot.batches import Batch, draw_batch, instruction_ids, normalised, patch_targets, statistics
-from pocket_training.robot.episodes import act, run_episodes
-from pocket_training.robot.losses import flow_loss, looking_loss, run_prefix, run_tower
+from pocket_training.robot.batches import Batch, draw_batch, instruction_ids, normalised, statistics
+from pocket_training.robot.episodes import act
+from pocket_training.robot.losses import flow_loss, run_prefix, run_tower
 from pocket_training.robot.model import CHUNK, GRID, IMAGE, new_model, new_tokenizer, save
 from pocket_training.stages import Stage
-from sinkprune.demo.robot_table import CANVAS, SIDE, RobotTable
-from sinkprune.demo.scenes import COLOURS, SHAPES
+from sinkprune.demo.robot_table import RobotTable
 from train_pocket_robot import RobotTraining
 
 ALL = GRID**2
@@ -74,56 +73,6 @@ def test_the_loss_is_that_of_transformers(
     assert torch.allclose(found, torch.stack(expected).mean(), atol=1e-5)
 
 
-def test_the_model_acts_as_it_is_trained(model: PI0ForConditionalGeneration, tokenizer: Tokenizer) -> None:
-    """One step of denoising by `sample_actions` is the velocity of the training's forward pass."""
-    batch = draw_batch(6, 1, 5, ALL, tokenizer)
-    noise = torch.randn(len(batch.ids), CHUNK, 3)
-    sampled = model.sample_actions(**_inputs(batch), noise=noise, num_steps=1)
-    velocity = model(**_inputs(batch), noise=noise, timestep=torch.ones(len(batch.ids))).logits
-    assert torch.allclose(sampled, noise - velocity, atol=1e-5)
-
-
-def test_shown_patches_are_those_of_the_whole_picture(
-    model: PI0ForConditionalGeneration, tokenizer: Tokenizer
-) -> None:
-    whole, few = (draw_batch(7, 1, 5, shown, tokenizer) for shown in (ALL, 9))
-    assert few.patches.shape == (4, 2, 9)
-    for field in ("classes", "centres"):
-        every, kept = getattr(whole, field), getattr(few, field)
-        places = few.patches[..., None].expand(-1, -1, -1, every.shape[-1])
-        assert torch.equal(every.gather(2, places), kept)
-    shown = few.classes[..., 0] > 0
-    # Objects have more than nine patches, and come first.
-    assert shown[:, 0].all()
-    places = run_prefix(model, run_tower(model, few), few).places
-    assert torch.equal(places[:, :9], few.patches[:, 0]) and torch.equal(places[:, 9:18], few.patches[:, 1] + ALL)
-    assert (places[:, 18:] == 2 * ALL + torch.arange(few.ids.shape[1])).all()
-
-
-def test_looks_are_the_attention_of_transformers(model: PI0ForConditionalGeneration, tokenizer: Tokenizer) -> None:
-    batch = draw_batch(3, 1, 5, 30, tokenizer)
-    prefix = run_prefix(model, run_tower(model, batch), batch)
-    rows = prefix.layers[0]
-    everything = torch.zeros(len(rows), 1, rows.shape[1], rows.shape[1])
-    attentions = model.model.vlm.language_model(
-        inputs_embeds=rows, position_ids=prefix.places, attention_mask=everything, output_attentions=True
-    ).attentions
-    shape, colour, target = (values.flatten(1) for values in batch.classes.unbind(-1))
-    by_layer = []
-    for layer in (1, 2, 3, 4, 5):
-        found = []
-        for moment in range(len(rows)):
-            named = int(target[moment].nonzero()[0])
-            same = [colour[moment] == colour[moment, named], shape[moment] == shape[moment, named]]
-            # Rows from the end: the line's end, the shape, the colour.
-            looks = [(-3, same[0]), (-2, same[1])] if layer == 1 else [(row, target[moment] == 1) for row in (-2, -1)]
-            for row, wanted in looks:
-                for head in (0, 1):
-                    found.append(-attentions[layer][moment, head, row, :60][wanted].sum().log())
-        by_layer.append(torch.stack(found).mean())
-    assert torch.allclose(looking_loss(model, prefix, batch), torch.stack(by_layer).mean(), atol=1e-5)
-
-
 def test_a_batch_is_normalised_as_the_processor_does(tokenizer: Tokenizer) -> None:
     found = statistics()
     batch = draw_batch(9, 6, 5, 4, tokenizer)
@@ -135,39 +84,6 @@ def test_a_batch_is_normalised_as_the_processor_does(tokenizer: Tokenizer) -> No
     table = RobotTable("training 9")
     picture = normalised(table.cameras()[0])
     assert np.allclose(picture, (np.asarray(table.cameras()[0]).transpose(2, 0, 1) / 255 - 0.5) / 0.5, atol=1e-6)
-
-
-def test_an_instruction_has_a_token_for_each_word(tokenizer: Tokenizer) -> None:
-    for colour in COLOURS:
-        for shape in SHAPES:
-            ids = instruction_ids(f"pick the {colour} {shape}", tokenizer)
-            assert len(ids) == 6
-            assert ids[3:5] == [tokenizer.token_to_id(f"Ġ{word}") for word in (colour, shape)]
-
-
-def test_targets_are_what_the_pictures_show() -> None:
-    for seed in range(10):
-        table = RobotTable(f"targets {seed}")
-        corner = np.round(table.gripper * CANVAS) - SIDE // 2
-        for picture, scale, start in zip(table.cameras(), (0.5, 1.0), (np.zeros(2), corner), strict=True):
-            classes, centres = patch_targets(table, scale, start)
-            for patch in np.flatnonzero(classes[:, 3]):
-                x, y = (centres[patch] * 8 + SIDE / 2).round().astype(int)
-                shape, colour, target, _ = classes[patch]
-                near = [
-                    i for i in range(len(table.objects)) if (abs(_seen(table, i, scale, start) - [x, y]) < 2).all()
-                ]
-                (number,) = near
-                thing = table.objects[number]
-                assert (SHAPES[shape - 1], list(COLOURS)[colour - 1]) == (thing.shape, thing.colour)
-                assert target == (number == table.target)
-                pixel = picture.getpixel((min(max(x, 0), SIDE - 1), min(max(y, 0), SIDE - 1)))
-                assert thing.shape == "ring" or pixel in (COLOURS[thing.colour], (20, 20, 24))
-
-
-def _seen(table: RobotTable, number: int, scale: float, corner: np.ndarray) -> np.ndarray:
-    thing = table.objects[number]
-    return (np.array([thing.x, thing.y]) - corner) * scale
 
 
 @pytest.mark.slow
@@ -205,26 +121,3 @@ def test_the_checkpoint_is_the_model(
     fields = json.loads((tmp_path / "processor_config.json").read_text())
     assert fields["actions_std"] == list(statistics().actions_std) and fields["chunk_size"] == CHUNK
     assert fields["image_processor"] == json.loads((tmp_path / "preprocessor_config.json").read_text())
-
-
-def test_episodes_end_and_count_the_target(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that acts as the expert does for the instruction picks the target, and never a misnamed one."""
-
-    class Expert:
-        def eval(self) -> None:
-            """Do nothing."""
-
-    def chosen(
-        model: object, tokenizer: Tokenizer, tables: list[RobotTable], instructions: list[str], seed: int
-    ) -> np.ndarray:
-        chunks = []
-        for table, instruction in zip(tables, instructions, strict=True):
-            target, named = table.target, [f"pick the {' '.join(thing.pair)}" for thing in table.objects]
-            table.target = named.index(instruction)
-            chunks.append(table.plan(CHUNK))
-            table.target = target
-        return np.stack(chunks)
-
-    monkeypatch.setattr("pocket_training.robot.episodes.act", chosen)
-    assert run_episodes(Expert(), tokenizer, "x", 10) == (1.0, 1.0)
-    assert run_episodes(Expert(), tokenizer, "x", 10, misnamed=True) == (0.0, 1.0)

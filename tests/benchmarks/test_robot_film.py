@@ -26,8 +26,3 @@ def test_a_film_shows_every_move(tmp_path: Path, capsys: pytest.CaptureFixture[s
         shown = [drawn.convert("RGB") for _ in [drawn.seek(0)]]
         drawn.seek(drawn.n_frames - 1)
         assert shown[0].tobytes() != drawn.convert("RGB").tobytes()
-
-
-def test_another_kind_of_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert robot_film.main([str(tmp_path), "--film", str(tmp_path / "robot.mp4")]) == 2
-    assert ".gif" in capsys.readouterr().err

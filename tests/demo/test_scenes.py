@@ -6,7 +6,6 @@ import hashlib
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -16,8 +15,7 @@ from pocket_training.lessons import draw_questions
 from sinkprune.contract.questions import Question
 from sinkprune.demo import questions as scene_questions
 from sinkprune.demo.questions import KINDS
-from sinkprune.demo.scenes import COLOURS, SIDE, TEST_PHOTOS, TRAINING_PHOTOS, WIDE, Scene, compose_scene, make_scene
-from sinkprune.demo.write_scenes import write_scenes
+from sinkprune.demo.scenes import COLOURS, SIDE, WIDE, Scene, compose_scene, make_scene
 
 TEST = list(scene_questions.test_set())
 SCENES = [compose_scene("validation", index) for index in range(150)]
@@ -45,14 +43,6 @@ def test_wide_pictures_hold_the_same_things_further_apart() -> None:
             if before.shape == "square":
                 colours = [image.getpixel((thing.x, thing.y)) for image, thing in ((picture, before), (broad, after))]
                 assert colours[0] == colours[1] == COLOURS[before.colour]
-
-
-def test_splits_share_neither_scenes_nor_test_photos() -> None:
-    drawn = {split: {compose_scene(split, i) for i in range(60)} for split in ("training", "validation", "test")}
-    assert not drawn["training"] & drawn["validation"]
-    assert not drawn["training"] & drawn["test"]
-    assert not drawn["validation"] & drawn["test"]
-    assert not set(TRAINING_PHOTOS) & set(TEST_PHOTOS)
 
 
 def test_things_do_not_overlap_and_lie_within_the_picture() -> None:
@@ -125,18 +115,3 @@ def test_no_answer_is_a_good_guess() -> None:
         assert max(replies.values()) <= (0.62 if kind.startswith("existence") else 0.6) * sum(replies.values()), kind
     pictures = [id(picture) for picture, _ in TEST]
     assert sum(a != b for a, b in pairwise(pictures)) == len(set(pictures)) - 1
-
-
-def test_a_scene_is_drawn_the_same_every_time_and_in_every_split() -> None:
-    for split in ("training", "validation", "test"):
-        scene, picture = make_scene(split, 0)
-        asked = next(iter(scene_questions.questions_about(split, 1)))[0]
-        assert scene == compose_scene(split, 0)
-        assert np.array_equal(np.asarray(picture), np.asarray(asked))
-
-
-def test_written_scenes_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_scenes(tmp_path, 2)
-    lines = (tmp_path / "scenes.jsonl").read_text().count("\n")
-    assert capsys.readouterr().out == f"{tmp_path}: 2 pictures\n{tmp_path / 'scenes.jsonl'}: {lines} questions\n"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["scene-0.png", "scene-1.png", "scenes.jsonl"]

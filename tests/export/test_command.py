@@ -68,9 +68,6 @@ def test_the_summary_names_what_was_written(
     [
         ("mha-336", {}),
         ("gqa-112", {"weights": "int4"}),
-        ("qwen-tied", {"weights": "int8"}),
-        ("qwen3-vl", {"precision": "fp16"}),
-        ("next", {}),
         ("pi0", {"budgets": ("prune-88.9",)}),
     ],
 )
@@ -93,27 +90,6 @@ def test_the_progress_of_an_export_ends_with_all_weights(
     last.clear()
     read_bundle(tmp_path / "out").verify(progress)
     assert last == {"checking sums": summed}
-
-
-def test_nothing_is_reported_before_the_number_of_weights_is_known(tmp_path: Path) -> None:
-    """Inference of shapes reads the bias of five actions."""
-    totals = list[float]()
-
-    def progress(what: str, done: float, total: float, unit: str) -> None:
-        totals.append(total)
-
-    request = ExportRequest(str(ROOT / "demo" / "pocket-robot"), budgets=("prune-88.9",), max_images=2)
-    export_bundle(request, tmp_path / "out", progress=progress)
-    assert totals and min(totals) > 0
-
-
-def test_json_lists_what_no_plan_reaches(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    options = ("--budgets", "retain-192,retain-32", "--methods", "fastv", "--json")
-    outcome = run("sinkprune-export", checkpoint("mha-336"), "-o", tmp_path / "out", *options)
-    assert outcome.code == 0, outcome.stderr
-    (missed,) = json.loads(outcome.stdout)["unreachable"]
-    assert list(missed) == ["method", "budget", "why"]
-    assert (missed["method"], missed["budget"]) == ("fastv", "retain-32")
 
 
 def test_an_export_or_engines_within_a_bundle_are_refused(bundle: Callable[..., Path], tmp_path: Path) -> None:

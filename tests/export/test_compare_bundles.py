@@ -10,7 +10,6 @@ import onnx
 import pytest
 
 from compare_bundles import differences, main
-from support.models.manifests import manifest_data, write_data
 
 SANITIZER = "sinkpruner/retain-64/sanitizer"
 Graph = onnx.GraphProto
@@ -26,18 +25,6 @@ def another_operator(graph: Graph) -> None:
     next(node for node in graph.node if node.op_type == "Concat").op_type = "Add"
 
 
-def another_attribute(graph: Graph) -> None:
-    next(node for node in graph.node if node.op_type == "TopRho").attribute[0].i += 1
-
-
-def one_node_less(graph: Graph) -> None:
-    del graph.node[-1]
-
-
-def another_shape(graph: Graph) -> None:
-    graph.output[0].type.tensor_type.shape.dim[1].dim_value += 1
-
-
 def another_constant(graph: Graph) -> None:
     tensor = next(tensor for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.INT64)
     tensor.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor) + 1, tensor.name))
@@ -47,9 +34,6 @@ def another_constant(graph: Graph) -> None:
     ("change", "place"),
     [
         (another_operator, ".op_type is 'Add', was 'Concat'"),
-        (another_attribute, ".attribute[0].i is 11, was 10"),
-        (one_node_less, " is missing, was "),
-        (another_shape, "output[0].type"),
         (another_constant, "].raw_data is "),
     ],
 )
@@ -73,14 +57,6 @@ def test_a_change_of_a_weight_is_found(
     assert main([str(bundle("gqa-112")), str(copied)]) == 1
     first, summary = capsys.readouterr().out.splitlines()
     assert first.startswith("head: graph.initializer[") and summary.endswith("1 parts differ")
-
-
-def test_other_files_and_facts_are_compared(bundle: Callable[..., Path], copied: Path) -> None:
-    (copied / "weights/tokenizer.json").write_text("{}")
-    write_data(copied, {**manifest_data(copied), "max_images": 2, "sinkprune_version": "0.0"})
-    found = differences(bundle("gqa-112"), copied)
-    assert found["bundle.json"] == ["max_images is 2, was 1"]
-    assert list(found) == ["bundle.json", "weights/tokenizer.json"]
 
 
 def test_equal_values_may_lie_elsewhere(

@@ -28,9 +28,6 @@ def export(without: str, *arguments: object) -> subprocess.CompletedProcess[str]
     ("package", "source"),
     [
         ("onnx", "llava-1.1b"),
-        ("onnx_ir", "llava-1.1b"),
-        ("onnxscript", "llava-1.1b"),
-        ("ml_dtypes", "llava-1.1b"),
         ("transformers", "llava-1.1b"),
         ("huggingface_hub", "someone/model"),
     ],

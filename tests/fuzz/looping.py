@@ -8,7 +8,7 @@ import onnx
 from onnx import ModelProto, TensorProto, helper
 
 _LONG = 2**62
-KINDS = ("loop", "growing loop", "if", "other name", "other type", "other rank", "huge constant", "external", "deep")
+KINDS = ("loop", "growing loop", "other name", "other type", "huge constant", "external")
 
 
 def strange(data: bytes, kind: str, random: Random) -> bytes:
@@ -18,8 +18,6 @@ def strange(data: bytes, kind: str, random: Random) -> bytes:
     match kind:
         case "loop" | "growing loop":
             _append_loop(model, growing=kind == "growing loop")
-        case "if":
-            _append_if(model)
         case "other name":
             random.choice([*graph.input, *graph.output]).name = "other"
         case "other type":
@@ -27,9 +25,6 @@ def strange(data: bytes, kind: str, random: Random) -> bytes:
             value.type.tensor_type.elem_type = random.choice(
                 (TensorProto.STRING, TensorProto.INT8, TensorProto.DOUBLE)
             )
-        case "other rank":
-            value = random.choice([*graph.input, *graph.output])
-            value.type.tensor_type.shape.dim.add().dim_value = random.choice((-1, 0, 1, 10**12))
         case "huge constant":
             shape = helper.make_tensor("shape", TensorProto.INT64, [2], [10**5, 10**5])
             graph.initializer.append(shape)
@@ -45,11 +40,6 @@ def strange(data: bytes, kind: str, random: Random) -> bytes:
                 entry = tensor.external_data.add()
                 entry.key, entry.value = key, value
             graph.node.append(helper.make_node("Identity", ["stolen"], ["shown"]))
-        case "deep":
-            last = graph.output[0].name
-            for number in range(3000):
-                graph.node.append(helper.make_node("Identity", [last], [f"deep{number}"]))
-                last = f"deep{number}"
         case other:
             raise ValueError(f"kind '{other}', expected one of {', '.join(KINDS)}")
     return model.SerializeToString()
@@ -75,20 +65,6 @@ def _append_loop(model: ModelProto, *, growing: bool) -> None:
     graph.initializer.append(helper.make_tensor("times", TensorProto.INT64, [], [_LONG]))
     graph.initializer.append(helper.make_tensor("forever", TensorProto.BOOL, [], [True]))
     graph.node.append(helper.make_node("Loop", ["times", "forever", f"{output}_before"], [output], body=body))
-
-
-def _append_if(model: ModelProto) -> None:
-    """Compute the first output by an If whose branches have other shapes than the output."""
-    graph, output = model.graph, _renamed_output(model)
-
-    def branch(name: str, shape: list[int]) -> onnx.GraphProto:
-        value = helper.make_tensor("v", TensorProto.FLOAT, shape, [0.5])
-        node = helper.make_node("Constant", [], [name], value=value)
-        return helper.make_graph([node], name, [], [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)])
-
-    graph.initializer.append(helper.make_tensor("which", TensorProto.BOOL, [], [False]))
-    branches = {"then_branch": branch("a", [1]), "else_branch": branch("b", [1, 1])}
-    graph.node.append(helper.make_node("If", ["which"], [output], **branches))
 
 
 def _renamed_output(model: ModelProto) -> str:

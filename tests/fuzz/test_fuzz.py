@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from conftest import make_once
-from fuzz.inputs.cases import Case, case_of
+from fuzz.inputs.cases import Case
 from fuzz.inputs.sources import SOURCES, corpus, endless
 from fuzz.subjects import Subjects, make_families
 from fuzz.trial import try_case
@@ -51,13 +51,3 @@ def test_wrong_inputs_are_taken_or_refused(subjects: Subjects, worker: Worker) -
     assert {kind for kind, _ in tried} == SOURCES.keys()
     failed = [(case.json(), faults) for _, case in tried if (faults := try_case(case, subjects, worker))]
     assert not failed
-
-
-def test_a_case_is_the_same_after_it_was_written_and_read(subjects: Subjects) -> None:
-    for _, case in islice(endless(subjects, SEED), 60):
-        assert case_of(case.json()) == case
-
-
-def test_the_same_seed_makes_the_same_cases(subjects: Subjects) -> None:
-    once, again = (list(islice(endless(subjects, SEED), 60)) for _ in range(2))
-    assert once == again

@@ -50,16 +50,11 @@ def test_what_is_well_has_no_fault(planted: str, worker: Worker, place: Path) ->
     ("planted", "kind", "said"),
     [
         ("raises", "traceback", "heads"),
-        ("chatters", "noise", "a library's warning"),
-        ("paints", "control characters", "red"),
         ("hangs", "hang", "planted.py"),
         ("aborts", "abort", "signal 6"),
         ("devours", "memory", ""),
-        ("devours_and_says_so", "memory", "out of memory"),
         ("another_answer", "answer", "[1, 3]"),
         ("litters", "stray file", "out.partial"),
-        ("overwrites", "stray file", "input.txt"),
-        ("starts_a_program", "escape", "program"),
         ("runs_foreign_code", "escape", "evil.py"),
     ],
 )
@@ -69,19 +64,7 @@ def test_a_planted_fault_is_found(planted: str, kind: str, said: str, worker: Wo
     assert any(said in fault.detail for fault in found)
 
 
-def test_what_is_written_elsewhere_is_found(worker: Worker, place: Path, tmp_path: Path) -> None:
-    (found,) = faults(worker, place, "litters_elsewhere", str(tmp_path / "stray.txt"))
-    assert found.kind == "escape"
-    assert "stray.txt" in found.detail
-
-
 def test_a_worker_goes_on_after_an_abort_and_a_hang(worker: Worker, place: Path) -> None:
     for planted in ("aborts", "hangs"):
         called(worker, place, planted)
     assert called(worker, place, "well").code == 0
-
-
-def test_output_of_a_finished_command_is_no_stray(worker: Worker, place: Path) -> None:
-    honest = called(worker, place, "well")
-    after = {**files_of(place), "out": (-1, 0), "out/bundle.json": (3, 3)}
-    assert faults_of(honest, honest, files_of(place), after, "out", same_answer=True) == []

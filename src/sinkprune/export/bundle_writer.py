@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -37,9 +37,11 @@ from sinkprune.export.planning import Unreachable, parse_budgets, plan_graphs, s
 from sinkprune.export.precision import PRECISIONS, Precision
 from sinkprune.export.pruning.plan import PlanFacts
 from sinkprune.export.source import ExportRequest, OpenCheckpoint, open_source
-from sinkprune.export.weights.quantised_weights import CheckpointForm, QuantisedWeights, RepackedForm, Requantised
-from sinkprune.export.weights.rounding import RoundedMatrix
 from sinkprune.export.weights.weight_forms import WeightForm, check_dialect, chosen_forms, form_of
+
+if TYPE_CHECKING:
+    from sinkprune.export.weights.quantised_weights import Requantised
+    from sinkprune.export.weights.rounding import RoundedMatrix
 
 # A generous bound of graphs, tokenizer and manifest.
 _SMALL_FILES_BYTES = 64 << 20
@@ -177,13 +179,24 @@ class _Export:
     def _form(self, graph: str) -> WeightForm:
         """Return the form of the matrices of a weight graph."""
         weights, requested, forms = self._source.weights, self._request.weights, self.forms
+        name = forms.vision if graph == "vision" else forms.decoder
+        if self._source.quantisation is None:
+            return form_of(name, forms.block_size)
+        from sinkprune.export.weights.quantised_weights import (
+            CheckpointForm,
+            QuantisedWeights,
+            RepackedForm,
+            Requantised,
+        )
+
+        assert isinstance(weights, QuantisedWeights)
 
         def on_rounded(name: str, weight: Array, found: RoundedMatrix) -> None:
-            if isinstance(weights, QuantisedWeights) and weights.quantised(name):
+            if weights.quantised(name):
                 self._requantised(Requantised.between(name, weight, found.values()))
 
-        form = form_of(forms.vision if graph == "vision" else forms.decoder, forms.block_size, on_rounded)
-        if graph == "vision" or not isinstance(weights, QuantisedWeights):
+        form = form_of(name, forms.block_size, on_rounded)
+        if graph == "vision":
             return form
         if weights.quantisation.repacks(requested):
             form = RepackedForm(weights, forms.block_size, self._count)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from sinkprune.contract.checks import counted
 from sinkprune.contract.errors import CheckpointError, UsageError
@@ -23,20 +23,15 @@ from sinkprune.export.checkpoint.folder import (
     read_fields,
     read_json,
 )
-from sinkprune.export.checkpoint.lerobot import (
-    check_folder,
-    is_lerobot,
-    tokenizer_folder,
-    translated_config,
-    translated_files,
-)
 from sinkprune.export.checkpoint.quantisation_config import Quantisation, read_quantisation
 from sinkprune.export.checkpoint.text import Text, read_checkpoint_text, small_text, without_added_tokens
 from sinkprune.export.families import Family, SalienceBlock, read_family
 from sinkprune.export.planning import CLIP_TOKENS, IMAGE_TOKENS, MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
 from sinkprune.export.presets import PRESETS
 from sinkprune.export.pruning.sanitizer import NAMES, ChosenHeads
-from sinkprune.export.weights.quantised_weights import QuantisedWeights
+
+if TYPE_CHECKING:
+    from sinkprune.export.weights.quantised_weights import QuantisedWeights
 
 _SINGLE = "preprocessor_config.json"
 _NESTED = "processor_config.json"
@@ -160,11 +155,15 @@ def open_source(request: ExportRequest) -> OpenCheckpoint:
     checkpoint = Checkpoint(name, config_sha256(config), random_weights=False)
     quantisation = read_quantisation(request.source, config)
     named = read_fields(_NamesWeights, config, f"checkpoint '{request.source}': config.json")
-    weights = SafetensorsWeights(folder, named.get("transformers_weights"))
-    held = QuantisedWeights(weights, quantisation) if quantisation else weights
+    stored = SafetensorsWeights(folder, named.get("transformers_weights"))
+    weights: SafetensorsWeights | QuantisedWeights = stored
+    if quantisation:
+        from sinkprune.export.weights.quantised_weights import QuantisedWeights
+
+        weights = QuantisedWeights(stored, quantisation)
     policy = family.policy(files.read(_NESTED) if _NESTED in files else {})
     images = _images(request, policy)
-    return OpenCheckpoint(family, held, _formed(text, family), processor, checkpoint, images, policy, quantisation)
+    return OpenCheckpoint(family, weights, _formed(text, family), processor, checkpoint, images, policy, quantisation)
 
 
 def _formed(text: Text, family: Family) -> Text:
@@ -188,11 +187,20 @@ class _ConfigurationFiles:
 
     def __init__(self, source: str, folder: Path) -> None:
         """Read config.json; raises `CheckpointError`. `source` names the checkpoint in messages."""
-        check_folder(source, folder)
+        self._source, self._folder = source, folder
+        config = read_json(folder, "config.json") if has_entry(folder, "config.json") else {}
+        if "model_type" not in config:
+            # LeRobot's form, or a folder around it.
+            from sinkprune.export.checkpoint.lerobot import check_folder
+
+            check_folder(source, folder, config)
         check_kind(source, folder)
-        config = read_json(folder, "config.json")
-        self._source, self._folder, self._lerobot = source, folder, is_lerobot(config)
-        self._read = translated_files(source, folder, config) if self._lerobot else {"config.json": config}
+        self._read = {"config.json": config or read_json(folder, "config.json")}
+        self._lerobot = _is_lerobot(config)
+        if self._lerobot:
+            from sinkprune.export.checkpoint.lerobot import translated_files
+
+            self._read = translated_files(source, folder, config)
 
     def __contains__(self, name: object) -> bool:
         return name in self._read or (isinstance(name, str) and has_entry(self._folder, name))
@@ -203,7 +211,11 @@ class _ConfigurationFiles:
 
     def tokenizer_folder(self) -> Path:
         """Return the folder of the tokenizer; raises `CheckpointError` for a tokenizer that is somewhere else."""
-        return tokenizer_folder(self._source, self._folder) if self._lerobot else self._folder
+        if not self._lerobot:
+            return self._folder
+        from sinkprune.export.checkpoint.lerobot import tokenizer_folder
+
+        return tokenizer_folder(self._source, self._folder)
 
 
 def _processor_settings(source: str, files: _ConfigurationFiles, family: Family) -> dict[str, Any]:
@@ -254,4 +266,12 @@ def _random_config(source: str) -> dict[str, Any]:
             f"'{source}' is no config.json, no folder holding one and no preset; presets: {', '.join(PRESETS)}."
         )
     config = read_json(folder, name)
-    return translated_config(source, config) if is_lerobot(config) else config
+    if not _is_lerobot(config):
+        return config
+    from sinkprune.export.checkpoint.lerobot import translated_config
+
+    return translated_config(source, config)
+
+
+def _is_lerobot(config: Mapping[str, Any]) -> bool:
+    return "type" in config and "model_type" not in config

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -45,17 +44,6 @@ def a_folder(path: Path) -> None:
     path.mkdir()
 
 
-def a_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as listening:
-        here = Path.cwd()
-        os.chdir(path.parent)
-        try:
-            # The system takes 107 characters at most.
-            listening.bind(path.name)
-        finally:
-            os.chdir(here)
-
-
 def large(path: Path) -> None:
     path.touch()
     os.truncate(path, 1 << 40)
@@ -72,19 +60,15 @@ ODD: dict[str, tuple[Callable[[Path], None], str]] = {
     "fifo": (fifo, "is a FIFO, expected a regular file"),
     "zeros": (zeros, "is a link that leads out of the checkpoint folder, to '/dev/zero'"),
     "folder": (a_folder, "is a folder, expected a regular file"),
-    "socket": (a_socket, "is a socket"),
     "large": (large, "1099511627776"),
 }
 ODD_JSON: dict[str, tuple[Callable[[Path], None], str]] = {
     **ODD,
-    "latin-1": (written(b'{"a": "\xe9"}'), "is not UTF-8"),
     "NaN": (written(b'{"rescale_factor": NaN}'), "NaN is no number in JSON"),
-    "1e999": (written(b'{"rescale_factor": 1e999}'), "too large for a number"),
     "deep": (written(b'{"a":' + b"[" * 100_000), "is nested more than 64 deep"),
     "list": (written(b"[]"), "holds [], expected a JSON object"),
-    "empty": (written(b""), "is not JSON"),
 }
-JSONS = ["config.json", "preprocessor_config.json", "video_preprocessor_config.json", "generation_config.json", INDEX]
+JSONS = ["config.json", "preprocessor_config.json", INDEX]
 
 
 @pytest.mark.parametrize("name", JSONS)
@@ -130,12 +114,9 @@ ODD_SHARDS: dict[str, tuple[Callable[[Path], None], str]] = {
         written(struct.pack("<Q", 1 << 63) + b"{}"),
         "has a header of 9223372036854775808 bytes",
     ),
-    "header of 90 MB": (written(struct.pack("<Q", 90_000_000)), "has a header of 90000000 bytes, expected at most"),
-    "no JSON": (written(struct.pack("<Q", 2) + b"}{"), "is damaged"),
     "empty": (written(b""), "is damaged"),
     "overlap": (written(header(("a", tensor([4], 0, 16)), ("b", tensor([4], 0, 16))) + bytes(16)), "is damaged"),
     "beyond the end": (written(header(("a", tensor([4], 0, 16))) + bytes(15)), "is damaged"),
-    "2**62 values": (written(header(("a", tensor([1 << 62], 0, 16))) + bytes(16)), "is damaged"),
     "negative shape": (written(header(("a", tensor([-4], 0, 16))) + bytes(16)), "is damaged"),
     "twice under two names": (
         written(
@@ -173,20 +154,14 @@ def test_tensors_of_other_shapes_and_types_are_never_read(tmp_path: Path) -> Non
     ("index", "message"),
     [
         ({}, "missing field 'weight_map'"),
-        ({"weight_map": None}, "weight_map: found None, expected an object"),
-        ({"weight_map": []}, "weight_map: found [], expected an object"),
         ({"weight_map": {}}, "weight_map: found {}, expected an object"),
         ({"weight_map": {"a": 1}}, "weight_map.a: found 1, expected 1 to 200 printable"),
-        ({"weight_map": {"a": ""}}, "weight_map.a: found '', expected 1 to 200 printable"),
         ({"weight_map": {"a": "/etc/passwd"}}, "names the shard '/etc/passwd'"),
         ({"weight_map": {"a": "../other/model.safetensors"}}, "names the shard '../other/model.safetensors'"),
-        ({"weight_map": {"a": "shards/../../model.safetensors"}}, "expected a .safetensors file within the folder"),
-        ({"weight_map": {"a": "tokenizer.json"}}, "names the shard 'tokenizer.json'"),
         (
             {"weight_map": {str(i): f"{i}.safetensors" for i in range(1001)}},
             "names 1001 shards, expected at most 1000",
         ),
-        ({"weight_map": {"a": "nul\0.safetensors"}}, "expected 1 to 200 printable"),
         ({"weight_map": {"a": "gone.safetensors"}}, "shard 'gone.safetensors' is missing"),
     ],
 )
@@ -216,7 +191,6 @@ SOURCES: dict[str, tuple[dict[str, bytes], str | None, float | str]] = {
     "one file": ({SHARD: weights_of(2)}, None, 2),
     # save_pretrained of one file leaves the index of earlier shards, and removes them.
     "an index of shards that are gone": (BOTH, None, 2),
-    "an index of the one file": ({**BOTH, INDEX: index_of({HEAD: SHARD})}, None, 2),
     "one file and earlier shards": (
         {**BOTH, ONE: weights_of(1)},
         None,
@@ -226,21 +200,6 @@ SOURCES: dict[str, tuple[dict[str, bytes], str | None, float | str]] = {
         {INDEX: index_of({HEAD: ONE}), ONE: weights_of(1), "model-00001-of-00003.safetensors": weights_of(3)},
         None,
         1,
-    ),
-    "a tensor in two shards": (
-        {INDEX: index_of({HEAD: ONE, "norm.weight": TWO}), ONE: weights_of(1), TWO: weights_of(2)},
-        None,
-        "holds tensor 'lm_head.weight', which has been there before",
-    ),
-    "a shard that is missing": (
-        {INDEX: index_of({HEAD: ONE, "norm.weight": TWO}), ONE: weights_of(1)},
-        None,
-        f"shard '{TWO}' is missing",
-    ),
-    "other formats next to it": (
-        {SHARD: weights_of(2), "pytorch_model.bin": b"", "consolidated.safetensors": weights_of(1), "x.gguf": b""},
-        None,
-        2,
     ),
     "a variant next to it": ({SHARD: weights_of(2), "model.fp16.safetensors": weights_of(1)}, None, 2),
     "the file that config.json names": (
@@ -253,7 +212,6 @@ SOURCES: dict[str, tuple[dict[str, bytes], str | None, float | str]] = {
         "mine.safetensors.index.json",
         1,
     ),
-    "a named file elsewhere": ({SHARD: weights_of(2)}, "../mine.safetensors", "leads out of the checkpoint folder"),
 }
 
 
@@ -328,9 +286,3 @@ def test_links_within_the_folder_are_followed(folder: Path) -> None:
     assert has_entry(folder, "gone.json")
     with pytest.raises(CheckpointError, match=r"gone.json' is missing"):
         read_json(folder, "gone.json")
-
-
-def test_the_users_own_configuration_may_be_a_link(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine.json").symlink_to(folder / "config.json")
-    source = open_source(ExportRequest(str(tmp_path / "mine.json"), random_weights=True))
-    assert source.family.name == "qwen2.5-vl"

@@ -115,7 +115,7 @@ def test_without_a_network(tmp_path: Path) -> None:
         assert message.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["a/b/c", "../a", "a/b?c", "a b/c", "a/\x1b[31m", "https://example.com/a", "/a/b"])
+@pytest.mark.parametrize("name", ["../a", "a/b?c", "https://example.com/a"])
 def test_what_is_no_name_is_never_requested(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Where no folder of such a name stands.
     (tmp_path / "here").mkdir()

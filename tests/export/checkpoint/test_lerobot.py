@@ -25,9 +25,8 @@ from sinkprune.contract.errors import (
 from sinkprune.contract.manifest import LeRobotSettings
 from sinkprune.engines.profiles import resolve_limits
 from sinkprune.export.bundle_writer import export_bundle
-from sinkprune.export.checkpoint.lerobot import translated_config, translated_files
+from sinkprune.export.checkpoint.lerobot import translated_files
 from sinkprune.export.command import main
-from sinkprune.export.presets import PRESETS
 from sinkprune.export.source import ExportRequest, open_source
 from support.models.lerobot_checkpoints import (
     CAMERAS,
@@ -184,19 +183,6 @@ def test_mean_and_deviation_of_a_checkpoint_of_lerobot_0_3(source: Path, photo: 
     assert set(LeRobotSettings.__annotations__) <= new.bundle.manifest.processor.keys()
 
 
-def test_true_sizes_are_those_of_the_preset() -> None:
-    fields = {"type": "pi0", "paligemma_variant": "gemma_2b", "action_expert_variant": "gemma_300m"}
-    found = translated_config("hub", {**fields, "image_resolution": [224, 224], "chunk_size": 30})
-    assert found == {**PRESETS["pi0"], "chunk_size": 30}
-
-
-def test_a_configuration_alone_gives_random_weights(source: Path, photo: Image.Image, tmp_path: Path) -> None:
-    folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", {}, chunk_size=3)
-    (folder / "model.safetensors").unlink()
-    policy = exported(folder / "config.json", tmp_path / "bundle", random_weights=True, max_images=2)
-    assert policy.act([photo, None], "go", [0.0] * 6, steps=1).actions.shape == (3, 4)
-
-
 def test_the_tokenizer_comes_from_another_folder(source: Path, tmp_path: Path, capsys: Any) -> None:
     folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"), tokenizer=False)
     with pytest.raises(CheckpointError, match=r"has no tokenizer.json.* --tokenizer google/paligemma-3b-pt-224; or"):
@@ -245,11 +231,8 @@ def test_the_tokenizer_is_an_artifact_of_the_pipeline(source: Path, tmp_path: Pa
     [
         ({"type": "act"}, r"LeRobot's type 'act'\. Supported types: pi0"),
         ({"paligemma_variant": "gemma_9b"}, r"paligemma_variant is 'gemma_9b', expected gemma_2b or gemma_300m"),
-        ({"action_expert_variant": "dummy"}, "action_expert_variant is 'dummy'"),
         ({"image_resolution": [112, 224]}, r"image_resolution is \[112, 224\], expected a square"),
-        ({"n_obs_steps": 2}, r"n_obs_steps"),
         ({"use_relative_actions": True}, "use_relative_actions is true, expected false"),
-        ({"use_peft": True}, "use_peft is true"),
         ({"rtc_config": {"execution_horizon": 10}}, "rtc_config is enabled.* Write null as rtc_config"),
         ({"normalization_mapping": {"VISUAL": "LOG"}}, "config.json normalises VISUAL by 'LOG'"),
         ({"input_features": {}, "empty_cameras": 0}, "names no cameras, because input_features .* lerobot/pi0_base"),
@@ -257,8 +240,6 @@ def test_the_tokenizer_is_an_artifact_of_the_pipeline(source: Path, tmp_path: Pa
             {"input_features": {"observation.state": {"type": "STATE", "shape": [99]}}},
             r"has the shape \[99\], expected",
         ),
-        ({"output_features": {"action": {"type": "ACTION", "shape": [2, 2]}}}, r"'action' has the shape \[2, 2\]"),
-        ({"chunk_size": 0}, "chunk_size"),
         ({"action_expert_variant": "gemma_2b"}, "do not belong together"),
     ],
 )
@@ -301,37 +282,24 @@ def configured(place: int, **changes: Any) -> Callable[[Any], Any]:
     ("file", "message"),
     [
         (before(lambda steps: steps.append({"registry_name": "clip"})), r"json has the step 'clip', which is not k"),
-        (before(lambda steps: steps.append({"class": "mine.Clip"})), "has the step 'mine.Clip', which is not known"),
-        (before(lambda steps: steps.append({})), "has the step 'without a name'"),
-        (
-            before(lambda steps: steps.append({"registry_name": "unnormalizer_processor"})),
-            "'unnormalizer_processor',",
-        ),
+        ("'unnormalizer_processor',",),
         (before(lambda steps: steps.append(steps[6])), "has the step 'normalizer_processor' twice"),
         (
             before(lambda steps: steps.insert(0, steps.pop())),
             "another order than rename_observations_processor, norm",
         ),
-        (before(lambda steps: steps.insert(2, steps.pop(3))), "another order than pi0_new_line_processor, tokenizer"),
         (before(lambda steps: steps.pop(2)), "has no step 'pi0_new_line_processor'"),
         (
             before(configured(2, times=2)),
             "'pi0_new_line_processor' in .* has the setting 'times', which is not known",
         ),
-        (before(configured(3, task_key="subtask")), "'tokenizer_processor' in .* 'task_key' 'subtask', expected 'ta"),
         (before(configured(3, padding_side="left")), "'padding_side' 'left', expected 'right'"),
-        (before(configured(4, float_dtype="float16")), "'device_processor' in .* 'float_dtype' 'float16', expected"),
         (before(configured(5, enabled=True)), "'relative_actions_processor' in .* 'enabled' True, expected False"),
-        (after(configured(1, dtype="float16")), "'device_processor' in policy_postprocessor.json .* 'dtype', which"),
-        (after(lambda steps: steps.append({"registry_name": "delta"})), "policy_postprocessor.json has the step 'de"),
         (after(configured(0, eps=1e-3)), "in policy_postprocessor.json has the setting 'eps' 0.001, expected 1e-08"),
-        (after(configured(0, stats={"action": {}})), "has the setting 'stats', which is not known"),
         (
             after(configured(0, norm_map={"ACTION": "LOG"})),
             "normalises ACTION by 'LOG', expected STATE, VIS",
         ),
-        (before(configured(6, norm_map={"VISUAL": "LOG"})), "normalises VISUAL by 'LOG', expected"),
-        (before(configured(6, norm_map={"STAT": "MEAN_STD"})), "normalises STAT by 'MEAN_STD', expected STATE"),
         (after(lambda steps: steps[0]["config"].pop("norm_map")), "'unnormalizer_processor' in .* has no norm_map"),
         (
             before(configured(6, norm_map={"STATE": "QUANTILES"})),
@@ -339,11 +307,8 @@ def configured(place: int, **changes: Any) -> Callable[[Any], Any]:
         ),
         (before(lambda steps: steps[6].update(state_file="no.safetensors")), "no.safetensors' is missing"),
         (before(lambda steps: steps[6].update(state_file="../x")), "out of the checkpoint"),
-        (before(lambda steps: steps[2].update(state_file="x")), "'pi0_new_line_processor' in .* has a state_file"),
         (before(configured(0, rename_map={"a": CAMERAS[0], "b": CAMERAS[0]})), "has the names a, b for .*top'"),
-        (before(configured(0, rename_map={CAMERAS[0]: "a"})), "has no name for 'observation.images.top'"),
         (before(configured(0, rename_map={"observation.state": "a"})), "has no name for 'observation.state'"),
-        (("policy_preprocessor.json", lambda file: file.update(steps=3)), "malformed"),
     ],
 )
 def test_pipelines_that_cannot_be_read_are_rejected(
@@ -373,11 +338,8 @@ def saved(folder: Path, change: Callable[[dict[str, Array]], dict[str, Array]]) 
     "change",
     [
         lambda values: values[None],
-        lambda values: values[None, None],
-        lambda values: values.astype(np.float64),
         lambda values: values.astype(np.float16),
         lambda values: np.array([0.5], np.float32),
-        lambda values: np.array(0.5, np.float32),
     ],
 )
 def test_statistics_broadcast(change: Callable[[Array], Array], source: Path, tmp_path: Path) -> None:
@@ -395,9 +357,7 @@ def test_statistics_broadcast(change: Callable[[Array], Array], source: Path, tm
     [
         (np.array([1, np.inf, 1], np.float32), "'mean' and 'std' of the actions are not all finite, expected 3"),
         (np.ones(2, np.float32), r"have the shapes \[3\] and \[2\], expected 3 finite numbers each for MEAN_STD"),
-        (np.ones((3, 1), np.float32), r"have the shapes \[3\] and \[3, 1\]"),
         (np.ones((5, 3), np.float32), r"have the shapes \[3\] and \[5, 3\]"),
-        (np.ones(0, np.float32), r"have the shapes \[3\] and \[0\]"),
         (np.ones(4097, np.float32), r"statistic 'action.std' has the shape \[4097\], expected at most 4096"),
     ],
 )
@@ -442,12 +402,6 @@ def test_normalised_frames_are_rejected(mode: str, source: Path, tmp_path: Path)
     assert translated(folder) == plain
 
 
-def test_observations_that_lerobot_leaves_out_are_as_they_are(source: Path, tmp_path: Path) -> None:
-    folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"))
-    rewritten(folder, *before(configured(6, normalize_observation_keys=[CAMERAS[0]])))
-    assert (translated(folder)["state_mean"], translated(folder)["state_std"]) == ([0.0] * 5, [1.0] * 5)
-
-
 def test_cameras_have_the_robot_s_names(source: Path, tmp_path: Path) -> None:
     folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"))
     for renaming, names in (
@@ -457,15 +411,6 @@ def test_cameras_have_the_robot_s_names(source: Path, tmp_path: Path) -> None:
     ):
         rewritten(folder, *before(configured(0, rename_map=renaming)))
         assert translated(folder)["cameras"] == names
-
-
-def test_a_fine_tuned_state_has_the_width_of_its_statistics(source: Path, tmp_path: Path) -> None:
-    """lerobot-train keeps the base checkpoint's features, here a state of 6 numbers for a robot with 5."""
-    folder = write_lerobot_checkpoint(source, tmp_path / "lerobot", drawn("mean", "std"))
-    rewritten(folder, "config.json", lambda config: config["input_features"]["observation.state"].update(shape=[6]))
-    assert len(translated(folder)["state_mean"]) == 5
-    rewritten(folder, *before(configured(3, max_length=40)))
-    assert translated(folder)["most_prompt_tokens"] == 40
 
 
 @pytest.mark.parametrize(
@@ -508,9 +453,7 @@ def test_without_statistics_actions_are_normalised_aloud(
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"pretrained_model/config.json": {"type": "pi0"}, "training_state/x": {}}, "one of them: .*/pretrained_mod"),
         ({"last/pretrained_model/config.json": {"type": "pi0"}}, "lerobot-train .* Export .*/last/pretrained_model"),
-        ({"checkpoints/last/pretrained_model/config.json": {}}, "Export .*/checkpoints/last/pretrained_model"),
         (
             {f"checkpoints/{steps}/pretrained_model/config.json": {} for steps in ("020000", "100000", "060000")},
             "lerobot-train .* Export .*/checkpoints/100000/pretrained_model",
@@ -521,10 +464,7 @@ def test_without_statistics_actions_are_normalised_aloud(
             {"adapter_config.json": {"base_model_name_or_path": "lerobot/pi0_base"}, "config.json": {"type": "pi0"}},
             r"an adapter \(PEFT, LoRA\) of the policy 'lerobot/pi0_base'.* merge_and_unload",
         ),
-        (
-            {"adapter_config.json": {}, "config.json": {"type": "pi0", "use_peft": True}},
-            "of the policy 'BASE'",
-        ),
+        ({"adapter_config.json": {}, "config.json": {"type": "pi0", "use_peft": True}},),
     ],
 )
 def test_folders_around_a_policy_are_named(files: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -39,17 +39,12 @@ MORE = {**LISTED, "382": token("<extra>"), "383": token("<more>", special=False,
 CONFIGS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "named only": NAMED,
-    "fast": {"tokenizer_class": "PreTrainedTokenizerFast", **NAMED},
     "llama": {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_bos_token": True, **NAMED},
-    "llama, eos added": {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False, "add_eos_token": True, **NAMED},
     "listed": {"tokenizer_class": "LlamaTokenizer", "added_tokens_decoder": LISTED, **NAMED},
     "more are listed": {"tokenizer_class": "LlamaTokenizerFast", "added_tokens_decoder": MORE, **NAMED},
-    "other flags": {"added_tokens_decoder": {**LISTED, "380": token("<image>", lstrip=True)}, **NAMED},
     "named, not special": {"added_tokens_decoder": {**LISTED, "1": token("<s>", special=False)}, **NAMED},
-    "tokens as objects": {**NAMED, "bos_token": {"__type": "AddedToken", "content": "<s>", "normalized": True}},
     "new roles": {**NAMED, "pad_token": "<new>", "mask_token": "<extra>", "image_token": "<image>"},
     "additional": {"added_tokens_decoder": LISTED, "additional_special_tokens": ["<extra>", "<more>"], **NAMED},
-    "extra by name": {"extra_special_tokens": {"x_token": "<extra>", "image_token": "<image>"}, **NAMED},
     "extra": {"extra_special_tokens": ["<extra>", "<image>"], "y_token": "<more>", **NAMED},
 }
 
@@ -89,7 +84,7 @@ def assert_equal_to_transformers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("kind", ["llava", "llava_next"])
+@pytest.mark.parametrize("kind", ["llava_next"])
 def test_llavas_tokenizers_are_those_of_transformers(kind: str, config: str, tmp_path: Path) -> None:
     assert_equal_to_transformers(written(tmp_path, llama(), kind, CONFIGS[config]))
 
@@ -109,7 +104,7 @@ def test_special_tokens_may_lie_in_files_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
-@pytest.mark.parametrize("name", ["Qwen2Tokenizer", "Qwen2TokenizerFast", "PreTrainedTokenizerFast", None])
+@pytest.mark.parametrize("name", ["Qwen2TokenizerFast", None])
 @pytest.mark.parametrize("lists", [True, False])
 def test_qwens_tokenizers_are_those_of_transformers(kind: str, name: str | None, lists: bool, tmp_path: Path) -> None:
     backend = qwen_tokenizer().backend_tokenizer
@@ -160,18 +155,11 @@ def test_the_error_for_a_missing_tokenizer_json_shows_how_to_make_it(folder: Pat
             "BPE without dropout",
         ),
         ("tokenizer_config.json", b"[]", "expected a JSON object"),
-        ("tokenizer_config.json", b'{"added_tokens_decoder": []}', "added_tokens_decoder is malformed"),
         ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": {"content": "y"}}}', "id of a token is malformed"),
-        ("tokenizer_config.json", b'{"added_tokens_decoder": {"1": {"content": 5}}}', "added token is malformed"),
-        ("tokenizer_config.json", b'{"added_tokens_decoder": {"1": {"content": "a", "lstrip": 5}}}', "malformed"),
         ("tokenizer_config.json", b'{"bos_token": 5}', "bos_token is malformed"),
-        ("tokenizer_config.json", b'{"extra_special_tokens": 5}', "extra_special_tokens is malformed"),
-        ("special_tokens_map.json", b"5", "expected a JSON object"),
         ("added_tokens.json", b'{"x": -1}', "id of a token is malformed"),
         ("generation_config.json", b'{"eos_token_id": "x"}', "eos_token_id x"),
-        ("generation_config.json", b'{"eos_token_id": [1, -2]}', "expected a token id"),
         ("chat_template.jinja", b"{{ x }}\xff", "not UTF-8"),
-        ("chat_template.jinja", b" " * 300_000, "300000 bytes"),
     ],
 )
 def test_a_damaged_file_is_rejected_by_its_name(file: str, content: bytes, message: str, folder: Path) -> None:
@@ -186,9 +174,7 @@ def test_a_damaged_file_is_rejected_by_its_name(file: str, content: bytes, messa
     [
         ("one", "one"),
         ([{"name": "tool_use", "template": "no"}, {"name": "default", "template": "one"}], "one"),
-        ({"rag": "no", "default": "one"}, "one"),
         ([{"name": "rag", "template": "no"}, 5], "by default"),
-        (5, "by default"),
         (None, "by default"),
     ],
 )
@@ -224,8 +210,6 @@ APPLIED: dict[str, Any] = {"_from_model_config": True, "transformers_version": "
             None,
             ("do_sample", "top_k", "top_p", "temperature"),
         ),
-        ({"max_length": 4096, "temperature": 0.9, "top_p": 0.6}, None, ("max_length", "temperature", "top_p")),
-        ({"min_p": 0.1, "typical_p": 0.9, "epsilon_cutoff": 3e-4}, None, ("min_p", "typical_p", "epsilon_cutoff")),
         # What changes nothing, and what nobody knows.
         ({"num_beams": 1, "top_k": 50, "top_p": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None}, None, ()),
         ({"use_cache": True, "output_scores": False, "pad_token_id": 0, "cache_implementation": "static"}, None, ()),

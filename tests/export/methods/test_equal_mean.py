@@ -25,7 +25,6 @@ from sinkprune.export.pruning.equal_mean import (
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 from support.models import graphs
 from support.models.chosen_heads import WITH_HEADS, heads_by_layer
-from support.programs.repository import ROOT
 from support.programs.slow_cases import every
 from support.references.reference_methods import CANNOT_REACH_ALL
 
@@ -79,26 +78,6 @@ def test_means_are_equal_to_half_a_token(method: str, num_layers: int, visual_to
     assert method in AT_LEAST or reached == len(MODELS[num_layers, visual_tokens])
 
 
-def test_the_least_means_are_those_of_the_page() -> None:
-    page = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
-    sentence = page[page.index("On 32 layers and 576 tokens") :].split("\n\n")[0]
-    for method, least in AT_LEAST.items():
-        assert f"`{method}`" in sentence and f"{least:.1f}" in sentence
-
-
-@pytest.mark.parametrize("method", AT_LEAST)
-def test_what_llava_7b_cannot_reach_is_reported_with_both_means(method: str) -> None:
-    for name in FAMILIES["llava"].budgets:
-        budget = parse_budget("llava", name)
-        if MEANS[name] > AT_LEAST[method] - 0.5:
-            ALL_METHODS[method](facts(), budget)
-            continue
-        with pytest.raises(UnreachableMean) as caught:
-            ALL_METHODS[method](facts(), budget)
-        assert "all 576 visual tokens" in str(caught.value)
-        assert f"{AT_LEAST[method]:.1f} at least; the budget's is {MEANS[name]:.1f}" in str(caught.value)
-
-
 def test_schedules_of_llava_7b() -> None:
     counts = {
         method: [ALL_METHODS[method](facts(), parse_budget("llava", name)).kept.resolve(576) for name in names]
@@ -117,15 +96,6 @@ def test_schedules_of_llava_7b() -> None:
     first, second, third = pyramiddrop.stages
     assert second == pytest.approx(first**2 / 576, abs=1)
     assert third == pytest.approx(first**3 / 576**2, abs=1)
-
-
-def test_pyramiddrop_halves_where_halving_meets_the_mean() -> None:
-    halved = Counts(0, 0, 576, 0, (288, 144, 72))
-    # 4, 9 and 16 layers of these are as many tokens as PyramidDrop's 6, 8, 8 and 7 of 576, 288, 144 and 72.
-    stages = tuple(Share(stage, 576) for stage in (304, 280, 230))
-    budget = replace(parse_budget("llava", "retain-64+no-sanitizer"), stages=stages)
-    assert mean_tokens(budget.resolve(576), (2, 6, 15), 32) == mean_tokens(halved, (8, 16, 24), 32)
-    assert constant_ratio(facts(), budget, (8, 16, 24)).resolve(576) == halved
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -166,16 +136,6 @@ _PARTS = {
 """Counts of each ablation of retain-64 on LLaVA-1.5-7B."""
 
 
-@pytest.mark.parametrize(
-    ("layers", "depth", "scaled"),
-    [((2,), 32, (2,)), ((2,), 22, (1,)), ((8, 16, 24), 28, (8, 16, 24)), ((8, 16, 24), 22, (6, 11, 17))],
-)
-def test_layers_of_other_papers_scale_with_depth(
-    layers: tuple[int, ...], depth: int, scaled: tuple[int, ...]
-) -> None:
-    assert scaled_layers(layers, depth) == scaled
-
-
 def test_a_stage_behind_the_last_layer_is_rejected() -> None:
     with pytest.raises(BudgetError, match=r"6 layers is too shallow.*8, 16, 24 of 32.*2, 3, 5.*at least 7 layers"):
         scaled_layers((8, 16, 24), 6)
@@ -200,16 +160,6 @@ def test_layers_without_heads_have_no_stage_and_the_mean_stays(
     else:
         without = ALL_METHODS["sinkpruner-no-text-pruner"](model, budget)
         assert counts == without.kept.resolve(576)
-
-
-@pytest.mark.parametrize("layer", [2, 6])
-def test_the_only_stage_keeps_the_count_that_a_slow_search_finds(layer: int) -> None:
-    budget = parse_budget("llava", "retain-64")
-    whole, layers = budget.resolve(576), prune_layers(32)
-    wanted = mean_tokens(whole, layers, 32)
-    tried = range(1, whole.kept + 1)
-    slow = min(tried, key=lambda n: abs(whole.kept * (layer + 1) + n * (31 - layer) - 32 * wanted))
-    assert fewer_stages(facts(), budget, [layer]).resolve(576).stages == (slow,)
 
 
 def test_what_a_late_stage_cannot_make_up_for_is_reported() -> None:

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from sinkprune.contract.budgets import Budget, parse_budget
 from sinkprune.export.methods import METHODS as ALL_METHODS
-from sinkprune.export.pruning.equal_mean import UnreachableMean
 from support.models import graphs
 from support.models.token_features import KINDS, token_features
 from support.programs.repository import ROOT
 from support.references.reference import largest
-from support.references.reference_methods import ON_A_GRID, divprune, visionzip
+from support.references.reference_methods import ON_A_GRID
 
 Array = np.ndarray[Any, Any]
 DTYPES = {"fp32": np.float32, "fp16": np.float16}
@@ -90,76 +89,10 @@ def test_the_filtered_visionzip_never_keeps_a_top_rho_token(kind: str) -> None:
         assert outliers <= set(plain[group])
 
 
-def test_an_outlier_is_not_merged_either() -> None:
-    inputs = token_features("random", groups=1)
-    inputs["norms"][0, 7] = 1e6
-    moved = {name: array.copy() for name, array in inputs.items()}
-    moved["tokens"][0, 7] *= -5
-    run = graphs.method_sanitizer("visionzip+filter", N, D, RETAIN_64)
-    one, other = run(**inputs), run(**moved)
-    np.testing.assert_array_equal(one["kept_tokens"], other["kept_tokens"])
-
-
-def test_visionzip_merges_what_is_alike() -> None:
-    """Eight kept of 24: one contextual, the first of the rest, with the mean of all others added."""
-    inputs = token_features("random", 1, 24, 8)
-    budget = parse_budget("llava", "retain-192")
-    assert graphs.tokens_into_llm(24, budget) == 8
-    inputs["salience"][0] = np.arange(24, 0, -1)
-    (kept,) = assert_equals_reference("visionzip", budget, "fp32", inputs)
-    assert kept == list(range(8))
-    run = graphs.method_sanitizer("visionzip", 24, 8, budget)
-    rows = run(**inputs)["kept_tokens"][0]
-    tokens = inputs["tokens"][0]
-    np.testing.assert_allclose(rows[7], tokens[7] + tokens[8:].mean(axis=0), rtol=1e-5, atol=1e-5)
-
-
-def test_raster_order_moves_merged_rows_with_their_targets() -> None:
-    inputs = token_features("random", 2)
-    raster = parse_budget("llava", "retain-64+raster")
-    out = graphs.method_sanitizer("visionzip", N, D, raster)(**inputs)
-    for group in range(2):
-        rows, index = visionzip(*(inputs[name][group] for name in ("tokens", "norms", "salience")), 68)
-        order = np.argsort(index)
-        assert out["kept_index"][group].tolist() == np.array(index)[order].tolist()
-        np.testing.assert_allclose(out["kept_tokens"][group], rows[order], rtol=1e-5, atol=1e-5)
-
-
-def test_serial_divprune_is_the_papers_rule() -> None:
-    inputs = token_features("random", 2, 64, 8)
-    out = graphs.method_sanitizer("divprune", 64, 8, parse_budget("llava", "retain-192+serial"))(**inputs)
-    k = graphs.tokens_into_llm(64, parse_budget("llava", "retain-192"))
-    for group in range(2):
-        arrays = (inputs[name][group] for name in ("tokens", "norms", "salience"))
-        assert out["kept_index"][group].tolist() == divprune(*arrays, k, batch=1)[1]
-
-
-def test_random_is_one_draw_whose_prefix_a_smaller_budget_keeps() -> None:
-    kept = {}
-    for budget in ("retain-192", "retain-32"):
-        runs = [graphs.method_sanitizer("random", N, D, parse_budget("llava", budget)) for _ in range(2)]
-        inputs = token_features("random", 2)
-        first, second = (run(**inputs) for run in runs)
-        np.testing.assert_array_equal(first["kept_index"], second["kept_index"])
-        index = first["kept_index"][1]
-        np.testing.assert_array_equal(first["kept_tokens"][1], inputs["tokens"][1, index])
-        assert index.tolist() == sorted(set(index.tolist()))
-        kept[budget] = set(index.tolist())
-    assert len(kept["retain-192"]) == 203
-    assert kept["retain-32"] < kept["retain-192"]
-    # No run of neighbours, nothing left out
-    assert np.histogram(list(kept["retain-192"]), bins=8, range=(0, N))[0].min() > 12
-
-
 @pytest.mark.parametrize("method", [*ON_A_GRID, "random", "vscan"])
 def test_fp16_tokens_are_never_computed_with(method: str) -> None:
     found = graphs.operators_on_fp16(graphs.method_plan(method, 64, 8, RETAIN_64, "fp16").sanitizer)
     assert found <= {"Shape", "Cast", "CastLike", "GatherND", "Concat"}
-
-
-def test_a_filter_that_leaves_nothing_is_rejected() -> None:
-    with pytest.raises(UnreachableMean, match="leaves none"):
-        graphs.method_plan("visionzip+filter", 1, 8, RETAIN_64)
 
 
 def test_the_page_of_methods_names_every_method_and_no_other() -> None:

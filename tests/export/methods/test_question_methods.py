@@ -99,57 +99,6 @@ def test_ties_duplicates_zeros_and_extremes(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", READ_THE_QUESTION)
-def test_equal_tokens_are_kept_from_the_first_on(method: str) -> None:
-    inputs = token_features("random", 1, 64, 8) | words(1, 64)
-    for name in ("tokens", "embeddings"):
-        inputs[name][:] = inputs[name][:, :1]
-    (kept,) = assert_equals_reference(method, RETAIN_192, inputs)
-    assert kept == list(range(len(kept)))
-
-
-@pytest.mark.parametrize("method", READ_THE_QUESTION)
-def test_another_question_keeps_other_tokens_and_its_length_does_not_matter(method: str) -> None:
-    inputs = token_features("random", 1, 144) | words(1, 144)
-    (kept,) = assert_equals_reference(method, RETAIN_64, inputs)
-    (longer,) = assert_equals_reference(method, RETAIN_64, inputs | {"question": 8 * inputs["question"]})
-    (other,) = assert_equals_reference(method, RETAIN_64, inputs | {"question": -inputs["question"]})
-    assert kept == longer != other
-
-
-def test_cdpruner_keeps_one_of_equal_relevant_tokens() -> None:
-    inputs = token_features("random", 1, 64, 8) | words(1, 64, 1)
-    inputs["embeddings"][0, 10:30] = inputs["question"]
-    (kept,) = assert_equals_reference("cdpruner", RETAIN_192, inputs)
-    assert {*kept} & {*range(10, 30)} == {10}
-
-
-def test_cdpruner_without_relevance_is_diverse() -> None:
-    """If no token is more relevant than another, copies are kept last, and nothing depends on the question."""
-    inputs = token_features("random", 1, 64, 8) | words(1, 64, 2)
-    inputs["embeddings"][0, :43] = inputs["embeddings"][0, :1]
-    inputs["question"][:] = 0
-    (kept,) = assert_equals_reference("cdpruner", RETAIN_192, inputs)
-    assert kept == [0, *range(43, 64)]
-
-
-def test_mmtok_covers_every_word_and_every_sort_of_token() -> None:
-    inputs = token_features("random", 1, 64, 16) | words(1, 64, 3)
-    inputs["embeddings"][0, [7, 40, 63]] = inputs["question"]
-    # Four sorts, of which the fourth is rare.
-    sorts = np.where(np.arange(64) == 33, 3, np.arange(64) % 3)
-    inputs["tokens"] = 9 * np.eye(16, dtype=np.float32)[sorts][None]
-    (kept,) = assert_equals_reference("mmtok", RETAIN_64, inputs)
-    assert {7, 40, 63} <= {*kept} and {*sorts[kept]} == {0, 1, 2, 3}
-
-
-@pytest.mark.parametrize("method", READ_THE_QUESTION)
-def test_norms_and_salience_change_nothing(method: str) -> None:
-    inputs = token_features("random", 1, 144) | words(1, 144)
-    other = inputs | {"norms": inputs["norms"][:, ::-1] + 5, "salience": -inputs["salience"]}
-    assert assert_equals_reference(method, RETAIN_64, inputs) == assert_equals_reference(method, RETAIN_64, other)
-
-
-@pytest.mark.parametrize("method", READ_THE_QUESTION)
 def test_fp16_is_never_computed_with(method: str) -> None:
     found = graphs.operators_on_fp16(graphs.method_plan(method, 64, 8, RETAIN_64, "fp16").sanitizer)
     assert found <= {"Shape", "Cast", "CastLike", "GatherND", "Concat"}

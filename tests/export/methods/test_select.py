@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from sinkprune.export.pruning.select import (
 )
 from support.models import graphs
 from support.references import reference
-from support.references.reference_methods import IN_LLM, TWO_STAGES, asking_rows, rows_like_the_image
+from support.references.reference_methods import IN_LLM, TWO_STAGES, asking_rows
 
 Array = np.ndarray[Any, Any]
 DTYPES = {"fp32": np.float32, "fp16": np.float16}
@@ -119,15 +118,6 @@ def test_compact_renumbers_the_survivors(heads: str, precision: str) -> None:
     assert_equals_reference(budget, heads, inputs, list(range(5, 44)), list(range(44, 50)), precision)
 
 
-@pytest.mark.parametrize("scores_over", ["all_keys", "visual_keys"])
-def test_visual_rows_need_not_be_contiguous(scores_over: str) -> None:
-    visual = [2, 3, 5, 8, 9, 10, 14, 15, 16, 17, 20, 22, 23, 24, 25, 28]
-    inputs = stage("gqa", 35, seed=5)
-    budget = budget_of(KEPT, scores_over=scores_over)
-    keep = assert_equals_reference(budget, "gqa", inputs, visual, list(range(29, 35)))
-    assert set(range(35)) - set(visual) < set(keep)
-
-
 @pytest.mark.parametrize("option", [{}, {"positions": "compact"}, {"scores_over": "visual_keys"}])
 @pytest.mark.parametrize("visual", [0, 1, KEPT - 1, KEPT])
 @pytest.mark.parametrize("method", METHODS)
@@ -138,36 +128,6 @@ def test_nothing_is_dropped_where_no_more_than_the_kept_are_left(
     inputs = stage("mha", len(rows))
     keep = assert_equals_reference(budget, "mha", inputs, rows[3 : 3 + visual], rows[3 + visual :], method=method)
     assert keep == rows
-
-
-def test_one_visual_row_too_many_drops_the_one_of_least_score() -> None:
-    inputs = stage("mha", KEPT + 8)
-    keep = assert_equals_reference(
-        budget_of(KEPT), "mha", inputs, list(range(3, KEPT + 4)), list(range(KEPT + 4, KEPT + 8))
-    )
-    assert len(keep) == KEPT + 7
-
-
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("scores_over", ["all_keys", "visual_keys"])
-def test_rows_of_equal_score_survive_in_their_order(scores_over: str, precision: str) -> None:
-    inputs = stage("gqa", 70, DTYPES[precision])
-    inputs["query"][:] = 0
-    budget = budget_of(KEPT, scores_over=scores_over)
-    keep = assert_equals_reference(budget, "gqa", inputs, list(range(4, 64)), list(range(64, 70)), precision)
-    assert keep == [*range(4 + KEPT), *range(64, 70)]
-
-
-def test_text_rows_do_not_see_later_text() -> None:
-    """The mask matters: a key after the first querying row would take its attention."""
-    inputs = stage("mqa", 12)
-    inputs["query"][:], inputs["key"][:] = 0, 0
-    # Row 10 attends to row 2, row 11 to row 3 and, stronger, to itself.
-    inputs["query"][..., 10, 0], inputs["query"][..., 11, 1] = 8, 8
-    inputs["key"][..., 2, 0], inputs["key"][..., 3, 1] = 8, 8
-    inputs["key"][..., 11, :2] = 12
-    keep = assert_equals_reference(budget_of(1), "mqa", inputs, list(range(1, 10)), [10, 11])
-    assert keep == [0, 2, 10, 11]
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -294,35 +254,6 @@ def test_ties_duplicates_and_zero_rows_of_other_methods(method: str) -> None:
         assert_equals_reference(budget_of(KEPT), "gqa", inputs, visual, text, method=method)
 
     holds()
-
-
-def test_only_the_last_row_asks_fastv() -> None:
-    inputs, visual, text = stage("mha", 60), list(range(2, 50)), list(range(50, 60))
-    before = assert_equals_reference(budget_of(KEPT), "mha", inputs, visual, text, method="fastv")
-    inputs["query"][:, :, :59] = 0
-    assert assert_equals_reference(budget_of(KEPT), "mha", inputs, visual, text, method="fastv") == before
-    assert assert_equals_reference(budget_of(KEPT), "mha", inputs, visual, text[:1]) != before
-
-
-def test_text_unlike_the_image_does_not_ask_sparsevlm() -> None:
-    inputs, visual, text = stage("mha", 60), list(range(2, 50)), list(range(50, 60))
-    like = rows_like_the_image(inputs["hidden"][0], visual, text)
-    assert 0 < len(like) < len(text)
-    kept = partial(assert_equals_reference, budget_of(KEPT), "mha", inputs, visual, text, method="sparsevlm")
-    before = kept()
-    inputs["query"][:, :, [row for row in text if row not in like]] = 0
-    assert kept() == before
-    inputs["query"][:, :, like] = 0
-    assert kept() != before
-
-
-@pytest.mark.parametrize("scores_over", ["all_keys", "visual_keys"])
-def test_sparsevlm_and_sinkpruner_share_one_scorer(scores_over: str) -> None:
-    """Where all text rows are equally like the image, both methods keep the same."""
-    inputs, visual, text = stage("gqa", 60, seed=4), list(range(2, 50)), list(range(50, 60))
-    inputs["hidden"][:, 50:] = inputs["hidden"][:, 50:51]
-    kept = partial(assert_equals_reference, budget_of(KEPT, scores_over=scores_over), "gqa", inputs, visual, text)
-    assert kept(method="sparsevlm") == kept()
 
 
 @pytest.mark.parametrize("method", [*IN_LLM, *TWO_STAGES])

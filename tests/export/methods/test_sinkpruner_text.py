@@ -63,12 +63,6 @@ def test_the_choice_equals_the_reference(kind: str, precision: str) -> None:
     assert_equals_reference(RETAIN_64, inputs, precision)
 
 
-@pytest.mark.parametrize("budget", ["retain-64", "retain-32"])
-def test_with_chosen_heads_the_sanitizer_is_the_same(budget: str) -> None:
-    inputs = token_features("random", groups=2) | words(2, 576)
-    assert_equals_reference(parse_budget("llava", budget), inputs, method="sinkpruner-text-heads")
-
-
 @pytest.mark.parametrize("words_count", [1, 2, 8])
 @pytest.mark.parametrize("budget", ["retain-192", "retain-32", "retain-64+keep-outliers"])
 def test_budgets_and_questions_of_any_length(budget: str, words_count: int) -> None:
@@ -92,26 +86,7 @@ def test_ties_duplicates_zeros_and_extremes(drawn: list[tuple[int, float]], aske
     assert_equals_reference(parse_budget("llava", "retain-192"), inputs)
 
 
-def test_the_tokens_that_are_like_the_question_are_kept() -> None:
-    inputs = token_features("random", 1) | words(1, 576)
-    inputs["question"] = np.eye(4, WIDTH, dtype=np.float32)
-    inputs["embeddings"][:] = -1
-    alike = [5, 17, 400, 575]
-    inputs["embeddings"][0, alike] = [[1.0] * 4 + [0.0] * (WIDTH - 4)]
-    (kept,) = assert_equals_reference(RETAIN_64, inputs)
-    assert {*alike} <= {*kept}
-
-
 @pytest.mark.parametrize("method", READING_SANITIZERS)
 def test_without_a_sanitizer_it_is_sinkpruner(method: str) -> None:
     plan = graphs.method_plan(method, 576, 48, parse_budget("llava", "retain-64+no-sanitizer"))
     assert plan.sanitizer is None and len(plan.select_after) == 3
-
-
-def test_scores_of_outliers_change_nothing() -> None:
-    inputs = token_features("outliers", 1) | words(1, 576)
-    extreme = {name: array.copy() for name, array in inputs.items()}
-    outliers = largest(inputs["norms"][0], RETAIN_64.resolve(576).outliers)
-    extreme["salience"][0, outliers] = [1e6, -1e6] * (len(outliers) // 2)
-    extreme["embeddings"][0, outliers] = extreme["question"].sum(axis=0)
-    assert assert_equals_reference(RETAIN_64, extreme) == assert_equals_reference(RETAIN_64, inputs)

@@ -22,7 +22,6 @@ from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, VariableTokens
 from support.models import graphs
 from support.models.token_features import KINDS, token_features
-from support.programs.repository import ROOT
 from support.references.reference_methods import vscan
 
 Array = np.ndarray[Any, Any]
@@ -101,33 +100,6 @@ def test_ties_duplicates_and_zeros(n: int) -> None:
     holds()
 
 
-def test_each_window_of_llava_keeps_three_although_one_window_has_all_salience() -> None:
-    """49 of 98 tokens are local: three of each window of 6x6, and the one that is left over is global."""
-    inputs = token_features("random", 1)
-    rows, columns = np.divmod(np.arange(576), 24)
-    inputs["salience"][0] += 10 * ((rows < 6) & (columns < 6))
-    (kept,) = assert_equals_reference(plan_of(576, 48, RETAIN_64), inputs, side=24)
-    of_window = np.bincount(np.array(kept) // 24 // 6 * 4 + np.array(kept) % 24 // 6, minlength=16)
-    assert of_window[0] == 36
-    assert of_window[1:].min() >= 3
-    assert of_window.sum() == 98
-
-
-def test_tokens_are_averaged_into_the_kept_one_that_is_most_similar() -> None:
-    """Tokens 0 and 1 are kept of 16; even tokens are like the former, odd ones like the latter."""
-    inputs = token_features("random", 1, 16, 8)
-    inputs["salience"][0] = np.arange(16, 0, -1)
-    inputs["tokens"][0] *= 0.01
-    inputs["tokens"][0, ::2, 0] += np.arange(1, 9)
-    inputs["tokens"][0, 1::2, 1] += np.arange(1, 9)
-    plan = plan_of(16, 8, parse_budget("llava", "retain-32"))
-    assert plan.sanitizer is not None
-    out = graphs.loaded(plan.sanitizer)(**inputs)
-    assert out["kept_index"].tolist() == [[0, 1]]
-    means = inputs["tokens"][0].reshape(8, 2, 8).mean(axis=0)
-    np.testing.assert_allclose(out["kept_tokens"][0], means, rtol=1e-5, atol=1e-6)
-
-
 def test_deepstack_features_are_merged_with_their_tokens() -> None:
     n, d = 101, 16
     inputs = token_features("random", 1, n, d)
@@ -141,16 +113,6 @@ def test_deepstack_features_are_merged_with_their_tokens() -> None:
     assert out["kept_index"].tolist() == [index]
     np.testing.assert_allclose(out["kept_tokens"][0], whole[:, :d], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(out["kept_deepstack"][0], whole[:, d:], rtol=1e-5, atol=1e-5)
-
-
-def test_the_counts_of_llava_7b() -> None:
-    """98 and 33 of 67.7: the paper keeps 96 and 32 for a mean of 64, and drops one layer earlier."""
-    counts = plan_of(576, 8, RETAIN_64).kept.resolve(576)
-    assert (counts.reserve, counts.diverse, counts.stages) == (49, 49, (33,))
-    page = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
-    rows = [plan_of(576, 8, parse_budget("llava", name)).kept.resolve(576) for name in FAMILIES["llava"].budgets]
-    assert f"| `vscan` | {' | '.join(f'{row.kept}, {row.stages[0]}' for row in rows)} |" in page
-    assert list(plan_of(576, 8, RETAIN_64).select_after) == [16]
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)

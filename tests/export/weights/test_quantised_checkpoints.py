@@ -161,33 +161,6 @@ def test_every_matrix_is_exactly_the_checkpoints(
     assert forms.vision == "fp32"
 
 
-@pytest.mark.parametrize(
-    ("layout", "joined"),
-    [(GPTQ, True), (AWQ, True), (EIGHT, True), (ONE_ORDER, True), (REORDERED, False), (MIXED, False)],
-)
-def test_queries_keys_and_values_are_one_matrix_where_they_can_be(
-    layout: Layout, joined: bool, repacked: Callable[..., Path]
-) -> None:
-    graph = onnx.load(repacked(layout) / "graphs/decoder_0.onnx", load_external_data=False).graph
-    operators = [node.op_type for node in graph.node]
-    layers = 2
-    assert operators.count("MatMul") == (5 if joined else 7) * layers
-    assert operators.count("Split") == (layers if joined else 0)
-    # Each product whose inputs are not in order puts them there.
-    assert operators.count("Gather") == {ONE_ORDER: 5, REORDERED: 7}.get(layout, 0) * layers
-
-
-@pytest.mark.parametrize("layout", slow_except({REORDERED}, [GPTQ, REORDERED, AWQ, EIGHT]))
-def test_engines_of_onnx_runtime_answer_alike(
-    layout: Layout, repacked: Callable[..., Path], photo: Image.Image, tmp_path: Path
-) -> None:
-    built = run("sinkprune-build", repacked(layout), "-o", tmp_path / "engines", "--target", "onnxruntime")
-    assert built.code == 0, built.stderr
-    _, expected = ask(Pipeline.load(repacked(layout)), photo, "retain-64", NEW_TOKENS)
-    _, logits = ask(Pipeline.load(repacked(layout), engines=tmp_path / "engines"), photo, "retain-64", NEW_TOKENS)
-    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-3)
-
-
 def export(folder: Path, output: Path, *options: object) -> tuple[dict[str, Any], str]:
     done = run("sinkprune-export", folder, "-o", output, "--budgets", "retain-64", "--json", *options)
     assert done.code == 0, done.stderr
@@ -260,14 +233,6 @@ def test_floats_have_the_requested_forms(
         np.testing.assert_array_equal(matrix, made(GPTQ).layers[name].matrix.T)
 
 
-def test_smaller_blocks_mean_the_same(made: Callable[..., Made], tmp_path: Path) -> None:
-    summary, _ = export(made(ONE_GROUP).folder, tmp_path / "out", "--block-size", "32")
-    assert summary["block_size"] == 32 and summary["requantised"] is None
-    found = decoder_matrices(tmp_path / "out", made(ONE_GROUP))
-    for name, layer in made(ONE_GROUP).layers.items():
-        np.testing.assert_array_equal(found[name], layer.matrix.T)
-
-
 @pytest.mark.parametrize(
     ("layout", "options", "message"),
     [
@@ -282,8 +247,3 @@ def test_what_tensorrt_10_3_does_not_take_is_rejected(
     done = run("sinkprune-export", made(layout).folder, "-o", tmp_path / "out", "--dialect", "opset20", *options)
     assert_refused(done, message)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_random_weights_are_not_of_a_quantised_configuration(made: Callable[..., Made], tmp_path: Path) -> None:
-    done = run("sinkprune-export", made(GPTQ).folder, "-o", tmp_path / "out", "--random-weights")
-    assert_refused(done, "has a quantization_config, and random weights are floats", "--weights int4")

@@ -39,7 +39,6 @@ def opened(folder: Path, tensors: dict[str, Array], config: dict[str, Any]) -> Q
         Layout(desc_act=True),
         Layout(sym=False),
         Layout(sym=False, version_2=True, desc_act=True),
-        Layout(bits=8),
         Layout(bits=8, sym=False, desc_act=True),
         AWQ,
     ],
@@ -134,17 +133,10 @@ def made(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
     ("layout", "damage", "message"),
     [
         (GPTQ, without("scales"), ["holds no tensor 'language_model.layers.0.mlp.up_proj.scales'", "[2, 160]"]),
-        (GPTQ, without("qzeros"), ["holds no tensor 'language_model.layers.0.mlp.up_proj.qzeros'", "[2, 20]"]),
         (AWQ, without("qzeros"), ["holds no tensor 'language_model.layers.0.mlp.up_proj.qzeros'"]),
-        (GPTQ, without("qweight"), ["holds no tensor 'language_model.layers.0.mlp.up_proj.weight'"]),
         (GPTQ, changed("qweight", lambda a: a[:-1]), ["has shape [7, 160], expected [8, 160]"]),
-        (AWQ, changed("qweight", lambda a: a[:, :-1]), ["has shape [64, 19], expected [64, 20]"]),
-        (GPTQ, changed("qweight", lambda a: a.astype(np.int64)), ["is I64, expected I32"]),
         (GPTQ, changed("scales", lambda a: a[:1]), ["has shape [1, 160], expected [2, 160]"]),
-        (GPTQ, changed("scales", lambda a: a.astype(np.int32)), ["is I32, expected F32, F16 or BF16"]),
         (GPTQ, changed("scales", at((0, 0), np.nan)), ["holds NaN or infinity"]),
-        (AWQ, changed("scales", at((0, 0), np.inf)), ["holds NaN or infinity"]),
-        (GPTQ, changed("qzeros", lambda a: a[:, :-1]), ["has shape [2, 19], expected [2, 20]"]),
         (GPTQ, changed("qzeros", at((0, 0), 0x66666666)), ["has the zero point 7, expected 8 alone", "symmetric"]),
         (
             Layout(sym=False),
@@ -152,9 +144,7 @@ def made(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
             ["stores the zero point 15, less one, expected at most 14"],
         ),
         (GPTQ, changed("g_idx", at(0, -1)), ["has inputs of group -1 to 1 (g_idx), expected 0 to 1"]),
-        (GPTQ, changed("g_idx", at(0, 2)), ["has inputs of group 0 to 2 (g_idx), expected 0 to 1"]),
         (GPTQ, changed("g_idx", at(0, 1)), ["has groups of 31 to 33 inputs (g_idx), expected 32 in each"]),
-        (GPTQ, changed("g_idx", lambda a: a[:-1]), ["has shape [63], expected [64]"]),
     ],
 )
 def test_a_damaged_tensor_is_rejected(
@@ -182,9 +172,7 @@ def test_a_damaged_tensor_is_rejected(
     [
         (None, ["was quantised, but config.json has no quantization_config"]),
         ({**GPTQ.config, "group_size": 128}, ["has 64 inputs, expected a multiple of 128"]),
-        ({**GPTQ.config, "group_size": 64}, ["has inputs of group 0 to 1 (g_idx), expected 0 to 0"]),
         ({**GPTQ.config, "bits": 8}, ["has shape [8, ", "expected [16, "]),
-        (AWQ.config, ["has shape [8, ", "expected [64, "]),
     ],
 )
 def test_a_configuration_of_another_checkpoint_is_rejected(

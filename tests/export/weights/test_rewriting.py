@@ -17,7 +17,7 @@ from sinkprune.contract.precision import Array, WeightsName
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.graph import RewrittenGraph, read_graph
 from sinkprune.export.precision import PRECISIONS
-from sinkprune.export.weights.rounding import RoundedMatrix, rounded, to_nearest
+from sinkprune.export.weights.rounding import to_nearest
 from sinkprune.export.weights.weight_forms import form_of
 from sinkprune.runtime.backends.models import Model
 from support.models.manifests import file_of
@@ -84,27 +84,3 @@ def test_it_is_what_the_export_writes(
             # An export rounds what was read; of a bundle in fp16 that is gone.
             if precision == "fp32":
                 np.testing.assert_array_equal(found[2][weight], array)
-
-
-def test_casts_of_the_old_form_are_gone(bundle: Bundles, tmp_path: Path) -> None:
-    before = content(bundle("gqa-112", weights="bf16") / "graphs/decoder_0.onnx")[0]
-    after = content(rewritten(bundle("gqa-112", weights="bf16"), "decoder_0", "int8", tmp_path))[0]
-    exported = content(bundle("gqa-112", weights="int8") / "graphs/decoder_0.onnx")[0]
-    assert before["Cast"] > exported["Cast"]
-    assert after == exported
-
-
-def test_the_rule_receives_each_matrix_by_its_name(bundle: Bundles, tmp_path: Path) -> None:
-    seen = {}
-
-    def rule(name: str, weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> RoundedMatrix:
-        seen[name] = weight.shape, most, block, dtype
-        return rounded(np.zeros_like(weight), most, block, dtype)
-
-    graph = rewritten(bundle("gqa-112"), "decoder_0", "int4", tmp_path, rule)
-    weights = content(graph)[2]
-    assert len(seen) == 5 * 2
-    for name, (shape, most, block, dtype) in seen.items():
-        assert weights[name].shape == shape[::-1] and not weights[name].astype(np.int8).any()
-        assert (most, dtype) == (7, np.float32)
-        assert weights[f"{name}.scale"].shape == (shape[1] // block, shape[0])

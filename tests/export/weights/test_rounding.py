@@ -100,25 +100,6 @@ def test_no_value_is_off_by_more_than_its_step(weight: Array) -> None:
     assert (odd.values()[weight == 0] == 0).all()
 
 
-@given(arrays.arrays(np.float32, (2, 8), elements=FLOATS))
-def test_values_are_what_codes_mean(weight: Array) -> None:
-    even, odd = rounded(weight, 7, 4, FP32), rounded_from_zero(weight, 15, 4, FP32)
-    for o in range(2):
-        for i in range(8):
-            assert even.values()[o, i] == even.codes[o, i] * even.scales[o, i // 4]
-            code = np.float32(int(odd.codes[o, i]) - int(odd.zeros[o, i // 4]))
-            assert odd.values()[o, i] == code * odd.scales[o, i // 4]
-
-
-def test_many_rows_are_rounded_as_few_are() -> None:
-    weight = np.random.default_rng(1).standard_normal((2000, 192), np.float32)
-    codes, scales, _ = rounded(weight, 127, 192, FP32)
-    for row in (0, 681, 682, 683, 1999):
-        alone = rounded(weight[row : row + 1], 127, 192, FP32)
-        np.testing.assert_array_equal(codes[row], alone.codes[0])
-        np.testing.assert_array_equal(scales[row], alone.scales[0])
-
-
 @given(arrays.arrays(np.int8, st.integers(1, 9), elements=st.integers(-8, 7)))
 def test_packed_codes_are_onnx_int4(codes: Array) -> None:
     tensor = onnx.TensorProto(data_type=onnx.TensorProto.INT4, dims=codes.shape, raw_data=packed(codes).tobytes())

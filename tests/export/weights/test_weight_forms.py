@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
-from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -20,7 +18,6 @@ from safetensors.numpy import load_file, save_file
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.precision import Array
 from sinkprune.export.precision import PRECISIONS
-from sinkprune.export.presets import PRESETS
 from sinkprune.export.weights.weight_forms import chosen_forms
 from support.models.stored_matrices import initializers, stored_matrices
 from support.programs.commands import assert_refused, run
@@ -139,31 +136,6 @@ def test_uint4_is_not_for_tensorrt(option: str, checkpoint: Callable[[str], Path
     assert_refused(refused, "has uint4 weights, and tensorrt-rtx takes no zero points", f"opset24 {option} int4")
     assert not (tmp_path / "engines").exists()
     assert run(*build, "--target", "onnxruntime").code == 0
-
-
-def test_blocks_are_the_largest_that_are_requested_and_divide_the_inputs(tmp_path: Path) -> None:
-    config = json.loads(json.dumps(PRESETS["llava-1.1b"]))
-    shape = {"num_hidden_layers": 5, "num_attention_heads": 4}
-    config["vision_config"] |= {"hidden_size": 64, "intermediate_size": 96, **shape}
-    config["text_config"] |= {"hidden_size": 128, "intermediate_size": 192, "num_key_value_heads": 2, **shape}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    export = partial(
-        run, "sinkprune-export", tmp_path, "--random-weights", "--budgets", "retain-64", "--weights", "int4"
-    )
-    for asked, found in (([], {128, 64}), (["--block-size", 64], {64}), (["--block-size", 32], {32})):
-        output = tmp_path / f"out-{len(found)}-{max(found)}"
-        assert export("-o", output, *asked).code == 0
-        nodes = onnx.load(output / "graphs/decoder_0.onnx", load_external_data=False).graph.node
-        blocks = {a.i for node in nodes for a in node.attribute if a.name == "block_size"}
-        assert blocks == found
-    config["text_config"]["intermediate_size"] = 200
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert_refused(
-        export("-o", tmp_path / "odd"),
-        ".mlp.down_proj.weight' has 200 inputs, expected a multiple of 32",
-        "Export with --weights int8",
-    )
-    assert not (tmp_path / "odd").exists()
 
 
 def test_a_value_that_fp16_cannot_hold_is_rejected(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

@@ -17,9 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.precision import Array
-from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.precision import PRECISIONS
-from sinkprune.export.source import ExportRequest
 from support.programs.commands import assert_refused, run
 
 PAGE = 4096
@@ -43,21 +41,6 @@ def test_large_weights_start_on_pages_and_none_overlap(precision: str, bundle: C
         assert file.stat().st_size == end
 
 
-def test_every_weight_is_reported(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    reported: dict[str, float] = {}
-
-    def progress(what: str, done: float, total: float, unit: str) -> None:
-        reported[what] = done
-
-    request = ExportRequest(str(checkpoint("gqa-112")), budgets=("retain-64",))
-    manifest = export_bundle(request, tmp_path / "out", progress=progress)
-    written = manifest.language_model.vocab_size * manifest.language_model.hidden_size
-    for name in (name for name in manifest.graphs if "/" not in name):
-        tensors = onnx.load(tmp_path / "out/graphs" / f"{name}.onnx", load_external_data=False).graph.initializer
-        written += sum(int(np.prod(tensor.dims)) for tensor in tensors if uses_external_data(tensor))
-    assert reported["exporting"] * 1e6 == pytest.approx(written)
-
-
 EMBEDDING = "language_model.embed_tokens.weight"
 DOWN = "language_model.layers.3.mlp.down_proj.weight"
 KEYS = "language_model.layers.3.self_attn.k_proj.weight"
@@ -65,10 +48,8 @@ KEYS = "language_model.layers.3.self_attn.k_proj.weight"
 
 NOT_FINITE = [
     (np.nan, "fp32", "holds NaN or infinity, expected finite numbers"),
-    (-np.inf, "fp32", "holds NaN or infinity"),
     (np.nan, "fp16", "holds NaN or infinity"),
     (-7e4, "fp16", "holds values up to 7e+04, expected at most 65504, as fp16 can hold. Export with --precision"),
-    (1e38, "fp16", "holds values up to 1e+38"),
 ]
 
 
@@ -93,17 +74,6 @@ def test_a_weight_that_is_not_finite_is_named(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_finite_weight_may_be_as_large_as_fp32_has_room_for(
-    checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(checkpoint("gqa-112"), tmp_path / "checkpoint"))
-    tensors = load_file(folder / "model.safetensors")
-    stored = next(stored for stored in tensors if stored.endswith("down_proj.weight"))
-    tensors[stored][0, 0] = 3.4e38
-    save_file(tensors, folder / "model.safetensors")
-    assert run("sinkprune-export", folder, "-o", tmp_path / "out").code == 0
-
-
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @given(data=st.data())
 def test_whatever_is_finite_is_converted_as_numpy_does(precision: str, data: st.DataObject) -> None:
@@ -116,12 +86,3 @@ def test_whatever_is_finite_is_converted_as_numpy_does(precision: str, data: st.
     else:
         with pytest.raises(CheckpointError, match="tensor 'w' holds"):
             PRECISIONS[precision].converted("w", array)
-
-
-def test_the_last_of_many_values_is_looked_at() -> None:
-    for count in (1 << 16, (1 << 17) + 1):
-        array = np.zeros(count, np.float32)
-        assert PRECISIONS["fp32"].converted("w", array) is array
-        array[-1] = np.inf
-        with pytest.raises(CheckpointError, match="NaN or infinity"):
-            PRECISIONS["fp32"].converted("w", array)

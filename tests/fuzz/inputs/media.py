@@ -26,18 +26,9 @@ _FORMATS: dict[str, tuple[str, ...]] = {
     "TIFF": ("RGB", "CMYK", "F", "1", "I;16"),
     "AVIF": ("RGB",),
     "JPEG2000": ("RGB", "RGBA"),
-    "DDS": ("RGBA",),
     "ICO": ("RGBA",),
-    "ICNS": ("RGBA",),
     "PPM": ("RGB", "L", "I;16"),
-    "TGA": ("RGB",),
-    "PCX": ("P",),
-    "SGI": ("RGB",),
-    "QOI": ("RGB",),
     "EPS": ("RGB",),
-    "MPO": ("RGB",),
-    "SPIDER": ("F",),
-    "XBM": ("1",),
 }
 _MODES = {mode for modes in _FORMATS.values() for mode in modes}
 _EXIF = b"Exif\x00\x00MM\x00*\x00\x00\x00\x08" + bytes(6)
@@ -45,10 +36,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "JPEG-progressive": {"progressive": True, "exif": _EXIF, "icc_profile": b"x" * 99},
     "PNG-animated": {"save_all": True},
     "GIF-animated": {"save_all": True},
-    "WEBP-animated": {"save_all": True},
     "TIFF-pages": {"save_all": True, "compression": "tiff_deflate"},
-    "TIFF-jpeg": {"compression": "jpeg"},
-    "TIFF-lzw": {"compression": "tiff_lzw"},
 }
 """Other options of formats, by a name that begins with the format's."""
 _CLIPS = {
@@ -57,13 +45,8 @@ _CLIPS = {
     ".webm": "libvpx",
     ".mov": "libx264",
     ".avi": "mjpeg",
-    ".flv": "flv1",
-    ".ts": "mpeg2video",
-    ".mpg": "mpeg1video",
-    ".wmv": "wmv2",
     ".gif": "gif",
     ".hevc.mp4": "libx265",
-    ".vp9.webm": "libvpx-vp9",
 }
 _SIDE = 8000
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -30,16 +29,6 @@ def raises(arguments: Sequence[str]) -> int:
     raise KeyError("heads")
 
 
-def chatters(arguments: Sequence[str]) -> int:
-    sys.stderr.write("W0101 a library's warning\n")
-    return refuses(arguments)
-
-
-def paints(arguments: Sequence[str]) -> int:
-    sys.stderr.write("error: '\x1b[31mred' is no bundle.\n")
-    return 2
-
-
 def hangs(arguments: Sequence[str]) -> int:
     time.sleep(600)
     return 0
@@ -56,31 +45,9 @@ def devours(arguments: Sequence[str]) -> int:
     return 0
 
 
-def devours_and_says_so(arguments: Sequence[str]) -> int:
-    try:
-        return len(bytearray(64 << 30)) and 0
-    except MemoryError:
-        sys.stderr.write("error: out of memory. Get more.\n")
-        return 2
-
-
 def litters(arguments: Sequence[str]) -> int:
     Path("out.partial").write_text("half", encoding="utf-8")
     return refuses(arguments)
-
-
-def litters_elsewhere(arguments: Sequence[str]) -> int:
-    Path(arguments[0]).write_text("stray", encoding="utf-8")
-    return well(arguments)
-
-
-def overwrites(arguments: Sequence[str]) -> int:
-    Path("input.txt").write_text("changed", encoding="utf-8")
-    return refuses(arguments)
-
-
-def starts_a_program(arguments: Sequence[str]) -> int:
-    return subprocess.run(["true"], check=True).returncode
 
 
 def runs_foreign_code(arguments: Sequence[str]) -> int:

@@ -174,11 +174,6 @@ class _Pipeline(TypedDict):
     steps: Annotated[list[_Step], Bounds(0, 100)]
 
 
-def is_lerobot(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json has LeRobot's form."""
-    return "type" in config and "model_type" not in config
-
-
 def translated_config(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of transformers' form for LeRobot's; raises `CheckpointError`."""
     known = _read(source, config)
@@ -239,16 +234,18 @@ def tokenizer_folder(source: str, folder: Path) -> Path:
     return folder
 
 
-def check_folder(source: str, folder: Path) -> None:
-    """Raise `CheckpointError` for a folder around a policy of LeRobot, with an adapter of one, or of openpi."""
-    config = read_json(folder, "config.json") if has_entry(folder, "config.json") else {}
+def check_folder(source: str, folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` for a folder around a policy of LeRobot, with an adapter of one, or of openpi.
+
+    `config` is its config.json without a `model_type`, empty if there is none.
+    """
     names = ("*/pretrained_model/config.json", "checkpoints/*/pretrained_model/config.json")
     # The link `last`, or where it was not copied the largest number of steps.
     inner = [path.parent for name in names for path in sorted(folder.glob(name))]
     if inner and not config:
         export = Path(source) / inner[-1].relative_to(folder)
         raise _error(source, "it is a folder of lerobot-train around a policy", f"Export {export}.")
-    if has_entry(folder, "adapter_config.json") and is_lerobot(config):
+    if has_entry(folder, "adapter_config.json") and "type" in config:
         base = read_json(folder, "adapter_config.json").get("base_model_name_or_path") or "BASE"
         raise _error(
             source,
@@ -256,7 +253,7 @@ def check_folder(source: str, folder: Path) -> None:
             "Merge both with merge_and_unload of peft, and export the result (docs/convert-policies.md).",
         )
     jax = not config and has_entry(folder, "params")
-    if jax or ("action_horizon" in config and not {"type", "model_type"} & config.keys()):
+    if jax or ("action_horizon" in config and "type" not in config):
         raise _error(
             source,
             f"it is a checkpoint of openpi in {'JAX' if jax else 'PyTorch'} form. Names of cameras and conversions "
