@@ -17,7 +17,7 @@ import pytest
 
 from sinkprune.demo.example_files import write_example_files
 from sinkprune.export.bundle_writer import export_bundle
-from sinkprune.export.pruning.sanitizer import write_heads
+from sinkprune.export.methods.heads import write_heads
 from sinkprune.export.source import ExportRequest
 from support.models.chosen_heads import chosen_heads
 from support.programs.commands import run

@@ -20,7 +20,7 @@ from sinkprune.contract.budgets import UNPRUNED, prune_layers
 from sinkprune.contract.errors import BundleError, TaskError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array, WeightForms
-from sinkprune.export.pruning.sanitizer import HEADS_VERSION, ChosenHeads, LayerHeads
+from sinkprune.export.methods.heads import HEADS_VERSION, ChosenHeads, LayerHeads
 from sinkprune.runtime.backends import Backend, Engine, Tensor
 from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.decoding import Prefill

@@ -60,12 +60,16 @@ def main(arguments: Sequence[str] | None) -> None:
     with report_missing_package("exporting"):
         with status("loading packages"):
             from sinkprune.export.bundle_writer import export_bundle
-            from sinkprune.export.pruning.sanitizer import read_heads
             from sinkprune.export.source import ExportRequest
             from sinkprune.export.weights.quantised_weights import summary
 
+        heads = None
+        if options.heads:
+            from sinkprune.export.methods.heads import read_heads
+
+            heads = read_heads(options.heads)
         given = {field.name: getattr(options, field.name) for field in dataclasses.fields(ExportRequest)}
-        request = ExportRequest(**{**given, "heads": read_heads(options.heads) if options.heads else None})
+        request = ExportRequest(**{**given, "heads": heads})
         sign = read_private_key(options.sign) if options.sign else None
         with status("reading") as progress:
             manifest = export_bundle(

@@ -1,4 +1,4 @@
-"""Graphs that are written node by node, and rewriting them.
+"""Graphs that are written node by node.
 
 Code adds operators one by one (`graph.op.MatMul(x, w)`), so the file holds what the source shows. `save` copies one
 weight after the other from the checkpoint to the file of weights. So an export holds only a few tensors in memory.
@@ -7,7 +7,6 @@ weight after the other from the checkpoint to the file of weights. So an export 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,7 @@ class Graph:
         return GraphSpec(file, inputs, tuple(_spec(value) for value in self._graph.outputs))
 
 
-class _Weight(ir.LazyTensor):
+class Weight(ir.LazyTensor):
     """A weight that is read when it is written."""
 
     def tofile(self, file: Any) -> None:
@@ -108,7 +107,7 @@ class WeightedGraph(Graph):
         self.form, self.read = form, read
         self.values = 0
         """The values of the checkpoint's tensors that `save` reads."""
-        self._weights: dict[ir.Value, _Weight] = {}
+        self._weights: dict[ir.Value, Weight] = {}
 
     @property
     def bytes(self) -> int:
@@ -142,15 +141,10 @@ class WeightedGraph(Graph):
         self, name: str, dtype: ir.DataType, shape: Sequence[int], read: Callable[[], ir.TensorProtocol]
     ) -> ir.Value:
         """Return a new initializer of that name, type and shape. `save` calls `read` for its values."""
-        weight = _Weight(read, dtype, ir.Shape(shape), name=name)
+        weight = Weight(read, dtype, ir.Shape(shape), name=name)
         value = self.builder.initializer(weight, name)
         self._weights[value] = weight
         return value
-
-    def kept(self, value: ir.Value, tensor: ir.TensorProtocol, read: Callable[[], Array]) -> None:
-        """Keep the initializer `value`, stored as `tensor`, of `begun`. `save` calls `read` for its values."""
-        shape = ir.Shape(tensor.shape.numpy())
-        self._weights[value] = _Weight(lambda: ir.Tensor(read()), tensor.dtype, shape, name=tensor.name)
 
     def linear(self, x: ir.Value, name: str, inputs: int, outputs: int, *, bias: bool) -> ir.Value:
         """Return `x @ weight.T + bias`, with the matrix in this graph's form."""
@@ -217,69 +211,3 @@ def _spec(value: ir.Value) -> TensorSpec:
         raise ValueError(f"graph input or output without a type: {value}")
     shape = tuple(dim if isinstance(dim, int) else str(dim.value) for dim in value.shape)
     return TensorSpec(value.name, value.dtype.numpy().name, shape)  # type: ignore[arg-type]
-
-
-_PIXELS = "pixel_values"
-"""A product with pixels embeds them and is no linear layer: exports store its matrix as floats."""
-
-
-class RewrittenGraph(WeightedGraph):
-    """The graph of an ONNX file, whose matrices of floats are stored in another form; all else stays."""
-
-    def __init__(
-        self,
-        name: str,
-        precision: Precision,
-        dialect: Dialect,
-        form: WeightForm,
-        graph: ir.Graph,
-        read_weight: Callable[[str], Array],
-    ) -> None:
-        """Rewrite `graph` in place. `save` calls `read_weight` for the weights that lie outside the ONNX file."""
-        super().__init__(name, precision, dialect, form, self._read_matrix, graph)
-        self._read_weight = read_weight
-        multiplied, casts = multiplications(graph), set[ir.Node]()
-        for weight, value in list(graph.initializers.items()):
-            tensor = value.const_value
-            if not isinstance(tensor, ir.ExternalTensor):
-                continue
-            if weight in multiplied:
-                inputs, outputs = shape_of(tensor)
-                casts |= {node for node, _ in value.uses() if node.op_type == "Cast"}
-                del graph.initializers[weight]
-                multiplied[weight].replace_input_with(1, form.matrix(self, Matrix(weight, {weight: outputs}, inputs)))
-            else:
-                self.kept(value, tensor, partial(read_weight, weight))
-        graph.remove(casts, safe=True)
-        graph.sort()
-
-    def _read_matrix(self, name: str, shape: Sequence[int]) -> Array:
-        """Return the floats [outputs,inputs] of a matrix, which is stored transposed."""
-        array = self._read_weight(name).T
-        return array if array.dtype in (np.float16, np.float32) else array.astype(np.float32)
-
-
-def read_graph(data: bytes) -> ir.Graph:
-    """Return the graph of an ONNX file that an export wrote, from its bytes `data`."""
-    return ir.from_proto(onnx.ModelProto.FromString(data)).graph
-
-
-def multiplications(graph: ir.Graph) -> dict[str, ir.Node]:
-    """Return the MatMul of each linear layer by the name of its matrix of floats, in the order of the nodes."""
-    found = {}
-    for node in graph:
-        if node.op_type != "MatMul" or node.inputs[0] is None or node.inputs[0].name == _PIXELS:
-            continue
-        value = node.inputs[1]
-        source = value.producer() if value is not None else None
-        if source is not None and source.op_type == "Cast":
-            value = source.inputs[0]
-        if value is not None and value.is_initializer() and value.name is not None:
-            found[value.name] = node
-    return found
-
-
-def shape_of(matrix: ir.TensorProtocol) -> tuple[int, int]:
-    """Return the numbers of inputs and outputs of a linear layer's matrix."""
-    inputs, outputs = matrix.shape.numpy()
-    return inputs, outputs

@@ -26,11 +26,12 @@ from sinkprune.export.checkpoint.folder import (
 from sinkprune.export.checkpoint.quantisation_config import Quantisation, read_quantisation
 from sinkprune.export.checkpoint.text import Text, read_checkpoint_text, small_text, without_added_tokens
 from sinkprune.export.families import Family, SalienceBlock, read_family
+from sinkprune.export.methods.sinkpruner import WITH_HEADS
 from sinkprune.export.planning import CLIP_TOKENS, IMAGE_TOKENS, MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
 from sinkprune.export.presets import PRESETS
-from sinkprune.export.pruning.sanitizer import NAMES, ChosenHeads
 
 if TYPE_CHECKING:
+    from sinkprune.export.methods.heads import ChosenHeads
     from sinkprune.export.weights.quantised_weights import QuantisedWeights
 
 _SINGLE = "preprocessor_config.json"
@@ -93,10 +94,10 @@ class ExportRequest:
             raise UsageError(
                 "found --tokenizer, and random weights come with a tokenizer of their own. Leave it out."
             )
-        if self.heads is not None and not {*NAMES} & {*self.methods}:
+        if self.heads is not None and not {*WITH_HEADS} & {*self.methods}:
             raise UsageError(
-                f"found --heads, which are for methods {' and '.join(NAMES)}. Add one of them to --methods, or leave "
-                "--heads out."
+                f"found --heads, which are for methods {' and '.join(WITH_HEADS)}. Add one of them to --methods, or "
+                "leave --heads out."
             )
         if self.max_images is not None:
             MAX_IMAGES.check(self.max_images)

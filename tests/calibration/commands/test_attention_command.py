@@ -18,7 +18,7 @@ from sinkprune.calibration.evaluation.report import BASELINE, Combination
 from sinkprune.calibration.tasks import load_task
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.export.bundle_writer import export_bundle
-from sinkprune.export.pruning.sanitizer import read_heads
+from sinkprune.export.methods.heads import read_heads
 from sinkprune.export.source import ExportRequest
 from support.models.chosen_heads import WITH_HEADS
 from support.models.tasks import write_task

@@ -15,7 +15,7 @@ from PIL import Image
 from sinkprune import ActionReport, Policy
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.export.bundle_writer import export_bundle
-from sinkprune.export.pruning.sanitizer import read_heads
+from sinkprune.export.methods.heads import read_heads
 from sinkprune.export.source import ExportRequest
 from support.programs.commands import assert_refused, run
 

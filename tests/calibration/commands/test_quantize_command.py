@@ -16,13 +16,14 @@ from PIL import Image
 from sinkprune import Pipeline
 from sinkprune.calibration.quantising.graphs import encode_prompts, joined_layers
 from sinkprune.calibration.quantising.quantise import layer_reports
+from sinkprune.calibration.quantising.rewriting import read_graph
+from sinkprune.calibration.quantising.rounding import InputProducts, calibrated
 from sinkprune.calibration.tasks import load_task
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import TaskError
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
 from sinkprune.contract.precision import Array
-from sinkprune.export.graph import read_graph
-from sinkprune.export.weights.rounding import InputProducts, calibrated, rounded
+from sinkprune.export.weights.rounding import rounded
 from support.models.manifests import file_of
 from support.models.tasks import PHOTOS, write_task
 from support.programs.commands import assert_refused, run

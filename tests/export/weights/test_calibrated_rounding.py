@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from sinkprune.calibration.quantising.rounding import InputProducts, calibrated
 from sinkprune.contract.precision import Array
-from sinkprune.export.weights.rounding import InputProducts, RoundedMatrix, calibrated, rounded
+from sinkprune.export.weights.rounding import RoundedMatrix, rounded
 
 FP32 = np.dtype(np.float32)
 

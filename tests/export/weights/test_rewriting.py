@@ -12,10 +12,10 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from sinkprune.calibration.quantising.rewriting import RewrittenGraph, read_graph
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.precision import Array, WeightsName
 from sinkprune.export.dialects import DIALECTS
-from sinkprune.export.graph import RewrittenGraph, read_graph
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.weights.rounding import to_nearest
 from sinkprune.export.weights.weight_forms import form_of

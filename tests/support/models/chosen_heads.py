@@ -9,7 +9,7 @@ from typing import Any
 
 from sinkprune.contract.budgets import prune_layers
 from sinkprune.export.methods import METHODS as ALL_METHODS
-from sinkprune.export.pruning.sanitizer import HEADS_VERSION, ChosenHeads, LayerHeads
+from sinkprune.export.methods.heads import HEADS_VERSION, ChosenHeads, LayerHeads
 
 WITH_HEADS = ("sinkpruner-heads", "sinkpruner-text-heads")
 """The methods whose stages read chosen heads."""

@@ -17,15 +17,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from sinkprune.calibration.quantising.rewriting import RewrittenGraph, multiplications, read_graph, shape_of
+from sinkprune.calibration.quantising.rounding import InputProducts
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.manifest import EMBEDDING, Manifest
 from sinkprune.contract.precision import DTYPES, Array, WeightForms, WeightsName
 from sinkprune.export.dialects import DIALECTS
-from sinkprune.export.graph import RewrittenGraph, multiplications, read_graph, shape_of
 from sinkprune.export.precision import PRECISIONS
-from sinkprune.export.weights.rounding import InputProducts, RoundingMethod
+from sinkprune.export.weights.rounding import RoundingMethod
 from sinkprune.export.weights.weight_forms import form_of
 from sinkprune.runtime.backends import Backend, load_backend
 from sinkprune.runtime.backends.models import Model

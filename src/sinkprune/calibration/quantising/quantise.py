@@ -23,6 +23,8 @@ from sinkprune.calibration.quantising.graphs import (
     WeightGraphs,
     weight_graphs,
 )
+from sinkprune.calibration.quantising.rewriting import RewrittenGraph
+from sinkprune.calibration.quantising.rounding import CalibratedMatrix, OutputErrors, calibrated
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import AccuracyError, NumericsError, TooLittleMemoryError, UsageError
 from sinkprune.contract.files.folders import check_outside, check_replaceable, replacing
@@ -32,9 +34,8 @@ from sinkprune.contract.manifest import BUNDLE, FORMAT_VERSION, Manifest
 from sinkprune.contract.memory import available_bytes, decoder_bytes, gigabytes, tower_bytes
 from sinkprune.contract.precision import DTYPES, Array, WeightForms, WeightsName
 from sinkprune.contract.progress import OnProgress, unreported
-from sinkprune.export.graph import RewrittenGraph
 from sinkprune.export.precision import PRECISIONS
-from sinkprune.export.weights.rounding import CalibratedMatrix, OutputErrors, RoundedMatrix, calibrated, to_nearest
+from sinkprune.export.weights.rounding import RoundedMatrix, to_nearest
 from sinkprune.export.weights.weight_forms import chosen_forms
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.media.picture_warnings import unseen_warnings

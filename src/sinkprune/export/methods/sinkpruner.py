@@ -25,8 +25,6 @@ from sinkprune.export.pruning.equal_mean import fewer_stages, without_stages
 from sinkprune.export.pruning.functions import diversity_select, gathered, top_rho
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, as_vector, sanitizer_counts
 from sinkprune.export.pruning.sanitizer import (
-    HOW_TO_CHOOSE,
-    NAMES,
     TowerValues,
     ascending,
     largest,
@@ -37,6 +35,12 @@ from sinkprune.export.pruning.sanitizer import (
 )
 from sinkprune.export.pruning.select import build_selects, every_text_row
 
+WITH_HEADS = ("sinkpruner-heads", "sinkpruner-text-heads")
+"""The methods whose stages read chosen heads."""
+HOW_TO_CHOOSE = (
+    "Choose heads with a bundle of this checkpoint that has method sinkpruner: sinkprune-calibrate attention BUNDLE "
+    "--data FILE.jsonl --heads heads.json. Then export with --heads heads.json."
+)
 Score = Callable[[PlanFacts, Graph, TowerValues, ir.Value | None], ir.Value]
 """Writes the score [G,N] by which RES takes tokens. The last argument is the mask of outliers, if any."""
 
@@ -73,7 +77,7 @@ def build_with_heads(facts: PlanFacts, budget: Budget, score: Score = by_salienc
     if no heads were given, or no stage is left of a budget without sanitizer; `UnreachableMean`.
     """
     if not facts.heads:
-        names = " and ".join(f"'{name}'" for name in NAMES)
+        names = " and ".join(f"'{name}'" for name in WITH_HEADS)
         raise BudgetError(f"methods {names} need attention heads that are chosen on your pictures. {HOW_TO_CHOOSE}")
     cuts = prune_layers(facts.language_model.num_layers) if budget.stages else ()
     reading = [layer for layer in cuts if facts.heads[layer]]
