@@ -119,11 +119,6 @@ VISION = "vision_config"
             [[336]],
             r"image_grid_pinpoints\[0\]: found \[336\], expected a list",
         ),
-        (
-            "qwen2.5-vl-3b",
-            (TEXT, "rope_parameters", "mrope_section"),
-            r"mrope_section: found \[64\], expected a li",
-        ),
         ("qwen2.5-vl-3b", (TEXT, "eos_token_id"), [1.5], r"eos_token_id\[0\]: found 1.5"),
         ("qwen2-vl-7b", (VISION, "mlp_ratio"), 0, "mlp_ratio: found 0, expected a number from 1 to 64"),
     ],

@@ -57,7 +57,7 @@ NOT_FINITE = [
     ("name", "value", "precision", "message"),
     [
         *((DOWN, *case) for case in NOT_FINITE),
-        *((name, *NOT_FINITE[place]) for name in (EMBEDDING, KEYS) for place in (0, 3)),
+        *((name, *NOT_FINITE[place]) for name in (EMBEDDING, KEYS) for place in (0, 2)),
     ],
 )
 def test_a_weight_that_is_not_finite_is_named(
