@@ -2,9 +2,7 @@
 
 Existence is like POPE, with absent pairs that are random, popular, or adversarial (colour and shape are both present,
 on different objects). Colour, shape, size and relation are like GQA, reading like TextVQA, and multiple choice like
-MMBench.
-
-The kinds of `scene_questions` are among them, so that tables of the two pocket models share rows.
+MMBench. Varied scenes have these kinds too, so that tables of the two pocket models share rows.
 """
 
 from __future__ import annotations

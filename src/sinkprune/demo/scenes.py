@@ -1,14 +1,12 @@
-"""The scenes that the pocket models learn from.
+"""The scenes that the pocket models learn from: pictures of one size, and varied ones of several sizes.
 
-All things of a scene are known, so questions about it have one answer each (`scene_questions`). Training, validation
-and test scenes have different seeds, and test scenes have photos of their own.
-
-Things are drawn as in `scenes`, at the same sizes in pixels. A larger picture holds more things and more background.
+All things of a scene are known, so questions about it have one answer each (`questions`). Training, validation and
+test scenes have different seeds, and test scenes have photos of their own. A larger picture holds more things of the
+same size, and more background.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from dataclasses import dataclass, replace
@@ -19,7 +17,6 @@ from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
-from skimage import data
 
 TRAINING_PHOTOS = ("astronaut", "brick", "chelsea", "grass", "gravel", "rocket")
 TEST_PHOTOS = ("coffee", "hubble")
@@ -80,15 +77,6 @@ def _photo_crop(rng: Random, side: int, name: str) -> Image.Image:
 def _photo(name: str) -> Image.Image:
     with Image.open(Path(__file__).parent / "photos" / f"{name}.jpg") as photo:
         return photo.convert("RGB")
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", help="the picture to write, as coffee.jpg")
-    file = parser.parse_args().file
-    photo = data.coffee()  # type: ignore[no-untyped-call]
-    Image.fromarray(photo).save(file, quality=95)
-    sys.stderr.write(f"wrote {file}\n")
 
 
 SIDE = 224
@@ -370,3 +358,10 @@ def _frames(rng: Random, pairs: list[tuple[str, str]], count: int) -> list[str]:
         if colour not in frames:
             frames.append(colour)
     return frames
+
+
+if __name__ == "__main__":
+    # Writes the photo that docs/savings.md measures with.
+    from skimage import data
+
+    Image.fromarray(data.coffee()).save(sys.argv[1], quality=95)  # type: ignore[no-untyped-call]

@@ -28,7 +28,7 @@ from sinkprune.contract.manifest import (
     decoder_segments,
 )
 from sinkprune.contract.memory import available_bytes
-from sinkprune.contract.precision import Array, WeightForms
+from sinkprune.contract.precision import Array
 from sinkprune.contract.progress import OnProgress, unreported
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.families import Family
@@ -145,8 +145,27 @@ class _Export:
         self.precision, self.dialect = PRECISIONS[request.precision], DIALECTS[request.dialect]
         self.expected = self._read = 0
         """The weights that the export reads, for `progress`; 0 until they are known."""
-        self.forms = self._chosen_forms()
-        self.facts = self._plan_facts()
+        quantisation = source.quantisation
+        self.forms = chosen_forms(
+            self.precision, request.weights, request.vision_weights, request.block_size, quantisation
+        )
+        repacked = quantisation if quantisation and quantisation.repacks(request.weights) else None
+        check_dialect(self.forms, request.dialect, repacked)
+        family = source.family
+        groups = family.groups_of(source.processor)
+        self.facts = PlanFacts(
+            language_model=family.language_model,
+            tokens=family.tokens_of(source.processor),
+            visual_width=family.visual_width,
+            precision=self.precision,
+            dialect=self.dialect,
+            groups=groups,
+            images=source.max_images,
+            joined=family.groups_are_frames and groups > 1,
+            deepstack=family.deepstack,
+            causal=family.causal,
+            heads=request.heads.of(family.language_model) if request.heads else {},
+        )
 
     def weight_graphs(self, segments: Sequence[range]) -> Iterator[WeightedGraph]:
         """Build the graphs with weights one at a time."""
@@ -166,15 +185,6 @@ class _Export:
         # Some are read before their number is known.
         if self.expected:
             self._progress("exporting", self._read / 1e6, self.expected / 1e6, "M weights")
-
-    def _chosen_forms(self) -> WeightForms:
-        request, quantisation = self._request, self._source.quantisation
-        forms = chosen_forms(
-            self.precision, request.weights, request.vision_weights, request.block_size, quantisation
-        )
-        repacked = quantisation if quantisation and quantisation.repacks(request.weights) else None
-        check_dialect(forms, request.dialect, repacked)
-        return forms
 
     def _form(self, graph: str) -> WeightForm:
         """Return the form of the matrices of a weight graph."""
@@ -201,23 +211,6 @@ class _Export:
         if weights.quantisation.repacks(requested):
             form = RepackedForm(weights, forms.block_size, self._count)
         return CheckpointForm(weights, form, form_of(requested or self.precision.name, forms.block_size))
-
-    def _plan_facts(self) -> PlanFacts:
-        family, processor = self._source.family, self._source.processor
-        groups = family.groups_of(processor)
-        return PlanFacts(
-            language_model=family.language_model,
-            tokens=family.tokens_of(processor),
-            visual_width=family.visual_width,
-            precision=self.precision,
-            dialect=self.dialect,
-            groups=groups,
-            images=self._source.max_images,
-            joined=family.groups_are_frames and groups > 1,
-            deepstack=family.deepstack,
-            causal=family.causal,
-            heads=self._request.heads.of(family.language_model) if self._request.heads else {},
-        )
 
 
 def weight_bytes_of(family: Family, shallow: Sequence[Sequence[WeightedGraph]], precision: Precision) -> int:

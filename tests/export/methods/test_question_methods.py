@@ -18,9 +18,9 @@ from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.manifest import DialectName
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.methods import load_method
+from sinkprune.export.methods.before_llm import ROUNDS
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.plan import MAX_ROUNDS, PlanFacts, VariableTokens
-from sinkprune.export.pruning.serial import DOMAIN
 from support.models import graphs
 from support.models.token_features import KINDS, exact_rows, token_features
 from support.references.question_methods import READ_THE_QUESTION
@@ -184,7 +184,7 @@ def test_a_round_takes_few_bytes_and_no_loop(method: str, tmp_path: Path) -> Non
     """Runtimes reject graphs within nodes, and functions that expand to more than 50,000 nodes."""
     graphs.method_plan(method, 576, 16, RETAIN_192).sanitizer.save(tmp_path, "graph.onnx")  # type: ignore[union-attr]
     model = onnx.load(tmp_path / "graph.onnx")
-    (rounds,) = (function for function in model.functions if function.domain == DOMAIN)
+    (rounds,) = (function for function in model.functions if function.domain == ROUNDS)
     assert sum(node.op_type == rounds.name for node in model.graph.node) == 203
     assert len(rounds.node) * MAX_ROUNDS < 40_000, len(rounds.node)
     assert (tmp_path / "graph.onnx").stat().st_size < 203 * 300

@@ -1,7 +1,4 @@
-"""A checkpoint's folder: what kind it is, its configuration and its tensors.
-
-This module reads names, and the first bytes of small files. It imports no other module of the checkpoint.
-"""
+"""A checkpoint's folder: what kind it is, its configuration and its tensors."""
 
 from __future__ import annotations
 
@@ -29,6 +26,36 @@ from sinkprune.contract.files import untrusted
 from sinkprune.contract.files.untrusted import MissingError, UnreadableError
 from sinkprune.contract.precision import Array
 
+T = TypeVar("T")
+Name = Annotated[str, Bounds(1, 200)]
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_HEADER_BYTES = 32 << 20
+"""The limit of a shard's header: a hundred times the largest published."""
+_SHARDS = 1000
+_MOST_STATISTICS = 4096
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_FILES = ["*.json", "*.safetensors", "*.jinja"]
+TOKENIZER_FILES = ["tokenizer*.json", "special_tokens_map.json", "added_tokens.json"]
+
+# transformers before and after 4.52 nest the same modules differently.
+_RENAMINGS = [
+    (re.compile(r"^model\."), ""),
+    # pi0, by transformers and by LeRobot.
+    (re.compile(r"^paligemma_with_expert\.paligemma\.(language_model\.)?lm_head\."), "tied_embedding."),
+    (re.compile(r"^(vlm|paligemma_with_expert\.paligemma\.model|paligemma_with_expert\.paligemma)\."), ""),
+    (re.compile(r"^paligemma_with_expert\.gemma_expert\.(model\.)?"), "dit."),
+    (re.compile(r"^embed_action_time\."), ""),
+    (re.compile(r"^language_model\.model\."), "language_model."),
+    (re.compile(r"^language_model\.lm_head\."), "lm_head."),
+    (re.compile(r"^vision_tower\.vision_model\."), "vision_tower."),
+    (re.compile(r"^(embed_tokens|layers|norm)\."), r"language_model.\1."),
+]
+
+
+_TIED_EMBEDDING = "tied_embedding.weight"
+"""The embedding table as the head of LeRobot's policies, whose checkpoints may store the table only once."""
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _POINTER_BYTES = 1024
 _READ = (".json", ".jinja", ".safetensors")
@@ -41,18 +68,17 @@ _OTHER_WEIGHTS = {
     "model.safetensors",
     "model.safetensors.index.*.json": "'{}' is the index of a variant, which transformers reads on request only. "
     "Rename it to model.safetensors.index.json",
-    "model-*-of-*.safetensors": "'{}' is a shard, whose index is missing. Download model.safetensors.index.json too",
     "*-of-*.safetensors": "'{}' is a shard, whose index is missing. Download model.safetensors.index.json too",
     "pytorch_model*.bin*": "'{}' has PyTorch's format. Write safetensors next to it, with torch installed: "
     f"{_SAVE}Model.from_pretrained('{{folder}}', dtype='auto').save_pretrained('{{folder}}')\"",
     "consolidated*": "'{}' has the model's original format. Give the same model in transformers' format",
-    "*.gguf": "'{}' is for llama.cpp, and its weights are rounded. Give the checkpoint that it was made of",
-    "*.onnx": "'{}' is an ONNX graph, which this export writes itself. Give the checkpoint that it was made of",
-    "onnx": "ONNX graphs are no checkpoint. Give the checkpoint that they were made of",
-    "*.engine": "'{}' is an engine of TensorRT. Give the checkpoint that it was made of",
-    "openvino_*.xml": "'{}' is OpenVINO's. Give the checkpoint that it was made of",
-    "*.h5": "'{}' is TensorFlow's. Give the checkpoint in PyTorch's or safetensors' format",
-    "*.msgpack": "'{}' is Flax's. Give the checkpoint in PyTorch's or safetensors' format",
+    **dict.fromkeys(
+        ("*.gguf", "*.onnx", "onnx", "*.engine", "openvino_*.xml"),
+        "'{}' was made of a checkpoint. Give the checkpoint that it was made of",
+    ),
+    **dict.fromkeys(
+        ("*.h5", "*.msgpack"), "'{}' is no format of PyTorch. Give the checkpoint in safetensors' format"
+    ),
     "zero_to_fp32.py": "It is a checkpoint of DeepSpeed. Join its weights in that folder: "
     "python zero_to_fp32.py . . --safe_serialization",
     "pytorch_model_fsdp*": "It is a checkpoint of FSDP. Join its weights: accelerate merge-weights '{folder}/{}' "
@@ -67,7 +93,7 @@ _OTHER_WEIGHTS = {
 """What a folder without the weights that transformers reads is, by the names of its files, in this order."""
 
 
-def missing_weights(folder: Path) -> str:
+def _missing_weights(folder: Path) -> str:
     """Return the sentences about a folder without weights that are read: what it holds, and what to do."""
     # Pipelines of LeRobot have their statistics in safetensors too.
     names = [name for name in _names(folder) if not name.startswith("policy_p")]
@@ -81,17 +107,7 @@ def missing_weights(folder: Path) -> str:
     return found or "Download the weights, or save the model with transformers' save_pretrained."
 
 
-def check_file(source: str) -> None:
-    """Raise `CheckpointError` for a file in place of a checkpoint folder."""
-    path = Path(source)
-    if path.is_file():
-        raise CheckpointError(
-            f"'{source}' is a file, expected a folder in Hugging Face format. "
-            f"{_described(path.parent, [path.name]) or 'Give the folder that holds it.'}"
-        )
-
-
-def check_pointers(folder: Path) -> None:
+def _check_pointers(folder: Path) -> None:
     """Raise `CheckpointError` for a folder that was cloned without Git LFS: its files are pointers to files."""
     pointers = [name for name in _names(folder) if name.endswith(_READ) and _is_pointer(folder / name)]
     if pointers:
@@ -125,13 +141,12 @@ def check_kind(source: str, folder: Path) -> None:
     below = [name for name in names if os.path.lexists(folder / name / "config.json")]
     if below:
         # The last checkpoint of a training.
-        last = max(below, key=_number_at_end)
+        last = max(below, key=lambda name: int((re.search(r"\d{1,18}$", name) or ["-1"])[0]))
         raise CheckpointError(
             f"'{source}' has no config.json, and {len(below)} of its folders have one: {format_value(below)}. Give "
             f"one of them: {folder / last}"
         )
-    found = _described(folder, names)
-    if found:
+    if found := _described(folder, names):
         raise CheckpointError(f"'{source}' has no config.json, and is no checkpoint in Hugging Face format. {found}")
 
 
@@ -154,15 +169,11 @@ def _adapter(source: str, folder: Path, names: Iterable[str]) -> CheckpointError
 def _described(folder: Path, names: Iterable[str]) -> str | None:
     """Return the sentences about the first kind of file among `names` that tells what a folder is."""
     names = list(names)
-    for pattern, words in _OTHER_WEIGHTS.items():
-        found = next((name for name in names if fnmatch(name, pattern)), None)
-        if found:
-            return f"{words.format(found, folder=folder)}."
-    return None
+    found = ((words, name) for pattern, words in _OTHER_WEIGHTS.items() for name in names if fnmatch(name, pattern))
+    return next((f"{words.format(name, folder=folder)}." for words, name in found), None)
 
 
 def _names(folder: Path) -> list[str]:
-    """Return the sorted names in a folder; empty for a folder that cannot be listed."""
     with suppress(OSError):
         return sorted(path.name for path in folder.iterdir())
     return []
@@ -171,11 +182,6 @@ def _names(folder: Path) -> list[str]:
 def _name_in_cache(folder: Path) -> str:
     """Return the name of the model whose folder in the hub's cache this is."""
     return folder.name.removeprefix("models--").replace("--", "/", 1)
-
-
-def _number_at_end(name: str) -> int:
-    found = re.search(r"\d{1,18}$", name)
-    return int(found[0]) if found else -1
 
 
 def _is_pointer(path: Path) -> bool:
@@ -189,45 +195,17 @@ def _is_pointer(path: Path) -> bool:
         return False
 
 
-T = TypeVar("T")
-Name = Annotated[str, Bounds(1, 200)]
-
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_HEADER_BYTES = 32 << 20
-"""The limit of a shard's header: a hundred times the largest published."""
-_SHARDS = 1000
-_MOST_STATISTICS = 4096
-_FLOATS = ("F64", "F32", "F16", "BF16")
-_FILES = ["*.json", "*.safetensors", "*.jinja"]
-TOKENIZER_FILES = ["tokenizer*.json", "special_tokens_map.json", "added_tokens.json"]
-
-# transformers before and after 4.52 nest the same modules differently.
-_RENAMINGS = [
-    (re.compile(r"^model\."), ""),
-    # pi0, by transformers and by LeRobot.
-    (re.compile(r"^paligemma_with_expert\.paligemma\.(language_model\.)?lm_head\."), "tied_embedding."),
-    (re.compile(r"^(vlm|paligemma_with_expert\.paligemma\.model|paligemma_with_expert\.paligemma)\."), ""),
-    (re.compile(r"^paligemma_with_expert\.gemma_expert\.(model\.)?"), "dit."),
-    (re.compile(r"^embed_action_time\."), ""),
-    (re.compile(r"^language_model\.model\."), "language_model."),
-    (re.compile(r"^language_model\.lm_head\."), "lm_head."),
-    (re.compile(r"^vision_tower\.vision_model\."), "vision_tower."),
-    (re.compile(r"^(embed_tokens|layers|norm)\."), r"language_model.\1."),
-]
-
-
-_TIED_EMBEDDING = "tied_embedding.weight"
-"""The embedding table as the head of LeRobot's policies, whose checkpoints may store the table only once."""
-
-
 def locate(source: str, files: Sequence[str] = _FILES) -> Path:
     """Return the local folder of a checkpoint: `source` itself, or the download of `files` if it is a hub name."""
     folder = Path(source)
     if folder.is_dir():
-        check_pointers(folder)
+        _check_pointers(folder)
         return folder
-    check_file(source)
+    if folder.is_file():
+        raise CheckpointError(
+            f"'{source}' is a file, expected a folder in Hugging Face format. "
+            f"{_described(folder.parent, [folder.name]) or 'Give the folder that holds it.'}"
+        )
     if folder.exists() or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source):
         raise CheckpointError(
             f"checkpoint '{source}': found no such folder. Give a local folder in Hugging Face format, a hub name "
@@ -326,6 +304,10 @@ def config_sha256(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
+class _Index(TypedDict):
+    weight_map: Annotated[dict[str, Name], Bounds(1, 1 << 20)]
+
+
 class SafetensorsWeights:
     """The tensors of a checkpoint folder, read one at a time under their canonical names.
 
@@ -398,12 +380,11 @@ class SafetensorsWeights:
     def _shards(self) -> list[str]:
         """Return the files that transformers reads: the one that is named, else one file, else those of an index."""
         if self._named is not None:
-            whole = self._named.endswith(".safetensors")
-            return [self._named] if whole else self._listed(self._named)
+            return [self._named] if self._named.endswith(".safetensors") else self._listed(self._named)
         listed = self._listed(_INDEX) if has_entry(self.folder, _INDEX) else []
         if not has_entry(self.folder, _SINGLE):
             if not listed:
-                raise self._error(f"found neither {_SINGLE} nor {_INDEX}. {missing_weights(self.folder)}")
+                raise self._error(f"found neither {_SINGLE} nor {_INDEX}. {_missing_weights(self.folder)}")
             return listed
         # save_pretrained leaves the index of earlier weights, and removes their shards.
         second = [shard for shard in listed if shard != _SINGLE and has_entry(self.folder, shard)]
@@ -415,7 +396,20 @@ class SafetensorsWeights:
         return [_SINGLE]
 
     def _listed(self, index: str) -> list[str]:
-        return _shards_of(read_json(self.folder, index), f"'{self.folder / index}'")
+        """Return the shards that an index names; raises `CheckpointError` for a name outside the folder."""
+        where = f"'{self.folder / index}'"
+        names = set(read_fields(_Index, read_json(self.folder, index), where)["weight_map"].values())
+        for name in names:
+            if Path(name).is_absolute() or ".." in Path(name).parts or not name.endswith(".safetensors"):
+                raise CheckpointError(
+                    f"{where} names the shard {name!r}, expected a .safetensors file within the folder. "
+                    "Download it again."
+                )
+        if len(names) > _SHARDS:
+            raise CheckpointError(
+                f"{where} names {len(names)} shards, expected at most {_SHARDS}. Download it again."
+            )
+        return sorted(names)
 
     def _error(self, what: str) -> CheckpointError:
         return CheckpointError(f"checkpoint '{self.folder}': {what}")
@@ -448,7 +442,10 @@ def _open(folder: Path, shard: str) -> Any:
     """Open a safetensors file of a checkpoint folder, whose header is then known to fit; raises `CheckpointError`."""
     path = file_of(folder, shard)
     try:
-        _check_header(path)
+        with closing(untrusted.open_regular(path, follow_links=False)) as file:
+            size = int.from_bytes(file.read(8), "little")
+        if size > _HEADER_BYTES:
+            raise UnreadableError(f"has a header of {size} bytes, expected at most {_HEADER_BYTES}")
         return safe_open(path, framework="np")
     except MissingError as error:
         raise CheckpointError(
@@ -457,36 +454,9 @@ def _open(folder: Path, shard: str) -> Any:
     except UnreadableError as error:
         raise _refused(folder / shard, error) from error
     except (SafetensorError, OSError) as error:
-        size = path.stat().st_size
         raise CheckpointError(
-            f"'{folder / shard}' is damaged ({error}). It has {size} bytes; download it again."
+            f"'{folder / shard}' is damaged ({error}). It has {path.stat().st_size} bytes; download it again."
         ) from error
-
-
-class _Index(TypedDict):
-    weight_map: Annotated[dict[str, Name], Bounds(1, 1 << 20)]
-
-
-def _shards_of(index: Mapping[str, Any], where: str) -> list[str]:
-    """Return the shards that an index names; raises `CheckpointError` for a name outside the folder."""
-    names = set(read_fields(_Index, index, where)["weight_map"].values())
-    for name in names:
-        if Path(name).is_absolute() or ".." in Path(name).parts or not name.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{where} names the shard {name!r}, expected a .safetensors file within the folder. "
-                "Download it again."
-            )
-    if len(names) > _SHARDS:
-        raise CheckpointError(f"{where} names {len(names)} shards, expected at most {_SHARDS}. Download it again.")
-    return sorted(names)
-
-
-def _check_header(path: Path) -> None:
-    """Raise `UnreadableError` for what is no regular file, and for a header too large to read."""
-    with closing(untrusted.open_regular(path, follow_links=False)) as file:
-        size = int.from_bytes(file.read(8), "little")
-    if size > _HEADER_BYTES:
-        raise UnreadableError(f"has a header of {size} bytes, expected at most {_HEADER_BYTES}")
 
 
 class RandomWeights:

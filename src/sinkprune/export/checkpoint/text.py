@@ -26,6 +26,42 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _ADDED = 10_000
 _LETTERS = 1000
 
+_FILE, _CONFIG = "generation_config.json", "config.json"
+_REJECTED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "guidance_scale"), (1,)),
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("penalty_alpha", "diversity_penalty"), (0,)),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "stop_strings"), ([],)),
+    **dict.fromkeys(("sequence_bias", "force_words_ids", "constraints"), ([], {})),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), ()),
+    **dict.fromkeys(("watermarking_config", "dola_layers", "max_time"), ()),
+    "encoder_repetition_penalty": (1,),
+    "token_healing": (False,),
+}
+"""Settings that change greedy answers too, with the values at which they do not. null changes nothing."""
+_LEFT_OUT: Mapping[str, tuple[Any, ...]] = {
+    "do_sample": (False,),
+    "temperature": (1,),
+    "top_k": (50,),
+    "top_p": (1,),
+    "typical_p": (1,),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), (0,)),
+    **dict.fromkeys(("min_p", "top_h", "max_new_tokens"), ()),
+    "max_length": (20,),
+}
+"""Settings of sampled answers and of lengths, which are a request's own, with transformers' defaults."""
+_OF_NO_ANSWER = {
+    *("_from_model_config", "transformers_version", "_commit_hash", "bos_token_id", "eos_token_id", "pad_token_id"),
+    *("decoder_start_token_id", "repetition_penalty", "early_stopping", "length_penalty", "remove_invalid_values"),
+    *("renormalize_logits", "low_memory", "use_cache", "return_dict_in_generate", "prompt_lookup_num_tokens"),
+    *("max_matching_ngram_size", "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule"),
+    *("target_lookbehind", "speculation_type", "use_mtp", "compile_config", "disable_compile", "prefill_chunk_size"),
+    *("continuous_batching_config", "max_cache_len"),
+}
+"""Settings that change no answer here, or that are read: of beams, of speed, of outputs."""
+_PREFIXES = ("output_", "cache_", "assistant_")
+_SYLLABLES = [a + b + c for a in "bdfgklmnprstvwyz" for b in "aeiou" for c in ("", "n")]
+
 
 @dataclass(frozen=True)
 class CheckpointTokenizer:
@@ -34,11 +70,7 @@ class CheckpointTokenizer:
     backend: Tokenizer
     bos: str
     eos: str
-
-    @property
-    def eos_id(self) -> int | None:
-        """The id of `eos`."""
-        return self.backend.token_to_id(self.eos)
+    eos_id: int | None
 
 
 def read_tokenizer(folder: Path) -> CheckpointTokenizer:
@@ -49,12 +81,13 @@ def read_tokenizer(folder: Path) -> CheckpointTokenizer:
     added_tokens.json. Raises `CheckpointError`.
     """
     backend = _backend(folder)
-    config = read_object(folder, "tokenizer_config.json")
+    config = _read_object(folder, "tokenizer_config.json")
     listed = config.get("added_tokens_decoder")
     where = f"'{folder / 'tokenizer_config.json'}'"
     if listed is None:
-        former = read_object(folder, "special_tokens_map.json")
-        special = [*_list_of(config), *_list_of({**former, "additional_special_tokens": None})]
+        former = _read_object(folder, "special_tokens_map.json")
+        extra = _without_role(config), former.get("extra_special_tokens")
+        special = [token for one in extra if isinstance(one, list) for token in one]
         config = {**config, **former}
         special += [config.get(name) for name in _NAMED]
         added = _former_added_tokens(folder, {_content(token) for token in special})
@@ -78,12 +111,13 @@ def read_tokenizer(folder: Path) -> CheckpointTokenizer:
         token.special = token.special or token.content in contents
     backend.add_tokens(tokens)
     bos, eos = named["bos_token"], named["eos_token"]
-    return CheckpointTokenizer(backend, bos.content if bos else "", eos.content if eos else "")
+    stop = eos.content if eos else ""
+    return CheckpointTokenizer(backend, bos.content if bos else "", stop, backend.token_to_id(stop))
 
 
 def _backend(folder: Path) -> Tokenizer:
     name = "tokenizer.json"
-    text = read_file(folder, name, TOKENIZER_BYTES)
+    text = _read_file(folder, name, TOKENIZER_BYTES)
     if text is None:
         raise CheckpointError(
             f"checkpoint '{folder}' has no {name}. Where it has another kind of tokenizer, such as tokenizer.model, "
@@ -111,7 +145,7 @@ def _former_added_tokens(folder: Path, special: Set[str]) -> dict[int, AddedToke
     """Return the tokens of added_tokens.json, for checkpoints whose tokenizer_config.json lists none."""
     name = "added_tokens.json"
     found = {}
-    for content, number in read_object(folder, name).items():
+    for content, number in _read_object(folder, name).items():
         where = f"'{folder / name}'"
         token = {"content": content, "normalized": content not in special}
         found[_id(where, number)] = _token(where, token, special=content in special)
@@ -120,7 +154,7 @@ def _former_added_tokens(folder: Path, special: Set[str]) -> dict[int, AddedToke
 
 def _extra(where: str, config: Mapping[str, Any]) -> list[AddedToken]:
     """Return the special tokens of other roles, and those without a role."""
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    extra = _without_role(config) or []
     if not isinstance(extra, (list, dict)):
         raise _malformed(where, "extra_special_tokens", extra)
     values = [value for key, value in config.items() if key.endswith("_token") and key not in _NAMED]
@@ -128,10 +162,8 @@ def _extra(where: str, config: Mapping[str, Any]) -> list[AddedToken]:
     return [_token(where, {"content": _content(value)}, special=True) for value in values if _content(value)]
 
 
-def _list_of(config: Mapping[str, Any]) -> list[Any]:
-    """Return the special tokens without a role; none if they have names."""
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
-    return extra if isinstance(extra, list) else []
+def _without_role(config: Mapping[str, Any]) -> Any:
+    return config.get("extra_special_tokens") or config.get("additional_special_tokens")
 
 
 def _named(where: str, name: str, value: Any) -> AddedToken | None:
@@ -168,56 +200,13 @@ def _malformed(where: str, what: str, found: Any) -> CheckpointError:
     return CheckpointError(f"{where}: {what} is malformed: {str(found)[:100]!r}. Download it again.")
 
 
-def read_object(folder: Path, name: str) -> dict[str, Any]:
-    """Return the JSON object in the file `name` of a checkpoint, empty if there is no such file.
-
-    Raises `CheckpointError`.
-    """
+def _read_object(folder: Path, name: str) -> dict[str, Any]:
+    """Return the JSON object in the file `name` of a checkpoint, empty if there is no such file."""
     return read_json(folder, name) if has_entry(folder, name) else {}
 
 
-def read_file(folder: Path, name: str, limit: int) -> str | None:
-    """Return the text in the file `name` of a checkpoint, or None if there is no such file.
-
-    Raises `CheckpointError` if it is no regular file, has more than `limit` bytes or is not UTF-8.
-    """
+def _read_file(folder: Path, name: str, limit: int) -> str | None:
     return read_text(folder, name, limit) if has_entry(folder, name) else None
-
-
-_FILE, _CONFIG = "generation_config.json", "config.json"
-_REJECTED: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "guidance_scale"), (1,)),
-    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (0,)),
-    **dict.fromkeys(("penalty_alpha", "diversity_penalty"), (0,)),
-    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "stop_strings"), ([],)),
-    **dict.fromkeys(("sequence_bias", "force_words_ids", "constraints"), ([], {})),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), ()),
-    **dict.fromkeys(("watermarking_config", "dola_layers", "max_time"), ()),
-    "encoder_repetition_penalty": (1,),
-    "token_healing": (False,),
-}
-"""Settings that change greedy answers too, with the values at which they do not. null changes nothing."""
-_LEFT_OUT: Mapping[str, tuple[Any, ...]] = {
-    "do_sample": (False,),
-    "temperature": (1,),
-    "top_k": (50,),
-    "top_p": (1,),
-    "typical_p": (1,),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), (0,)),
-    **dict.fromkeys(("min_p", "top_h", "max_new_tokens"), ()),
-    "max_length": (20,),
-}
-"""Settings of sampled answers and of lengths, which are a request's own, with transformers' defaults."""
-_OF_NO_ANSWER = {
-    *("_from_model_config", "transformers_version", "_commit_hash", "bos_token_id", "eos_token_id", "pad_token_id"),
-    *("decoder_start_token_id", "repetition_penalty", "early_stopping", "length_penalty", "remove_invalid_values"),
-    *("renormalize_logits", "low_memory", "use_cache", "return_dict_in_generate", "prompt_lookup_num_tokens"),
-    *("max_matching_ngram_size", "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule"),
-    *("target_lookbehind", "speculation_type", "use_mtp", "compile_config", "disable_compile", "prefill_chunk_size"),
-    *("continuous_batching_config", "max_cache_len"),
-}
-"""Settings that change no answer here, or that are read: of beams, of speed, of outputs."""
-_PREFIXES = ("output_", "cache_", "assistant_")
 
 
 @dataclass(frozen=True)
@@ -236,9 +225,9 @@ def read_generation_settings(folder: Path) -> GenerationSettings:
 
     Raises `CheckpointError` for settings that change greedy answers and that bundles cannot apply.
     """
-    name, given = _FILE, read_object(folder, _FILE)
+    name, given = _FILE, _read_object(folder, _FILE)
     if not given:
-        name, config = _CONFIG, read_object(folder, _CONFIG)
+        name, config = _CONFIG, _read_object(folder, _CONFIG)
         text = config.get("text_config")
         merged = {**(text if isinstance(text, dict) else {}), **_without_null(config)}
         known = {*_REJECTED, *_LEFT_OUT, "repetition_penalty", "eos_token_id"}
@@ -271,9 +260,6 @@ def read_generation_settings(folder: Path) -> GenerationSettings:
 
 def _without_null(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if value is not None}
-
-
-_SYLLABLES = [a + b + c for a in "bdfgklmnprstvwyz" for b in "aeiou" for c in ("", "n")]
 
 
 @dataclass(frozen=True)
@@ -318,9 +304,9 @@ def _chat_template(folder: Path) -> str | None:
     """Return the first chat template, in the order of files of transformers' processors."""
     for name in ("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json"):
         if name.endswith(".json"):
-            template: Any = read_object(folder, name).get("chat_template")
+            template: Any = _read_object(folder, name).get("chat_template")
         else:
-            jinja = read_file(folder, name, TEMPLATE_BYTES)
+            jinja = _read_file(folder, name, TEMPLATE_BYTES)
             template = None if jinja is None else jinja.replace("\r\n", "\n").replace("\r", "\n")
         if isinstance(template, list):
             named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
@@ -338,7 +324,6 @@ def _chat_template(folder: Path) -> str | None:
 
 
 def _stop_tokens(folder: Path, stop: Any) -> tuple[int, ...]:
-    """Return end-of-sequence ids, which may be one, a list or none, as a tuple."""
     ids = [] if stop is None else stop if isinstance(stop, list) else [stop]
     if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
         raise CheckpointError(

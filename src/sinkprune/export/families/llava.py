@@ -127,25 +127,23 @@ class Llava(LlamaShaped):
     def default_processor(self) -> dict[str, Any]:
         """The settings of the tower's processor at its image size, for those that a checkpoint leaves out."""
         size = self.vision.image_size
-        if isinstance(self.vision, SiglipTower):
-            colours = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-            square = {"height": size, "width": size}
-            own = {"image_processor_type": "SiglipImageProcessor", "size": square, "do_center_crop": False, **colours}
-            return {**self._clip_processor(size), **own}
-        return self._clip_processor(size)
-
-    def _clip_processor(self, size: int) -> dict[str, Any]:
-        return {
+        square = {"height": size, "width": size}
+        clip = {
             "image_processor_type": "CLIPImageProcessor",
             "do_convert_rgb": True,
             "do_resize": True,
             "size": {"shortest_edge": size},
             "resample": 3,
             "do_center_crop": True,
-            "crop_size": {"height": size, "width": size},
+            "crop_size": square,
             **CLIP_PIXELS,
             "do_pad": False,
         }
+        if not isinstance(self.vision, SiglipTower):
+            return clip
+        colours = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+        own = {"image_processor_type": "SiglipImageProcessor", "size": square, "do_center_crop": False}
+        return {**clip, **own, **colours}
 
     def graphs(self, segments: Sequence[range], held: Container[str]) -> dict[str, WriteGraph]:
         tower = self.vision

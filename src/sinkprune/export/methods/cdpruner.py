@@ -13,11 +13,10 @@ import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget
 from sinkprune.export.graph import Graph
-from sinkprune.export.methods.before_llm import Count, build_before
+from sinkprune.export.methods.before_llm import Count, best_token, build_before, chosen_in_rounds
 from sinkprune.export.pruning.functions import gathered
 from sinkprune.export.pruning.plan import PlanFacts
 from sinkprune.export.pruning.sanitizer import TowerValues, mean_cosines, rows_in_llm
-from sinkprune.export.pruning.serial import best_token, chosen_in_rounds
 
 EQUAL = 2.0**-18
 """Relevances, and gains of at most 1, that differ by no more are equal."""

@@ -13,11 +13,10 @@ import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget
 from sinkprune.export.graph import Graph
-from sinkprune.export.methods.before_llm import Count, build_before
+from sinkprune.export.methods.before_llm import Count, best_token, build_before, chosen_in_rounds
 from sinkprune.export.pruning.functions import gathered, unit_rows
 from sinkprune.export.pruning.plan import PlanFacts, VariableTokens
 from sinkprune.export.pruning.sanitizer import TowerValues, rows_in_llm
-from sinkprune.export.pruning.serial import best_token, chosen_in_rounds
 
 TEXT_TEMPERATURE, TEXT_TEMPERATURE_OF_QWEN, VISUAL_TEMPERATURE = 0.02, 0.01, 0.2
 """The temperatures of the published code, for LLaVA, for Qwen, and of visual tokens."""

@@ -11,11 +11,11 @@ from typing import Any
 import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget, Counts
+from sinkprune.export.methods.before_llm import ROUNDS
 from sinkprune.export.pruning.equal_mean import kept_before, tokens_into_llm
 from sinkprune.export.pruning.functions import gathered, local_function, unit_rows
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, as_vector, sanitizer_counts
 from sinkprune.export.pruning.sanitizer import ascending, largest, new_sanitizer, output_tokens
-from sinkprune.export.pruning.serial import DOMAIN
 
 AT_ONCE = 8
 """The most tokens that a round drops."""
@@ -40,7 +40,7 @@ def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     salient, rest = op.Slice(order, [0], reserve, [1]), op.Slice(order, reserve, tokens, [1])
     unit = unit_rows(op, op.Cast(features.tokens, to=_FLOAT))
     similar = op.Min(op.MatMul(unit, op.Transpose(unit, perm=[0, 2, 1])), SAME)
-    function = local_function(DOMAIN, "MatchingRound", _round, facts.dialect.OPSET)
+    function = local_function(ROUNDS, "MatchingRound", _round, facts.dialect.OPSET)
     wanted = as_vector(counts.diverse)
     left = op.Constant(value_ints=wanted) if isinstance(wanted, list) else wanted
     for _ in range(rounds(facts, kept)):

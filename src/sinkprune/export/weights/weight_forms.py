@@ -229,7 +229,8 @@ def chosen_forms(
     repacked = quantisation is not None and quantisation.repacks(weights)
     decoder = weights or (quantisation.form if quantisation else precision.name)
     # A tower that the checkpoint leaves in floats stays in floats, unless requested otherwise.
-    tower = vision or (precision.name if quantisation and not weights else _vision_form(decoder))
+    alike = decoder if decoder in _FLOAT_TYPES else "int8"
+    tower = vision or (precision.name if quantisation and not weights else alike)
     for option, form in (("--weights", decoder), ("--vision-weights", tower)):
         if form == "fp32" and precision.name == "fp16":
             raise UsageError(f"{option} is fp32, but states are fp16. Export with --precision fp32, or leave it out.")
@@ -263,8 +264,3 @@ def check_dialect(forms: WeightForms, dialect: DialectName, repacked: Quantisati
             "the checkpoint's int8 has a scale for each group of inputs; opset20 is for TensorRT 10.3, which takes "
             "one an output. Export with --weights int8, which rounds again and reports the error."
         )
-
-
-def _vision_form(weights: WeightsName) -> WeightsName:
-    """Return the tower's form if the other matrices have the form `weights`."""
-    return "int8" if weights in ("int8", "int4", "uint4") else weights
