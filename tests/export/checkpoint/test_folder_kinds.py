@@ -25,7 +25,7 @@ WITHOUT_WEIGHTS = {
     "model.fp16.safetensors": "'model.fp16.safetensors' is a variant, which transformers reads on request only. ",
     "model-00001-of-00002.safetensors": "is a shard, whose index is missing. Download model.safetensors.index.json",
     "pytorch_model.bin": "from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}')",
-    "llava-Q4_K_M.gguf": "is for llama.cpp, and its weights are rounded. Give the checkpoint that it was made of",
+    "llava-Q4_K_M.gguf": "is for another runtime. Give the checkpoint that it was made of",
     ".cache/huggingface/download/x.incomplete": "A download has not finished. Run the same `hf download` again",
     "policy_preprocessor_step_6_normalizer_processor.safetensors": "json. Download the weights",
     "README.md": "Download the weights",

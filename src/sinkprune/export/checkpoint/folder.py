@@ -74,7 +74,7 @@ _OTHER_WEIGHTS = {
     "consolidated*": "'{}' has the model's original format. Give the same model in transformers' format",
     **dict.fromkeys(
         ("*.gguf", "*.onnx", "onnx", "*.engine", "openvino_*.xml"),
-        "'{}' was made of a checkpoint. Give the checkpoint that it was made of",
+        "'{}' is for another runtime. Give the checkpoint that it was made of",
     ),
     **dict.fromkeys(
         ("*.h5", "*.msgpack"), "'{}' is no format of PyTorch. Give the checkpoint in safetensors' format"

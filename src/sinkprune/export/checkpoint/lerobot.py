@@ -1,9 +1,9 @@
 """Checkpoints of policies in LeRobot's form, read as if transformers had written them.
 
-LeRobot's config.json is a `PreTrainedConfig` with `type`. It names variants of Gemma instead of their sizes.
-Two pipelines surround the model: policy_preprocessor.json and policy_postprocessor.json. Every step and each of its
-settings is read or rejected. Statistics are those of the normalisers, or up to version 0.3 tensors of the model
-(lerobot.processor.pipeline, lerobot.processor.normalize_processor and lerobot.policies.pi0).
+LeRobot's config.json has a `type`, and names variants of Gemma instead of their sizes. Two pipelines surround the
+model. Every step and each of its settings is read or rejected.
+Statistics are those of the normalisers, or up to version 0.3 tensors of the model (lerobot.processor.pipeline,
+lerobot.processor.normalize_processor and lerobot.policies.pi0).
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ _Step = TypedDict(
 )
 
 
-class _Pipeline(TypedDict):
+class _Steps(TypedDict):
     steps: Annotated[list[_Step], Bounds(0, 100)]
 
 
@@ -310,18 +310,18 @@ def _policy(source: str, folder: Path, known: Mapping[str, Any]) -> dict[str, An
     if "resize_imgs_with_padding" in known and not any(has_entry(folder, name) for name in (_BEFORE, _AFTER)):
         found = _former_statistics(source, folder, {**_FORMER_MODES, **modes}, cameras)
     else:
-        before = _steps(source, folder, _BEFORE, _ORDERS[known["type"]], _PROMPTS[known["type"]])
-        after = _steps(source, folder, _AFTER, ((_UNNORMALISER,),))
+        before = _Pipeline(source, folder, _BEFORE, _ORDERS[known["type"]], _PROMPTS[known["type"]])
+        after = _Pipeline(source, folder, _AFTER, ((_UNNORMALISER,),))
         for camera in cameras:
-            mode, frames = _statistics(source, folder, _BEFORE, before, modes, camera, "VISUAL")
+            mode, frames = before.statistics(modes, camera, "VISUAL")
             if mode != _IDENTITY and frames:
                 raise _normalised_frames(source, camera, mode)
         found = {
-            STATE: _statistics(source, folder, _BEFORE, before, modes, STATE, "STATE"),
-            ACTION: _statistics(source, folder, _AFTER, after, modes, ACTION, "ACTION"),
+            STATE: before.statistics(modes, STATE, "STATE"),
+            ACTION: after.statistics(modes, ACTION, "ACTION"),
         }
-        cameras = _robots_names(source, cameras, _config(source, _BEFORE, before, _RENAMING).get("rename_map", {}))
-        longest = _config(source, _BEFORE, before, _TOKENIZING).get("max_length", longest)
+        cameras = _robots_names(source, cameras, before.config(_RENAMING).get("rename_map", {}))
+        longest = before.config(_TOKENIZING).get("max_length", longest)
     return {
         "cameras": cameras,
         **_normalisation(source, "state", *found[STATE], widths[STATE], most[STATE]),
@@ -367,48 +367,78 @@ def _width(source: str, key: str, shape: Sequence[int], most: int) -> int:
     return shape[0]
 
 
-def _steps(
-    source: str, folder: Path, name: str, orders: Sequence[Sequence[str]], needed: str | None = None
-) -> dict[str, _Step]:
-    """Return the steps of the pipeline `name`, checked against `_SETTINGS`; raises `CheckpointError`.
+class _Pipeline:
+    """The steps of the pipeline `name`, by their kinds."""
 
-    The steps of each of `orders` come once and in its order. The step `needed` is there.
-    """
-    if not has_entry(folder, name):
-        again = "Copy it from the pretrained_model folder of the training, or download the checkpoint again."
-        raise _error(source, f"it has no {name}, without which LeRobot does not run it either", again)
-    found: dict[str, _Step] = {}
-    for step in read_fields(_Pipeline, read_json(folder, name), f"checkpoint '{source}': {name}")["steps"]:
-        kind = step.get("registry_name") or step.get("class", "without a name")
-        ordered = any(kind in order for order in orders)
-        if not ordered and kind not in _ANYWHERE[name]:
-            raise _error(source, f"{name} has the step '{kind}', which is not known there", _DIFFERENT)
-        if ordered and kind in found:
-            raise _error(source, f"{name} has the step '{kind}' twice", _DIFFERENT)
-        for setting, value in step.get("config", {}).items():
-            expected = _SETTINGS[kind].get(setting)
-            has = f"the step '{kind}' in {name} has the setting '{setting}'"
-            if expected is None:
-                raise _error(source, f"{has}, which is not known", _DIFFERENT)
-            if expected and value not in expected:
-                wanted = " or ".join(map(format_value, expected))
-                raise _error(source, f"{has} {format_value(value)}, expected {wanted}", _DIFFERENT)
-        if "state_file" in step and kind not in (_NORMALISER, _UNNORMALISER):
-            raise _error(source, f"the step '{kind}' in {name} has a state_file, which is not known", _DIFFERENT)
-        found[kind] = step
-    for order in orders:
-        right = [kind for kind in order if kind in found]
-        if right != [kind for kind in found if kind in order]:
-            raise _error(source, f"{name} has its steps in another order than {', '.join(right)}", _DIFFERENT)
-    if needed and needed not in found:
-        raise _error(source, f"{name} has no step '{needed}'", _DIFFERENT)
-    return found
+    def __init__(
+        self, source: str, folder: Path, name: str, orders: Sequence[Sequence[str]], needed: str | None = None
+    ) -> None:
+        """Read the steps, and check their settings against `_SETTINGS`.
 
+        The steps of each of `orders` come once, in its order; `needed` is one of them. Raises `CheckpointError`.
+        """
+        self._source, self._folder, self._name = source, folder, name
+        if not has_entry(folder, name):
+            again = "Copy it from the pretrained_model folder of the training, or download the checkpoint again."
+            raise _error(source, f"it has no {name}, without which LeRobot does not run it either", again)
+        found: dict[str, _Step] = {}
+        for step in read_fields(_Steps, read_json(folder, name), f"checkpoint '{source}': {name}")["steps"]:
+            kind = step.get("registry_name") or step.get("class", "without a name")
+            ordered = any(kind in order for order in orders)
+            if not ordered and kind not in _ANYWHERE[name]:
+                raise self._error(f"the step '{kind}', which is not known there")
+            if ordered and kind in found:
+                raise self._error(f"the step '{kind}' twice")
+            for setting, value in step.get("config", {}).items():
+                expected = _SETTINGS[kind].get(setting)
+                has = f"the step '{kind}' in {name} has the setting '{setting}'"
+                if expected is None:
+                    raise _error(source, f"{has}, which is not known", _DIFFERENT)
+                if expected and value not in expected:
+                    wanted = " or ".join(map(format_value, expected))
+                    raise _error(source, f"{has} {format_value(value)}, expected {wanted}", _DIFFERENT)
+            if "state_file" in step and kind not in (_NORMALISER, _UNNORMALISER):
+                raise _error(source, f"the step '{kind}' in {name} has a state_file, which is not known", _DIFFERENT)
+            found[kind] = step
+        for order in orders:
+            right = [kind for kind in order if kind in found]
+            if right != [kind for kind in found if kind in order]:
+                raise self._error(f"its steps in another order than {', '.join(right)}")
+        if needed and needed not in found:
+            raise self._error(f"no step '{needed}'")
+        self._steps = found
 
-def _config(source: str, name: str, steps: Mapping[str, _Step], kind: str) -> _StepConfig:
-    """Return the settings of the step `kind` of the pipeline `name`; none without the step."""
-    config = steps[kind].get("config", {}) if kind in steps else {}
-    return read_fields(_StepConfig, config, f"checkpoint '{source}': {name}: config of '{kind}'")
+    def config(self, kind: str) -> _StepConfig:
+        """Return the settings of the step `kind`; none without the step."""
+        config = self._steps[kind].get("config", {}) if kind in self._steps else {}
+        return read_fields(_StepConfig, config, f"checkpoint '{self._source}': {self._name}: config of '{kind}'")
+
+    def statistics(self, configured: Mapping[str, str], key: str, kind: str) -> _Statistics:
+        """Return how the normaliser normalises the feature `key` of the type `kind`, and by what.
+
+        Without statistics LeRobot leaves the feature as it is.
+        """
+        normaliser = _UNNORMALISER if self._name == _AFTER else _NORMALISER
+        if normaliser not in self._steps:
+            return configured.get(kind, _FORMER_MODES[kind]), {}
+        config, where = self.config(normaliser), f"'{normaliser}' in {self._name}"
+        for setting in ("features", "norm_map"):
+            if setting not in config:
+                raise _error(self._source, f"{where} has no {setting}", _AGAIN)
+        modes = _checked_modes(self._source, where, config["norm_map"])
+        file, keys = self._steps[normaliser].get("state_file"), config.get("normalize_observation_keys")
+        stored = read_statistics(self._folder, file, f"{key}.") if file else {}
+        found = {statistic: values for statistic, values in stored.items() if "." not in statistic}
+        if kind == "ACTION":
+            return modes.get(kind, _IDENTITY), found
+        if keys is not None and key not in keys:
+            return _IDENTITY, {}
+        if key not in config["features"]:
+            return modes.get(kind, _IDENTITY), {}
+        return modes.get(config["features"][key]["type"], _IDENTITY), found
+
+    def _error(self, found: str) -> CheckpointError:
+        return _error(self._source, f"{self._name} has {found}", _DIFFERENT)
 
 
 def _checked_modes(source: str, where: str, modes: Mapping[str, str]) -> Mapping[str, str]:
@@ -417,39 +447,6 @@ def _checked_modes(source: str, where: str, modes: Mapping[str, str]) -> Mapping
             expected = f"expected {', '.join(_KINDS)} by {', '.join(_MODES)}"
             raise _error(source, f"{where} normalises {kind} by '{mode}', {expected}", _DIFFERENT)
     return modes
-
-
-def _statistics(
-    source: str,
-    folder: Path,
-    name: str,
-    steps: Mapping[str, _Step],
-    configured: Mapping[str, str],
-    key: str,
-    kind: str,
-) -> _Statistics:
-    """Return how the normaliser of the pipeline `name` normalises the feature `key` of the type `kind`, and by what.
-
-    Without statistics LeRobot leaves the feature as it is.
-    """
-    normaliser = _UNNORMALISER if name == _AFTER else _NORMALISER
-    if normaliser not in steps:
-        return configured.get(kind, _FORMER_MODES[kind]), {}
-    config = _config(source, name, steps, normaliser)
-    for setting in ("features", "norm_map"):
-        if setting not in config:
-            raise _error(source, f"'{normaliser}' in {name} has no {setting}", _AGAIN)
-    modes = _checked_modes(source, f"'{normaliser}' in {name}", config["norm_map"])
-    file, keys = steps[normaliser].get("state_file"), config.get("normalize_observation_keys")
-    stored = read_statistics(folder, file, f"{key}.") if file else {}
-    found = {statistic: values for statistic, values in stored.items() if "." not in statistic}
-    if kind == "ACTION":
-        return modes.get(kind, _IDENTITY), found
-    if keys is not None and key not in keys:
-        return _IDENTITY, {}
-    if key not in config["features"]:
-        return modes.get(kind, _IDENTITY), {}
-    return modes.get(config["features"][key]["type"], _IDENTITY), found
 
 
 def _former_statistics(
@@ -487,22 +484,19 @@ def _normalisation(
     given = [np.asarray(statistics.get(name, np.zeros(0)), np.float32) for name in _MODES[mode]]
     lengths = {values.shape[-1] for values in given if values.ndim} - {1}
     length = lengths.pop() if lengths and own == "state" else width
-    fits = not lengths - {length} and 1 <= length <= most
+    fits, unfit = not lengths - {length} and 1 <= length <= most, ""
     if not fits or any(values.size not in (1, length) or values.size != prod(values.shape[-1:]) for values in given):
-        shapes = " and ".join(str(list(values.shape)) for values in given)
-        raise _unfit(source, own, mode, f"have the shapes {shapes}", width)
-    if not all(np.isfinite(values).all() for values in given):
-        raise _unfit(source, own, mode, "are not all finite", length)
+        unfit, length = f"have the shapes {' and '.join(str(list(values.shape)) for values in given)}", width
+    elif not all(np.isfinite(values).all() for values in given):
+        unfit = "are not all finite"
+    if unfit:
+        names = " and ".join(f"'{name}'" for name in _MODES[mode])
+        raise _error(
+            source,
+            f"the statistics {names} of the {own} {unfit}, expected {length} finite numbers each for {mode}",
+            "Save the policy again with the statistics of its data set.",
+        )
     return {
         f"{own}_{wanted}": np.broadcast_to(values.reshape(-1), length).tolist()
         for wanted, values in zip(_MODES[mode].values(), given, strict=True)
     }
-
-
-def _unfit(source: str, own: str, mode: str, found: str, width: int) -> CheckpointError:
-    names = " and ".join(f"'{name}'" for name in _MODES[mode])
-    return _error(
-        source,
-        f"the statistics {names} of the {own} {found}, expected {width} finite numbers each for {mode}",
-        "Save the policy again with the statistics of its data set.",
-    )
