@@ -21,7 +21,6 @@ from sinkprune.serving.page import Metrics
 from support.programs.dockerfiles import (
     DOCKERFILES,
     X86,
-    arguments,
     command,
     copied,
     health_check,
@@ -36,7 +35,6 @@ from support.programs.repository import ROOT
 FOLDER = "docs/containers"
 MOUNT, PORT, USER = "/bundle", 8000, "10001"
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-EXTRAS = set(re.findall(r"^([a-z-]+) = \[", PROJECT, re.MULTILINE))
 GRACE_S = 10
 """What a server takes after `--drain-s`: the model's current step, and the responses."""
 
@@ -98,17 +96,6 @@ def test_an_image_copies_what_the_package_needs_and_docker_sends(path: str) -> N
         assert not is_ignored(source), source
     packages = [file.relative_to(ROOT).as_posix() for file in (ROOT / "src/sinkprune").rglob("*.py")]
     assert [name for name in packages if is_ignored(name)] == []
-
-
-@pytest.mark.parametrize("path", DOCKERFILES)
-def test_versions_are_those_of_the_extras(path: str) -> None:
-    chosen = arguments(path)["EXTRAS"].split(",")
-    assert {*chosen} <= EXTRAS and {"cpu", "server", "structured"} <= {*chosen}
-    assert ("openvino" in chosen) == (path == X86)
-    assert ("jetpack" in chosen) == (path != X86)
-    [install] = [rest for rest in values(path, "RUN") if "pip install" in rest]
-    words = shlex.split(install.split("pip install", 1)[1].split("&&")[0])
-    assert [word for word in words if not word.startswith("-")] == ["/tmp/sinkprune[$EXTRAS]"]
 
 
 @pytest.mark.parametrize("path", DOCKERFILES)
@@ -179,19 +166,6 @@ def test_the_picker_reads_metrics_that_the_server_has() -> None:
     assert plugins()["metrics-data-source"]["path"] == "/metrics"
     # A KV cache's use and adapters would be vLLM's.
     assert {*engine} == {"name", "queuedRequestsSpec", "runningRequestsSpec"}
-
-
-def test_the_router_finds_the_servers() -> None:
-    servers, pool = manifest("llm-d-servers")["spec"], manifest("llm-d-router")["router"]["modelServers"]
-    labels = servers["template"]["metadata"]["labels"]
-    assert servers["selector"]["matchLabels"] == pool["matchLabels"]
-    assert pool["matchLabels"].items() <= labels.items()
-    assert pool["targetPorts"] == [{"number": PORT}]
-    extractor = plugins()["core-metrics-extractor"]
-    assert labels["llm-d.ai/engine-type"] == extractor["defaultEngine"] == extractor["engineConfigs"][0]["name"]
-    [profile] = picker()["schedulingProfiles"]
-    scorers = {entry["pluginRef"] for entry in profile["plugins"]}
-    assert scorers <= {*plugins()} and scorers == {name for name in plugins() if name.endswith("-scorer")}
 
 
 def docker_runs() -> list[list[str]]:

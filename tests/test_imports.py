@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
-import tomllib
 
 import sinkprune
-from sinkprune import entry_points, runtime
-from sinkprune.command import VERBS
+from sinkprune import runtime
 from sinkprune.contract import errors
 from support.programs.repository import ROOT
 
@@ -78,15 +76,6 @@ def test_commands_start_with_few_modules(tmp_path: Path) -> None:
         "sinkprune.entry_points",
     }
     assert {name.split(".")[0] for name in loaded} <= {*sys.stdlib_module_names, "sinkprune"}
-
-
-def test_every_command_has_an_entry_point() -> None:
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
-    assert set(scripts) == {"sinkprune", *(f"sinkprune-{verb}" for verb in VERBS)}
-    for name, place in scripts.items():
-        assert place == f"sinkprune.entry_points:{name.removeprefix('sinkprune-')}"
-        verb = name.removeprefix("sinkprune-")
-        assert getattr(entry_points, verb).args[1:] == (() if verb == "sinkprune" else (verb,))
 
 
 def test_public_names_are_loaded_on_first_use(tmp_path: Path) -> None:

@@ -158,24 +158,3 @@ def test_what_is_not_there_is_listed_with_its_reason(rig: Rig) -> None:
     skipped = results["parts"]["gpu-tests"]
     assert skipped["reason"] == "all 2 tests were skipped: could not import 'tensorrt'"
     assert skipped["state"] == "not there"
-
-
-def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path, line: str, code: int = 0) -> None:
-    command = folder / "nvidia-smi"
-    command.write_text(f"#!/bin/bash\necho '{line}'; exit {code}\n")
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-
-
-def test_every_part_of_the_script_has_a_check(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stand_in(monkeypatch, tmp_path, "81559")
-    text = SCRIPT.read_text()
-    assert [line.split()[1] for line in text.splitlines() if line.startswith("part ")] == list(gpu_parts.PARTS)
-    for part in gpu_parts.PARTS:
-        assert part in text.split("for name in ")[1].split(";")[0].split()
-        assert gpu_parts.main([part, "--folder", str(tmp_path)]) == 0
-        assert capsys.readouterr().out.count("\n") <= 1
-    with pytest.raises(SystemExit):
-        gpu_parts.main(["no-such-part"])

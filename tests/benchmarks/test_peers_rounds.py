@@ -7,12 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from peer_engines.engine import Form, NotRunError, Question
 from peer_engines.report import as_json
-from peer_engines.rounds import Measured, Plan, measure, needed_bytes, sittings
+from peer_engines.rounds import Measured, Plan, measure
 
 PLAN = Plan("Why?", side=28, new_tokens=4, threads=2, repeat=4, warmup=1)
 FAST, SLOW = Form("llama_cpp", "Q4_0", 4.5), Form("transformers", "fp32", 32)
@@ -118,20 +116,3 @@ def test_a_ratio_is_to_the_reference_of_the_same_sitting() -> None:
     # 2 MB in 20 ms
     assert first["decode_gb_per_s"] == pytest.approx(0.1)
     assert len(first["answers"]) == PLAN.repeat and content["plan"]["repeat"] == PLAN.repeat
-
-
-FORMS = [Form("llama_cpp", str(number), bits) for number, bits in enumerate((4, 4.5, 8, 16, 16, 32))]
-
-
-@given(free=st.integers(0, 40_000_000_000), parameters=st.integers(1_000_000, 4_000_000_000))
-def test_everybody_sits_once_where_there_is_room_or_is_refused(free: int, parameters: int) -> None:
-    reference = FORMS[3]
-    groups, refused = sittings(FORMS, reference.label, parameters, free)
-    for group in groups:
-        assert group[0] == reference
-        assert len(group) == 1 or sum(needed_bytes(form, parameters) for form in group) <= free
-    seated = [form for group in groups for form in group[1:]]
-    assert sorted([form.label for form in seated] + list(refused)) == sorted(
-        form.label for form in FORMS if form != reference
-    )
-    assert all("are to be used (--memory-gb)" in reason for reason in refused.values())

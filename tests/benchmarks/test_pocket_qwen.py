@@ -16,11 +16,9 @@ from pocket_training.batches import turns
 from pocket_training.decoding import read
 from pocket_training.qwen_tower import patches
 from pocket_training.recipes import RECIPES
-from pocket_training.stages import Stage
 from sinkprune import Pipeline
 from sinkprune.demo.scenes import UNIT, make_varied
 from sinkprune.export.command import main as export
-from train_pocket_model import Training
 
 RECIPE = RECIPES["qwen3"]
 ALL = 1 << 20
@@ -107,39 +105,3 @@ def test_the_checkpoint_is_small_exports_and_answers_as_in_training(
     assert int(read(saved, sight, asked).logits[0].argmax()) == token
     pruned = pipeline.generate(picture, "Is there a red star?", budget="prune-77.8", max_new_tokens=1)
     assert pruned.tokens_per_layer[0] < answer.tokens_per_layer[0]
-
-
-@pytest.mark.slow
-def test_a_step_of_each_kind_trains_what_it_should(tmp_path: Path) -> None:
-    training = Training(tmp_path / "state.pt", RECIPE)
-    before = {name: value.clone() for name, value in training.model.named_parameters()}
-    layers = (0, 1, 2, 3, 4, 6, 8)
-    kinds = ("colour", "two-step-place")
-    training.run([Stage("vision", 1, 2, (1e-3, 1e-3), visual_tokens=8)])
-    after = dict(training.model.named_parameters())
-    assert not torch.equal(
-        before["model.visual.blocks.0.attn.qkv.weight"], after["model.visual.blocks.0.attn.qkv.weight"]
-    )
-    assert torch.equal(
-        before["model.language_model.layers.0.mlp.up_proj.weight"],
-        after["model.language_model.layers.0.mlp.up_proj.weight"],
-    )
-    stages = [
-        Stage("vision", 1, 2, (1e-3, 1e-3), visual_tokens=8),
-        Stage("few", 1, 2, (1e-3, 1e-3), 3, 12, kinds=kinds, layers=layers),
-    ]
-    resumed = Training(tmp_path / "state.pt", RECIPE)
-    resumed.run(stages)
-    assert resumed.step == 2 and resumed.tokenizer.to_str() == training.tokenizer.to_str()
-    changed = {
-        number
-        for number in range(24)
-        if not torch.equal(
-            before[name := f"model.language_model.layers.{number}.mlp.down_proj.weight"],
-            dict(resumed.model.named_parameters())[name],
-        )
-    }
-    assert changed == set(layers)
-    accuracy = resumed.measure(layers)
-    assert set(accuracy) == {"all", *RECIPE.measured}
-    assert all(0 <= value <= 1 for value in accuracy.values())

@@ -62,9 +62,3 @@ def test_a_planted_fault_is_found(planted: str, kind: str, said: str, worker: Wo
     found = faults(worker, place, planted)
     assert kind in [fault.kind for fault in found]
     assert any(said in fault.detail for fault in found)
-
-
-def test_a_worker_goes_on_after_an_abort_and_a_hang(worker: Worker, place: Path) -> None:
-    for planted in ("aborts", "hangs"):
-        called(worker, place, planted)
-    assert called(worker, place, "well").code == 0

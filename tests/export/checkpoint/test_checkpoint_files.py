@@ -83,21 +83,6 @@ def test_json_files_that_are_none(kind: str, name: str, folder: Path) -> None:
     assert message in str(raised.value)
 
 
-def test_a_nested_processor_and_a_configuration_for_random_weights_are_read_alike(
-    folder: Path, tmp_path: Path
-) -> None:
-    (folder / "preprocessor_config.json").unlink()
-    fifo(folder / "processor_config.json")
-    with pytest.raises(CheckpointError, match=r"processor_config.json' is a FIFO"):
-        open_source(ExportRequest(str(folder)))
-    fifo(tmp_path / "mine.json")
-    (folder / "config.json").unlink()
-    a_folder(folder / "config.json")
-    for given, message in ((tmp_path / "mine.json", "is a FIFO"), (folder, "is a folder")):
-        with pytest.raises(CheckpointError, match=message):
-            open_source(ExportRequest(str(given), random_weights=True))
-
-
 def header(*tensors: tuple[str, dict[str, Any]]) -> bytes:
     text = "{" + ",".join(f"{json.dumps(name)}:{json.dumps(tensor)}" for name, tensor in tensors) + "}"
     return struct.pack("<Q", len(text)) + text.encode()
@@ -231,15 +216,6 @@ def test_weights_are_those_that_transformers_reads(source: str, tmp_path: Path) 
     )
     read = {name: value for file in resolved or () for name, value in load_file(file).items()}
     assert read[HEAD].item() == expected
-
-
-def test_shards_of_a_folder_below_are_read(folder: Path) -> None:
-    (folder / "shards").mkdir()
-    (folder / SHARD).rename(folder / "shards" / SHARD)
-    (folder / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": f"shards/{SHARD}"}}))
-    weights = SafetensorsWeights(folder)
-    assert weights.tensor("lm_head.weight", [384, 64]).shape == (384, 64)
-    weights.close()
 
 
 def test_a_hub_cache_is_links_to_blobs(folder: Path, tmp_path: Path) -> None:

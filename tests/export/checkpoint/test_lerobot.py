@@ -282,7 +282,6 @@ def configured(place: int, **changes: Any) -> Callable[[Any], Any]:
     ("file", "message"),
     [
         (before(lambda steps: steps.append({"registry_name": "clip"})), r"json has the step 'clip', which is not k"),
-        ("'unnormalizer_processor',",),
         (before(lambda steps: steps.append(steps[6])), "has the step 'normalizer_processor' twice"),
         (
             before(lambda steps: steps.insert(0, steps.pop())),
@@ -464,7 +463,6 @@ def test_without_statistics_actions_are_normalised_aloud(
             {"adapter_config.json": {"base_model_name_or_path": "lerobot/pi0_base"}, "config.json": {"type": "pi0"}},
             r"an adapter \(PEFT, LoRA\) of the policy 'lerobot/pi0_base'.* merge_and_unload",
         ),
-        ({"adapter_config.json": {}, "config.json": {"type": "pi0", "use_peft": True}},),
     ],
 )
 def test_folders_around_a_policy_are_named(files: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, VariableTokens
 from support.models import graphs
 from support.models.chosen_heads import heads_by_layer
 from support.programs.slow_cases import every
-from support.references.reference_methods import BEFORE_LLM, Kept, divprune, visionzip
+from support.references.reference_methods import BEFORE_LLM, Kept, visionzip
 
 Array = np.ndarray[Any, Any]
 D = 16
@@ -33,7 +33,6 @@ SIZES = (1, 2, 3, 4, 5, 8, 19, 101, 480)
 BUDGETS = FAMILIES["qwen3-vl"].budgets
 # `downsample-ttft` has the budget's time, not its mean.
 EQUAL_MEAN = [method for method in ALL_METHODS if method != "downsample-ttft"]
-SERIAL = parse_budget("qwen3-vl", "prune-77.8+serial")
 
 
 def tower(tokens: int) -> int:
@@ -102,27 +101,6 @@ def test_the_shares_of_the_longest_clip_fit_into_32_bits() -> None:
         with suppress(UnreachableMean):
             kept = build(facts(), budget).kept
             assert all(share.numerator * 200_000 < 2**31 for share in (kept.reserve, kept.diverse, *kept.stages))
-
-
-def test_the_serial_rule_of_divprune() -> None:
-    plan = load_method("divprune")(facts(most=40), SERIAL)
-    inputs = features(40, 1)
-    arrays = [array[0] for array in inputs.values()]
-    kept = divprune(*arrays, plan.kept.resolve(40).kept, batch=1)[1]
-    assert sanitizer(plan)(**inputs)["kept_index"].tolist() == [kept]
-
-
-def test_random_keeps_a_draw_of_its_own_for_every_number_of_tokens() -> None:
-    large, small = (sanitizer(load_method("random")(facts(), BUDGETS[name])) for name in ("prune-66.7", "prune-88.9"))
-    kept = {}
-    for n in SIZES:
-        first, again = (large(**features(n, 1, seed=seed)) for seed in (1, 2))
-        np.testing.assert_array_equal(first["kept_index"], again["kept_index"])
-        kept[n] = first["kept_index"][0].tolist()
-        assert kept[n] == sorted(set(kept[n])) and kept[n][-1] < n
-        assert set(small(**features(n, 1))["kept_index"][0].tolist()) <= set(kept[n])
-    assert np.histogram(kept[480], bins=8, range=(0, 480))[0].min() > 9
-    assert {place for place in kept[480] if place < 101} != set(kept[101])
 
 
 @pytest.mark.parametrize("method", [*BEFORE_LLM, "random", "vscan"])

@@ -69,15 +69,6 @@ def test_the_choice_equals_the_reference(method: str, kind: str, precision: str)
         assert len(set(index)) == len(index) == graphs.tokens_into_llm(144, RETAIN_192) > 48
 
 
-@pytest.mark.parametrize("count", [1, 2, 8])
-@pytest.mark.parametrize("budget", ["retain-192", "retain-32", "retain-64+no-sanitizer"])
-@pytest.mark.parametrize("method", READ_THE_QUESTION)
-def test_small_groups_and_questions_of_any_length(method: str, budget: str, count: int) -> None:
-    for n in (2, 5, 64):
-        inputs = token_features("random", 2, n, 8) | words(2, n, count)
-        assert_equals_reference(method, parse_budget("llava", budget), inputs)
-
-
 @pytest.mark.parametrize("method", READ_THE_QUESTION)
 def test_ties_duplicates_zeros_and_extremes(method: str) -> None:
     rows = exact_rows(np.random.default_rng(0), 1, 6, WIDTH)[0]

@@ -231,31 +231,6 @@ def test_each_image_keeps_its_own_quota(seed: int, scores_over: str) -> None:
     np.testing.assert_array_equal(out["hidden_out"], inputs["hidden"][:, keep])
 
 
-@pytest.mark.parametrize("method", ASKING)
-def test_ties_duplicates_and_zero_rows_of_other_methods(method: str) -> None:
-    @settings(max_examples=60, deadline=None, derandomize=True, database=None)
-    @given(
-        st.lists(st.integers(0, 3), min_size=1, max_size=24),
-        st.lists(st.integers(0, 5), max_size=6),
-    )
-    def holds(keys: list[int], kinds: list[int]) -> None:
-        """Visual rows of one kind have equal keys; hidden rows are one of four directions or zero."""
-        size = 2 + len(keys) + len(kinds)
-        inputs = stage("gqa", size, seed=1)
-        same = stage("gqa", 4, seed=2)["key"]
-        same[:, :, 0] = 0
-        visual, text = list(range(2, 2 + len(keys))), list(range(2 + len(keys), size))
-        # Unit vectors: their cosines, and means of eight of them, are exact.
-        inputs["hidden"][:] = 0
-        for row, kind in zip(range(2, size), [*keys, *kinds], strict=True):
-            inputs["key"][:, :, row] = same[:, :, kind] if row in visual else inputs["key"][:, :, row]
-            if kind < 4:
-                inputs["hidden"][0, row, kind] = 2.0**kind
-        assert_equals_reference(budget_of(KEPT), "gqa", inputs, visual, text, method=method)
-
-    holds()
-
-
 @pytest.mark.parametrize("method", [*IN_LLM, *TWO_STAGES])
 def test_methods_ask_the_rows_they_should(method: str) -> None:
     """The graph of the plan itself."""
