@@ -269,7 +269,6 @@ def _draw_object(draw: ImageDraw.ImageDraw, thing: SceneObject) -> None:
 
 
 def _corners(shape: str) -> list[tuple[float, float]]:
-    """Return the corners of a polygon in the box from -1 to 1."""
     if shape == "square":
         return [(-0.9, -0.9), (0.9, -0.9), (0.9, 0.9), (-0.9, 0.9)]
     if shape == "triangle":
@@ -295,7 +294,6 @@ def _font(points: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def _text_size(text: str, points: int) -> tuple[int, int]:
-    """Return the width and height of a text in pixels."""
     left, top, right, bottom = _font(points).getbbox(text)
     return math.ceil(right - left), math.ceil(bottom - top)
 

@@ -175,7 +175,6 @@ class _Export:
             yield graph
 
     def read(self, name: str, shape: Sequence[int]) -> Array:
-        """Read a tensor of the checkpoint, and report it to `progress`."""
         array = self._source.weights.tensor(name, shape)
         self._count(array.size)
         return array
@@ -187,7 +186,6 @@ class _Export:
             self._progress("exporting", self._read / 1e6, self.expected / 1e6, "M weights")
 
     def _form(self, graph: str) -> WeightForm:
-        """Return the form of the matrices of a weight graph."""
         weights, requested, forms = self._source.weights, self._request.weights, self.forms
         name = forms.vision if graph == "vision" else forms.decoder
         if self._source.quantisation is None:
@@ -249,7 +247,6 @@ def _check_memory(family: Family, shallow: Iterable[WeightedGraph], precision: P
 
 
 def _save_embedding(path: Path, family: Family, precision: Precision, read: ReadTensor) -> None:
-    """Write the embedding table and the family's extra rows."""
     lm = family.language_model
     shapes = {"weight": (family.embedding, [lm.vocab_size, lm.hidden_size])}
     shapes |= {name: (stored, [lm.hidden_size]) for name, stored in family.extra_rows.items()}

@@ -129,7 +129,6 @@ def main(arguments: Sequence[str] | None) -> None:
 
 
 def _write_needs(memory: int, disk: int) -> None:
-    """Write a line to stderr if the bundle is so large that its export takes a while."""
     from sinkprune.contract.memory import LEAST_REPORTED_BYTES, available_bytes, gigabytes
 
     if disk >= LEAST_REPORTED_BYTES:
@@ -139,7 +138,6 @@ def _write_needs(memory: int, disk: int) -> None:
 
 
 def _usual_size(manifest: Manifest) -> str:
-    """Return a line about the largest images and frames of a bundle that was exported without --max-pixels."""
     pixels: int = manifest.processor["max_pixels"]
     token = manifest.vision.patch_size**2 * manifest.vision.patches_per_token
     video = manifest.processor.get("video")
@@ -151,7 +149,6 @@ def _usual_size(manifest: Manifest) -> str:
 
 
 def _unused_settings(settings: dict[str, Any]) -> str:
-    """Return a line about settings of answers that the bundle does not apply."""
     listed = ", ".join(f"{name} {json.dumps(value, ensure_ascii=False)}" for name, value in settings.items())
     return (
         f"not applied: {escaped(listed)} of the checkpoint's generation settings. Answers are greedy unless a "
@@ -160,7 +157,6 @@ def _unused_settings(settings: dict[str, Any]) -> str:
 
 
 def _rounded_again(errors: dict[str, Any]) -> str:
-    """Return a line about the errors of matrices that were rounded a second time."""
     largest = errors["largest"]
     return (
         f"rounded a second time: {errors['layers']} matrices that the checkpoint had quantised, relative L2 error "
@@ -177,7 +173,6 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _known_names() -> str:
-    """Return the names of budgets by family, of options and of presets."""
     budgets = "".join(f"  {family}: {', '.join(row.budgets)}\n" for family, row in FAMILIES.items())
     return (
         f"budgets:\n{budgets}"

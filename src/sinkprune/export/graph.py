@@ -202,7 +202,6 @@ class WeightedGraph(Graph):
 
 
 def _matrix(name: str, parts: Mapping[str, int], inputs: int) -> Matrix:
-    """Return the matrix of the layer `name`, which joins the linear layers `parts`, names and their outputs."""
     return Matrix(f"{name}.weight", {f"{part}.weight": outputs for part, outputs in parts.items()}, inputs)
 
 

@@ -207,7 +207,6 @@ class _ConfigurationFiles:
         return name in self._read or (isinstance(name, str) and has_entry(self._folder, name))
 
     def read(self, name: str) -> dict[str, Any]:
-        """Return the JSON object in the file `name`; raises `CheckpointError`."""
         return self._read[name] if name in self._read else read_json(self._folder, name)
 
     def tokenizer_folder(self) -> Path:

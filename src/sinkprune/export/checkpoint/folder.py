@@ -180,7 +180,6 @@ def _names(folder: Path) -> list[str]:
 
 
 def _name_in_cache(folder: Path) -> str:
-    """Return the name of the model whose folder in the hub's cache this is."""
     return folder.name.removeprefix("models--").replace("--", "/", 1)
 
 
@@ -341,7 +340,6 @@ class SafetensorsWeights:
         return _small_tensors(self.folder, self._owners, prefix)
 
     def close(self) -> None:
-        """Close the shards."""
         self._stack.close()
 
     def __contains__(self, name: object) -> bool:
@@ -474,7 +472,6 @@ class RandomWeights:
         """Do nothing: no file is open."""
 
     def tensor(self, name: str, shape: Sequence[int]) -> Array:
-        """Return the tensor `name` of `shape`, fp32."""
         if name.endswith("bias"):
             return np.zeros(shape, np.float32)
         if len(shape) == 1 and ("norm" in name or ".ln_" in name):

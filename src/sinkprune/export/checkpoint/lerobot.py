@@ -272,7 +272,6 @@ def _error(source: str, found: str, remedy: str) -> CheckpointError:
 
 
 def _read(source: str, config: Mapping[str, Any]) -> Any:
-    """Return the known fields of LeRobot's config.json; raises `CheckpointError` for unsupported settings."""
     known = read_fields(_Fields, config, f"checkpoint '{source}': config.json")
     kind = known.get("type")
     if kind not in POLICIES:
@@ -290,7 +289,6 @@ def _read(source: str, config: Mapping[str, Any]) -> Any:
 
 
 def _side(source: str, known: Mapping[str, Any]) -> int:
-    """Return the pixels along a side of the tower's square."""
     sides: Sequence[int] = known.get("image_resolution") or known.get("resize_imgs_with_padding") or (224, 224)
     if sides[0] != sides[1]:
         raise _error(source, f"image_resolution is {list(sides)}, expected a square", _DIFFERENT)

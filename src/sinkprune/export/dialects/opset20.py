@@ -23,7 +23,6 @@ _LINE = 128
 
 
 def rms_norm(op: Any, x: ir.Value, weight: ir.Value, epsilon: float) -> ir.Value:
-    """Return x / rms(x) * weight over the last axis, in fp32 up to the product with `weight`."""
     wide = op.Cast(x, to=_FLOAT)
     mean_square = op.ReduceMean(op.Mul(wide, wide), [-1], keepdims=1)
     normed = op.Div(wide, op.Sqrt(op.Add(mean_square, epsilon)))
@@ -31,7 +30,6 @@ def rms_norm(op: Any, x: ir.Value, weight: ir.Value, epsilon: float) -> ir.Value
 
 
 def rotary(op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value) -> ir.Value:
-    """Return the rotary embedding of x [1,H,S,h] by the tables [1,S,h/2], halves rotated (not interleaved)."""
     cos, sin = op.Unsqueeze(cos, [1]), op.Unsqueeze(sin, [1])
     first, second = op.Split(x, axis=-1, num_outputs=2, _outputs=2)
     turned_first = op.Sub(op.Mul(first, cos), op.Mul(second, sin))
@@ -65,14 +63,12 @@ def cached_attention(
     *,
     causal: bool,
 ) -> CachedAttention:
-    """Return the attention of new rows to a cache and to themselves, and the new rows, which the caller caches."""
     if mask is None:
         mask = _cache_mask(op, query, past, size(query, 1) // size(key, 1), causal)
     return attention_beside(op, query, key, value, past, mask)
 
 
 def cached(op: Any, key: ir.Value, value: ir.Value, past: LayerCache) -> tuple[ir.Value, ir.Value]:
-    """Return the new rows [1,Hkv,S,h], which the caller caches."""
     # TensorRT would drop inputs that nothing reads: a cache, and the length where the segment has no other layer.
     first, second = (op.Slice(rows, [0], [0], [2]) for rows in (past.key, past.value))
     first = op.Mul(first, op.CastLike(past.length, first))

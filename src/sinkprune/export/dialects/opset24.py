@@ -18,12 +18,10 @@ CACHE: CacheForm = "in-place"
 
 
 def rms_norm(op: Any, x: ir.Value, weight: ir.Value, epsilon: float) -> ir.Value:
-    """Return x / rms(x) * weight over the last axis, computed in fp32."""
     return op.RMSNormalization(x, weight, axis=-1, epsilon=epsilon)
 
 
 def rotary(op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value) -> ir.Value:
-    """Return the rotary embedding of x [1,H,S,h] by the tables [1,S,h/2], halves rotated (not interleaved)."""
     return op.RotaryEmbedding(x, cos, sin)
 
 
@@ -61,7 +59,6 @@ def cached_attention(
 
 
 def cached(op: Any, key: ir.Value, value: ir.Value, past: LayerCache) -> tuple[ir.Value, ir.Value]:
-    """Return the caches with new rows [1,Hkv,S,h] in their places."""
     return (
         op.TensorScatter(past.key, key, past.length, axis=2),
         op.TensorScatter(past.value, value, past.length, axis=2),
@@ -69,7 +66,6 @@ def cached(op: Any, key: ir.Value, value: ir.Value, past: LayerCache) -> tuple[i
 
 
 def running_sum(op: Any, x: ir.Value) -> ir.Value:
-    """Return the sum of each element of x [N] int64 and all before it."""
     return op.CumSum(x, 0)
 
 

@@ -190,7 +190,6 @@ class LlamaShaped(Family):
 
     @property
     def _text_config(self) -> Any:
-        """The decoder's configuration."""
         return self._config.text_config
 
     @property
@@ -213,7 +212,6 @@ class LlamaShaped(Family):
         return CheckpointError(f"checkpoint '{self._source}': {what}")
 
     def _check_settings(self, settings: Sequence[Setting]) -> None:
-        """Raise `CheckpointError` for the first setting with an unsupported value."""
         for name, found, supported in settings:
             if found not in supported:
                 raise self._error(
@@ -222,7 +220,6 @@ class LlamaShaped(Family):
                 )
 
     def _check(self, expectations: Sequence[Expectation]) -> None:
-        """Raise `CheckpointError` for the first expectation that does not hold."""
         for expectation, holds, found in expectations:
             if not holds:
                 raise self._error(f"expected that {expectation}; found {found}. Correct config.json.")
@@ -259,7 +256,6 @@ class LlamaShaped(Family):
         return texts
 
     def _check_shapes(self, text: Any) -> None:
-        """Raise `CheckpointError` for shapes of the decoder that contradict each other."""
         heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
         found = (
             f"hidden_size {text.hidden_size}, {heads} heads, {kv_heads} key-value heads, head_dim {head_dim(text)}, "
@@ -293,7 +289,6 @@ def read_language_model(text: Any, rope_sections: Sequence[int] = ()) -> Languag
 
 
 def head_dim(text: Any) -> int:
-    """Return the size of one attention head."""
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 

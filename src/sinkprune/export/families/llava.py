@@ -180,7 +180,6 @@ class Llava(LlamaShaped):
         return known
 
     def _build_projector(self, graph: WeightedGraph) -> None:
-        """Write `projector` of the graph contract: linear, activation, linear."""
         config, d, width = self._config, self.visual_width, self.language_model.hidden_size
         layers = [f"multi_modal_projector.linear_{number}" for number in (1, 2)]
         act, bias = config.projector_hidden_act, config.multimodal_projector_bias

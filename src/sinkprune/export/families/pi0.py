@@ -265,7 +265,6 @@ class Pi0(LlamaShaped):
         return lambda graph: write(graph, self._expert, segments)
 
     def _build_projector(self, graph: WeightedGraph) -> None:
-        """Write `projector` of the graph contract: one linear layer."""
         d, width = self.visual_width, self.language_model.hidden_size
         tokens = graph.input("tokens", ["G", "n", d])
         x = graph.linear(tokens, "multi_modal_projector.linear", d, width, bias=True)

@@ -15,7 +15,7 @@ which start from evenly spaced tokens. docs/methods.md lists all differences fro
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import onnx_ir as ir
 
@@ -51,7 +51,7 @@ def prunesid(facts: PlanFacts, kept: Budget, graph: Graph, features: TowerValues
     first = _before(graph, features)
     rivals = op.And(same, first)
     free = _not_suppressed(graph, features, rivals, first, wanted)
-    picked = _picked(graph, _Groups(group, rivals, free), wanted, width)
+    picked = _picked(graph, group, rivals, free, wanted, width)
     return ascending(graph, largest(graph, op.Where(picked, float("inf"), features.salience), count), count)
 
 
@@ -128,22 +128,15 @@ def _not_suppressed(
     return free
 
 
-class _Groups(NamedTuple):
-    """The groups of tokens, and those of their tokens that are not suppressed."""
+def _picked(graph: Graph, group: ir.Value, rivals: ir.Value, free: ir.Value, count: ir.Value, width: int) -> ir.Value:
+    """Return the mask [G,N] of the tokens that groups keep: `count` of those that are free, or all of these.
 
-    of_token: ir.Value
-    """[G,N] int64."""
-    rivals: ir.Value
-    """[G,N,N] bool: for each token those of its group that come first."""
-    free: ir.Value
-    """[G,N,1] fp32: 1 for tokens that are not suppressed."""
-
-
-def _picked(graph: Graph, groups: _Groups, count: ir.Value, width: int) -> ir.Value:
-    """Return the mask [G,N] of the tokens that groups keep: `count` of those that are free, or all of these."""
+    `group` [G,N] is that of each token, `rivals` [G,N,N] those of its group that come first, and `free` [G,N,1] is 1
+    for tokens that are not suppressed.
+    """
     op = graph.op
-    member = op.Equal(op.Unsqueeze(groups.of_token, [1]), op.Unsqueeze(op.Range(0, width, 1), [1]))
-    alive = op.Transpose(groups.free, perm=[0, 2, 1])
+    member = op.Equal(op.Unsqueeze(group, [1]), op.Unsqueeze(op.Range(0, width, 1), [1]))
+    alive = op.Transpose(free, perm=[0, 2, 1])
     found = op.Cast(op.ReduceSum(op.Where(member, alive, 0.0), [2], keepdims=1), to=_INT64)
     one = op.Min(found, 1)
     more = op.Sub(found, one)
@@ -160,10 +153,9 @@ def _picked(graph: Graph, groups: _Groups, count: ir.Value, width: int) -> ir.Va
 
     share = op.Add(one, op.Sub(divided(op.Add(until, more)), divided(until)))
     own = op.ReduceSum(op.Where(member, op.Cast(share, to=_FLOAT), 0.0), [1], keepdims=0)
-    rank = op.ReduceSum(op.Where(groups.rivals, alive, 0.0), [2], keepdims=0)
+    rank = op.ReduceSum(op.Where(rivals, alive, 0.0), [2], keepdims=0)
     return op.And(op.Less(rank, own), op.Greater(op.Squeeze(alive, [1]), 0.5))
 
 
 def _total(op: Any, counts: ir.Value) -> ir.Value:
-    """Return [G,1,1] int64: the sum of [G,C,1]."""
     return op.Cast(op.ReduceSum(op.Cast(counts, to=_FLOAT), [1], keepdims=1), to=_INT64)

@@ -45,7 +45,6 @@ def build_filtered(facts: PlanFacts, budget: Budget) -> PlanGraphs:
 
 
 def _build(facts: PlanFacts, options: Budget, count: int) -> PlanGraphs:
-    """Return the plan that keeps `count` of the nominal tokens."""
     if count < 1:
         raise UnreachableMean(f"of {facts.nominal_tokens} visual tokens the filter leaves none")
     contextual = count * 10 // 64

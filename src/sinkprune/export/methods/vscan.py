@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import isqrt
-from typing import NamedTuple
 
 import onnx_ir as ir
 
@@ -84,35 +83,26 @@ def _scanned(
     op = graph.op
     if not has_local:
         return mask_of(graph, features, largest(graph, features.salience, counts.reserve))
-    windows = _windows(graph, features, facts, counts.diverse)
-    member = op.Equal(op.Unsqueeze(windows.of_token, [0]), op.Unsqueeze(windows.numbers, [1]))
+    numbers, window, share, rest_of_local = _windows(graph, features, facts, counts.diverse)
+    member = op.Equal(op.Unsqueeze(window, [0]), op.Unsqueeze(numbers, [1]))
     ranked = op.Where(op.Unsqueeze(member, [0]), op.Unsqueeze(features.salience, [1]), float("-inf"))
-    best = largest(graph, ranked, windows.share)
+    best = largest(graph, ranked, share)
     marks = op.ScatterElements(op.Expand(0.0, op.Shape(ranked)), best, op.Expand(1.0, op.Shape(best)), axis=2)
     local = op.Cast(op.ReduceMax(marks, [1], keepdims=0), to=ir.DataType.BOOL)
     # What does not divide by the windows is left to the global scan.
-    others = _sum(graph, counts.reserve, windows.rest)
+    others = _sum(graph, counts.reserve, rest_of_local)
     rest = largest(graph, op.Where(local, float("-inf"), features.salience), others)
     return op.Or(local, mask_of(graph, features, rest))
 
 
-class _Windows(NamedTuple):
-    """The windows of a group's tokens, W of them, each of which keeps as many local tokens."""
-
-    numbers: ir.Value
-    """[W] int64: 0 to W - 1."""
-    of_token: ir.Value
-    """[N] int64: the window of each token."""
-    share: TokenCount
-    """The local tokens of each window."""
-    rest: TokenCount
-    """The local tokens that are too few for one more of each window."""
-
-
-def _windows(graph: Graph, features: TowerValues, facts: PlanFacts, local: TokenCount) -> _Windows:
+def _windows(
+    graph: Graph, features: TowerValues, facts: PlanFacts, local: TokenCount
+) -> tuple[ir.Value, ir.Value, TokenCount, TokenCount]:
     """Return the windows for `local` tokens: squares of a square grid, else runs of tokens in raster order.
 
-    No window has fewer tokens than its share, because at most half of the tokens are local.
+    These are their numbers [W] int64, the window of each token [N] int64, the local tokens of each window, and those
+    that are too few for one more of each. No window has fewer tokens than its share, because at most half of the
+    tokens are local.
     """
     op = graph.op
     tokens = op.Shape(features.norms, start=1, end=2)
@@ -121,7 +111,7 @@ def _windows(graph: Graph, features: TowerValues, facts: PlanFacts, local: Token
         windows = op.Max(op.Min(local, [WINDOWS]), [1])
         share = op.Div(local, windows)
         numbers = op.Range(0, op.Squeeze(windows), 1)
-        return _Windows(numbers, op.Div(op.Mul(place, windows), tokens), share, op.Sub(local, op.Mul(share, windows)))
+        return numbers, op.Div(op.Mul(place, windows), tokens), share, op.Sub(local, op.Mul(share, windows))
 
     side = isqrt(facts.most_in_group)
     if side**2 == facts.most_in_group:
@@ -134,11 +124,10 @@ def _windows(graph: Graph, features: TowerValues, facts: PlanFacts, local: Token
     else:
         number = min(local, WINDOWS)
         of_token = op.Div(op.Mul(place, number), tokens)
-    return _Windows(op.Range(0, number, 1), of_token, local // number, local % number)
+    return op.Range(0, number, 1), of_token, local // number, local % number
 
 
 def _sum(graph: Graph, first: TokenCount, second: TokenCount) -> TokenCount:
-    """Return the sum of two counts of the same kind."""
     if isinstance(first, int) and isinstance(second, int):
         return first + second
     return graph.op.Add(as_vector(first), as_vector(second))

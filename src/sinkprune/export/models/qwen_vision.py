@@ -79,11 +79,9 @@ class Qwen2Vision(QwenVision):
     mlp_matrices = 2
 
     def norm(self, graph: WeightedGraph, x: ir.Value, name: str, size: int) -> ir.Value:
-        """Return the LayerNorm of the rows `x` [...,`size`], with the weights `name`."""
         return layer_norm(graph, x, name, size, EPSILON)
 
     def mlp(self, graph: WeightedGraph, x: ir.Value, name: str) -> ir.Value:
-        """Return the two layers `name` of a block on the rows `x` [...,D]."""
         widths = [self.hidden_size, self.intermediate_size, self.hidden_size]
         return two_layers(graph, x, [f"{name}.fc1", f"{name}.fc2"], widths, "quick_gelu")
 
@@ -229,7 +227,6 @@ class Qwen3Vision(Qwen2Vision, Qwen3Tower):
         return 1 + len(self.deepstack_blocks)
 
     def mlp(self, graph: WeightedGraph, x: ir.Value, name: str) -> ir.Value:
-        """Return the two layers `name` of a block, with GELU by tanh, on the rows `x` [...,D]."""
         widths = [self.hidden_size, self.intermediate_size, self.hidden_size]
         return two_layers(graph, x, _layers(name), widths, "gelu_pytorch_tanh")
 
@@ -255,7 +252,6 @@ class Qwen3Vision(Qwen2Vision, Qwen3Tower):
         return [self.projected(graph, self.norm(graph, joined, f"{name}.norm", self.joined_size), _layers(name))]
 
     def merged(self, graph: WeightedGraph, x: ir.Value) -> ir.Value:
-        """Return [G,N,d]: each merged token's patches, normed, joined and projected to the decoder's width."""
         x = graph.op.Reshape(self.norm(graph, x, "visual.merger.norm", self.hidden_size), [0, -1, self.joined_size])
         return self.projected(graph, x, _layers("visual.merger"))
 

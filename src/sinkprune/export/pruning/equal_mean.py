@@ -163,5 +163,4 @@ def _format_mean(facts: PlanFacts, mean: Fraction) -> str:
 
 
 def round_half_up(value: Fraction) -> int:
-    """Round to the nearest integer, half up."""
     return floor(value + Fraction(1, 2))

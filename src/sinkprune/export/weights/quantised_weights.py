@@ -37,7 +37,6 @@ class QuantisedWeights:
         return name in self._weights or (isinstance(name, str) and self.quantised(name))
 
     def close(self) -> None:
-        """Close the shards."""
         self._weights.close()
 
     def quantised(self, name: str) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,11 +37,8 @@ class RoundedMatrix(NamedTuple):
         return values
 
 
-class RoundingMethod(Protocol):
-    """A rule that rounds matrices."""
-
-    def __call__(self, name: str, weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> RoundedMatrix:
-        """Return the matrix `name`, rounded as by `rounded` or nearer by another measure."""
+RoundingMethod = Callable[[str, Array, int, int, np.dtype[Any]], RoundedMatrix]
+"""Returns the matrix of a name, rounded as by `rounded` or nearer by another measure."""
 
 
 def to_nearest(name: str, weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> RoundedMatrix:
