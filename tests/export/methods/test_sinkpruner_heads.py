@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinkprune import BudgetError, Pipeline, UsageError
+from sinkprune import BudgetError, UsageError
 from sinkprune.contract.budgets import Budget, Share, parse_budget, prune_layers
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.checks import to_json
