@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sinkprune.calibration.evaluation.report import EvaluationReport
+from sinkprune.calibration.evaluation.replies import EvaluationReport
 from sinkprune.calibration.plots import plot_evaluation
 from sinkprune.contract.checks import from_json
 from sinkprune.contract.errors import UsageError

@@ -20,8 +20,7 @@ from pathlib import Path
 
 from sensitivity_methods.variants import SALIENT_PERCENT, SHIFTS, moved_layers
 from sinkprune import Pipeline
-from sinkprune.calibration.evaluation.replies import collect_replies
-from sinkprune.calibration.evaluation.report import BASELINE, Combination, Reply
+from sinkprune.calibration.evaluation.replies import BASELINE, Combination, Reply, collect_replies
 from sinkprune.calibration.evaluation.statistics import Interval, PictureBootstrap, wilson
 from sinkprune.calibration.tasks import SCENES, load_task
 from sinkprune.contract.checks import WholeNumber

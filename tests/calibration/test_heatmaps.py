@@ -12,8 +12,12 @@ import pytest
 from PIL import Image
 from skimage import data
 
+from sinkprune import Pipeline
 from sinkprune.calibration.norms import TokenFeatures
 from sinkprune.calibration.plots import draw_heatmaps
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
+from support.models.tasks import PHOTOS, write_task
 from support.programs.commands import assert_refused, run, without_notes, wrote
 from support.programs.slow_cases import slow_except
 
@@ -69,11 +73,6 @@ def test_the_largest_norm_is_brightest_at_its_place() -> None:
                 assert np.abs(colour_at(pixels, panel, right, low) - expected).max() < 12
 
 
-def test_each_view_has_a_line() -> None:
-    one, three = drawn([1, 1, 9, 1], [1, 2, 3, 4]), drawn([1, 1, 9, 1], [1, 2, 3, 4], views=3)
-    assert three.shape[0] > 2 * one.shape[0] and three.shape[1] == one.shape[1]
-
-
 def test_equal_values_and_zeros_are_drawn_too() -> None:
     assert drawn([1, 1, 1, 1], [0.25, 0.25, 0.25, 0.25]).shape[2] == 3
     assert drawn([1, 1, 1, 1], [1, 0, 0, 0]).shape[2] == 3
@@ -101,19 +100,6 @@ def test_pictures_of_one_name_have_maps_of_their_own(
     assert json.loads(outcome.stdout)["pictures"] == 1
 
 
-@pytest.mark.slow
-def test_names_of_any_characters_can_be_drawn(bundle: Bundles, photos: Path, tmp_path: Path) -> None:
-    (tmp_path / "photos").mkdir()
-    for name in ("a $1 {$x.png", "b 杯.png", "c \udcff.png", "d \n\x1b.png", "e ä.png"):
-        (tmp_path / "photos" / name).write_bytes((photos / "one" / "cup.png").read_bytes())
-    maps = tmp_path / "maps"
-    outcome = run(
-        "sinkprune-calibrate", "norms", bundle("gqa-112"), "--data", tmp_path / "photos", "--heatmaps", maps
-    )
-    assert (outcome.code, without_notes(outcome.stderr)) == (0, wrote(maps))
-    assert len(list(maps.iterdir())) == 5
-
-
 def test_what_cannot_be_drawn_is_refused_before_the_run(bundle: Bundles, photos: Path, tmp_path: Path) -> None:
     def refused(*words: object, said: str) -> None:
         assert_refused(run("sinkprune-calibrate", "norms", bundle("gqa-112"), *words), said)
@@ -129,3 +115,41 @@ def test_what_cannot_be_drawn_is_refused_before_the_run(bundle: Bundles, photos:
     # A heat map would be measured by the next command, or take the place of a picture.
     refused(*images, "--heatmaps", photos / "one", said="holds the pictures. Give --heatmaps another folder.")
     assert not (bundle("gqa-112") / "maps").exists()
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    """Three questions about two photos."""
+    return write_task(tmp_path, [(image, "What is this?") for image in ("a.png", "a.png", "b.png")])
+
+
+def test_each_picture_is_measured_once(
+    bundle: Bundles, task: Path, tmp_path: Path, pipeline: Callable[..., Pipeline]
+) -> None:
+    files = tmp_path / "norms.json", tmp_path / "norms.png"
+    outcome = run(
+        "sinkprune-calibrate", "norms", bundle("gqa-112"), "--data", task, "--json", files[0], "--plot", files[1]
+    )
+    assert (outcome.code, without_notes(outcome.stderr)) == (0, wrote(files[1], files[0]))
+    report = json.loads(files[0].read_text())
+    assert (report["pictures"], report["tokens"]) == (2, 128)
+    assert report["verdict"] in outcome.stdout
+    sample, unseen = report["warnings"]
+    assert "2 pictures" in sample and "a part of the picture in 2 of 2 cases" in unseen
+    assert sample in outcome.stdout and unseen in outcome.stdout
+    norms = np.concatenate([pipeline("gqa-112").encode(task.parent / name).norms for name in PHOTOS])
+    assert report["largest"] == pytest.approx((norms / np.median(norms, axis=1, keepdims=True)).max())
+    with Image.open(files[1]) as plot:
+        assert plot.width > 500
+
+
+def test_a_suggested_rho_can_be_exported(checkpoint: Callable[[str], Path], task: Path, tmp_path: Path) -> None:
+    # 3 of 64, where 1 % are 1
+    export_bundle(ExportRequest(str(checkpoint("gqa-112")), ("retain-192+rho-46",)), tmp_path / "bundle")
+    kept = Pipeline.load(tmp_path / "bundle").generate(
+        task.parent / "a.png", "What is this?", budget="retain-192+rho-46", max_new_tokens=1
+    )
+    index, norms = kept.kept.index[0], kept.kept.norms[0]
+    outliers = np.argsort(-norms)[:3]
+    assert index[0] == outliers[0]
+    assert not {*index[1:]} & {*outliers}

@@ -66,40 +66,24 @@ def test_a_choice_is_named_by_letter_text_or_number(folder: Path, answer: Any, l
     ("line", "said"),
     [
         (b'{"image": "red.png",', "bad JSON"),
-        (b'{"image": "\xff"}', "bad JSON"),
         (b"[" * 100_000, "bad JSON"),
         (b"[1]", "found [1], expected an object"),
         ({**GOOD, "colour": 1}, "unknown field 'colour'"),
         ({"image": "red.png", "answer": "yes"}, "'question' is missing"),
-        ({"image": "red.png", "question": "?", "options": ["a", "b"]}, "'answer' is missing"),
         ({**GOOD, "image": "gone.png"}, "no such file"),
-        ({**GOOD, "image": "empty.png"}, "is empty"),
-        ({**GOOD, "image": "text.png"}, "not an image"),
         ({**GOOD, "image": "half.png"}, "damaged or truncated"),
-        ({**GOOD, "image": 3}, "'image' is 3"),
-        ({**GOOD, "question": " "}, "'question' is ' '"),
         ({**GOOD, "question": "\ud83d"}, "half of a surrogate pair"),
-        ({**GOOD, "kind": ""}, "'kind' is ''"),
         ({**GOOD, "id": True}, "'id' is True"),
         ({**GOOD, "id": "1"}, "line 1 too"),
-        ({**GOOD, "answer": ""}, "'answer' is ''"),
-        ({**GOOD, "answer": []}, "expected a string"),
         ({**GOOD, "answer": ["yes", ""]}, "'answer' is ''"),
         ({**GOOD, "answer": "?!"}, "nothing but punctuation"),
-        ({**GOOD, "answer": 4}, "expected a string"),
         ({**CHOICE, "answer": "D"}, "A to C"),
-        ({**CHOICE, "answer": "b"}, "A to C"),
-        ({**CHOICE, "answer": 3}, "0 to 2"),
         ({**CHOICE, "answer": -1}, "0 to 2"),
         ({**CHOICE, "answer": True}, "0 to 2"),
         ({**CHOICE, "answer": 1.0}, "0 to 2"),
-        ({**CHOICE, "answer": ["A"]}, "A to C"),
         ({**CHOICE, "options": ["B", "A"], "answer": "A"}, "letter of one option and the text of another"),
         ({**CHOICE, "options": ["red"], "answer": 0}, "2 to 26"),
-        ({**CHOICE, "options": ["x"] * 27, "answer": 0}, "2 to 26"),
         ({**CHOICE, "options": ["red", "red"], "answer": 0}, "two are the same"),
-        ({**CHOICE, "options": ["red", ""], "answer": 0}, "'options' is ''"),
-        ({**CHOICE, "options": [], "answer": "x"}, "2 to 26"),
     ],
 )
 def test_a_bad_line_is_refused_with_file_and_number(folder: Path, line: Any, said: str) -> None:
@@ -142,10 +126,6 @@ def test_questions_are_grouped_by_picture_in_any_order(folder: Path) -> None:
     sizes = [tuple(item.facts.size) for item in items]
     family: Any = SimpleNamespace(layout=lambda image: SimpleNamespace(seen_share=image.width / 100))
     assert seen_shares(family, items) == [width / 100 for width, _ in sizes]
-
-
-def test_lines_behind_the_limit_are_not_read(folder: Path) -> None:
-    assert len(load_task(write(folder, GOOD, GOOD, b"{"), limit=2)) == 2
 
 
 def test_a_byte_order_mark_and_windows_line_ends_are_no_part_of_the_first_line(folder: Path) -> None:

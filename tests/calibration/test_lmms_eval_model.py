@@ -24,7 +24,7 @@ from PIL import Image
 from skimage import data
 
 from sinkprune import Pipeline, VideoFile
-from sinkprune.contract.errors import BudgetError, ImageError, PromptError, PruningError, UsageError
+from sinkprune.contract.errors import ImageError, PromptError, PruningError, UsageError
 from support.models.video_files import write_video
 
 HAS_HARNESS = importlib.util.find_spec("lmms_eval") is not None
@@ -131,14 +131,6 @@ def test_videos_are_files(module: ModuleType, bundle: Callable[..., Path], tmp_p
     assert model.generate_until([request(max_new_tokens=6)]) == [said.text]
 
 
-def test_a_question_without_a_picture_is_answered_unpruned(module: ModuleType, bundle: Callable[..., Path]) -> None:
-    path = bundle("gqa-112")
-    model = module.SinkpruneModel(str(path))
-    model.task_dict["own"] = {"test": [[]]}
-    said = Pipeline.load(path).generate((), QUESTION, max_new_tokens=6).text
-    assert model.generate_until([request(max_new_tokens=6)]) == [said]
-
-
 def test_what_a_bundle_cannot_do_is_refused(model: Any) -> None:
     with pytest.raises(PromptError, match="2 images"):
         model.generate_until([request(1)])
@@ -153,13 +145,6 @@ def test_what_a_bundle_cannot_do_is_refused(model: Any) -> None:
         model.loglikelihood([])
     with pytest.raises(UsageError, match="single round"):
         model.generate_until_multi_round([])
-
-
-def test_bad_arguments_are_refused_when_the_model_is_made(module: ModuleType, bundle: Callable[..., Path]) -> None:
-    with pytest.raises(BudgetError, match="retain-9"):
-        module.SinkpruneModel(str(bundle("gqa-112")), budget="retain-9")
-    with pytest.raises(UsageError, match="batch size is 4"):
-        module.SinkpruneModel(str(bundle("gqa-112")), batch_size=4)
 
 
 def test_the_harness_finds_the_model_by_its_entry_point() -> None:

@@ -31,7 +31,6 @@ def write(tmp_path: Path, photo: Image.Image) -> Callable[..., Path]:
     """Write lines to a file next to two frames."""
     for name in ("a.png", "b.png"):
         photo.crop((0, 0, 60, 40)).save(tmp_path / name)
-    (tmp_path / "text.png").write_text("no picture")
 
     def lines(*given: Any) -> Path:
         path = tmp_path / "moments.jsonl"
@@ -69,23 +68,16 @@ def test_cameras_may_have_names(bundle: Callable[..., Path], write: Callable[...
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "line 2: bad JSON"),
         ([1], "line 2: found [1], expected an object with the fields cameras, instruction, state, id (optional)"),
         ({**GOOD, "answer": "yes"}, "line 2: found cameras, instruction, state, answer, expected"),
-        ({"cameras": [], "state": STATE}, "line 2: found cameras, state, expected"),
         ({**GOOD, "cameras": "a.png"}, "line 2: 'cameras' is 'a.png', expected a list of paths"),
-        ({**GOOD, "cameras": ["a.png", 3]}, "line 2: 'cameras' is ['a.png', 3], expected a list of paths"),
         ({**GOOD, "cameras": ["a.png"]}, "line 2: found 1 camera, and the policy was exported for 2 cameras"),
         ({**GOOD, "cameras": [None, None]}, "line 2: no camera has a frame"),
         ({**GOOD, "cameras": ["a.png", "nothing.png"]}, "nothing.png' is no file, expected a frame."),
-        ({**GOOD, "cameras": ["a.png", "text.png"]}, "line 2: "),
-        ({**GOOD, "state": "0"}, "line 2: 'state' is '0', expected a list of numbers."),
         ({**GOOD, "state": [*STATE[1:], True]}, "expected a list of numbers."),
         ('{"cameras": ["a.png", null], "instruction": "go", "state": [1, 2, 3, 4, NaN]}', "line 2: "),
         ({**GOOD, "state": [10**400] * 5}, "expected a list of numbers."),
         ({**GOOD, "state": STATE[1:]}, "line 2: the state has the shape [4], expected 5 numbers"),
-        ({**GOOD, "instruction": 3}, "line 2: 'instruction' is 3, expected words."),
-        ({**GOOD, "id": 1}, "line 2: id '1' is that of line 1 too."),
     ],
 )
 def test_a_wrong_line_is_refused_with_its_number(

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.calibration.evaluation.report import plant_in_vision, plant_outliers
-from sinkprune.calibration.norms import OUTLIER, summarise
+from sinkprune.calibration.evaluation.replies import plant_in_vision, plant_outliers
+from sinkprune.calibration.norms import GAP, MOST, OUTLIER, find_gap, suggest_rho, summarise
+from sinkprune.contract.budgets import Budget, Share
 from sinkprune.contract.errors import NumericsError
 
 RNG = np.random.default_rng(0)
@@ -38,28 +41,6 @@ def test_planted_outliers_are_reported_as_the_papers() -> None:
     # A planted token ties with the most salient of its group.
     assert report.top_overlap >= 0.5
     assert report.verdict.startswith("Outliers as the paper describes them")
-
-
-def test_large_norms_that_nobody_attends_to_are_not_the_papers() -> None:
-    _, norms, _ = plant_outliers(TOKENS, NORMS, SALIENCE)
-    salience = np.where(norms > 2 * np.median(norms), 0, SALIENCE)
-    report = summarise("tower", 3, norms, salience)
-    assert report.top_overlap == report.top_salience_share == 0
-    assert report.verdict.startswith("Not the outliers the paper describes")
-    assert "do not draw" in report.verdict
-
-
-def test_large_norms_everywhere_are_no_outliers() -> None:
-    norms = np.where(np.arange(200) % 3 == 0, 5.0, 1.0)[None].repeat(3, axis=0)
-    report = summarise("tower", 3, norms, norms / norms.sum(axis=1, keepdims=True))
-    assert report.outlier_share == pytest.approx(67 / 200)
-    assert "too many" in report.verdict
-
-
-def test_correlation_is_that_of_ranks() -> None:
-    norms = np.arange(1, 101, dtype=np.float32)[None]
-    assert summarise("tower", 1, norms, norms**3).norm_salience_correlation == pytest.approx(1)
-    assert summarise("tower", 1, norms, 1 / norms).norm_salience_correlation == pytest.approx(-1)
 
 
 def test_outliers_are_planted_in_the_least_salient_tokens_only() -> None:
@@ -96,13 +77,6 @@ def test_what_cannot_be_compared_is_refused(which: str, value: float) -> None:
         summarise("tower", 3, given["norms"], given["salience"])
 
 
-def test_groups_of_one_token_have_no_correlation() -> None:
-    one = [np.ones(1, np.float32)]
-    assert summarise("tower", 1, one, one).norm_salience_correlation == 0
-    mixed = summarise("tower", 2, [*one, NORMS[0]], [*one, NORMS[0]])
-    assert mixed.norm_salience_correlation == pytest.approx(1)
-
-
 @pytest.mark.parametrize("name", ["gqa-112", "qwen3-vl"])
 def test_planted_outliers_leave_what_else_a_tower_gives(
     name: str, bundle: Callable[..., Path], photo: Image.Image
@@ -111,3 +85,57 @@ def test_planted_outliers_leave_what_else_a_tower_gives(
     pipeline = Pipeline.load(bundle(name), wrap=plant_in_vision)
     answer = pipeline.generate(photo, "What?", max_new_tokens=1)
     assert answer.kept.norms.max() > 3 * np.median(answer.kept.norms)
+
+
+@given(
+    st.integers(20, 1000),
+    st.integers(1, 50),
+    st.integers(1, 6),
+    st.floats(2.5, 40),
+    st.floats(0.01, 300),
+    st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_budget_with_the_suggested_rho_takes_out_what_was_planted(
+    tokens: int, planted: int, groups: int, times: float, scale: float, seed: int
+) -> None:
+    planted = min(planted, int(MOST * tokens))
+    random = np.random.default_rng(seed)
+    norms = random.uniform(0.6, 1.6, (groups, tokens)) * scale
+    for group in norms:
+        group[random.choice(tokens, planted, replace=False)] = 1.6 * scale * times * random.uniform(1, 3, planted)
+    per_mille, reason = suggest_rho([*norms])
+    budget = Budget(Share(1, 9), Share(1, 9), (), outlier_per_mille=per_mille)
+    assert budget.resolve(tokens).outliers == planted
+    assert f"{groups} of {groups} groups" in reason and f"rho {per_mille / 10:g} %" in reason
+
+
+@given(st.integers(1, 1000), st.integers(1, 6), st.floats(0.01, 300), st.integers(0, 2**32 - 1))
+@settings(max_examples=100, deadline=None)
+def test_without_outliers_none_are_suggested(tokens: int, groups: int, scale: float, seed: int) -> None:
+    # No two neighbours of these are far apart, however large the largest are.
+    tail = np.sort(np.random.default_rng(seed).uniform(1.0, 1.9, (groups, tokens))) * scale
+    per_mille, reason = suggest_rho([*tail])
+    assert per_mille == 0
+    assert reason.startswith("remove no token") and "keep-outliers" in reason
+
+
+def test_more_than_a_twentieth_are_no_outliers() -> None:
+    assert find_gap(np.array([1.0] * 94 + [5.0] * 6)) is None
+    assert find_gap(np.array([1.0] * 95 + [5.0] * 5)) == (5, 1.0, 5.0)
+
+
+def test_a_gap_has_its_least_width_and_height() -> None:
+    bulk = np.ones(99)
+    assert find_gap(np.append(bulk, OUTLIER)) == (1, 1.0, OUTLIER)
+    assert find_gap(np.append(bulk, OUTLIER - 0.01)) is None
+    bulk[-1] = 1.9
+    assert find_gap(np.append(bulk, 1.9 * GAP)) == (1, 1.9, pytest.approx(1.9 * GAP))
+    assert find_gap(np.append(bulk, 1.9 * GAP - 0.01)) is None
+
+
+def test_half_of_the_groups_must_have_one() -> None:
+    plain, with_one = np.ones(100), np.array([1.0] * 99 + [4.0])
+    assert suggest_rho([plain, with_one, plain])[0] == 0
+    assert suggest_rho([plain, with_one])[0] == 5
+    assert "1 of 2 groups" in suggest_rho([plain, with_one])[1]

@@ -63,19 +63,6 @@ def test_it_is_the_divergence_of_the_questions(attention: Array) -> None:
     assert (found >= 0).all() and (found <= math.log(3) + 1e-12).all()
 
 
-def test_its_ends_are_the_same_place_and_places_of_their_own() -> None:
-    same = np.tile([0.5, 0.1, 0.0, 0.4], (3, 1))
-    apart = np.eye(4)[:3] * [[0.9], [0.1], [1e-6]]
-    found = question_dependence(np.stack([same, apart], axis=1))
-    np.testing.assert_allclose(found, [0.0, math.log(3)], atol=1e-12)
-
-
-def test_the_amount_of_attention_does_not_count() -> None:
-    attention = np.random.default_rng(0).random((4, 3, 9))
-    scaled = attention * np.random.default_rng(1).random((4, 3, 1))
-    np.testing.assert_allclose(question_dependence(scaled), question_dependence(attention))
-
-
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [

@@ -11,8 +11,14 @@ from statistics import fmean
 import pytest
 
 from sinkprune import Pipeline
-from sinkprune.calibration.evaluation.replies import collect_replies, evaluation_report
-from sinkprune.calibration.evaluation.report import BASELINE, Combination, CombinationReport, Reply
+from sinkprune.calibration.evaluation.replies import (
+    BASELINE,
+    Combination,
+    CombinationReport,
+    Reply,
+    collect_replies,
+    evaluation_report,
+)
 from sinkprune.calibration.tasks import load_task, with_grey_picture
 from sinkprune.demo.write_scenes import write_scenes
 from sinkprune.export.command import main as export

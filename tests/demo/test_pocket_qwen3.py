@@ -8,8 +8,7 @@ from statistics import fmean
 import pytest
 
 from sinkprune import Pipeline
-from sinkprune.calibration.evaluation.replies import collect_replies
-from sinkprune.calibration.evaluation.report import BASELINE, Combination, Reply
+from sinkprune.calibration.evaluation.replies import BASELINE, Combination, Reply, collect_replies
 from sinkprune.calibration.tasks import VARIED_SCENES, Item, load_task, with_grey_picture
 from sinkprune.export.command import main as export
 

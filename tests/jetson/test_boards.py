@@ -4,37 +4,25 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
-from sinkprune.contract.checks import SchemaError
-from sinkprune.contract.errors import UnknownBoardError
-from sinkprune.jetson.boards import parse_boards, read_boards
-from support.models.manifests import changed
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.checks import from_json, to_json
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.precision import WeightsName
+from sinkprune.contract.schedule import schedule
+from sinkprune.export.families import read_family
+from sinkprune.export.presets import PRESETS
+from sinkprune.jetson.boards import PresetFacts, preset_manifest, read_boards, read_presets
+from sinkprune.jetson.fit import manifest_in_form
+from sinkprune.runtime.families import load_family
+from support.models.preset_facts import ANSWERING, facts_of, weight_graphs, written
 from support.programs.repository import ROOT
-
-DATA: dict[str, Any] = json.loads((ROOT / "jetson" / "boards.json").read_text(encoding="utf-8"))
-NANO = ("boards", "orin-nano-8gb")
-
-
-def set_to(value: Any) -> Any:
-    def change(container: Any, key: Any) -> None:
-        container[key] = value
-
-    return change
-
-
-def remove(container: Any, key: Any) -> None:
-    del container[key]
-
-
-def test_every_module_of_orin_and_thor_is_there() -> None:
-    boards = read_boards().boards
-    orins = ("orin-nano-4gb", "orin-nano-8gb", "orin-nx-8gb", "orin-nx-16gb", "agx-orin-32gb", "agx-orin-64gb")
-    for name in orins:
-        assert boards[name].sm == 87 and name.endswith(f"-{boards[name].memory_gb}gb")
-    assert boards["thor-t4000"].sm == boards["thor-t5000"].sm == 110
+from support.programs.slow_cases import each_once
 
 
 def test_a_board_is_found_by_its_device_tree() -> None:
@@ -47,77 +35,84 @@ def test_a_board_is_found_by_its_device_tree() -> None:
     assert len(named) == len(set(named))
 
 
-def test_an_unknown_board_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UnknownBoardError, match=r"unknown board 'nano'; known boards: orin-nano-4gb, .*thor-t5000"):
-        read_boards().board("nano")
-
-
 @pytest.mark.parametrize(
     ("l4t", "version"),
-    [
-        ("36.4", "6.1"),
-        ("36.4.0", "6.1"),
-        ("36.4.3", "6.2"),
-        ("36.4.4", "6.2"),
-        ("36.5.0", "6.2"),
-        ("38.2.1", "7.0"),
-        ("38.4.0", "7.1"),
-        ("39.2", "7.2"),
-        ("39.2.1", "7.2"),
-        ("35.6.2", None),
-        ("36.3.0", None),
-        ("38.1", None),
-        ("40.0", None),
-    ],
+    [("36.4", "6.1"), ("36.4.3", "6.2"), ("38.2.1", "7.0"), ("39.2.1", "7.2"), ("35.6.2", None), ("38.1", None)],
 )
 def test_the_jetpack_of_a_release_of_linux(l4t: str, version: str | None) -> None:
     found = read_boards().jetpack(l4t)
     assert (found and found.version) == version
 
 
-def test_programs_have_less_memory_than_the_module() -> None:
-    boards = read_boards()
-    # 7620 MiB of 8192 are seen, and 779 are taken: what was recorded.
-    usable = boards.usable_bytes(boards.board("orin-nano-8gb"))
-    assert usable == pytest.approx((7620 - 779) << 20, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("place", "change", "complaint"),
-    [
-        ((*NANO, "sm"), set_to("87"), "found '87', expected a whole number"),
-        ((*NANO, "gb_per_s"), set_to(0), "expected a number from 0.1 to"),
-        ((*NANO, "fp16_tflops"), remove, "missing field 'fp16_tflops'"),
-        ((*NANO, "speed"), set_to(1), "unknown field 'speed'"),
-        ((*NANO, "sources", "gb_per_s"), remove, "look at 'gb_per_s'"),
-        ((*NANO, "sources", "colour"), set_to("modules"), "look at 'colour'"),
-        ((*NANO, "sources", "gb_per_s"), set_to("hearsay"), "'hearsay' is none of the sources"),
-        (("boards", "thor-t5000", "sources", "int8_tops"), set_to("modules"), "look at 'int8_tops'"),
-        (("system_memory", "sources", "system_takes_mb"), set_to("hearsay"), "none of the sources"),
-        (("jetpacks", 0, "source"), set_to("hearsay"), "none of the sources"),
-        (("jetpacks", 0, "dialect"), set_to("opset99"), "expected one of 'opset24', 'opset20'"),
-        (("jetpacks", 0, "first_l4t"), set_to("39.9"), "expected the oldest first"),
-    ],
-)
-def test_malformed_facts_are_rejected(place: tuple[Any, ...], change: Any, complaint: str) -> None:
-    with pytest.raises(SchemaError, match=complaint):
-        parse_boards(changed(DATA, place, change))
-
-
-def test_the_file_is_read_as_it_stands() -> None:
-    assert parse_boards(DATA) == read_boards()
-
-
-def test_unverified_figures_are_marked() -> None:
-    sources = read_boards().sources
-    used = {source for board in read_boards().boards.values() for source in board.sources.values()}
-    assert all(source.url.startswith("https://") for source in sources.values())
-    figures = {board.sources["fp16_tflops"] for board in read_boards().boards.values()}
-    assert all("verify before quoting" in sources[source].checked for source in figures)
-    assert used <= set(sources)
-
-
 def test_the_page_names_every_board() -> None:
     page = (ROOT / "docs/doctor.md").read_text(encoding="utf-8")
     sentence = page[page.index("\nBoards: ") :].split("jetson/boards.json")[0]
     assert re.findall(r"`([a-z0-9-]+)`", sentence) == [*read_boards().boards]
+
+
+def test_the_file_holds_what_the_export_has() -> None:
+    # Else: python tests/support/models/preset_facts.py
+    assert (ROOT / "jetson" / "presets.json").read_text(encoding="utf-8") == written()
+    assert list(read_presets()) == ANSWERING
+
+
+@pytest.mark.parametrize("name", ["gqa-112", "next", "qwen"])
+def test_a_preset_s_manifest_is_the_one_of_its_bundle(
+    name: str, bundle: Callable[..., Path], checkpoint: Callable[[str], Path]
+) -> None:
+    real = read_bundle(bundle(name, "fp16")).manifest
+    config = json.loads((checkpoint(name) / "config.json").read_text(encoding="utf-8"))
+    planned = preset_manifest(name, from_json(PresetFacts, to_json(facts_of(name, config))), "opset24")
+    for field in ("family", "language_model", "vision", "projector", "precision", "cut_after", "budgets"):
+        assert getattr(planned, field) == getattr(real, field)
+    layouts = list(load_family(planned).largest().values())
+    for budget in ["none", *planned.budgets]:
+        ours, theirs = (schedule(manifest, "sinkpruner", budget, layouts) for manifest in (planned, real))
+        assert ours.pictures == theirs.pictures
+    weights = set(real.graphs) & set(planned.graphs)
+    assert {"vision", "decoder_0", "head"} <= weights
+    for graph in weights:
+        # A file has gaps up to a page before each tensor.
+        assert planned.weight_bytes(graph) == pytest.approx(real.weight_bytes(graph), abs=40 * 4096)
+
+
+@pytest.mark.parametrize(("name", "form"), each_once(ANSWERING, ["int8", "int4", "uint4"]))
+def test_sizes_in_another_form_are_those_of_the_export(name: str, form: WeightsName) -> None:
+    manifest = preset_manifest(name, read_presets()[name], "opset24")
+    other = manifest_in_form(manifest, "fp16", form)
+    graphs = weight_graphs(read_family(name, PRESETS[name]), form, "int8")
+    for graph, built in graphs.items():
+        layers = len(other.segments[0]) if graph == "decoder_0" else 1
+        # A tower has weights that are no linear layer's: its first convolution, positions.
+        near = 0.02 if graph == "vision" else 0.002
+        assert other.weight_bytes(graph) / layers == pytest.approx(built.bytes, rel=near)
+    assert (other.weights.decoder, other.weights.vision, other.precision) == (form, "int8", "fp16")
+    assert other.weights.block_size == (None if form == "int8" else 128)
+
+
+def test_sizes_go_there_and_back(bundle: Callable[..., Path]) -> None:
+    manifest = read_bundle(bundle("gqa-112")).manifest
+    assert sizes(manifest_in_form(manifest, "fp16", "fp16")) == [size // 2 for size in sizes(manifest)]
+    there = manifest_in_form(manifest, "fp16", "int4")
+    for found, size in zip(sizes(manifest_in_form(there, "fp32", "fp32")), sizes(manifest), strict=True):
+        assert found == pytest.approx(size, abs=8)
+
+
+def sizes(manifest: Manifest) -> list[int]:
+    """Bytes of the tower first, then of the other graphs that have any."""
+    graphs = ["vision", *(graph for graph in manifest.graphs if graph != "vision")]
+    return [size for graph in graphs if (size := manifest.weight_bytes(graph))]
+
+
+def test_every_fact_has_a_source_and_figures_are_marked_as_unverified() -> None:
+    boards = read_boards()
+    for owner in (*boards.boards.values(), boards.system_memory):
+        facts = {field.name for field in fields(owner)} - {"module", "sources"}
+        known = {fact for fact in facts if getattr(owner, fact) not in (None, ())}
+        assert known == owner.sources.keys() and {*owner.sources.values()} <= boards.sources.keys()
+    assert {jetpack.source for jetpack in boards.jetpacks} <= boards.sources.keys()
+    releases = [[int(part) for part in jetpack.first_l4t.split(".")] for jetpack in boards.jetpacks]
+    assert releases == sorted(releases)
+    assert all(source.url.startswith("https://") for source in boards.sources.values())
+    figures = {board.sources["fp16_tflops"] for board in boards.boards.values()}
+    assert all("verify before quoting" in boards.sources[source].checked for source in figures)

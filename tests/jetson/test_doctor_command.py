@@ -5,37 +5,17 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from sinkprune.jetson import doctor as doctor_command
-from sinkprune.jetson.boards import read_boards
-from support.models.preset_facts import ANSWERING
-from support.programs.commands import assert_refused, own_process, run
+from support.programs.commands import assert_refused, run
 from support.programs.doctor_runs import doctor, set_python, told
-from support.stand_ins.board_trees import (
-    PYTHON_OF_JETPACK_6,
-    agx_orin_jetpack_7_2,
-    changed,
-    orin_nano_jetpack_6_2,
-    workstation,
-)
+from support.stand_ins.board_trees import changed, orin_nano_jetpack_6_2, workstation
 
 # The same for bundles and for engines.
 REQUEST = '--image PICTURE.jpg --prompt "QUESTION" --budget retain-192'
-
-
-def test_this_machine() -> None:
-    done = doctor()
-    assert done.code == 0, done.stderr
-    for words in ("machine ", "Python ", "libraries ", "onnxruntime ", "memory ", "swap ", "disk ", *ANSWERING):
-        assert words in done.stdout
-    assert "datasheet" not in done.stdout
 
 
 def test_a_board_from_a_workstation() -> None:
@@ -59,46 +39,6 @@ def test_a_board_from_a_workstation() -> None:
     assert not re.search(r" $", done.stdout, re.MULTILINE)
 
 
-def test_without_times_no_table_speaks_of_times() -> None:
-    done = doctor("--board", "orin-nano-8gb", "--backend", "ort-cpu")
-    assert done.code == 0, done.stderr
-    assert "Bounds of times are known only for TensorRT on a board." in done.stdout
-
-
-def test_what_to_do_first_names_the_model() -> None:
-    done = doctor("--board", "orin-nano-8gb", "llava-1.5-13b", "qwen2.5-vl-3b")
-    assert done.code == 0, done.stderr
-    first = done.stdout.partition("\nFirst:\n")[2].splitlines()[0]
-    assert first.startswith("  for 'llava-1.5-13b': use a smaller model or a board with more memory;")
-
-
-@pytest.mark.parametrize("board", ["orin-nano-8gb", "thor-t5000"])
-def test_tables_fit_into_100_columns(board: str) -> None:
-    for models in ([], ["llava-1.5-13b", "qwen2.5-vl-7b"]):
-        done = doctor("--board", board, *models, "--picture", "1280x720")
-        tables = re.split("\n(?=preset |weights )", done.stdout, maxsplit=1)[1]
-        tables = re.split("\n(Recommended|First|Next):", tables)[0]
-        assert max(map(len, tables.splitlines())) <= 100
-        assert "\N{HORIZONTAL ELLIPSIS}" not in tables
-
-
-def test_json_has_every_budget_of_every_preset_in_every_form() -> None:
-    report = told("--board", "thor-t5000")
-    assert report["machine"] is None
-    assert report["board"] == "thor-t5000"
-    assert report["board_facts"]["memory_gb"] == 128
-    assert set(report["board_facts"]["sources"].values()) == set(report["sources"])
-    assert [model["name"] for model in report["models"]] == ANSWERING
-    for model in report["models"]:
-        assert [form["weights"] for form in model["forms"]] == ["fp16", "int8", "int4, vision int8"]
-        for form in model["forms"]:
-            assert list(form["budgets"]) == list(model["rows"])
-            for budget in form["budgets"].values():
-                assert budget["fits"] is True
-                assert budget["memory_bytes"] > budget["memory"]["weights"] > 0
-                assert budget["bounds"]["token_ms"] > 0
-
-
 def test_a_recorded_board_is_described(tmp_path: Path) -> None:
     report = told("--root", orin_nano_jetpack_6_2(tmp_path), "llava-1.1b")
     assert report["board"] == "orin-nano-8gb"
@@ -117,58 +57,14 @@ def test_a_recorded_board_is_described(tmp_path: Path) -> None:
     assert model["forms"][0]["budgets"]["none"]["bounds"]["token_ms"] > 0
 
 
-def test_the_command_shows_progress(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The line of progress covers the imports of libraries and the computation."""
-    said: list[str] = []
-
-    @contextmanager
-    def recorded(text: str) -> Iterator[None]:
-        said.append(text)
-        yield
-        said.append("done")
-
-    computed = doctor_command.report_on_machine
-
-    def watched(*arguments: Any) -> Any:
-        said.append("computing")
-        return computed(*arguments)
-
-    monkeypatch.setattr(doctor_command, "status", recorded)
-    monkeypatch.setattr(doctor_command, "report_on_machine", watched)
-    monkeypatch.setattr(doctor_command, "this_environment", lambda: said.append("importing") or PYTHON_OF_JETPACK_6)
-    doctor("--root", orin_nano_jetpack_6_2(tmp_path), "llava-1.1b")
-    assert said == ["looking at this machine", "importing", "computing", "done"]
-
-
-def test_findings_come_with_what_to_do(tmp_path: Path) -> None:
-    done = doctor("--root", orin_nano_jetpack_6_2(tmp_path), "llava-1.1b")
-    assert done.code == 0
-    assert "stop: TensorRT 10.3.0.30 is installed for Python 3.10" in done.stdout
-    assert (
-        "note: the power mode is 15W, not MAXN_SUPER\n      for the board's full speed: sudo nvpmodel -m 2"
-        in done.stdout
-    )
-
-
 def test_text_of_a_machine_is_escaped(tmp_path: Path) -> None:
     root = changed(orin_nano_jetpack_6_2(tmp_path), {"proc/device-tree/model": "[bold]Evil\x1b[2J"})
     assert "machine       [bold]Evil\\x1b[2J\n" in doctor("--root", root, "llava-1.1b").stdout
 
 
-def test_jetpack_7_2_takes_the_default_dialect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    set_python(monkeypatch, "3.12.3")
-    report = told("--root", agx_orin_jetpack_7_2(tmp_path), "llava-1.5-7b")
-    assert report["jetpack"]["version"] == "7.2"
-    assert "--dialect" not in report["next"][0]
-    assert report["models"][0]["dialect"] == "opset24"
-
-
 @pytest.mark.parametrize("tree", [orin_nano_jetpack_6_2, workstation])
 def test_a_bundle_comes_with_the_commands_that_run_it(
-    tree: Callable[[Path], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    bundle: Callable[..., Path],
-    tmp_path: Path,
+    tree: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch, bundle: Callable[..., Path], tmp_path: Path
 ) -> None:
     set_python(monkeypatch, "3.10.12")
     path = bundle("mha-336", "fp16", dialect="opset20")
@@ -252,25 +148,12 @@ def test_engines_of_a_gpu_need_its_memory(bundle: Callable[..., Path], tmp_path:
     assert own["build"] is None
 
 
-@pytest.mark.parametrize("elsewhere", [True, False])
-def test_a_board_may_run_on_its_processor(elsewhere: bool, tmp_path: Path) -> None:
-    place = ("--board", "orin-nano-8gb") if elsewhere else ("--root", orin_nano_jetpack_6_2(tmp_path))
-    report = told(*place, "llava-1.1b", "--backend", "ort-cpu")
-    (model,) = report["models"]
-    assert model["backend"] == "ort-cpu"
-    assert model["forms"][0]["budgets"]["none"]["bounds"] is None
-    assert model["forms"][0]["precision"] == "fp32"
-
-
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [
         (("--board", "nano"), ("unknown board 'nano'", "orin-nano-4gb", "thor-t5000")),
         (("llava-9b",), ("'llava-9b' is no folder and no preset", "llava-1.5-7b")),
-        (
-            ("--backend", "tensorrt"),
-            ("--backend is 'tensorrt'", "a library for CPUs: ort-cpu, ", "--board NAME"),
-        ),
+        (("--backend", "tensorrt"), ("--backend is 'tensorrt'", "a library for CPUs: ort-cpu, ", "--board NAME")),
         (("--picture", "big"), ("--picture is 'big'", "as in 640x480")),
         (("--picture", "0x480"), ("a side of --picture is 0",)),
         (("--board", "orin-nano-8gb", "qwen2.5-vl-3b", "--picture", "16384x16"), ("16384",)),
@@ -288,14 +171,48 @@ def test_wrong_input_is_rejected(
     assert_refused(doctor(*arguments), *messages)
 
 
-def test_the_help_names_boards_and_presets() -> None:
-    done = subprocess.run(own_process("sinkprune-doctor", "--help"), capture_output=True, text=True)
-    assert done.returncode == 0
-    for words in ("--board", "--picture", "--json", "examples:", *read_boards().boards, *ANSWERING):
-        assert words in done.stdout
-    assert "--root" not in done.stdout
-
-
 def test_a_policy_is_refused(bundle: Callable[..., Path]) -> None:
     policy = bundle("pi0", budgets=("prune-77.8",), max_images=1)
     assert_refused(doctor(policy), "is a robot policy (family 'pi0')", "sinkprune-profile measures it")
+
+
+FIT = "sinkprune-run --fit pad shows it all (docs/pictures.md)"
+PIXELS = "for small things export with a larger --max-pixels (docs/pictures.md)"
+
+
+def test_the_picture_makes_a_difference_where_models_see_all_of_it() -> None:
+    small, large = (
+        told("--board", "agx-orin-64gb", "qwen2.5-vl-7b", "--picture", size)["models"][0]
+        for size in ("320x240", "1280x720")
+    )
+    assert small["visual_tokens"] < large["visual_tokens"] == 46 * 26
+    assert small["rows"]["none"]["prefill_flops"] < large["rows"]["none"]["prefill_flops"]
+
+
+@pytest.mark.parametrize(
+    ("model", "picture", "share", "size", "note", "do"),
+    [
+        ("llava-1.5-7b", "1280x720", 720 / 1280, None, "56 % of the picture (the middle 720x720 of 1280x720)", FIT),
+        ("llava-1.5-7b", "480x480", 1, None, None, None),
+        ("qwen2.5-vl-7b", "1280x720", 1, [1288, 728], None, None),
+        (
+            "qwen2.5-vl-7b",
+            "4000x3000",
+            1,
+            [1148, 840],
+            "the 4000x3000 picture at 1148x840 pixels, the bundle's limit",
+            PIXELS,
+        ),
+    ],
+)
+def test_what_is_not_seen_is_noted(
+    model: str, picture: str, share: float, size: list[int] | None, note: str | None, do: str | None
+) -> None:
+    words = ("--board", "agx-orin-64gb", model, "--picture", picture)
+    (found,) = told(*words)["models"]
+    assert found["seen_share"] == pytest.approx(share, abs=1e-3) and found["seen_size"] == size
+    assert (found["seen_part"] or found["seen_smaller"]) == (note and f"the model sees {note}")
+    text = doctor(*words).stdout
+    assert (
+        text.count("the model sees") == (note is not None) == text.count(f"note: the model sees {note}\n      {do}\n")
+    )

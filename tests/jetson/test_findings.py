@@ -10,20 +10,17 @@ import pytest
 
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.jetson.boards import preset_manifest, read_boards, read_presets
+from sinkprune.jetson.doctor import build_table
 from sinkprune.jetson.findings import (
     Finding,
-    board_dialect,
     board_dialect_findings,
     library_findings,
     machine_findings,
     model_findings,
     newest_dialect,
-    next_steps,
-    recommendations,
 )
 from sinkprune.jetson.fit import ModelFit, TargetMachine, fit
 from sinkprune.jetson.host import Library, Machine, PythonEnvironment, SystemFiles, read_machine
-from sinkprune.jetson.report import build_table
 from sinkprune.runtime.backends.known import KNOWN, on_cpu
 from support.stand_ins.board_trees import LIBRARIES as GOOD
 from support.stand_ins.board_trees import PYTHON_OF_JETPACK_6 as PYTHON
@@ -70,14 +67,6 @@ def test_a_workstation_needs_an_engine_library_and_no_more(tmp_path: Path) -> No
     assert "sinkprune[cpu]" in finding.do
 
 
-def test_no_swap_matters_on_small_boards_only(tmp_path: Path) -> None:
-    empty = "Filename\tType\tSize\tUsed\tPriority\n"
-    small = changed(orin_nano_jetpack_6_2(tmp_path / "small"), {"proc/swaps": empty})
-    assert "8 GB" in only(found(small), "it has no swap").found
-    large = changed(agx_orin_jetpack_7_2(tmp_path / "large"), {"proc/swaps": empty})
-    assert found(large, PYTHON_7) == []
-
-
 @pytest.mark.parametrize(
     ("python", "words", "do"),
     [
@@ -111,46 +100,18 @@ def test_a_python_that_cannot_run_engines_stops(
     assert do in finding.do
 
 
-def test_pycuda_does_as_well(tmp_path: Path) -> None:
-    python = replace(
-        PYTHON, libraries={**GOOD, "pycuda": Library("2024", None), "cuda.bindings": Library(None, "no")}
-    )
-    findings = found(orin_nano_jetpack_6_2(tmp_path), python)
-    assert not any(finding.stops for finding in findings)
-    assert only(findings, "cuda.bindings is installed but does not import").do
-
-
 @pytest.mark.parametrize(
     ("files", "words", "stops"),
     [
         ({"usr/lib/python3.10/dist-packages/tensorrt/__init__.py": None}, "module is not installed", True),
         ({"etc/nv_tegra_release": None}, "names no release of Jetson Linux", True),
-        (
-            {"etc/nv_tegra_release": "# R35 (release), REVISION: 4.1"},
-            "35.4.1 belongs to no JetPack",
-            True,
-        ),
+        ({"etc/nv_tegra_release": "# R35 (release), REVISION: 4.1"}, "35.4.1 belongs to no JetPack", True),
         ({"proc/device-tree/compatible": "acme,robot\0nvidia,tegra234\0"}, "with an unknown module", False),
         ({"etc/nvpmodel.conf": None, "var/lib/nvpmodel/status": None}, "power mode is unknown", False),
     ],
 )
 def test_what_a_board_lacks(files: dict[str, str | None], words: str, stops: bool, tmp_path: Path) -> None:
     assert only(found(changed(orin_nano_jetpack_6_2(tmp_path), files)), words).stops is stops
-
-
-def test_another_python_is_a_finding_without_tensorrt(tmp_path: Path) -> None:
-    root = changed(orin_nano_jetpack_6_2(tmp_path), {"usr/lib/python3.10/dist-packages/tensorrt/__init__.py": None})
-    assert "python3.10 -m venv" in only(found(root, PYTHON_7), "this Python is 3.12; JetPack 6.2 has 3.10").do
-
-
-def test_a_file_that_may_not_be_read_and_a_full_disk(tmp_path: Path) -> None:
-    root = orin_nano_jetpack_6_2(tmp_path)
-    (root / "etc/nvpmodel.conf").unlink()
-    (root / "etc/nvpmodel.conf").mkdir()
-    findings = found(root, disk=9_999_999_999)
-    assert "sudo" in only(findings, "not readable: /etc/nvpmodel.conf: Is a directory").do
-    assert not only(findings, "10.0 GB of disk are free").stops
-    assert len(found(root, disk=10_000_000_000)) == len(findings) - 1
 
 
 def fits(model: str, usable: int, path: Path | None = None, backend: str = "tensorrt") -> ModelFit:
@@ -202,16 +163,6 @@ def test_what_tensorrt_of_the_jetpack_does_not_support(
     assert (built[own] == "no") == (precision == "fp32" or weights == "uint4"), built
 
 
-def test_what_onnxruntime_of_the_jetpack_does_not_support(bundle: Callable[..., Path]) -> None:
-    model = fits("it", 0, bundle("mha-336", "fp32"), backend="ort-cpu")
-    (finding,) = model_findings([model], BOARDS.jetpack("36.4.3"), 0)
-    assert finding.stops and "ONNX Runtime for Python 3.10 of JetPack 6.2 supports opset20" in finding.found
-    assert not list(model_findings([model], BOARDS.jetpack("39.2"), 0))
-    assert not list(model_findings([replace(model, dialect="opset20")], BOARDS.jetpack("36.4.3"), 0))
-    assert not list(model_findings([replace(model, backend="openvino")], BOARDS.jetpack("36.4.3"), 0))
-    assert not list(model_findings([model], None, 0))
-
-
 @pytest.mark.parametrize(
     ("backend", "version", "dialect"),
     [
@@ -251,15 +202,6 @@ def test_what_the_jetpacks_of_a_board_elsewhere_do_not_support(bundle: Callable[
     assert not list(board_dialect_findings([model], orin, [BOARDS.jetpacks[-1]]))
 
 
-def test_the_dialect_that_every_jetpack_of_a_board_runs() -> None:
-    orin = BOARDS.board("orin-nano-8gb")
-    found = {
-        backend: board_dialect(backend, orin, BOARDS.jetpacks) for backend in ("tensorrt", "ort-cpu", "openvino")
-    }
-    assert found == {"tensorrt": "opset20", "ort-cpu": "opset20", "openvino": "opset24"}
-    assert board_dialect("ort-cpu", orin, [BOARDS.jetpacks[-1]]) == "opset24"
-
-
 def test_a_backend_whose_library_is_not_installed(tmp_path: Path) -> None:
     machine = read(workstation(tmp_path), replace(PYTHON, libraries={"onnxruntime": GOOD["onnxruntime"]}))
     models = [fits("llava-1.1b", 8 << 30, backend=name) for name in on_cpu()]
@@ -271,16 +213,6 @@ def test_a_backend_whose_library_is_not_installed(tmp_path: Path) -> None:
     # `machine_findings` says that there is none at all.
     nothing = replace(machine, python=replace(machine.python, libraries={}))
     assert not list(library_findings(nothing, models))
-
-
-def test_commands_name_a_method_that_is_not_the_usual_one(bundle: Callable[..., Path]) -> None:
-    for backend in ("ort-cpu", "tensorrt"):
-        usual = fits("it", 0, bundle("mha-336", "fp16", dialect="opset20"), backend=backend)
-        assert usual.method == "sinkpruner"
-        for method, words in (("sinkpruner", '"QUESTION" --budget'), ("visionzip", "--method visionzip --budget")):
-            model = replace(usual, method=method)
-            *_, run = next_steps([model], recommendations([model], []), [], "opset20")
-            assert run.startswith("sinkprune-run it") and words in run
 
 
 def test_a_finding_blocks_what_needs_the_library(tmp_path: Path) -> None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.bundle import Target, read_bundle
+from sinkprune.contract.manifest import BESIDE_GRAPHS
 from sinkprune.contract.memory import running_need
 from sinkprune.contract.schedule import schedule
+from sinkprune.engines.preflight import BuildMemory, disk_bytes, needed_bytes
 from sinkprune.jetson.boards import preset_manifest, read_presets
-from sinkprune.jetson.fit import NEW_TOKENS, PROMPT_TOKENS, TargetMachine, fit, manifest_in_form
+from sinkprune.jetson.fit import NEW_TOKENS, PROMPT_TOKENS, TargetMachine, build_fit, fit, manifest_in_form
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.families import load_family
+from support.programs.commands import run
 from support.programs.doctor_runs import NANO, PICTURE, preset
 
 
@@ -113,24 +115,6 @@ def test_a_bundle_is_listed_in_its_form_and_in_the_others(
     assert len(list(model.fitting())) == len(forms)
 
 
-def test_what_is_needed_to_the_byte_fits() -> None:
-    none = preset("llava-1.1b").forms[0].budgets["none"]
-    assert none.fits is None
-    for spare, fits in ((0, True), (-1, False)):
-        model = preset("llava-1.1b", usable=none.memory_bytes + spare)
-        assert model.forms[0].budgets["none"].fits is fits
-
-
-def test_faster_boards_have_lower_bounds_in_their_ratio() -> None:
-    slow = preset("qwen2.5-vl-3b").forms[0].budgets["none"].bounds
-    fast = preset("qwen2.5-vl-3b", replace(NANO, fp16_tflops=34, gb_per_s=408)).forms[0].budgets["none"].bounds
-    assert slow is not None and fast is not None
-    assert slow.prefill_flops_ms == pytest.approx(2 * fast.prefill_flops_ms)
-    assert slow.encoder_flops_ms == pytest.approx(2 * fast.encoder_flops_ms)
-    assert slow.token_ms == pytest.approx(4 * fast.token_ms)
-    assert slow.prefill_weights_ms == pytest.approx(4 * fast.prefill_weights_ms)
-
-
 def test_the_longest_text_is_the_last_that_fits() -> None:
     model = preset("llava-1.5-7b", usable=7_150_000_000)
     manifest = manifest_in_form(
@@ -152,3 +136,50 @@ def test_the_longest_text_is_the_last_that_fits() -> None:
     heavy = model.forms[0].budgets["none"]
     assert heavy.longest_text == 0
     assert preset("llava-1.5-7b").forms[0].budgets["none"].longest_text is None
+
+
+def test_the_largest_graph_counts_in_memory_and_all_on_disk(bundle: Callable[..., Path]) -> None:
+    source = read_bundle(bundle("mha-336", "fp16"))
+    manifest = source.manifest
+    weights = {graph: manifest.weight_bytes(graph) for graph in manifest.graphs}
+    largest = max(weights, key=weights.__getitem__)
+    beside = sum(manifest.files[name].size for name in BESIDE_GRAPHS)
+    found = build_fit(manifest, "tensorrt", 0, None)
+    assert found.memory_bytes == needed_bytes(
+        source, largest, {}, BuildMemory("memory", 0, copies=3.2, activations=False)
+    )
+    # An engine without weights is small.
+    code = sum(16 << 20 if own else 5 << 20 for own in weights.values())
+    assert found.disk_bytes == beside + sum(weights.values()) + code
+    assert beside < found.moving_disk_bytes == found.disk_bytes - sum(list(weights.values())[:-1])
+    assert (found.fits, found.needs_move) == (None, False)
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+def test_engines_of_a_cpu_take_at_most_the_computed_disk(
+    target: Target, bundle: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = bundle("gqa-112")
+    manifest = read_bundle(source).manifest
+    assert run("sinkprune-build", source, "-o", tmp_path / "engines", "--target", target).code == 0
+    taken = sum(file.stat().st_size for file in (tmp_path / "engines").rglob("*") if file.is_file())
+    weights = sum(map(manifest.weight_bytes, manifest.graphs))
+    most = disk_bytes(manifest, manifest.graphs, target, move=False)
+    assert taken <= most <= taken + 2 * weights + len(manifest.graphs) * (2 << 20)
+
+
+def test_a_byte_too_little_does_not_fit(bundle: Callable[..., Path]) -> None:
+    manifest = read_bundle(bundle("mha-336", "fp16")).manifest
+    need = build_fit(manifest, "tensorrt", 0, None)
+    memory, disk, moving = need.memory_bytes, need.disk_bytes, need.moving_disk_bytes
+
+    def fits(usable: int, free: int | None) -> tuple[bool | None, bool]:
+        found = build_fit(manifest, "tensorrt", usable, free)
+        return found.fits, found.needs_move
+
+    assert fits(memory, None) == (True, False)
+    assert fits(memory - 1, disk) == (False, False)
+    assert fits(memory, disk) == (True, False)
+    assert fits(0, disk - 1) == (True, True)
+    assert fits(0, moving) == (True, True)
+    assert fits(memory, moving - 1) == (False, False)

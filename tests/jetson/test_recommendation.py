@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sinkprune.jetson.fit import FormFit, ModelFit
-from sinkprune.jetson.recommendation import best_form, recommend
+from sinkprune.jetson.fit import FormFit, ModelFit, best_form, recommend
 from support.programs.doctor_runs import doctor, preset, set_python, told
 from support.stand_ins.board_trees import changed, orin_nano_jetpack_6_2
 
@@ -74,29 +73,6 @@ def test_the_command_that_a_stop_forbids_is_not_printed(tmp_path: Path) -> None:
     page = doctor("--root", root, "llava-1.1b").stdout
     assert "First:\n  make the environment again" in page
     assert "Next:" not in page and "sinkprune-export" not in page and "sinkprune-build" not in page
-
-
-def test_another_backend_is_not_stopped(tmp_path: Path) -> None:
-    report = told("--root", orin_nano_jetpack_6_2(tmp_path), "llava-1.1b", "--backend", "ort-cpu")
-    assert not any(finding["stops"] for finding in report["findings"])
-    assert report["first"] == []
-    assert report["next"][0].startswith("sinkprune-export llava-1.1b --random-weights -o llava-1.1b-int4")
-
-
-def test_the_recommendation_is_the_best_row_that_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    set_python(monkeypatch, "3.10.12")
-    report = told("--root", orin_nano_jetpack_6_2(tmp_path), "llava-1.1b")
-    (model,), (found,) = report["models"], report["recommendations"]
-    bounds = {form["weights"]: form["budgets"][found["budget"]]["bounds"] for form in model["forms"]}
-    best = min(bounds, key=lambda weights: bounds[weights]["token_ms"])
-    assert best.startswith(found["weights"])
-    # No other form has a lower bound of any time.
-    assert all(bounds[best][name] <= own[name] for own in bounds.values() for name in own)
-    assert re.fullmatch(r"Of fp16, int8, int4, int4 reads the fewest bytes for a token, [0-9.]+ GB\.", found["why"])
-    assert report["next"] == [
-        "sinkprune-export llava-1.1b --random-weights -o llava-1.1b-int4 --precision fp16 --weights int4 --dialect "
-        "opset20  # true shapes; for its weights give the checkpoint, without --random-weights"
-    ]
 
 
 def test_a_bundle_of_another_dialect_is_exported_again(

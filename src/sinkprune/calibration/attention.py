@@ -6,20 +6,20 @@ head that looks at salient tokens, at sink tokens or at fixed places does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from sinkprune.calibration.evaluation.report import BASELINE, Combination, TaskReport
+from sinkprune.calibration.evaluation.replies import BASELINE, Combination, TaskReport
 from sinkprune.calibration.evaluation.statistics import Mean, PictureBootstrap
 from sinkprune.calibration.norms import mark_largest, sink_tokens
 from sinkprune.calibration.questions import Loaded, Sample, ask
 from sinkprune.contract.budgets import UNPRUNED, prune_layers
 from sinkprune.contract.errors import BundleError, TaskError
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.precision import Array, WeightForms
+from sinkprune.contract.precision import Array
 from sinkprune.export.methods.heads import HEADS_VERSION, ChosenHeads, LayerHeads
 from sinkprune.runtime.backends import Backend, Engine, Tensor
 from sinkprune.runtime.profiling.profile import model_name
@@ -30,17 +30,17 @@ from sinkprune.runtime.steps.prompt_run import Kept
 
 
 def received_attention(backend: Backend, outputs: Mapping[str, Tensor], rows: PromptRows) -> Array:
-    """Return [V]: the causal attention that visual rows receive from the text, by a layer's `query` and `key`.
-
-    A softmax over visible keys, then the mean over heads and text rows, in fp32. Without text after the last picture,
-    the last row stands for it.
-    """
+    """Return [V]: the causal attention that visual rows receive from the text, by a layer's `query` and `key`."""
     query, key = (backend.numpy(outputs[name]).astype(np.float32) for name in ("query", "key"))
     return received_by_head(query, key, rows).mean(axis=0)
 
 
 def received_by_head(query: Array, key: Array, rows: PromptRows) -> Array:
-    """Return [H,V]: the same of queries [1,H,S,h] and keys [1,Hkv,S,h], with the mean over text rows only."""
+    """Return [H,V]: the attention of each head's queries [1,H,S,h] to keys [1,Hkv,S,h], after RoPE.
+
+    A softmax over visible keys, then the mean over text rows. Without text after the last picture, the last row
+    stands for it.
+    """
     text = rows.text if len(rows.text) else np.array([rows.length - 1])
     query, key = query[0][:, text], key[0]
     heads, _, size = query.shape
@@ -70,7 +70,7 @@ class TextAttention:
     @property
     def entropy_of_mean(self) -> float:
         """In nats: the entropy of `mean`, at least `entropy`, because heads and rows look at different places."""
-        return _entropy_of_text(self.mean)
+        return float(_entropy(self.mean))
 
     @property
     def uniform(self) -> float:
@@ -101,11 +101,6 @@ def text_attention(query: Array, key: Array, visual: Array, text: Array) -> Text
         entropy += float((np.log(totals[:, 0]) - (weights * logits).sum(axis=1)).mean())
         mean += weights.mean(axis=0)
     return TextAttention(entropy / heads, mean / heads)
-
-
-def _entropy_of_text(shares: Array) -> float:
-    seen = shares[shares > 0]
-    return float(-(seen * np.log(seen)).sum())
 
 
 Figure = TypeVar("Figure")
@@ -151,9 +146,8 @@ class RunFigures(Generic[Figure]):
 Observation = RunFigures[float]
 """The figures of one question."""
 RunMeans = RunFigures[Mean]
-"""The means over questions."""
 LayerMeans = LayerFigures[Mean]
-"""The means over questions at one prune layer."""
+"""The means over questions."""
 _WITHOUT_INTERVAL = ("rows", "last_rows", "uniform")
 
 
@@ -161,8 +155,6 @@ _WITHOUT_INTERVAL = ("rows", "last_rows", "uniform")
 class AttentionReport(TaskReport):
     """What `sinkprune-calibrate attention --json` writes."""
 
-    precision: str
-    weights: WeightForms
     outlier_per_mille: int
     """rho: sink tokens are so many per mille of each group's tokens, rounded up, those of largest norm."""
     none: RunMeans
@@ -203,18 +195,16 @@ class AttentionObserver(Observer):
             outputs = engine(inputs)
             if "query" in outputs:
                 # Buffers may serve the next request.
-                arrays = [backend.numpy(outputs[name]).copy() for name in ("query", "key")]
-                self.queries_and_keys[graph] = (arrays[0], arrays[1])
+                query, key = (backend.numpy(outputs[name]).copy() for name in ("query", "key"))
+                self.queries_and_keys[graph] = (query, key)
             return outputs
 
         return watched if graph.startswith("decoder_") else engine
 
     def laid_out(self, rows: PromptRows) -> None:
-        """Keep the places of visual rows and of text rows."""
         self.rows = rows
 
     def prefilled(self, result: Prefill) -> None:
-        """Keep the rows that survived each stage."""
         self.prefill = result
 
 
@@ -296,8 +286,7 @@ def questions_by_picture(items: Sequence[Sample]) -> list[list[Sample]]:
     for number, item in enumerate(items):
         own = asked[item.picture]
         if len(own) < 2:
-            later = [*items[number + 1 :], *items[:number]]
-            other = next(one for one in later if one.prompt not in own)
+            other = next(one for one in (*items[number + 1 :], *items[:number]) if one.prompt not in own)
             own[other.prompt] = item.asked_as(other)  # type: ignore[arg-type]
     return [list(own.values()) for own in asked.values()]
 
@@ -311,18 +300,19 @@ def choose_heads(
     for each. Raises what `ask` raises.
     """
     manifest = loaded.bundle.manifest
-    wanted = {str(layer) for layer in prune_layers(manifest.language_model.num_layers)}
+    wanted = prune_layers(manifest.language_model.num_layers)
     total: dict[str, Array] = {}
     for group in groups:
         looks: dict[str, list[Array]] = {}
         for item in group:
             ask(loaded, item, BASELINE, watch)
-            for layer, attention in _attention(manifest, watch):
+            for number, layer in enumerate(manifest.cut_after):
                 if layer in wanted:
-                    looks.setdefault(layer, []).append(attention)
+                    query, key = (tensor.astype(np.float64) for tensor in watch.queries_and_keys[f"decoder_{number}"])
+                    looks.setdefault(str(layer), []).append(received_by_head(query, key, watch.rows))
             count()
-        for layer, own in looks.items():
-            total[layer] = total.get(layer, np.zeros(1)) + question_dependence(np.stack(own))
+        for name, own in looks.items():
+            total[name] = total.get(name, np.zeros(1)) + question_dependence(np.stack(own))
     return ChosenHeads(HEADS_VERSION, model_name(manifest.checkpoint.source), _chosen(total, len(groups)))
 
 
@@ -340,15 +330,7 @@ def question_dependence(attention: Array) -> Array:
 
 
 def _entropy(shares: Array) -> Array:
-    """Return the entropy of distributions along the last axis, in nats."""
     return -(shares * np.log(np.where(shares > 0, shares, 1.0))).sum(axis=-1)
-
-
-def _attention(manifest: Manifest, watch: AttentionObserver) -> Iterator[tuple[str, Array]]:
-    """Yield each layer before a cut, and the attention [H,V] that its visual rows receive from the text."""
-    for number, layer in enumerate(manifest.cut_after):
-        query, key = (tensor.astype(np.float64) for tensor in watch.queries_and_keys[f"decoder_{number}"])
-        yield str(layer), received_by_head(query, key, watch.rows)
 
 
 def _chosen(total: Mapping[str, Array], pictures: int) -> dict[str, LayerHeads]:

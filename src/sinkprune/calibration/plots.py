@@ -1,7 +1,7 @@
-"""Plots of norms, attention and schedules.
+"""Plots of evaluations, norms, attention and quantisation, and heat maps of pictures.
 
-Each function returns the bytes of a picture file with the given suffix, e.g. ".png". All raise `UsageError` if
-matplotlib is missing.
+Functions named `plot_` return the bytes of a picture file with the given suffix, e.g. ".png". All raise `UsageError`
+if matplotlib is missing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sinkprune.calibration.attention import AttentionReport, RunMeans
-from sinkprune.calibration.evaluation.report import EvaluationReport
+from sinkprune.calibration.evaluation.replies import EvaluationReport
 from sinkprune.calibration.evaluation.statistics import FEW_QUESTIONS, Mean
 from sinkprune.calibration.norms import OUTLIER, NormReport, TokenFeatures, sink_tokens
 from sinkprune.contract.checks import counted, escaped
@@ -42,7 +42,6 @@ class HeatmapFolder:
     """Writes heat maps into a folder, until one cannot be written: what is measured meanwhile is kept."""
 
     def __init__(self, folder: Path) -> None:
-        """Make `folder`; raises `OutputError`."""
         self._made = not folder.exists()
         make_folder(folder)
         self.folder = folder
@@ -106,14 +105,11 @@ def draw_heatmaps(features: TokenFeatures, title: str) -> bytes:
             figure.colorbar(shades, ax=axes, shrink=0.85, ticks=ticks, format="%.3g").minorticks_off()
             if view == views[0]:
                 axes.set_title(name, fontsize=9)
-    heading = f"{_drawable(title)}; outlined: the {int(sinks.sum())} of largest norm"
+    # Matplotlib's own font lacks most characters.
+    drawable = escaped(title).encode("latin-1", "backslashreplace").decode("latin-1")
+    heading = f"{drawable}; outlined: the {int(sinks.sum())} of largest norm"
     figure.suptitle(heading, fontsize=9, parse_math=False)
     return figure_bytes(figure, ".png")
-
-
-def _drawable(text: str) -> str:
-    """Escape the characters of a file's name that matplotlib's own font lacks."""
-    return escaped(text).encode("latin-1", "backslashreplace").decode("latin-1")
 
 
 def _draw(axes: Any, boxes: Array, values: Array, sinks: Array, scale: Any) -> Any:
@@ -131,7 +127,6 @@ def _draw(axes: Any, boxes: Array, values: Array, sinks: Array, scale: Any) -> A
 
 OWN = "sinkpruner"
 """The project's own method, which is drawn boldly."""
-
 # Okabe-Ito without vermilion, the colour of SinkPruner, and without yellow, which is too pale for lines.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#777777")
 _OWN_COLOUR = "#D55E00"
@@ -184,7 +179,6 @@ def plot_norms(report: NormReport, suffix: str) -> bytes:
 
 
 def plot_quantisation(report: QuantisationReport, suffix: str) -> bytes:
-    """Draw the error of every layer in running order, next to that of rounding to the nearest."""
     figure, (axes,) = _new_figure(11, 4.6)
     places = range(len(report.layers))
     nearest = [100 * layer.to_nearest.relative_l2 for layer in report.layers]
@@ -226,7 +220,6 @@ def plot_attention(report: AttentionReport, suffix: str) -> bytes:
 
 
 def _draw_shares(axes: Any, runs: dict[str, RunMeans]) -> None:
-    """Draw a bar for each run, and a mark for choosing by salience alone."""
     for place, run in enumerate(runs.values()):
         axes.barh(place, 100 * run.sink_share.mean, color=_OWN_COLOUR if place else "#777777", height=0.6)
         axes.errorbar(100 * run.sink_share.mean, place, xerr=_reach(run.sink_share, 100), color="#000000")
@@ -259,7 +252,6 @@ def _draw_entropies(axes: Any, runs: dict[str, RunMeans]) -> None:
 
 
 def _reach(value: Mean, scale: float) -> list[list[float]]:
-    """Return the distances from a mean to the ends of its interval."""
     low, high = value.ci95 or (value.mean, value.mean)
     return [[scale * (value.mean - low)], [scale * (high - value.mean)]]
 
@@ -307,7 +299,6 @@ def _label(axes: Any, report: EvaluationReport) -> None:
 
 
 def _legend(figure: Any, axes: Any, report: EvaluationReport) -> None:
-    """List the unpruned engines, then the methods by their accuracy at most tokens."""
     most = {
         method: max(own.values(), key=lambda point: point.mean_visual_tokens)
         for method, own in report.methods.items()

@@ -47,8 +47,6 @@ _FIELDS = ", ".join([*_REQUIRED, *(f"{name} (optional)" for name in _OPTIONAL)])
 
 @dataclass(frozen=True)
 class Item:
-    """A question of a task and its picture."""
-
     question: Question
     picture: str
     """The picture's name; items with the same name have the same picture."""
@@ -65,7 +63,6 @@ class Item:
 
     @property
     def id(self) -> str:
-        """The question's."""
         return self.question.id
 
     @property
@@ -75,15 +72,12 @@ class Item:
 
     @property
     def files(self) -> list[Path]:
-        """The file of the picture, or its name in a test set."""
         return [Path(self.picture)]
 
     def load_images(self) -> list[Image.Image]:
-        """Load the picture, as a list."""
         return [self.load_image()]
 
     def asked_as(self, other: Item) -> Item:
-        """Return this item with the question of another."""
         return replace(self, question=other.question)
 
 
@@ -222,7 +216,11 @@ def _read_line(data: dict[str, Any], folder: Path, number: int) -> tuple[Path, Q
         options=options,
         choice=_choice(data, options),
     )
-    check_closed_list(question)
+    if question.closed_list and not any(map(question.is_right, question.closed_list)):
+        raise TaskError(
+            f"the closed list has no right answer, expected '{question.answers[0]}' in: "
+            f"{', '.join(question.closed_list)}. Add it."
+        )
     if question.is_right(""):
         raise TaskError(f"the answer {data['answer']!r} is empty, or nothing but punctuation. Give the right words.")
     return folder / _text("image", data["image"]), question
@@ -241,7 +239,6 @@ def _answers(value: Any) -> tuple[str, ...]:
 
 
 def _options(data: dict[str, Any]) -> tuple[str, ...]:
-    """Return the options of multiple choice, empty for other questions."""
     if "options" not in data:
         return ()
     value, most = data["options"], len(string.ascii_uppercase)
@@ -253,17 +250,7 @@ def _options(data: dict[str, Any]) -> tuple[str, ...]:
     return options
 
 
-def check_closed_list(question: Question) -> None:
-    """Raise `TaskError` if the question has a closed list without a right reply."""
-    if question.closed_list and not any(map(question.is_right, question.closed_list)):
-        raise TaskError(
-            f"the closed list has no right answer, expected '{question.answers[0]}' in: "
-            f"{', '.join(question.closed_list)}. Add it."
-        )
-
-
 def _choice(data: dict[str, Any], options: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the closed list of an open question; empty without one."""
     if "choice" not in data:
         return ()
     if options:

@@ -1,21 +1,20 @@
-"""Boards, and their presets.
+"""Boards and JetPacks, and the presets of models.
 
-`presets.json` has their facts, since a board lacks the export. `tests/support/models/preset_facts.py` writes that
-file, and a test compares it with the export.
-
-Figures are for the GPU alone, dense, in the fastest power mode. They come from datasheets, not from measurements.
+`boards.json` has figures for the GPU alone, dense, in the fastest power mode, from datasheets and not from
+measurements; a test checks that each fact has a source. `presets.json` has the facts of presets, since a board lacks
+the export. `tests/support/models/preset_facts.py` writes it, and a test compares it with the export.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
 from sinkprune.contract.budgets import FAMILIES, Plan, prune_layers
-from sinkprune.contract.checks import Bounds, SchemaError, Width, from_json
+from sinkprune.contract.checks import Bounds, Width, from_json
 from sinkprune.contract.errors import UnknownBoardError
 from sinkprune.contract.files.manifest_file import FileSpec
 from sinkprune.contract.files.untrusted import read_json
@@ -38,8 +37,6 @@ _METHOD = "sinkpruner"
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Bytes of the graphs' weights in fp16."""
-
     vision: Annotated[int, Bounds(1, 1 << 50)]
     projector: Annotated[int, Bounds(0, 1 << 50)]
     """0 without a projector."""
@@ -66,7 +63,6 @@ class PresetFacts:
 
 @cache
 def read_presets() -> dict[str, PresetFacts]:
-    """Return the facts of every preset, by its name."""
     return {name: from_json(PresetFacts, data, f"$.{name}") for name, data in read_json(_PRESETS_FILE).items()}
 
 
@@ -116,7 +112,6 @@ def preset_manifest(name: str, facts: PresetFacts, dialect: DialectName) -> Mani
 
 
 _FILE = Path(__file__).with_name("boards.json")
-_UNSOURCED = {"module", "sources"}
 
 Figure = Annotated[float, Bounds(0.1, 1e5)]
 """A figure of a datasheet, in the unit of its name."""
@@ -157,8 +152,6 @@ class Board:
 
 @dataclass(frozen=True)
 class SystemMemory:
-    """The share of a module's memory that is not for programs."""
-
     linux_sees_per_mille: Annotated[int, Bounds(1, 1000)]
     """The share of the module's memory that firmware leaves to Linux."""
     system_takes_mb: Annotated[int, Bounds(0, 1 << 20)]
@@ -168,8 +161,6 @@ class SystemMemory:
 
 @dataclass(frozen=True)
 class JetPack:
-    """A release of JetPack, and its components."""
-
     version: str
     first_l4t: str
     """Its first release of Jetson Linux (L4T)."""
@@ -223,32 +214,7 @@ class Boards:
 @cache
 def read_boards() -> Boards:
     """Return the known boards and releases."""
-    return parse_boards(read_json(_FILE))
-
-
-def parse_boards(data: object) -> Boards:
-    """Return the boards of parsed JSON. Raises `SchemaError` for malformed facts, and for facts without a source."""
-    boards = from_json(Boards, data)
-    for name, board in boards.boards.items():
-        facts = {field.name for field in fields(board)} - _UNSOURCED
-        known = {fact for fact in facts if getattr(board, fact) not in (None, ())}
-        _check_sources(boards, f"$.boards.{name}", known, board.sources)
-    own = {field.name for field in fields(SystemMemory)} - _UNSOURCED
-    _check_sources(boards, "$.system_memory", own, boards.system_memory.sources)
-    for number, jetpack in enumerate(boards.jetpacks):
-        _check_sources(boards, f"$.jetpacks[{number}]", {"source"}, {"source": jetpack.source})
-    releases = [_numbers(jetpack.first_l4t) for jetpack in boards.jetpacks]
-    if releases != sorted(releases):
-        raise SchemaError("$.jetpacks: expected the oldest first")
-    return boards
-
-
-def _check_sources(boards: Boards, where: str, facts: set[str], sources: dict[str, str]) -> None:
-    for fact in sorted(facts ^ set(sources)):
-        raise SchemaError(f"{where}.sources: expected one source for each fact, look at '{fact}'")
-    for fact, source in sources.items():
-        if source not in boards.sources:
-            raise SchemaError(f"{where}.sources.{fact}: '{source}' is none of the sources")
+    return from_json(Boards, read_json(_FILE))
 
 
 def _numbers(version: str) -> tuple[int, ...]:

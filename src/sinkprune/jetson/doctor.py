@@ -4,19 +4,485 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sinkprune.contract.checks import WholeNumber, to_json
+from rich.table import Table
+from rich.text import Text
+
+from sinkprune.contract.bundle import Bundle, read_runnable
+from sinkprune.contract.checks import WholeNumber, counted, to_json
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.options import CommandParser, PathOrName, json_outputs, write_result
 from sinkprune.contract.command_line.progress import status
+from sinkprune.contract.command_line.table_console import TableConsole, make_table, plain_text
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs
-from sinkprune.jetson.boards import read_boards, read_presets
-from sinkprune.jetson.host import SystemFiles, read_machine, this_environment
-from sinkprune.jetson.report import Query, print_report, report_on_board, report_on_machine
+from sinkprune.contract.manifest import DialectName
+from sinkprune.contract.memory import gigabytes
+from sinkprune.jetson.boards import Board, Boards, FactSource, JetPack, preset_manifest, read_boards, read_presets
+from sinkprune.jetson.findings import (
+    Finding,
+    board_dialect,
+    board_dialect_findings,
+    first_steps,
+    library_findings,
+    machine_findings,
+    model_findings,
+    newest_dialect,
+    next_steps,
+    recommendations,
+)
+from sinkprune.jetson.fit import (
+    BOARD_BACKEND,
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    BudgetFit,
+    FormFit,
+    ModelFit,
+    ModelState,
+    Recommendation,
+    TargetMachine,
+    fit,
+    refused_by_backend,
+)
+from sinkprune.jetson.host import ClockFrequency, Library, Machine, SystemFiles, read_machine, this_environment
+from sinkprune.runtime.backends.compatibility import usual_backend
 from sinkprune.runtime.backends.known import KNOWN, on_cpu
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """A machine or board, the models that fit it, and what to do next."""
+
+    machine: Machine | None
+    """None for a board elsewhere."""
+    board: str | None
+    """The board's name; None if the machine is no known board."""
+    board_facts: Board | None
+    sources: dict[str, FactSource]
+    """The sources of the board's facts, by the names in `Board.sources`."""
+    jetpack: JetPack | None
+    """The facts about the installed JetPack."""
+    backend: str
+    usable_bytes: int | None
+    """Memory for programs: what is free on this machine now, or about what a board leaves."""
+    findings: tuple[Finding, ...]
+    models: tuple[ModelFit, ...]
+    overview: bool
+    """Whether `models` are all presets, because the user named no model."""
+    recommendations: tuple[Recommendation, ...]
+    """How to run each model that can run."""
+    first: tuple[str, ...]
+    """What to do before any command can run; empty if nothing prevents one."""
+    next: tuple[str, ...]
+    """Commands to run next."""
+
+
+def report_on_machine(
+    machine: Machine, boards: Boards, models: Sequence[str], picture: Size, wanted: str | None
+) -> DoctorReport:
+    """Report how folders and presets, all presets if there are none, fit this machine, for an image of that size.
+
+    `wanted` is the backend; None is TensorRT on a board, and an installed backend elsewhere.
+    """
+    board = boards.board(machine.board) if machine.board else None
+    jetpack = boards.jetpack(machine.jetpack.l4t) if machine.jetpack.l4t else None
+    backend = wanted or _backend(machine)
+    timed = board if backend == BOARD_BACKEND else None
+    target = TargetMachine(backend, machine.free_bytes or 0, timed, machine.disk_free_bytes)
+    dialect = jetpack.dialect if jetpack else "opset20" if machine.chip else "opset24"
+    if newest_dialect(backend, machine.python.version_of("onnxruntime")) == "opset20":
+        dialect = "opset20"
+    fits = [_fit(model, dialect, target, picture, wanted) for model in models or read_presets()]
+    return _report(boards, fits, target, dialect, machine.board, machine, jetpack, overview=not models)
+
+
+def report_on_board(
+    name: str, boards: Boards, models: Sequence[str], picture: Size, wanted: str | None
+) -> DoctorReport:
+    """Report the same of a board elsewhere. Raises `UnknownBoardError`."""
+    board = boards.board(name)
+    backend = wanted or BOARD_BACKEND
+    target = TargetMachine(backend, boards.usable_bytes(board), board if backend == BOARD_BACKEND else None)
+    dialect = board_dialect(backend, board, boards.jetpacks)
+    fits = [_fit(model, dialect, target, picture, wanted) for model in models or read_presets()]
+    return _report(boards, fits, target, dialect, name, overview=not models)
+
+
+def _report(
+    boards: Boards,
+    models: Sequence[ModelFit],
+    target: TargetMachine,
+    dialect: DialectName,
+    name: str | None,
+    machine: Machine | None = None,
+    jetpack: JetPack | None = None,
+    *,
+    overview: bool,
+) -> DoctorReport:
+    findings = [*machine_findings(machine, boards)] if machine else []
+    if not overview:
+        # In an overview, a preset that is too large is no finding.
+        onnxruntime = machine.python.version_of("onnxruntime") if machine else None
+        findings += model_findings(models, jetpack, target.usable_bytes, onnxruntime)
+        if machine:
+            findings += library_findings(machine, models)
+        elif name:
+            findings += board_dialect_findings(models, boards.board(name), boards.jetpacks)
+    # A finding that blocks none of these models stops nothing.
+    findings = [replace(finding, stops=any(map(finding.blocks, models))) for finding in findings]
+    recommended = recommendations(models, findings)
+    facts = boards.board(name) if name else None
+    used = {*facts.sources.values()} if facts else set()
+    return DoctorReport(
+        machine=machine,
+        board=name,
+        board_facts=facts,
+        sources={key: source for key, source in boards.sources.items() if key in used},
+        jetpack=jetpack,
+        backend=target.backend,
+        usable_bytes=target.usable_bytes or None,
+        findings=tuple(findings),
+        models=tuple(models),
+        overview=overview,
+        recommendations=tuple(recommended),
+        first=tuple(first_steps(findings, recommended)),
+        next=tuple(next_steps(models, recommended, findings, dialect)),
+    )
+
+
+def _backend(machine: Machine) -> str:
+    if machine.chip:
+        return BOARD_BACKEND
+    imports = machine.python.imports
+    # The quickest pair: OpenVINO for the tower, ONNX Runtime for the decoder.
+    if imports("onnxruntime") and imports("openvino"):
+        return "ort-cpu+openvino"
+    return "openvino" if imports("openvino") else "ort-cpu"
+
+
+def _fit(model: str, dialect: DialectName, target: TargetMachine, picture: Size, wanted: str | None) -> ModelFit:
+    """Return how a bundle, engines or a preset fits. A folder with the name of a preset comes first.
+
+    Raises `BundleError`, `EnginesError` and `UsageError`.
+    """
+    presets = read_presets()
+    if Path(model).exists():
+        bundle = read_runnable(model)
+        if bundle.manifest.policy is not None:
+            raise UsageError(
+                f"'{model}' is a robot policy (family '{bundle.manifest.family}'), and this report is about models "
+                "that answer. Leave it out; sinkprune-profile measures it."
+            )
+        kind: ModelState = "engines" if bundle.engines else "bundle"
+        return fit(model, kind, bundle.manifest, _own_target(model, bundle, target, wanted), picture)
+    if model not in presets:
+        raise UsageError(
+            f"'{model}' is no folder and no preset of a model that answers; presets: {', '.join(presets)}."
+        )
+    return fit(model, "preset", preset_manifest(model, presets[model], dialect), target, picture)
+
+
+Size = tuple[int, int]
+"""Width and height in pixels."""
+_BOARDS = "aarch64"
+"""The architecture of all boards."""
+
+
+def _own_target(model: str, bundle: Bundle, target: TargetMachine, wanted: str | None) -> TargetMachine:
+    """Return the target for a bundle or for engines, which fix the backend.
+
+    Raises `UsageError` for engines of another target than that of the `wanted` backend, and for engines of a GPU
+    whose memory is unknown here.
+    """
+    if bundle.engines is None:
+        return target
+    backend, built = usual_backend(bundle), bundle.engines.manifest.target
+    if wanted is not None and KNOWN[wanted].target != built:
+        raise UsageError(
+            f"the engines '{model}' were built for target {built}, and backend '{wanted}' takes target "
+            f"{KNOWN[wanted].target}. Leave out --backend, or give the bundle."
+        )
+    if backend != target.backend and backend not in on_cpu():
+        raise UsageError(
+            f"the engines '{model}' are for {built}, and the memory of that GPU is unknown "
+            "here. Run this on that machine, or add --board NAME."
+        )
+    built_for = bundle.engines.manifest.flags.get("machine")
+    if target.board is not None and built_for not in (None, _BOARDS):
+        raise UsageError(
+            f"the engines '{model}' were built on {built_for}, and boards have {_BOARDS}. Build them on the board, "
+            "or give the bundle."
+        )
+    enforced = bundle.engines.manifest.enforced_limits
+    prompt, new = enforced.get("prompt_tokens"), enforced.get("new_tokens")
+    board = target.board if backend == target.backend else None
+    return replace(
+        target,
+        backend=backend,
+        board=board,
+        prompt_tokens=min(PROMPT_TOKENS, prompt or PROMPT_TOKENS),
+        new_tokens=min(NEW_TOKENS, new or NEW_TOKENS),
+        most_text=prompt + new if prompt and new else None,
+    )
+
+
+_UNKNOWN = "-"
+
+
+def budget_table(model: ModelFit) -> Table:
+    """Return a row for each form of weights and budget: memory, bounds of times and the longest context."""
+    timed = model.has_bounds
+    table = make_table(["weights", "budget"], ["visual", "GB", *_time_headings(timed), "text"])
+    for form in model.forms:
+        name = _form_name(model, form)
+        for budget, rows in model.rows.items():
+            fit = form.budgets[budget]
+            visual = ">".join(map(str, (model.visual_tokens, rows.tokens_per_layer[0], rows.tokens_per_layer[-1])))
+            table.add_row(
+                name,
+                plain_text(budget),
+                visual,
+                _memory(fit),
+                *_time_cells(fit),
+                _UNKNOWN if fit.longest_text is None else str(fit.longest_text),
+            )
+            name = ""
+    return table
+
+
+def build_table(model: ModelFit) -> Table:
+    """Return a row for each form of weights: the size of its files, and the needs of building its engines."""
+    table = make_table(["weights"], ["files GB", "build: memory GB", "disk GB", "disk GB with --move", "build fits"])
+    for form in model.forms:
+        build = form.build
+        if build is None:
+            continue
+        sizes = (form.weight_bytes, build.memory_bytes, build.disk_bytes, build.moving_disk_bytes)
+        fits = False if refused_by_backend(model, form) else build.fits
+        cell = _UNKNOWN if fits is None else "no" if not fits else "--move" if build.needs_move else "yes"
+        table.add_row(_form_name(model, form), *map(_gigabytes, sizes), _coloured(cell, fits))
+    return table
+
+
+def _form_name(model: ModelFit, form: FormFit) -> str:
+    """Return the name of a form of weights, with the type of states where two forms differ in nothing else."""
+    same = sum(other.decoder_form == form.decoder_form for other in model.forms)
+    return f"{form.decoder_form}{f', {form.precision}' if same > 1 else ''}{'*' if form.exported else ''}"
+
+
+def overview(models: Sequence[ModelFit], recommended: Sequence[Recommendation]) -> Table:
+    """Return a row for each preset: its recommendation, with memory, bounds of times and the longest context."""
+    timed = any(model.has_bounds for model in models)
+    table = make_table(["preset", "weights", "budget"], ["GB", "build", *_time_headings(timed)[timed:], "text"])
+    found = {one.model: one for one in recommended}
+    for model in models:
+        one = found.get(model.name)
+        if one is None:
+            table.add_row(model.name, "none")
+            continue
+        form = next(form for form in model.forms if form.decoder_form == one.weights)
+        fit = form.budgets[one.budget]
+        build = _gigabytes(form.build.memory_bytes) if form.build else _UNKNOWN
+        table.add_row(
+            model.name,
+            one.weights,
+            one.budget,
+            _memory(fit),
+            build,
+            *_time_cells(fit)[timed:],
+            _UNKNOWN if fit.longest_text is None else str(fit.longest_text),
+        )
+    return table
+
+
+def legend(report: DoctorReport) -> Iterator[str]:
+    model, requests = report.models[0], dict[tuple[int, int], list[str]]()
+    for each in report.models:
+        requests.setdefault((each.prompt_tokens, each.new_tokens), []).append(each.name)
+    for (prompt, new), names in requests.items():
+        of = f" of {', '.join(names)}" if len(requests) > 1 else ""
+        words = f"a prompt of {counted(prompt, 'token')} and {counted(new, 'new token')}"
+        yield f"GB{of}: memory for one picture, {words}."
+    if report.usable_bytes:
+        yield f"!: more than the {gigabytes(report.usable_bytes)} of memory that programs can take."
+    built = any(form.build for form in model.forms)
+    if report.overview:
+        if built:
+            yield "build: memory for the largest graph, without activations."
+        yield "none: no weights fit, or their engines cannot be built there."
+    else:
+        yield "visual: tokens of the picture > tokens into the LLM > tokens in its last layer."
+        if built:
+            yield "files: weights without embeddings. build: memory for the largest graph, without activations."
+            yield "disk: what a build takes next to the bundle, at most."
+    yield "text: the most tokens of prompt and answer together that fit after the picture."
+    if any(form.exported for one in report.models for form in one.forms):
+        yield "*: the folder as it is. The other forms are computed, to one per cent of the weights."
+    if not any(model.has_bounds for model in report.models):
+        yield "token GB: bytes that a token reads, weights and cache."
+        yield "Bounds of times are known only for TensorRT on a board."
+        return
+    timed = "TTFT, token" if report.overview else "prefill, TTFT, token"
+    yield f"{timed}: the least milliseconds that the datasheet allows, for each."
+    yield "TTFT: vision tower and prefill; preparing the picture is not counted."
+    if not report.overview:
+        yield "w: reading the weights bounds the prefill, and a smaller budget gains nothing."
+
+
+def recommendation(found: Recommendation, report: DoctorReport) -> str:
+    model = next(model for model in report.models if model.name == found.model)
+    same = sum(form.decoder_form == found.weights for form in model.forms)
+    weights = f"{found.weights} with {found.precision} states" if same > 1 else found.weights
+    text = f"{found.model}: {weights} at {found.budget} on {found.backend}. {found.why}"
+    return f"{text} {found.faster}" if found.faster else text
+
+
+def _time_headings(timed: bool) -> list[str]:
+    return ["prefill", "TTFT", "token"] if timed else ["token GB"]
+
+
+def _time_cells(fit: BudgetFit) -> list[str]:
+    bounds = fit.bounds
+    if bounds is None:
+        return [_gigabytes(fit.decode_bytes, digits=2)]
+    times = (bounds.prefill_ms, bounds.encoder_flops_ms + bounds.prefill_ms, bounds.token_ms)
+    # Two digits at least.
+    ms = [f"{value:.0f}" if value >= 10 else f"{value:.2g}" for value in times]
+    prefill = f"{ms[0]}{'w' if bounds.by_weights else ' '}"
+    return [prefill, *ms[1:]]
+
+
+def _memory(fit: BudgetFit) -> Text:
+    needed = _gigabytes(fit.memory_bytes)
+    return _coloured(f"{needed}!" if fit.fits is False else f"{needed} ", fit.fits)
+
+
+def _gigabytes(size: int, digits: int = 1) -> str:
+    """Return bytes in gigabytes, without the unit; less than one digit is a bound like "<0.1"."""
+    return f"{size / 1e9:.{digits}f}" if size >= 0.5e9 / 10**digits else f"<{10**-digits:g}"
+
+
+def _coloured(text: str, fits: bool | None) -> Text:
+    return Text(text, style="" if fits is None else "green" if fits else "red")
+
+
+_WIDTH = 100
+_FIT = "sinkprune-run --fit pad shows it all (docs/pictures.md)"
+_MAX_PIXELS = "for small things export with a larger --max-pixels (docs/pictures.md)"
+
+
+def print_report(report: DoctorReport) -> None:
+    console = TableConsole(_WIDTH, soft_wrap=False)
+    rows = _machine_rows(report.machine) if report.machine else iter(())
+    for name, text in (*rows, *_board_rows(report.board_facts, report)):
+        console.print(Text.assemble((f"{name:<14}", "bold"), plain_text(text)), soft_wrap=True)
+    for finding in report.findings:
+        console.print(_finding(finding), soft_wrap=True)
+    if report.machine and not report.findings:
+        console.print("No problems found.")
+    if report.overview:
+        console.print()
+        console.print(overview(report.models, report.recommendations))
+    for model in () if report.overview else report.models:
+        width, height = model.picture
+        console.print()
+        console.print(
+            plain_text(
+                f"{model.name}: {model.visual_tokens} visual tokens of a {width}x{height} picture, on {model.backend}"
+            ),
+            style="bold",
+            soft_wrap=True,
+        )
+        for unseen, do in ((model.seen_part, _FIT), (model.seen_smaller, _MAX_PIXELS)):
+            if unseen:
+                console.print(_finding(Finding(False, unseen, do)), soft_wrap=True)
+        console.print(budget_table(model))
+        if any(form.build for form in model.forms):
+            console.print()
+            console.print(build_table(model))
+    console.print()
+    for line in legend(report):
+        console.print(plain_text(line), style="dim")
+    if report.recommendations and not report.overview:
+        console.print("\nRecommended:", style="bold")
+        for found in report.recommendations:
+            console.print(plain_text(f"  {recommendation(found, report)}"), soft_wrap=True)
+    for title, lines in (("First:", report.first), ("Next:", report.next)):
+        if lines:
+            console.print(f"\n{title}", style="bold")
+        for line in lines:
+            console.print(plain_text(f"  {line}"), soft_wrap=True)
+    if report.first and not report.next:
+        console.print("  Then run sinkprune-doctor again: it prints the commands.")
+
+
+def _machine_rows(machine: Machine) -> Iterator[tuple[str, str]]:
+    yield "machine", machine.model or f"no Jetson: {machine.processor}, {machine.python.architecture}"
+    if machine.chip:
+        yield "board", machine.board or f"{machine.chip}, unknown module"
+    system = filter(None, (machine.system, machine.kernel and f"Linux {machine.kernel}"))
+    yield "system", ", ".join(system) or _UNKNOWN
+    installed = machine.jetpack
+    if machine.chip:
+        yield "Jetson Linux", installed.l4t or _UNKNOWN
+        yield "JetPack", installed.package or _UNKNOWN
+    if machine.chip or installed.cuda or installed.tensorrt:
+        pythons = f", for Python {', '.join(installed.tensorrt_python)}" if installed.tensorrt_python else ""
+        yield "CUDA", installed.cuda or _UNKNOWN
+        yield "TensorRT", (installed.tensorrt or _UNKNOWN) + pythons
+    python = machine.python
+    kind = "the system's" if not python.virtual else "virtual, sees the system's packages"
+    kind = kind if python.sees_system else "virtual, apart from the system's packages"
+    yield "Python", f"{python.version} ({kind}) {python.executable}"
+    yield "libraries", ", ".join(_library(name, found) for name, found in python.libraries.items()) or "none"
+    if machine.chip:
+        mode = machine.power_mode
+        known = f" of {', '.join(mode.modes)}" if mode and mode.modes else ""
+        yield "power mode", f"{mode.name or mode.id}{known}" if mode else _UNKNOWN
+    if machine.cpu_clock:
+        yield "CPU clock", _clock(machine.cpu_clock)
+    if machine.gpu_clock:
+        yield "GPU clock", _clock(machine.gpu_clock)
+    yield "processor", f"{machine.processor}, {counted(machine.cores, 'core')} for this process"
+    yield "instructions", machine.instructions or _UNKNOWN
+    free = f", {gigabytes(machine.free_bytes)} free" if machine.free_bytes else ""
+    yield "memory", (gigabytes(machine.memory_bytes) if machine.memory_bytes else _UNKNOWN) + free
+    swap = [f"{one.place} {gigabytes(one.bytes)}{' (zram)' if one.compressed else ''}" for one in machine.swap]
+    yield "swap", ", ".join(swap) or "none"
+    free = gigabytes(machine.disk_free_bytes) if machine.disk_free_bytes is not None else _UNKNOWN
+    yield "disk", f"{free} free at {machine.disk}"
+
+
+def _board_rows(board: Board | None, report: DoctorReport) -> Iterator[tuple[str, str]]:
+    if board is None:
+        return
+    yield "module", f"{board.module}, sm_{board.sm}"
+    int8 = f", {board.int8_tops:g} TOPS int8" if board.int8_tops else ""
+    figures = f"{board.memory_gb} GB, {board.gb_per_s:g} GB/s, {board.fp16_tflops:g} TFLOP/s fp16{int8}"
+    yield "power modes", ", ".join(board.power_modes)
+    yield "datasheet", f"{figures} (dense, fastest power mode; verify before quoting)"
+    if report.machine is None and report.usable_bytes:
+        yield "for programs", f"about {gigabytes(report.usable_bytes)}, without a desktop"
+
+
+def _finding(finding: Finding) -> Text:
+    mark, style = ("stop", "bold red") if finding.stops else ("note", "yellow")
+    return Text.assemble((f"{mark}: ", style), plain_text(finding.found), "\n      ", plain_text(finding.do))
+
+
+def _clock(clock: ClockFrequency) -> str:
+    parts = [f"{clock.now} MHz" if clock.now else "", f"of {clock.most}" if clock.most else "", clock.governor or ""]
+    return " ".join(filter(None, parts)) or _UNKNOWN
+
+
+def _library(name: str, library: Library) -> str:
+    # Users do not need a build's suffix.
+    version = re.split("[-+]", library.version)[0] if library.version else "does not import"
+    return f"{name} {version}"
+
 
 _EXAMPLES = """\
 examples:
@@ -36,19 +502,18 @@ def main(arguments: Sequence[str] | None) -> None:
     boards = read_boards()
     options = _parser(", ".join(boards.boards), ", ".join(read_presets())).parse_args(arguments)
     check_outputs(json_outputs(options.json), folders=map(Path, options.models))
-    query = Query(tuple(options.models), _size(options.picture), options.backend)
+    given = (options.models, _size(options.picture), options.backend)
     if options.board is not None:
-        report = report_on_board(options.board, boards, query)
+        report = report_on_board(options.board, boards, *given)
     else:
         with status("looking at this machine"):
             files = SystemFiles(options.root)
             machine = read_machine(files, this_environment(), boards, Path())
-            report = report_on_machine(machine, boards, query)
+            report = report_on_machine(machine, boards, *given)
     write_result(options.json, to_json(report), lambda: print_report(report))
 
 
 def _size(words: str) -> tuple[int, int]:
-    """Return width and height of words like 640x480. Raises `UsageError`."""
     found = re.fullmatch(r"(\d+)x(\d+)", words)
     if found is None:
         raise UsageError(f"--picture is '{words}', expected width and height in pixels, as in 640x480.")
@@ -56,7 +521,6 @@ def _size(words: str) -> tuple[int, int]:
 
 
 def _cpu_backend(name: str) -> str:
-    """Return the name; raises `UsageError` for a backend that is no CPU's."""
     if name in KNOWN and KNOWN[name].on_gpu:
         raise UsageError(
             f"--backend is '{name}', expected a library for CPUs: {', '.join(on_cpu())}. For TensorRT leave it "

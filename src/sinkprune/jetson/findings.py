@@ -1,4 +1,4 @@
-"""What the doctor finds on a machine, and what to do about it."""
+"""What the doctor finds on a machine, what to do about it, and what to run next."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from pathlib import Path
 from sinkprune.contract.manifest import DialectName
 from sinkprune.contract.memory import gigabytes
 from sinkprune.jetson.boards import Board, Boards, JetPack
-from sinkprune.jetson.fit import BOARD_BACKEND, ModelFit
+from sinkprune.jetson.fit import (
+    BOARD_BACKEND,
+    ModelFit,
+    Recommendation,
+    best_form,
+    recommend,
+    refused_by_backend,
+    usable_forms,
+)
 from sinkprune.jetson.host import Machine
-from sinkprune.jetson.recommendation import Recommendation, best_form, recommend, refused_by_backend, usable_forms
 from sinkprune.runtime.backends.known import KNOWN, on_cpu
 from sinkprune.runtime.steps.request import DEFAULT_METHOD
 
@@ -58,15 +65,22 @@ def machine_findings(machine: Machine, boards: Boards) -> Iterator[Finding]:
     board = boards.board(machine.board) if machine.board else None
     jetpack = boards.jetpack(machine.jetpack.l4t) if machine.jetpack.l4t else None
     for file in machine.unreadable:
-        yield _note(f"not readable: {file}", "run as root to read it: sudo $(command -v sinkprune-doctor)")
+        yield Finding(False, f"not readable: {file}", "run as root to read it: sudo $(command -v sinkprune-doctor)")
     if machine.chip:
         yield from _board_findings(machine, board, jetpack)
         yield from _tensorrt_findings(machine)
         yield from _speed_findings(machine)
-        yield from _swap_findings(machine, board)
+        if board and board.memory_gb <= _LITTLE_MEMORY_GB and all(swap.compressed for swap in machine.swap):
+            kind = "its only swap is zram, which is in the same memory" if machine.swap else "it has no swap"
+            yield Finding(
+                False,
+                f"{kind}: a build of engines on {board.memory_gb} GB may be killed",
+                "jetson/setup.sh --swap 8, or end other programs before a build",
+            )
     yield from _library_findings(machine)
     if machine.disk_free_bytes is not None and machine.disk_free_bytes < _LITTLE_DISK:
-        yield _note(
+        yield Finding(
+            False,
             f"{gigabytes(machine.disk_free_bytes)} of disk are free at '{machine.disk}'",
             "bundle and engines of a 7B take 4 GB each in int4, 14 in fp16: free some, keep them on another disk, or "
             "build with --move, which leaves engines only",
@@ -125,10 +139,11 @@ def board_dialect_findings(
 ) -> Iterator[Finding]:
     """Yield a note for each bundle whose dialect is too new for some JetPacks of a board elsewhere."""
     for model in models:
-        older = [pack for pack in _jetpacks_of(board, jetpacks) if _limiting(model.backend, pack)]
+        older = [pack for pack in jetpacks if board.sm in pack.sm and _limiting(model.backend, pack)]
         if older and model.kind == "bundle" and model.dialect != "opset20":
             library, releases = _limiting(model.backend, older[0]), " and ".join(pack.version for pack in older)
-            yield _note(
+            yield Finding(
+                False,
                 f"'{model.name}' has dialect {model.dialect}; {library} of JetPack {releases} supports opset20",
                 "for a board with such a JetPack, export it again with --dialect opset20",
             )
@@ -136,7 +151,7 @@ def board_dialect_findings(
 
 def board_dialect(backend: str, board: Board, jetpacks: Sequence[JetPack]) -> DialectName:
     """Return the dialect that `backend` runs on every JetPack of a board."""
-    return "opset20" if any(_limiting(backend, pack) for pack in _jetpacks_of(board, jetpacks)) else "opset24"
+    return "opset20" if any(board.sm in pack.sm and _limiting(backend, pack) for pack in jetpacks) else "opset24"
 
 
 def newest_dialect(backend: str, onnxruntime: str | None) -> DialectName:
@@ -144,10 +159,6 @@ def newest_dialect(backend: str, onnxruntime: str | None) -> DialectName:
     found = re.match(r"(\d+)\.(\d+)", onnxruntime or "")
     older = found is not None and tuple(map(int, found.groups())) < _OPSET24_FROM
     return "opset20" if older and "onnxruntime" in KNOWN[backend].libraries else "opset24"
-
-
-def _jetpacks_of(board: Board, jetpacks: Sequence[JetPack]) -> list[JetPack]:
-    return [pack for pack in jetpacks if board.sm in pack.sm]
 
 
 def _limiting(backend: str, jetpack: JetPack) -> str | None:
@@ -160,10 +171,6 @@ def _limiting(backend: str, jetpack: JetPack) -> str | None:
     return None
 
 
-def _note(found: str, do: str) -> Finding:
-    return Finding(False, found, do)
-
-
 def _stop_tensorrt(found: str, do: str) -> Finding:
     return Finding(True, found, do, (BOARD_BACKEND,))
 
@@ -173,7 +180,6 @@ def _stop_model(model: ModelFit, found: str, do: str) -> Finding:
 
 
 def _smaller(model: ModelFit) -> str:
-    """Return the advice to export a model in the recommended form."""
     best = best_form(model)
     return f"export it again with --weights {best[0].decoder_form}" if best else "use a smaller model"
 
@@ -195,7 +201,8 @@ def _build_findings(model: ModelFit, memory: int) -> Iterator[Finding]:
 
 def _board_findings(machine: Machine, board: Board | None, jetpack: JetPack | None) -> Iterator[Finding]:
     if board is None:
-        yield _note(
+        yield Finding(
+            False,
             f"this is a {machine.chip} with an unknown module: {machine.model}",
             "name the most similar board: sinkprune-doctor --board NAME",
         )
@@ -243,28 +250,20 @@ def _tensorrt_findings(machine: Machine) -> Iterator[Finding]:
 def _speed_findings(machine: Machine) -> Iterator[Finding]:
     mode, clock = machine.power_mode, machine.gpu_clock
     if mode is None:
-        yield _note("the power mode is unknown", "query it: sudo nvpmodel -q")
+        yield Finding(False, "the power mode is unknown", "query it: sudo nvpmodel -q")
     elif not mode.is_fastest and mode.fastest:
         name, number = mode.fastest
-        yield _note(
+        yield Finding(
+            False,
             f"the power mode is {mode.name or mode.id}, not {name}",
             f"for the board's full speed: sudo nvpmodel -m {number} (more heat; it may ask to reboot)",
         )
     if clock and clock.least is not None and clock.most and clock.least < clock.most:
-        yield _note(
+        yield Finding(
+            False,
             f"the GPU's clock may fall to {clock.least} of {clock.most} MHz between requests",
             "for steady latency: sudo jetson_clocks (until the next boot)",
         )
-
-
-def _swap_findings(machine: Machine, board: Board | None) -> Iterator[Finding]:
-    if board is None or board.memory_gb > _LITTLE_MEMORY_GB or any(not swap.compressed for swap in machine.swap):
-        return
-    kind = "its only swap is zram, which is in the same memory" if machine.swap else "it has no swap"
-    yield _note(
-        f"{kind}: a build of engines on {board.memory_gb} GB may be killed",
-        "jetson/setup.sh --swap 8, or end other programs before a build",
-    )
 
 
 def _library_findings(machine: Machine) -> Iterator[Finding]:
@@ -282,7 +281,6 @@ def _library_findings(machine: Machine) -> Iterator[Finding]:
 
 
 def _dialect_findings(model: ModelFit, jetpack: JetPack | None, onnxruntime: str | None) -> Iterator[Finding]:
-    """Yield a finding if the bundle's dialect is too new for the installed libraries, or for the JetPack's."""
     if model.dialect == "opset20":
         return
     if newest_dialect(model.backend, onnxruntime) == "opset20":
@@ -350,18 +348,15 @@ def next_steps(
         command
         for found in recommended
         if not any(finding.blocks(by_name[found.model]) and finding.model is None for finding in findings)
-        for command in _commands(by_name[found.model], found, dialect)
+        for command in (
+            _with_folder(by_name[found.model], found)
+            if found.as_it_is
+            else [_export(by_name[found.model], found, dialect)]
+        )
     )
     if all(model.kind == "preset" for model in models):
         return [f"{command}  {_OF_A_PRESET}" for command in islice(commands, 1)]
     return list(commands)
-
-
-def _commands(model: ModelFit, found: Recommendation, dialect: DialectName) -> Iterator[str]:
-    if found.as_it_is:
-        yield from _with_folder(model, found)
-    else:
-        yield _export(model, found, dialect)
 
 
 def _with_folder(model: ModelFit, found: Recommendation) -> Iterator[str]:
@@ -382,7 +377,6 @@ def _with_folder(model: ModelFit, found: Recommendation) -> Iterator[str]:
 
 
 def _export(model: ModelFit, found: Recommendation, dialect: DialectName) -> str:
-    """Return the command that exports a model in the recommended form; a preset gets random weights."""
     source = shlex.quote(model.source)
     if model.random_weights:
         source += " --random-weights"

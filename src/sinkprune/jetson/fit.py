@@ -1,23 +1,24 @@
-"""Which models, forms and engines fit into a board's memory.
+"""Which models, forms and engines fit into a board's memory, and which of them to run.
 
 The bounds are a roofline's. A prefill takes at least its FLOPs at the board's dense peak, and at least one read of
-the weights. A token takes at least a read of weights and cache.
+the weights. A token takes at least a read of weights and cache. So of two forms at one budget, the one that reads
+fewer bytes a token has the lower bounds of all times: a prefill has the same FLOPs in both.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from PIL import Image
 
-from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.budgets import FAMILIES, UNPRUNED
 from sinkprune.contract.bundle import Target
 from sinkprune.contract.files.manifest_file import FileSpec
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.memory import MemoryNeed, cache_bytes, running_need
+from sinkprune.contract.memory import MemoryNeed, cache_bytes, gigabytes, running_need
 from sinkprune.contract.precision import BLOCK_SIZES, DTYPES, PrecisionName, WeightForms, WeightsName
 from sinkprune.contract.schedule import Schedule, VisualLayout, decode_bytes, prefill_flops, schedule
 from sinkprune.engines.preflight import COPIES, disk_bytes, weights_bytes
@@ -112,18 +113,6 @@ _FORMS: dict[PrecisionName, tuple[WeightsName, ...]] = {
 """The forms of weights in a report, by the type of states."""
 
 
-class TextLengths(NamedTuple):
-    """The tokens of text of the requests in a report."""
-
-    prompt: int = PROMPT_TOKENS
-    new: int = NEW_TOKENS
-    most: int | None = None
-    """The most tokens of prompt and answer together that engines accept; None without a limit."""
-
-
-_USUAL_LENGTHS = TextLengths()
-
-
 @dataclass(frozen=True)
 class TargetMachine:
     """The backend and the machine for a model."""
@@ -136,11 +125,14 @@ class TargetMachine:
     """The board for bounds; None without a datasheet."""
     disk_free: int | None = None
     """Free bytes for engines; None is unknown."""
-    text: TextLengths = _USUAL_LENGTHS
+    prompt_tokens: int = PROMPT_TOKENS
+    new_tokens: int = NEW_TOKENS
+    """Tokens of text in the requests of the report."""
+    most_text: int | None = None
+    """The most tokens of prompt and answer together that engines accept; None without a limit."""
 
     @property
     def precision(self) -> PrecisionName:
-        """The type of states that suits the backend."""
         return "fp16" if self.backend == BOARD_BACKEND else "fp32"
 
 
@@ -159,7 +151,6 @@ class TimeBounds:
 
     @property
     def prefill_ms(self) -> float:
-        """The larger of the two bounds of a prefill."""
         return max(self.prefill_flops_ms, self.prefill_weights_ms)
 
     @property
@@ -203,7 +194,6 @@ class FormFit:
 
     @property
     def decoder_form(self) -> str:
-        """The form of the decoder's weights."""
         return self.weights.partition(",")[0]
 
 
@@ -271,10 +261,18 @@ def fit(name: str, kind: ModelState, manifest: Manifest, target: TargetMachine, 
     not accept.
     """
     layout = load_family(manifest).layout(Image.new("RGB", picture))
-    method = _method(manifest)
+    # The method of commands that name none, else the first of the bundle.
+    method = DEFAULT_METHOD if DEFAULT_METHOD in manifest.plans else next(iter(manifest.plans), "")
     names = [UNPRUNED, *manifest.plans.get(method, {})]
     schedules = {budget: schedule(manifest, method, budget, [layout]) for budget in names}
-    rows = {budget: _rows(manifest, planned, layout, target.text) for budget, planned in schedules.items()}
+    lm, rows = manifest.language_model, dict[str, BudgetRows]()
+    for budget, planned in schedules.items():
+        visual = planned.per_layer(lm.num_layers)
+        rows[budget] = BudgetRows(
+            tokens_per_layer=tuple(visual),
+            prefill_flops=prefill_flops(lm, [count + target.prompt_tokens for count in visual]),
+            encoder_flops=layout.tower_flops + layout.projector_flops * planned.rows,
+        )
     forms = []
     for stored, exported in _stored(manifest, kind, target):
         budgets = {
@@ -299,17 +297,12 @@ def fit(name: str, kind: ModelState, manifest: Manifest, target: TargetMachine, 
         seen_part=seen_part(layout) if layout.seen_share < 1 else None,
         seen_size=layout.seen_size,
         seen_smaller=smaller_picture(layout) or None,
-        prompt_tokens=target.text.prompt,
-        new_tokens=target.text.new,
+        prompt_tokens=target.prompt_tokens,
+        new_tokens=target.new_tokens,
         method=method,
         rows=rows,
         forms=tuple(forms),
     )
-
-
-def _method(manifest: Manifest) -> str:
-    """Return the method that commands use if they name none, else the first of the bundle."""
-    return DEFAULT_METHOD if DEFAULT_METHOD in manifest.plans else next(iter(manifest.plans), "")
 
 
 def _stored(manifest: Manifest, kind: ModelState, target: TargetMachine) -> Iterator[tuple[Manifest, bool]]:
@@ -326,16 +319,6 @@ def _stored(manifest: Manifest, kind: ModelState, target: TargetMachine) -> Iter
         yield manifest if exported else manifest_in_form(manifest, precision, form), exported
 
 
-def _rows(manifest: Manifest, planned: Schedule, layout: VisualLayout, text: TextLengths) -> BudgetRows:
-    lm = manifest.language_model
-    visual = planned.per_layer(lm.num_layers)
-    return BudgetRows(
-        tokens_per_layer=tuple(visual),
-        prefill_flops=prefill_flops(lm, [count + text.prompt for count in visual]),
-        encoder_flops=layout.tower_flops + layout.projector_flops * planned.rows,
-    )
-
-
 def _budget_fit(
     stored: Manifest,
     kind: ModelState,
@@ -349,13 +332,16 @@ def _budget_fit(
         memory = KNOWN[target.backend].memory
         return running_need(stored, memory, built=built, layouts=[layout], planned=planned, tokens=tokens)
 
-    lengths = target.text
-    here = need(lengths.prompt + lengths.new)
-    cache = cache_bytes(stored, planned, lengths.prompt)
+    here = need(target.prompt_tokens + target.new_tokens)
+    cache = cache_bytes(stored, planned, target.prompt_tokens)
     step = decode_bytes(stored, cache)
-    bounds = _bounds(target.board, rows, step - cache, step) if target.board else None
+    bounds = None
+    if target.board:
+        per_ms, bytes_per_ms = target.board.fp16_tflops * 1e9, target.board.gb_per_s * 1e6
+        flops = (rows.encoder_flops / per_ms, rows.prefill_flops / per_ms)
+        bounds = TimeBounds(*flops, (step - cache) / bytes_per_ms, step / bytes_per_ms)
     most = max(stored.language_model.max_positions - planned.rows, 0)
-    room = range((most if lengths.most is None else min(most, lengths.most)) + 1)
+    room = range((most if target.most_text is None else min(most, target.most_text)) + 1)
     text = bisect_right(room, target.usable_bytes, key=lambda tokens: need(tokens).bytes) - 1
     return BudgetFit(
         memory=here,
@@ -368,11 +354,98 @@ def _budget_fit(
     )
 
 
-def _bounds(board: Board, rows: BudgetRows, weights: int, step: int) -> TimeBounds:
-    per_ms, bytes_per_ms = board.fp16_tflops * 1e9, board.gb_per_s * 1e6
-    return TimeBounds(
-        encoder_flops_ms=rows.encoder_flops / per_ms,
-        prefill_flops_ms=rows.prefill_flops / per_ms,
-        prefill_weights_ms=weights / bytes_per_ms,
-        token_ms=step / bytes_per_ms,
+@dataclass(frozen=True)
+class Recommendation:
+    """How to run a model, and why."""
+
+    model: str
+    weights: str
+    """The form of the decoder's weights."""
+    precision: PrecisionName
+    """The type of states."""
+    as_it_is: bool
+    """Whether the folder can run unchanged; else the model must first be exported in this form."""
+    budget: str
+    backend: str
+    why: str
+    """The reason, as a sentence."""
+    faster: str | None
+    """The weights that would read fewer bytes a token than those of the folder, as a sentence; None if none would."""
+
+
+def usable_forms(model: ModelFit) -> Iterator[FormFit]:
+    """Yield the forms of weights that fit, that the backend supports, and that can be built if necessary."""
+    for form, _ in model.fitting():
+        builds = model.backend != BOARD_BACKEND or form.build is None or form.build.fits is not False
+        if builds and not refused_by_backend(model, form):
+            yield form
+
+
+def refused_by_backend(model: ModelFit, form: FormFit) -> bool:
+    """Return whether the backend does not support this form: TensorRT needs fp16 states and no uint4."""
+    built = model.kind == "engines" and form.exported
+    return model.backend == BOARD_BACKEND and not built and (form.precision != "fp16" or "uint4" in form.weights)
+
+
+def best_form(model: ModelFit) -> tuple[FormFit, str] | None:
+    """Return the form to export that reads the fewest bytes a token, and its budget; None if no form can run.
+
+    The budget comes first: the largest pruned one that an export makes and that fits in any form, because it is the
+    most accurate. Then comes the form that reads the fewest bytes of those that fit at this budget, whether the
+    folder has it or not.
+    """
+    forms = list(usable_forms(model))
+    # Without budgets that were added to the folder.
+    made = (UNPRUNED, *FAMILIES[model.family].budgets)
+    names = [name for name in _pruned_first(model) if name in made]
+    budget = next((name for name in names if any(_fits(form, name) for form in forms)), None)
+    if budget is None:
+        return None
+    return _fewest_bytes((form for form in forms if _fits(form, budget)), budget), budget
+
+
+def recommend(model: ModelFit, *, as_it_is: bool) -> Recommendation | None:
+    """Return the folder unchanged if it can run, and else the best choice; None if there is none.
+
+    `as_it_is` is False if a finding forbids the folder unchanged.
+    """
+    own = next((form for form in usable_forms(model) if form.exported and as_it_is), None)
+    best = best_form(model) if own is None else (own, next(name for name in _pruned_first(model) if _fits(own, name)))
+    if best is None:
+        return None
+    form, budget = best
+    compared = [name for name in usable_forms(model) if _fits(name, budget)]
+    size, least = gigabytes(form.budgets[budget].decode_bytes), _fewest_bytes(compared, budget)
+    why, faster = f"Only {form.decoder_form} fits.", None
+    if own is not None:
+        why = f"'{model.name}' fits as it is. sinkprune-run compares the sums of its files."
+        if least is not form and model.kind != "engines":
+            new, weights = gigabytes(least.budgets[budget].decode_bytes), least.decoder_form
+            faster = f"Weights in {weights} would read {new} a token, these {size}: export with --weights {weights}."
+    elif len(compared) > 1:
+        names = ", ".join(other.decoder_form for other in compared)
+        why = f"Of {names}, {form.decoder_form} reads the fewest bytes for a token, {size}."
+    return Recommendation(
+        model=model.name,
+        weights=form.decoder_form,
+        precision=form.precision,
+        as_it_is=own is not None,
+        budget=budget,
+        backend=model.backend,
+        why=why,
+        faster=faster,
     )
+
+
+def _pruned_first(model: ModelFit) -> list[str]:
+    """Return the pruned budgets, largest first, and unpruned last. An added budget may be larger than others."""
+    pruned = [name for name in model.rows if name != UNPRUNED]
+    return [*sorted(pruned, key=lambda name: -sum(model.rows[name].tokens_per_layer)), UNPRUNED]
+
+
+def _fits(form: FormFit, budget: str) -> bool:
+    return form.budgets[budget].fits is not False
+
+
+def _fewest_bytes(forms: Iterable[FormFit], budget: str) -> FormFit:
+    return min(forms, key=lambda form: form.budgets[budget].decode_bytes)

@@ -59,7 +59,6 @@ class SystemFiles:
         return int(line) if line and line.isdecimal() else None
 
     def matching(self, pattern: str) -> list[str]:
-        """Return the sorted paths of a pattern of `Path.glob`."""
         try:
             return sorted(str(path.relative_to(self.root)) for path in self.root.glob(pattern))
         except OSError as error:
@@ -67,7 +66,6 @@ class SystemFiles:
             return []
 
     def target(self, path: str) -> str | None:
-        """Return the name of the target of the link `path`; None without a link."""
         try:
             return (self.root / path).readlink().name
         except OSError:
@@ -79,6 +77,7 @@ _CUDA = ("usr/local/cuda/version.json", "usr/local/cuda-13/version.json", "usr/l
 _TENSORRT = re.compile(r"libnvinfer\d+")
 _MODULES = "usr/lib/python3*/dist-packages/tensorrt/__init__.py"
 _UPSTREAM = re.compile(r"\d+(?:\.\d+)*")
+"""The upstream version of a package's: "10.3.0.30" of "10.3.0.30-1+cuda12.5"."""
 
 
 @dataclass(frozen=True)
@@ -97,30 +96,20 @@ class InstalledJetPack:
 
 def read_installed(files: SystemFiles) -> InstalledJetPack:
     """Return the installed versions."""
-    packages = _packages(files)
+    packages, release = _packages(files), _RELEASE.search(files.text("etc/nv_tegra_release") or "")
     tensorrt = next((version for name, version in packages.items() if _TENSORRT.fullmatch(name)), None)
     modules = [re.search(r"python(3\.\d+)/", path) for path in files.matching(_MODULES)]
-    # /usr/lib/python3 has the modules of Debian's own Python, of any version.
-    own = _system_python(files) if any(module is None for module in modules) else None
-    pythons = {*(module[1] for module in modules if module), *([own] if own else [])}
+    if None in modules:
+        # /usr/lib/python3 has the modules of Debian's own Python, of any version.
+        modules.append(re.fullmatch(r"python(3\.\d+)", files.target("usr/bin/python3") or ""))
+    upstream = _UPSTREAM.match(tensorrt or packages.get("tensorrt", ""))
     return InstalledJetPack(
-        l4t=_l4t(files),
+        l4t=f"{release[1]}.{release[2]}" if release else None,
         package=packages.get("nvidia-jetpack"),
         cuda=_cuda(files),
-        tensorrt=_upstream(tensorrt or packages.get("tensorrt")),
-        tensorrt_python=tuple(sorted(pythons)),
+        tensorrt=upstream[0] if upstream else None,
+        tensorrt_python=tuple(sorted({module[1] for module in modules if module})),
     )
-
-
-def _l4t(files: SystemFiles) -> str | None:
-    found = _RELEASE.search(files.text("etc/nv_tegra_release") or "")
-    return f"{found[1]}.{found[2]}" if found else None
-
-
-def _system_python(files: SystemFiles) -> str | None:
-    """Return the version of /usr/bin/python3."""
-    found = re.fullmatch(r"python(3\.\d+)", files.target("usr/bin/python3") or "")
-    return found[1] if found else None
 
 
 def _cuda(files: SystemFiles) -> str | None:
@@ -134,19 +123,12 @@ def _cuda(files: SystemFiles) -> str | None:
 
 
 def _packages(files: SystemFiles) -> dict[str, str]:
-    """Return the versions of installed packages, by name."""
     versions = {}
     for paragraph in (files.text("var/lib/dpkg/status") or "").split("\n\n"):
         fields = dict(re.findall(r"^(Package|Status|Version): (.+)$", paragraph, re.MULTILINE))
         if fields.get("Status", "").endswith(" installed") and {"Package", "Version"} <= fields.keys():
             versions[fields["Package"]] = fields["Version"]
     return versions
-
-
-def _upstream(version: str | None) -> str | None:
-    """Return the upstream version: "10.3.0.30" of "10.3.0.30-1+cuda12.5"."""
-    found = _UPSTREAM.match(version or "")
-    return found[0] if found else None
 
 
 _STATUS = "var/lib/nvpmodel/status"
@@ -207,22 +189,23 @@ def read_power_mode(files: SystemFiles) -> PowerMode | None:
 
 def read_cpu_clock(files: SystemFiles) -> ClockFrequency | None:
     """Return the first core's clock; None if unknown."""
-    now, least, most = (_mhz(files.number(f"{_CPU}/scaling_{what}_freq"), 1000) for what in ("cur", "min", "max"))
-    governor = files.line(f"{_CPU}/scaling_governor")
-    return ClockFrequency(now, least, most, governor) if most or governor else None
+    clock = _read_clock(files, f"{_CPU}/scaling_", 1000)
+    return clock if clock.most or clock.governor else None
 
 
 def read_gpu_clock(files: SystemFiles) -> ClockFrequency | None:
     """Return a Jetson's GPU clock; None if unknown."""
     for folder in (path for pattern in GPU_FOLDERS for path in files.matching(pattern)):
-        now, least, most = (_mhz(files.number(f"{folder}/{what}_freq"), 1_000_000) for what in ("cur", "min", "max"))
-        if most:
-            return ClockFrequency(now, least, most, files.line(f"{folder}/governor"))
+        clock = _read_clock(files, f"{folder}/", 1_000_000)
+        if clock.most:
+            return clock
     return None
 
 
-def _mhz(value: int | None, per_mhz: int) -> int | None:
-    return None if value is None else round(value / per_mhz)
+def _read_clock(files: SystemFiles, prefix: str, per_mhz: int) -> ClockFrequency:
+    values = [files.number(f"{prefix}{what}_freq") for what in ("cur", "min", "max")]
+    now, least, most = (None if value is None else round(value / per_mhz) for value in values)
+    return ClockFrequency(now, least, most, files.line(f"{prefix}governor"))
 
 
 # Each library is imported in its own process, because a library for another machine may end the process.
@@ -237,9 +220,9 @@ except Exception as error:
 """
 _BY = {
     "onnxruntime": "onnxruntime.library import import_onnxruntime as load; library = load('ort-cpu')",
-    "openvino": "openvino.library import import_openvino as load; library = load('openvino')",
-    "tensorrt": "tensorrt.library import import_tensorrt as load; library = load('tensorrt')",
-    "tensorrt_rtx": "tensorrt.library import import_tensorrt as load; library = load('tensorrt-rtx')",
+    "openvino": "openvino.devices import import_openvino as load; library = load('openvino')",
+    "tensorrt": "tensorrt.backend import import_tensorrt as load; library = load('tensorrt')",
+    "tensorrt_rtx": "tensorrt.backend import import_tensorrt as load; library = load('tensorrt-rtx')",
 }
 _PROGRAMS = {
     **{name: _IMPORT.format(f"from sinkprune.runtime.backends.{words}") for name, words in _BY.items()},
@@ -382,11 +365,17 @@ def read_machine(files: SystemFiles, python: PythonEnvironment, boards: Boards, 
     words = (files.text(f"{_DEVICE_TREE}/compatible") or "").split("\0")
     chips = [kind for word, kind in boards.chips.items() if word in words]
     cpuinfo = files.root / "proc/cpuinfo"
+    system = re.search(r'^PRETTY_NAME="?([^"\n]*)', files.text("etc/os-release") or "", re.MULTILINE)
+    memory = re.search(r"^MemTotal:\s+(\d+) kB", files.text("proc/meminfo") or "", re.MULTILINE)
+    try:
+        disk_free = shutil.disk_usage(folder).free
+    except OSError:
+        disk_free = None
     return Machine(
         model=files.line(f"{_DEVICE_TREE}/model"),
         board=boards.name_of(words),
         chip=chips[0] if chips else None,
-        system=_system(files),
+        system=system[1] if system else None,
         kernel=files.line("proc/sys/kernel/osrelease"),
         jetpack=read_installed(files),
         python=python,
@@ -396,23 +385,13 @@ def read_machine(files: SystemFiles, python: PythonEnvironment, boards: Boards, 
         processor=processor_name(cpuinfo),
         instructions=instructions(cpuinfo),
         cores=usable_cores(files.root),
-        memory_bytes=_memory(files),
+        memory_bytes=int(memory[1]) * 1024 if memory else None,
         free_bytes=available_bytes(files.root) or None,
         swap=_swap(files),
         disk=str(folder.absolute()),
-        disk_free_bytes=_disk(folder),
+        disk_free_bytes=disk_free,
         unreadable=tuple(files.unreadable),
     )
-
-
-def _system(files: SystemFiles) -> str | None:
-    found = re.search(r'^PRETTY_NAME="?([^"\n]*)', files.text("etc/os-release") or "", re.MULTILINE)
-    return found[1] if found else None
-
-
-def _memory(files: SystemFiles) -> int | None:
-    found = re.search(r"^MemTotal:\s+(\d+) kB", files.text("proc/meminfo") or "", re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
 
 
 def _swap(files: SystemFiles) -> tuple[Swap, ...]:
@@ -423,10 +402,3 @@ def _swap(files: SystemFiles) -> tuple[Swap, ...]:
         for words in lines
         if len(words) >= 3 and words[2].isdecimal()
     )
-
-
-def _disk(folder: Path) -> int | None:
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return None

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sinkprune.calibration.scheduling import propose as grid
-from sinkprune.calibration.scheduling import report as report_module
-from sinkprune.calibration.scheduling import report as report_text
-from sinkprune.calibration.scheduling import search as questions
+from sinkprune.calibration import questions
+from sinkprune.calibration.scheduling import propose, report
 from sinkprune.deadlines import costs as costs_model
 
 
@@ -31,18 +29,18 @@ def no_note_of_load(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def any_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accept all predictions, however the speed of the machine changes that runs the tests."""
-    monkeypatch.setattr(report_module, "NEAR", math.inf)
+    monkeypatch.setattr(report, "NEAR", math.inf)
 
 
 @pytest.fixture(autouse=True)
 def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two scenes and every third sanitizer: the choice among all is that of tests/calibration/scheduling."""
-    sanitizers = grid.sanitizers
+    sanitizers = propose.sanitizers
     monkeypatch.setattr(questions, "PICTURES", 2)
-    monkeypatch.setattr(grid, "sanitizers", lambda manifest: sanitizers(manifest)[::3])
+    monkeypatch.setattr(propose, "sanitizers", lambda manifest: sanitizers(manifest)[::3])
 
 
 @pytest.fixture(autouse=True)
 def any_attention_may_be_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The attention of random weights is spread over all tokens, so that small budgets drop most of it."""
-    monkeypatch.setattr(report_text, "_MOST_LOST", 1.0)
+    monkeypatch.setattr(report, "_MOST_LOST", 1.0)

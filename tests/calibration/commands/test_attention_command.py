@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
@@ -14,7 +13,7 @@ from PIL import Image
 from sinkprune import Pipeline
 from sinkprune.calibration.attention import AttentionObserver, observe
 from sinkprune.calibration.commands import attention
-from sinkprune.calibration.evaluation.report import BASELINE, Combination
+from sinkprune.calibration.evaluation.replies import BASELINE, Combination
 from sinkprune.calibration.tasks import load_task
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.export.bundle_writer import export_bundle
@@ -91,55 +90,6 @@ def test_means_are_those_of_the_questions(bundle: Bundles, questions: Path, tmp_
         assert plot.width > 500
 
 
-def test_methods_that_keep_outliers_are_rows_like_all(
-    checkpoint: Callable[[str], Path], questions: Path, tmp_path: Path
-) -> None:
-    methods = ("sinkpruner", "fastervlm")
-    export_bundle(ExportRequest(str(checkpoint("gqa-112")), ("retain-192",), methods), tmp_path / "bundle")
-    report = tmp_path / "attention.json"
-    outcome = run("sinkprune-calibrate", "attention", tmp_path / "bundle", "--data", questions, "--json", report)
-    assert outcome.code == 0, outcome.stderr
-    assert "export with" not in outcome.stdout
-    fastervlm = json.loads(report.read_text())["methods"]["fastervlm"]["retain-192"]
-    assert fastervlm["sink_share"] == fastervlm["salience_alone"]
-    assert fastervlm["last_rows"] == fastervlm["rows"]
-
-
-def test_one_picture_has_no_intervals_and_images_of_any_size_another_remedy(
-    bundle: Bundles, questions: Path, tmp_path: Path
-) -> None:
-    report = tmp_path / "attention.json"
-    chosen = "--data", questions, "--limit", 2, "--budgets", "prune-66.7"
-    outcome = run("sinkprune-calibrate", "attention", bundle("qwen"), *chosen, "--json", report)
-    assert outcome.code == 0, outcome.stderr
-    told = json.loads(report.read_text())
-    assert told["questions"] == 2 and told["none"]["sink_share"]["ci95"] is None
-    assert "--budgets prune-66.7,prune-66.7+keep-outliers" in outcome.stdout
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--budgets", "retain-7"], "holds no budget 'retain-7'"),
-        (["--methods", "fastv"], "holds no method 'fastv'"),
-        (["--data", "nothing.jsonl"], "nothing.jsonl"),
-        (["--json", "no/such/folder.json"], "folder.json"),
-        (["--plot", "plot.txt"], "plot.txt"),
-        (["--limit", "0"], "--limit"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_at_once(
-    bundle: Bundles, questions: Path, options: list[str], said: str
-) -> None:
-    assert_refused(run("sinkprune-calibrate", "attention", bundle("gqa-112"), "--data", questions, *options), said)
-
-
-def test_a_report_does_not_replace_the_questions(bundle: Bundles, questions: Path) -> None:
-    outcome = run("sinkprune-calibrate", "attention", bundle("gqa-112"), "--data", questions, "--json", questions)
-    assert_refused(outcome, "questions.jsonl")
-    assert questions.read_text().startswith("{")
-
-
 def test_chosen_heads_go_from_the_command_to_a_plan(
     bundle: Bundles, checkpoint: Callable[[str], Path], questions: Path, tmp_path: Path
 ) -> None:
@@ -178,17 +128,3 @@ def test_heads_need_own_questions_that_differ_and_the_cuts_of_sinkpruner(
     refused = run(*measure, tmp_path / "uniform", *asked, *heads)
     assert_refused(refused, "heads of layers 1, 2, 4", "cut after layers none", "--methods sinkpruner")
     assert not heads[1].exists()
-
-
-def test_an_interrupt_says_that_nothing_was_kept(
-    bundle: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*arguments: Any, **options: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Pipeline, "generate", interrupted)
-    report = ("--limit", 1, "--json", tmp_path / "x.json")
-    outcome = run("sinkprune-calibrate", "attention", bundle("gqa-112"), *report)
-    assert outcome.code == 130
-    assert outcome.stderr.endswith("interrupted; no whole question was measured, so nothing was kept.\n")
-    assert list(tmp_path.iterdir()) == []

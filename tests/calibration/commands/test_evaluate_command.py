@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ from PIL import Image
 from skimage import data
 
 from sinkprune import Answer, Pipeline
-from sinkprune.calibration.commands import evaluate as evaluate_command
 from sinkprune.calibration.evaluation.statistics import wilson
-from sinkprune.contract.report import in_order_of_rows
 from support.programs.commands import assert_refused, run, without_notes, wrote
 
 Bundles = Callable[..., Path]
@@ -98,16 +95,6 @@ def test_the_table_of_papers(bundle: Bundles, task: Path) -> None:
         assert 0 < prefill < ttft <= latency
 
 
-def test_the_cheapest_baseline_is_the_first_row() -> None:
-    methods = ["sinkpruner", "random", "downsample", "downsample-ttft"]
-    assert in_order_of_rows(methods) == [
-        "downsample",
-        "downsample-ttft",
-        "sinkpruner",
-        "random",
-    ]
-
-
 def test_planted_outliers_reach_the_methods(bundle: Bundles, task: Path, tmp_path: Path) -> None:
     kept = {}
     for name, flags in (("plain", ()), ("planted", ("--plant-outliers",))):
@@ -155,51 +142,17 @@ def test_blind_shows_grey_pictures_to_the_model(
 
 def test_outputs_are_checked_before_anything_runs(bundle: Bundles, task: Path, tmp_path: Path) -> None:
     arguments = (bundle("gqa-112"), "--data", task)
-    assert_refused(run("sinkprune-evaluate", *arguments, "--json", tmp_path / "no" / "x.json"), "there is no folder")
-    assert_refused(run("sinkprune-evaluate", *arguments, "--json", tmp_path / "x.txt"), ".txt", ".json")
-    assert_refused(run("sinkprune-evaluate", *arguments, "--plot", tmp_path / "x.bmp"), ".bmp", ".png")
-    assert_refused(run("sinkprune-evaluate", *arguments, "--answers", tmp_path / "x.json"), ".json", ".jsonl")
     around = task.parent / ".." / task.parent.name
-    assert_refused(
-        run("sinkprune-evaluate", *arguments, "--answers", around / task.name), "overwritten, and it is read"
-    )
-    assert_refused(
-        run("sinkprune-evaluate", *arguments, "--plot", around / "coffee.png"), "overwritten, and it is read"
-    )
-    assert_refused(
-        run("sinkprune-calibrate", "norms", *arguments, "--plot", around / "coffee.png"),
-        "overwritten, and it is read",
-    )
-    assert_refused(
-        run("sinkprune-calibrate", "norms", *arguments, "--json", tmp_path / "no" / "x.json"), "there is no folder"
-    )
-    assert_refused(run("sinkprune-evaluate", *arguments, "--json", bundle("gqa-112") / "x.json"), "lies in")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_bad_arguments_are_refused(bundle: Bundles, task: Path, tmp_path: Path) -> None:
-    small = bundle("gqa-112")
-    assert_refused(run("sinkprune-evaluate", small, "--data", task, "--limit", 0), "--limit is 0", "from 1")
-    assert_refused(
-        run("sinkprune-evaluate", small, "--data", task, "--max-new-tokens", 0), "--max-new-tokens is 0", "from 1"
-    )
-    assert_refused(run("sinkprune-evaluate", small, "--data", task, "--budgets", "retain-9"), "retain-9", "retain-64")
-    assert_refused(run("sinkprune-evaluate", small, "--data", task, "--methods", "tome"), "tome", "sinkpruner")
-    assert_refused(run("sinkprune-evaluate", small, "--data", "pope"), "'pope' is no test set", "scenes")
-    assert_refused(run("sinkprune-evaluate", tmp_path, "--data", task), "is not a bundle")
-
-
-def test_a_bad_line_is_refused_before_the_model_is_loaded(
-    bundle: Bundles, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load(*arguments: object) -> None:
-        raise AssertionError("the model was loaded")
-
-    monkeypatch.setattr("sinkprune.calibration.commands.evaluate.load_pipeline", load)
-    bad = task.parent / "bad.jsonl"
-    bad.write_text(task.read_text() + '{"image": "gone.png", "question": "?", "answer": "x"}\n')
-    outputs = ("--json", tmp_path / "x.json", "--answers", tmp_path / "x.jsonl")
-    assert_refused(run("sinkprune-evaluate", bundle("gqa-112"), "--data", bad, *outputs), "line 5", "gone.png")
+    for words, *said in (
+        (("--json", tmp_path / "no" / "x.json"), "there is no folder"),
+        (("--answers", tmp_path / "x.json"), ".json", ".jsonl"),
+        (("--answers", around / task.name), "overwritten, and it is read"),
+        (("--plot", around / "coffee.png"), "overwritten, and it is read"),
+        (("--json", bundle("gqa-112") / "x.json"), "lies in"),
+    ):
+        assert_refused(run("sinkprune-evaluate", *arguments, *words), *said)
+    words = ("--plot", around / "coffee.png")
+    assert_refused(run("sinkprune-calibrate", "norms", *arguments, *words), "overwritten, and it is read")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -283,22 +236,6 @@ def test_an_interrupt_reports_the_questions_answered_so_far(
     assert len((tmp_path / "x.interrupted.jsonl").read_text().splitlines()) == 3
 
 
-def test_every_answer_counts_as_progress(bundle: Bundles, task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The warm-up's answers too: otherwise "0 of 8 answers" stands still while the model answers."""
-    totals, named = list[int](), list[str]()
-
-    @contextmanager
-    def noted(what: str, total: int, unit: str) -> Iterator[Callable[..., None]]:
-        totals.append(total)
-        yield lambda name=what: named.append(name)
-
-    monkeypatch.setattr(evaluate_command, "progress_bar", noted)
-    outcome = run("sinkprune-evaluate", bundle("gqa-112"), "--data", task, "--limit", 2, "--budgets", "none")
-    assert outcome.code == 0, outcome.stderr
-    assert named == ["warming up", "asking with none", "asking with none"]
-    assert totals == [3]
-
-
 def test_kinds_are_shown_as_they_are_called(bundle: Bundles, task: Path, tmp_path: Path) -> None:
     """Neither rich's markup nor a terminal's escape sequences have a meaning in a stranger's words."""
     lines = [json.loads(line) for line in task.read_text().splitlines()]
@@ -310,25 +247,3 @@ def test_kinds_are_shown_as_they_are_called(bundle: Bundles, task: Path, tmp_pat
     for shown in ("[red]x ", "[/] ", "\\x1b[2Jy ", "[link=file:///]z "):
         assert shown in outcome.stdout
     assert "\x1b" not in outcome.stdout
-
-
-def test_brackets_are_announced_where_there_are_any(bundle: Bundles, task: Path) -> None:
-    arguments = ("sinkprune-evaluate", bundle("gqa-112"), "--data", task, "--budgets")
-    alone, pruned = run(*arguments, "none", "--threads", 1).stdout, run(*arguments, "retain-64").stdout
-    assert "; accuracy in % and its 95 % interval\n" in alone and "brackets" not in alone
-    assert "in brackets the share of none's" in pruned and "%)" in pruned
-    assert ", 1 thread, " in alone
-    # At 0 % of the unpruned model there is no share of it.
-    wrong = task.parent / "wrong.jsonl"
-    wrong.write_text('{"image": "coffee.png", "question": "What is this?", "answer": "zebra crossing"}\n')
-    none_right = run("sinkprune-evaluate", bundle("gqa-112"), "--data", wrong, "--budgets", "retain-64").stdout
-    assert "brackets" not in none_right and "(-)" not in none_right
-    assert "wrong.jsonl, 1 question about 1 picture; accuracy" in none_right
-
-
-@pytest.mark.parametrize("option", ["--budgets", "--methods"])
-def test_an_empty_list_is_refused(
-    option: str, bundle: Bundles, task: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        run("sinkprune-evaluate", bundle("gqa-112"), "--data", task, option, " ,")

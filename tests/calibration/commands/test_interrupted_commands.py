@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from sinkprune import Pipeline
 from sinkprune.calibration.commands import attention, norms
 from sinkprune.calibration.quantising import quantise
 from sinkprune.demo.write_scenes import write_scenes
@@ -40,40 +43,6 @@ def test_heads_need_all_questions(
     assert outcome.stderr.endswith(f"interrupted; {counts}\n")
     assert json.loads((tmp_path / "x.json").read_text())["interrupted"] == counts
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
-
-
-def test_attention_is_reported_of_whole_questions(
-    bundle: Bundles, scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The unpruned model and one budget: two whole questions, and half of the third.
-    left, plain = iter(range(5)), attention.observe
-
-    def observe(*given: object) -> object:
-        return plain(*given) if next(left, None) is not None else interrupted()  # type: ignore[arg-type]
-
-    monkeypatch.setattr(attention, "observe", observe)
-    words = ("--data", scenes / "scenes.jsonl", "--budgets", "retain-64", "--json", tmp_path / "x.json")
-    bundle_of_one = bundle("gqa-112", budgets=("retain-64",))
-    whole = run("sinkprune-calibrate", "attention", bundle_of_one, *words, "--limit", 4)
-    assert whole.code == 130
-    said = "the report counts the first 2 of 4 questions."
-    assert whole.stderr.endswith(f"interrupted; {said}\n")
-    told = json.loads((tmp_path / "x.json").read_text())
-    assert (told["questions"], told["interrupted"], told["warnings"][0]) == (2, said, f"Interrupted: {said}")
-    assert set(told["methods"]) == {"sinkpruner"} and "retain-64" in whole.stdout
-    # What was measured before stays.
-    left = iter(range(3))
-    again = run("sinkprune-calibrate", "attention", bundle_of_one, *words, "--limit", 4)
-    assert again.code == 130 and "Earlier files stay; these results are in '" in again.stderr
-    assert json.loads((tmp_path / "x.interrupted.json").read_text())["questions"] == 1
-    left = iter(range(5))
-    third = run("sinkprune-calibrate", "attention", bundle_of_one, *words, "--limit", 4)
-    assert third.stderr.endswith(f"these results are in '{tmp_path}/x.interrupted-2.json'.\n")
-    kept = {path.name: json.loads(path.read_text())["questions"] for path in tmp_path.iterdir()}
-    assert kept == {"x.json": 2, "x.interrupted.json": 1, "x.interrupted-2.json": 2}
-    monkeypatch.setattr(attention, "observe", plain)
-    assert run("sinkprune-calibrate", "attention", bundle_of_one, *words, "--limit", 1).code == 0
-    assert json.loads((tmp_path / "x.json").read_text())["interrupted"] is None
 
 
 @pytest.mark.parametrize("drawn", [False, True])
@@ -113,3 +82,73 @@ def test_a_rounded_bundle_needs_all_layers(
     assert outcome.code == 130
     assert outcome.stderr.endswith("interrupted; no bundle was written: it needs all layers.\n")
     assert not (tmp_path / "out").exists()
+
+
+SIZES = {"square.png": (90, 90), "wide.png": (200, 100), "wider.png": (400, 100)}
+NOTE = "wide.png: the model sees 50 % of the picture (the middle 100x100 of 200x100). --fit pad"
+ASKING = {"evaluate": ("sinkprune-evaluate",), "attention": ("sinkprune-calibrate", "attention")}
+
+
+@pytest.fixture
+def mixed(tmp_path: Path, photo: Image.Image) -> Path:
+    """A question about each picture; the model sees the first one whole."""
+    for name, size in SIZES.items():
+        photo.resize(size).save(tmp_path / name)
+    lines = [{"image": name, "question": "Is there a cup?", "answer": "a"} for name in SIZES]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path / "q.jsonl"
+
+
+@pytest.mark.parametrize("command", ["evaluate", "attention"])
+def test_a_later_picture_is_noted_before_questions_are_asked(
+    command: str, bundle: Callable[..., Path], mixed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Pipeline, "generate", interrupted)
+    outcome = run(*ASKING[command], bundle("gqa-112"), "--data", mixed)
+    assert outcome.code == 130
+    assert outcome.stderr.startswith(f"{mixed.parent}/{NOTE}")
+    assert outcome.stderr.count("the model sees") == outcome.stderr.count(" 1 more picture is seen in part") == 1
+    outcome = run(*ASKING[command], bundle("gqa-112"), "--data", mixed, "--fit", "pad")
+    assert "the model sees" not in outcome.stderr
+
+
+@pytest.mark.parametrize("command", ["evaluate", "norms"])
+def test_a_later_picture_of_16_bits_is_noted(command: str, bundle: Callable[..., Path], mixed: Path) -> None:
+    """The darkest: a bright one is no help for it."""
+    for name, value in (("wide.png", 257 * 200), ("wider.png", 2570)):
+        Image.fromarray(np.full((90, 90), value, np.uint16)).save(mixed.parent / name)
+    words = ASKING.get(command, ("sinkprune-calibrate", "norms"))
+    given = ("--data", mixed, "--budgets", "none") if command == "evaluate" else ("--data", mixed.parent)
+    outcome = run(*words, bundle("gqa-112"), *given, "--json", mixed.parent / "report.json")
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.stderr.count("16 bits a channel were scaled to 8. The largest value is now 10 of 255.") == 1
+    assert outcome.stderr.startswith(f"{mixed.parent}/wider.png: 16 bits a channel")
+    assert outcome.stderr.count(" 1 more file has 16 bits.\n") == 1
+    (note,) = json.loads((mixed.parent / "report.json").read_text())["notes"]
+    assert outcome.stderr.splitlines()[0] == note
+
+
+def test_moments_of_a_policy_are_noted_by_their_darkest_frame(
+    bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path
+) -> None:
+    """A depth camera's first frame may be bright, and its later ones dark."""
+    policy, frames = bundle("pi0", budgets=("prune-77.8", "prune-88.9"), max_images=2), tmp_path / "frames"
+    frames.mkdir()
+    for number, value in enumerate((257 * 200, 2570, 257 * 90)):
+        Image.fromarray(np.full((90, 90), value, np.uint16)).save(frames / f"{number}.png")
+    dark = f"{frames}/1.png: 16 bits a channel were scaled to 8. The largest value is now 10 of 255."
+    acting = ("--camera", frames, "--camera", "none", "--instruction", "pick up", "--state", "0,0,0,0,0")
+    acted = run("sinkprune-act", policy, *acting, "--json", tmp_path / "act.json")
+    moment = {"cameras": ["frames/0.png", "frames/1.png"], "instruction": "pick up", "state": [0.0] * 5}
+    (tmp_path / "moments.jsonl").write_text(json.dumps(moment) + "\n")
+    watched = run("sinkprune-calibrate", "attention", policy, "--data", tmp_path / "moments.jsonl")
+    one = ("--camera", frames / "1.png", *acting[2:], "--repeat", 1, "--steps", 1, "--budgets", "none")
+    profiled = run("sinkprune-profile", policy, *one, "--json", tmp_path / "profile.json")
+    for outcome in (acted, watched, profiled):
+        assert outcome.code == 0, outcome.stderr
+        assert outcome.stderr.count("16 bits a channel") == 1 and dark in outcome.stderr
+    for name in ("act", "profile"):
+        assert any(note.startswith(dark) for note in json.loads((tmp_path / f"{name}.json").read_text())["notes"])

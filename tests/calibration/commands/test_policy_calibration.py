@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,34 +49,6 @@ def acted(policy: Policy, folder: Path, method: str, budget: str) -> list[Action
         cameras = [None if name is None else folder / name for name in names]
         found.append(policy.act(cameras, words, STATE, method=method, budget=budget, steps=1))
     return found
-
-
-def test_frames_of_several_are_noted(folder: Path, photo: Image.Image, tmp_path: Path) -> None:
-    for name in ("a.gif", "b.gif"):
-        photo.resize((90, 90)).save(tmp_path / name, save_all=True, append_images=[Image.new("RGB", (90, 90))])
-    line = {"cameras": ["a.gif", "b.gif"], "instruction": "pick up the cup", "state": STATE}
-    (tmp_path / "moments.jsonl").write_text(json.dumps(line))
-    outcome = run(*ATTENTION, folder / "bundle", "--data", tmp_path / "moments.jsonl", "--budgets", "none")
-    said = "the model sees the first of 2 frames. Give frames as files of their own. 1 more file has several frames."
-    assert f"{tmp_path}/a.gif: {said}\n" in outcome.stderr
-
-
-def test_an_instruction_that_is_too_long_is_refused_before_the_first_moment(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def act(*_: object, **__: object) -> None:
-        raise AssertionError("no moment may run")
-
-    monkeypatch.setattr(Policy, "act", act)
-    line = {"cameras": ["a.png", "b.png"], "instruction": "why " * 10000, "state": STATE, "id": "long"}
-    data = folder / "long.jsonl"
-    data.write_text((folder / "moments.jsonl").read_text() + json.dumps(line) + "\n")
-    assert_refused(
-        run(*ATTENTION, folder / "bundle", "--data", data),
-        "error: moment 'long': ",
-        "text tokens",
-        "Give a shorter instruction",
-    )
 
 
 def test_shares_of_sink_tokens_are_those_of_all_cameras(folder: Path) -> None:
@@ -159,16 +130,6 @@ def test_commands_for_models_that_answer_name_the_policy(command: tuple[object, 
     outcome = run(str(name), *words, policy, "--data", folder / "moments.jsonl")
     found = f"error: '{policy}' is a robot policy (family 'pi0'), which gives actions and no text. "
     assert_refused(outcome, f"{found}Use sinkprune-calibrate attention or sinkprune-act.\n")
-
-
-def test_the_kind_is_named_before_unknown_budgets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = folder / "bundle"
-    found = f"error: '{policy}' is a robot policy (family 'pi0'), which gives actions and no text. Use sinkprune-act"
-    asked = ("--image", folder / "a.png", "--prompt", "What?", "--budget", "nope")
-    assert_refused(run("sinkprune-run", policy, *asked), found)
-    # Also without the packages of the server.
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert_refused(run("sinkprune-serve", policy, "--budget", "nope"), found)
 
 
 def test_what_is_refused(folder: Path, bundle: Callable[..., Path], photo_file: Path, tmp_path: Path) -> None:

@@ -14,11 +14,9 @@ from onnx import numpy_helper
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.calibration.quantising.graphs import encode_prompts, joined_layers
 from sinkprune.calibration.quantising.quantise import layer_reports
 from sinkprune.calibration.quantising.rewriting import read_graph
 from sinkprune.calibration.quantising.rounding import InputProducts, calibrated
-from sinkprune.calibration.tasks import load_task
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import TaskError
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
@@ -137,28 +135,6 @@ def test_no_layer_is_further_off_than_to_the_nearest(quantised: Path) -> None:
         assert plot.width > 500
 
 
-def test_layers_that_share_a_matrix_have_a_line_each(quantised: Path) -> None:
-    lines = {
-        layer["matrix"].removeprefix("language_model.layers.0.self_attn."): layer["outputs"]
-        for layer in report_of(quantised)["layers"]
-        if layer["graph"] == "decoder_0" and "layers.0.self_attn" in layer["matrix"]
-    }
-    facts = read_bundle(quantised).manifest.language_model
-    rows, shared = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
-    widths = {"q_proj.weight": rows, "k_proj.weight": shared, "v_proj.weight": shared}
-    assert list(lines.items()) == [*widths.items(), ("o_proj.weight", facts.hidden_size)]
-
-
-def test_they_are_found_behind_a_bias_too_and_cut_matrices_are_none(bundle: Bundles) -> None:
-    root = bundle("qwen")
-    decoder, tower = (
-        joined_layers(read_graph((root / f"graphs/{graph}.onnx").read_bytes())) for graph in ("decoder_0", "vision")
-    )
-    own = "language_model.layers.0.self_attn"
-    assert [*decoder[f"{own}.qkv_proj.weight"]] == [f"{own}.{which}_proj.weight" for which in "qkv"]
-    assert tower == {}
-
-
 def test_each_of_them_has_the_error_of_its_own_outputs() -> None:
     random = np.random.default_rng(0)
     seen, weight = random.standard_normal((50, 32), np.float32), random.standard_normal((12, 32), np.float32)
@@ -263,27 +239,6 @@ def test_a_kill_leaves_the_old_bundle_or_the_new(
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (None, "nothing.jsonl"),
-        ("", "is empty, expected one JSON object a line"),
-        ('{"image": "half.png", "question": "What?", "answer": "a cup"}\n', "line 1:"),
-        ('{"image": "gone.png", "question": "What?", "answer": "a cup"}\n', "line 1:"),
-    ],
-)
-def test_data_that_cannot_be_read_is_refused(
-    content: str | None, said: str, bundle: Bundles, task: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "nothing.jsonl"
-    (tmp_path / "half.png").write_bytes((task.parent / "a.png").read_bytes()[:60])
-    if content is not None:
-        path.write_text(content)
-    asked = ("quantize", bundle("gqa-112"), "--data", path, "-o", tmp_path / "out", "--weights", "int4")
-    assert_refused(run("sinkprune-calibrate", *asked), said)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
     ("form", "options", "said"),
     [
         ("int8", [], "the bundle's weights are int8, so what they were before is lost."),
@@ -301,30 +256,6 @@ def test_what_makes_no_sense_is_refused(
     asked = ("quantize", bundle("gqa-112", weights=form), "--data", task, "-o", tmp_path / "out", "--weights", "int8")
     assert_refused(run("sinkprune-calibrate", *asked, *options), said)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_places_are_checked_before_anything_slow(bundle: Bundles, quantised: Path, task: Path) -> None:
-    def asked(output: Path, *more: object) -> tuple[object, ...]:
-        return ("quantize", bundle("gqa-112"), "--data", task, "-o", output, "--weights", "int8", *more)
-
-    assert_refused(run("sinkprune-calibrate", *asked(quantised)), "is a bundle already. Add --force")
-    inside = bundle("gqa-112") / "small"
-    assert_refused(run("sinkprune-calibrate", *asked(inside)), "lies within")
-    errors = quantised / "errors.json"
-    assert_refused(run("sinkprune-calibrate", *asked(quantised, "--force", "--json", errors)), "errors.json")
-    read_bundle(quantised).verify()
-
-
-def test_a_fit_shows_the_whole_pictures(bundle: Bundles, task: Path) -> None:
-    source = read_bundle(bundle("gqa-112"))
-    items = load_task(str(task))[:1]
-    seen = {fit: encode_prompts(source, items, fit)[0].picture for fit in (None, "crop", "pad", "stretch")}
-    assert {fit: prompt.layout.seen_share == 1 for fit, prompt in seen.items()} == {
-        None: False,
-        "crop": False,
-        "pad": True,
-        "stretch": True,
-    }
 
 
 def test_the_fit_of_the_command_reaches_the_prompts(

@@ -3,74 +3,37 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
-import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.calibration.commands import schedule as schedule_command
+from sinkprune.calibration.evaluation.replies import Combination
 from sinkprune.calibration.scheduling import report as report_text
 from sinkprune.calibration.scheduling.propose import Proposer
+from sinkprune.calibration.scheduling.search import RequestTimes
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.checks import from_json
-from sinkprune.deadlines import costs as costs_model
-from sinkprune.deadlines.costs import Costs
-from sinkprune.deadlines.policy import OtherLoad
-from sinkprune.runtime.backends.known import KNOWN
+from sinkprune.contract.errors import NumericsError
+from sinkprune.contract.report import Spread
+from sinkprune.deadlines.costs import COSTS_VERSION, Costs, Curve, predict
 from support.models.tasks import write_task
-from support.programs.commands import assert_refused, own_process, run, wrote
+from support.programs.commands import assert_refused, wrote
 from support.programs.schedule_runs import schedule
 from support.programs.slow_cases import slow
 
-DRAWN = f"note: {schedule_command._DRAWN}\n"
 Bundles = Callable[..., Path]
 
 pytestmark = pytest.mark.usefixtures("no_note_of_load")
-
-
-@pytest.mark.usefixtures("any_prediction")
-@pytest.mark.parametrize(("threads", "hint"), [(1, ""), (2, r" If other .* compare --threads 1: .*")])
-def test_a_busy_machine_is_noted(threads: int, hint: str, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs_model, "LOADED", -1.0)
-    outcome = schedule(own, "--budget-tokens", 16, "--dry-run", "--threads", threads)
-    assert outcome.code == 0
-    load = r"were measured while other programs took \d+ % of the processors"
-    assert re.fullmatch(
-        rf"note: the costs {load}\. Measure them again when the machine is idle\.{hint}\n", outcome.stderr
-    )
-
-
-def test_what_became_of_the_costs_is_noted(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Whether a budget is added or not.
-    ways = (("--budget-tokens", 16, "--dry-run"), ("--target-ms", 60_000))
-    words = ("sinkprune-calibrate", "schedule", own, "--seconds", 0)
-    for code, way in zip((0, 2), ways, strict=True):
-        # Also where no budget is found.
-        drawn, refused = run(*words, *way).stderr.split("\n", 1)
-        assert f"{drawn}\n" == DRAWN
-        assert re.match(r"warning: the costs could not be written to '/dev/null/.*, so later runs do not", refused)
-        with monkeypatch.context() as context:
-            context.setenv("XDG_CACHE_HOME", str(tmp_path))
-            outcome = run(*words, *way)
-            kept = re.search(rf"note: the costs are kept in '({tmp_path}/.*\.json)'\.\n", outcome.stderr)
-            assert outcome.code == code and kept and Path(kept[1]).exists()
-            # Costs of an idle machine are replaced by those of a busy one.
-            found = json.loads(Path(kept[1]).read_text())
-            Path(kept[1]).write_text(json.dumps({**found, "load": 0.0}))
-            context.setattr(OtherLoad, "share", lambda self: 0.6)
-            context.setattr(costs_model, "LOADED", 0.25)
-            said = (
-                "note: the costs were measured while other programs took 60 % of the processors, and replace costs "
-            )
-            assert run(*words, *way).stderr.startswith(
-                f"{DRAWN}{said}measured at 0 %. Measure them again when the machine"
-            )
 
 
 @pytest.mark.usefixtures("any_prediction")
@@ -101,32 +64,6 @@ def test_a_budget_of_a_mean_is_added(
         worse = schedule(own, "--budget-tokens", 12, "--name", "mean-16", "--force")
     assert worse.code == 0
     assert re.search(r"warning: the budget drops \d+\.\d % of the text's attention", worse.stderr)
-
-
-def test_a_time_is_met(own: Path, tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    asked = (own, "--image", tmp_path / "a.png", "--prompt", "What is this?", "--json", report)
-    Image.new("RGB", (40, 30), "red").save(tmp_path / "a.png")
-    outcome = schedule(*asked, "--budget-tokens", 40, "--dry-run", "--json", "-")
-    assert outcome.code == 0, outcome.stderr
-    printed = json.loads(outcome.stdout)
-    none = printed["unpruned_ms"]
-    assert printed["sha256"] is None and not report.exists()
-    sum_before = read_bundle(own).sha256
-    outcome = schedule(*asked, "--target-ms", 0.85 * none, "--name", "quick", "--dry-run")
-    assert read_bundle(own).sha256 == sum_before
-    told = json.loads(report.read_text())
-    if "chosen" in told:
-        # By the measurement, whatever the machine's costs were when the budget was predicted.
-        met = told["measured_ms"]["p95"] <= 0.85 * none
-        assert (outcome.code == 0, told["nearest_target_ms"] is None) == (met, met), outcome.stderr
-        assert met or f", or give --target-ms {told['nearest_target_ms']}. " in outcome.stderr
-        assert told["measured_ms"]["median"] > 0
-        assert told["name"] == "quick" and told["chosen"]["accuracy"] is None
-    else:
-        # The machine's speed was another by then.
-        assert outcome.code == 2 and outcome.stderr.endswith(f"error: {told['error']}\n")
-        assert "no budget takes as little" in outcome.stderr or "no pruning is needed" in outcome.stderr
 
 
 def test_answers_choose_where_there_are_any(own: Path, tmp_path: Path) -> None:
@@ -188,32 +125,6 @@ def test_a_fit_is_that_of_the_measured_pictures(
     assert fits == [None, "pad"]
 
 
-def test_notes_name_each_size_of_own_pictures_and_one_of_many_questions(
-    own: Path, tmp_path: Path, photo: Image.Image
-) -> None:
-    sizes = {"wide.png": (200, 100), "also-wide.png": (200, 100), "tall.png": (90, 120), "square.png": (80, 80)}
-    for name, size in sizes.items():
-        photo.resize(size).save(tmp_path / name)
-    images = [word for name in sizes for word in ("--image", tmp_path / name)]
-    report = tmp_path / "r.json"
-    outcome = schedule(own, "--costs", tmp_path / "costs.json", *images, "--json", report)
-    noted = re.findall(r"(\S+): the model sees (\d+) %", outcome.stderr)
-    assert sorted(noted) == [(f"{tmp_path}/tall.png", "75"), (f"{tmp_path}/wide.png", "50")]
-    assert outcome.stderr.count("\n") == 4 and wrote(tmp_path / "costs.json") in outcome.stderr
-    told = json.loads(report.read_text())
-    assert (set(told), told["seen_share"]) == ({"costs", "notes", "seen_share"}, 0.5) and len(told["notes"]) == 2
-    data = write_task(tmp_path, [(name, "What is this?") for name in ("first.png", "second.png")])
-    for name in ("first.png", "second.png"):
-        photo.resize((200, 100)).save(tmp_path / name)
-    outcome = schedule(own, "--budget-tokens", 16, "--dry-run", "--data", data, "--json", report)
-    assert outcome.code == 0, outcome.stderr
-    warnings = json.loads(report.read_text())["warnings"]
-    assert warnings and outcome.stderr.endswith("".join(f"warning: {warning}\n" for warning in warnings))
-    assert outcome.stderr.startswith(f"{tmp_path}/first.png: the model sees 50 % of the picture (")
-    assert outcome.stderr.count("the model sees") == 1
-    assert "warning: The model sees only a part of the picture in 2 of 2 requests (50 % at least)" in outcome.stderr
-
-
 def test_what_cannot_be_is_refused(own: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("")
@@ -257,15 +168,6 @@ def test_other_families(name: str, bundle: Bundles, tmp_path: Path, photo: Image
     assert 0.5 * unpruned / 4 < mean <= unpruned / 4
 
 
-def test_backends_that_run_built_engines_only_are_refused() -> None:
-    words = ("schedule", "bundle", "--target-ms", 9, "--backend", "openvino-gpu")
-    done = subprocess.run(own_process("sinkprune-calibrate", *words), capture_output=True, text=True)
-    choices = set(re.findall(r"'([^']+)'", done.stderr))
-    assert done.returncode == 2
-    assert choices - {"openvino-gpu"} == {name for name, spec in KNOWN.items() if spec.runs_new_budgets}
-    assert {"ort-cpu", "openvino"} <= choices
-
-
 def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
@@ -297,28 +199,183 @@ def test_an_interrupt_keeps_the_costs(place: str, own: Path, tmp_path: Path, mon
     assert json.loads(moved[0].read_text())["costs"] == json.loads(moved[1].read_text())
 
 
-@pytest.mark.parametrize("wanted", [(), ("--budget-tokens", 16)])
-def test_an_interrupt_before_there_are_costs_writes_nothing(
-    wanted: tuple[object, ...], own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Have requests take a millisecond a row and segment, and the slowest of them a number of times as long."""
+
+    def measure_costs(pipeline: Pipeline, *given: object) -> Costs:
+        nothing, row = Curve(0.0, 0.0, 0.0), Curve(0.0, 1.0, 0.0)
+        segments = (row,) * len(pipeline.bundle.manifest.segments)
+        return Costs(
+            COSTS_VERSION, pipeline.place, nothing, nothing, nothing, segments, nothing, 1.0, row, (), 0.0, 10**6
+        )
+
+    def set_tail(tail: float) -> None:
+        def measure(times: RequestTimes, combinations: Sequence[Combination], new_tokens: int) -> list[Spread]:
+            # As costs predict, and so many times as long in one of 20 requests
+            times.requests = 20
+            predicted = [times.predict(each, new_tokens) for each in combinations]
+            return [Spread(ms, tail * ms) for ms in predicted]
+
+        monkeypatch.setattr(Pipeline, "measure_costs", measure_costs)
+        monkeypatch.setattr(RequestTimes, "measure", measure)
+
+    return set_tail
+
+
+@pytest.mark.parametrize("tail", [slow(1.0), 1.25])
+def test_a_time_is_met_by_95_of_100_requests(
+    tail: float, own: Path, simulated: Callable[[float], None], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(Pipeline, "measure_costs", interrupted)
-    outcome = schedule(own, *wanted, "--costs", tmp_path / "costs.json", "--json", tmp_path / "x.json")
-    assert (outcome.code, outcome.stderr) == (
-        130,
-        "interrupted; no costs were kept: they need all rounds of the measurement.\n",
+    simulated(tail)
+    refused = schedule(own, "--target-ms", 1, "--json", tmp_path / "r.json")
+    assert refused.code == 2
+    told = json.loads((tmp_path / "r.json").read_text())
+    assert refused.stderr == f"wrote {tmp_path}/r.json\nerror: {told['error']}\n"
+    keys = {"costs", "error", "requests", "nearest_target_ms", "nearest_budget_tokens"}
+    assert set(told) == {*keys, "notes", "seen_share"}
+    assert f"may meet is --target-ms {told['nearest_target_ms']}. " in told["error"]
+    assert told["nearest_budget_tokens"] is None
+    target, report = 250, tmp_path / "report.json"
+    outcome = schedule(own, "--target-ms", target, "--json", report)
+    assert (outcome.code, outcome.stderr) == (0, wrote(report))
+    assert f"in-{target}ms" in read_bundle(own).manifest.budgets
+    assert (
+        f"Run the budget: sinkprune-run {own} --budget in-{target}ms, with --image and --prompt\n" in outcome.stdout
     )
-    assert not [*tmp_path.glob("*.json")]
+    assert json.loads(report.read_text())["cheapest_p95_ms"] is None
+    predicted = json.loads(report.read_text())["chosen"]["predicted_ms"]
+    # Most of the time is used.
+    assert 0.8 * target < tail * predicted <= target
 
 
-def test_costs_are_written_once(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written, write = list[Costs](), schedule_command.write_costs
+def test_a_budget_that_was_in_time_is_kept_where_the_next_is_not(
+    own: Path, simulated: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time that it leaves is tried by a larger one, and then by one between the two."""
+    simulated(1.0)
+    spreads = iter([Spread(60.0, 66.0), Spread(200.0, 250.0), Spread(120.0, 138.0)])
 
-    def noted(path: Path, costs: Costs) -> None:
-        written.append(costs)
-        write(path, costs)
+    def measure(times: RequestTimes, combinations: Sequence[Combination], new_tokens: int) -> list[Spread]:
+        times.requests = 20
+        return [next(spreads), Spread(400.0, 400.0)]
 
-    monkeypatch.setattr(schedule_command, "write_costs", noted)
+    monkeypatch.setattr(RequestTimes, "measure", measure)
+    outcome = schedule(own, "--target-ms", 150)
+    assert outcome.code == 0
+    assert "measured 120 ms (p95 138 ms)" in outcome.stdout and "searched 3 times" in outcome.stdout
+    assert next(spreads, None) is None
+
+
+@pytest.mark.parametrize("disturbed", [{1}, {1, 2}])
+def test_disturbed_measurements_do_not_choose_a_tiny_budget(
+    disturbed: set[int],
+    own: Path,
+    simulated: Callable[[float], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """One request of 20 took six times as long: by that tail, only the cheapest budgets are in time."""
+    simulated(1.05)
+    steady, calls, report = RequestTimes.measure, count(1), tmp_path / "report.json"
+
+    def measure(times: RequestTimes, combinations: Sequence[Combination], new_tokens: int) -> list[Spread]:
+        found = steady(times, combinations, new_tokens)
+        return [Spread(each.median, 6.0 * each.median) for each in found] if next(calls) in disturbed else found
+
+    monkeypatch.setattr(RequestTimes, "measure", measure)
+    assert schedule(own, "--target-ms", 250, "--dry-run", "--json", report).code == 0
+    told = json.loads(report.read_text())
+    assert 0.8 * 250 < told["measured_ms"]["p95"] <= 250 and told["searches"] <= 6
+
+
+def test_a_name_that_would_promise_too_much_is_not_given(
+    own: Path, simulated: Callable[[float], None], tmp_path: Path
+) -> None:
+    simulated(50.0)
+    report, costs = tmp_path / "report.json", tmp_path / "costs.json"
+    outcome = schedule(own, "--target-ms", 250, "--json", report, "--costs", costs)
+    assert outcome.code == 2
+    told = json.loads(report.read_text())
+    p95, nearest = told["measured_ms"]["p95"], told["nearest_target_ms"]
+    assert f"'in-250ms' was found and not added: 95 of 100 requests took up to {p95:.0f} ms" in outcome.stderr
+    assert f"--target-ms {nearest}" in outcome.stderr and 250 < nearest < 1.1 * p95
+    cheapest = told["cheapest_p95_ms"]
+    assert nearest == math.ceil(1.1 * cheapest)
+    found = f"{cheapest:.0f} ms" if cheapest >= 100 else f"{cheapest:.1f} ms"
+    why = f"That is a tenth more than {found}, in which 95 of 100 requests with the cheapest budget ended."
+    assert f"give --target-ms {nearest}. {why}" in outcome.stderr
+    assert "in-250ms" not in read_bundle(own).manifest.budgets
+    assert from_json(Costs, json.loads(costs.read_text())) == from_json(
+        Costs, json.loads(report.read_text())["costs"]
+    )
+    named = schedule(own, "--target-ms", 250, "--name", "quick")
+    assert named.code == 2
+    assert named.stderr.startswith("error: budget 'quick' was added, and misses its target: 95 of 100 requests took")
+    assert "quick" in read_bundle(own).manifest.budgets
+
+
+Measure = Callable[[RequestTimes, Sequence[Combination], int], list[Spread]]
+
+
+def slower_machine(times_as_slow: float, late_ms: float) -> Measure:
+    """Return measurements of a machine that is slower than its costs, and later still in one of 20 requests."""
+
+    def measure(times: RequestTimes, combinations: Sequence[Combination], new_tokens: int) -> list[Spread]:
+        pipeline, times.requests = times._pipeline, 20
+        # `simulated` costs have no tower.
+        costs, manifest = pipeline.measure_costs(None, 0.0).slower(times_as_slow), pipeline.bundle.manifest  # type: ignore[arg-type]
+        each = [predict(costs, manifest, times.schedule(one), times.text_tokens) for one in combinations]
+        predicted = [one.first + one.later(new_tokens - 1) for one in each]
+        return [Spread(ms, ms + late_ms) for ms in predicted]
+
+    return measure
+
+
+@pytest.mark.parametrize("asked", [1, 150])
+def test_the_nearest_target_is_met(
+    asked: float, own: Path, simulated: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A delay that all budgets have makes the tail of small budgets longer than that of the unpruned model."""
+    simulated(1.0)
+    monkeypatch.setattr(RequestTimes, "measure", slower_machine(1.0, 200.0))
+    refused = schedule(own, "--target-ms", asked)
+    assert refused.code == 2
+    nearest = re.search(r"--target-ms (\d+)", refused.stderr)
+    assert nearest is not None
+    assert schedule(own, "--target-ms", nearest[1]).code == 0
+
+
+def test_the_cheapest_budget_is_tried_before_a_target_is_rejected(
+    own: Path, simulated: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Costs that were measured under load predict that no budget is in time."""
+    simulated(1.0)
+    monkeypatch.setattr(RequestTimes, "measure", slower_machine(0.5, 0.0))
     report = tmp_path / "report.json"
-    words = ("--budget-tokens", 16, "--dry-run", "--costs", tmp_path / "costs.json", "--json", report)
-    assert schedule(own, *words).code == 0
-    assert written == [from_json(Costs, json.loads(report.read_text())["costs"])]
+    refused = schedule(own, "--target-ms", 1)
+    (least,) = re.findall(r"the least is ([0-9.]+)", refused.stderr)
+    outcome = schedule(own, "--target-ms", 1.5 * float(least), "--json", report)
+    assert (outcome.code, outcome.stderr) == (0, wrote(report))
+    told = json.loads(report.read_text())
+    assert told["searches"] > 1 and "searched 2 times" in outcome.stdout
+    # Most of the time is used: the search went on from there.
+    assert 1.3 * float(least) < told["measured_ms"]["p95"] <= 1.5 * float(least)
+
+
+def test_no_budget_is_added_where_the_unpruned_model_meets_the_target_after_all(
+    own: Path, simulated: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulated(1.0)
+    # While the costs were measured, the machine was four times as slow.
+    monkeypatch.setattr(RequestTimes, "measure", slower_machine(0.25, 0.0))
+    outcome = schedule(own, "--target-ms", 250)
+    assert_refused(outcome, "no budget was added, because no pruning is needed")
+    assert "in-250ms" not in read_bundle(own).manifest.budgets
+
+
+def test_another_error_keeps_the_costs_too(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Proposer, "_attention", Mock(side_effect=NumericsError("not finite")))
+    outcome = schedule(own, "--budget-tokens", 16, "--costs", tmp_path / "costs.json")
+    assert (outcome.code, outcome.stderr.splitlines()[-1]) == (2, "error: not finite")
+    assert len(from_json(Costs, json.loads((tmp_path / "costs.json").read_text())).decoders) == 4

@@ -23,7 +23,6 @@ from sinkprune.contract.errors import BagError, ImageError
 from sinkprune.jetson.bags.bag import open_bag, read_frame
 from sinkprune.jetson.bags.bag_file import DamagedError
 from sinkprune.jetson.bags.mcap_file import decompressed
-from sinkprune.jetson.bags.replay import Sampling, TopicReplay
 from support.models.bags import IMAGE, PERIOD_NS, START_NS, TOPIC, Said, Storage, raw_image, text, write_bag
 
 STORAGES: tuple[Storage, ...] = ("mcap", "sqlite3")
@@ -264,13 +263,6 @@ os._exit(0)
     assert read(path) == (list(range(COUNT)), None)
 
 
-def test_rows_that_are_no_messages_end_the_reading(tmp_path: Path) -> None:
-    path = only_file(write_bag(tmp_path / "bag", said(), "sqlite3"))
-    wrong_sqlite(path, "UPDATE messages SET timestamp = -1 WHERE id = 5")
-    frames, damage = read(path)
-    assert frames == [0, 1] and damage is not None and "a row has no time, or no message" in damage
-
-
 @pytest.mark.parametrize(
     ("make", "said_"),
     [
@@ -305,18 +297,6 @@ def test_wrong_metadata_is_rejected(metadata: str, said_: str, tmp_path: Path) -
     (tmp_path / "metadata.yaml").write_text(metadata)
     with pytest.raises(BagError, match=said_):
         open_bag(tmp_path)
-
-
-def test_a_replay_stops_to_look_for_a_first_frame(tmp_path: Path) -> None:
-    pixels = np.zeros((1, 1, 3), np.uint8)
-    sent = [
-        Said(TOPIC, START_NS + number, raw_image(pixels, "rgb8" if number == 100 else "yuv422"))
-        for number in range(101)
-    ]
-    bag = open_bag(write_bag(tmp_path / "bag", sent))
-    with pytest.raises(BagError, match=r"none of the first 100 wanted frames .* 'yuv422'.* or --start"):
-        TopicReplay(bag, TOPIC, Sampling()).first_frame()
-    assert TopicReplay(bag, TOPIC, Sampling(start_s=1e-7)).first_frame().picture.size == (1, 1)
 
 
 def test_a_topic_without_pictures_is_rejected(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
 import lz4.frame, mcap, yaml, zstandard
-from sinkprune.jetson.commands.replay import main
+from sinkprune.jetson.replay import main
 def most_used():
     """Return the most bytes that were resident since the call before; ru_maxrss counts the parent's too."""
     status = Path("/proc/self/status").read_text()

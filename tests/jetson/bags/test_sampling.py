@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sinkprune.jetson.bags.replay import Fate, FrameChooser, Sampling
+from sinkprune.jetson.bags.answers_file import FrameResult, open_journal
+from sinkprune.jetson.replay import Fate, FrameChooser, Sampling
 
 MS = 1_000_000
 START = 1_700_000_000_000_000_007
@@ -37,14 +41,6 @@ def chosen(sampling: Sampling, times_ms: list[float]) -> list[int]:
 )
 def test_frames_at_ten_a_second(sampling: Sampling, expected: list[int]) -> None:
     assert chosen(sampling, [100.0 * number for number in range(10)]) == expected
-
-
-def test_a_camera_s_jitter_does_not_lower_the_rate() -> None:
-    shaken = random.Random(1)
-    times = [1000 * number / 30 + shaken.uniform(-3, 3) for number in range(3000)]
-    times[0] = 0
-    for rate in (1, 5, 10, 15):
-        assert abs(len(chosen(Sampling(every_s=1 / rate), times)) - 100 * rate) <= 1
 
 
 HOUR = 3_600_000.0
@@ -97,11 +93,29 @@ def test_start_and_end_count_from_the_first_frame() -> None:
     assert chooser.goes_back == (3, (HOUR + 200) * MS)
 
 
-def test_every_frame_has_one_fate() -> None:
-    chooser = FrameChooser(Sampling(0.2, 0.8, 0.2, 2))
-    assert Counter(chooser.fate(START + number * 100 * MS) for number in range(12)) == {
-        Fate.OUTSIDE: 5,
-        Fate.CHOSEN: 2,
-        Fate.SKIPPED: 1,
-        Fate.AFTER_LIMIT: 4,
-    }
+RESULT = FrameResult(0, 1, text="yes", tokens_per_layer=(3, 2), ms={"vision": 1.5}, overlay=b"jpeg")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda found: found | {"text": 5},
+        lambda found: found | {"tokens_per_layer": []},
+        lambda found: found | {"prompt_tokens": 2**32},
+        lambda found: found | {"ms": {"other": 1.0}},
+        lambda found: found | {"overlay": 5},
+        lambda found: {name: found[name] for name in found if name != "overlay"},
+        lambda found: [found],
+    ],
+)
+def test_a_damaged_line_ends_the_results(damage: Callable[[Any], Any], tmp_path: Path) -> None:
+    out = tmp_path / "out.mcap"
+    with pytest.raises(ZeroDivisionError), open_journal(out, {"a": 1}) as journal:
+        journal.add(RESULT)
+        with journal.path.open("ab") as file:
+            file.write(json.dumps(damage(json.loads(RESULT.line()))).encode() + b"\n" + RESULT.line())
+        1 / 0  # noqa: B018
+    with open_journal(out, {"a": 1}) as journal:
+        assert list(journal.results()) == [RESULT] and journal.count == 1
+        journal.add(replace(RESULT, number=1))
+        assert [result.number for result in journal.results()] == [0, 1]

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import resource
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,18 +21,9 @@ from rosbags.typesys import Stores, get_types_from_msg, get_typestore
 
 from sinkprune import Pipeline, overlay
 from sinkprune.jetson import replay as command
-from support.models.bags import (
-    PERIOD_NS,
-    START_NS,
-    TOPIC,
-    Said,
-    compressed_image,
-    frames,
-    raw_image,
-    write_bag,
-    write_metadata,
-)
-from support.programs.commands import assert_refused, run
+from sinkprune.jetson.bags.answers_file import FrameResult, Journal
+from support.models.bags import PERIOD_NS, START_NS, TOPIC, Said, frames, raw_image, write_bag, write_metadata
+from support.programs.commands import assert_refused, own_process, run
 from support.programs.replays import ANSWER, COUNT, FIGURES, OVERLAY, QUESTION, messages
 
 
@@ -127,14 +122,7 @@ def test_frames_are_counted_in_the_json_and_in_the_metadata(
     )
     assert outcome.code == 0, outcome.stderr
     report = json.loads(outcome.stdout)
-    assert report["frames"] == {
-        "total": 20,
-        "answered": 3,
-        "failed": 1,
-        "skipped": 3,
-        "outside": 5,
-        "after_limit": 8,
-    }
+    assert report["frames"] == {"total": 20, "answered": 3, "failed": 1, "skipped": 3, "outside": 5, "after_limit": 8}
     (failure,) = report["failures"]
     assert (failure["frame"], failure["time_ns"]) == (6, said[6].time_ns)
     assert "the encoding is 'yuv422'" in failure["reason"]
@@ -149,23 +137,6 @@ def test_frames_are_counted_in_the_json_and_in_the_metadata(
     assert [time for time, _ in found[ANSWER]] == [said[number].time_ns for number in (2, 4, 8)]
     for (_, answer), (_, figures) in zip(found[ANSWER], found[FIGURES], strict=True):
         assert answer.data in ("the cup", "the table") and 0.5 <= figures.confidence <= 1
-
-
-@pytest.mark.parametrize(
-    ("words", "answered", "noted"),
-    [((), 5, False), (("--limit", "4"), 4, False), (("--every", "0.2"), 3, True), (("--start", "0"), 2, True)],
-)
-def test_a_clock_that_is_set_back_loses_no_frame(
-    words: tuple[str, ...], answered: int, noted: bool, model: Path, pictures: list[Image.Image], tmp_path: Path
-) -> None:
-    said = [*frames(pictures[:2]), *frames(pictures[2:], start_ns=START_NS - 3600 * 10**9)]
-    bag, out = write_bag(tmp_path / "bag", said), tmp_path / "out.mcap"
-    outcome = run("sinkprune-replay", model, bag, *QUESTION, "--no-overlay", "-o", out, "--json", *words)
-    report = json.loads(outcome.stdout)
-    assert report["frames"]["answered"] == answered == len(messages(out)[ANSWER])
-    notes = [note for note in report["notes"] if "was recorded" in note]
-    assert all(note.startswith("frame 2 was recorded 3600.1 s earlier than the frame before it.") for note in notes)
-    assert len(notes) == noted and all(f"{note}\n" in outcome.stderr for note in notes)
 
 
 def test_a_bag_that_is_cut_off_is_answered_up_to_there(model: Path, bag: Path, tmp_path: Path) -> None:
@@ -192,13 +163,9 @@ def test_a_bag_that_is_cut_off_is_answered_up_to_there(model: Path, bag: Path, t
     ("words", "said"),
     [
         (("--topic", "/nope"), "Its topics are: /camera/image_raw (sensor_msgs/msg/Image), /words (std_msgs"),
-        (("--topic", "/words"), "expected sensor_msgs/msg/Image or sensor_msgs/msg/CompressedImage"),
         (("--every", "1", "--max-rate", "1"), "--every and --max-rate both"),
         (("--start", "2", "--end", "1"), "expected an end after the start"),
-        (("--start", "99"), "5 are before --start or after --end"),
-        (("--every", "0"), "--every is 0.0, expected seconds, from 0.001"),
         (("--budget", "retain-7"), "retain-7"),
-        (("--prompt", " "), "prompt is empty"),
         (("--prompt", "{image} and {image}"), "2 places for images"),
         (("--choice", "one"), "choice"),
         (("-o", "out.bag"), "expected .mcap"),
@@ -215,37 +182,131 @@ def test_wrong_options_are_rejected_before_anything_is_loaded(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_bag_of_pictures_that_cannot_be_decoded_is_rejected(model: Path, tmp_path: Path) -> None:
-    huge = raw_image(np.zeros((2, 2, 3), np.uint8), "rgb8", height=10**9, step=6)
-    bag = write_bag(tmp_path / "bag", [Said(TOPIC, START_NS, huge)] * 3)
-    outcome = run("sinkprune-replay", model, bag, *QUESTION, "-o", tmp_path / "out.mcap")
-    assert_refused(outcome, "none of the 3 that are wanted can be decoded: the picture has 2x1000000000 pixels")
+STOPPED = """
+import os
+import resource
+from sinkprune.jetson.bags.answers_file import Journal
+add = Journal.add
+def add_and_die(journal, result):
+    add(journal, result)
+    if journal.count == 2:
+        os.kill(os.getpid(), 9)
+Journal.add = add_and_die
+"""
+"""A program that begins with this is killed after its second frame."""
 
 
-def test_depth_pictures_get_the_note_of_16_bits(model: Path, tmp_path: Path) -> None:
-    depths = [raw_image(np.full((40, 60), value, np.uint16), "16UC1") for value in (257 * 200, 2570, 257)]
-    bag = write_bag(tmp_path / "bag", [Said(TOPIC, START_NS + number, depth) for number, depth in enumerate(depths)])
-    files = ("-o", tmp_path / "out.mcap", "--json", tmp_path / "replay.json")
-    outcome = run("sinkprune-replay", model, bag, *QUESTION, "--no-overlay", *files)
-    assert "overlays" not in outcome.stderr and outcome.code == 0
-    notes = json.loads((tmp_path / "replay.json").read_text())["notes"]
-    dark = [note for note in notes if "16 bits a channel were scaled to 8" in note]
-    assert [f"The largest value is now {value} of 255" in note for value, note in zip((200, 10), dark, strict=True)]
-    assert all(note in outcome.stderr for note in notes)
+def stopped(*words: object) -> None:
+    """Start a replay that is killed after two frames."""
+    python, flag, program, *rest = own_process("sinkprune-replay", *words)
+    process = subprocess.run([python, flag, STOPPED + program, *rest], capture_output=True, check=False)
+    assert process.returncode == -signal.SIGKILL, process.stderr
 
 
-def test_compressed_images_are_answered(model: Path, pictures: list[Image.Image], tmp_path: Path) -> None:
-    said = [Said(TOPIC, START_NS, compressed_image(pictures[0], "png")), *frames(pictures[:1], "/raw")]
-    bag = write_bag(tmp_path / "bag", said)
-    texts = []
-    for topic in (TOPIC, "/raw"):
-        out = tmp_path / f"out{topic.replace('/', '')}.mcap"
-        assert run("sinkprune-replay", model, bag, *QUESTION, "--topic", topic, "-o", out).code == 0
-        texts += [message.data for _, message in messages(out)[ANSWER]]
-    assert len(texts) == 2 and texts[0] == texts[1]
+def test_a_replay_that_is_killed_goes_on(model: Path, bag: Path, tmp_path: Path) -> None:
+    out, journal = tmp_path / "out.mcap", tmp_path / ".out.mcap.replaying"
+    words = (model, bag, *QUESTION, "--budget", "retain-64", "-o", out)
+    stopped(*words)
+    assert [path.name for path in tmp_path.iterdir()] == [journal.name]
+    # A power cut in the middle of a line
+    with journal.open("ab") as file:
+        file.write(b'{"number": 2, "time_')
+    assert_refused(run("sinkprune-replay", *words, "--limit", "3"), "answers of another replay: different frames")
+    outcome = run("sinkprune-replay", *words, "--json")
+    assert outcome.code == 0, outcome.stderr
+    assert "goes on after 2 frames" in outcome.stderr
+    report = json.loads(outcome.stdout)
+    assert report["resumed"] == 2 and report["frames"]["answered"] == COUNT
+    assert not journal.exists()
+    whole = tmp_path / "whole.mcap"
+    assert run("sinkprune-replay", *words[:-1], whole).code == 0
+    assert_refused(run("sinkprune-replay", *words[:-1], whole, "--limit", 1), "exists already", "--force")
+    ours, theirs = messages(out), messages(whole)
+    for topic in (ANSWER, OVERLAY):
+        assert [(time, message.data) for time, message in ours[topic]] == [
+            (time, message.data) for time, message in theirs[topic]
+        ]
+    assert [message.frame for _, message in ours[FIGURES]] == [*range(COUNT)]
 
 
-def test_the_extra_is_named(model: Path, bag: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mcap", None)
-    outcome = run("sinkprune-replay", model, bag, *QUESTION, "-o", tmp_path / "out.mcap")
-    assert_refused(outcome, "pip install 'sinkprune[robots]'")
+def test_a_replay_that_is_interrupted_says_what_to_do(
+    model: Path, bag: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = Journal.add
+
+    def add_and_interrupt(journal: Journal, result: FrameResult) -> None:
+        add(journal, result)
+        if journal.count == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    words = ("sinkprune-replay", model, bag, *QUESTION, "-o", tmp_path / "out.mcap")
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "add", add_and_interrupt)
+        outcome = run(*words)
+    assert outcome.code == 130 and len(outcome.stdout.splitlines()) in (2, 3)
+    shown = [line.split(":")[0] for line in outcome.stdout.splitlines()]
+    place = tmp_path / ".out.mcap.replaying"
+    assert outcome.stderr.endswith(f"interrupted; 3 frames are in '{place}'; the same command goes on.\n")
+    whole = run("sinkprune-replay", model, bag, *QUESTION, "-o", tmp_path / "whole.mcap").stdout.splitlines()
+    resumed = run(*words).stdout.splitlines()
+    # Seconds count from the topic's first frame, also where a replay goes on or starts later.
+    times = [line.split(":")[0] for line in whole[:-1]]
+    assert shown == times[: len(shown)] and [line.split(":")[0] for line in resumed[:-1]] == times[3:]
+    late = run("sinkprune-replay", model, bag, *QUESTION, "-o", tmp_path / "late.mcap", "--start", "0.01")
+    assert late.stdout.splitlines()[0].split(":")[0] == times[1]
+
+
+def test_a_full_disk_leaves_the_complete_frames(
+    model: Path, bag: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, limits = Journal.add, resource.getrlimit(resource.RLIMIT_FSIZE)
+    place = tmp_path / ".out.mcap.replaying"
+
+    def add_with_little_room(journal: Journal, result: FrameResult) -> None:
+        if journal.count == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (place.stat().st_size + 10, limits[1]))
+        try:
+            add(journal, result)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    words = ("sinkprune-replay", model, bag, *QUESTION, "-o", tmp_path / "out.mcap", "--json")
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "add", add_with_little_room)
+        outcome = run(*words)
+    assert_refused(outcome, f"'{place}' cannot be written: File too large. It has 2 frames. Free space and repeat")
+    assert json.loads(run(*words).stdout)["resumed"] == 2
+    assert len(messages(tmp_path / "out.mcap")[ANSWER]) == COUNT
+
+
+def test_one_process_writes_an_output_at_a_time(
+    model: Path, bag: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("sinkprune-replay", model, bag, *QUESTION, "-o", tmp_path / "out.mcap")
+    second = []
+
+    def load(*arguments: Any) -> Pipeline:
+        second.append(run(*words))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "load_pipeline", load)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert run(*words).code == 130
+    assert_refused(second[0], "another sinkprune-replay is writing")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_or_a_link_at_the_journal_s_place_is_not_touched(model: Path, bag: Path, tmp_path: Path) -> None:
+    words = ("sinkprune-replay", model, bag, *QUESTION, "-o", tmp_path / "out.mcap")
+    place, other = tmp_path / ".out.mcap.replaying", tmp_path / "other"
+    other.write_text("precious\n")
+    place.symlink_to(other)
+    assert_refused(run(*words), "is a link")
+    assert other.read_text() == "precious\n"
+    place.unlink()
+    place.write_text("precious\n")
+    assert_refused(run(*words), "has answers of another replay")
+    assert place.read_text() == "precious\n"
+    place.unlink()
+    os.mkfifo(place)
+    assert_refused(run(*words), "not a file of your own")

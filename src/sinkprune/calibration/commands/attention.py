@@ -4,8 +4,7 @@ and the heads of methods `sinkpruner-heads` and `sinkpruner-text-heads`."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -21,12 +20,19 @@ from sinkprune.calibration.attention import (
     questions_by_picture,
     summarise,
 )
-from sinkprune.calibration.commands.measuring import open_task, task_parser
-from sinkprune.calibration.evaluation.report import BASELINE, Combination, task_head
+from sinkprune.calibration.evaluation.replies import BASELINE, Combination, task_head
 from sinkprune.calibration.evaluation.statistics import Mean, mean_warnings
 from sinkprune.calibration.norms import OUTLIER_PER_MILLE
 from sinkprune.calibration.plots import plot_attention
-from sinkprune.calibration.questions import Loaded, Sample, check_samples, load_measured, load_samples, note_samples
+from sinkprune.calibration.questions import (
+    Sample,
+    check_samples,
+    load_measured,
+    note_samples,
+    open_task,
+    task_parser,
+    until_interrupted,
+)
 from sinkprune.calibration.tasks import check_own_questions
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks import counted, escaped
@@ -36,7 +42,7 @@ from sinkprune.contract.command_line.progress import progress_bar
 from sinkprune.contract.command_line.table_console import TableConsole, make_table, plain_text
 from sinkprune.contract.manifest import Manifest
 from sinkprune.export.methods.heads import ChosenHeads, write_heads
-from sinkprune.runtime.commands.options import NO_QUESTION, Options, interrupted_warnings, write_measured
+from sinkprune.runtime.commands.options import Options, interrupted_warnings, write_measured
 from sinkprune.runtime.media.picture_warnings import unseen_warnings
 
 _EXAMPLES = """\
@@ -78,53 +84,61 @@ def main(arguments: Sequence[str] | None) -> None:
     options = parser.parse(arguments, Options)
     if options.heads:
         check_own_questions(Path(options.data))
-    task = open_task(
-        options, 1, load_samples, *([(options.heads, (".json",))] if options.heads else []), may_act=True
-    )
-    items = task.items if options.limit else _first_pictures(task.items)
+    others = [(options.heads, (".json",))] if options.heads else []
+    bundle, items, combinations, _ = open_task(options, 1, *others, may_act=True)
+    items = items if options.limit else _first_pictures(items)
     asked = []
     if options.heads:
-        check_prune_layers(task.bundle.manifest)
+        check_prune_layers(bundle.manifest)
         asked = questions_by_picture(items)
-    watch = AttentionObserver()
-    loaded = load_measured(options, task.bundle, watch.wrap)
+    watch, pairs = AttentionObserver(), (BASELINE, *combinations)
+    loaded = load_measured(options, bundle, watch.wrap)
     shares, notes = note_samples(loaded, items)
-    check_samples(loaded, items, [BASELINE, *task.combinations])
-    heads, interrupted = None, ""
-    observed: list[dict[Combination, Observation]] = []
-    try:
+    check_samples(loaded, items, pairs)
+    heads: list[ChosenHeads] = []
+
+    def measure() -> Iterator[dict[Combination, Observation]]:
         with progress_bar("asking", len(items), "questions") as count:
             for item in items:
-                pairs = (BASELINE, *task.combinations)
-                observed.append({pair: observe(loaded, watch, item, pair) for pair in pairs})
+                yield {pair: observe(loaded, watch, item, pair) for pair in pairs}
                 count()
         if options.heads:
             with progress_bar("comparing questions", sum(map(len, asked)), "questions") as count:
-                heads = choose_heads(loaded, watch, asked, count)
-    except KeyboardInterrupt as interrupt:
-        if not observed:
-            raise KeyboardInterrupt(NO_QUESTION) from interrupt
-        no_heads = " No heads were chosen: they need all questions." if options.heads else ""
-        interrupted = f"the report counts the first {len(observed)} of {counted(len(items), 'question')}.{no_heads}"
-    report = _report(loaded, Path(options.data).name, items, observed, shares)
-    report = replace(report, warnings=(*interrupted_warnings(interrupted), *report.warnings))
+                heads.append(choose_heads(loaded, watch, asked, count))
+
+    observed, interrupted = until_interrupted(measure(), len(items), "question")
+    if options.heads and not heads:
+        interrupted += " No heads were chosen: they need all questions."
+    shares, pictures = shares[: len(observed)], [item.picture for item in items[: len(observed)]]
+    runs = {pair: summarise(pictures, [own[pair] for own in observed]) for pair in pairs}
+    methods: dict[str, dict[str, RunMeans]] = {}
+    for pair in combinations:
+        methods.setdefault(pair.method, {})[pair.budget] = runs[pair]
+    few, unseen = mean_warnings(len(set(pictures))), unseen_warnings(shares, "questions")
+    report = AttentionReport(
+        **task_head(loaded.bundle.manifest, loaded.backend, Path(options.data).name, pictures),
+        outlier_per_mille=OUTLIER_PER_MILLE,
+        none=runs[BASELINE],
+        methods=methods,
+        warnings=(*interrupted_warnings(interrupted), *few, *unseen),
+        seen_share=min(shares),
+    )
 
     def keep_heads() -> None:
-        if options.heads and heads:
-            write_heads(options.heads, heads)
+        for chosen in heads:
+            write_heads(options.heads, chosen)
             note_written(options.heads)
 
     def print_tables() -> None:
         _print(report)
-        if heads:
-            _print_heads(heads)
-        sys.stdout.write(_advice(task.bundle.manifest))
+        for chosen in heads:
+            _print_heads(chosen)
+        sys.stdout.write(_advice(bundle.manifest))
 
     write_measured(options, report, plot_attention, print_tables, notes, interrupted, first=lambda _: keep_heads())
 
 
 def _first_pictures(items: Sequence[Sample]) -> list[Sample]:
-    """Return the questions about the first `_PICTURES` pictures, and report on stderr if others are left out."""
     first = set(islice(dict.fromkeys(item.picture for item in items), _PICTURES))
     taken = [item for item in items if item.picture in first]
     if len(taken) < len(items):
@@ -133,33 +147,6 @@ def _first_pictures(items: Sequence[Sample]) -> list[Sample]:
             f"--limit {len(items)} takes all\n"
         )
     return taken
-
-
-def _report(
-    loaded: Loaded,
-    task: str,
-    items: Sequence[Sample],
-    observed: Sequence[Mapping[Combination, Observation]],
-    shares: Sequence[float],
-) -> AttentionReport:
-    """Return the report of the first of `items`, of which each in `observed` has the observations by combination."""
-    items, shares = items[: len(observed)], shares[: len(observed)]
-    pictures = [item.picture for item in items]
-    runs = {pair: summarise(pictures, [own[pair] for own in observed]) for pair in observed[0]}
-    none, methods = runs.pop(BASELINE), dict[str, dict[str, RunMeans]]()
-    for pair, run in runs.items():
-        methods.setdefault(pair.method, {})[pair.budget] = run
-    manifest, count = loaded.bundle.manifest, len(set(pictures))
-    return AttentionReport(
-        **task_head(manifest, loaded.backend, task, pictures),
-        precision=manifest.precision,
-        weights=manifest.weights,
-        outlier_per_mille=OUTLIER_PER_MILLE,
-        none=none,
-        methods=methods,
-        warnings=(*mean_warnings(count), *unseen_warnings(shares, "questions")),
-        seen_share=min(shares),
-    )
 
 
 def _print(report: AttentionReport) -> None:

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rich.table import Table
 
-from sinkprune.calibration.commands.measuring import open_task, task_parser
 from sinkprune.calibration.evaluation.replies import (
-    NEW_TOKENS,
-    check_questions,
-    evaluation_report,
-    replies_by_question,
-)
-from sinkprune.calibration.evaluation.report import (
     BASELINE,
+    NEW_TOKENS,
     Combination,
     CombinationReport,
     EvaluationReport,
     Reply,
+    check_questions,
+    evaluation_report,
     plant_in_vision,
+    replies_by_question,
 )
 from sinkprune.calibration.evaluation.statistics import Interval
 from sinkprune.calibration.plots import plot_evaluation
-from sinkprune.calibration.questions import note_items
-from sinkprune.calibration.tasks import load_task, with_grey_picture
+from sinkprune.calibration.questions import note_items, open_task, questions_of, task_parser, until_interrupted
+from sinkprune.calibration.tasks import with_grey_picture
 from sinkprune.contract.checks import counted, escaped
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.options import CommandParser, write_output
@@ -42,7 +39,6 @@ from sinkprune.contract.command_line.table_console import (
 from sinkprune.contract.files.output_files import OutputFile
 from sinkprune.contract.report import FEWEST_OF_P95, in_order_of_rows
 from sinkprune.runtime.commands.options import (
-    NO_QUESTION,
     Options,
     add_most_tokens,
     interrupted_warnings,
@@ -70,61 +66,55 @@ def main(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, Options)
     answers: list[OutputFile] = [(options.answers, (".jsonl",))] if options.answers else []
     new_tokens = options.max_new_tokens or NEW_TOKENS
-    task = open_task(options, new_tokens, lambda bundle, data, limit: load_task(data, limit), *answers)
-    items = [with_grey_picture(item) for item in task.items] if options.blind else task.items
-    pipeline = load_pipeline(options, task.bundle, plant_in_vision if options.plant_outliers else None)
+    bundle, samples, combinations, unreachable = open_task(options, new_tokens, *answers)
+    items = questions_of(samples)
+    if options.blind:
+        items = [*map(with_grey_picture, items)]
+    pipeline = load_pipeline(options, bundle, plant_in_vision if options.plant_outliers else None)
     notes = [] if options.blind else note_items(pipeline.family, items)
     most = pipeline.limits.new_tokens if pipeline.limits else NEW_TOKENS
     new_tokens = options.max_new_tokens or min(NEW_TOKENS, most)
-    check_questions(pipeline, items, [BASELINE, *task.combinations], new_tokens)
-    by_question: list[list[Reply]] = []
-    interrupted = ""
-    try:
-        with progress_bar("warming up", (1 + len(items)) * (1 + len(task.combinations)), "answers") as count:
-            for own in replies_by_question(
+    check_questions(pipeline, items, [BASELINE, *combinations], new_tokens)
+
+    def measure() -> Iterator[list[Reply]]:
+        with progress_bar("warming up", (1 + len(items)) * (1 + len(combinations)), "answers") as count:
+            yield from replies_by_question(
                 pipeline,
                 items,
-                task.combinations,
+                combinations,
                 max_new_tokens=new_tokens,
                 on_warm_up=lambda pair: count(),
                 on_run=lambda pair: count(f"asking with {' '.join(dict.fromkeys(pair))}"),
-            ):
-                by_question.append(own)
-    except KeyboardInterrupt as interrupt:
-        if not by_question:
-            raise KeyboardInterrupt(NO_QUESTION) from interrupt
-        interrupted = f"the report counts the first {len(by_question)} of {counted(len(items), 'question')}."
+            )
+
+    by_question, interrupted = until_interrupted(measure(), len(items), "question")
     replies = [reply for own in by_question for reply in own]
     result = evaluation_report(
         pipeline,
         replies,
-        task.unreachable,
+        unreachable,
         task=Path(options.data).name,
         blind=options.blind,
         planted_outliers=options.plant_outliers,
         max_new_tokens=new_tokens,
         fit=options.fit,
     )
-    if interrupted:
-        result = replace(result, warnings=(*interrupted_warnings(interrupted), *result.warnings))
+    result = replace(result, warnings=(*interrupted_warnings(interrupted), *result.warnings))
 
     def write_answers(moved: Options) -> None:
         if moved.answers:
-            write_output(moved.answers, "".join(map(_answer_line, replies)).encode())
+            lines = ""
+            for reply in replies:
+                line = {"id": reply.id, **reply.combination._asdict(), "reply": reply.text, "right": reply.right}
+                lines += json.dumps(line, ensure_ascii=False) + "\n"
+            write_output(moved.answers, lines.encode())
 
     def print_tables() -> None:
         _print_tables(result, papers=options.table)
 
-    outputs = ("json", "plot", "answers")
+    files = ("json", "plot", "answers")
     write_measured(
-        options,
-        result,
-        plot_evaluation,
-        print_tables,
-        notes,
-        interrupted,
-        first=write_answers,
-        outputs=outputs,
+        options, result, plot_evaluation, print_tables, notes, interrupted, first=write_answers, outputs=files
     )
 
 
@@ -153,17 +143,13 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _answer_line(reply: Reply) -> str:
-    method, budget = reply.combination
-    line = {"id": reply.id, "method": method, "budget": budget, "reply": reply.text, "right": reply.right}
-    return json.dumps(line, ensure_ascii=False) + "\n"
-
-
 def _print_tables(result: EvaluationReport, *, papers: bool) -> None:
     console = TableConsole()
     blind = ", every picture replaced by a grey one" if result.blind else ""
     fit = f", --fit {result.fit}" if result.fit else ""
-    meaning = "" if papers else _bracketed(result)
+    shares = any(point.relative is not None for budgets in result.methods.values() for point in budgets.values())
+    meaning = ", its 95 % interval, and in brackets the share of none's" if shares else " and its 95 % interval"
+    meaning = "" if papers else meaning
     planted = ", outliers planted in the background" if result.planted_outliers else ""
     console.print(
         f"{escaped(result.model)}, {result.weights.beside(result.precision)}, {result.backend}, "
@@ -197,7 +183,6 @@ def _print_tables(result: EvaluationReport, *, papers: bool) -> None:
 
 
 def _papers_table(result: EvaluationReport) -> Table:
-    """Return a table with the times and accuracy of `none`, and of each method at each budget, the largest first."""
     first = next(iter(result.methods), "")
     figures = ["tokens a layer", "prefill", "TTFT", "latency", "accuracy", "share of none's"]
     table = make_table(["budget", "method"], [*figures, f"points more than {first}"])
@@ -211,11 +196,7 @@ def _papers_table(result: EvaluationReport) -> Table:
 
 
 def _papers_cells(point: CombinationReport, none: CombinationReport) -> list[str]:
-    times = (
-        (point.prefill_ms, none.prefill_ms),
-        (point.ttft_ms, none.ttft_ms),
-        (point.latency_ms, none.latency_ms),
-    )
+    times = ((point.prefill_ms, none.prefill_ms), (point.ttft_ms, none.ttft_ms), (point.latency_ms, none.latency_ms))
     share = "-" if point.relative is None else f"{100 * point.relative:.1f} %{_interval(point.relative_ci95, '.1f')}"
     accuracy = f"{100 * point.accuracy:.1f}{_interval(point.ci95, '.1f')}"
     faster = [f"{median_text(own)} ({base.median / own.median:.2f}x)" for own, base in times]
@@ -233,7 +214,6 @@ def _interval(ci95: Interval | None, form: str) -> str:
 
 
 def _grid(result: EvaluationReport, cell: Callable[[CombinationReport], str]) -> Table:
-    """Return a table with a row for each method and a column for each budget."""
     held = [Combination(method, budget) for method, budgets in result.methods.items() for budget in budgets]
     budgets = dict.fromkeys(pair.budget for pair in (*held, *result.unreachable))
     table = make_table(["method"], list(budgets))
@@ -248,12 +228,6 @@ def _grid(result: EvaluationReport, cell: Callable[[CombinationReport], str]) ->
 def _accuracy(accuracy: float, interval: tuple[float, float]) -> str:
     low, high = (100 * end for end in interval)
     return f"{100 * accuracy:.1f}, {low:.1f} to {high:.1f}"
-
-
-def _bracketed(result: EvaluationReport) -> str:
-    """Return what follows an accuracy in the tables."""
-    shares = any(point.relative is not None for budgets in result.methods.values() for point in budgets.values())
-    return ", its 95 % interval, and in brackets the share of none's" if shares else " and its 95 % interval"
 
 
 def _accuracy_and_share(point: CombinationReport) -> str:

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from PIL import Image
 
-from sinkprune.calibration.commands.measuring import LIMIT, OWN_TEST_SETS, check_answers, check_unpruned_memory
-from sinkprune.calibration.norms import NormReport, TokenFeatures, bundle_features, summarise
+from sinkprune.calibration.norms import CONFIG, NormReport, TokenFeatures, VisionTower, bundle_features, summarise
 from sinkprune.calibration.plots import HeatmapFolder, plot_norms
-from sinkprune.calibration.questions import SUFFIXES, NamedPicture, folder_pictures, task_pictures
+from sinkprune.calibration.questions import (
+    LIMIT,
+    OWN_TEST_SETS,
+    SUFFIXES,
+    NamedPicture,
+    check_answers,
+    check_unpruned_memory,
+    folder_pictures,
+    task_pictures,
+    until_interrupted,
+)
 from sinkprune.calibration.tasks import SCENES
-from sinkprune.calibration.towers import CONFIG, VisionTower
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.checks import counted, escaped
 from sinkprune.contract.command_line.command import entry_point
@@ -63,7 +71,14 @@ def main(arguments: Sequence[str] | None) -> None:
     _check_fit(parser, options, is_tower=is_tower)
     folder = Path(options.data) if Path(options.data).is_dir() else None
     check_report_options(options, [] if folder else [Path(options.data)])
-    bundle = None if is_tower else _open(options)
+    if not options.bundle.exists():
+        raise UsageError(
+            f"there is no folder '{options.bundle}'. Give a bundle, which sinkprune-export makes, or the checkpoint "
+            f"folder of a vision tower, with its {CONFIG}."
+        )
+    bundle = None if is_tower else read_runnable(options.bundle, options.trust)
+    if bundle:
+        check_answers(bundle)
     with status("checking the pictures"):
         pictures = (folder_pictures(folder) if folder else task_pictures(options.data))[: options.limit]
     read = [Path(picture.name) for picture in pictures]
@@ -72,22 +87,24 @@ def main(arguments: Sequence[str] | None) -> None:
         _bundle_tower(options, bundle, pictures) if bundle else _lone_tower(options, pictures)
     )
     heatmaps = HeatmapFolder(options.heatmaps) if options.heatmaps else None
-    measured, interrupted = list[TokenFeatures](), ""
-    try:
+
+    def measure() -> Iterator[TokenFeatures]:
         with progress_bar("looking", len(pictures), "pictures") as count:
             for number, picture in enumerate(pictures):
                 features = tower(picture.load())
                 if heatmaps:
                     file = _heatmap_file(heatmaps.folder, pictures, number)
                     heatmaps.draw(file, features, f"{model}: {Path(picture.name).name}")
-                measured.append(features)
+                yield features
                 count()
-    except KeyboardInterrupt as interrupt:
-        if not measured:
-            if heatmaps:
-                heatmaps.remove_empty()
-            raise KeyboardInterrupt("no whole picture was measured, so nothing was kept.") from interrupt
-        interrupted = f"the report counts the first {len(measured)} of {counted(len(pictures), 'picture')}."
+
+    try:
+        nothing = "no whole picture was measured, so nothing was kept."
+        measured, interrupted = until_interrupted(measure(), len(pictures), "picture", nothing)
+    except KeyboardInterrupt:
+        if heatmaps:
+            heatmaps.remove_empty()
+        raise
     norms, salience = ([group for one in measured for group in getattr(one, name)] for name in ("norms", "salience"))
     report, shares = summarise(model, len(measured), norms, salience), shares[: len(measured)]
     warnings = (*interrupted_warnings(interrupted), *report.warnings, *unseen_warnings(shares, "cases"))
@@ -129,7 +146,6 @@ def _parser() -> CommandParser:
 
 
 def _check_fit(parser: argparse.ArgumentParser, options: Options, *, is_tower: bool) -> None:
-    """Reject options of bundles for a tower, and of towers for a bundle; raises `UsageError`."""
     foreign = _FOR_BUNDLES if is_tower else ("layer",)
     given = [name for name in foreign if getattr(options, name) != parser.get_default(name)]
     if given:
@@ -143,22 +159,9 @@ def _lone_tower(
     options: Options, pictures: Sequence[NamedPicture]
 ) -> tuple[str, MeasureFeatures, list[float], list[str]]:
     """Return the name and the features of a tower without an LLM, no shares of pictures that it sees, and notes."""
-    layer = _LAYER if options.layer is None else options.layer
-    tower = VisionTower(options.bundle, layer, options.threads)
+    tower = VisionTower(options.bundle, _LAYER if options.layer is None else options.layer, options.threads)
     notes = note_files({Path(picture.name): picture.facts.of_file for picture in pictures})
     return options.bundle.resolve().name, tower.features, [], notes
-
-
-def _open(options: Options) -> Bundle:
-    """Open the bundle of a model that answers; raises `BundleError` and `UsageError`."""
-    if not options.bundle.exists():
-        raise UsageError(
-            f"there is no folder '{options.bundle}'. Give a bundle, which sinkprune-export makes, or the checkpoint "
-            f"folder of a vision tower, with its {CONFIG}."
-        )
-    bundle = read_runnable(options.bundle, options.trust)
-    check_answers(bundle)
-    return bundle
 
 
 def _bundle_tower(

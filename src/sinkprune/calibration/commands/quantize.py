@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sinkprune.calibration.commands.measuring import check_answers
 from sinkprune.calibration.plots import plot_quantisation
-from sinkprune.calibration.questions import note_items
-from sinkprune.calibration.tasks import Item, check_own_questions, items_by_picture, load_task
+from sinkprune.calibration.questions import check_answers, note_items
+from sinkprune.calibration.tasks import check_own_questions, items_by_picture, load_task
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.checks import RealNumber, WholeNumber, counted, escaped
 from sinkprune.contract.command_line.command import entry_point
@@ -31,7 +30,7 @@ from sinkprune.runtime.media.images import add_fit_option
 from sinkprune.runtime.profiling.plot import import_matplotlib
 
 if TYPE_CHECKING:
-    from sinkprune.calibration.quantising.quantise import CalibrationCost, LogitError, QuantisationReport
+    from sinkprune.calibration.quantising.quantise import CalibrationCost, QuantisationReport
 
 _EXAMPLES = """\
 examples:
@@ -55,7 +54,7 @@ def main(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, Options)
     with report_missing_package("quantising"), status("loading packages"):
         from sinkprune.calibration.quantising.graphs import encode_prompts
-        from sinkprune.calibration.quantising.quantise import ErrorLimits, quantise_bundle, quantised_forms
+        from sinkprune.calibration.quantising.quantise import quantise_bundle, quantised_forms
     check_outputs(options.outputs, [options.data, *options.key_files], [options.bundle, options.output])
     if options.plot:
         import_matplotlib()
@@ -66,7 +65,9 @@ def main(arguments: Sequence[str] | None) -> None:
     forms = quantised_forms(bundle.manifest, options.weights, options.vision_weights, options.block_size)
     sign = read_private_key(options.sign) if options.sign else None
     with status("checking the pictures"):
-        items = _chosen(options.data, options.limit)
+        check_own_questions(options.data)
+        by_picture = items_by_picture(load_task(str(options.data)))[: options.limit]
+        items = [own[number % len(own)] for number, own in enumerate(by_picture)]
         check_apart([path for path, _ in options.outputs], (Path(item.picture) for item in items))
         prompts = encode_prompts(bundle, items, options.fit)
     family = load_family(bundle.manifest, options.fit)
@@ -79,7 +80,8 @@ def main(arguments: Sequence[str] | None) -> None:
             options.output,
             prompts,
             forms,
-            ErrorLimits(options.max_error, options.max_layer_error),
+            options.max_error,
+            options.max_layer_error,
             threads=load_backend("ort-cpu", options.threads).threads,
             force=options.force,
             sign=sign,
@@ -99,15 +101,7 @@ def main(arguments: Sequence[str] | None) -> None:
     write_report(options, report, plot_quantisation, print_tables, {"sha256": sha256, "notes": notes})
 
 
-def _chosen(data: Path, limit: int) -> list[Item]:
-    """Return one question about each of the first `limit` pictures; raises `TaskError`."""
-    check_own_questions(data)
-    by_picture = items_by_picture(load_task(str(data)))[:limit]
-    return [items[number % len(items)] for number, items in enumerate(by_picture)]
-
-
 def _print_cost(cost: CalibrationCost) -> None:
-    """Report memory and time before the work begins."""
     minutes, free = cost.seconds / 60, available_bytes()
     # The estimate leaves out reading and writing files, which dominates in small bundles.
     duration = f"about {minutes:.0f} minutes" if minutes >= 2 else "up to two minutes"
@@ -119,7 +113,6 @@ def _print_cost(cost: CalibrationCost) -> None:
 
 
 def _print(report: QuantisationReport) -> None:
-    """Print the errors of the worst layers and of the logits, next to those of rounding to the nearest."""
     console = TableConsole()
     console.print(
         f"{escaped(report.model)}, weights {report.weights.name}: {counted(report.prompts, 'prompt')} of "
@@ -139,13 +132,13 @@ def _print(report: QuantisationReport) -> None:
             f"{error.cosine:.5f} ({nearest.cosine:.5f})",
         )
     console.print(table)
-    console.print(f"logits: {_logits(report.logits)}\n   ({_logits(report.to_nearest)})", markup=False)
+    ours, nearest_logits = (
+        f"relative L2 {error.relative_l2:.4f}, KL {error.kl:.5f}, same first token {100 * error.top_1:.1f} %"
+        for error in (report.logits, report.to_nearest)
+    )
+    console.print(f"logits: {ours}\n   ({nearest_logits})", markup=False)
     for warning in report.warnings:
         console.print(warning)
-
-
-def _logits(error: LogitError) -> str:
-    return f"relative L2 {error.relative_l2:.4f}, KL {error.kl:.5f}, same first token {100 * error.top_1:.1f} %"
 
 
 def _parser() -> CommandParser:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from sinkprune.calibration.changed_bundle import changed_text
-from sinkprune.calibration.commands.measuring import add_changing_options, check_answers
 from sinkprune.calibration.evaluation.statistics import accuracy_warnings, mean_warnings
-from sinkprune.calibration.questions import note_items
+from sinkprune.calibration.questions import (
+    PICTURES,
+    PictureQuestion,
+    add_changing_options,
+    check_answers,
+    note_items,
+    questions_to_measure,
+)
 from sinkprune.calibration.scheduling.report import ScheduleReport, doubts, missed_text, report_text
-from sinkprune.calibration.scheduling.search import PICTURES, PictureQuestion, questions_to_measure
 from sinkprune.calibration.tasks import Item, check_own_questions, load_task
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_bundle
@@ -32,7 +36,7 @@ from sinkprune.contract.command_line.options import (
 from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.errors import BudgetError, UsageError
 from sinkprune.contract.files.output_files import OutputFile, check_apart, check_outputs
-from sinkprune.contract.files.trust import read_private_key
+from sinkprune.contract.files.trust import read_private_key, sum_lines
 from sinkprune.contract.manifest import BUNDLE
 from sinkprune.deadlines.costs import Costs, write_costs
 from sinkprune.deadlines.options import doubtful_costs, kept_line
@@ -81,16 +85,12 @@ _DRAWN = (
 
 
 class _Options(Options):
-    """The options of this command."""
-
     @property
     def wants_budget(self) -> bool:
-        """Whether to find a budget, not costs alone."""
         return self.target_ms is not None or self.budget_tokens is not None
 
     @property
     def outputs(self) -> list[OutputFile]:
-        """The files that are written, each with the suffixes it may have."""
         return [*json_outputs(self.json), *([(self.costs, (".json",))] if self.costs else [])]
 
 
@@ -99,14 +99,14 @@ def main(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, _Options)
     _check_options(options)
     with report_missing_package("adding budgets"), status("loading packages"):
-        from sinkprune.calibration.evaluation.replies import check_questions
-        from sinkprune.calibration.evaluation.report import BASELINE
+        from sinkprune.calibration.evaluation.replies import BASELINE, check_questions
         from sinkprune.calibration.scheduling.propose import TOKENS_A_LAYER, BudgetTarget
         from sinkprune.calibration.scheduling.search import METHOD, Trials, add_budget, check_addable, check_name
     target = BudgetTarget(options.target_ms, options.budget_tokens, options.new_tokens)
     bundle = read_bundle(options.bundle, options.trust)
     check_answers(bundle)
-    name, sign = options.name or _name(target), read_private_key(options.sign) if options.sign else None
+    default = f"in-{target.ms:g}ms" if target.ms is not None else f"mean-{target.tokens or 0:g}"
+    name, sign = options.name or default, read_private_key(options.sign) if options.sign else None
     check_name(bundle.manifest, name)
     if options.wants_budget and not options.dry_run:
         check_addable(bundle, name, force=options.force, signed=sign is not None)
@@ -130,7 +130,10 @@ def main(arguments: Sequence[str] | None) -> None:
         shares = [pipeline.family.layout(prompt.image).seen_share for prompt in prompts]
         seen = {"notes": notes, "seen_share": min(shares)}
         if not options.wants_budget:
-            _measure_costs(options, pipeline, first, seen)
+            with _kept_costs(options, pipeline, seen, lambda: pipeline.costs), status("measuring") as progress:
+                costs = pipeline.measure_costs(new_request(*first), options.seconds, progress)
+            _write_costs(options, costs)
+            write_json(options.json, {"costs": to_json(costs), **seen})
             return
         report = _proposed(options, trials, pipeline, prompts, name, target, items, seen)
     few = [*accuracy_warnings(len(items)), *unseen_warnings(shares, "requests")] if items else []
@@ -150,19 +153,21 @@ def main(arguments: Sequence[str] | None) -> None:
     def write_report() -> None:
         found = {**to_json(report), "sha256": sha256, "notes": notes}
         text = report_text(report)
-        if kept:
-            what = f"added budget {name}"
-            text += changed_text(options.bundle, what, sha256, options.sign, dry_run=options.dry_run)
+        folder = escaped(str(options.bundle))
         if sha256:
-            folder = escaped(str(options.bundle))
-            text += f"Run the budget: sinkprune-run {folder} --budget {name}, with --image and --prompt\n"
+            text += (
+                f"{folder}: added budget {name}\n{sum_lines(sha256, options.sign)}"
+                "The sha256 is new: replace it where you give --sha256 or sha256=, and make this bundle's engines "
+                "again.\n"
+                f"Run the budget: sinkprune-run {folder} --budget {name}, with --image and --prompt\n"
+            )
+        elif kept:
+            text += f"{folder}: unchanged{', because of --dry-run' if options.dry_run else ''}\n"
         write_result(options.json, found, lambda: sys.stdout.write(text))
 
+    warnings = "".join(f"warning: {warning}\n" for warning in report.warnings)
     write_each(
-        lambda: _write_costs(options, report.costs),
-        change_bundle,
-        write_report,
-        lambda: _warn(report.warnings),
+        lambda: _write_costs(options, report.costs), change_bundle, write_report, lambda: sys.stderr.write(warnings)
     )
     if report.meets(target.ms):
         return
@@ -211,16 +216,6 @@ def _kept_costs(
             sys.stderr.write(kept_line(pipeline.save_costs(), pipeline.costs))
 
 
-def _measure_costs(
-    options: _Options, pipeline: Pipeline, prompt: PictureQuestion, seen: Mapping[str, object]
-) -> None:
-    """Measure and write what requests cost. The JSON also has the keys of `seen`."""
-    with _kept_costs(options, pipeline, seen, lambda: pipeline.costs), status("measuring") as progress:
-        costs = pipeline.measure_costs(new_request(*prompt), options.seconds, progress)
-    _write_costs(options, costs)
-    write_json(options.json, {"costs": to_json(costs), **seen})
-
-
 def _proposed(
     options: _Options,
     trials: Trials,
@@ -261,18 +256,12 @@ def _proposed(
 
 
 def _write_costs(options: _Options, costs: Costs | None) -> None:
-    """Write the costs to the file of `--costs`, if both are there."""
     if options.costs and costs:
         write_costs(options.costs, costs)
         note_written(options.costs)
 
 
-def _warn(warnings: Iterable[str]) -> None:
-    sys.stderr.write("".join(f"warning: {warning}\n" for warning in warnings))
-
-
 def _check_options(options: _Options) -> None:
-    """Reject options that exclude each other, and outputs that cannot be written."""
     if not options.wants_budget and not options.costs:
         raise UsageError(
             "neither a budget nor costs were requested. Give --target-ms or --budget-tokens for a budget, or --costs "
@@ -296,11 +285,6 @@ def _check_options(options: _Options) -> None:
     check_own_questions(options.data)
     read = [*(options.image or []), *([options.data] if options.data else []), *options.key_files]
     check_outputs(options.outputs, read, [options.bundle])
-
-
-def _name(target: BudgetTarget) -> str:
-    """Return the default name of a budget for a target."""
-    return f"in-{target.ms:g}ms" if target.ms is not None else f"mean-{target.tokens or 0:g}"
 
 
 def _parser() -> CommandParser:

@@ -82,7 +82,6 @@ class PictureBootstrap:
         return _ends(own[others > 0] / others[others > 0])
 
     def _sums(self, values: Sequence[float] | NDArray[np.bool_]) -> NDArray[np.float64]:
-        """Return the sum of the questions' values for each picture."""
         return np.bincount(self._picture, values).astype(np.float64)
 
 
@@ -110,22 +109,17 @@ def accuracy_warnings(questions: int) -> tuple[str, ...]:
 
 def mean_warnings(pictures: int) -> tuple[str, ...]:
     """Return a warning if `pictures` are too few for means, else nothing."""
-    if pictures >= FEW_PICTURES:
-        return ()
-    return (
-        f"Small sample: {counted(pictures, 'picture')}. Other pictures may give other figures. "
-        f"Measure {FEW_PICTURES} or more.",
-    )
+    few = f"Other pictures may give other figures. Measure {FEW_PICTURES} or more."
+    return () if pictures >= FEW_PICTURES else (f"Small sample: {counted(pictures, 'picture')}. {few}",)
 
 
 def calibration_warnings(prompts: int) -> tuple[str, ...]:
     """Return a warning if weights were rounded for too few prompts, one a picture, else nothing."""
-    if prompts >= FEW_PICTURES:
-        return ()
-    return (
-        f"Small sample: {counted(prompts, 'prompt')}. The weights fit the pictures and prompts that they were "
-        f"rounded for, and others less. Give {FEW_PICTURES} pictures or more.",
+    few = (
+        "The weights fit the pictures and prompts that they were rounded for, and others less. "
+        f"Give {FEW_PICTURES} pictures or more."
     )
+    return () if prompts >= FEW_PICTURES else (f"Small sample: {counted(prompts, 'prompt')}. {few}",)
 
 
 def _reach(questions: int) -> float:

@@ -1,9 +1,7 @@
-"""Runs the chain up to the products whose weights are quantised.
+"""The weight graphs of a bundle, run for all prompts, a subgraph of linear layers at a time.
 
 So the weights of one subgraph are in memory at a time, and each subgraph runs once. Tensors that later subgraphs need
-are kept for every prompt.
-
-Rows of pruned prompts are a subset of these rows. So one rounding serves every budget.
+are kept for every prompt. Rows of pruned prompts are a subset of these rows, so one rounding serves every budget.
 """
 
 from __future__ import annotations
@@ -84,17 +82,16 @@ OpenSession = Callable[[ir.Graph], GraphSession]
 
 
 class Subgraph(NamedTuple):
-    """Consecutive linear layers of a graph and the operators around them, by names of values."""
+    """Consecutive linear layers of a graph and the operators around them, by names of values.
+
+    Layers may share an input. The outputs are those of the graph, and values that a later subgraph needs.
+    """
 
     layer_inputs: tuple[str, ...]
-    """The layers' inputs in order; layers may share one."""
     outputs: tuple[str, ...]
-    """Values that a later subgraph needs, or that are outputs of the graph."""
 
 
 class GraphRun:
-    """A run of all prompts through a graph, subgraph by subgraph."""
-
     def __init__(self, graph: ir.Graph, open_session: OpenSession, feeds: Iterable[Tensors]) -> None:
         """Start before the first subgraph. `feeds` are each prompt's inputs; `graph` has only needed outputs."""
         self._graph, self._open, self._feeds = graph, open_session, list(feeds)
@@ -102,7 +99,6 @@ class GraphRun:
         self._remaining = split_graph(graph)
 
     def is_ahead(self, value: str) -> bool:
-        """Return whether the value of that name is an input of a layer that has not run yet."""
         return any(value in subgraph.layer_inputs for subgraph in self._remaining)
 
     def step(self, use: Callable[[str, Array], None] | None = None) -> None:
@@ -141,15 +137,15 @@ def split_graph(graph: ir.Graph) -> list[Subgraph]:
 
     def live(place: int) -> list[str]:
         """Return the values that are computed before the node at that place, and needed from there on."""
-        return [name for name, span in live_ranges.items() if span.first < place <= span.last]
+        return [name for name, (first, last) in live_ranges.items() if first < place <= last]
 
     boundaries = [
-        min((live(place) for place in range(before.last + 1, after.first + 1)), key=len)
-        for before, after in pairwise(layers)
+        min((live(place) for place in range(last + 1, first + 1)), key=len)
+        for (_, _, last), (_, first, _) in pairwise(layers)
     ]
     found, inputs = list[Subgraph](), list[str]()
-    for number, layer in enumerate(layers):
-        inputs.append(layer.input)
+    for number, (layer_input, _, _) in enumerate(layers):
+        inputs.append(layer_input)
         # A cut is a boundary that keeps no more values than the boundaries next to it.
         neighbours = boundaries[max(number - 1, 0) : number + 2]
         if number < len(boundaries) and len(boundaries[number]) == min(map(len, neighbours)):
@@ -158,43 +154,27 @@ def split_graph(graph: ir.Graph) -> list[Subgraph]:
     return [*found, Subgraph(tuple(inputs), tuple(str(value.name) for value in graph.outputs))]
 
 
-class _Layers(NamedTuple):
-    """Linear layers that share an input, with the places of the first and the last among the graph's nodes."""
-
-    input: str
-    first: int
-    last: int
-
-
-class _LiveRange(NamedTuple):
-    """The place of the node that computes a value, and that of the last node that needs it."""
-
-    first: int
-    last: int
-
-
-def _layers(graph: ir.Graph) -> list[_Layers]:
-    """Return the products with matrices of any form; consecutive products of one input are together."""
-    found: list[_Layers] = []
+def _layers(graph: ir.Graph) -> list[tuple[str, int, int]]:
+    """Return the input of each product with a matrix, and the places of the first and the last node that share it."""
+    found: list[tuple[str, int, int]] = []
     for place, node, varying in _varying_nodes(graph):
         if _is_layer(node, varying):
-            if found and found[-1].input == varying[0]:
-                found[-1] = found[-1]._replace(last=place)
-            else:
-                found.append(_Layers(varying[0], place, place))
+            together = found and found[-1][0] == varying[0]
+            first = found.pop()[1] if together else place
+            found.append((varying[0], first, place))
     return found
 
 
-def _live_ranges(graph: ir.Graph) -> dict[str, _LiveRange]:
-    """Return the live ranges of all values that depend on matrices."""
-    ranges: dict[str, _LiveRange] = {}
+def _live_ranges(graph: ir.Graph) -> dict[str, tuple[int, int]]:
+    """Return where values that depend on matrices are computed, and where they are needed last."""
+    ranges: dict[str, tuple[int, int]] = {}
     for place, node, varying in _varying_nodes(graph):
         needed = [name for name in varying if name in ranges]
-        ranges |= {name: ranges[name]._replace(last=place) for name in needed}
+        ranges |= {name: (ranges[name][0], place) for name in needed}
         if needed or _is_layer(node, varying):
-            ranges |= {str(value.name): _LiveRange(place, place) for value in node.outputs}
+            ranges |= {str(value.name): (place, place) for value in node.outputs}
     outputs = [str(value.name) for value in graph.outputs]
-    return ranges | {name: ranges[name]._replace(last=len(graph)) for name in outputs if name in ranges}
+    return ranges | {name: (ranges[name][0], len(graph)) for name in outputs if name in ranges}
 
 
 def _varying_nodes(graph: ir.Graph) -> Iterator[tuple[int, ir.Node, list[str]]]:
@@ -227,8 +207,6 @@ _WEIGHT = ".weight"
 
 
 class Layer(NamedTuple):
-    """A linear layer of a graph."""
-
     value: str
     """The name of its input; layers may share it."""
     inputs: int
@@ -293,26 +271,20 @@ def joined_layers(graph: ir.Graph) -> dict[str, dict[str, int]]:
             names = [str(value.name) for value in split.outputs]
             # If the checkpoint itself stores one matrix, as in Qwen's towers, the parts have no layers' names.
             if all(name.rpartition(".")[0] == own for name in names):
-                widths = _numbers(split.inputs[1])
+                sizes = split.inputs[1].const_value if split.inputs[1] is not None else None
+                if sizes is None:
+                    raise ValueError("a matrix is split at places that are computed")
+                widths = sizes.numpy().tolist()
                 found[matrix] = {f"{name}{_WEIGHT}": width for name, width in zip(names, widths, strict=True)}
     return found
 
 
 def _add(sums: dict[str, Array], value: str, rows: Array) -> None:
-    """Add the products of one more prompt."""
     width = rows.shape[-1]
     rows = rows.reshape(-1, width).astype(np.float32, copy=False)
     if value not in sums:
         sums[value] = np.zeros((width, width), np.float32)
     sums[value] += rows.T @ rows
-
-
-def _numbers(value: ir.Value | None) -> list[int]:
-    """Return a constant list of a graph, such as the sizes of a Split."""
-    tensor = value.const_value if value is not None else None
-    if tensor is None:
-        raise ValueError("a matrix is split at places that are computed")
-    return tensor.numpy().tolist()
 
 
 _WANTED = ("tokens", "norms", "salience", "deepstack", "embeddings", "hidden_out", "logits")
@@ -327,7 +299,6 @@ class WeightGraphs:
         self._dialect = DIALECTS[bundle.manifest.dialect]
 
     def changes(self, graph: str) -> bool:
-        """Return whether the graph's matrices get another form."""
         return self._form(graph, self._forms) != self._form(graph, self._bundle.manifest.weights)
 
     def read(self, graph: str) -> ir.Graph:
@@ -335,7 +306,6 @@ class WeightGraphs:
         return _wanted(read_graph(Model.of_bundle(self._bundle, graph).onnx))
 
     def layers(self, graph: str) -> list[list[Layer]]:
-        """Return the linear layers of each subgraph of a graph."""
         read = self.read(graph)
         layers = linear_layers(read).values()
         return [[layer for layer in layers if layer.value in subgraph.layer_inputs] for subgraph in split_graph(read)]
@@ -352,7 +322,6 @@ class WeightGraphs:
         return RewrittenGraph(graph, precision, self._dialect, form, read_graph(model.onnx), read)
 
     def file(self, graph: str) -> str:
-        """Return the name of the graph's ONNX file in the bundle."""
         return self._bundle.manifest.graphs[graph].file
 
     def run(self, graph: str, feeds: Iterable[Tensors]) -> GraphRun:
@@ -360,7 +329,6 @@ class WeightGraphs:
         return self._run(self.read(graph), Model.of_bundle(self._bundle, graph).file.path.parent, feeds)
 
     def run_written(self, graph: str, root: Path, feeds: Iterable[Tensors]) -> GraphRun:
-        """Return a run of prompts through the graph in the folder `root`."""
         path = root / self.file(graph)
         return self._run(_wanted(read_graph(path.read_bytes())), path.parent, feeds)
 
@@ -411,7 +379,6 @@ class ChainRun:
     """All prompts, each before the same graph."""
 
     def __init__(self, bundle: Bundle, prompts: Sequence[EncodedPrompt]) -> None:
-        """Start before the vision tower."""
         backend, embedding = load_backend("ort-cpu"), Embedding(bundle.files[EMBEDDING], bundle.manifest)
         between = load_family(bundle.manifest).between_rows
         self._prompts = [_steps(bundle.manifest, backend, embedding, between, prompt) for prompt in prompts]

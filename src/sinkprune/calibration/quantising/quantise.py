@@ -54,8 +54,6 @@ _SAMPLE, _TRIES = 1024, 8
 
 
 class CalibrationCost(NamedTuple):
-    """Approximate memory and time."""
-
     bytes: int
     seconds: float
     weights: int
@@ -87,18 +85,7 @@ def estimate(
     return CalibrationCost(round(most) + states + _FIXED_BYTES, operations / _operations_a_second(), rounded)
 
 
-def check_memory(cost: CalibrationCost) -> None:
-    """Raise `TooLittleMemoryError` if the cost exceeds the free memory."""
-    free = available_bytes()
-    if 0 < free < cost.bytes:
-        raise TooLittleMemoryError(
-            f"not enough memory: calibrating needs about {gigabytes(cost.bytes)}, {gigabytes(free)} are free. End "
-            "other programs, take a smaller --limit, or use a larger machine: the bundle can run on this one."
-        )
-
-
 def _operations_a_second() -> float:
-    """Measure the fp32 additions and multiplications a second in matrix products."""
     sample, seconds = np.ones((_SAMPLE, _SAMPLE), np.float32), []
     for _ in range(_TRIES):
         start = time.perf_counter()
@@ -195,17 +182,13 @@ def _layer_error(lengths: Array, errors: OutputErrors, rows: slice) -> LayerErro
 def logit_error(exact: Sequence[Array], found: Sequence[Array]) -> LogitError:
     """Return the error of the `found` logits [vocab] of each prompt against the `exact` ones."""
     p, q = np.array(exact, np.float64), np.array(found, np.float64)
-    log_p, log_q = _log_softmax(p), _log_softmax(q)
+    shifted = (logits - logits.max(axis=-1, keepdims=True) for logits in (p, q))
+    log_p, log_q = (logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True)) for logits in shifted)
     return LogitError(
         relative_l2=float(np.linalg.norm(q - p) / np.linalg.norm(p)),
         kl=float((np.exp(log_p) * (log_p - log_q)).sum(axis=-1).mean()),
         top_1=float((p.argmax(axis=-1) == q.argmax(axis=-1)).mean()),
     )
-
-
-def _log_softmax(logits: Array) -> Array:
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 _QUANTISED: tuple[WeightsName, ...] = ("int8", "int4")
@@ -216,14 +199,6 @@ _STATES = 6
 """Hidden states of a row that are kept: before a graph and between its subgraphs, in each chain run."""
 _NAMED = 3
 """Layers that an error message names."""
-
-
-@dataclass(frozen=True)
-class ErrorLimits:
-    """The largest relative L2 errors with which a bundle is written."""
-
-    logits: float
-    layer: float
 
 
 def quantised_forms(
@@ -250,7 +225,8 @@ def quantise_bundle(
     output: Path,
     prompts: Sequence[EncodedPrompt],
     forms: WeightForms,
-    limits: ErrorLimits,
+    max_error: float,
+    max_layer_error: float,
     *,
     threads: int,
     force: bool = False,
@@ -261,9 +237,9 @@ def quantise_bundle(
     """Write `bundle` into the new folder `output` with its matrices in `forms`, rounded for the `prompts`.
 
     All other files are copied. `on_cost` is called with the estimated cost before the work begins. Raises
-    `AccuracyError` if an error exceeds the `limits`, `NumericsError` if the floats' logits are not finite,
-    `UsageError` if memory is too small or a matrix does not fit its form, and what `replacing` raises. After an error
-    `output` is unchanged.
+    `AccuracyError` if the relative L2 error of the logits exceeds `max_error`, or that of a layer `max_layer_error`;
+    `NumericsError` if the floats' logits are not finite, `UsageError` if memory is too small or a matrix does not fit
+    its form, and what `replacing` raises. After an error `output` is unchanged.
     """
     check_replaceable(output, BUNDLE, force=force)
     check_outside(output, bundle.path, BUNDLE)
@@ -273,11 +249,19 @@ def quantise_bundle(
     }
     cost = _cost(graphs, bundle.manifest, planned, prompts)
     on_cost(cost)
-    check_memory(cost)
-    needed = _disk_bytes(bundle.manifest, planned)
+    free = available_bytes()
+    if 0 < free < cost.bytes:
+        raise TooLittleMemoryError(
+            f"not enough memory: calibrating needs about {gigabytes(cost.bytes)}, {gigabytes(free)} are free. End "
+            "other programs, take a smaller --limit, or use a larger machine: the bundle can run on this one."
+        )
+    kept = sum(spec.size for spec in bundle.manifest.files.values()) - sum(map(bundle.manifest.weight_bytes, planned))
+    written = [graph.bytes for graph in planned.values()]
+    # The largest graph is there twice while it is compared.
+    needed = max(kept, 0) + sum(written) + max(written, default=0) + _SMALL_FILES_BYTES
     with replacing(output, BUNDLE, needed, "choose --weights int4", force=force) as root:
         report = _Quantisation(bundle, graphs, root, cost.weights, progress).run(prompts, forms)
-        _check_limits(report, limits)
+        _check_limits(report, max_error, max_layer_error)
         for number, (name, file) in enumerate(bundle.files.items()):
             progress("copying", number, len(bundle.files), "files")
             if not (root / name).exists():
@@ -295,15 +279,12 @@ def quantise_bundle(
 
 
 class _Quantisation:
-    """The quantisation of one bundle into the folder `root`."""
-
     def __init__(self, bundle: Bundle, graphs: WeightGraphs, root: Path, weights: int, progress: OnProgress) -> None:
         self._bundle, self._graphs, self._root = bundle, graphs, root
         self._rounded, self._weights, self._progress = 0, weights, progress
         self._layers: list[LayerReport] = []
 
     def run(self, prompts: Sequence[EncodedPrompt], forms: WeightForms) -> QuantisationReport:
-        """Write every graph that changes, and compare the outputs."""
         manifest = self._bundle.manifest
         floats, ours, nearest = (ChainRun(self._bundle, prompts) for _ in range(3))
         for name in weight_graphs(manifest):
@@ -375,46 +356,34 @@ def _samples(graph: str, feed: Tensors) -> list[Tensors]:
 
 
 def _rows(prompts: Sequence[EncodedPrompt]) -> int:
-    """Return the rows of all prompts, of text and pictures."""
     return sum(prompt.picture.layout.all_tokens + sum(map(len, prompt.texts)) for prompt in prompts)
 
 
 def _cost(
     graphs: WeightGraphs, manifest: Manifest, planned: Iterable[str], prompts: Sequence[EncodedPrompt]
 ) -> CalibrationCost:
-    text = sum(len(prompt.texts[-1]) for prompt in prompts)
-    patches = sum(prompt.picture.layout.all_tokens for prompt in prompts) * manifest.vision.patches_per_token
-    rows = {"vision": patches, "head": text}
-    layers = {name: graphs.layers(name) for name in planned}
-    return estimate(layers, {name: rows.get(name, _rows(prompts)) for name in layers}, _states(manifest, prompts))
+    layouts, lm = [prompt.picture.layout for prompt in prompts], manifest.language_model
+    rows = {
+        "vision": sum(layout.all_tokens for layout in layouts) * manifest.vision.patches_per_token,
+        "head": sum(len(prompt.texts[-1]) for prompt in prompts),
+    }
+    layers, lengths = {name: graphs.layers(name) for name in planned}, [_rows([prompt]) for prompt in prompts]
+    # The kept states of all prompts, each with a mask, and the computation of the longest prompt.
+    kept = sum(_STATES * length * lm.hidden_size + length**2 for length in lengths)
+    computed = max(decoder_bytes(manifest, max(lengths)), *(tower_bytes(manifest, layout) for layout in layouts))
+    states = kept * DTYPES[manifest.precision].itemsize + computed
+    return estimate(layers, {name: rows.get(name, sum(lengths)) for name in layers}, states)
 
 
-def _states(manifest: Manifest, prompts: Sequence[EncodedPrompt]) -> int:
-    """Return the bytes of all prompts' kept states, each with a mask, and of the longest prompt's computation."""
-    lengths, lm = [_rows([prompt]) for prompt in prompts], manifest.language_model
-    kept = sum(_STATES * rows * lm.hidden_size + rows**2 for rows in lengths)
-    computed = max(
-        decoder_bytes(manifest, max(lengths)), *(tower_bytes(manifest, prompt.picture.layout) for prompt in prompts)
-    )
-    return kept * DTYPES[manifest.precision].itemsize + computed
-
-
-def _disk_bytes(manifest: Manifest, planned: dict[str, RewrittenGraph]) -> int:
-    """Return the bytes of the new bundle, with the largest graph twice while it is compared."""
-    kept = sum(spec.size for spec in manifest.files.values()) - sum(map(manifest.weight_bytes, planned))
-    written = [graph.bytes for graph in planned.values()]
-    return max(kept, 0) + sum(written) + max(written, default=0) + _SMALL_FILES_BYTES
-
-
-def _check_limits(report: QuantisationReport, limits: ErrorLimits) -> None:
+def _check_limits(report: QuantisationReport, max_error: float, max_layer_error: float) -> None:
     found, worst = report.logits.relative_l2, report.worst[:_NAMED]
     furthest = worst[0].error.relative_l2
-    if found <= limits.logits and furthest <= limits.layer:
+    if found <= max_error and furthest <= max_layer_error:
         return
     what, error, limit, option = (
-        ("the logits", found, limits.logits, "--max-error")
-        if found > limits.logits
-        else ("a layer's output", furthest, limits.layer, "--max-layer-error")
+        ("the logits", found, max_error, "--max-error")
+        if found > max_error
+        else ("a layer's output", furthest, max_layer_error, "--max-layer-error")
     )
     named = ", ".join(f"'{layer.matrix}' of {layer.graph} ({layer.error.relative_l2:.3f})" for layer in worst)
     smaller = "a smaller --block-size, " if report.weights.block_size not in (None, 32) else ""

@@ -1,19 +1,20 @@
-"""Proposes schedules: where layers can drop visual tokens, and how many."""
+"""Proposes budgets: where layers can drop visual tokens, how many, and what attention of the text that loses."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import NamedTuple
 
 import numpy as np
+from PIL import Image
 
-from sinkprune.calibration.evaluation.replies import collect_replies
-from sinkprune.calibration.evaluation.report import BASELINE, Combination
-from sinkprune.calibration.scheduling.attention import Measurements, PictureAttention, measure_attention, plan_space
+from sinkprune.calibration.attention import received_attention
+from sinkprune.calibration.evaluation.replies import Combination, collect_replies
+from sinkprune.calibration.questions import PictureQuestion
 from sinkprune.calibration.scheduling.report import Candidate, OtherCuts, ScheduleReport, few_requests
 from sinkprune.calibration.scheduling.search import (
     METHOD,
@@ -22,7 +23,7 @@ from sinkprune.calibration.scheduling.search import (
     FoundPlan,
     LatencyPrice,
     MeanTokensPrice,
-    PictureQuestion,
+    PlanSpace,
     Price,
     RequestTimes,
     Trials,
@@ -31,13 +32,114 @@ from sinkprune.calibration.scheduling.search import (
 )
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import FAMILIES, UNPRUNED, Budget, Share
-from sinkprune.contract.errors import BudgetError
+from sinkprune.contract.errors import BudgetError, NumericsError
 from sinkprune.contract.manifest import Manifest, decoder_segments
+from sinkprune.contract.precision import Array
 from sinkprune.contract.progress import OnProgress, unreported
-from sinkprune.deadlines.costs import LOADED, Costs
+from sinkprune.deadlines.costs import LOADED
 from sinkprune.deadlines.pipeline import Pipeline
 from sinkprune.export.methods import METHODS
 from sinkprune.export.pruning.plan import Method, PlanFacts
+from sinkprune.runtime.device.stopwatch import Stopwatch
+from sinkprune.runtime.steps.chain import encode, run_tower
+from sinkprune.runtime.steps.prompt_rows import lay_out
+
+
+class PictureAttention(NamedTuple):
+    """The measured attention to a picture of T visual tokens."""
+
+    received: Array
+    """[C,T]: the attention that each token receives from the text after the picture, in the layer before each cut.
+
+    Means over heads and rows, like the scores of the method's stages.
+    """
+    kept: list[Array]
+    """The tokens that each sanitizer keeps; the token of largest norm stands for the sink."""
+
+
+def measure_attention(
+    pipeline: Pipeline, image: Image.Image, question: str, sanitizers: Sequence[str]
+) -> PictureAttention:
+    """Run the unpruned model on a picture and a question, and the sanitizers of the trial plans of these names.
+
+    Raises what a request raises.
+    """
+    manifest, chain, backend = pipeline.bundle.manifest, pipeline.chain, pipeline.backend
+    clock = Stopwatch(backend)
+    layout, tower = pipeline.family.layout(image), run_tower(chain, pipeline.family.inputs(image), clock)
+    plans = [manifest.plans[TRIAL][name] for name in sanitizers]
+    kept = [encode(chain, plan, tower, clock).source_tokens for plan in plans]
+    texts = pipeline.prompts.encode(["", question], [layout.texts]).texts
+    encoded, between = encode(chain, None, tower, clock), pipeline.family.between_rows
+    rows = lay_out(backend, pipeline.embedding, between, texts, [layout], [encoded], pruned=False)
+    # Rows at the end of a line have no token.
+    source, received = layout.unpruned_rows, []
+    cos, sin = (backend.tensor(table) for table in chain.rotary.tables(rows.positions.rows))
+    hidden, added = rows.hidden, rows.deepstack_inputs
+    for decoder in chain.decoders[:-1]:
+        outputs = decoder({"hidden": hidden, "cos": cos, "sin": sin, **added}, decoder.new_cache())
+        # DeepStack's rows are inputs of the first segment only.
+        hidden, added = outputs["hidden_out"], {}
+        attention, tokens = received_attention(backend, outputs, rows), np.zeros(layout.all_tokens)
+        np.add.at(tokens, source[source >= 0], attention[source >= 0])
+        received.append(tokens)
+    if not np.isfinite(received).all() or not np.sum(received, axis=1).all():
+        raise NumericsError("the text's attention to the picture is zero or not finite: it cannot choose a budget.")
+    return PictureAttention(np.stack(received), kept)
+
+
+def dropped_attention(
+    attended: Sequence[PictureAttention], sizes: Sequence[Share], selects: Sequence[int], seen: Sequence[int]
+) -> tuple[Array, Array]:
+    """Return `lost_before` [A,S] and `lost_after` [A,C,S,M] of `PlanSpace`: dropped attention, mean over pictures.
+
+    `selects` [C] are the cuts whose attention ranks the tokens of the stage after each segment. `seen` [S] are the
+    cuts whose attention stands for each segment: its own, and for the last segment the one before. Both are numbers
+    of measured cuts, possibly repeated.
+    """
+    sanitizers = len(attended[0].kept)
+    before = np.zeros((sanitizers, len(seen)))
+    after = np.zeros((sanitizers, len(selects), len(seen), len(sizes)))
+    for one in attended:
+        share = one.received / one.received.sum(axis=1, keepdims=True)
+        counts = np.array([size.of(share.shape[1]) for size in sizes])
+        for number, kept in enumerate(one.kept):
+            before[number] += 1 - share[seen][:, kept].sum(axis=1)
+            for place, cut in enumerate(selects):
+                # A stage breaks ties in favour of the earlier token.
+                ranked = kept[np.argsort(-share[cut, kept], kind="stable")]
+                left = np.cumsum(share[seen][:, ranked], axis=1)
+                after[number, place] += 1 - left[:, np.minimum(counts, len(ranked)) - 1]
+    return before / len(attended), after / len(attended)
+
+
+class Measurements(NamedTuple):
+    """The attention to all pictures, and the sanitizers and sizes to choose from."""
+
+    attended: Sequence[PictureAttention]
+    measured: Sequence[int]
+    """The layers (0-based, ascending) whose attention is known: those after which the bundle is cut."""
+    kept: Sequence[int]
+    """Rows that each sanitizer keeps of the picture that prices are for."""
+    sizes: Sequence[Share]
+    tokens: int
+    """Visual tokens of that picture."""
+
+
+def plan_space(measurements: Measurements, cut_after: Sequence[int], num_layers: int) -> PlanSpace:
+    """Return the plans of a decoder of `num_layers` that is cut after the layers `cut_after`.
+
+    For a layer whose attention is unknown, a stage uses the nearest known layer before it, and a segment the nearest
+    known layer after it.
+    """
+    last = len(measurements.measured) - 1
+    segments = decoder_segments(cut_after, num_layers)
+    selects = [max(0, bisect_right(measurements.measured, cut) - 1) for cut in cut_after]
+    seen = [min(last, bisect_left(measurements.measured, layers[-1])) for layers in segments]
+    before, after = dropped_attention(measurements.attended, measurements.sizes, selects, seen)
+    rows = np.array([size.of(measurements.tokens) for size in measurements.sizes])
+    return PlanSpace(tuple(map(len, segments)), np.array(measurements.kept), rows, before, after)
+
 
 _SANITIZERS, _SIZES = 14, 32
 """Points of the grid besides the family's own."""
@@ -53,7 +155,8 @@ def _denominator(manifest: Manifest) -> int:
 def sanitizers(manifest: Manifest) -> list[Budget]:
     """Return budgets without stages, each with the share of salient tokens of the family's nearest budget."""
     whole, rows = _denominator(manifest), FAMILIES[manifest.family].budgets.values()
-    own = {_share(budget.reserve) + _share(budget.diverse): _share(budget.reserve) for budget in rows}
+    shares = [[part.numerator / part.denominator for part in (row.reserve, row.diverse)] for row in rows]
+    own = {reserve + diverse: reserve for reserve, diverse in shares}
     found = [Budget(budget.reserve, budget.diverse, ()) for budget in rows]
     for kept in np.geomspace(_LEAST, _MOST, _SANITIZERS):
         nearest = min(own, key=lambda share: abs(share - kept))
@@ -68,15 +171,10 @@ def sanitizers(manifest: Manifest) -> list[Budget]:
 
 
 def sizes(manifest: Manifest) -> list[Share]:
-    """Return the shares of tokens that a stage may keep, ascending."""
     whole = _denominator(manifest)
     between = {max(1, round(whole * float(left))) for left in np.geomspace(_LEAST / 2, _MOST, _SIZES)}
     own = {stage.of(whole) for budget in FAMILIES[manifest.family].budgets.values() for stage in budget.stages}
     return [Share(left, whole) for left in sorted(between | own)]
-
-
-def _share(part: Share) -> float:
-    return part.numerator / part.denominator
 
 
 IN_LLM = ("fastv", "pyramiddrop", "sparsevlm")
@@ -165,7 +263,6 @@ class BudgetTarget(NamedTuple):
 
     @property
     def wanted(self) -> float:
-        """The milliseconds, or the tokens."""
         return (self.tokens or 0.0) if self.ms is None else self.ms
 
     def check_unmet(self, unpruned: float, unit: str, note: str = "") -> None:
@@ -231,14 +328,23 @@ class Proposer:
         misses, searches = list[ScheduleReport](), 0
         while len(misses) < _CHEAPEST_TRIES:
             plans = self._find_plans(target, _CANDIDATES if items else 1) if searches < _SEARCHES else []
-            if best and not _worth_trying(plans, best, target):
+            if best and target.ms is not None and plans:
+                # Go on while a budget leaves much of the time, and a larger one would save attention.
+                full = best.measured_ms.p95 >= _FULL * target.ms
+                if full or plans[0].lost >= best.chosen.lost - _WORTH:
+                    break
+            elif best:
                 break
             latest = self._try_plans(name, target, plans or [self._cheapest(target)], items)
             searches += 1
             share = latest.chosen.predicted_ms / latest.unpruned_ms
             if latest.meets(target.ms):
                 self._largest_met = max(self._largest_met, share)
-                best = latest if best is None else max(best, latest, key=_rank)
+                best = (
+                    latest
+                    if best is None
+                    else max(best, latest, key=lambda report: (report.chosen.accuracy or 0.0, -report.chosen.lost))
+                )
             else:
                 self._least_missed = min(self._least_missed, share)
                 if plans:
@@ -263,17 +369,22 @@ class Proposer:
         return measure_attention(self._pipeline, *prompts[number], [*self._sanitizers])
 
     def _check_pruning_needed(self, target: BudgetTarget) -> None:
-        """Raise `BudgetError` if the unpruned model meets the target."""
         if target.ms is None:
             target.check_unmet(self.times.layout.all_tokens, TOKENS_A_LAYER)
         elif self.times.predict(UNPRUNED_MODEL, target.new_tokens) <= target.ms:
-            measured = self.times.measure_unpruned(target.new_tokens)
+            predicted = self.times.predict(UNPRUNED_MODEL, target.new_tokens)
+            [measured] = self.times.measure([UNPRUNED_MODEL], target.new_tokens)
+            # The predictions are corrected by it.
+            self.times.correct(measured, predicted)
             target.check_unmet(measured.p95, _OF_REQUESTS, self._note_on_requests())
 
     def _note_on_requests(self) -> str:
         """Return sentences, each after a space, on what makes the last measured times uncertain, if anything."""
-        few = few_requests(self.times.requests)
-        return (f" {few}." if few else "") + _busy(self.times.costs)
+        few, costs = few_requests(self.times.requests), self.times.costs
+        note, load = f" {few}." if few else "", costs.load or 0.0
+        if load > LOADED:
+            note += f" Other programs took {100 * load:.0f} % of the processors meanwhile.{costs.place.thread_hint}"
+        return note
 
     def _find_plans(self, target: BudgetTarget, most: int) -> list[FoundPlan]:
         """Return up to `most` best plans that are predicted to meet the target.
@@ -284,15 +395,11 @@ class Proposer:
         plans = best_of_each_sanitizer(self._space, price, limit)[:most]
         if not plans and target.ms is None:
             raise self._unreachable(
-                target,
-                TOKENS_A_LAYER,
-                self._cheapest(target).price,
-                self.times.layout.all_tokens,
+                target, TOKENS_A_LAYER, self._cheapest(target).price, self.times.layout.all_tokens
             )
         return plans
 
     def _cheapest(self, target: BudgetTarget) -> FoundPlan:
-        """Return the plan with the least predicted time, or the fewest tokens."""
         return cheapest(self._space, self._price_and_limit(target)[0])
 
     def _price_and_limit(self, target: BudgetTarget) -> tuple[LatencyPrice | MeanTokensPrice, float]:
@@ -344,10 +451,23 @@ class Proposer:
         # Numbers of tokens are exact, times are not.
         nearest = math.ceil(10 * least) / 10 if target.ms is None else nearest_target(least)
         self.nearest = nearest if unpruned > nearest else None
-        return unreachable(target, self._trials.bundle.manifest, unit, least, unpruned, self.nearest, note)
+        # Other models have as many tokens of every picture, and weights change times only.
+        smaller = self._trials.bundle.manifest.any_resolution
+        if self.nearest is not None:
+            others = ["smaller pictures"] * smaller + ["weights in int8 or int4"] * (target.ms is not None)
+            *first, last = ["that", *others]
+            advice = f"The nearest that one may meet is {target.option} {nearest:g}. Give "
+            advice += f"{', '.join(first)}, or {last}." if first else f"{last}."
+        else:
+            pictures = "give smaller pictures, " if smaller else ""
+            advice = f"Pruning gains too little here. Run the model unpruned, {pictures}or export it with weights in "
+            advice += "int8 or int4."
+        return BudgetError(
+            f"no budget takes as little as {target.wanted:g} {unit} here: the least is {least:.1f}, unpruned it is "
+            f"{unpruned:.0f}. {advice}{note}"
+        )
 
     def _build(self, plan: FoundPlan) -> Combination:
-        """Add a plan to the trials, and return its name there."""
         manifest = self._trials.bundle.manifest
         name, sanitizer = f"found {len(manifest.plans[TRIAL])}", [*self._sanitizers.values()][plan.sanitizer]
         stages = tuple(self._measurements.sizes[size] for size in plan.sizes)
@@ -370,65 +490,13 @@ class Proposer:
         )
 
 
-def _rank(report: ScheduleReport) -> tuple[float, float]:
-    """Return what is better of budgets that meet a target: more right answers, then less attention dropped."""
-    return report.chosen.accuracy or 0.0, -report.chosen.lost
-
-
-def _worth_trying(plans: Sequence[FoundPlan], best: ScheduleReport, target: BudgetTarget) -> bool:
-    """Return whether a search goes on after `best`, which meets the target, with `plans`."""
-    if target.ms is None or not plans or best.measured_ms.p95 >= _FULL * target.ms:
-        return False
-    return plans[0].lost < best.chosen.lost - _WORTH
-
-
 def _accuracies(
     pipeline: Pipeline, trials: Sequence[Combination], items: Sequence[Item], progress: OnProgress
 ) -> dict[str, float]:
     """Return the fraction of right answers to `items` by budget, and unpruned; empty without items."""
-    if not items:
-        return {}
-    asked, answers = count(), len(items) * (1 + len(trials))
-    right: dict[str, list[bool]] = {}
-    replies = collect_replies(
+    asked, answers, right = count(), len(items) * (1 + len(trials)), dict[str, list[bool]]()
+    for reply in collect_replies(
         pipeline, items, trials, on_run=lambda _: progress("comparing budgets", next(asked), answers, "answers")
-    )
-    for reply in replies:
-        name = UNPRUNED if reply.combination == BASELINE else reply.combination.budget
-        right.setdefault(name, []).append(reply.right)
+    ):
+        right.setdefault(reply.combination.budget, []).append(reply.right)
     return {name: sum(each) / len(each) for name, each in right.items()}
-
-
-def unreachable(
-    target: BudgetTarget,
-    manifest: Manifest,
-    unit: str,
-    least: float,
-    unpruned: float,
-    nearest: float | None,
-    note: str,
-) -> BudgetError:
-    """Return the error for a target that no budget meets: the `least` of any, and the `nearest` target, if any."""
-    # Other models have as many tokens of every picture, and weights change times only.
-    others = ["smaller pictures"] if manifest.any_resolution else []
-    others += ["weights in int8 or int4"] if target.ms is not None else []
-    if nearest is not None:
-        *first, last = ["that", *others]
-        advice = f"The nearest that one may meet is {target.option} {nearest:g}. Give "
-        advice += f"{', '.join(first)}, or {last}." if first else f"{last}."
-    else:
-        pictures = "give smaller pictures, " if manifest.any_resolution else ""
-        weights = "weights in int8 or int4"
-        advice = f"Pruning gains too little here. Run the model unpruned, {pictures}or export it with {weights}."
-    return BudgetError(
-        f"no budget takes as little as {target.wanted:g} {unit} here: the least is {least:.1f}, unpruned it is "
-        f"{unpruned:.0f}. {advice}{note}"
-    )
-
-
-def _busy(costs: Costs) -> str:
-    """Return a sentence about other programs that ran while `costs` were measured, "" if few did."""
-    load = costs.load or 0.0
-    if load <= LOADED:
-        return ""
-    return f" Other programs took {100 * load:.0f} % of the processors meanwhile.{costs.place.thread_hint}"

@@ -94,12 +94,10 @@ class ScheduleReport:
 
     @property
     def off(self) -> float:
-        """The error of the prediction, as a share of the measured time."""
         return self.chosen.predicted_ms / self.measured_ms.median - 1
 
     @property
     def accurate(self) -> bool:
-        """Whether the measured time confirms the prediction."""
         return abs(self.off) <= NEAR
 
 
@@ -110,7 +108,6 @@ _MOST_LOST = 0.85
 
 
 def report_text(report: ScheduleReport) -> str:
-    """Return the lines about the chosen budget, the unpruned model, and the alternatives."""
     what = "first token" if report.new_tokens == 1 else f"{report.new_tokens} new tokens"
     lines = [
         f"{report.visual_tokens} visual tokens and {report.prompt_tokens} of text, to the {what}",

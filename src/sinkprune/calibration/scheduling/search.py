@@ -1,29 +1,29 @@
-"""Searches the schedules of a bundle by trials."""
+"""The plans that a bundle could have: trying them, their prices and losses, and adding one to the bundle."""
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import combinations
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
 
-from sinkprune.calibration.changed_bundle import changed_folder, check_changeable
-from sinkprune.calibration.evaluation.report import Combination
-from sinkprune.calibration.tasks import Item, items_by_picture
+from sinkprune.calibration.evaluation.replies import Combination
+from sinkprune.calibration.questions import PictureQuestion
 from sinkprune.contract.budgets import FAMILIES, UNPRUNED, Budget
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks import format_value
 from sinkprune.contract.errors import BudgetError, BundleError
-from sinkprune.contract.files.folders import naming_full
+from sinkprune.contract.files.folders import check_replaceable, naming_full, replacing
 from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.files.manifest_file import FileSpec, sha256
-from sinkprune.contract.files.trust import Sign
+from sinkprune.contract.files.trust import Sign, Trust
 from sinkprune.contract.manifest import BUNDLE, Manifest, QwenTower
 from sinkprune.contract.precision import Array
 from sinkprune.contract.progress import OnProgress, unreported
@@ -38,8 +38,11 @@ from sinkprune.export.planning import save_plan
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.plan import PlanFacts, VariableTokens
 from sinkprune.runtime.families import load_family
-from sinkprune.runtime.media.images import read_image
 from sinkprune.runtime.steps.request import new_request
+
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
+_NEEDED_BYTES = 8 << 20
+
 
 TRIAL = "trial"
 """The method of trial plans in memory: SinkPruner with other counts."""
@@ -49,16 +52,10 @@ class Trials:
     """A bundle whose method `TRIAL` has the plans that are added; its own folder stays unchanged."""
 
     def __init__(self, bundle: Bundle, folder: Path) -> None:
-        """Write graphs to `folder`, which the caller removes."""
         own = bundle.manifest
         self._folder, self._files = folder, dict(bundle.files)
-        manifest = replace(
-            own,
-            budgets=dict(own.budgets),
-            plans={**own.plans, TRIAL: {}},
-            graphs=dict(own.graphs),
-            files=dict(own.files),
-        )
+        copies: dict[str, Any] = {name: dict(getattr(own, name)) for name in ("budgets", "graphs", "files")}
+        manifest = replace(own, plans={**own.plans, TRIAL: {}}, **copies)
         self.facts = plan_facts(manifest)
         self.bundle = Bundle(bundle.path, manifest, bundle.sha256, self._files, bundle.trust)
         """The bundle to load a pipeline from; the pipeline also finds plans that are added later."""
@@ -125,13 +122,23 @@ def check_addable(bundle: Bundle, name: str, *, force: bool, signed: bool) -> No
 
     `force` allows replacing a budget that was added before; `signed` means that the new manifest will be signed.
     """
-    manifest = bundle.manifest
-    check_name(manifest, name)
-    if name in manifest.budgets and not force:
+    check_name(bundle.manifest, name)
+    if name in bundle.manifest.budgets and not force:
         raise BudgetError(
             f"the bundle holds a budget '{name}' already. Add --force to replace it, or choose another --name."
         )
-    check_changeable(bundle, signed=signed)
+    check_replaceable(bundle.path, BUNDLE, force=True)
+    folder = bundle.path.absolute().parent
+    if not os.access(folder, os.W_OK) or not os.access(bundle.path, os.W_OK):
+        raise BundleError(
+            f"'{bundle.path}' cannot be written: no permission, or a read-only file system, at '{folder}'. Copy the "
+            "bundle to a place of your own, or add --dry-run to get the report only."
+        )
+    if not signed and (bundle.path / BUNDLE.signature).exists():
+        raise BundleError(
+            f"'{bundle.path}' is signed, and its signature will not fit the changed bundle. Give the key "
+            f"with --sign KEY, or remove '{BUNDLE.signature}' first."
+        )
 
 
 def add_budget(
@@ -149,7 +156,9 @@ def add_budget(
     dropped = {graph: manifest.graphs[graph].file for graph in (former.graphs if former else ())}
     files = {file: spec for file, spec in manifest.files.items() if file not in dropped.values()}
     graphs = {graph: spec for graph, spec in manifest.graphs.items() if graph not in dropped}
-    with changed_folder(bundle, [*files]) as new:
+    with replacing(bundle.path, BUNDLE, _NEEDED_BYTES, "remove a budget", force=True) as new:
+        for file in files:
+            _link(bundle.path / file, new / file)
         facts = plan_facts(manifest)
         plan, own = save_plan(new, facts, METHOD, name, build_after(facts, budget, cuts))
         for spec in own.values():
@@ -164,40 +173,23 @@ def add_budget(
         )
         BUNDLE.write(new, added, sign)
         BUNDLE.hold(new, added.files)
+        # Fail if another process changed the bundle meanwhile.
+        BUNDLE.read(bundle.path, Manifest, Trust(bundle.sha256))
     return added
 
 
-PICTURES = 8
-"""Pictures whose attention is measured; a plan's share of it differs little between pictures."""
-
-
-class PictureQuestion(NamedTuple):
-    """A picture and a question about it."""
-
-    image: Image.Image
-    question: str
-
-
-def questions_to_measure(
-    items: Sequence[Item], images: Sequence[Path], prompt: str
-) -> list[tuple[str, PictureQuestion]]:
-    """Return one question about each picture of `items`, else of the files `images`, else of drawn scenes.
-
-    The first has the median length. Before each is the name of its picture's file, "" for a scene. `prompt` is the
-    question about files and scenes. Raises `ImageError`.
-    """
-    if items:
-        chosen = [group[0] for group in items_by_picture(items)[:PICTURES]]
-        found = [(item.picture, PictureQuestion(item.load_image(), item.question.prompt)) for item in chosen]
-    elif images:
-        found = [(str(path), PictureQuestion(read_image(path), prompt)) for path in images]
-    else:
-        from sinkprune.demo.scenes import make_scene
-
-        scenes = [make_scene("validation", number)[1] for number in range(PICTURES)]
-        found = [("", PictureQuestion(scene, prompt)) for scene in scenes]
-    median = sorted(range(len(found)), key=lambda number: len(found[number][1].question))[len(found) // 2]
-    return [found[median], *found[:median], *found[median + 1 :]]
+def _link(source: Path, target: Path) -> None:
+    """Create a hard link, without reading or writing the file's bytes."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        raise BundleError(
+            f"'{source}' cannot be linked: {error.strerror}. Its disk must support hard links; copy the bundle to "
+            "one that does."
+        ) from error
 
 
 MOST_STAGES = 3
@@ -241,7 +233,6 @@ class MeanTokensPrice:
     """Visual tokens a decoder layer runs on, mean over layers."""
 
     layers: tuple[int, ...]
-    """The decoder layers of each segment."""
 
     def __call__(self, sanitizer: int, rows: Array, stages: tuple[int, ...]) -> Array:
         return rows @ np.array(self.layers) / sum(self.layers)
@@ -264,8 +255,6 @@ class PlanSpace:
 
 
 class FoundPlan(NamedTuple):
-    """A plan of the space."""
-
     sanitizer: int
     """Its number in the space."""
     stages: tuple[int, ...]
@@ -351,7 +340,6 @@ class RequestTimes:
     def __init__(
         self, pipeline: Pipeline, prompt: PictureQuestion, seconds: float, progress: OnProgress = unreported
     ) -> None:
-        """Measure the costs of the request for some `seconds`; raises what a request raises."""
         self._pipeline, self._prompt, self._seconds, self._progress = pipeline, prompt, seconds, progress
         request = new_request(*prompt, method=METHOD)
         self.costs = pipeline.measure_costs(request, seconds, progress)
@@ -365,7 +353,6 @@ class RequestTimes:
         self.text_tokens = pipeline.prompts.encode(request.texts).text_tokens
 
     def schedule(self, combination: Combination) -> Schedule:
-        """Return the rows that the method and budget keep of the picture."""
         return schedule(self._pipeline.bundle.manifest, *combination, [self.layout])
 
     def price(self, new_tokens: int) -> LatencyPrice:
@@ -375,7 +362,6 @@ class RequestTimes:
         return LatencyPrice(self.costs, layers, self.text_tokens, self.layout.all_tokens, projector, new_tokens)
 
     def predict(self, combination: Combination, new_tokens: int) -> float:
-        """Return the median time of an answer with `new_tokens`, from the costs."""
         manifest = self._pipeline.bundle.manifest
         predicted = predict(self.costs, manifest, self.schedule(combination), self.text_tokens)
         tower_ms: float = self.costs.tower.ms(self.layout.all_tokens)
@@ -391,24 +377,13 @@ class RequestTimes:
         for counted in rounds:
             for (method, budget), own in zip(combinations, latencies, strict=True):
                 answer = self._pipeline.generate(
-                    *self._prompt,
-                    method=method,
-                    budget=budget,
-                    max_new_tokens=new_tokens,
-                    min_new_tokens=new_tokens,
+                    *self._prompt, method=method, budget=budget, max_new_tokens=new_tokens, min_new_tokens=new_tokens
                 )
                 rounds.complete_part()
                 if counted:
                     own.append(answer.ms["latency"] or 0.0)
         self.requests = len(latencies[0])
         return [Spread.of(own) for own in latencies]
-
-    def measure_unpruned(self, new_tokens: int) -> Spread:
-        """Measure the unpruned model, and correct the predictions by it."""
-        predicted = self.predict(UNPRUNED_MODEL, new_tokens)
-        (measured,) = self.measure([UNPRUNED_MODEL], new_tokens)
-        self.correct(measured, predicted)
-        return measured
 
     def correct(self, measured: Spread, predicted_ms: float) -> None:
         """Scale the costs to the speed at which a request was `measured`, and note how slow the slowest were."""

@@ -64,7 +64,6 @@ class FrameResult:
     """The drawing of the kept tokens as a JPEG; empty if there is none."""
 
     def line(self) -> bytes:
-        """Return the result as a line of JSON."""
         return _line({**asdict(self), "overlay": base64.b64encode(self.overlay).decode()})
 
     @staticmethod
@@ -121,7 +120,6 @@ class Journal:
             ) from error
 
     def results(self) -> Iterator[FrameResult]:
-        """Yield the complete results, in the order in which they were added."""
         for line in islice(self._lines(), 1, None):
             try:
                 yield FrameResult.of_line(line)
@@ -130,7 +128,6 @@ class Journal:
                 return
 
     def _lines(self) -> Iterator[bytes]:
-        """Yield the complete lines, the first of which has the settings."""
         with self.path.open("rb") as file:
             while (line := file.readline(MOST_BYTES)).endswith(b"\n"):
                 yield line
@@ -199,22 +196,23 @@ OVERLAY = "/sinkprune/overlay"
 METADATA_NAME = "sinkprune"
 """The name of the record of metadata."""
 
-_TIME = "int32 sec\nuint32 nanosec\n"
-_HEADER = "builtin_interfaces/Time stamp\nstring frame_id\n"
-_DEFINITIONS = {
-    "std_msgs/Header": _HEADER,
-    "builtin_interfaces/Time": _TIME,
-}
-"""The messages inside other messages."""
+_HEADER = "".join(
+    f"{'=' * 80}\nMSG: {name}\n{fields}"
+    for name, fields in (
+        ("std_msgs/Header", "builtin_interfaces/Time stamp\nstring frame_id\n"),
+        ("builtin_interfaces/Time", "int32 sec\nuint32 nanosec\n"),
+    )
+)
+"""The definitions of messages inside others, which follow theirs, as ros2 bag writes them."""
 _FIGURES = (
     "std_msgs/Header header\nuint32 frame\nstring budget\nstring finish\nuint32 prompt_tokens\n"
     "uint32 visual_tokens\nuint32 kept_after_sanitizer\nuint32[] tokens_per_layer\nuint64 kv_bytes\n"
-    "float64 confidence\n" + "".join(f"float64 {part}_ms\n" for part in PARTS)
+    "float64 confidence\n" + "".join(f"float64 {part}_ms\n" for part in PARTS) + _HEADER
 )
 _TYPES = {
     ANSWER: ("std_msgs/msg/String", "string data\n"),
     FIGURES: ("sinkprune_msgs/msg/Figures", _FIGURES),
-    OVERLAY: ("sensor_msgs/msg/CompressedImage", "std_msgs/Header header\nstring format\nuint8[] data\n"),
+    OVERLAY: ("sensor_msgs/msg/CompressedImage", "std_msgs/Header header\nstring format\nuint8[] data\n" + _HEADER),
 }
 
 
@@ -235,7 +233,7 @@ def write_answers(path: Path, results: Iterable[FrameResult], metadata: Mapping[
             for topic, data in _messages(result).items():
                 if topic not in channels:
                     name, definition = _TYPES[topic]
-                    schema = writer.register_schema(name, SchemaEncoding.ROS2, _whole_definition(definition))
+                    schema = writer.register_schema(name, SchemaEncoding.ROS2, definition.encode())
                     channels[topic] = writer.register_channel(
                         topic, MessageEncoding.CDR, schema, {"offered_qos_profiles": ""}
                     )
@@ -248,35 +246,17 @@ def _messages(result: FrameResult) -> dict[str, bytes]:
     """Return the messages about a frame by their topics; none for a frame that failed."""
     if result.failure is not None:
         return {}
-    messages = {ANSWER: CdrWriter().text(result.text).message(), FIGURES: _figures(result)}
-    if result.overlay:
-        messages[OVERLAY] = _with_header(result).text("jpeg").data(result.overlay).message()
-    return messages
 
+    def begun() -> CdrWriter:
+        return CdrWriter().u32(result.seconds, result.nanoseconds).text(result.frame_id)
 
-def _figures(result: FrameResult) -> bytes:
     ms: Mapping[str, Any] = result.ms or {}
     times = [math.nan if (value := ms.get(part)) is None else value for part in PARTS]
-    return (
-        _with_header(result)
-        .u32(result.number)
-        .text(result.budget)
-        .text(result.finish)
-        .u32(result.prompt_tokens, result.visual_tokens, result.tokens_per_layer[0])
-        .u32_sequence(result.tokens_per_layer)
-        .u64(result.kv_bytes)
-        .f64(math.nan if result.confidence is None else result.confidence, *times)
-        .message()
-    )
-
-
-def _with_header(result: FrameResult) -> CdrWriter:
-    return CdrWriter().u32(result.seconds, result.nanoseconds).text(result.frame_id)
-
-
-def _whole_definition(definition: str) -> bytes:
-    """Return a definition followed by those of the messages inside, as ros2 bag writes them."""
-    if "Header" not in definition:
-        return definition.encode()
-    others = (f"{'=' * 80}\nMSG: {name}\n{fields}" for name, fields in _DEFINITIONS.items())
-    return "".join((definition, *others)).encode()
+    figures = begun().u32(result.number).text(result.budget).text(result.finish)
+    figures.u32(result.prompt_tokens, result.visual_tokens, result.tokens_per_layer[0])
+    figures.u32(len(result.tokens_per_layer), *result.tokens_per_layer).u64(result.kv_bytes)
+    figures.f64(math.nan if result.confidence is None else result.confidence, *times)
+    messages = {ANSWER: CdrWriter().text(result.text).message(), FIGURES: figures.message()}
+    if result.overlay:
+        messages[OVERLAY] = begun().text("jpeg").data(result.overlay).message()
+    return messages

@@ -16,43 +16,36 @@ from sinkprune.contract.checks import format_value, needs_package
 from sinkprune.contract.errors import BagError, ImageError
 from sinkprune.contract.files.output_files import by_number
 from sinkprune.contract.files.untrusted import UnreadableError, open_regular, read_text
-from sinkprune.jetson.bags import mcap_file, sqlite_file
-from sinkprune.jetson.bags.bag_file import NAME_BYTES, BagFile, CdrReader, DamagedError, Message, Topic
-from sinkprune.jetson.bags.mcap_file import McapFile, compression_of, decompressed
-from sinkprune.jetson.bags.sqlite_file import SqliteFile
+from sinkprune.jetson.bags.bag_file import (
+    NAME_BYTES,
+    SQLITE_MAGIC,
+    BagFile,
+    CdrReader,
+    DamagedError,
+    Message,
+    SqliteFile,
+    Topic,
+)
+from sinkprune.jetson.bags.mcap_file import MCAP_MAGIC, McapFile, compression_of, decompressed
 from sinkprune.runtime.media.images import MOST_PIXELS, read_image_bytes, to_rgb
 
-
-class Encoding(NamedTuple):
-    """How the bytes of an Image become a Pillow image. Camera drivers leave alpha unset, so it is dropped."""
-
-    mode: str
-    """Pillow's mode of the picture."""
-    little: str
-    """Pillow's name of the layout of its bytes."""
-    big: str
-    """The same for big-endian numbers."""
-    pixel_bytes: int
-
-
-_8_BITS = Encoding("L", "L", "L", 1)
-_16_BITS = Encoding("I;16", "I;16", "I;16B", 2)
 ENCODINGS = {
-    "rgb8": Encoding("RGB", "RGB", "RGB", 3),
-    "bgr8": Encoding("RGB", "BGR", "BGR", 3),
-    "rgba8": Encoding("RGB", "RGBX", "RGBX", 4),
-    "bgra8": Encoding("RGB", "BGRX", "BGRX", 4),
-    "mono8": _8_BITS,
-    "8UC1": _8_BITS,
-    "mono16": _16_BITS,
-    "16UC1": _16_BITS,
+    "rgb8": ("RGB", "RGB", "RGB", 3),
+    "bgr8": ("RGB", "BGR", "BGR", 3),
+    "rgba8": ("RGB", "RGBX", "RGBX", 4),
+    "bgra8": ("RGB", "BGRX", "BGRX", 4),
+    "mono8": ("L", "L", "L", 1),
+    "8UC1": ("L", "L", "L", 1),
+    "mono16": ("I;16", "I;16", "I;16B", 2),
+    "16UC1": ("I;16", "I;16", "I;16B", 2),
 }
-"""The encodings that are read, by their name in `Image.encoding`."""
+"""Pillow's mode, its layouts of little- and of big-endian bytes, and the bytes of a pixel, by `Image.encoding`.
+
+Camera drivers leave alpha unset, so it is dropped.
+"""
 
 
 class Frame(NamedTuple):
-    """A picture of a topic, with the header of its message."""
-
     seconds: int
     nanoseconds: int
     """The time in the header, which a camera sets when it takes the picture."""
@@ -75,18 +68,18 @@ def read_frame(type_name: str, data: bytes) -> Frame:
 def _image(fields: CdrReader) -> Image.Image:
     height, width, name, big = fields.u32(), fields.u32(), fields.text(), bool(fields.u8())
     step, data = fields.u32(), fields.data()
-    encoding = ENCODINGS.get(name)
-    if encoding is None:
+    if name not in ENCODINGS:
         raise ImageError(f"the encoding is {format_value(name)}, expected one of {', '.join(ENCODINGS)}")
     if not 0 < width * height <= MOST_PIXELS:
         raise ImageError(f"the picture has {width}x{height} pixels, expected 1 to {MOST_PIXELS} in all")
-    if step < width * encoding.pixel_bytes or len(data) != step * height:
+    mode, little, big_endian, pixel_bytes = ENCODINGS[name]
+    if step < width * pixel_bytes or len(data) != step * height:
         raise ImageError(
             f"the picture has {width}x{height} pixels in {name}, rows of {step} bytes and {len(data)} bytes in all, "
-            f"expected rows of {width * encoding.pixel_bytes} or more, and as many bytes as all rows have"
+            f"expected rows of {width * pixel_bytes} or more, and as many bytes as all rows have"
         )
-    layout = encoding.big if big else encoding.little
-    return to_rgb(Image.frombytes(encoding.mode, (width, height), data, "raw", layout, step))
+    layout = big_endian if big else little
+    return to_rgb(Image.frombytes(mode, (width, height), data, "raw", layout, step))
 
 
 def _compressed_image(fields: CdrReader) -> Image.Image:
@@ -114,8 +107,6 @@ _GIVE = "Give a folder of rosbag2, or a file of it that ends in .mcap or .db3."
 
 
 class Bag:
-    """A bag that was opened. Its files are read one after the other."""
-
     def __init__(self, path: Path, files: list[BagFile]) -> None:
         """Read the topics of all `files`. Raises `BagError`."""
         self.path, self.files = path, files
@@ -127,20 +118,19 @@ class Bag:
         """Why reading ended early, once `messages` has ended; None for a whole bag."""
         for file in files:
             try:
-                contents = file.contents()
+                topics, counts = file.contents()
             except (DamagedError, UnreadableError) as error:
                 if file is files[0]:
                     raise BagError(f"'{file.path}' {error}. {_GIVE}") from error
                 # `messages` reports it when it reaches the file.
                 break
-            self.topics |= contents.topics
-            if not contents.counts or self.counts is None:
+            self.topics |= topics
+            if not counts or self.counts is None:
                 self.counts = None
             else:
-                self.counts = {name: self.counts.get(name, 0) + contents.counts.get(name, 0) for name in self.topics}
+                self.counts = {name: self.counts.get(name, 0) + counts.get(name, 0) for name in self.topics}
 
     def check_pictures(self, topic: str) -> str:
-        """Return the type of a topic's messages; raises `BagError` unless it has pictures."""
         found = self.topics.get(topic)
         if found is None:
             listed = [f"{name} ({self.topics[name].type_name})" for name in sorted(self.topics)[:_MOST_LISTED]]
@@ -211,9 +201,9 @@ def _open_file(path: Path) -> BagFile:
         raise BagError(f"'{path}' {error}. {_GIVE}") from error
     # A power cut leaves the last file of a bag empty, or with zeros.
     lost = path.suffix if not head.strip(b"\0") else ""
-    if head.startswith(mcap_file.MAGIC) or lost == ".mcap":
+    if head.startswith(MCAP_MAGIC) or lost == ".mcap":
         return McapFile(path)
-    if head.startswith(sqlite_file.MAGIC) or lost == ".db3":
+    if head.startswith(SQLITE_MAGIC) or lost == ".db3":
         return SqliteFile(path)
     if name := compression_of(head):
         raise BagError(

@@ -27,7 +27,7 @@ from sinkprune.jetson.bags.bag_file import (
     check_topics,
 )
 
-MAGIC = b"\x89MCAP0\r\n"
+MCAP_MAGIC = b"\x89MCAP0\r\n"
 _FOOTER, _SCHEMA, _CHANNEL, _MESSAGE, _CHUNK, _STATISTICS, _DATA_END = 2, 3, 4, 5, 6, 11, 15
 _RECORD_HEAD = struct.Struct("<BQ")
 _MESSAGE_HEAD = struct.Struct("<HIQQ")
@@ -47,10 +47,7 @@ _TOO_LARGE = "is damaged: compressed data is cut off, or has more than {} bytes"
 
 
 class McapFile:
-    """An MCAP file."""
-
     def __init__(self, path: Path) -> None:
-        """Read the file at `path`."""
         self.path = path
 
     def contents(self) -> Contents:
@@ -62,14 +59,14 @@ class McapFile:
             stated = _Listing()
         # Recorders may repeat channels without their schemas.
         if stated.topics and stated.has_schemas:
-            return Contents(stated.topics, stated.counts)
+            return stated.topics, stated.counts
         found = _Listing()
         try:
             found.add_all(self._records())
         except DamagedError:
             if not found.topics:
                 raise
-        return Contents(found.topics, found.counts)
+        return found.topics, found.counts
 
     def messages(self, topic: str) -> Iterator[Message]:
         ids: set[int] = set()
@@ -93,7 +90,7 @@ class McapFile:
                 return
             file.seek(end)
             opcode, _, start, _, _, magic = _ENDING.unpack(file.read(_ENDING.size))
-            if (opcode, magic) == (_FOOTER, MAGIC) and 0 < start < end:
+            if (opcode, magic) == (_FOOTER, MCAP_MAGIC) and 0 < start < end:
                 file.seek(start)
                 yield from _Source(io.BufferedReader(cast(io.RawIOBase, file)), end - start).records()
 
@@ -102,7 +99,7 @@ class McapFile:
         with open_regular(self.path) as file:
             stream = io.BufferedReader(cast(io.RawIOBase, file))
             source, skipped, count = _Source(stream, os.fstat(file.fileno()).st_size), 0, 0
-            if source.read(len(MAGIC)) != MAGIC:
+            if source.read(len(MCAP_MAGIC)) != MCAP_MAGIC:
                 raise DamagedError("is damaged: it does not begin as MCAP")
             for opcode, record in source.records():
                 if opcode == _DATA_END:
@@ -134,8 +131,6 @@ class McapFile:
 
 
 class _Listing:
-    """The topics and counts in records."""
-
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
         self._types: dict[int, str] = {}
@@ -152,7 +147,6 @@ class _Listing:
         return all(schema in self._types for schema, _, _ in self._channels.values() if schema)
 
     def add_all(self, records: Iterator[tuple[int, _Source]]) -> None:
-        """Add all `records`. Raises `DamagedError`."""
         stated: dict[int, int] | None = None
         for opcode, record in records:
             if opcode == _SCHEMA:
@@ -197,7 +191,6 @@ class _Source:
         return data
 
     def unpack(self, fields: struct.Struct) -> tuple[Any, ...]:
-        """Return the next numbers."""
         return fields.unpack(self.read(fields.size))
 
     def text(self) -> str:
