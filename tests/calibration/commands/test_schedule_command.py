@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -105,24 +104,15 @@ def test_costs_alone_are_measured(own: Path, tmp_path: Path) -> None:
     assert json.loads(report.read_text())["costs"] == json.loads(costs.read_text())
 
 
-def test_a_fit_is_that_of_the_measured_pictures(
-    own: Path, tmp_path: Path, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fit_is_that_of_the_measured_pictures(own: Path, tmp_path: Path, photo: Image.Image) -> None:
     photo.resize((200, 100)).save(tmp_path / "wide.png")
-    fits, load = list[str | None](), schedule_command.load_pipeline
-
-    def noted(*arguments: Any) -> Pipeline:
-        pipeline = load(*arguments)
-        fits.append("pad" if pipeline.family.layout(photo.resize((200, 100))).seen_share == 1 else None)
-        return pipeline
-
-    monkeypatch.setattr(schedule_command, "load_pipeline", noted)
-    for fit in ((), ("--fit", "pad")):
-        outcome = schedule(own, "--costs", tmp_path / "costs.json", "--image", tmp_path / "wide.png", *fit)
+    words = ("--costs", tmp_path / "costs.json", "--image", tmp_path / "wide.png", "--json", tmp_path / "r.json")
+    for fit, share in (((), 0.5), (("--fit", "pad"), 1.0)):
+        outcome = schedule(own, *words, *fit)
         assert outcome.code == 0, outcome.stderr
+        assert json.loads((tmp_path / "r.json").read_text())["seen_share"] == share
         note = f"{tmp_path}/wide.png: the model sees 50 % of the picture (the middle 100x100 of 200x100). --fit pad"
         assert outcome.stderr.startswith(note) if not fit else "the model sees" not in outcome.stderr
-    assert fits == [None, "pad"]
 
 
 def test_what_cannot_be_is_refused(own: Path, tmp_path: Path) -> None:
