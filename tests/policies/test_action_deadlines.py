@@ -18,10 +18,10 @@ from PIL import Image
 
 from sinkprune import Policy
 from sinkprune.contract.errors import BudgetError, DeadlineError, UsageError
-from sinkprune.deadlines.costs import ActionCosts, BudgetCosts, Place
+from sinkprune.deadlines.costs import ActionCosts, BudgetCosts, Place, Prediction
 from sinkprune.deadlines.policy import MARGIN, RequestHistory
-from sinkprune.policies.deadline import FEWEST_STEPS, ChosenChunk, ChunkDeadline, check_costs, choose_chunk
-from sinkprune.policies.report import ActionReport
+from sinkprune.policies.deadline import FEWEST_STEPS, ChunkDeadline, check_costs
+from sinkprune.policies.report import ActionDeadline, ActionReport
 from sinkprune.runtime import recipe
 from support.programs.commands import Terminal
 
@@ -47,17 +47,21 @@ def choose(
     budget: str = "none",
     history: RequestHistory | None = None,
     spent_ms: float = 0.0,
-) -> ChosenChunk:
+) -> ActionDeadline:
     """The choice of a policy after the chunks of `history`; without it, of one that has run nothing yet."""
-    return choose_chunk(
-        costs.budgets,
-        (history or RequestHistory()).slower,
-        spent_ms=spent_ms,
+    own = ChunkDeadline(
+        costs,
+        history or RequestHistory(),
+        began=0.0,
         deadline_ms=deadline_ms,
         budget=budget,
         most_steps=most,
         least_steps=least,
+        frames=costs.frames,
+        now=lambda: spent_ms / 1e3,
     )
+    own.choose(0)
+    return own.report([], comparable=False)
 
 
 @given(
@@ -124,7 +128,7 @@ def test_one_slow_chunk_changes_no_fastest_budget(before: float, step: float) ->
     for number in range(3):
         found = choose(costs, 10, 10, 5, history=history)
         assert (found.budget, found.steps, found.can_meet) == ("prune-88.9", 5, False), number
-        history.add(found.usual, before * found.usual.first, step * found.usual.token, 1)
+        history.add(Prediction(61, 5), before * 61, step * 5, 1)
         assert found.expected_ms > 0.7 * costs.budgets["prune-88.9"].chunk_ms(5)
 
 
@@ -135,10 +139,9 @@ def test_of_budgets_that_cost_nearly_the_same_the_smallest_is_the_fastest() -> N
     assert choose(slower, 10, 10, 5).budget == "prune-77.8"
 
 
-def test_the_time_up_to_the_tower_is_spent_whatever_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_up_to_the_tower_is_spent_whatever_it_was() -> None:
     """Large frames take longer: the choice follows, and what is expected of later chunks does not change."""
     clock, history = [5.0], RequestHistory()
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     costs = costs_of({"none": (100, 10), "prune-77.8": (50, 8)})
     slower = history.slower.first
     for spent, budget, steps in ((10, "none", 10), (60, "none", 5), (300, "prune-77.8", 5)):
@@ -151,6 +154,7 @@ def test_the_time_up_to_the_tower_is_spent_whatever_it_was(monkeypatch: pytest.M
             most_steps=10,
             least_steps=5,
             frames=1,
+            now=lambda: clock[0],
         )
         clock[0] += spent / 1e3
         if spent == 60:
@@ -158,7 +162,7 @@ def test_the_time_up_to_the_tower_is_spent_whatever_it_was(monkeypatch: pytest.M
         assert own.choose(3) == (budget, steps)
         before, step = costs.budgets[budget].before_ms, costs.budgets[budget].step_ms
         clock[0] += (before + steps * step) / 1e3
-        report = own.report(steps * step)
+        report = own.report([step] * steps)
         assert report.met == (spent != 300) == report.can_meet
         assert history.recent.first[-1] == pytest.approx(1) and history.recent.token[-1] == pytest.approx(1)
 
@@ -170,7 +174,7 @@ def test_fewer_frames_leave_time_for_a_larger_budget(frames: int, chosen: str) -
     history = RequestHistory()
     given = {"began": time.perf_counter(), "budget": "none", "most_steps": 5, "least_steps": 5}
     own = ChunkDeadline(costs, history, deadline_ms=history.slower.first * 145, frames=frames, **given)
-    assert own.choose(20).budget == chosen
+    assert own.choose(20)[0] == chosen
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,7 @@
-"""What the parts of a request take on a machine, as a file, and the time that they predict.
+"""What requests and chunks of actions cost on a machine: files of costs, and the times that they predict.
 
-`sinkprune-calibrate schedule` proposes budgets by this model, and requests with a deadline choose among budgets.
-`sinkprune.deadlines.measuring` measures the costs.
-
-`sinkprune.policies.deadline` measures it. Chunks with a deadline choose a budget and a number of steps by it.
+`sinkprune.deadlines.measuring` measures the costs of requests, and `sinkprune.policies.deadline` those of chunks.
+Deadlines choose budgets by them, and `sinkprune-calibrate schedule` proposes budgets.
 """
 
 from __future__ import annotations

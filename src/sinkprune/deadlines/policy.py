@@ -6,7 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -22,16 +22,7 @@ from sinkprune.runtime.steps.request import Request
 
 _STAT = Path("/proc/stat")
 _FIELDS = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
-_UNUSED = ("idle", "iowait")
-
-
-class _Times(NamedTuple):
-    """Seconds since the start of the machine, added over the processors that this process may use."""
-
-    all: float
-    busy: float
-    own: float
-    """The part of `busy` that this process used."""
+_UNUSED = (3, 4)
 
 
 class OtherLoad:
@@ -48,13 +39,14 @@ class OtherLoad:
     def share(self) -> float | None:
         """Return the share so far, from 0 to 1, or None where the system does not report it."""
         now = _times()
-        if self._began is None or now is None or now.all <= self._began.all:
+        if self._began is None or now is None:
             return None
-        others = (now.busy - self._began.busy) - (now.own - self._began.own)
-        return min(1.0, max(0.0, others / (now.all - self._began.all)))
+        every, busy, own = (after - before for before, after in zip(self._began, now, strict=True))
+        return min(1.0, max(0.0, (busy - own) / every)) if every > 0 else None
 
 
-def _times() -> _Times | None:
+def _times() -> tuple[float, float, float] | None:
+    """Return seconds since the start of the machine, over the usable processors: all, busy, and of this process."""
     try:
         names = {f"cpu{number}" for number in os.sched_getaffinity(0)}
         lines = [line.split() for line in _STAT.read_text().splitlines()]
@@ -64,10 +56,9 @@ def _times() -> _Times | None:
     if not rows or any(len(row) < len(_FIELDS) for row in rows):
         return None
     scale, own = os.sysconf("SC_CLK_TCK"), os.times()
-    ticks = {field: sum(row[place] for row in rows) for place, field in enumerate(_FIELDS)}
-    every = sum(ticks.values())
-    unused = sum(ticks[field] for field in _UNUSED)
-    return _Times(every / scale, (every - unused) / scale, own.user + own.system)
+    every = sum(sum(row[: len(_FIELDS)]) for row in rows)
+    unused = sum(row[place] for row in rows for place in _UNUSED)
+    return every / scale, (every - unused) / scale, own.user + own.system
 
 
 WINDOW = 40
@@ -150,21 +141,6 @@ class _Option(NamedTuple):
     """The same, at the machine's recent speed."""
 
 
-@dataclass(frozen=True)
-class _Decision:
-    """What a policy chose, and what it expected."""
-
-    option: _Option
-    tower_ms: float
-    """When the vision tower was done and the budget was chosen."""
-    slower: Slowdown
-    tokens: int
-    """How many tokens are expected in time."""
-    can_meet: bool
-    """Whether the first token is expected in time."""
-    reason: str
-
-
 class DeadlinePolicy(Budgets):
     """The policy of a request with a deadline.
 
@@ -174,7 +150,11 @@ class DeadlinePolicy(Budgets):
     another token.
     """
 
-    _decision: _Decision
+    _chosen: _Option
+    _report: partial[DeadlineReport]
+    """Lacks the measured times."""
+    _tower_ms: float
+    """When the vision tower was done and the budget was chosen."""
     _first_ms: float
 
     def __init__(
@@ -204,23 +184,29 @@ class DeadlinePolicy(Budgets):
         return schedules_up_to(self._manifest, self._request.method, self._request.budget, layouts)
 
     def choose(self, possible: Sequence[Schedule], text: int) -> Schedule:
-        tower_ms, slower, self._uses = self._elapsed(), self._history.slower, self._first_uses()
-        left = self._deadline_ms - tower_ms
+        self._tower_ms, slower, self._uses = self._elapsed(), self._history.slower, self._first_uses()
+        left = self._deadline_ms - self._tower_ms
         usual = [predict(self._costs, self._manifest, planned, text) for planned in possible]
         if self._passes:
             rows = [*map(len, self._passes)]
             usual = [each.of_passes(rows, self._costs.pass_row) for each in usual]
         options = [_Option(planned, own, slower.of(own)) for planned, own in zip(possible, usual, strict=True)]
         whole = next((one for one in options if one.expected.whole(self._most) <= left), None)
-        chosen = whole or min(options, key=lambda one: one.expected.first)
+        self._chosen = chosen = whole or min(options, key=lambda one: one.expected.first)
         reason = self._reason(options, chosen, left, whole=whole is not None)
-        self._decision = _Decision(
-            option=chosen,
-            tower_ms=tower_ms,
-            slower=slower,
-            tokens=self._tokens_within(left, chosen.expected),
-            can_meet=chosen.expected.first <= left,
+        tokens, predicted_first = self._tokens_within(left, chosen.expected), self._tower_ms + chosen.expected.first
+        self._report = partial(
+            DeadlineReport,
+            deadline_ms=self._deadline_ms,
+            budget=chosen.planned.budget,
             reason=reason + self._costs.far_above(text + possible[0].rows),
+            can_meet=chosen.expected.first <= left,
+            expected_tokens=tokens,
+            predicted_first_ms=predicted_first,
+            predicted_ms=predicted_first + chosen.expected.later(tokens - 1),
+            slower=slower.first,
+            costs_age_s=self._costs.age_s,
+            costs_load=self._costs.load,
         )
         return chosen.planned
 
@@ -249,33 +235,17 @@ class DeadlinePolicy(Budgets):
         self._first_ms = self._elapsed()
 
     def finish(self, tokens: int) -> str:
-        expected = self._decision.option.expected
+        expected = self._chosen.expected
         in_time = self._elapsed() + expected.later(tokens) - expected.later(tokens - 1) <= self._deadline_ms
         return super().finish(tokens) or ("" if in_time else "deadline")
 
     def ended(self, token_ms: Sequence[float], *, reused: bool) -> DeadlineReport:
-        measured, chosen, costs = self._elapsed(), self._decision, self._costs
-        usual, expected = chosen.option.usual, chosen.option.expected
+        measured, usual = self._elapsed(), self._chosen.usual
         if not reused and self._first_uses() == self._uses:
-            first, count = self._first_ms - chosen.tower_ms, max(len(token_ms), _ENOUGH_TOKENS)
+            first, count = self._first_ms - self._tower_ms, max(len(token_ms), _ENOUGH_TOKENS)
             missing = usual.later(count) - usual.later(len(token_ms))
             self._history.add(usual, first, sum(token_ms) + missing * first / usual.first, count)
-        predicted_first = chosen.tower_ms + expected.first
-        return DeadlineReport(
-            deadline_ms=self._deadline_ms,
-            budget=chosen.option.planned.budget,
-            reason=chosen.reason,
-            can_meet=chosen.can_meet,
-            met=measured <= self._deadline_ms,
-            expected_tokens=chosen.tokens,
-            predicted_first_ms=predicted_first,
-            first_ms=self._first_ms,
-            predicted_ms=predicted_first + expected.later(chosen.tokens - 1),
-            measured_ms=measured,
-            slower=chosen.slower.first,
-            costs_age_s=costs.age_s,
-            costs_load=costs.load,
-        )
+        return self._report(met=measured <= self._deadline_ms, first_ms=self._first_ms, measured_ms=measured)
 
     def _tokens_within(self, left: float, expected: Prediction) -> int:
         """Return how many tokens fit into `left` milliseconds after the tower; one is always written."""

@@ -235,7 +235,7 @@ def _prepare(
     given = list(moment.cameras), options.instruction, moment.state
     if costs is None:
         with explain_interrupt(NO_COSTS), status(MEASURING_COSTS) as progress:
-            policy.measure_costs(*given, budget=options.budget, method=options.method, progress=progress)
+            policy.warm_up(*given, budget=options.budget, method=options.method, progress=progress)
         return
     policy.costs = costs
     with status("loading the budgets' graphs") as progress:

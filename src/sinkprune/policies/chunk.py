@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -125,16 +124,9 @@ def denoise(
     return found
 
 
-class BudgetAndSteps(NamedTuple):
-    """What a chunk runs at."""
-
-    budget: str
-    steps: int
-    """Denoising steps."""
-
-
-Choose = Callable[[int], BudgetAndSteps]
-"""Called when the vision tower is done, with the text tokens of the prompt."""
+Choose = Callable[[int], tuple[str, int]]
+"""Returns the budget and the denoising steps of a chunk. Called when the vision tower is done, with the text tokens of
+the prompt."""
 
 
 class _ChunkBudgets(Budgets):

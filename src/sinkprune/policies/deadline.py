@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from statistics import mean, median
 
@@ -16,8 +17,7 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.progress import OnProgress
 from sinkprune.deadlines.costs import LEAST_ACTION_MS, ActionCosts, BudgetCosts, Place, Prediction
 from sinkprune.deadlines.measuring import MeasurementRounds
-from sinkprune.deadlines.policy import MARGIN, RequestHistory, Slowdown, up_to
-from sinkprune.policies.chunk import BudgetAndSteps
+from sinkprune.deadlines.policy import MARGIN, Now, RequestHistory, up_to
 from sinkprune.policies.observation import STEPS
 from sinkprune.policies.report import ActionDeadline, ActionReport
 from sinkprune.runtime.steps.request import DEFAULT_METHOD
@@ -56,15 +56,12 @@ def measure_costs(
     costs = dict[str, BudgetCosts]()
     for budget, own in runs.items():
         before, step = (max(median(ms), LEAST_ACTION_MS) for ms in zip(*own, strict=True))
-        costs[budget] = BudgetCosts(before, step, _rows(reports[budget]))
+        rows = reports[budget].prompt_tokens + mean(reports[budget].tokens_per_layer)
+        costs[budget] = BudgetCosts(before, step, rows)
     pruned = [budget for budget in budgets if budget != UNPRUNED]
     costs |= dict(zip(pruned, accumulate((costs[budget] for budget in pruned), _at_most), strict=True))
     text = max(report.prompt_tokens for report in reports.values())
     return ActionCosts(method, frames, costs, place=place, prompt_tokens=text)
-
-
-def _rows(report: ActionReport) -> float:
-    return report.prompt_tokens + mean(report.tokens_per_layer)
 
 
 def _at_most(larger: BudgetCosts, own: BudgetCosts) -> BudgetCosts:
@@ -77,126 +74,89 @@ FEWEST_STEPS = 5
 change nothing that the expert reads."""
 
 
-@dataclass(frozen=True)
-class ChosenChunk:
-    """A budget and a number of steps for one chunk with a deadline, and why."""
-
-    budget: str
-    steps: int
-    spent_ms: float
-    """From the call of `act` to the end of the vision tower, when they were chosen."""
-    usual: Prediction
-    """What the machine's costs predict: `first` before the expert, `token` for a step."""
-    expected_ms: float
-    """The whole chunk, at the machine's recent speed."""
-    slower: float
-    can_meet: bool
-    reason: str
-
-
 @dataclass
 class ChunkDeadline:
-    """The deadline of one chunk: it chooses a budget and a number of steps, and reports whether they were in time."""
+    """The deadline of one chunk: it chooses a budget and a number of steps, and reports whether they were in time.
+
+    It chooses the largest budget, up to `budget`, whose chunk is expected in time with `least_steps`, and as many
+    steps as fit, up to `most_steps`. So fewer steps come before a smaller budget: a dropped token is lost, and fewer
+    steps only follow the same path less finely. `least_steps` equal to `most_steps` prunes first. If no budget fits,
+    the fastest by measured costs runs at `least_steps`.
+    """
 
     costs: ActionCosts
     history: RequestHistory
     _: KW_ONLY
     began: float
-    """The time of `time.perf_counter` from which `deadline_ms` count."""
+    """The time of the clock `now` from which `deadline_ms` count."""
     frames: int
     """The number of cameras with a frame."""
     deadline_ms: float
     budget: str
     most_steps: int
     least_steps: int
-    _chosen: ChosenChunk = field(init=False)
+    now: Now = time.perf_counter
+    _spent_ms: float = field(init=False)
+    """From the call of `act` to the end of the vision tower, when budget and steps were chosen."""
+    _usual: Prediction = field(init=False)
+    """What the costs predict of the chosen budget: `first` before the expert, `token` for a step."""
+    _report: partial[ActionDeadline] = field(init=False)
+    """Lacks the measured time."""
 
-    def choose(self, text: int) -> BudgetAndSteps:
-        """Choose for a prompt with so many text tokens; called when the vision tower is done."""
-        chosen = choose_chunk(
-            self.costs.of_chunk(text, self.frames),
-            self.history.slower,
-            spent_ms=self._elapsed(),
+    def choose(self, text: int) -> tuple[str, int]:
+        """Return the budget and the steps for a prompt with so many text tokens, when the vision tower is done."""
+        self._spent_ms, slower, least = self._elapsed(), self.history.slower, self.least_steps
+        costs = self.costs.of_chunk(text, self.frames)
+        names = [*costs]
+        names = names[names.index(self.budget) :]
+        expected = {name: slower.of(_prediction(costs[name])) for name in names}
+        left = self.deadline_ms - self._spent_ms
+        fitting = [name for name, one in expected.items() if one.first + least * one.token <= left]
+        cap, enough = up_to(self.budget), counted(least, "step")
+        if fitting:
+            chosen = fitting[0]
+            fit = math.floor((left - expected[chosen].first) / expected[chosen].token)
+            steps = max(least, min(self.most_steps, fit))
+            reason = f"the largest budget{cap} that is expected in time with {enough} or more"
+        else:
+            chosen, steps = _fastest({name: costs[name].chunk_ms(least) for name in names}), least
+            reason = (
+                f"no budget{cap} is expected in time with {enough}, so the fastest runs; allow fewer with min_steps "
+                "(--min-steps), or a later deadline"
+            )
+        self._usual = _prediction(costs[chosen])
+        self._report = partial(
+            ActionDeadline,
             deadline_ms=self.deadline_ms,
-            budget=self.budget,
-            most_steps=self.most_steps,
-            least_steps=self.least_steps,
-        )
-        self._chosen = chosen
-        return BudgetAndSteps(chosen.budget, chosen.steps)
-
-    def report(self, step_ms: float, *, comparable: bool = True) -> ActionDeadline:
-        """Return how the chunk met the deadline, now that it is complete, and add its times to the history.
-
-        `step_ms` are the milliseconds of all its denoising steps. `comparable` is whether costs are those of such a
-        chunk: it loaded no graph, and is not the first.
-        """
-        measured, chosen = self._elapsed(), self._chosen
-        if comparable:
-            self.history.add(chosen.usual, measured - chosen.spent_ms - step_ms, step_ms, chosen.steps)
-        return ActionDeadline(
-            deadline_ms=self.deadline_ms,
-            budget=chosen.budget,
-            steps=chosen.steps,
-            reason=chosen.reason,
-            can_meet=chosen.can_meet,
-            met=measured <= self.deadline_ms,
-            expected_ms=chosen.expected_ms,
-            measured_ms=measured,
-            slower=chosen.slower,
+            budget=chosen,
+            steps=steps,
+            reason=reason,
+            can_meet=bool(fitting),
+            expected_ms=self._spent_ms + expected[chosen].first + steps * expected[chosen].token,
+            slower=slower.first,
             costs_age_s=self.costs.age_s,
             costs_load=self.costs.load,
         )
+        return chosen, steps
+
+    def report(self, step_ms: Sequence[float], *, comparable: bool = True) -> ActionDeadline:
+        """Return how the chunk met the deadline, now that it is complete, and add its times to the history.
+
+        `step_ms` are the milliseconds of its denoising steps. `comparable` is whether costs are those of such a
+        chunk: it loaded no graph, and is not the first.
+        """
+        measured, steps_ms = self._elapsed(), sum(step_ms)
+        if comparable:
+            self.history.add(self._usual, measured - self._spent_ms - steps_ms, steps_ms, len(step_ms))
+        return self._report(met=measured <= self.deadline_ms, measured_ms=measured)
 
     def _elapsed(self) -> float:
         """Milliseconds since `act` was called."""
-        return (time.perf_counter() - self.began) * 1e3
+        return (self.now() - self.began) * 1e3
 
 
-def choose_chunk(
-    costs: Mapping[str, BudgetCosts],
-    slower: Slowdown,
-    *,
-    spent_ms: float,
-    deadline_ms: float,
-    budget: str,
-    most_steps: int,
-    least_steps: int,
-) -> ChosenChunk:
-    """Choose the largest budget, up to `budget`, whose chunk is expected in time, and as many steps as fit.
-
-    `costs` are by budget, the largest first. `spent_ms` of the deadline have passed. A chunk has `least_steps` to
-    `most_steps`. So fewer steps come before a smaller budget: a dropped token is lost, and fewer steps only follow
-    the same path less finely. `least_steps` equal to `most_steps` prunes first. If no budget fits, the fastest by
-    measured costs runs at `least_steps`.
-    """
-    names = list(costs)
-    usual = {
-        name: Prediction(first=costs[name].before_ms, token=costs[name].step_ms)
-        for name in names[names.index(budget) :]
-    }
-    expected = {name: slower.of(prediction) for name, prediction in usual.items()}
-
-    def chunk_ms(name: str, steps: int) -> float:
-        return spent_ms + expected[name].first + steps * expected[name].token
-
-    fitting = [name for name in usual if chunk_ms(name, least_steps) <= deadline_ms]
-    if fitting:
-        chosen = fitting[0]
-        left = deadline_ms - spent_ms - expected[chosen].first
-        steps = max(least_steps, min(most_steps, math.floor(left / expected[chosen].token)))
-        reason = (
-            f"the largest budget{up_to(budget)} that is expected in time with {counted(least_steps, 'step')} or more"
-        )
-    else:
-        steps, chosen = least_steps, _fastest({name: costs[name].chunk_ms(least_steps) for name in usual})
-        reason = (
-            f"no budget{up_to(budget)} is expected in time with {counted(least_steps, 'step')}, so the fastest "
-            "runs; allow fewer with min_steps (--min-steps), or a later deadline"
-        )
-    return ChosenChunk(
-        chosen, steps, spent_ms, usual[chosen], chunk_ms(chosen, steps), slower.first, bool(fitting), reason
-    )
+def _prediction(costs: BudgetCosts) -> Prediction:
+    return Prediction(first=costs.before_ms, token=costs.step_ms)
 
 
 def _fastest(ms: Mapping[str, float]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
-from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.budgets import UNPRUNED, Plan
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks import check_plan_names, check_type, checks_options, checks_options_and
 from sinkprune.contract.command_line.progress import shown_progress
@@ -18,7 +18,7 @@ from sinkprune.contract.progress import OnProgress, reporting, unreported
 from sinkprune.contract.schedule import schedules_up_to
 from sinkprune.deadlines.costs import ACTION_COSTS, ActionCosts
 from sinkprune.deadlines.measuring import MEASURING_COSTS, SECONDS, SECONDS_RANGE, KeepsCosts, warn_of_load
-from sinkprune.policies.chunk import BudgetAndSteps, Choose, StepTimes, check_chunk, layouts_of, run_chunk
+from sinkprune.policies.chunk import Choose, StepTimes, check_chunk, layouts_of, run_chunk
 from sinkprune.policies.deadline import ChunkDeadline, check_costs, least_steps, measure_costs
 from sinkprune.policies.observation import Cameras, Observation, observed
 from sinkprune.policies.report import ActionReport
@@ -139,9 +139,8 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
         `PruningError` and `NumericsError`.
         """
         began, manifest = time.perf_counter(), self.bundle.manifest
-        check_plan_names(budget, method)
         check_type("observer", observer, (Observer,), "an Observer")
-        plan = manifest.plan(method, budget)
+        plan = self._plan(method, budget)
         observation = observed(
             manifest, cameras, instruction, state, order=order, steps=steps, seed=seed, noise=noise
         )
@@ -149,7 +148,7 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
         deadline_ms = None if deadline_ms is None else DEADLINE_MS.check(deadline_ms)
         if deadline_ms is None:
             self._model.chain.load_plan(plan)
-            return self._run(observation, method, lambda text: BudgetAndSteps(budget, observation.steps), observer)
+            return self._run(observation, method, lambda text: (budget, observation.steps), observer)
         costs = self._known_costs(method)
         check_costs(costs, manifest, method, budget, len(observation.cameras))
         deadline = ChunkDeadline(
@@ -165,7 +164,7 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
         uses = self._model.chain.first_uses
         report = self._run(observation, method, deadline.choose, observer)
         comparable = self._model.chain.first_uses == uses
-        return replace(report, deadline=deadline.report(sum(report.step_ms), comparable=comparable))
+        return replace(report, deadline=deadline.report(report.step_ms, comparable=comparable))
 
     @checks_options
     def warm_up(
@@ -190,59 +189,30 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
         Warns with `CostsWarning` if other programs kept the machine busy meanwhile, or if that folder cannot be
         written. Raises what `act` raises.
         """
-        check_plan_names(budget, method)
-        with shown_progress(MEASURING_COSTS, progress) as report:
-            costs = self.measure_costs(
-                cameras,
-                instruction,
-                state,
-                budget=budget,
-                method=method,
-                order=order,
-                seconds=seconds,
-                progress=report,
-            )
-        warn_of_load(costs, self.replaced_costs)
-        return costs
-
-    @checks_options
-    def measure_costs(
-        self,
-        cameras: Cameras,
-        instruction: str,
-        state: Sequence[float] | Array,
-        *,
-        budget: str = UNPRUNED,
-        method: str = "sinkpruner",
-        order: str = "rgb",
-        seconds: float = SECONDS,
-        progress: OnProgress = unreported,
-    ) -> ActionCosts:
-        """Do what `warm_up` does, without the warning of load; raises what `warm_up` raises."""
-        seconds = SECONDS_RANGE.check(seconds)
-        manifest = self.bundle.manifest
-        check_plan_names(budget, method)
-        manifest.plan(method, budget)
+        seconds, manifest = SECONDS_RANGE.check(seconds), self.bundle.manifest
+        self._plan(method, budget)
         observation = observed(manifest, cameras, instruction, state, order=order)
-        layouts = layouts_of(self._model, observation)
-        schedules = schedules_up_to(manifest, method, budget, layouts)
+        schedules = schedules_up_to(manifest, method, budget, layouts_of(self._model, observation))
 
         def act(name: str, steps: int) -> tuple[float, ActionReport]:
             seen = list[float]()
 
-            def choose(text: int) -> BudgetAndSteps:
+            def choose(text: int) -> tuple[str, int]:
                 seen.append(time.perf_counter())
-                return BudgetAndSteps(name, steps)
+                return name, steps
 
             report = self._run(observation, method, choose, NOBODY)
             return seen[0], report
 
-        names = [planned.budget for planned in schedules]
+        budgets, frames = [planned.budget for planned in schedules], len(observation.cameras)
         with self.backend.turn:
             self._times.load(self.facts.steps)
-        return self._keep_measured(
-            lambda: measure_costs(act, method, names, len(layouts), self.place, seconds, progress), method
-        )
+        with shown_progress(MEASURING_COSTS, progress) as report:
+            costs = self._keep_measured(
+                lambda: measure_costs(act, method, budgets, frames, self.place, seconds, report), method
+            )
+        warn_of_load(costs, self.replaced_costs)
+        return costs
 
     @checks_options
     def check(
@@ -255,10 +225,8 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
         method: str = "sinkpruner",
     ) -> None:
         """Check that `act` takes these, without running the model; raises what `act` raises for them."""
-        manifest = self.bundle.manifest
-        check_plan_names(budget, method)
-        manifest.plan(method, budget)
-        observation = observed(manifest, cameras, instruction, state)
+        self._plan(method, budget)
+        observation = observed(self.bundle.manifest, cameras, instruction, state)
         check_chunk(self._model, observation, method, budget)
 
     def load_plans(self, method: str, progress: OnProgress = unreported) -> None:
@@ -270,6 +238,10 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
         self._model.load_plans(method, progress)
         with self.backend.turn:
             self._times.load(self.facts.steps)
+
+    def _plan(self, method: str, budget: str) -> Plan | None:
+        check_plan_names(budget, method)
+        return self.bundle.manifest.plan(method, budget)
 
     def _run(self, observation: Observation, method: str, choose: Choose, observer: Observer) -> ActionReport:
         return run_chunk(self._model, self.facts, self._times, observation, method, choose, observer)

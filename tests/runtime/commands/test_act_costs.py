@@ -58,13 +58,13 @@ def act(policy: Policy, photo_file: Path, measurements: list[str]) -> Act:
 @pytest.fixture
 def measurements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The budgets of every measurement from now on."""
-    found, plain = list[str](), Policy.measure_costs
+    found, plain = list[str](), Policy.warm_up
 
     def noting(self: Policy, *given: Any, **options: Any) -> ActionCosts:
         found.append(options["budget"])
         return plain(self, *given, **options, seconds=0.0)
 
-    monkeypatch.setattr(Policy, "measure_costs", noting)
+    monkeypatch.setattr(Policy, "warm_up", noting)
     return found
 
 
