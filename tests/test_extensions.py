@@ -19,7 +19,7 @@ _FAMILY = '''
 """Viola: a LLaVA-1.5 by another name, which transformers does not know."""
 
 from sinkprune.contract.budgets import LLAVA_BUDGETS
-from sinkprune.contract.families import FamilyRow
+from sinkprune.contract.budgets import FamilyRow
 
 ROW = FamilyRow(
     "viola",
@@ -66,7 +66,7 @@ def open_backend(name, threads, compute, built):
     return opened(LoggingBackend, name, "CPUExecutionProvider", threads, compute, built)
 '''
 _COMMAND = """
-from sinkprune.contract.command_line.verbs import Verb
+from sinkprune.contract.command_line.options import Verb
 
 HELLO = Verb("viola.command", "say hello")
 

@@ -7,10 +7,8 @@ import re
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import ANY
 
 import pytest
@@ -19,9 +17,9 @@ from PIL import Image
 from sinkprune import CostsWarning, Pipeline
 from sinkprune.contract.errors import UsageError
 from sinkprune.deadlines import policy as other_load
-from sinkprune.deadlines.costs import ANSWER_COSTS, Costs, RecentRatios, cache_costs, cache_file, read_costs
+from sinkprune.deadlines.costs import ANSWER_COSTS, Costs, RecentRatios, cache_costs, cache_file
 from sinkprune.deadlines.policy import OtherLoad
-from support.programs.commands import Terminal, run
+from support.programs.commands import run
 
 Bundles = Callable[..., Path]
 QUESTION = "Is there a red circle?"
@@ -212,23 +210,6 @@ def test_costs_that_are_measured_under_load_are_a_warning(
     assert kept == f"note: the costs are kept in '{pipeline.save_costs()}'."
 
 
-def test_a_warm_up_shows_its_progress_if_wanted(measured: Pipeline, photo: Image.Image) -> None:
-    reported = list[tuple[str, float, float, str]]()
-
-    def written(**options: Any) -> str:
-        with redirect_stderr(Terminal()) as stderr:
-            measured.warm_up(photo, QUESTION, seconds=0.0, **options)
-        return stderr.getvalue()
-
-    costs = measured.costs
-    assert written() == written(progress=lambda *each: reported.append(each)) == ""
-    assert {(what, unit) for what, _, _, unit in reported} >= {("measuring costs", "rounds")}
-    assert re.search(r"measuring costs: [\d.]+ of \d+ rounds", written(progress=True))
-    with pytest.raises(TypeError, match=r"progress is 'yes', expected True, False or a function\."):
-        written(progress="yes")
-    measured.costs = costs
-
-
 def test_the_load_is_that_of_other_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.undo()
     stat = tmp_path / "stat"
@@ -258,8 +239,3 @@ def test_a_system_that_does_not_report_its_load(
     monkeypatch.setattr(other_load, "_STAT", tmp_path / "stat")
     monkeypatch.setattr(other_load.os, "sched_getaffinity", lambda process: {0})
     assert OtherLoad().share() is None
-
-
-def test_costs_are_read_for_a_place(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="here is 5, expected a Place"):
-        read_costs(tmp_path / "costs.json", 5)  # type: ignore[arg-type]

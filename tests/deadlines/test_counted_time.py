@@ -15,8 +15,7 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline, write_costs
-from sinkprune.deadlines import measuring as cost_measuring
-from sinkprune.deadlines import measuring as decoder_times
+from sinkprune.deadlines import measuring
 from sinkprune.deadlines.costs import Prediction
 from sinkprune.deadlines.measuring import DecoderTimes
 from sinkprune.deadlines.policy import DeadlinePolicy, OtherLoad, RequestHistory
@@ -66,7 +65,7 @@ def test_a_warm_up_measures_for_later_deadlines_too(
 ) -> None:
     pipeline = Pipeline.load(bundle("gqa-112"))
     # Whole requests are measured at the smallest budget alone.
-    monkeypatch.setattr(cost_measuring, "_FAR_TOO_SLOW", 0.0)
+    monkeypatch.setattr(measuring, "_FAR_TOO_SLOW", 0.0)
     costs = pipeline.warm_up(photo, QUESTION, seconds=0, deadline_ms=1000)
     unpruned = pipeline.generate(photo, QUESTION, max_new_tokens=1)
     assert costs.most_rows == unpruned.prompt_tokens + unpruned.visual_tokens
@@ -76,21 +75,6 @@ def test_a_history_takes_costs_of_passes_without_time() -> None:
     history = RequestHistory()
     history.add(Prediction(1.0, 1.0, (0.0,) * 9), 1.0, 5.0, 9)
     assert 0 < history.slower.token < math.inf
-
-
-def test_a_warm_up_takes_requests_for_many_tokens(bundle: Bundles, photo: Image.Image) -> None:
-    pipeline = Pipeline.load(bundle("gqa-112"))
-    costs = pipeline.warm_up(photo, QUESTION, seconds=0, max_new_tokens=8, min_new_tokens=8)
-    assert costs is pipeline.costs
-
-
-def test_a_warm_up_with_a_form_reads_the_tokenizer(bundle: Bundles, photo: Image.Image) -> None:
-    pipeline = Pipeline.load(bundle("gqa-112"))
-    pipeline.warm_up(photo, QUESTION, seconds=0, regex="[0-9]{1,3}", max_new_tokens=1)
-    tokenizer = pipeline._forms["grammar"]._made
-    assert tokenizer is not None
-    pipeline.generate(photo, QUESTION, regex="[0-9]{1,3}", deadline_ms=60_000, max_new_tokens=1)
-    assert pipeline._forms["grammar"]._made is tokenizer
 
 
 def test_the_command_counts_reading_the_picture_after_a_run_that_does_not_count(
@@ -153,7 +137,7 @@ def test_freeing_the_caches_counts(
 def test_the_first_tokens_after_a_prefill_do_not_stand_for_all(
     bundle: Bundles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline, decode, calls = Pipeline.load(bundle("gqa-112")), decoder_times.decode_one_token, list[int]()
+    pipeline, decode, calls = Pipeline.load(bundle("gqa-112")), measuring.decode_one_token, list[int]()
 
     def slow_at_first(*given: Any) -> Any:
         calls.append(0)
@@ -165,8 +149,8 @@ def test_the_first_tokens_after_a_prefill_do_not_stand_for_all(
             time.sleep(0.05)
             yield row
 
-    monkeypatch.setattr(decoder_times, "decode_one_token", slow_at_first)
-    monkeypatch.setattr(decoder_times, "logits_of_rows", slow_rows)
+    monkeypatch.setattr(measuring, "decode_one_token", slow_at_first)
+    monkeypatch.setattr(measuring, "logits_of_rows", slow_rows)
     times = DecoderTimes(pipeline.chain, pipeline.embedding, [20])
     times.run(counted=True)
     assert 50 < times.token.ms(20) < 70

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -14,7 +13,6 @@ from sinkprune import Pipeline
 from sinkprune.contract.schedule import schedule
 from sinkprune.deadlines.costs import Costs, Curve, Place, predict
 from sinkprune.deadlines.policy import WINDOW, DeadlinePolicy, RequestHistory
-from sinkprune.runtime.hooks import Budgets
 from sinkprune.runtime.steps.answer import DeadlineReport
 from sinkprune.runtime.steps.context_length import runnable
 from sinkprune.runtime.steps.request import Request, new_request
@@ -111,21 +109,6 @@ def test_a_quiet_machine_runs_the_largest_budget_that_fits(small: Pipeline) -> N
     assert "earliest first token" in report.reason
 
 
-@pytest.mark.parametrize(("tokens", "counted"), [(1, "one token"), (2, "both tokens"), (3, "all 3 tokens")])
-def test_the_reason_is_a_sentence(tokens: int, counted: str, small: Pipeline) -> None:
-    report, _ = Machine(small, quiet).answer(asked(tokens), 10_000)
-    assert report.reason == f"the largest budget that is expected to bring {counted} in time"
-    earliest = "in time, so the budget with the earliest first token runs"
-    report, _ = Machine(small, quiet).answer(asked(tokens), TOWER_MS)
-    assert (report.can_meet, report.reason) == (False, f"no budget is expected to bring a token {earliest}")
-    if tokens > 1:
-        # Time for one token at the smallest budget only.
-        first = TOWER_MS + 1.05 * 1.3 * (first_ms(small, "retain-32") - TOWER_MS)
-        report, _ = Machine(small, quiet).answer(asked(tokens), first + 1)
-        assert report.can_meet
-        assert report.reason.startswith(f"no budget is expected to bring {counted} {earliest}; ")
-
-
 def test_a_budget_that_is_given_is_the_largest(small: Pipeline) -> None:
     machine = Machine(small, quiet)
     report, _ = machine.answer(asked(budget="retain-64"), 10_000)
@@ -133,34 +116,6 @@ def test_a_budget_that_is_given_is_the_largest(small: Pipeline) -> None:
     assert report.reason == "the largest budget up to retain-64 that is expected to bring all 4 tokens in time"
     report, _ = machine.answer(asked(budget="retain-64"), first_ms(small, "retain-32"))
     assert report.budget == "retain-32"
-
-
-def test_a_long_answer_that_does_not_fit_is_named_by_its_limit(small: Pipeline) -> None:
-    """Without `max_new_tokens` a request asks for 128 tokens, which few deadlines leave time for."""
-    whole, _ = Machine(small, quiet).answer(asked(8), 400)
-    assert whole.budget == "none" and "largest budget" in whole.reason
-    report, _ = Machine(small, quiet).answer(asked(128), 400)
-    assert (report.budget, report.can_meet) == ("retain-32", True)
-    earliest = (
-        "no budget is expected to bring all 128 tokens in time, so the budget with the earliest first token runs"
-    )
-    advice = "set max_new_tokens (--max-new-tokens, the server's max_tokens) to the tokens that you need"
-    fitting = re.fullmatch(
-        f"{earliest}; budget none would bring (\\d+): {re.escape(advice)}",
-        report.reason,
-    )
-    assert fitting
-    # As many as the largest budget does bring.
-    again, _ = Machine(small, quiet).answer(asked(int(fitting[1])), 400)
-    assert again.budget == "none" and again.met
-    # Where the largest brings no token, the next one does.
-    alone, _ = Machine(small, quiet).answer(
-        asked(128), TOWER_MS + 1.05 * 1.3 * (first_ms(small, "none") - TOWER_MS) - 1
-    )
-    assert alone.reason.startswith(f"{earliest}; budget retain-192 would bring ")
-    # The largest budget that is allowed is the smallest.
-    alone, _ = Machine(small, quiet).answer(asked(128, budget="retain-32"), 400)
-    assert alone.reason == f"{earliest.replace('budget', 'budget up to retain-32', 1)}; {advice}"
 
 
 def test_a_budget_that_is_smaller_only_because_of_the_tokens_says_so(small: Pipeline) -> None:
@@ -243,10 +198,9 @@ def test_a_request_a_process_is_expected_as_in_one_process(small: Pipeline) -> N
     assert budgets(found) == budgets(together)
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["even", "bursts", "heavy-tailed", "drifting"])
-def test_95_of_100_are_met_wherever_any_budget_can(small: Pipeline, kind: str, seed: int) -> None:
-    chance = random.Random(f"{kind} {seed}")
+def test_95_of_100_are_met_wherever_any_budget_can(small: Pipeline, kind: str) -> None:
+    chance = random.Random(kind)
 
     def slowness(number: int) -> float:
         if kind == "even":
@@ -342,11 +296,3 @@ def test_tokens_end_in_time_also_where_they_are_slower_than_expected(small: Pipe
     assert machine.seconds * 1e3 <= 1000.0 + 90
     assert policy.finish(count) == "deadline"
     assert not policy.ended([90.0] * (count - 1), reused=False).met or machine.seconds <= 1.0
-
-
-def test_a_request_without_a_deadline_runs_at_its_own_budget(small: Pipeline) -> None:
-    request = asked(7, budget="retain-128")
-    policy = Budgets(small.bundle.manifest, request, small.bundle.manifest.plan(request.method, request.budget))
-    assert [choice.budget for choice in policy.candidates([])] == ["retain-128"]
-    assert [policy.finish(tokens) for tokens in (1, 6, 7, 8)] == ["", "", "length", "length"]
-    assert policy.ended([1.0], reused=False) is None

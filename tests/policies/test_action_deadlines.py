@@ -104,22 +104,6 @@ def test_the_choice_is_the_first_that_fits(
     assert found.expected_ms == pytest.approx(expected(found.budget, found.steps))
 
 
-def test_fewer_steps_come_before_a_smaller_budget_and_min_steps_turns_that_round() -> None:
-    costs = costs_of({"none": (100, 10), "prune-77.8": (50, 8)})
-    slower = RequestHistory().slower.first
-    # 10 steps take 200 unpruned, and 130 pruned.
-    for deadline, least, budget, steps in (
-        (200, 5, "none", 10),
-        (170, 5, "none", 7),
-        (170, 10, "prune-77.8", 10),
-        (149, 5, "prune-77.8", 10),
-        (91, 5, "prune-77.8", 5),
-        (80, 5, "prune-77.8", 5),
-    ):
-        found = choose(costs, deadline * slower + 1e-6, 10, least)
-        assert (found.budget, found.steps, found.can_meet) == (budget, steps, deadline > 80), deadline
-
-
 @pytest.mark.parametrize("before,step", [(1.6, 1.0), (1.0, 1.6), (1.6, 1.6), (0.7, 1.0)])
 def test_one_slow_chunk_changes_no_fastest_budget(before: float, step: float) -> None:
     """A slow part of a chunk belongs to the machine. It must not reorder budgets that cost nearly the same."""
@@ -130,13 +114,6 @@ def test_one_slow_chunk_changes_no_fastest_budget(before: float, step: float) ->
         assert (found.budget, found.steps, found.can_meet) == ("prune-88.9", 5, False), number
         history.add(Prediction(61, 5), before * 61, step * 5, 1)
         assert found.expected_ms > 0.7 * costs.budgets["prune-88.9"].chunk_ms(5)
-
-
-def test_of_budgets_that_cost_nearly_the_same_the_smallest_is_the_fastest() -> None:
-    near = costs_of({"none": (100, 10), "prune-77.8": (50, 8), "prune-88.9": (52, 8)})
-    assert choose(near, 10, 10, 5).budget == "prune-88.9"
-    slower = costs_of({"none": (100, 10), "prune-77.8": (50, 8), "prune-88.9": (60, 8)})
-    assert choose(slower, 10, 10, 5).budget == "prune-77.8"
 
 
 def test_the_time_up_to_the_tower_is_spent_whatever_it_was() -> None:
@@ -214,12 +191,6 @@ def test_a_policy_measures_its_budgets_the_largest_first(warm: Policy) -> None:
     assert (warm.costs.method, warm.costs.frames) == ("sinkpruner", 1)
     for own in warm.costs.budgets.values():
         assert own.before_ms > 0 and own.step_ms > 0
-
-
-def test_a_smaller_budget_measures_only_itself(warm: Policy, photo: Image.Image) -> None:
-    other = Policy(warm.bundle, warm.backend)
-    costs = other.warm_up([photo, photo], "go", STATE, budget="prune-88.9", seconds=0)
-    assert (list(costs.budgets), costs.frames, other.costs) == (["prune-88.9"], 2, costs)
 
 
 def test_a_chunk_with_time_is_the_one_without_a_deadline(warm: Policy, photo: Image.Image) -> None:

@@ -45,38 +45,23 @@ def act(policy: Policy, photo: Image.Image, **changed: Any) -> Any:
 @pytest.mark.parametrize(
     ("changed", "error", "words"),
     [
-        (
-            {"cameras": ["P"]},
-            ImageError,
-            "found 1 camera, .* exported for 2 .*None \\(--camera none\\) for a camera",
-        ),
+        ({"cameras": ["P"]}, ImageError, "found 1 camera, .* exported for 2 .*None \\(--camera none\\) for a camera"),
         ({"cameras": ["P"] * 3}, ImageError, "found 3 cameras.*--max-images 3"),
         ({"cameras": [None, None]}, ImageError, "no camera has a frame"),
         ({"cameras": ["P", 3]}, ImageError, "found int as the image"),
         ({"cameras": "P"}, ImageError, "found Image as cameras, expected a list"),
         ({"cameras": {"top": None}}, UsageError, "no names of cameras, and cameras were named"),
         ({"state": [0.5] * (WIDTH + 1)}, UsageError, r"the state has the shape \[6\], expected 5 numbers"),
-        ({"state": [0.5] * (WIDTH - 1)}, UsageError, r"the state has the shape \[4\], expected 5 numbers"),
         ({"state": [0.5, np.nan, 0, 0, 0]}, UsageError, "the state has nan at place 2, expected finite numbers"),
         ({"state": [0, 0, 0, 0, -1e39]}, UsageError, r"the state has -1e\+39 at place 5, expected finite numbers of"),
-        ({"state": [np.inf, 0, 0, 0, 0]}, UsageError, "the state has inf at place 1"),
         ({"state": "home"}, UsageError, "the state is 'home', expected 5 numbers"),
-        ({"state": None}, UsageError, "the state "),
         ({"state": np.ma.array([0.5] * WIDTH, mask=[0, 0, 0, 0, 1])}, UsageError, "the state is .*--"),
         ({"state": np.array([0.5 + 1j] * WIDTH)}, UsageError, r"the state is .*0\.5\+1"),
         ({"state": np.arange(WIDTH).astype("datetime64[s]")}, UsageError, "the state is .*1970"),
-        ({"state": [10**400] * WIDTH}, UsageError, "the state is .*, expected 5 numbers"),
         ({"state": [10**5000] * WIDTH}, UsageError, "the state is list with a number of more than 80 digits"),
-        ({"state": ["1", 0, 0, 0, 0]}, UsageError, r"the state is \['1', 0"),
-        ({"state": [np.datetime64(1, "D"), 0, 0, 0, 0]}, UsageError, r"the state is \[np.datetime64"),
         ({"state": [np.timedelta64(1, "D"), 0, 0, 0, 0]}, UsageError, r"the state is \[np.timedelta64"),
         ({"state": torch.ones(WIDTH, requires_grad=True)}, UsageError, "the state is tensor"),
-        (
-            {"noise": np.zeros((CHUNK, ACTIONS + 1))},
-            UsageError,
-            r"noise has the shape \[5, 5\], expected \[5,4\]",
-        ),
-        ({"noise": np.full((CHUNK, ACTIONS), np.nan)}, UsageError, "the noise has nan at place 1"),
+        ({"noise": np.zeros((CHUNK, 5))}, UsageError, r"noise has the shape \[5, 5\], expected \[5,4\]"),
         ({"noise": np.zeros((CHUNK, ACTIONS)), "seed": 1}, UsageError, "noise and a seed"),
         ({"steps": 0}, UsageError, "steps is 0"),
         ({"seed": -1}, UsageError, "seed is -1"),
@@ -84,7 +69,6 @@ def act(policy: Policy, photo: Image.Image, **changed: Any) -> Any:
         ({"instruction": None}, PromptError, "found None as the instruction"),
         ({"budget": "retain-64"}, BudgetError, "retain-64"),
         ({"budget": 3}, UsageError, "budget is 3, expected a name, as in 'retain-64'"),
-        ({"budget": []}, UsageError, r"budget is \[\], expected a name"),
         ({"method": None}, UsageError, "method is None, expected a name, as in 'sinkpruner'"),
         ({"observer": 3}, TypeError, "observer is 3, expected an Observer"),
         ({"order": "rbg"}, UsageError, "order is 'rbg'"),
@@ -119,14 +103,6 @@ def test_an_order_without_arrays_is_told(policy: Policy, photo: Image.Image) -> 
         act(policy, photo, order="bgr", steps=1)
 
 
-@pytest.mark.parametrize("wrong", [3, None])
-def test_a_warm_up_names_a_wrong_budget(wrong: Any, policy: Policy, photo: Image.Image) -> None:
-    with pytest.raises(UsageError, match=f"budget is {wrong}, expected a name"):
-        policy.warm_up([photo, photo], "go", [0.5] * WIDTH, budget=wrong)
-    with pytest.raises(UsageError, match=f"method is {wrong}, expected a name"):
-        policy.warm_up([photo, photo], "go", [0.5] * WIDTH, method=wrong)
-
-
 def test_times_add_up(policy: Policy, photo: Image.Image) -> None:
     report = act(policy, photo, budget="prune-88.9", steps=3)
     parts = sum(report.ms[name] for name in report.ms if name not in ("select", "latency"))
@@ -152,10 +128,10 @@ def test_a_state_far_outside_the_training_data_is_told(policy: Policy, photo: Im
     for sign in (1, -1):
         far = np.array(mean)
         far[2] += sign * 10.5 * std[2]
-        with pytest.warns(UnusualStateWarning, match=r"^number 3 of the state is far outside .* Check its unit"):
+        with pytest.warns(UnusualStateWarning, match=r"^the state is far outside .*-10 at place 3\. Check"):
             act(policy, photo, state=far)
     far[1] = mean[1] + 1e6
-    numbers = r"^numbers 2 and 3 of the state are far outside .* they are beyond 10 or -10. Check their units"
+    numbers = r"^the state is far outside .* beyond 10 or -10 at place 2, 3\. Check its units"
     with pytest.warns(UnusualStateWarning, match=numbers):
         act(policy, photo, state=far)
     without = replace(facts, state_mean=(), state_std=())
@@ -182,7 +158,7 @@ def test_a_command_tells_of_the_first_such_state(policy: Policy, photo: Image.Im
     outcome = run("sinkprune-act", policy.bundle.path, *options, *words)
     assert outcome.code == 0, outcome.stderr
     (told,) = [line for line in outcome.stderr.splitlines() if "training data" in line]
-    assert told.startswith("moment 2: numbers 1, 2, ") and "are far outside the policy's training data" in told
+    assert told.startswith("moment 2: the state is far outside the policy's training data: ")
     assert json.loads(outcome.stdout)["notes"] == [told]
 
 
@@ -218,13 +194,10 @@ def test_cameras_are_in_the_order_of_the_bundle_s_names(cameras: Any, names: str
     ("cameras", "said"),
     [
         ({"left": "l", "right": "r"}, "found the cameras left, right, expected top, wrist, empty_camera_0. Name"),
-        ({"top": "t"}, "found the cameras top, expected top, wrist"),
         ({"top": "t", "wrist": "w", "gripper": "g"}, "found the cameras top, wrist, gripper, expected"),
-        ({"top": "t", "Wrist": "w"}, "found the cameras top, Wrist, expected"),
         ({"top": "t", "wrist": "w", TOP: "t"}, f"camera '{TOP}' is named twice"),
         ({}, "found the cameras none, expected"),
         ({0: "t", 1: "w"}, "camera 0 is no name"),
-        ({"observation.image": "t", "wrist": "w"}, "found the cameras observation.image, wrist, expected"),
     ],
 )
 def test_other_names_of_cameras_are_refused(cameras: Any, said: str, named: Manifest) -> None:

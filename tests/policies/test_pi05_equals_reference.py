@@ -15,11 +15,10 @@ from PIL import Image
 
 from sinkprune import Policy
 from sinkprune.contract.budgets import parse_budget, prune_layers
-from sinkprune.contract.errors import PromptError, UsageError
 from sinkprune.contract.manifest import LanguageModel, PolicyFacts
 from sinkprune.policies.observation import state_prompt
 from support.models.small_models import PI05_SHAPES
-from support.references.pi0 import masked_prefix, sanitized_rows
+from support.references.pi0 import frames, masked_prefix, sanitized_rows
 from support.references.pi05 import Pi05Reference, state_text
 from support.references.steps import Watched
 
@@ -44,10 +43,6 @@ def policy(bundle: Callable[..., Path]) -> Callable[..., Policy]:
         return Policy.load(bundle(name, budgets=BUDGETS, max_images=3, dialect=dialect))
 
     return get
-
-
-def frames(photo: Image.Image) -> list[Image.Image]:
-    return [photo.crop(box) for box in ((0, 0, 301, 167), (200, 20, 333, 399), (300, 100, 501, 301))]
 
 
 def drawn(policy: Policy) -> tuple[Array, Array]:
@@ -155,30 +150,3 @@ def test_the_state_is_written_in_bins(numbers: list[float]) -> None:
 def test_an_instruction_is_cleaned_as_openpi_cleans_it() -> None:
     text = state_prompt(facts(2), " pick_up\nthe cup ", np.array([[[0.5, -1.5]]], np.float32))
     assert text == "Task: pick up the cup, State: 192 -1;\nAction: "
-
-
-def test_states_and_instructions_are_checked(policy: Callable[..., Policy], photo: Image.Image) -> None:
-    own, seen = policy("pi0.5"), frames(photo)
-    state, _ = drawn(own)
-    for wrong, message in (([0.0], "expected 5 numbers"), ([*state[:4], np.nan], "finite"), ("x", "expected 5")):
-        with pytest.raises(UsageError, match=message):
-            own.act(seen, INSTRUCTION, wrong)
-    with pytest.raises(PromptError, match="found int as the instruction"):
-        own.act(seen, 3, state)  # type: ignore[arg-type]
-    inputs = {one.name for one in own.bundle.manifest.graphs["expert"].inputs}
-    assert "state" not in inputs and own.facts.expert_rows == own.facts.chunk
-    other = state.copy()
-    other[0] += 0.3
-    chunks = [own.act(seen, INSTRUCTION, each, seed=1, steps=2).actions for each in (state, other, state)]
-    np.testing.assert_array_equal(chunks[0], chunks[2])
-    assert np.abs(chunks[0] - chunks[1]).max() > 1e-3
-
-
-def test_deadlines_choose_budgets_and_steps(policy: Callable[..., Policy], photo: Image.Image) -> None:
-    own = policy("pi0.5")
-    state, _ = drawn(own)
-    costs = own.warm_up(frames(photo), INSTRUCTION, state, seconds=0)
-    assert set(costs.budgets) == {"none", *BUDGETS}
-    long, short = (own.act(frames(photo), INSTRUCTION, state, deadline_ms=ms) for ms in (60_000, 1))
-    assert (long.budget, long.steps) == ("none", own.facts.steps)
-    assert short.deadline is not None and not short.deadline.can_meet and short.steps == 5

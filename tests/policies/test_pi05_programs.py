@@ -12,7 +12,7 @@ import onnx
 import pytest
 from PIL import Image
 
-from sinkprune import Policy, overlay
+from sinkprune import Policy
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import CheckpointError, PromptError
 from sinkprune.contract.schedule import expert_flops
@@ -35,25 +35,6 @@ STATE = [0.4, -1.2, 0.7, 0.1, -0.9]
 def path(bundle: Callable[..., Path]) -> Path:
     """A small policy of two cameras."""
     return bundle("pi0.5", budgets=(BUDGET,), max_images=2)
-
-
-def test_the_commands_have_the_chunk_of_python(path: Path, photo_file: Path, tmp_path: Path) -> None:
-    policy = Policy.load(path)
-    given = ("--camera", photo_file, "--camera", "none", "--instruction", INSTRUCTION)
-    given = (*given, "--state", ",".join(map(str, STATE)))
-    words = ("--budget", BUDGET, "--steps", 3, "--seed", 2, "--overlay", tmp_path / "kept.png", "--json")
-    outcome = run("sinkprune-act", path, *given, *words)
-    assert outcome.code == 0, outcome.stderr
-    (chunk,) = json.loads(outcome.stdout)["chunks"]
-    own = policy.act([photo_file, None], INSTRUCTION, STATE, budget=BUDGET, steps=3, seed=2)
-    np.testing.assert_allclose(chunk["actions"], own.actions, atol=1e-6)
-    assert chunk["prompt_tokens"] == own.prompt_tokens > len(f"Task: {INSTRUCTION}, State: ;\nAction: ")
-    with Image.open(tmp_path / "kept.png") as drawn:
-        assert drawn.size == overlay(own, [photo_file, None]).size
-    measured = run("sinkprune-profile", path, *given, "--steps", "2", "--repeat", 1, "--json")
-    assert measured.code == 0, measured.stderr
-    budgets = json.loads(measured.stdout)["budgets"]
-    assert budgets[BUDGET]["flops"]["step"] < budgets["none"]["flops"]["step"]
 
 
 def test_flops_are_those_of_the_matrices(path: Path) -> None:

@@ -20,7 +20,7 @@ from support.models.manifests import file_of
 from support.models.small_models import PI0_SHAPES
 from support.models.stored_matrices import stored_matrices
 from support.programs.slow_cases import slow_except
-from support.references.pi0 import INSTRUCTION, Pi0Reference
+from support.references.pi0 import INSTRUCTION, Pi0Reference, frames
 from support.stand_ins.processor_features import assert_error, computes_in_bf16, rounds_to_int8
 
 Array = np.ndarray[Any, Any]
@@ -53,12 +53,8 @@ def act(policy: Policy, photo: Image.Image, **options: Any) -> tuple[ActionRepor
     facts, random, seen = policy.facts, np.random.default_rng(0), Actions()
     state = random.uniform(-2, 2, len(facts.state_mean) or facts.state_dim)
     noise = random.standard_normal((facts.chunk, facts.action_dim), np.float32)
-    given = {"cameras": cameras(photo), "noise": noise, "observer": seen, **options}
+    given = {"cameras": frames(photo), "noise": noise, "observer": seen, **options}
     return policy.act(instruction=INSTRUCTION, state=state, **given), seen.actions
-
-
-def cameras(photo: Image.Image) -> list[Image.Image | None]:
-    return [photo.crop(box) for box in ((0, 0, 301, 167), (200, 20, 333, 399), (300, 100, 501, 301))]
 
 
 def error(found: Array, expected: Array) -> float:
@@ -72,8 +68,7 @@ def test_in_fp32_every_backend_keeps_and_does_the_same(
     name: str, backend: str, policy: Callable[..., Policy], photo: Image.Image
 ) -> None:
     ours, theirs = policy(name, backend=backend, compute="fp32"), policy(name)
-    without = cameras(photo)
-    without[1] = None
+    without = [None if number == 1 else frame for number, frame in enumerate(frames(photo))]
     for options in ({}, {"cameras": without}, *({"budget": budget} for budget in BUDGETS)):
         (report, actions), (expected, others) = (act(one, photo, **options) for one in (ours, theirs))
         assert report.tokens_per_layer == expected.tokens_per_layer
@@ -106,7 +101,7 @@ def test_rounded_weights_act_as_transformers_with_these_weights(
     random = np.random.default_rng(0)
     random.uniform(-2, 2, own.facts.state_dim)
     noise = random.standard_normal((1, own.facts.chunk, own.facts.action_dim), np.float32)
-    expected = reference.unpruned(cameras(photo), state[None, None], noise, report.steps)
+    expected = reference.unpruned(frames(photo), state[None, None], noise, report.steps)
     np.testing.assert_allclose(actions, expected, atol=1e-3)
     # The weights were rounded at all.
     _, exact = act(policy(WIDE), photo, steps=10)

@@ -14,7 +14,7 @@ from PIL import Image
 from sinkprune import Policy
 from sinkprune.contract.budgets import parse_budget, prune_layers
 from support.models.small_models import PI0_SHAPES
-from support.references.pi0 import INSTRUCTION, Pi0Reference, masked_chunk, masked_prefix, sanitized_rows
+from support.references.pi0 import INSTRUCTION, Pi0Reference, frames, masked_chunk, masked_prefix, sanitized_rows
 from support.references.steps import Watched
 
 Array = np.ndarray[Any, Any]
@@ -24,8 +24,6 @@ BUDGETS = (
     "prune-66.7",
     "prune-77.8",
     "prune-88.9",
-    "prune-88.9+raster",
-    "prune-88.9+visual-keys",
     "prune-77.8+drop-sink",
     "prune-77.8+keep-outliers",
     "prune-80+no-sanitizer",
@@ -48,12 +46,6 @@ def policy(bundle: Bundles) -> Callable[..., Policy]:
         return Policy.load(bundle(name, budgets=BUDGETS, max_images=cameras, dialect=dialect))
 
     return get
-
-
-def frames(photo: Image.Image, cameras: int) -> list[Image.Image]:
-    """Different parts of a photo, of odd sizes: wide, high and square."""
-    boxes = [(0, 0, 301, 167), (200, 20, 333, 399), (300, 100, 501, 301)]
-    return [photo.crop(box) for box in boxes[:cameras]]
 
 
 def drawn(name: str, seed: int = 0) -> tuple[Array, Array]:

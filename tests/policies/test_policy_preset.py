@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from PIL import Image
 from sinkprune import Policy
 from sinkprune.contract.budgets import FAMILIES, prune_layers
 from sinkprune.contract.errors import CheckpointError
-from sinkprune.contract.schedule import expert_flops, prefix_flops
 from sinkprune.export.checkpoint.text import small_text
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
@@ -87,29 +85,3 @@ def test_an_image_token_in_the_place_of_another_is_refused() -> None:
     config["vlm_config"]["image_token_id"] = 2
     with pytest.raises(CheckpointError, match="expected 5 different ones below 400"):
         read_family("narrow", config).special_tokens  # noqa: B018
-
-
-def test_the_arithmetic_of_the_docs(policy: Policy, photo: Image.Image) -> None:
-    """TFLOP of the true shapes, as docs/policies.md prints them: three cameras, 20 tokens of text."""
-    family = read_family("pi0", PRESETS["pi0"])
-    facts, text = family.policy({}), 20
-    assert facts is not None
-    page = (Path(__file__).parents[3] / "docs" / "policies.md").read_text(encoding="utf-8")
-    model = family.language_model
-    base = 0.0
-    for budget in ("none", *BUDGETS):
-        lengths = policy.act([photo] * 3, "go", [0.1] * 32, budget=budget, steps=1).tokens_per_layer
-        rows = [visual + text for visual in lengths]
-        prefix, step = prefix_flops(model, rows) / 1e12, expert_flops(facts, rows) / 1e12
-        whole = 10 * step + prefix + tower_tflop()
-        base = base or whole
-        line = f"| `{budget}` | {sum(lengths) / LAYERS:.0f} | {prefix:.2f} | {10 * step:.2f} | {whole:.2f} | "
-        line += f"{base / whole:.2f} |"
-        assert line in page, line
-
-
-def tower_tflop() -> float:
-    """TFLOP of SigLIP so400m on three pictures, by hand: 27 blocks on 256 rows, and patches."""
-    d, m, n = 1152, 4304, 256
-    block = 2 * (4 * n * d * d + 2 * n * n * d + 2 * n * d * m)
-    return CAMERAS * (27 * block + 2 * n * 3 * 14 * 14 * d) / 1e12

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -14,9 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinkprune import BundleError, Policy
-from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.graph_contract import contract_violations
+from sinkprune import Policy
 from sinkprune.policies import chunk as step_times
 from sinkprune.runtime.backends import Backend, Engine
 from support.models.pi05_checkpoints import EXPERT
@@ -92,20 +88,3 @@ def test_no_chunk_with_a_deadline_waits_for_times(warm_up: bool, path: Path, pho
     first, count = policy._times._known[1.0], len(fractions)
     policy._times.load(200)
     assert policy._times._known[1.0] is first and count < len(policy._times._known) <= step_times._MOST
-
-
-def test_an_expert_without_the_graph_of_its_modulation_is_no_policy(path: Path, tmp_path: Path) -> None:
-    data = json.loads((path / "bundle.json").read_text())
-    del data["graphs"]["modulation"]
-    (tmp_path / "bundle.json").write_text(json.dumps(data))
-    with pytest.raises(BundleError, match="lacks the graph 'modulation'"):
-        read_bundle(tmp_path)
-
-
-def test_another_size_of_the_modulation_is_no_policy(path: Path) -> None:
-    manifest = read_bundle(path).manifest
-    spec = manifest.graphs["modulation"]
-    (output,) = spec.outputs
-    wrong = replace(output, shape=(1, int(output.shape[1]) - 3, output.shape[2]))
-    graphs = {**manifest.graphs, "modulation": replace(spec, outputs=(wrong,))}
-    assert any("'modulation'" in one for one in contract_violations(replace(manifest, graphs=graphs)))

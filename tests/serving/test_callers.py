@@ -41,20 +41,14 @@ def guarded(pipe: Pipeline) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("host", "name", "allowed"),
     [
-        *((host, name, True) for host in ("127.0.0.1", "0.0.0.0") for name in ("localhost:80", "127.0.0.1", "[::1]")),
         *(("127.0.0.1", name, True) for name in ("LOCALHOST.", "127.0.0.1:1", "[::1]:8000", "127.9.9.9:8000")),
         *(("127.0.0.1", name, False) for name in ("evil.example:80", "10.0.0.5", "localhost.evil.example", OWN)),
-        *(
-            ("127.0.0.1", name, False)
-            for name in ("", "evil@localhost", "localhost/x", "localhost:x", "[::1", "127.1", "0x7f0001")
-        ),
-        *(("0.0.0.0", name, True) for name in ("10.0.0.5:8000", "[FD00::5]:8000", OWN, f"{OWN}.local:8000")),
-        *(("::", name, True) for name in ("192.168.1.7", "localhost")),
+        *(("127.0.0.1", name, False) for name in ("", "evil@localhost", "localhost:x", "[::1", "0x7f0001")),
+        *(("0.0.0.0", name, True) for name in ("localhost:80", "[FD00::5]:8000", OWN, f"{OWN}.local:8000")),
         *(("0.0.0.0", name, False) for name in ("evil.example", "10.0.0.5.evil.example", "local")),
-        *(("10.0.0.5", name, True) for name in ("10.0.0.5:8000", "127.0.0.1:8000", "192.168.1.7:8000")),
         *(("Robot.local", name, True) for name in ("robot.local:8000", "10.0.0.5", "localhost")),
         ("robot.local", "evil.local", False),
-        *(("127.0.0.1", name, True) for name in ("further.example", "FURTHER.example:80")),
+        ("127.0.0.1", "FURTHER.example:80", True),
         ("127.0.0.1", None, True),
     ],
 )
@@ -74,8 +68,10 @@ def test_a_foreign_name_of_the_server_is_refused(host: str, name: str | None, al
     ("page", "allowed"),
     [
         *((page, True) for page in ("http://localhost:8000", "https://localhost:8000", "https://ui.example")),
-        *((page, False) for page in ("http://localhost:3000", "http://localhost", "http://127.0.0.1:8000", "null")),
-        *((page, False) for page in ("http://evil.example", "http://ui.example", "https://ui.example:8443", "")),
+        *(
+            (page, False)
+            for page in ("http://localhost:3000", "http://127.0.0.1:8000", "null", "http://ui.example", "")
+        ),
         *(
             (page, False)
             for page in ("http://localhost:80001", "http://localhost:8000.evil.example", "localhost:8000")
@@ -160,8 +156,3 @@ def test_a_wrong_host_is_refused(word: str) -> None:
 def test_a_wrong_origin_is_refused(word: str) -> None:
     with pytest.raises(UsageError, match=r"--allow-origin is .*expected the scheme, name and port"):
         origin(word)
-
-
-def test_names_and_origins_are_in_lower_case() -> None:
-    assert host_name("Robot.Example.") == "robot.example"
-    assert origin("HTTPS://UI.example:8443") == "https://ui.example:8443"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import resource
@@ -260,14 +259,3 @@ def test_there_are_fewer_connections_than_open_files(
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (used + 20, 4096))
     with pytest.raises(UsageError, match=r"files may be open, expected at least .* ulimit -n"):
         connections.most_connections(queue)
-
-
-def test_other_errors_of_asyncio_are_logged_whole() -> None:
-    seen: list[object] = []
-
-    class Loop:
-        default_exception_handler = staticmethod(seen.append)
-
-    context: dict[str, Any] = {"message": "", "exception": OSError(errno.EBADF, "bad")}
-    connections.Connections(1).on_error(Loop(), context)  # type: ignore[arg-type]
-    assert seen == [context]

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from PIL import Image
 from tests.serving.test_chat_request import TEXT, URI, as_uri, png
 from tests.serving.test_server import AS_JSON, served
-from tests.serving.test_server_tools import JSON, NO_LIST, NO_OBJECT, NO_TEXT
 
 from sinkprune import Pipeline
 
@@ -26,6 +25,13 @@ BODY: dict[str, Any] = {
     "max_tokens": 2,
 }
 PICTURE = png(Image.effect_noise((40, 30), 90).convert("RGB"))
+_LEAF = st.booleans() | st.integers(-9, 9) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=6)
+JSON: st.SearchStrategy[Any] = st.recursive(
+    _LEAF, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+)
+NO_TEXT = JSON.filter(lambda value: not isinstance(value, str))
+NO_OBJECT = JSON.filter(lambda value: not isinstance(value, dict))
+NO_LIST = JSON.filter(lambda value: not isinstance(value, list))
 
 
 def outside(low: float | None, high: float | None) -> st.SearchStrategy[Any]:
@@ -76,6 +82,11 @@ WRONG: list[tuple[tuple[str | int, ...], st.SearchStrategy[Any]]] = [
     (("guided_regex",), NO_TEXT | st.sampled_from(["", "(", "(?=a)", "\ud800"])),
     (("guided_choice",), NO_LIST | st.lists(st.text(max_size=3), max_size=1) | st.just(["a", "a"])),
     (("further",), JSON),
+    (("tools",), NO_LIST),
+    (("tools",), st.lists(JSON, min_size=1)),
+    (("tools",), st.builds(lambda function: [{"type": "function", "function": function}], JSON)),
+    (("tool_choice",), JSON | st.just("any")),
+    (("messages", 0, "tool_calls"), JSON.filter(lambda value: value not in ("", [], {}))),
 ]
 
 

@@ -53,17 +53,3 @@ def test_the_file_loads_nothing_and_inserts_no_html(page: httpx.Response) -> Non
     assert re.findall(r"\b(?:src|href)\s*=\s*(\S+?)[\s>]", page.text) == ['"data:,"']
     assert re.findall(r"\bon\w+\s*=\s*[\"']|\bstyle\s*=", page.text) == []
     assert re.findall(r"(?:inner|outer)HTML|insertAdjacent|document\.write|\beval\b|Function\(", page.text) == []
-    assert len(page.text.splitlines()) < 350
-
-
-def test_every_element_that_the_script_names_is_on_the_page(page: httpx.Response) -> None:
-    html, script = page.text.split("<script")
-    named = set(re.findall(r'(?:\$|say)\("([\w-]+)"', script))
-    assert len(named) > 15
-    assert named <= set(re.findall(r'\bid="([\w-]+)"', html))
-
-
-@pytest.mark.parametrize(("method", "path", "status"), [("POST", "/", 405), ("GET", "/page.html", 404)])
-def test_other_paths_are_rejected_as_before(method: str, path: str, status: int, address: str) -> None:
-    found = httpx.request(method, address + path)
-    assert found.status_code == status and path in found.json()["error"]["message"]

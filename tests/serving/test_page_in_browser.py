@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
-from tests.serving.test_chat_request import data_uri
 from tests.serving.test_server import served
 
 from sinkprune import Pipeline
@@ -118,37 +116,6 @@ def check_colours(browser: Browser, boxes: Any, classes: Any) -> None:
                 assert max(shown) - min(shown) <= 6
 
 
-def test_several_pictures_and_a_part_that_is_not_seen(
-    browser: Browser, pipe: Pipeline, photo: Image.Image, tmp_path: Path
-) -> None:
-    photo.save(tmp_path / "a.png")
-    photo.resize((300, 300)).save(tmp_path / "b.png")
-    with served(pipe) as address:
-        browser.open(f"{address}/")
-        choose(browser, tmp_path / "a.png", tmp_path / "b.png")
-        ask(browser, "What has changed?")
-        assert count(browser, "canvas") == 2 and count(browser, "ul") == 2
-        legend = browser.run("return [...document.querySelectorAll('ul')].map((each) => each.textContent)")
-        assert ["not seen by the model (hatched): 33 %" in text for text in legend] == [True, False]
-        assert browser.errors() == []
-
-
-def test_a_pasted_and_a_dropped_picture(browser: Browser, pipe: Pipeline, photo: Image.Image) -> None:
-    script = """
-        const bytes = Uint8Array.from(atob(arguments[1]), (each) => each.charCodeAt(0)), data = new DataTransfer();
-        data.items.add(new File([bytes], arguments[0] + ".png"));
-        const given = { bubbles: true, cancelable: true, clipboardData: data, dataTransfer: data };
-        const Kind = arguments[0] === "paste" ? ClipboardEvent : DragEvent;
-        document.body.dispatchEvent(new Kind(arguments[0], given));"""
-    content = data_uri(photo).partition(",")[2]
-    assert base64.b64decode(content)[:4] == b"\x89PNG"
-    with served(pipe) as address:
-        browser.open(f"{address}/")
-        for kind in ("paste", "drop"):
-            browser.run(script, kind, content)
-            browser.wait(lambda: browser.text("#figures") == f"{kind}.png")  # noqa: B023
-
-
 def test_a_key_is_entered_on_the_page(browser: Browser, pipe: Pipeline, photo_file: Path) -> None:
     with served(pipe, api_key="secret") as address:
         browser.open(f"{address}/")
@@ -163,8 +130,8 @@ def test_a_key_is_entered_on_the_page(browser: Browser, pipe: Pipeline, photo_fi
 def test_markup_in_answers_and_names_stays_text(
     browser: Browser, pipe: Pipeline, photo: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chunk = Completion.chunk
-    monkeypatch.setattr(Completion, "chunk", lambda self, text, *rest, **more: chunk(self, MARKUP, *rest, **more))
+    chunks = Completion.chunks
+    monkeypatch.setattr(Completion, "chunks", lambda self, text, *rest, **more: chunks(self, MARKUP, *rest, **more))
     file = tmp_path / "<img src=x onerror=document.body.id=3>.png"
     photo.save(file)
     with served(pipe, name="<img src=x onerror=document.body.id=4>") as address:
@@ -180,19 +147,3 @@ def test_markup_in_answers_and_names_stays_text(
         # The policy rejects what the page does not do: texts as HTML, and scripts that were added.
         with pytest.raises(AssertionError, match="TrustedHTML"):
             browser.run("document.body.innerHTML = '<b>'")
-
-
-def test_a_wrong_picture_is_reported_and_a_request_can_be_stopped(
-    browser: Browser, pipe: Pipeline, photo_file: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "no.png").write_text("no picture")
-    with served(pipe) as address:
-        browser.open(f"{address}/")
-        choose(browser, tmp_path / "no.png")
-        browser.click("#ask")
-        browser.wait(lambda: "no known format" in browser.text("#problem"))
-        assert browser.text("#ask") == "Ask" and count(browser, "#questions tr") == 0
-        choose(browser, photo_file)
-        browser.run("document.querySelector('#ask').click(); document.querySelector('#ask').click()")
-        browser.wait(lambda: browser.text("#ask") == "Ask")
-        assert (browser.text("#problem"), count(browser, "#questions tr")) == ("", 0)

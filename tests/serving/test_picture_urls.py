@@ -167,15 +167,6 @@ def test_a_picture_has_a_time_for_the_whole(path: str, web: str, monkeypatch: py
     assert time.monotonic() - began < 9
 
 
-def test_a_server_that_says_nothing_before_tls_has_no_more_time(web: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picture_urls, "_SECONDS", 0.3)
-    with (
-        socket.create_server(("127.0.0.1", 0)) as silent,
-        pytest.raises(ApiError, match=r"not fetched within 0\.3 seconds"),
-    ):
-        asyncio.run(fetch_https(f"https://{HOST}:{silent.getsockname()[1]}/"))
-
-
 def test_a_certificate_is_checked(web: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(picture_urls, "_tls", ssl.create_default_context)
     with pytest.raises(ApiError, match="certificate verify failed"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Callable, Iterator
-from threading import Event, Thread, current_thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -109,14 +109,6 @@ def test_answers_take_turns_token_by_token(rig: Rig) -> None:
     for name in "abc":
         rig.ask(name, 3)
     assert rig.run() == "xabacbacbc"
-
-
-def test_new_requests_do_not_stop_an_answer(rig: Rig) -> None:
-    blocked(rig)
-    rig.ask("a", 6)
-    for name in "bcdef":
-        rig.ask(name, 1)
-    assert rig.run() == "xabacadaeafa"
 
 
 def test_a_larger_priority_goes_first_and_alone(rig: Rig) -> None:
@@ -323,12 +315,3 @@ def test_closing_ends_what_waits(rig: Rig) -> None:
     with pytest.raises(ApiError) as refused:
         rig.ask("b", 1)
     assert refused.value.status == 503
-
-
-def test_all_runs_in_one_thread(rig: Rig) -> None:
-    threads = set()
-    rig.answers.before_step = lambda name: threads.add(current_thread().name)
-    for name in "abcd":
-        rig.ask(name, 2)
-    rig.wait()
-    assert threads == {"sinkprune answers"}

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import re
+import json
+import shutil
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Thread
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 import numpy as np
 import openai
-import pydantic
 import pytest
-from openai.lib._parsing._completions import type_to_response_format_param
 from PIL import Image
 from tests.serving.test_chat_request import BODY, data_uri
 
@@ -25,6 +26,7 @@ from sinkprune import Pipeline
 from sinkprune.serving.app import ServerSettings, new_app
 from sinkprune.serving.connections import Server
 from sinkprune.serving.responses import TokenLogprobs
+from support.programs.printed_commands import blocks
 from support.references.answer_encoders import STOP, answer_encoder
 
 QUESTION = "What is on the table?"
@@ -158,53 +160,12 @@ def test_bytes_of_log_probabilities_join_to_the_text(kind: str, text: str) -> No
         assert token["token"] == bytes(token["bytes"]).decode(errors="replace") or token is collected.tokens[-1]
 
 
-def test_log_probabilities_sum_to_one(pipe: Pipeline) -> None:
-    vocabulary = pipe.prompts.tokenizer.get_vocab_size()
-    logits = np.random.default_rng(0).normal(0, 400, vocabulary).astype(np.float32)
-    collected = TokenLogprobs([], pipe.prompts.tokenizer, vocabulary)
-    collected.chose(3, logits)
-    [token] = collected.tokens
-    expected = logits - logits.max() - np.log(np.exp(logits.astype(np.float64) - logits.max()).sum())
-    assert token["logprob"] == pytest.approx(expected[3])
-    assert sum(np.exp(other["logprob"]) for other in token["top_logprobs"]) == pytest.approx(1)
-
-
 def test_a_conversation(client: openai.OpenAI, pipe: Pipeline, photo: Image.Image) -> None:
     history = [("user", ["", QUESTION]), ("assistant", "A cup.")]
     expected = pipe.generate(photo, "Sure?", budget="retain-64", history=history, max_new_tokens=TOKENS)
     turns = [*asked(photo), {"role": "assistant", "content": "A cup."}, {"role": "user", "content": "Sure?"}]
     found = client.chat.completions.create(model="m", messages=turns, max_tokens=TOKENS)
     assert found.choices[0].message.content == expected.text
-
-
-class Cup(pydantic.BaseModel):
-    """What a robot wants to know."""
-
-    colour: Literal["red", "green", "blue"]
-    full: bool
-    reason: str = pydantic.Field(max_length=20)
-
-
-def test_structured_answers(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
-    pipe, budget = pipeline("qwen-tied", "fp32", ("prune-66.7",)), "prune-66.7"
-    small = photo.resize((120, 90))
-    with served(pipe, budget=budget) as address:
-        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
-        check_structured(client, pipe, small, budget)
-
-
-def check_structured(client: openai.OpenAI, pipe: Pipeline, photo: Image.Image, budget: str) -> None:
-    options: dict[str, Any] = {"model": "m", "messages": asked(photo), "max_tokens": 200}
-    parsed = client.chat.completions.parse(response_format=Cup, **options).choices[0].message.parsed
-    form = type_to_response_format_param(Cup)["json_schema"]["schema"]  # type: ignore[index]
-    expected = pipe.generate(photo, QUESTION, budget=budget, schema=form, max_new_tokens=200)
-    assert parsed == Cup.model_validate_json(expected.text)
-    found = client.chat.completions.create(extra_body={"guided_choice": ["a cup", "a dog"]}, **options)
-    chosen = pipe.generate(photo, QUESTION, budget=budget, choice=["a cup", "a dog"])
-    assert found.choices[0].message.content == chosen.text
-    assert found.model_extra["sinkprune"]["confidence"] == pytest.approx(chosen.confidence, rel=1e-3)  # type: ignore[index]
-    number = client.chat.completions.create(extra_body={"guided_regex": "[0-9]{3} cm"}, **options)
-    assert re.fullmatch("[0-9]{3} cm", number.choices[0].message.content or "")
 
 
 def test_eight_at_once_are_as_alone(client: openai.OpenAI, pipe: Pipeline, photo: Image.Image) -> None:
@@ -265,8 +226,6 @@ def test_models_health_and_metrics(address: str, client: openai.OpenAI) -> None:
     assert metric("sinkprune_ttft_seconds_count") == before[1] + 1
     assert (metric("sinkprune_waiting"), metric("sinkprune_active")) == (0, 0)
     assert metric("sinkprune_session_bytes") > 0
-    helps = re.findall(r"^# HELP sinkprune_\S+ (.*)", httpx.get(f"{address}/metrics").text, re.M)
-    assert len(helps) > 12 and all(re.fullmatch(r"(Counts|Measures) .*\.", text) for text in helps), helps
 
 
 def test_errors_are_openais(address: str, client: openai.OpenAI, photo: Image.Image) -> None:
@@ -321,14 +280,84 @@ def test_a_bug_of_ours_is_a_500_without_details(
     assert "secret path" in capsys.readouterr().err
 
 
-def test_a_late_answer_says_so(pipe: Pipeline, photo: Image.Image) -> None:
-    costs = pipe.warm_up(photo, QUESTION, seconds=0.5)
-    assert costs is pipe.costs
+@pytest.mark.filterwarnings("ignore::sinkprune.contract.errors.PictureWarning")
+def test_a_picture_of_16_bits_is_noted(address: str) -> None:
+    depth = Image.fromarray(np.full((60, 80), 2570, np.uint16))
+    part = "the model sees 75 % of the picture (the middle 60x60 of 80x60). --fit pad shows it all"
+    dark = "largest value is now 10 of 255"
+    for picture, notes in ((depth, [dark, part]), (Image.new("RGB", (80, 60)), [part])):
+        details = post(address, messages=asked(picture), max_tokens=1).json()["sinkprune"]
+        assert len(details["notes"]) == len(notes)
+        assert all(said in note for said, note in zip(notes, details["notes"], strict=True))
+
+
+PAUSE_MS = 400.0
+
+
+def in_two_pieces(body: dict[str, Any]) -> Iterator[bytes]:
+    """Yield a body, with a pause before its last bytes."""
+    content = json.dumps(body).encode()
+    yield content[:-50]
+    time.sleep(PAUSE_MS / 1e3)
+    yield content[-50:]
+
+
+def paused(address: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return what the server did for a request whose body pauses."""
+    url, content = f"{address}/v1/chat/completions", in_two_pieces(body)
+    response = httpx.post(url, content=content, headers=AS_JSON, timeout=60)
+    found: dict[str, Any] = response.json()["sinkprune"]
+    return found
+
+
+def test_the_first_text_comes_after_reading_queue_and_first_token(pipe: Pipeline, photo: Image.Image) -> None:
+    body = {"model": "m", "messages": asked(photo, QUESTION), "stream": True, "max_tokens": 4}
+    first, done = 0.0, {}
     with served(pipe) as address:
-        found = post(address, deadline_ms=1, max_tokens=4).json()["sinkprune"]
-        assert found["finish"] == "deadline" and not found["deadline"]["met"]
-        assert post(address, deadline_ms=60_000, max_tokens=4).json()["sinkprune"]["deadline"]["met"]
-    pipe.costs = None
+        began = time.perf_counter()
+        url, content = f"{address}/v1/chat/completions", in_two_pieces(body)
+        with httpx.stream("POST", url, content=content, headers=AS_JSON) as response:
+            for line in response.iter_lines():
+                first = first or (time.perf_counter() - began) * 1e3
+                done = json.loads(line.removeprefix("data: ")).get("sinkprune", done) if "{" in line else done
+        metrics = httpx.get(f"{address}/metrics").text
+    assert done["read_ms"] >= PAUSE_MS
+    assert first >= done["read_ms"] + done["queued_ms"] + done["ms"]["ttft"]
+    assert 'sinkprune_read_seconds_bucket{le="0.3"} 0.0' in metrics and "sinkprune_read_seconds_count 1.0" in metrics
+
+
+def test_a_deadline_counts_from_the_arrival_of_a_request(pipe: Pipeline, photo: Image.Image) -> None:
+    pipe.warm_up(photo, QUESTION, seconds=0.5)
+    body = {"model": "m", "messages": asked(photo, QUESTION), "max_tokens": 2}
+    try:
+        with served(pipe) as address:
+            for deadline_ms in (PAUSE_MS - 1, PAUSE_MS + 60_000):
+                found = paused(address, {**body, "deadline_ms": deadline_ms})
+                report, waited = found["deadline"], found["read_ms"] + found["queued_ms"]
+                assert report["deadline_ms"] == deadline_ms
+                assert report["met"] == (report["measured_ms"] <= deadline_ms) == (deadline_ms > PAUSE_MS)
+                assert waited < report["first_ms"] < report["measured_ms"]
+                assert waited < report["predicted_first_ms"] <= report["predicted_ms"]
+    finally:
+        pipe.costs = None
     with served(pipe) as address:
         error = post(address, deadline_ms=1000).json()["error"]
         assert error["param"] == "deadline_ms" and "costs" in error["message"]
+
+
+@pytest.mark.skipif(not all(map(shutil.which, ("bash", "base64", "curl"))), reason="a program is not installed")
+def test_the_page_s_command_gets_the_pipeline_s_answer(
+    pipeline: Callable[..., Pipeline], photo: Image.Image, tmp_path: Path
+) -> None:
+    pipe = pipeline("gqa-112", "fp32", ("retain-64",))
+    [text] = [block.text for block in blocks() if block.page == "server.md" and block.language == "bash"]
+    # Larger than an argument may be.
+    photo.resize((1280, 960)).save(tmp_path / "kitchen.jpg", quality=99)
+    assert (tmp_path / "kitchen.jpg").stat().st_size > 128 << 10
+    with served(pipe, name="llava-7b") as address:
+        command = text.replace("http://127.0.0.1:8000", address)
+        assert address in command
+        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, check=True)
+    with Image.open(tmp_path / "kitchen.jpg") as read:
+        expected = pipe.generate(read, "What is on the table?", budget="retain-64", max_new_tokens=16)
+    assert json.loads(done.stdout)["choices"][0]["message"]["content"] == expected.text

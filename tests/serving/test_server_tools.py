@@ -12,11 +12,9 @@ import jsonschema
 import openai
 import pydantic
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 from tests.serving.test_chat_request import data_uri
-from tests.serving.test_server import AS_JSON, QUESTION, asked, served
+from tests.serving.test_server import QUESTION, asked, served
 
 from sinkprune import Pipeline
 from sinkprune.runtime.text.prompt import BEGIN, Turn, call_text
@@ -115,14 +113,6 @@ def test_a_required_call(choice: Any, client: openai.OpenAI, pipe: Pipeline, sma
     assert call.id.startswith("call_")
 
 
-def test_text_and_then_calls(client: openai.OpenAI, favour: Favour, small: Image.Image) -> None:
-    favour("A red cup.\n", BEGIN, '\n{"name": "look')
-    found = client.chat.completions.create(messages=asked(small), **OPTIONS).choices[0]
-    assert (found.finish_reason, found.message.content) == ("tool_calls", "A red cup.")
-    call = (found.message.tool_calls or [])[0]
-    assert call.type == "function" and LookUp.model_validate_json(call.function.arguments)
-
-
 @pytest.mark.parametrize("choice", ["auto", "none"])
 def test_text_without_a_call(choice: Any, client: openai.OpenAI, favour: Favour, small: Image.Image) -> None:
     favour("red <tool", *[BEGIN] * (choice == "none"))
@@ -131,15 +121,6 @@ def test_text_without_a_call(choice: Any, client: openai.OpenAI, favour: Favour,
     assert found.message.content is not None and found.message.content.startswith("red <tool")
     assert BEGIN not in found.message.content
     assert found.message.tool_calls is None and found.finish_reason in ("stop", "length")
-
-
-def test_tools_that_are_not_called_leave_room_for_a_form(client: openai.OpenAI, small: Image.Image) -> None:
-    form: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [4, 5]}}}
-    options = {**OPTIONS, "tool_choice": "none"}
-    found = client.chat.completions.create(messages=asked(small), response_format=form, **options).choices[0]
-    assert found.message.content in ("4", "5") and found.finish_reason == "stop"
-    stopped = client.chat.completions.create(messages=asked(small), stop=["\n"], **{**options, "max_tokens": 2})
-    assert "\n" not in (stopped.choices[0].message.content or "")
 
 
 def test_a_stream_is_assembled_by_openais_client(client: openai.OpenAI, favour: Favour, small: Image.Image) -> None:
@@ -252,76 +233,3 @@ def test_a_request_of_langchain(number: int, client: openai.OpenAI, small: Image
         for call in calls:
             assert call.type == "function" and call.function.name == body["tools"][0]["function"]["name"]
             jsonschema.validate(json.loads(call.function.arguments), body["tools"][0]["function"]["parameters"])
-
-
-CALL: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "look_up", "arguments": '{"word": "a"}'}}
-ASKED: list[dict[str, Any]] = [
-    {"role": "user", "content": QUESTION},
-    {"role": "assistant", "content": None, "tool_calls": [CALL, {**CALL, "id": "d"}]},
-    {"role": "tool", "tool_call_id": "d", "content": "x"},
-    {"role": "tool", "tool_call_id": "c", "content": "y"},
-]
-_LEAF = st.booleans() | st.integers(-9, 9) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=6)
-JSON: st.SearchStrategy[Any] = st.recursive(
-    _LEAF, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
-)
-NO_TEXT = JSON.filter(lambda value: not isinstance(value, str))
-NO_OBJECT = JSON.filter(lambda value: not isinstance(value, dict))
-NO_LIST = JSON.filter(lambda value: not isinstance(value, list))
-_NO_NAME = NO_TEXT | st.sampled_from(["", "a b", "é", "f" * 65, "f\n", 'f"', "<tool_call>", "\ud800"])
-_FUNCTION = ("tools", 0, "function")
-_CALLS = ("messages", 1, "tool_calls")
-WRONG: list[tuple[tuple[str | int, ...], st.SearchStrategy[Any]]] = [
-    (("tools",), NO_LIST | st.just([*TOOLS, *TOOLS])),
-    (("tools", 0), JSON),
-    (("tools", 0, "type"), JSON),
-    (("tools", 0, "further"), JSON),
-    (_FUNCTION, JSON),
-    ((*_FUNCTION, "name"), _NO_NAME | st.just("stop")),
-    ((*_FUNCTION, "description"), NO_TEXT | st.just("\ud800") | st.just("a" * 70_000)),
-    ((*_FUNCTION, "parameters"), NO_OBJECT | st.builds(lambda kind: {"type": kind}, JSON)),
-    ((*_FUNCTION, "parameters", "properties"), NO_OBJECT | st.just({"a": {"type": "b"}})),
-    ((*_FUNCTION, "parameters", "required"), NO_LIST),
-    ((*_FUNCTION, "strict"), NO_TEXT.filter(lambda value: value and value is not True)),
-    ((*_FUNCTION, "examples"), JSON),
-    (("tool_choice",), JSON | st.just("any")),
-    (("tool_choice",), st.builds(lambda name: {"type": "function", "function": {"name": name}}, JSON)),
-    (("parallel_tool_calls",), JSON.filter(lambda value: not isinstance(value, bool))),
-    (("stop",), st.just("x")),
-    (("response_format",), st.just({"type": "json_object"})),
-    (("guided_choice",), st.just(["yes", "no"])),
-    (_CALLS, JSON),
-    ((*_CALLS, 0), JSON),
-    ((*_CALLS, 0, "id"), JSON | st.just("d") | st.just("\ud800")),
-    ((*_CALLS, 0, "type"), JSON),
-    ((*_CALLS, 0, "function"), JSON),
-    ((*_CALLS, 0, "function", "name"), _NO_NAME),
-    ((*_CALLS, 0, "function", "arguments"), NO_TEXT | st.sampled_from(["[]", "3", "{", "NaN", '{"a": "\\ud800"}'])),
-    (("messages", 2, "tool_call_id"), JSON | st.just("c")),
-    (("messages", 2, "content"), NO_TEXT.filter(lambda value: value != []) | st.just("\ud800")),
-    (("messages", 2, "role"), JSON | st.sampled_from(["user", "system", "function"])),
-    (("messages",), st.sampled_from([ASKED[:2], ASKED[:3], ASKED[2:], [*ASKED, ASKED[3]]])),
-]
-
-
-@settings(max_examples=200, deadline=None)
-@given(data=st.data())
-def test_a_malformed_request_is_a_4xx_with_one_sentence(
-    data: st.DataObject, address: str, poster: httpx.Client
-) -> None:
-    *path, last = (wrong := data.draw(st.sampled_from(WRONG)))[0]
-    body = json.loads(json.dumps({**OPTIONS, "messages": ASKED}))
-    place = body
-    for name in path:
-        place = place[name]
-    place[last] = data.draw(wrong[1])
-    content = json.dumps(body).encode()
-    found = poster.post(f"{address}/v1/chat/completions", content=content, headers=AS_JSON)
-    message = found.json()["error"]["message"] if found.status_code != 200 else found.text
-    assert 400 <= found.status_code < 500, (wrong[0], place[last], message)
-    assert message and "\n" not in message and len(message) < 1000
-
-
-def test_the_well_formed_request_is_answered(address: str) -> None:
-    body = {**OPTIONS, "messages": ASKED, "max_tokens": 2}
-    assert httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60).status_code == 200

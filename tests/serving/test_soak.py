@@ -59,44 +59,29 @@ def server(path: Path) -> Iterator[tuple[str, int]]:
             running.terminate()
 
 
-def word(rng: np.random.Generator) -> str:
-    return "".join(rng.choice([*"abcdefgh"], int(rng.integers(1, 7))))
-
-
-def schema(rng: np.random.Generator) -> dict[str, Any]:
-    """Return a schema of a random object, which has few answers."""
-    kinds: list[dict[str, Any]] = [
-        {"enum": [word(rng), int(rng.integers(100)), None]},
-        {"type": "integer", "minimum": 0, "maximum": int(rng.integers(1, 1000))},
-        {"type": "array", "items": {"type": "boolean"}, "maxItems": int(rng.integers(3))},
-        {"type": "string", "pattern": f"^{word(rng)}[0-9]{{1,2}}$"},
-    ]
-    names = [word(rng) + str(number) for number in range(int(rng.integers(1, 4)))]
-    properties = {name: kinds[rng.integers(len(kinds))] for name in names}
-    return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
-
-
 def fields(kind: str, rng: np.random.Generator) -> dict[str, Any]:
-    """Return the fields of the body that make a request of this kind."""
-    words = [f"{word(rng)}{number}" for number in range(int(rng.integers(2, 5)))]
+    """Return the fields of the body that make a request of this kind, most with a form of its own."""
+    number = int(rng.integers(10**6))
     match kind:
         case "schema":
-            form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema(rng)}}
+            parts = {"a": {"enum": [number, None]}, "b": {"type": "string", "pattern": f"^{number}[a-c]$"}}
+            schema = {"type": "object", "properties": parts, "required": ["a", "b"], "additionalProperties": False}
+            form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
             return {"response_format": form, "max_tokens": 120}
         case "regex":
-            return {"guided_regex": f"{word(rng)}[0-9]{{1,3}}", "max_tokens": 20}
+            return {"guided_regex": f"{number}[0-9]{{1,3}}", "max_tokens": 20}
         case "choice":
-            return {"guided_choice": words}
+            return {"guided_choice": [f"a{number}", f"b{number}", "c"]}
         case "tools":
-            return {"tools": TOOLS, "tool_choice": ["auto", "none", "required", NAMED][rng.integers(4)]}
+            return {"tools": TOOLS, "tool_choice": ["auto", "none", "required", NAMED][number % 4]}
         case "kept tokens":
             return {"kept_tokens": True, "session": False}
         case "logprobs":
-            return {"logprobs": True, "top_logprobs": int(rng.integers(4))}
+            return {"logprobs": True, "top_logprobs": number % 4}
         case "sampled":
-            return {"temperature": 1.5, "top_p": 0.9, "seed": int(rng.integers(1000)), "stop": word(rng)[0]}
+            return {"temperature": 1.5, "top_p": 0.9, "seed": number, "stop": "abcdefgh"[number % 8]}
         case "wrong":
-            return WRONG[rng.integers(len(WRONG))]
+            return WRONG[number % len(WRONG)]
     return {}
 
 

@@ -25,7 +25,6 @@ from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.files.output_files import OutputFile, check_apart
 from sinkprune.contract.files.trust import add_sign_option, add_trust_options
-from sinkprune.policies.options import load_policy
 from sinkprune.policies.policy import Policy
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.known import COMPUTES, KNOWN
@@ -127,7 +126,7 @@ def check_unpruned_memory(
 def load_measured(options: Options, bundle: Bundle, wrap: Wrap) -> Loaded:
     """Load `bundle` on the chosen backend, with progress on stderr; `wrap` may replace each engine."""
     acts = bundle.manifest.policy
-    return load_policy(options, bundle, wrap) if acts else load_pipeline(options, bundle, wrap)
+    return Policy.load(bundle, wrap=wrap, **options.loading) if acts else load_pipeline(options, bundle, wrap)
 
 
 def note_items(family: Family, items: Iterable[Item]) -> list[str]:

@@ -269,14 +269,9 @@ def predict(costs: Costs, manifest: Manifest, planned: Schedule, text: int) -> P
         first += curve.ms(count)
         if planned.plan is not None and str(layers[-1]) in planned.plan.select_after:
             first += costs.select.ms(count)
-    token = costs.token.ms(_mean(manifest, rows))
+    mean = sum(len(layers) * count for layers, count in zip(manifest.segments, rows, strict=True))
+    token = costs.token.ms(mean / manifest.language_model.num_layers)
     return Prediction(max(first, LEAST_MS), max(token, LEAST_MS), costs.token_start)
-
-
-def _mean(manifest: Manifest, rows: Sequence[int]) -> float:
-    """Return the mean over all layers of the `rows` of each segment."""
-    layers = manifest.language_model.num_layers
-    return sum(len(segment) * count for segment, count in zip(manifest.segments, rows, strict=True)) / layers
 
 
 ACTION_COSTS_VERSION = 3
@@ -372,11 +367,7 @@ class CostsFormat(Generic[C]):
     """How to write a file of them."""
 
     def read(self, path: str | os.PathLike[str], here: Place) -> C:
-        """Return the costs in the JSON file `path`, which must have been measured at the place `here`.
-
-        Raises `UsageError` for any other file and for costs of another bundle, backend or machine, and `TypeError` if
-        `path` is no path or `here` no place.
-        """
+        """Do what `read_costs` does."""
         check_path("path", path)
         check_type("here", here, (Place,), "a Place, as pipeline.place and policy.place are")
         costs = read_versioned(path, self.kind, self.name, self.version, self.again, _KINDS)
@@ -474,12 +465,9 @@ def read_costs(path: str | os.PathLike[str], here: Place) -> Costs:
 
 @checks_options
 def read_action_costs(path: str | os.PathLike[str], here: Place) -> ActionCosts:
-    """Return the costs of a robot policy in the JSON file `path`, which must have been measured at the place `here`.
+    """Return the costs of a robot policy in the JSON file `path`; takes and raises what `read_costs` does.
 
-        policy.costs = read_action_costs("chunk-costs.json", policy.place)
-
-    Raises `UsageError` for any other file and for costs of another bundle, backend or machine, and `TypeError` if
-    `path` is no path or `here` no place.
+    policy.costs = read_action_costs("chunk-costs.json", policy.place)
     """
     return ACTION_COSTS.read(path, here)
 

@@ -42,12 +42,21 @@ from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.steps.prompt_rows import Embedding
 from sinkprune.runtime.steps.request import Request
 
+MEASURING_COSTS = "measuring what budgets cost on this machine"
+"""The work of a warm-up, as progress names it."""
+SECONDS = 2.0
+"""About how long a measurement repeats, unless its fewest rounds take longer."""
+SECONDS_RANGE = RealNumber("seconds", 0, 86_400, "a number of seconds, from 0 to 86400 (a day)")
+_ROUNDS = (3, 100)
+"""The fewest and the most rounds, however long a round takes."""
+_COUNTS = 6
+_FAR_TOO_SLOW = 2.0
 _TOKENS = 8
 """The number of tokens after each prefill."""
+_START = 4
+"""How many of these are at the start (`Costs.token_start`)."""
 _PASS = 8
 """The rows of a pass after them, as for an answer of a closed list."""
-_START = 4
-"""How many of them are at the start (`Costs.token_start`)."""
 
 
 class DecoderTimes:
@@ -75,7 +84,10 @@ class DecoderTimes:
     @property
     def segments(self) -> tuple[Curve, ...]:
         """For each segment: the time of a prefill by its number of rows."""
-        return tuple(self._curve(segment) for segment in range(len(self._chain.decoders)))
+        return tuple(
+            fit_measured([(count, median(run[segment] for run in runs)) for count, runs in self.prefills.items()])
+            for segment in range(len(self._chain.decoders))
+        )
 
     @property
     def token(self) -> Curve:
@@ -96,9 +108,6 @@ class DecoderTimes:
     def pass_row(self) -> float:
         """The milliseconds of a further row of a pass, as `Costs.pass_row`."""
         return max(0.0, median(self._rows_of_passes))
-
-    def _curve(self, segment: int) -> Curve:
-        return fit_measured([(count, median(run[segment] for run in runs)) for count, runs in self.prefills.items()])
 
     def _run(self, count: int, *, counted: bool) -> None:
         chain, backend = self._chain, self._chain.backend
@@ -129,7 +138,6 @@ class DecoderTimes:
 
 
 def _late(tokens: Sequence[float]) -> float:
-    """Return the mean milliseconds of the tokens after the start."""
     return fmean(tokens[_START:])
 
 
@@ -226,17 +234,6 @@ def place_of(manifest: Manifest, backend: Backend) -> Place:
     )
 
 
-MEASURING_COSTS = "measuring what budgets cost on this machine"
-"""The work of a warm-up, as progress names it."""
-SECONDS = 2.0
-"""About how long a measurement repeats, unless its fewest rounds take longer."""
-SECONDS_RANGE = RealNumber("seconds", 0, 86_400, "a number of seconds, from 0 to 86400 (a day)")
-_ROUNDS = (3, 100)
-"""The fewest and the most rounds, however long a round takes."""
-_COUNTS = 6
-_FAR_TOO_SLOW = 2.0
-
-_Ms = Mapping[str, float | None]
 Ask = Callable[[Request], Answer]
 """Returns the whole answer of a request."""
 
@@ -273,7 +270,10 @@ def measure_costs(
     # The costs serve later deadlines too, with which larger budgets may run.
     most = max(choice.rows for choice in possible)
     counts = {round(count) for count in np.geomspace(text + least, text + most, _COUNTS)}
-    decoder, runs = DecoderTimes(model.chain, model.embedding, [*counts]), [list[_Ms]() for _ in requests]
+    decoder, runs = (
+        DecoderTimes(model.chain, model.embedding, [*counts]),
+        [list[Mapping[str, float | None]]() for _ in requests],
+    )
     rounds = MeasurementRounds("measuring costs", seconds, len(requests) + 1, progress)
     for counted in rounds:
         for each, own in zip(requests, runs, strict=True):

@@ -1,4 +1,4 @@
-"""Chooses the largest budget whose predicted time meets a deadline."""
+"""Requests with a deadline: the largest budget whose predicted time meets it, by costs and by recent requests."""
 
 from __future__ import annotations
 
@@ -20,9 +20,26 @@ from sinkprune.runtime.hooks import Budgets
 from sinkprune.runtime.steps.answer import DeadlineReport
 from sinkprune.runtime.steps.request import Request
 
+Now = Callable[[], float]
+"""Seconds of a clock that never jumps."""
+WINDOW = 40
+"""How many requests the history holds. If their order is random, the next request is slower than all of them with
+probability 1 / (`WINDOW` + 1), whatever their distribution: 2.4 %."""
+MARGIN = 1.05
+"""The expected time is the slowest recent request's times this."""
+_FEW = 20
+"""With fewer requests, the next one is slower than all of them with a probability of more than 5 %."""
+_UNKNOWN = 1.3
+"""With fewer than `_FEW` requests, the expected slowdown is at least the fastest request's times this."""
+_ENOUGH_TOKENS = 8
+"""The first few tokens say little about later ones. So an answer with fewer tokens after its first counts as one with
+this many. The tokens that it lacks get the first token's ratio of measured to predicted time, so that short answers
+correct costs that are too high."""
+_ADVICE = "set max_new_tokens (--max-new-tokens, the server's max_tokens) to the tokens that you need"
 _STAT = Path("/proc/stat")
 _FIELDS = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
 _UNUSED = (3, 4)
+"""The places of `idle` and `iowait` among them."""
 
 
 class OtherLoad:
@@ -33,7 +50,6 @@ class OtherLoad:
     """
 
     def __init__(self) -> None:
-        """Begin to measure."""
         self._began = _times()
 
     def share(self) -> float | None:
@@ -61,18 +77,6 @@ def _times() -> tuple[float, float, float] | None:
     return every / scale, (every - unused) / scale, own.user + own.system
 
 
-WINDOW = 40
-"""How many requests the history holds. If their order is random, the next request is slower than all of them with
-probability 1 / (`WINDOW` + 1), whatever their distribution: 2.4 %."""
-MARGIN = 1.05
-"""The expected time is the slowest recent request's times this."""
-_FEW = 20
-"""With fewer requests, the next one is slower than all of them with a probability of more than 5 %."""
-_UNKNOWN = 1.3
-"""With fewer than `_FEW` requests, the expected slowdown is at least the fastest request's times this."""
-_NONE = RecentRatios()
-
-
 class Slowdown(NamedTuple):
     """The expected time of a request as a multiple of its predicted costs."""
 
@@ -92,8 +96,9 @@ class RequestHistory:
     Requests that are faster than their costs lower the expected times in the same way.
     """
 
-    def __init__(self, recent: RecentRatios = _NONE) -> None:
+    def __init__(self, recent: RecentRatios | None = None) -> None:
         """Start with `recent` requests, which an earlier process may have answered."""
+        recent = recent or RecentRatios()
         self._first, self._token = deque(recent.first, WINDOW), deque(recent.token, WINDOW)
 
     def add(self, usual: Prediction, first: float, later: float, tokens: int) -> None:
@@ -119,16 +124,6 @@ class RequestHistory:
 def _expected(ratios: Collection[float]) -> float:
     unknown = [_UNKNOWN * min(ratios, default=1.0)] if len(ratios) < _FEW else []
     return MARGIN * max([*ratios, *unknown])
-
-
-Now = Callable[[], float]
-"""Seconds of a clock that never jumps."""
-
-_ENOUGH_TOKENS = 8
-"""The first few tokens say little about later ones. So an answer with fewer tokens after its first counts as one with
-this many. The tokens that it lacks get the first token's ratio of measured to predicted time, so that short answers
-correct costs that are too high."""
-_ADVICE = "set max_new_tokens (--max-new-tokens, the server's max_tokens) to the tokens that you need"
 
 
 class _Option(NamedTuple):
@@ -252,7 +247,6 @@ class DeadlinePolicy(Budgets):
         return 1 + expected.within(left - expected.first, self._most - 1)
 
     def _elapsed(self) -> float:
-        """Milliseconds since the request began."""
         return (self._now() - self._began) * 1e3
 
 

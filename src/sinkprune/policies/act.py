@@ -20,7 +20,7 @@ from sinkprune.deadlines.measuring import MEASURING_COSTS
 from sinkprune.deadlines.options import check_cost_options, first_budgets, how_late, place_here, saved_costs_lines
 from sinkprune.policies.deadline import check_costs, check_least_steps
 from sinkprune.policies.observation import SEED, STEPS
-from sinkprune.policies.options import Moment, Observations, add_cameras, add_state, given_observations, load_policy
+from sinkprune.policies.options import Moment, Observations, add_cameras, add_state, given_observations
 from sinkprune.policies.policy import Policy
 from sinkprune.policies.report import ActionDeadline, ActionReport
 from sinkprune.runtime.commands.options import (
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None) -> None:
     layouts = [*map(family.layout, pictures)]
     memory = check_memory(options, bundle, layouts, options.method, [options.budget], options.instruction, 0)
     observations.print_order(manifest.acting)
-    policy = load_policy(options, bundle)
+    policy = Policy.load(bundle, **options.loading)
     if options.deadline_ms is not None:
         _prepare(policy, costs, first, layouts, options)
     chunks, interrupted, earlier, outputs = list[ActionReport](), "", "", options
@@ -84,7 +84,19 @@ def main(arguments: Sequence[str] | None) -> None:
     try:
         with explain_interrupt(_NO_CHUNK), output.until_written("acting") as progress:
             for moment in observations.moments:
-                chunks.append(_chunk(policy, moment, options))
+                chunks.append(
+                    policy.act(
+                        list(moment.cameras),
+                        options.instruction,
+                        moment.state,
+                        budget=options.budget,
+                        method=options.method,
+                        steps=options.steps,
+                        seed=options.seed,
+                        deadline_ms=options.deadline_ms,
+                        min_steps=options.min_steps,
+                    )
+                )
                 progress("acting", len(chunks), total, "chunks")
                 output.write(_line(chunks[-1], len(chunks), total))
     except (KeyboardInterrupt, SinkpruneError) as end:
@@ -178,7 +190,6 @@ def _parse(arguments: Sequence[str] | None) -> Options:
 
 
 def _check_combinations(options: Options, observations: Observations) -> None:
-    """Raise `UsageError` for options that exclude each other."""
     if options.min_steps is not None and options.deadline_ms is None:
         raise UsageError("--min-steps is for a deadline, and there is none. Add --deadline-ms.")
     check_cost_options(options.warm_up, options.costs, options.deadline_ms)
@@ -245,24 +256,10 @@ def _prepare(
             policy.act(*given, method=options.method, budget=budget, steps=1)
 
 
-def _chunk(policy: Policy, moment: Moment, options: Options) -> ActionReport:
-    return policy.act(
-        list(moment.cameras),
-        options.instruction,
-        moment.state,
-        budget=options.budget,
-        method=options.method,
-        steps=options.steps,
-        seed=options.seed,
-        deadline_ms=options.deadline_ms,
-        min_steps=options.min_steps,
-    )
-
-
 def _line(chunk: ActionReport, number: int, total: int) -> str:
-    """Return a chunk's line: its time to actions and what it read, and its first action."""
     ms, numbers = chunk.ms, chunk.actions[0]
-    parts = ", ".join(f"{name} {ms[part]:.0f}" for name, part in _PARTS.items())
+    shown = {"preprocess": "preprocess", "vision": "vision", "prefix": "prefill", "expert": "expert"}
+    parts = ", ".join(f"{name} {ms[part]:.0f}" for name, part in shown.items())
     of = f"{number}/{total} " if total > 1 else ""
     more = ", ..." if len(numbers) > _SHOWN else ""
     return (
@@ -274,12 +271,7 @@ def _line(chunk: ActionReport, number: int, total: int) -> str:
     )
 
 
-_PARTS = {"preprocess": "preprocess", "vision": "vision", "prefix": "prefill", "expert": "expert"}
-"""The parts of a chunk's line, by their names there."""
-
-
 def _met(chunks: Sequence[ActionReport]) -> str:
-    """Return how many chunks met their deadline, and why the last one ran as it did."""
     reports = [chunk.deadline for chunk in chunks if chunk.deadline is not None]
     last, met = reports[-1], sum(each.met for each in reports)
     return (
@@ -289,7 +281,6 @@ def _met(chunks: Sequence[ActionReport]) -> str:
 
 
 def _draw(path: Path, chunk: ActionReport, moment: Moment) -> None:
-    """Write the overlay, or a note where nothing was pruned."""
     if chunk.budget == UNPRUNED:
         sys.stderr.write(f"note: --overlay drew nothing, because budget {UNPRUNED} ran, which drops no tokens.\n")
         return

@@ -40,7 +40,6 @@ class StepTimes:
     """
 
     def __init__(self, chain: Chain, policy: PolicyFacts) -> None:
-        """Compute with the engines of `chain`."""
         self._chain, self._policy = chain, policy
         self._known: dict[float, Tensor] = {}
 
@@ -125,8 +124,8 @@ def denoise(
 
 
 Choose = Callable[[int], tuple[str, int]]
-"""Returns the budget and the denoising steps of a chunk. Called when the vision tower is done, with the text tokens of
-the prompt."""
+"""Returns the budget and the denoising steps of a chunk from the text tokens of its prompt, when the vision tower is
+done."""
 
 
 class _ChunkBudgets(Budgets):

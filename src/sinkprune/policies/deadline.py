@@ -1,4 +1,4 @@
-"""Chooses the budget and the denoising steps of a chunk by its deadline."""
+"""Chunks with a deadline: what they cost, and the budget and the denoising steps that are expected in time."""
 
 from __future__ import annotations
 
@@ -151,7 +151,6 @@ class ChunkDeadline:
         return self._report(met=measured <= self.deadline_ms, measured_ms=measured)
 
     def _elapsed(self) -> float:
-        """Milliseconds since `act` was called."""
         return (self.now() - self.began) * 1e3
 
 

@@ -76,7 +76,12 @@ def observed(
     frames = tuple(with_order(frame, order) for frame in given)
     if noise is not None and seed is not None:
         raise UsageError("found noise and a seed, expected one of them: the seed draws the noise. Leave one out.")
-    drawn = _noise(policy, seed) if noise is None else _given_noise(policy, noise)
+    shape = (policy.chunk, policy.action_dim)
+    if noise is None:
+        random = np.random.default_rng(None if seed is None else SEED.check(seed))
+        drawn = random.standard_normal((1, *shape), np.float32)
+    else:
+        drawn = _floats("noise", noise, shape, f"[{policy.chunk},{policy.action_dim}] of them")[None]
     count = policy.steps if steps is None else STEPS.check(steps)
     normalised = normalised_state(policy, state)
     # The chat template ends the line. LeRobot's `pi0_new_line_processor` does only if the task does not.
@@ -120,15 +125,9 @@ def unusual_state(policy: PolicyFacts, state: Array) -> str | None:
     far = [str(index + 1) for index in np.flatnonzero(np.abs(state) > _UNUSUAL)]
     if not far:
         return None
-    beyond = f"beyond {_UNUSUAL} or -{_UNUSUAL}"
-    if len(far) == 1:
-        return (
-            f"number {far[0]} of the state is far outside the policy's training data: normalised, it is {beyond}. "
-            "Check its unit and its place."
-        )
     return (
-        f"numbers {', '.join(far[:-1])} and {far[-1]} of the state are far outside the policy's training data: "
-        f"normalised, they are {beyond}. Check their units, for example degrees for radians, and their places."
+        f"the state is far outside the policy's training data: normalised, it is beyond {_UNUSUAL} or -{_UNUSUAL} at "
+        f"place {', '.join(far)}. Check its units, for example degrees for radians, and the order of its numbers."
     )
 
 
@@ -201,7 +200,6 @@ def _listed(keys: Iterable[str]) -> str:
 
 
 def _frames(manifest: Manifest, cameras: Cameras) -> tuple[tuple[str, ...] | None, list[PictureLike]]:
-    """Return the names of the cameras that have a frame, None without names, and their frames."""
     names = manifest.acting.cameras
     if isinstance(cameras, Mapping):
         given: list[PictureLike | None] = in_trained_order(manifest.acting, cameras)
@@ -229,18 +227,7 @@ def _frames(manifest: Manifest, cameras: Cameras) -> tuple[tuple[str, ...] | Non
     return tuple(name for name, frame in seen if frame is not None) if names else None, frames
 
 
-def _noise(policy: PolicyFacts, seed: int | None) -> Array:
-    random = np.random.default_rng(None if seed is None else SEED.check(seed))
-    return random.standard_normal((1, policy.chunk, policy.action_dim), np.float32)
-
-
-def _given_noise(policy: PolicyFacts, noise: Array) -> Array:
-    shape = (policy.chunk, policy.action_dim)
-    return _floats("noise", noise, shape, f"[{policy.chunk},{policy.action_dim}] of them")[None]
-
-
 def _floats(name: str, given: Any, shape: tuple[int, ...], expected: str) -> Array:
-    """Return `given` as fp32 of this shape; raises `UsageError`."""
     try:
         found = np.asarray(given)
         # Fractions, decimals and large whole numbers are objects.
@@ -259,7 +246,6 @@ def _floats(name: str, given: Any, shape: tuple[int, ...], expected: str) -> Arr
 
 
 def _check_finite(name: str, given: Array, values: Array, expected: str) -> None:
-    """Raise `UsageError`, with what was `given` there, unless all `values` are finite."""
     for place in np.flatnonzero(~np.isfinite(values))[:1]:
         found = float(given.ravel()[place])
         raise UsageError(f"the {name} has {found:g} at place {place + 1}, expected {expected}.")

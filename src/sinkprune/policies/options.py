@@ -17,11 +17,8 @@ from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_text
 from sinkprune.contract.manifest import Manifest, PolicyFacts
 from sinkprune.policies.observation import in_trained_order, observed, short_name, unusual_state
-from sinkprune.policies.policy import Policy
-from sinkprune.runtime.commands.options import Options
 from sinkprune.runtime.commands.profile_options import frame_files
 from sinkprune.runtime.media.picture_warnings import FileFacts, file_facts
-from sinkprune.runtime.steps.chain import Wrap
 
 NO_CAMERA = "none"
 """The word for a camera without a frame."""
@@ -172,7 +169,6 @@ def given_observations(cameras: Sequence[str] | None, state: str | None) -> Obse
 
 
 def _named(words: Sequence[str]) -> tuple[tuple[str, ...] | None, list[Path | None]]:
-    """Return the names in the values of `--camera`, None without any, and the paths; raises `UsageError`."""
     pairs = [_NAMED.fullmatch(word) for word in words]
     given = [pair for pair in pairs if pair]
     if given and len(given) < len(pairs):
@@ -218,7 +214,6 @@ def _frames(paths: Sequence[Path | None], frames: dict[Path, list[Path]]) -> lis
 
 
 def _states(word: str) -> tuple[list[tuple[float, ...]], Path | None]:
-    """Return the states in the value of `--state`, and their file; None for numbers of the command line."""
     try:
         return [_numbers(word)], None
     except ValueError as error:
@@ -242,7 +237,6 @@ def _states(word: str) -> tuple[list[tuple[float, ...]], Path | None]:
 
 
 def _line(path: Path, number: int, line: str) -> tuple[float, ...]:
-    """Return the state in a line of a file."""
     try:
         return _listed(line) if line.lstrip().startswith("[") else _numbers(line)
     except ValueError as error:
@@ -267,7 +261,6 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 
 def _listed(line: str) -> tuple[float, ...]:
-    """Return the numbers in a JSON list; raises `ValueError` for anything else."""
     try:
         values = parsed_json(line.encode())
         if all(type(value) in (int, float) for value in values):
@@ -299,8 +292,3 @@ def check_kind_options(options: Any, bundle: Bundle, foreign: Iterable[str], nee
 def _listing(names: Sequence[str]) -> str:
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last
-
-
-def load_policy(options: Options, bundle: Bundle, wrap: Wrap | None = None) -> Policy:
-    """Load the policy `bundle` on the chosen backend, with progress on stderr."""
-    return Policy.load(bundle, wrap=wrap, **options.loading)

@@ -22,11 +22,10 @@ from sinkprune.contract.command_line.table_console import (
     spread_text,
 )
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.manifest import PolicyFacts
 from sinkprune.contract.precision import Array
 from sinkprune.contract.report import Row, Spread, by_method, profile_rows
 from sinkprune.policies.observation import STEPS, Cameras
-from sinkprune.policies.options import Observations, load_policy
+from sinkprune.policies.options import Observations
 from sinkprune.policies.policy import Policy
 from sinkprune.policies.report import (
     PROFILE_PARTS,
@@ -45,6 +44,12 @@ from sinkprune.runtime.profiling.plot import stacked_bars
 from sinkprune.runtime.profiling.profile import Rounds, engine_header, ratio
 from sinkprune.runtime.steps.pictures import decoded
 
+_FEWER_STEPS = (5, 2)
+_LEGEND = """\
+visual: tokens of the frames > into the decoder > in its last layer; mean %: their mean over all layers, of none's
+tower: the vision tower on all cameras; prefix: the decoder on them and the text; step: the expert, once
+x: speed-up over none, of chunks with as many steps; ideal x: what FLOPs allow; achieved: prefix x as a share of ideal
+jitter: from the median to p95"""
 _SEED = 0
 """All chunks begin with the same noise, which does not change their time."""
 Kind = tuple[Row, int]
@@ -126,14 +131,12 @@ def _budget_report(
 
 
 def _spreads(runs: dict[int, list[ActionReport]]) -> dict[str, Spread]:
-    """Return the spread of each of `PARTS` over all chunks."""
     every = [run for own in runs.values() for run in own]
     steps = [ms for run in every for ms in run.step_ms]
     return {part: Spread.of(steps if part == "step" else [run.ms[part] for run in every]) for part in PROFILE_PARTS}
 
 
 def _flops(runs: dict[int, list[ActionReport]]) -> PolicyFlops:
-    """Return the FLOPs of the parts of a chunk."""
     one = next(iter(runs.values()))[0]
     return PolicyFlops(one.flops.tower, one.flops.projector, one.flops.prefix, one.flops.expert // one.steps)
 
@@ -168,14 +171,6 @@ def plot_policy(report: PolicyReport, suffix: str) -> bytes:
     return stacked_bars(report, rows, labels, title, below, suffix)
 
 
-_FEWER_STEPS = (5, 2)
-_LEGEND = """\
-visual: tokens of the frames > into the decoder > in its last layer; mean %: their mean over all layers, of none's
-tower: the vision tower on all cameras; prefix: the decoder on them and the text; step: the expert, once
-x: speed-up over none, of chunks with as many steps; ideal x: what FLOPs allow; achieved: prefix x as a share of ideal
-jitter: from the median to p95"""
-
-
 def step_list(words: str) -> list[int]:
     """Return the numbers of steps in a comma-separated option; raises `ArgumentTypeError`."""
     try:
@@ -197,7 +192,8 @@ def profile_policy(options: Options, bundle: Bundle, observations: Observations)
         )
     observations = observations.for_policy(manifest.acting)
     (moment,) = observations.moments
-    steps = options.steps or _usual_steps(manifest.acting)
+    usual = manifest.acting.steps
+    steps = options.steps or [usual, *(fewer for fewer in _FEWER_STEPS if fewer < usual)]
     notes = observations.check(manifest, options.prompt)
     budgets = list(dict.fromkeys([UNPRUNED, *(options.budgets or manifest.plans[options.method])]))
     family = load_family(manifest, None)
@@ -208,7 +204,7 @@ def profile_policy(options: Options, bundle: Bundle, observations: Observations)
     notes += note_pictures(family, files, given)
     check_memory(options, bundle, [*map(family.layout, given)], options.method, budgets, options.prompt, 0)
     observations.print_order(manifest.acting)
-    policy = load_policy(options, bundle)
+    policy = Policy.load(bundle, **options.loading)
     rounds = PolicyRounds(policy, frames, options.prompt, moment.state, budgets, steps, method=options.method)
     interrupted = measured_rounds(rounds, options.repeat or USUAL_REPEAT, options.warmup, "chunks")
     report = rounds.report()
@@ -225,11 +221,6 @@ def measured_rounds(rounds: Rounds[Any, Any], repeat: int, warmup: int, unit: st
     if interrupt and not rounds.count:
         raise KeyboardInterrupt("no whole round was measured, so nothing was kept.") from interrupt
     return f"the report counts {rounds.count} of {counted(repeat, 'round')}." if interrupt else ""
-
-
-def _usual_steps(facts: PolicyFacts) -> list[int]:
-    """Return the checkpoint's number of steps, and fewer."""
-    return [facts.steps, *(fewer for fewer in _FEWER_STEPS if fewer < facts.steps)]
 
 
 def _print_tables(report: PolicyReport) -> None:
@@ -285,7 +276,6 @@ def _print_tables(report: PolicyReport) -> None:
 
 
 def _shares(budget: PolicyBudgetReport) -> str:
-    """Return the parts of a chunk at the first number of steps, as shares of their sum."""
     steps = next(iter(budget.chunks))
     ms = {part: spread.median for part, spread in budget.ms.items() if part != "select"}
     ms[f"{counted(int(steps), 'step')} of the expert"] = int(steps) * ms.pop("step")

@@ -27,11 +27,10 @@ from sinkprune.contract.checks import counted, format_value
 from sinkprune.contract.errors import SinkpruneError
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.answer import Answer
-from sinkprune.runtime.steps.context_length import check_picture_count
 from sinkprune.runtime.steps.request import DEFAULT_METHOD
 from sinkprune.serving.bodies import Bodies, Body, Places
 from sinkprune.serving.body_fields import RETRY_S, ApiError, field_of, shortage, shutting_down
-from sinkprune.serving.chat_request import ChatReader, ChatRequest, model_names
+from sinkprune.serving.chat_request import ChatReader, ChatRequest
 from sinkprune.serving.chat_tools import ToolAnswerReader
 from sinkprune.serving.connections import Callers
 from sinkprune.serving.page import Metrics, page_endpoint
@@ -104,9 +103,9 @@ def new_app(pipeline: Pipeline, settings: ServerSettings) -> Starlette:
 
     routes = [
         Route("/", server.guarded(page_endpoint())),
-        Route("/v1/chat/completions", server.guarded(server.with_key(server.complete)), methods=["POST"]),
-        Route("/v1/models", server.guarded(server.with_key(server.models))),
-        Route("/v1/models/{name:path}", server.guarded(server.with_key(server.one_model))),
+        Route("/v1/chat/completions", server.guarded(server.complete, needs_key=True), methods=["POST"]),
+        Route("/v1/models", server.guarded(server.models, needs_key=True)),
+        Route("/v1/models/{name:path}", server.guarded(server.one_model, needs_key=True)),
         Route("/health", server.guarded(server.health)),
         Route("/metrics", server.guarded(server.metrics_page)),
     ]
@@ -125,14 +124,7 @@ class _Server:
         self._session = Session(pipeline, settings.session_bytes) if pipeline.backend.resumes else None
         answering = self._session or pipeline
         self._reader = ChatReader(
-            settings.name,
-            model_names(settings.name, pipeline.bundle.manifest, settings.method),
-            settings.budget,
-            settings.method,
-            answering,
-            pipeline.bundle.manifest.plan,
-            lambda pictures: check_picture_count(pipeline.bundle.manifest, pipeline.limits, pictures),
-            PictureReader(pipeline.family, None),
+            settings.name, settings.budget, settings.method, pipeline, PictureReader(pipeline.family, None)
         )
         self.scheduler = Scheduler(answering, most_jobs=settings.max_queue, most_active=settings.max_active)
         self._callers = Callers(settings.host, settings.allow_hosts, settings.allow_origins)
@@ -146,13 +138,18 @@ class _Server:
             session_bytes=lambda: self._session.nbytes if self._session else 0,
         )
 
-    def guarded(self, endpoint: _Endpoint) -> _Endpoint:
+    def guarded(self, endpoint: _Endpoint, *, needs_key: bool = False) -> _Endpoint:
         """Return `endpoint` for callers that may send requests, and with errors as JSON."""
+        key = self._settings.api_key
 
         async def guarded(http: Request) -> Response:
             try:
-                if self._settings.api_key is None:
+                if key is None:
                     self._callers.check(http.headers)
+                elif needs_key and not _has_key(http, key):
+                    raise ApiError(
+                        "the API key is missing or wrong. Send the header Authorization: Bearer KEY.", status=401
+                    )
                 return await endpoint(http)
             except (ApiError, OSError) as error:
                 rejected = _rejected(error)
@@ -167,19 +164,6 @@ class _Server:
             return rejected
 
         return guarded
-
-    def with_key(self, endpoint: _Endpoint) -> _Endpoint:
-        """Return `endpoint` with a check of the API key."""
-
-        async def with_key(http: Request) -> Response:
-            key = self._settings.api_key
-            if key is not None and not _has_key(http, key):
-                raise ApiError(
-                    "the API key is missing or wrong. Send the header Authorization: Bearer KEY.", status=401
-                )
-            return await endpoint(http)
-
-        return with_key
 
     def end_requests(self, loop: asyncio.AbstractEventLoop) -> None:
         """End all requests of `loop` with status 503; called in another thread."""
@@ -253,7 +237,6 @@ class _Server:
         self._metrics.ended(200)
 
     async def _read(self, http: Request, body: Body) -> ChatRequest:
-        """Return the request in a body, whose pictures are not decoded yet."""
         if self._reading >= self._settings.max_queue:
             others = counted(self._reading, "other request")
             raise ApiError(f"the server is reading {others}. Try again later.", status=429, retry_after=RETRY_S)
@@ -317,7 +300,6 @@ class _Server:
             self._fetching -= 1
 
     def _job(self, chat: ChatRequest, completion: Completion, events: asyncio.Queue[_Event], arrived: float) -> Job:
-        """Return the job of a request that arrived at that time, and has just been read."""
         loop = asyncio.get_running_loop()
         tokenizer = self._pipeline.prompts.tokenizer
         notes = completion.notes

@@ -1,4 +1,6 @@
-"""The bodies of requests: how long they may be, how late they may arrive, and how many bytes of all are held."""
+"""The bodies of requests: how long they may be, how late they may arrive, how many bytes of all are held, and how
+many are parsed at once.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +137,6 @@ class Bodies:
                 self._scopes.discard(scope)
 
     def _cut(self, body: Body) -> ApiError:
-        """Return why a body did not arrive whole."""
         if self.ends:
             return shutting_down()
         if body not in self._bodies:

@@ -97,20 +97,11 @@ LEAST_TOKENS = ("min_tokens", "min_new_tokens")
 _EXAMPLE = '{"type": "object", "properties": {"colour": {"type": "string"}}}'
 
 _SHOWN = 80
-_KINDS: Mapping[type, str] = {
-    str: "a string",
-    bool: "true or false",
-    int: "a number",
-    float: "a number",
-    list: "an array",
-    dict: "an object",
-    type(None): "null",
-}
 
 
-def json_kind(value: object) -> str:
-    """Return the type of parsed JSON with its article, as in "a string" and "an object"."""
-    return _KINDS[type(value)]
+def same_json(one: object, other: object) -> bool:
+    """Return whether parsed values are the same in JSON. There true is not 1, as it is in Python."""
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 def format_json(value: object) -> str:
@@ -201,8 +192,7 @@ def read_either(given: Mapping[str, Any], names: Sequence[str]) -> Any:
     """Return the field that has several `names`, or None; raises `ApiError` for two different values."""
     sent = {name: given[name] for name in names if name in given}
     one, *others = sent.values() or [None]
-    # true equals 1 in Python, and not in JSON.
-    if any(other != one or isinstance(other, bool) != isinstance(one, bool) for other in others):
+    if not all(same_json(one, other) for other in others):
         found = ", and ".join(f"{name} is {format_json(value)}" for name, value in sent.items())
         raise ApiError(f"{found}. Give one of them.", [*sent][-1])
     return one

@@ -6,7 +6,7 @@ The format is OpenAI's (https://platform.openai.com/docs/api-reference/chat/crea
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
 from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.media.images import ImageBytes
 from sinkprune.runtime.media.video_file import VideoBytes
-from sinkprune.runtime.pipeline import Answering
+from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.steps.context_length import check_picture_count
 from sinkprune.runtime.steps.request import Request, choice_note, greedy_note
 from sinkprune.runtime.text.answer_form import check_one_form
 from sinkprune.runtime.text.prompt import Text, Turn
@@ -30,13 +31,13 @@ from sinkprune.serving.body_fields import (
     ApiError,
     format_field,
     format_json,
-    json_kind,
     read_either,
     read_flag,
     read_guided_json,
     read_object,
     read_schema,
     rejection,
+    same_json,
     unsupported_field,
     wrong,
 )
@@ -107,19 +108,17 @@ class ChatReader:
 
     name: str
     """The model's name. `NAME:BUDGET` chooses a budget too."""
-    models: tuple[str, ...]
-    """The names that requests may have in `model`."""
     budget: str
     """The budget of requests that name none."""
     method: str
     """The method of requests that name none."""
-    answering: Answering
-    """Makes and checks requests."""
-    plan: Callable[[str, str], object]
-    """Finds the plan of a method and a budget; raises `BudgetError`."""
-    check_count: Callable[[int], None]
-    """Raises `PromptError` for more pictures than a request may have."""
+    pipeline: Pipeline
     pictures: PictureReader
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The names that requests may have in `model`."""
+        return model_names(self.name, self.pipeline.bundle.manifest, self.method)
 
     def read(self, body: bytes | bytearray) -> ChatRequest:
         """Return the request in a body; raises `ApiError` with status 400, or 404 for an unknown model.
@@ -133,7 +132,7 @@ class ChatReader:
         except UnreadableError as error:
             raise ApiError(f"the body {error}. Send JSON: an object with model and messages.") from error
         if not isinstance(fields, dict):
-            raise ApiError(f"the body is {json_kind(fields)}, expected an object with model and messages.")
+            raise ApiError(f"the body is {format_json(fields)}, expected an object with model and messages.")
         given = _given(fields)
         self._check_names(given)
         model, budget = self._model(given)
@@ -157,7 +156,7 @@ class ChatReader:
             if not isinstance(value, str):
                 raise ApiError(f"{field} is {format_json(value)}, expected a name.", field)
             try:
-                self.plan(method, planned)
+                self.pipeline.bundle.manifest.plan(method, planned)
             except SinkpruneError as error:
                 raise ApiError(str(error), field) from error
         try:
@@ -170,7 +169,7 @@ class ChatReader:
             if options.get("choice"):
                 unscored = [name for name in (*MOST_TOKENS, *LEAST_TOKENS) if name in given]
                 unscored += _take_unused(options, PENALTIES)
-            request = self.answering.new_request(
+            request = self.pipeline.new_request(
                 tuple(pictures),
                 last.texts,
                 history=history,
@@ -193,13 +192,12 @@ class ChatReader:
                 raise ApiError(
                     f"stream_options has {format_json(name)}, which is not supported. Leave it out.", "stream_options"
                 )
-        include_usage = read_flag(streamed, "include_usage", of="stream_options")
         return ChatRequest(
             model=model,
             fields=frozenset(given),
             request=request,
             stream=read_flag(given, "stream"),
-            include_usage=include_usage,
+            include_usage=read_flag(streamed, "include_usage", of="stream_options"),
             logprobs=listed,
             priority=priority,
             kept_tokens=read_flag(given, "kept_tokens"),
@@ -221,13 +219,11 @@ class ChatReader:
             if name not in _KNOWN:
                 raise ApiError(unsupported_field(name, _KNOWN, _OF_PYTHON), name)
             taken = _NEUTRAL.get(name, (...,))
-            kind = json_kind(value)
-            if ... not in taken and (value not in taken or kind not in map(json_kind, taken)):
+            if ... not in taken and not any(same_json(value, one) for one in taken):
                 only = " or ".join(json.dumps(one) for one in taken)
                 raise ApiError(f"{name} is {format_json(value)}, supported is {only}. Leave it out.", name)
 
     def _model(self, given: Mapping[str, Any]) -> tuple[str, str]:
-        """Return the model's name as given, and the budget."""
         model = given.get("model")
         if model is None:
             raise ApiError(f"model is missing, the server has {', '.join(self.models)}. Name one.", "model")
@@ -247,7 +243,9 @@ class ChatReader:
             found = format_field(given, "messages")
             raise wrong(f"messages is {found}, expected an array of 1 to {_MOST_MESSAGES} messages.")
         try:
-            self.check_count(sum(map(_is_picture, _all_parts(messages))))
+            contents = [message.get("content") for message in messages if isinstance(message, dict)]
+            parts = [part for content in contents if isinstance(content, list) for part in content]
+            check_picture_count(self.pipeline.bundle.manifest, self.pipeline.limits, sum(map(_is_picture, parts)))
         except SinkpruneError as error:
             raise wrong(str(error)) from error
         pictures: list[ImageBytes | VideoBytes] = []
@@ -257,23 +255,21 @@ class ChatReader:
         for number, message in enumerate(messages):
             where = f"messages[{number}]"
             if not isinstance(message, dict):
-                raise wrong(f"{where} is {json_kind(message)}, expected an object with role and content.")
+                raise wrong(f"{where} is {format_json(message)}, expected an object with role and content.")
             role = message.get("role")
             _check_keys(message, where)
             if role == "tool":
-                turns.append(calls.result(message, "".join(_text_of(message, where)), where))
+                turns.append(calls.result(message, "".join(self._texts(message, where, pictures)[0]), where))
                 continue
             calls.check_none(where)
             if role in ("system", "developer"):
                 if system is not None or turns:
                     raise wrong("messages has a system message after others. Give one, as the first message.")
-                system = _text_of(message, where)
+                system = self._texts(message, where, pictures)[0]
             elif role in ("user", "assistant"):
                 called = calls.read(message, where) if role == "assistant" else ()
                 # Clients leave out the content of calls.
                 texts = self._texts({"content": ""} | _given(message) if called else message, where, pictures)
-                if role == "assistant" and len(texts) > 1:
-                    raise wrong(f"{where} is the assistant's and has a picture. Pictures are the user's.")
                 turns.append(Turn(role, texts, called))
             else:
                 found = format_field(message, "role")
@@ -288,14 +284,20 @@ class ChatReader:
     def _texts(
         self, message: Mapping[str, Any], where: str, pictures: list[ImageBytes | VideoBytes]
     ) -> tuple[Text, ...]:
-        """Return the texts around a message's pictures, and add these to `pictures`."""
-        if isinstance(content := message.get("content"), str):
+        """Return the texts around a message's pictures, and add these to `pictures`; raises `ApiError`."""
+        content, role, texts = message.get("content"), message.get("role"), [list[str]()]
+        if isinstance(content, str):
             return (content,)
-        texts = [list[str]()]
-        for place, part in _parts(message, where):
-            kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(content, list):
+            found = format_field(message, "content")
+            raise wrong(f"{where}.content is {found}, expected a string or an array of parts.")
+        for number, part in enumerate(content):
+            place, kind = f"{where}.content[{number}]", part.get("type") if isinstance(part, dict) else None
             if kind == "text" and isinstance(part.get("text"), str):
                 texts[-1].append(part["text"])
+            elif _is_picture(part) and role != "user":
+                found = format_json(part)
+                raise wrong(f"{place} is {found}, expected a text: the role is {role}, and pictures are the user's.")
             elif _is_picture(part):
                 url = part.get(kind)
                 read = self.pictures.image if kind == "image_url" else self.pictures.video
@@ -322,12 +324,10 @@ def _take_unused(options: dict[str, Any], unused: Iterable[tuple[RealNumber | Wh
 
 
 def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that are not null."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def _check_keys(message: Mapping[str, Any], where: str) -> None:
-    """Reject keys that a message of its role does not have; raises `ApiError`."""
     own = {"role", "content", "name", _OF_ROLE.get(str(message.get("role")))}
     content = message.get("content")
     if isinstance(content, list) and any(isinstance(part, dict) and "image_url" in part for part in content):
@@ -339,32 +339,5 @@ def _check_keys(message: Mapping[str, Any], where: str) -> None:
             raise wrong(f"{what} is not supported. Leave it out.")
 
 
-def _all_parts(messages: Iterable[Any]) -> Iterator[Any]:
-    """Yield the parts of all messages, as far as they have any."""
-    for message in messages:
-        content = message.get("content") if isinstance(message, dict) else None
-        yield from content if isinstance(content, list) else ()
-
-
 def _is_picture(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in ("image_url", "video_url")
-
-
-def _text_of(message: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """Return the text parts of a message without pictures."""
-    parts = _parts(message, where)
-    for place, part in parts:
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            raise wrong(f"{place} is {format_json(part)}, expected a text, because the role is {message['role']}.")
-    return tuple(part["text"] for _, part in parts)
-
-
-def _parts(message: Mapping[str, Any], where: str) -> list[tuple[str, Any]]:
-    """Return the parts of a message's content, each with its place; raises `ApiError`."""
-    content = message.get("content")
-    if isinstance(content, str):
-        return [(where, {"type": "text", "text": content})]
-    if not isinstance(content, list):
-        found = format_field(message, "content")
-        raise wrong(f"{where}.content is {found}, expected a string or an array of parts.")
-    return [(f"{where}.content[{number}]", part) for number, part in enumerate(content)]

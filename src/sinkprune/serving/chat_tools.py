@@ -25,9 +25,9 @@ class AnswerPart(NamedTuple):
     """The function's name at the start of its call."""
 
 
-_CONTENT, _HEAD, _NAME, _ARGUMENTS = range(4)
+_CONTENT, _HEAD, _NAME = range(3)
 _UNTIL = ((BEGIN, f"\n{BEGIN}"), (NAME_BEFORE,), (ARGUMENTS_BEFORE,), (CALL_AFTER,))
-"""The texts that end each part."""
+"""The texts that end each part: content, the head of a call, its name, and its arguments."""
 
 
 class ToolAnswerReader:
@@ -38,7 +38,6 @@ class ToolAnswerReader:
     """
 
     def __init__(self) -> None:
-        """Start an empty answer."""
         self.calls = 0
         """The number of calls that have a name."""
         self._kind, self._until, self._name = _CONTENT, StopStrings(_UNTIL[_CONTENT]), ""
@@ -49,35 +48,25 @@ class ToolAnswerReader:
         # StopStrings drops what follows a string in the same piece.
         for character in piece:
             text = self._until.add(character)
-            if self._kind == _CONTENT and text:
-                parts.append(AnswerPart(text))
-            elif self._kind == _NAME:
+            if self._kind == _NAME:
                 self._name += text
-            elif self._kind == _ARGUMENTS and text:
-                parts.append(AnswerPart(text, self.calls - 1))
+            elif text and self._kind != _HEAD:
+                call = None if self._kind == _CONTENT else self.calls - 1
+                if parts and parts[-1].call == call and not parts[-1].name:
+                    text = parts.pop().text + text
+                parts.append(AnswerPart(text, call))
             if self._until.found:
                 if self._kind == _NAME:
                     parts.append(AnswerPart("", self.calls, self._name))
                     self.calls, self._name = self.calls + 1, ""
                 self._kind = (self._kind + 1) % len(_UNTIL)
                 self._until = StopStrings(_UNTIL[self._kind])
-        return _joined(parts)
+        return parts
 
     def end(self) -> list[AnswerPart]:
         """Return the content that was held back. No text follows, and no content follows a call."""
         text = self._until.end()
         return [AnswerPart(text)] if text and self._kind == _CONTENT and not self.calls else []
-
-
-def _joined(parts: list[AnswerPart]) -> list[AnswerPart]:
-    """Return the parts with neighbours of the same kind as one."""
-    joined: list[AnswerPart] = []
-    for part in parts:
-        if joined and joined[-1].call == part.call and not part.name and not joined[-1].name:
-            joined[-1] = joined[-1]._replace(text=joined[-1].text + part.text)
-        else:
-            joined.append(part)
-    return joined
 
 
 TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
@@ -113,12 +102,10 @@ class OpenCalls:
 
     def read(self, message: Mapping[str, Any], where: str) -> tuple[ToolCall, ...]:
         """Return the calls of an assistant's message, which wait for their results from now on."""
-        given = message.get("tool_calls")
-        given = [] if given is None else given
-        if not isinstance(given, list):
+        given, calls = message.get("tool_calls"), []
+        if not isinstance(given, list | None):
             raise _wrong(f"{where}.tool_calls", format_json(given), "a list of calls")
-        calls = []
-        for one in given:
+        for one in given or ():
             match one:
                 case {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}:
                     try:

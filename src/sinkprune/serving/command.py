@@ -1,4 +1,4 @@
-"""`sinkprune-serve`."""
+"""`sinkprune-serve`, and the options that the application has on Ray Serve too."""
 
 from __future__ import annotations
 
@@ -43,6 +43,18 @@ _MAX_BODY_MB = WholeNumber("max_body_mb", 1, 1 << 20)
 _MAX_WAITING_BYTES = WholeNumber("max_waiting_bytes", 1, 1 << 50)
 _SESSION_MB = WholeNumber("session_mb", 0, 1 << 20)
 _USUAL_PICTURE = Image.new("RGB", (640, 480))
+_PORT = WholeNumber("port", 0, 65535)
+_DRAIN_S = WholeNumber("drain_s", 0, 86_400)
+_USUAL_DRAIN_S = 5
+_EXAMPLES = f"""\
+examples:
+  sinkprune-serve bundle --budget retain-64
+  sinkprune-serve engines --host 0.0.0.0 --port 8080 --api-key "$(cat key)"
+
+Any client of OpenAI's chat completions works, with http://127.0.0.1:8000/v1 as its base URL. The model is the
+bundle's name; NAME:retain-64 chooses a budget. The API key may also be in the environment variable
+{API_KEY}.
+"""
 
 
 class AppBundle(NamedTuple):
@@ -113,7 +125,9 @@ def read_app_bundle(options: Options) -> AppBundle:
     """
     bundle = read_runnable(options.bundle, options.trust)
     check_kind(bundle, acts=False)
-    server = import_server()
+    import_server()
+    from sinkprune.serving.chat_request import model_names
+
     bundle.manifest.plan(options.method, options.budget)
     if options.max_waiting_bytes < options.max_body_mb * _MIB:
         raise UsageError(
@@ -123,8 +137,7 @@ def read_app_bundle(options: Options) -> AppBundle:
     name = options.bundle.resolve().name if options.name is None else options.name
     if not name or ":" in name or not name.isprintable():
         raise UsageError(f"the model's name is '{name}', expected printable characters without ':'. Choose a --name.")
-    models = server.model_names(name, bundle.manifest, options.method)
-    return AppBundle(bundle, name, models, _api_key(options))
+    return AppBundle(bundle, name, model_names(name, bundle.manifest, options.method), _api_key(options))
 
 
 def load_app(options: Options, found: AppBundle, host: str) -> Starlette:
@@ -205,20 +218,6 @@ def import_server() -> Any:
     return app
 
 
-_PORT = WholeNumber("port", 0, 65535)
-_DRAIN_S = WholeNumber("drain_s", 0, 86_400)
-_USUAL_DRAIN_S = 5
-_EXAMPLES = f"""\
-examples:
-  sinkprune-serve bundle --budget retain-64
-  sinkprune-serve engines --host 0.0.0.0 --port 8080 --api-key "$(cat key)"
-
-Any client of OpenAI's chat completions works, with http://127.0.0.1:8000/v1 as its base URL. The model is the
-bundle's name; NAME:retain-64 chooses a budget. The API key may also be in the environment variable
-{API_KEY}.
-"""
-
-
 @entry_point
 def main(arguments: Sequence[str] | None) -> None:
     parser = bundle_parser("sinkprune serve", "Answer questions about pictures over HTTP, as OpenAI does.", _EXAMPLES)
@@ -265,7 +264,6 @@ def main(arguments: Sequence[str] | None) -> None:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at the address; raises `UsageError`."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=512)

@@ -1,4 +1,4 @@
-"""The connections of clients: their number, their time, and their chunks.
+"""The clients of the server: which web pages may send requests, and the connections: their number, time and chunks.
 
 uvicorn has no limit on the time of a request's head, nor on accepted connections: its `limit_concurrency` rejects
 requests whose head arrived. So its protocol class gets both here.
@@ -34,6 +34,22 @@ from sinkprune.serving.body_fields import ApiError
 if TYPE_CHECKING:
     from starlette.datastructures import Headers
 
+_HEAD_S = 10.0
+"""How long a connection waits for the whole head of a request: from the start, or from the last response."""
+_TAKING_S = 60.0
+"""How long a client may leave a part of a response that the system does not buffer."""
+_MOST_HEADER_BYTES = 1 << 16
+_FREE_CHUNKS, _CHUNK_BYTES = 1000, 256
+"""How many chunks a body may have anyway, and the bytes that each of its other chunks has on average."""
+_MOST, _LEAST = 1000, 8
+_ACCEPTED_AT_ONCE = 4
+# asyncio accepts more while it starts and ends connections.
+_RESERVED = 4 * _ACCEPTED_AT_ONCE + 24
+"""Files that are open besides connections: those that are being accepted, temporary files, fetched pictures."""
+_BACKLOG = 512
+_GRACE_S = 5
+_NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_LOG_EVERY_S = 60.0
 _LOCAL = "localhost"
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/@\[\]]+)(?::[0-9]*)?", re.IGNORECASE)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@*,]+", re.IGNORECASE)
@@ -116,24 +132,6 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 def _is_loopback(name: str) -> bool:
     address = _address(name)
     return name == _LOCAL if address is None else address.is_loopback
-
-
-_HEAD_S = 10.0
-"""How long a connection waits for the whole head of a request: from the start, or from the last response."""
-_TAKING_S = 60.0
-"""How long a client may leave a part of a response that the system does not buffer."""
-_MOST_HEADER_BYTES = 1 << 16
-_FREE_CHUNKS, _CHUNK_BYTES = 1000, 256
-"""How many chunks a body may have anyway, and the bytes that each of its other chunks has on average."""
-_MOST, _LEAST = 1000, 8
-_ACCEPTED_AT_ONCE = 4
-# asyncio accepts more while it starts and ends connections.
-_RESERVED = 4 * _ACCEPTED_AT_ONCE + 24
-"""Files that are open besides connections: those that are being accepted, temporary files, fetched pictures."""
-_BACKLOG = 512
-_GRACE_S = 5
-_NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_LOG_EVERY_S = 60.0
 
 
 def most_connections(max_queue: int) -> int:
@@ -273,7 +271,6 @@ class _Protocol(H11Protocol):
                 self._timer = self.loop.call_later(seconds, self._end)
 
     def _forget(self) -> None:
-        """Wait for nothing."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._state = None
@@ -346,7 +343,6 @@ class Server(uvicorn.Server):
 
 
 def _response(error: ApiError) -> bytes:
-    """Return a whole response, after which the connection closes."""
     body = json.dumps(error.body).encode()
     phrase = {400: "Bad Request", 408: "Request Timeout", 503: "Service Unavailable"}[error.status]
     head = f"HTTP/1.1 {error.status} {phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"

@@ -21,6 +21,19 @@ _GAUGES = {
     "active": "Counts requests that have started and not ended.",
     "session_bytes": "Counts bytes that the session keeps for later requests.",
 }
+_COUNTERS = {
+    "prompt_tokens": "Counts text and visual tokens that the LLM received.",
+    "visual_tokens": "Counts visual tokens before pruning.",
+    "generated_tokens": "Counts tokens of answers.",
+    "reused_rows": "Counts prompt rows that came from earlier requests.",
+    "missed_deadlines": "Counts answers that were complete after their deadline.",
+}
+_TIMES = {
+    "read": "Measures the time until a request has arrived and its pictures are decoded.",
+    "queued": "Measures the time between reading a request and its start.",
+    "ttft": "Measures the time from the start of a request to its first token.",
+    "latency": "Measures the time of a whole answer, without the turns of other requests.",
+}
 
 
 class Metrics:
@@ -29,28 +42,12 @@ class Metrics:
     def __init__(self, **gauges: Callable[[], float]) -> None:
         """Start at zero. `gauges` return values of the moment, by their names in `_GAUGES`."""
         self._registry = own = CollectorRegistry()
-        self._requests = Counter(
-            "sinkprune_requests", "Counts requests that have ended, by HTTP status.", ["status"], registry=own
-        )
-        self._prompt = Counter(
-            "sinkprune_prompt_tokens", "Counts text and visual tokens that the LLM received.", registry=own
-        )
-        self._visual = Counter("sinkprune_visual_tokens", "Counts visual tokens before pruning.", registry=own)
-        self._new = Counter("sinkprune_generated_tokens", "Counts tokens of answers.", registry=own)
-        self._reused = Counter(
-            "sinkprune_reused_rows", "Counts prompt rows that came from earlier requests.", registry=own
-        )
-        self._missed = Counter(
-            "sinkprune_missed_deadlines", "Counts answers that were complete after their deadline.", registry=own
-        )
+        said = "Counts requests that have ended, by HTTP status."
+        self._requests = Counter("sinkprune_requests", said, ["status"], registry=own)
+        self._counters = {name: Counter(f"sinkprune_{name}", said, registry=own) for name, said in _COUNTERS.items()}
         self._times = {
-            name: Histogram(f"sinkprune_{name}_seconds", help_text, buckets=_BUCKETS, registry=own)
-            for name, help_text in (
-                ("read", "Measures the time until a request has arrived and its pictures are decoded."),
-                ("queued", "Measures the time between reading a request and its start."),
-                ("ttft", "Measures the time from the start of a request to its first token."),
-                ("latency", "Measures the time of a whole answer, without the turns of other requests."),
-            )
+            name: Histogram(f"sinkprune_{name}_seconds", said, buckets=_BUCKETS, registry=own)
+            for name, said in _TIMES.items()
         }
         for name, value in gauges.items():
             Gauge(f"sinkprune_{name}", _GAUGES[name], registry=own).set_function(value)
@@ -61,19 +58,21 @@ class Metrics:
 
     def answered(self, answer: Answer, read_ms: float, queued_ms: float) -> None:
         """Count an answer to a request that was read and then queued for so many milliseconds."""
-        self._prompt.inc(answer.prompt_tokens + answer.tokens_per_layer[0])
-        self._visual.inc(answer.visual_tokens)
-        self._new.inc(len(answer.token_ids))
-        self._reused.inc(answer.reused_rows)
-        if answer.deadline is not None and not answer.deadline.met:
-            self._missed.inc()
-        self._times["read"].observe(read_ms / 1e3)
-        self._times["queued"].observe(queued_ms / 1e3)
-        for name in ("ttft", "latency"):
-            self._times[name].observe((answer.ms[name] or 0.0) / 1e3)
+        counts = {
+            "prompt_tokens": answer.prompt_tokens + answer.tokens_per_layer[0],
+            "visual_tokens": answer.visual_tokens,
+            "generated_tokens": len(answer.token_ids),
+            "reused_rows": answer.reused_rows,
+            "missed_deadlines": answer.deadline is not None and not answer.deadline.met,
+        }
+        for name, count in counts.items():
+            self._counters[name].inc(count)
+        times = {"read": read_ms, "queued": queued_ms, "ttft": answer.ms["ttft"], "latency": answer.ms["latency"]}
+        for name, ms in times.items():
+            self._times[name].observe((ms or 0.0) / 1e3)
 
     def text(self) -> bytes:
-        """Return the page."""
+        """Return the page of metrics."""
         return generate_latest(self._registry)
 
 

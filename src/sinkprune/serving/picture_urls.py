@@ -42,17 +42,14 @@ _OBSOLETE = [
 ]
 """Networks that no public host needs, and that may lead to private addresses."""
 
-Fetch = Callable[[str], bytes]
-"""Returns the bytes at an https address; raises `ApiError`."""
-
 
 @dataclass(frozen=True)
 class PictureReader:
     """Reads the pictures and videos of requests for a model of one family."""
 
     family: Family
-    fetch: Fetch | None
-    """Reads https addresses; None where the server fetches nothing."""
+    fetch: Callable[[str], bytes] | None
+    """Returns the bytes at an https address, or raises `ApiError`; None where the server fetches nothing."""
 
     def image(self, url: object, place: str) -> ImageBytes:
         """Return the image of an `image_url` at a `place` of the request, whose header was read.
@@ -76,14 +73,14 @@ class PictureReader:
     def _bytes(self, field: str, url: object) -> bytes:
         """Return the bytes of a data URI, or of an https address; raises `ApiError` for other addresses."""
         if not isinstance(url, str):
-            raise wrong(f"{field}.url is {format_json(url)}. Give a data URI: data:image/jpeg;base64,...")
+            raise wrong(f"{field}.url is {format_json(url)}. Give a data URI: {_EXAMPLE}")
         url = url.strip()
         if url[:5].lower() == "data:":
             return data_uri_bytes(url)
         if self.fetch is not None and url[:8].lower() == "https://":
             return self.fetch(url)
         remote = "" if self.fetch else ", or start the server with --allow-remote-images and give an https address"
-        raise wrong(f"{field}.url is {format_json(url)}, no data URI. Give data:image/jpeg;base64,...{remote}.")
+        raise wrong(f"{field}.url is {format_json(url)}, no data URI. Give {_EXAMPLE}{remote}.")
 
 
 def data_uri_bytes(uri: str) -> bytes:
@@ -93,7 +90,7 @@ def data_uri_bytes(uri: str) -> bytes:
     """
     head, comma, content = uri[5:].partition(",")
     if not comma:
-        raise wrong("the data URI has no comma. Give data:image/jpeg;base64,...")
+        raise wrong(f"the data URI has no comma. Give {_EXAMPLE}")
     raw = unquote_to_bytes(content)
     if "base64" not in [part.strip().lower() for part in head.split(";")[1:]]:
         if raw.isascii():

@@ -27,7 +27,6 @@ class Replica:
     """A process of Ray with its own copy of the weights, which runs the application of `sinkprune-serve`."""
 
     def __init__(self, options: Options) -> None:
-        """Start without an application, which Ray asks for next."""
         self._options = options
 
     def __serve_build_asgi_app__(self) -> Starlette:
@@ -72,7 +71,6 @@ def build(arguments: Mapping[str, Any]) -> Any:
 
 
 def _parse(arguments: Mapping[str, Any]) -> Options:
-    """Return the arguments, which are texts or the values of a config file; raises `UsageError`."""
     parser = bundle_parser(
         "sinkprune.serving.ray_serve:build", "Answer questions about pictures on Ray Serve.", _EXAMPLES
     )

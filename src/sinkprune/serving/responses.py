@@ -21,15 +21,11 @@ from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.text.answer_text import TokenBytes
 from sinkprune.serving.chat_tools import ToolAnswerReader, message_fields, part_delta
 
-FINISH = {"stop": "stop", "length": "length", "deadline": "length", "cancelled": "length"}
-"""OpenAI's finish reason for each of ours."""
-
 
 class FileNotes(Observer):
     """Collects sentences about the files of a request's pictures."""
 
     def __init__(self, notes: list[str]) -> None:
-        """Add the sentences to `notes`."""
         self._notes = notes
 
     def seen(self, pictures: Sequence[TowerInput]) -> None:
@@ -42,7 +38,6 @@ class TokenLogprobs(FileNotes):
     """Also collects the log probability of each token, and of the likeliest alternatives."""
 
     def __init__(self, notes: list[str], tokenizer: Tokenizer, top: int) -> None:
-        """List `top` alternatives of each token."""
         super().__init__(notes)
         self._tokenizer, self._bytes, self._top = tokenizer, TokenBytes(tokenizer), top
         self.tokens: list[dict[str, Any]] = []
@@ -130,6 +125,7 @@ class Completion:
     def details(self, answer: Answer) -> dict[str, Any]:
         """Return what was done: budget, tokens of each layer, milliseconds, and what came from memory."""
         shared = answer.as_json()
+        maps = [token_map(answer.method, kept).as_json() for kept in answer.images] if self.kept_tokens else None
         return {
             **{name: shared[name] for name in _OF_ANSWER},
             "notes": [*self.notes, *(note for kept in answer.images for note in unseen_notes(kept.layout))],
@@ -137,12 +133,14 @@ class Completion:
             "queued_ms": self.queued_ms,
             "reused_towers": answer.reused_towers,
             "reused_rows": answer.reused_rows,
-            **({"kept_tokens": kept_tokens(answer)} if self.kept_tokens else {}),
+            **({} if maps is None else {"kept_tokens": maps}),
         }
 
     def _finish(self, answer: Answer) -> str:
-        called = self.reader is not None and self.reader.calls > 0
-        return "tool_calls" if called and answer.finish == "stop" else FINISH[answer.finish]
+        """Return OpenAI's finish reason."""
+        if answer.finish != "stop":
+            return "length"
+        return "tool_calls" if self.reader is not None and self.reader.calls else "stop"
 
     def _chunk(
         self, delta: dict[str, Any], logprobs: dict[str, Any] | None, finish: str | None = None
@@ -152,11 +150,6 @@ class Completion:
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
-
-def kept_tokens(answer: Answer) -> list[dict[str, Any]]:
-    """Return what became of the visual tokens of each picture, as an overlay draws it."""
-    return [token_map(answer.method, kept).as_json() for kept in answer.images]
 
 
 def usage(answer: Answer) -> dict[str, Any]:

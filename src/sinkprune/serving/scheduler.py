@@ -189,7 +189,6 @@ class Scheduler:
             self._end(job, shutting_down())
 
     def _next(self) -> Job | None:
-        """Return the job whose turn it is, or None where none can run."""
         gone = [job for job in self._jobs if job.cancelled and job.state is not State.PREPARING]
         if gone:
             return gone[0]
@@ -256,7 +255,6 @@ class Scheduler:
             self._changed.notify_all()
 
     def _step(self, job: Job, *, starts: bool) -> None:
-        """Prefill a job's prompt, or generate its next token."""
         if job.cancelled or job.stream is None:
             self._end(job, GeneratorExit())
             return
@@ -286,7 +284,6 @@ class Scheduler:
 
 
 def _order(job: Job) -> tuple[int, float, int]:
-    """Return a key that sorts jobs in the order in which they start."""
     return -job.priority, job.due, job.number
 
 

@@ -36,6 +36,9 @@ from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.stream import Stream
 from sinkprune.runtime.text.prompt import Text
 
+MAX_BYTES = 256 << 20
+"""The default size of a session's memory."""
+_BYTES = WholeNumber("max_bytes", 0, 1 << 50)
 WORTH_FLOPS = 10**8
 """The least FLOPs of text rows that are worth storing. Restoring rows takes some 0.3 ms, as does so much work."""
 _LAST = b"last picture %d"
@@ -180,16 +183,12 @@ class PrefixCache:
         else:
             # The next question is mostly about the same pictures, and to compare them is faster than a digest.
             content = (*picture_parts(picture),)
-            last: tuple[tuple[bytes, ...], bytes] | None = self._get(_LAST % place)
+            last: tuple[tuple[bytes, ...], bytes] | None = self.get(_LAST % place)
             if last is None or last[0] != content:
                 last = content, digest_of(content)
                 self.put(_LAST % place, last, sum(map(len, content)))
             digest = last[1]
         return digest if share is None else digest + repr(share).encode()
-
-    def tower(self, digest: bytes) -> TowerOutput | None:
-        """Return the tower's output for the picture with this `digest`, or None."""
-        return self._get(digest)
 
     def shared(self, key: PrefixKey, text: Sequence[int]) -> tuple[Prefix, int] | None:
         """Return a stored prompt and how many rows a prompt shares with it, or None.
@@ -197,18 +196,14 @@ class PrefixCache:
         `text` are the prompt's ids after the last picture. All rows may be shared where a select follows. Otherwise
         the last row is not, because its logits are needed.
         """
-        found: Prefix | None = self._get(key)
+        found: Prefix | None = self.get(key)
         if found is None or not text:
             return None
         return found, found.length + found.same(text)
 
-    def lead(self, key: LeadKey) -> tuple[StoredRows, ...]:
-        """Return the rows of the text before the first picture, in each decoder segment; none if they are unknown."""
-        return self._get(key) or ()
-
     def stores_lead(self, key: LeadKey) -> bool:
         """Return whether this text is worth storing: there is one, and it is not stored."""
-        return self._most > 0 and bool(key.text) and not self._get(key)
+        return self._most > 0 and bool(key.text) and not self.get(key)
 
     def stores(self, key: PrefixKey, text: Sequence[int]) -> bool:
         """Return whether the prefix of a prompt is worth storing; `text` are its ids after the last picture.
@@ -216,13 +211,14 @@ class PrefixCache:
         A stored prefix stays, unless the new prompt has half of its text or more: then it is a conversation's next
         turn.
         """
-        found: Prefix | None = self._get(key)
+        found: Prefix | None = self.get(key)
         if found is None:
             return self._most > 0
         same = found.same(text)
         return same < len(text) - 1 and 2 * same >= len(found.text)
 
-    def _get(self, key: bytes | PrefixKey | LeadKey) -> Any:
+    def get(self, key: bytes | PrefixKey | LeadKey) -> Any:
+        """Return what is stored by this key, or None."""
         with self._lock:
             if key not in self._stored:
                 return None
@@ -245,7 +241,6 @@ class SessionRows(Rows):
     """The rows of one request of a session, with what its `cache` has of them."""
 
     def __init__(self, cache: PrefixCache) -> None:
-        """Restore from `cache`, and keep in it."""
         self._cache, self._digests, self._known = cache, list[bytes](), list[TowerOutput | None]()
         self._key: PrefixKey
         self._lead_key: LeadKey
@@ -253,12 +248,12 @@ class SessionRows(Rows):
 
     def knows(self, place: int, picture: Picture, plan: Plan | None) -> bool:
         self._digests.append(self._cache.digest(place, picture, plan.picture_share if plan else None))
-        self._known.append(self._cache.tower(self._digests[-1]))
+        self._known.append(self._cache.get(self._digests[-1]))
         return self._known[-1] is not None
 
     def towers(self, chain: Chain, pictures: Sequence[TowerInput], clock: Stopwatch) -> list[TowerOutput]:
         # An earlier request about the same picture may have run since.
-        known = [tower or self._cache.tower(own) for tower, own in zip(self._known, self._digests, strict=True)]
+        known = [tower or self._cache.get(own) for tower, own in zip(self._known, self._digests, strict=True)]
         towers = [
             run_tower(chain, own.inputs, clock) if tower is None else tower
             for own, tower in zip(pictures, known, strict=True)
@@ -274,7 +269,7 @@ class SessionRows(Rows):
     ) -> Restored:
         self._key = PrefixKey.of(manifest, plan, self._digests, texts, question)
         self._lead_key = LeadKey.of(manifest, plan, texts)
-        stored, self._new_lead = [*self._cache.lead(self._lead_key)], self._cache.stores_lead(self._lead_key)
+        stored, self._new_lead = [*(self._cache.get(self._lead_key) or ())], self._cache.stores_lead(self._lead_key)
         lead = len(self._lead_key.text) if self._new_lead else 0
         shared = self._cache.shared(self._key, texts[-1])
         if shared is None:
@@ -290,7 +285,6 @@ class SessionRows(Rows):
             self._keep_lead(chain, run)
 
     def _keep_prefix(self, chain: Chain, run: PromptRun) -> None:
-        """Keep the prompt's rows in the segments before the first select."""
         result, text, length = run.prefilled, run.prompt.texts[-1], run.rows.length
         segments = segments_before_select(chain.segments, result.schedule.plan)
         pairs = zip(chain.decoders[:segments], result.cache.segments[:segments], strict=True)
@@ -303,18 +297,12 @@ class SessionRows(Rows):
         self._cache.put(self._key, prefix, nbytes)
 
     def _keep_lead(self, chain: Chain, run: PromptRun) -> None:
-        """Keep the rows of the text before the first picture, in all segments."""
         rows, result = len(self._lead_key.text), run.prefilled
         pairs = zip(chain.decoders, result.cache.segments, strict=True)
         saved = [decoder.save(cache, rows) for decoder, cache in pairs]
         stored = tuple(StoredRows(rows, own, result.lead.get(segment, {})) for segment, own in enumerate(saved))
         nbytes = sum(array.nbytes for one in stored for array in one.scored.values())
         self._cache.put(self._lead_key, stored, kv_bytes(chain, [rows] * len(stored)) + nbytes)
-
-
-MAX_BYTES = 256 << 20
-"""The default size of a session's memory."""
-_BYTES = WholeNumber("max_bytes", 0, 1 << 50)
 
 
 class Session(StaysInProcess, Answering):

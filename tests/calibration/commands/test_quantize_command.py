@@ -15,7 +15,6 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.calibration.quantising.quantise import layer_reports
-from sinkprune.calibration.quantising.rewriting import read_graph
 from sinkprune.calibration.quantising.rounding import InputProducts, calibrated
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import TaskError

@@ -132,17 +132,6 @@ def test_the_policy_server_runs_the_engines_for_the_robot_client(folder: Path, s
     compare(found, *episode(Policy.load(folder / "robot-bundle", threads=1), skip=1))
 
 
-def test_the_pipelines_of_the_folder_change_no_value(folder: Path) -> None:
-    steps = {
-        name: [step["registry_name"] for step in json.loads((folder / "robot-policy" / name).read_text())["steps"]]
-        for name in ("policy_preprocessor.json", "policy_postprocessor.json")
-    }
-    assert steps == {
-        "policy_preprocessor.json": ["rename_observations_processor", "to_batch_processor", "device_processor"],
-        "policy_postprocessor.json": ["device_processor"],
-    }
-
-
 def test_saved_policies_equal_those_of_lerobot(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -183,7 +183,7 @@ def test_options_of_another_call_are_refused_with_their_place(
         (Policy.load, "thread", "threads"),
         (Policy.act, "step", "steps"),
         (Policy.warm_up, "progres", "progress"),
-        (Policy.measure_costs, "second", "seconds"),
+        (Policy.warm_up, "second", "seconds"),
         (Request, "budgt", "budget"),
         (Tools, "paralel", "parallel"),
         (Turn, "tool_call", "tool_calls"),

@@ -91,13 +91,12 @@ def test_ids_and_pixels_are_those_of_the_family_s_processor(
     pipeline: Callable[..., Pipeline],
     photo: Image.Image,
 ) -> None:
-    pipe = pipeline(name, **({"max_frames": 8} if name in QWEN else {"max_images": 3}))
+    pipe = pipeline(name, max_images=3, **({"max_frames": 8} if name in QWEN else {}))
     turned = photo.transpose(Image.Transpose.ROTATE_180)
     images = [photo.resize((224, 200)), turned.resize((300, 150)), photo.resize((112, 56))]
     clips = {str(count): Clip(frames(count, (170, 140), photo), fps=FPS) for count in (4, 7)}
     pictures: Any = SimpleNamespace(image=lambda url, _: images[int(url)], video=lambda url, _: clips[url])
-    plan = pipe.bundle.manifest.plan
-    reader = ChatReader("m", ("m",), "none", "sinkpruner", pipe, plan, lambda count: None, pictures)
+    reader = ChatReader("m", "none", "sinkpruner", pipe, pictures)
     cases = {**CONVERSATIONS, **(CLIPS if name in QWEN else {})}
     for what, conversation in cases.items():
         request = reader.read(json.dumps({"model": "m", "messages": conversation}).encode()).request

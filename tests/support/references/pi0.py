@@ -22,6 +22,12 @@ Array = np.ndarray[Any, Any]
 INSTRUCTION = "pick up the red cup"
 
 
+def frames(photo: Image.Image, cameras: int = 3) -> list[Image.Image]:
+    """Different parts of a photo, of odd sizes: wide, high and square."""
+    boxes = [(0, 0, 301, 167), (200, 20, 333, 399), (300, 100, 501, 301)]
+    return [photo.crop(box) for box in boxes[:cameras]]
+
+
 class PI0ImageProcessorPil(PilBackend):  # type: ignore[misc]
     """PI0ImageProcessor, which needs torchvision, with transformers' own code for Pillow."""
 

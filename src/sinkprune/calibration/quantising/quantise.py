@@ -23,7 +23,6 @@ from sinkprune.calibration.quantising.graphs import (
     WeightGraphs,
     weight_graphs,
 )
-from sinkprune.calibration.quantising.rewriting import RewrittenGraph
 from sinkprune.calibration.quantising.rounding import CalibratedMatrix, OutputErrors, calibrated
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import AccuracyError, NumericsError, TooLittleMemoryError, UsageError

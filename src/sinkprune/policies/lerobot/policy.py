@@ -215,7 +215,6 @@ class SinkprunePolicy(PreTrainedPolicy):  # type: ignore[misc]
         raise UsageError(_NO_TRAINING)
 
     def _save_pretrained(self, save_directory: Path) -> None:
-        """Write the configuration. The weights stay in the bundle."""
         self.config._save_pretrained(save_directory)
 
     def _frames(self, batch: Mapping[str, Any], row: int) -> list[Array | None]:
@@ -294,7 +293,6 @@ def _with_feature(features: dict[str, Any] | None, name: str, kind: Any, width: 
 
 
 def _get(batch: Mapping[str, Any], key: str) -> Tensor:
-    """Return a tensor of an observation; raises `UsageError`."""
     found: Tensor = batch.get(key)
     if not hasattr(found, "new_tensor"):
         there = ", ".join(sorted(batch)) or "nothing"
@@ -306,7 +304,6 @@ def _get(batch: Mapping[str, Any], key: str) -> Tensor:
 
 
 def _tasks(batch: Mapping[str, Any], count: int) -> list[Any]:
-    """Return the instruction of each observation; raises `UsageError`."""
     tasks = batch.get(TASK)
     listed = list(tasks) if isinstance(tasks, (list, tuple)) else [tasks] * count
     if len(listed) != count:

@@ -1,4 +1,4 @@
-"""Costs of chunks that a process leaves for the next one, with their age, their load and recent chunks."""
+"""Costs of chunks: how they are measured, and what a process leaves for the next one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import pytest
 from PIL import Image
 
 from sinkprune import ActionCosts, ActionDeadline, CostsWarning, Policy, read_action_costs, write_costs
-from sinkprune.contract.errors import DeadlineError
-from sinkprune.deadlines.costs import ACTION_COSTS, cache_costs, cache_file
+from sinkprune.deadlines.costs import ACTION_COSTS, BudgetCosts, Place, cache_costs, cache_file
 from sinkprune.deadlines.policy import MARGIN, OtherLoad
+from sinkprune.policies.deadline import MEASURED_STEPS, measure_costs
+from sinkprune.policies.report import ActionReport
 
 STATE = [0.5] * 5
 UNKNOWN = MARGIN * 1.3
@@ -73,37 +74,6 @@ def test_a_later_process_needs_no_warm_up(warm: Policy, photo: Image.Image) -> N
     assert deadline.costs_age_s is not None and 0 < deadline.costs_age_s < 3600
 
 
-def test_costs_of_another_place_are_not_taken(warm: Policy, photo: Image.Image) -> None:
-    other = Policy.load(warm.bundle.path, backend="ort-cpu", compute="fp32", threads=2)
-    assert other.place != warm.place
-    said = r"the costs of chunks on this machine, with ort-cpu in 2 threads, are not known.*sinkprune-act --warm-up"
-    with pytest.raises(DeadlineError, match=said):
-        in_time(other, photo)
-
-
-def test_a_process_goes_on_where_the_last_one_saved_its_costs(warm: Policy, photo: Image.Image) -> None:
-    first, second = Policy.load(warm.bundle.path), Policy.load(warm.bundle.path)
-    for policy in (first, second):
-        policy.act([photo, None], "pick up the cup", STATE)
-    assert first.save_costs() is None
-    assert in_time(first, photo).slower == pytest.approx(UNKNOWN)
-    assert first.save_costs() == cache_file(warm.place, "sinkpruner")
-    cached = ACTION_COSTS.cached(warm.place, "sinkpruner")
-    assert cached is not None and len(cached.recent.first) == len(cached.recent.token) == 1
-    assert in_time(second, photo).slower == pytest.approx(UNKNOWN * cached.recent.first[0])
-    # Chunks are compared with the costs of their own time.
-    first.costs = replace(costs_of(warm))
-    assert in_time(first, photo).slower == pytest.approx(UNKNOWN)
-
-
-def test_costs_that_cannot_be_kept_are_a_warning(warm: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = Policy(warm.bundle, warm.backend)
-    policy.costs = costs_of(warm)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")
-    with pytest.warns(CostsWarning, match=rf"written to '{cache_file(warm.place, 'sinkpruner')}', so later runs do"):
-        assert policy.save_costs() is None
-
-
 def test_a_file_of_its_own_is_read(warm: Policy, photo: Image.Image, tmp_path: Path) -> None:
     write_costs(tmp_path / "costs.json", costs_of(warm))
     policy = Policy(warm.bundle, warm.backend)
@@ -127,7 +97,54 @@ def test_costs_that_are_measured_under_load_are_a_warning(
     assert ACTION_COSTS.cached(warm.place, "sinkpruner") == policy.costs == replace(kept, measured_at=ANY, load=load)
 
 
-def test_plans_are_loaded_before_a_chunk_needs_them(warm: Policy) -> None:
-    policy, seen = Policy(warm.bundle, warm.backend), list[tuple[str, float, float, str]]()
-    policy.load_plans("sinkpruner", lambda *each: seen.append(each))
-    assert [each[1:] for each in seen] == [(done, 2, "budgets") for done in (0, 1, 2)]
+PLACE = Place("0" * 64, (), "fp32", "fp32", "ort-cpu", "fp32", 2, "a machine")
+
+
+def chunk_of(budget: str, step_ms: list[float]) -> ActionReport:
+    """A chunk that only measuring costs reads: 7 tokens of text, and 100 or 20 of frames in each layer."""
+    layers = [100, 100] if budget == "none" else [30, 10]
+    return ActionReport(None, True, "", budget, len(step_ms), 7, 100, layers, {}, step_ms, None, ())  # type: ignore[arg-type]
+
+
+def test_costs_are_medians_without_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk takes 10 and 3 times its number of milliseconds, by a clock that chunks move."""
+    clock, ran = [0.0], list[tuple[str, int]]()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0] / 1e3)
+
+    def act(budget: str, steps: int) -> tuple[float, ActionReport]:
+        # The frames and the tower take any time.
+        clock[0] += 100 * len(ran)
+        tower, times = clock[0] / 1e3, 1000 if len(ran) < 2 else 1 + len(ran) // 2
+        ran.append((budget, steps))
+        step = [times * (3.0 if budget == "none" else 1.0)] * steps
+        clock[0] += 10 * times + sum(step)
+        return tower, chunk_of(budget, step)
+
+    costs = measure_costs(act, "sinkpruner", ("none", "prune-88.9"), 1, PLACE, 0.0, lambda *_: None)
+    assert (costs.method, costs.frames, costs.place, costs.prompt_tokens) == ("sinkpruner", 1, PLACE, 7)
+    budgets = costs.budgets
+    assert ran[:4] == [("none", MEASURED_STEPS), ("prune-88.9", MEASURED_STEPS)] * 2
+    # Three rounds count, whose chunks take 2, 3 and 4 times as long.
+    assert len(ran) == 8
+    assert budgets["none"] == BudgetCosts(pytest.approx(30), pytest.approx(9), 107)  # type: ignore[arg-type]
+    assert budgets["prune-88.9"] == BudgetCosts(pytest.approx(30), pytest.approx(3), 27)  # type: ignore[arg-type]
+    assert budgets["none"].chunk_ms(10) == pytest.approx(120)
+
+
+def test_a_smaller_budget_costs_at_most_what_a_larger_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load does not make it seem slower than a larger one. Pruning itself may be slower."""
+    clock, ms = [0.0], {"none": (10, 1), "prune-66.7": (30, 5), "prune-80": (25, 7), "prune-88.9": (28, 4)}
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0] / 1e3)
+
+    def act(budget: str, steps: int) -> tuple[float, ActionReport]:
+        (before, step), tower = ms[budget], clock[0] / 1e3
+        clock[0] += before + steps * step
+        return tower, chunk_of(budget, [float(step)] * steps)
+
+    found = measure_costs(act, "sinkpruner", tuple(ms), 1, PLACE, 0.0, lambda *_: None).budgets
+    assert {name: (round(own.before_ms, 6), round(own.step_ms, 6)) for name, own in found.items()} == {
+        "none": (10, 1),
+        "prune-66.7": (30, 5),
+        "prune-80": (25, 5),
+        "prune-88.9": (25, 4),
+    }
