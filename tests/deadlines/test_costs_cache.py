@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -109,12 +107,8 @@ def test_costs_that_cannot_be_kept_lead_to_a_warning(
     bundle: Bundles, photo_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")
-    outcome = run("sinkprune-run", bundle("gqa-112"), "--image", photo_file, *ASK, "--warm-up")
-    assert outcome.code == 0
-    said = r"warning: the costs could not be written to '/dev/null/nowhere/.*, so later runs do not find them\. "
-    assert re.match(said, outcome.stderr) and outcome.stderr.count("\n") == 1
+    said = r"the costs could not be written to '/dev/null/nowhere/.*, so later runs do not find them\. "
     pipeline = Pipeline.load(bundle("gqa-112"))
-    said = said.removeprefix("warning: ")
     with pytest.warns(CostsWarning, match=said):
         pipeline.warm_up(photo_file, QUESTION, seconds=0.0, max_new_tokens=2)
     with pytest.warns(CostsWarning, match=said):
@@ -157,26 +151,6 @@ def test_a_process_goes_on_where_the_last_one_saved_its_costs(warm: Pipeline, ph
     # Requests are compared with the costs of their own time.
     first.costs = costs_of(warm)
     assert expected(first) == pytest.approx(1.05 * 1.3)
-
-
-@pytest.mark.parametrize(
-    ("age", "load", "said"),
-    [
-        (0, 0.1, ""),
-        (40 * DAY_S, 0.0, "the costs are 40 days old. Measure"),
-        (0, 0.5, "the costs were measured while other programs took 50 % of the processors."),
-        (40 * DAY_S, 0.5, "the costs are 40 days old and were measured while"),
-    ],
-)
-def test_doubtful_costs_are_noted_in_one_line(
-    age: float, load: float, said: str, warm: Pipeline, photo_file: Path
-) -> None:
-    cache_costs(replace(costs_of(warm), measured_at=time.time() - age, load=load))
-    outcome = run("sinkprune-run", warm.bundle.path, "--image", photo_file, *ASK)
-    assert outcome.code == 0
-    assert ("compare --threads 1" in outcome.stderr) == (load > 0.25 and warm.backend.threads > 1)
-    assert outcome.stderr.startswith("note: the costs ") if said else outcome.stderr == ""
-    assert said in outcome.stderr and outcome.stderr.count("\n") == bool(said)
 
 
 @pytest.mark.parametrize(

@@ -181,24 +181,6 @@ def test_what_is_no_deadline_is_refused(deadline: Any, pipeline: Pipelines, phot
         pipeline("gqa-112").generate(photo, QUESTION, deadline_ms=deadline)
 
 
-def test_an_overlay_is_of_the_budget_that_the_deadline_chose(
-    bundle: Bundles, photo_file: Path, tmp_path: Path
-) -> None:
-    pipeline, picture, costs = loaded(bundle), tmp_path / "kept.png", tmp_path / "costs.json"
-    assert pipeline.costs is not None
-    write_costs(costs, pipeline.costs)
-    ask = (bundle("gqa-112"), "--image", photo_file, "--fit", "pad", "--prompt", QUESTION, "--max-new-tokens", 3)
-    outcome = run("sinkprune-run", *ask, "--overlay", picture, "--deadline-ms", 60_000, "--costs", costs)
-    assert outcome.code == 0 and not picture.exists()
-    assert outcome.stderr == "note: --overlay drew nothing, because budget none ran, which drops no tokens.\n"
-    # The smallest budget is expected to be the fastest, and runs.
-    slow = tuple(Curve(0.0, 1000.0, 0.0) for _ in pipeline.costs.decoders)
-    write_costs(costs, replace(pipeline.costs, decoders=slow))
-    outcome = run("sinkprune-run", *ask, "--overlay", picture, "--deadline-ms", 60_000, "--costs", costs)
-    assert outcome.code == 0 and picture.exists()
-    assert_refused(run("sinkprune-run", *ask, "--overlay", picture), "--budget", "--deadline-ms")
-
-
 def test_the_command_reports_what_was_chosen(
     bundle: Bundles, photo_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -89,17 +89,8 @@ class SinkpruneConfig(PreTrainedConfig):  # type: ignore[misc]
         }
         self.input_features = {**frames, **others}
 
-    @property
-    def observation_delta_indices(self) -> None:
-        """None: the policy reads the last observation."""
-
-    @property
-    def action_delta_indices(self) -> None:
-        """None: the policy is not trained."""
-
-    @property
-    def reward_delta_indices(self) -> None:
-        """None: the policy is not trained."""
+    observation_delta_indices = action_delta_indices = reward_delta_indices = None
+    """The policy reads the last observation, and is not trained."""
 
     def validate_features(self) -> None:
         """Do nothing: the policy compares features with the bundle when it loads the bundle."""
