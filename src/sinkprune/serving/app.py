@@ -330,7 +330,7 @@ class _Server:
     async def _next(
         self, http: Request, job: Job, events: asyncio.Queue[_Event]
     ) -> tuple[str, list[dict[str, object]] | None] | Answer:
-        """Return a job's next text, or its answer, with its deadline counted from the arrival.
+        """Return a job's next text, or its answer.
 
         Cancels the job if the client goes away. Raises `ApiError` for errors of the request, and other errors as they
         are.
@@ -353,7 +353,7 @@ class _Server:
                 raise found
             finally:
                 del found
-        return job.from_arrival(found) if isinstance(found, Answer) else found
+        return found
 
     async def _chunks(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import count
 from threading import Condition, Thread
@@ -71,8 +71,6 @@ class Job:
     """The answer, once the job is being prepared."""
     last_step: int = 0
     prepared_ms: float = 0.0
-    waited_ms: float = 0.0
-    """The time between the arrival and when it was prepared."""
 
     def __post_init__(self) -> None:
         self.pixels = max(map(_pixels, self.request.pictures), default=0)
@@ -82,32 +80,6 @@ class Job:
         """When the answer must be complete, by `time.perf_counter`."""
         deadline = self.request.deadline_ms
         return math.inf if deadline is None else self.arrived + deadline / 1e3
-
-    def in_time(self) -> Request:
-        """Return the request with the time that is left of its deadline, because a pipeline counts from its start."""
-        self.waited_ms = (time.perf_counter() - self.arrived) * 1e3
-        if self.request.deadline_ms is None:
-            return self.request
-        return replace(self.request, deadline_ms=max(1.0, self.request.deadline_ms - self.waited_ms))
-
-    def from_arrival(self, answer: Answer) -> Answer:
-        """Return the answer with the deadline that the client sent, and the deadline's times since the arrival."""
-        found, sent, waited = answer.deadline, self.request.deadline_ms, self.waited_ms
-        if found is None or sent is None:
-            return answer
-        measured = found.measured_ms + waited
-        return replace(
-            answer,
-            deadline=replace(
-                found,
-                deadline_ms=sent,
-                met=measured <= sent,
-                predicted_first_ms=found.predicted_first_ms + waited,
-                first_ms=found.first_ms + waited,
-                predicted_ms=found.predicted_ms + waited,
-                measured_ms=measured,
-            ),
-        )
 
 
 class Scheduler:
@@ -239,7 +211,8 @@ class Scheduler:
     def _prepare(self, job: Job) -> None:
         began = time.perf_counter()
         try:
-            stream = (job.answering or self._answering).answer(job.in_time(), job.observer)
+            stream = (job.answering or self._answering).answer(job.request, job.observer)
+            stream.count_from(job.arrived)
             stream.step()
             if job.pixels > _LARGE:
                 # Each thread has a heap of its own, which would keep the pixels.
