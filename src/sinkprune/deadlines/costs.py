@@ -366,16 +366,8 @@ class CostsFormat(Generic[C]):
     again: str
     """How to write a file of them."""
 
-    @checks_options
     def read(self, path: str | os.PathLike[str], here: Place) -> C:
-        """Return the costs in the JSON file `path`, which must have been measured at the place `here`.
-
-            pipeline.costs = read_costs("costs.json", pipeline.place)
-            policy.costs = read_action_costs("chunk-costs.json", policy.place)
-
-        Raises `UsageError` for any other file and for costs of another bundle, backend or machine, and `TypeError` if
-        `path` is no path or `here` no place.
-        """
+        """Do what `read_costs` does."""
         check_path("path", path)
         check_type("here", here, (Place,), "a Place, as pipeline.place and policy.place are")
         costs = read_versioned(path, self.kind, self.name, self.version, self.again, _KINDS)
@@ -459,7 +451,25 @@ def write_costs(path: str | os.PathLike[str], costs: Costs | ActionCosts) -> Non
     write_versioned(path, costs)
 
 
-read_costs, read_action_costs = ANSWER_COSTS.read, ACTION_COSTS.read
+@checks_options
+def read_costs(path: str | os.PathLike[str], here: Place) -> Costs:
+    """Return the costs of a pipeline in the JSON file `path`, which must have been measured at the place `here`.
+
+        pipeline.costs = read_costs("costs.json", pipeline.place)
+
+    Raises `UsageError` for any other file and for costs of another bundle, backend or machine, and `TypeError` if
+    `path` is no path or `here` no place.
+    """
+    return ANSWER_COSTS.read(path, here)
+
+
+@checks_options
+def read_action_costs(path: str | os.PathLike[str], here: Place) -> ActionCosts:
+    """Return the costs of a robot policy in the JSON file `path`; takes and raises what `read_costs` does.
+
+    policy.costs = read_action_costs("chunk-costs.json", policy.place)
+    """
+    return ACTION_COSTS.read(path, here)
 
 
 def cache_file(place: Place, method: str = "") -> Path | None:
