@@ -88,7 +88,7 @@ PARTS = {
     "savings": Part(
         (
             "sinkprune-export llava-1.1b --random-weights -o {work}/llava-1.1b --force",
-            "python demo/scenes.py {work}/coffee.jpg",
+            "python demo/photo.py {work}/coffee.jpg",
             "sinkprune-profile {work}/llava-1.1b --image {work}/coffee.jpg "
             "--prompt 'What is in the cup, and what lies on the saucer?' "
             "--repeat 9 --new-tokens 8 --json {json} --plot docs/profile.png",

@@ -166,7 +166,7 @@ def test_verbs_are_listed(
 
 
 def test_an_unknown_verb_is_refused_with_a_list_of_verbs(sinkprune: Callable[..., Outcome]) -> None:
-    assert_refused(sinkprune("ewaluate", "x"), "no verb 'ewaluate'", "profile, export", "Did you mean 'evaluate'?")
+    assert_refused(sinkprune("ewaluate", "x"), "no verb 'ewaluate'", "export, profile", "Did you mean 'evaluate'?")
     assert_refused(sinkprune("norm", "x", script=entry_points.calibrate), "attention, quantize", "mean 'norms'?")
     assert "Did you mean" not in sinkprune("42").stderr
     assert_refused(sinkprune("calibrate", "./llava-7b"), "no verb './llava-7b'", "norms, attention")

@@ -62,7 +62,6 @@ REJECTED: list[Any] = [
     {"type": "array", "uniqueItems": True},
     {"$ref": "https://example.com/a.json"},
     {"type": "strin"},
-    {"type": "string", "maxLenght": 3},
 ]
 
 

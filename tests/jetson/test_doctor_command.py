@@ -153,7 +153,7 @@ def test_engines_of_a_gpu_need_its_memory(bundle: Callable[..., Path], tmp_path:
     [
         (("--board", "nano"), ("unknown board 'nano'", "orin-nano-4gb", "thor-t5000")),
         (("llava-9b",), ("'llava-9b' is no folder and no preset", "llava-1.5-7b")),
-        (("--backend", "tensorrt"), ("--backend is 'tensorrt'", "a library for CPUs: ort-cpu, ", "--board NAME")),
+        (("--backend", "tensorrt"), ("--backend is 'tensorrt'", "a library for CPUs: openvino, ", "--board NAME")),
         (("--picture", "big"), ("--picture is 'big'", "as in 640x480")),
         (("--picture", "0x480"), ("a side of --picture is 0",)),
         (("--board", "orin-nano-8gb", "qwen2.5-vl-3b", "--picture", "16384x16"), ("16384",)),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline, PruningError, Session, UsageError
-from sinkprune.deadlines.costs import Curve
 from sinkprune.demo.write_scenes import write_scenes
 from sinkprune.export.command import main as export
 from support.references.answer_encoders import POCKET
@@ -101,18 +99,6 @@ def test_an_answer_that_is_cut_has_the_reason_and_the_beginning(pipe: Pipeline, 
     next(stream)
     stream.cancel()
     assert stream.rest().finish == "cancelled"
-
-
-def test_a_deadline_counts_no_more_tokens_than_the_form_has(bundle: Callable[..., Path], photo: Image.Image) -> None:
-    pipe = Pipeline.load(bundle("qwen-tied", budgets=("prune-66.7",)))
-    costs = pipe.warm_up(photo, QUESTION, seconds=0.0)
-    # A second for each token after the first: 128 do not come in time.
-    pipe.costs = replace(costs, token=Curve(1000.0, 0.0, 0.0))
-    answer = pipe.generate(photo, QUESTION, regex="[0-9]{1,2}", deadline_ms=60_000, min_new_tokens=9)
-    assert answer.deadline is not None and answer.deadline.expected_tokens == 2
-    assert (answer.budget, answer.finish) == ("none", "stop") and re.fullmatch("[0-9]{1,2}", answer.text)
-    unbounded = pipe.generate(photo, QUESTION, regex="[0-9]+", deadline_ms=60_000)
-    assert unbounded.deadline is not None and "all 128 tokens" in unbounded.deadline.reason
 
 
 @pytest.mark.parametrize("choice", [(), []])

@@ -26,13 +26,16 @@ class DeadlineOptions(RunExtension):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
+        self.reads = [options.costs] if options.costs else []
+        self.chooses_budget = options.deadline_ms is not None
+        self._costs: Costs | None = None
+
+    def check(self) -> None:
+        options = self.options
         if options.costs or options.warm_up:
             from sinkprune.deadlines.options import check_cost_options
 
             check_cost_options(options.warm_up, options.costs, options.deadline_ms)
-        self.reads = [options.costs] if options.costs else []
-        self.chooses_budget = options.deadline_ms is not None
-        self._costs: Costs | None = None
 
     @staticmethod
     def add_options(parser: CommandParser) -> None:

@@ -8,7 +8,6 @@ same size, and more background.
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -356,10 +355,3 @@ def _frames(rng: Random, pairs: list[tuple[str, str]], count: int) -> list[str]:
         if colour not in frames:
             frames.append(colour)
     return frames
-
-
-if __name__ == "__main__":
-    # Writes the photo that docs/savings.md measures with.
-    from skimage import data
-
-    Image.fromarray(data.coffee()).save(sys.argv[1], quality=95)  # type: ignore[no-untyped-call]

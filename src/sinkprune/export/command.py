@@ -18,8 +18,8 @@ from sinkprune.contract.command_line.options import CommandParser, PathOrName, j
 from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.files.trust import add_sign_option, sum_lines
+from sinkprune.export.limits import CLIP_TOKENS, IMAGE_TOKENS, MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
 from sinkprune.export.packages import report_missing_package
-from sinkprune.export.planning import CLIP_TOKENS, IMAGE_TOKENS, MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
 from sinkprune.export.presets import PRESETS
 
 if TYPE_CHECKING:

@@ -8,22 +8,11 @@ from itertools import product
 from pathlib import Path
 
 from sinkprune.contract.budgets import FAMILIES, UNPRUNED, Budget, Plan, parse_budget
-from sinkprune.contract.checks import WholeNumber
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.manifest import GraphSpec
 from sinkprune.export.methods import load_method
 from sinkprune.export.pruning.equal_mean import UnreachableMean
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
-
-MAX_IMAGES = WholeNumber("--max-images", 1, 10**4)
-MAX_FRAMES = WholeNumber("--max-frames", 0, 10**5)
-MIN_PIXELS = WholeNumber("--min-pixels", 1, 1 << 24)
-MAX_PIXELS = WholeNumber("--max-pixels", 1, 1 << 28)
-
-IMAGE_TOKENS = 1280
-"""The visual tokens that an image has at most, without --max-pixels."""
-CLIP_TOKENS = 6 * IMAGE_TOKENS
-"""The visual tokens that a clip has at most in all, without --max-pixels. TensorRT ranks half of them."""
 
 
 @dataclass(frozen=True)

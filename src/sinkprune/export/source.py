@@ -26,8 +26,8 @@ from sinkprune.export.checkpoint.folder import (
 from sinkprune.export.checkpoint.quantisation_config import Quantisation, read_quantisation
 from sinkprune.export.checkpoint.text import Text, read_checkpoint_text, small_text, without_added_tokens
 from sinkprune.export.families import Family, SalienceBlock, read_family
+from sinkprune.export.limits import CLIP_TOKENS, IMAGE_TOKENS, MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
 from sinkprune.export.methods.sinkpruner import WITH_HEADS
-from sinkprune.export.planning import CLIP_TOKENS, IMAGE_TOKENS, MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
 from sinkprune.export.presets import PRESETS
 
 if TYPE_CHECKING:

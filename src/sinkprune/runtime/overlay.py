@@ -221,7 +221,6 @@ _HATCH = 16
 """Pixels between the lines of hatching."""
 
 
-@checks_options
 class Drawable(Protocol):
     """An answer, or a chunk of actions."""
 
@@ -234,6 +233,7 @@ class Drawable(Protocol):
         """What each step kept of each picture's tokens."""
 
 
+@checks_options
 def overlay(
     answer: Drawable, picture: PictureLike | Sequence[PictureLike | None] | Mapping[str, PictureLike | None]
 ) -> Image.Image:

@@ -47,7 +47,10 @@ class FormOptions(RunExtension):
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self.reads = options.form_files
-        self._form = read_form(options, options.stop)
+        self._form: dict[str, Any] = {}
+
+    def check(self) -> None:
+        self._form = read_form(self.options, self.options.stop)
 
     def fields(self) -> dict[str, Any]:
         return self._form

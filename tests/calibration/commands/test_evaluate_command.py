@@ -11,8 +11,9 @@ import pytest
 from PIL import Image
 from skimage import data
 
-from sinkprune import Answer, Pipeline
+from sinkprune import Answer
 from sinkprune.calibration.evaluation.statistics import wilson
+from sinkprune.runtime.pipeline import Pipeline
 from support.programs.commands import assert_refused, run, without_notes, wrote
 
 Bundles = Callable[..., Path]
@@ -172,7 +173,7 @@ def test_a_question_that_is_too_long_is_refused_before_the_first_is_asked(
         raise AssertionError("a question was asked")
 
     monkeypatch.setattr(Pipeline, "generate", generate)
-    monkeypatch.setattr(Pipeline, "measure_costs", generate)
+    monkeypatch.setattr("sinkprune.deadlines.pipeline.Pipeline.measure_costs", generate)
     monkeypatch.chdir(tmp_path)
     long = task.parent / "long.jsonl"
     line = {"image": "coffee.png", "question": "why " * 2000, "answer": "x", "id": "long"}

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinkprune import Pipeline
 from sinkprune.calibration.commands import attention, norms
 from sinkprune.calibration.quantising import quantise
 from sinkprune.demo.write_scenes import write_scenes
+from sinkprune.runtime.pipeline import Pipeline
 from support.programs.commands import run
 
 Bundles = Callable[..., Path]

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sinkprune import Answer, Pipeline
+from sinkprune import Answer
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.engines.gate.recording import GateQuestion
 from sinkprune.engines.gate.report import rounding_of
+from sinkprune.runtime.pipeline import Pipeline
 from support.programs.commands import assert_refused, run
 from support.programs.slow_cases import slow_except
 from support.stand_ins.gate_faults import overflowing, plant, swapped

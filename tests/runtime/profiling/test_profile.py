@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sinkprune import Answer, Pipeline, Request, Stream
+from sinkprune import Answer, Request, Stream
 from sinkprune.contract.errors import PromptError, UsageError
 from sinkprune.contract.report import ProfileReport
 from sinkprune.runtime.hooks import Rows
+from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.profile import EARLIER, ProfileRounds
 from sinkprune.runtime.profiling.rate import RateRun, frame_clock
 from sinkprune.runtime.steps.answer import OF_TTFT, PARTS

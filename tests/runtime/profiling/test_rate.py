@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import pytest
 from PIL import Image
 
-from sinkprune import Answer, Pipeline
+from sinkprune import Answer
+from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.power.conditions import read_conditions
 from sinkprune.runtime.power.meter import measuring
 from sinkprune.runtime.profiling.rate import RateRun, frame_clock

@@ -30,8 +30,8 @@ _PROGRAM = """
 import re, resource, sys
 from pathlib import Path
 from sinkprune.calibration.commands import calibrate, evaluate
-from sinkprune.runtime.commands import profile, run, serve
-from sinkprune.serving import app
+from sinkprune.runtime.commands import profile, run
+from sinkprune.serving import app, command as serve
 room, command, *arguments = sys.argv[1:]
 if int(room):
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

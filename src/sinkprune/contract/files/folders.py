@@ -44,8 +44,23 @@ def check_replaceable(output: Path, kind: ManifestFile, *, force: bool) -> None:
     Anything at `output` must be a folder of this kind with no files but those that its manifest lists, and `force`
     must be given.
     """
+    _check_name(output, kind)
     recover(output, kind)
     _check_replaceable(output, kind, force=force)
+
+
+def _check_name(output: Path, kind: ManifestFile) -> None:
+    """Reject a path that no folder can have, or that no message can show."""
+    text = str(output)
+    if "\0" in text:
+        raise kind.error(f"the name {text!a} holds a NUL. Choose another.")
+    if text != text.encode(errors="replace").decode():
+        raise kind.error(f"the name {text!a} is not UTF-8. Choose another.")
+    if output.name in ("", ".."):
+        raise kind.error(f"'{output}' names no new folder. Give it a name, as in '{output / kind.folder}'.")
+    above = next(folder for folder in output.absolute().parents if os.path.lexists(folder))
+    if not above.is_dir():
+        raise kind.error(f"'{output}' cannot be written: '{above}' is no folder. Choose another place.")
 
 
 def _check_replaceable(output: Path, kind: ManifestFile, *, force: bool) -> None:
@@ -231,7 +246,7 @@ def naming_full(place: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            error.filename = error.filename or str(place)
+            error.filename = str(place)
         raise
 
 

@@ -256,8 +256,11 @@ class RunExtension:
     """Whether another budget than the given one may run."""
 
     def __init__(self, options: Options) -> None:
-        """Take the options; raises `UsageError` for wrong ones."""
+        """Take the options, and check nothing yet."""
         self.options = options
+
+    def check(self) -> None:
+        """Raise `UsageError` for wrong options, before anything is loaded."""
 
     @staticmethod
     def add_options(parser: CommandParser) -> None:
@@ -287,6 +290,8 @@ def main(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, Options)
     extensions = [extension(options) for extension in RUN_EXTENSIONS.values()]
     _check_options(options, extensions)
+    for extension in extensions:
+        extension.check()
     prompt = prompt_pieces(options.prompt)
     bundle = open_bundle(options, [options.budget])
     kinds = [extension.opened(bundle) for extension in extensions]
