@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-robot test test-all lint types pytest docs figures test-slow test-harness test-ray test-lerobot test-lerobot-0.6 test-python test-intel-gpu test-aarch64 test-x86-64 fuzz clean
+.PHONY: demo demo-robot test test-all durations lint types pytest docs figures test-slow test-harness test-ray test-lerobot test-lerobot-0.6 test-python test-intel-gpu test-aarch64 test-x86-64 fuzz clean
 
 demo: .venv/.demo
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash demo/demo.sh demo-output
@@ -38,8 +38,12 @@ EVERY := not slow and not gpu and not harness and not ray and not lerobot and no
 pytest: .venv/.dev
 	$(PYTEST) -m "$(EVERY) and not long"
 
-# Every test but those with a target of their own, and tests/durations.json, by which `make test` chooses.
-test-all: lint types
+# Every test but those with a target of their own.
+test-all: test
+	$(PYTEST) -m "$(EVERY) and long"
+
+# Measures what `make test` leaves out, for tests/durations.json.
+durations: .venv/.dev
 	$(PYTEST) -m "$(EVERY)" --junitxml build/tests.xml
 	$(BIN)/python tests/durations.py build/tests.xml
 

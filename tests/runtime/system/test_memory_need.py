@@ -29,15 +29,16 @@ from support.programs.slow_cases import every
 _PROGRAM = """
 import re, resource, sys
 from pathlib import Path
-from sinkprune.calibration.commands import calibrate, evaluate
-from sinkprune.runtime.commands import profile, run
-from sinkprune.serving import app, command as serve
+from importlib import import_module
+from sinkprune.command import VERBS
 room, command, *arguments = sys.argv[1:]
+chosen = import_module(VERBS[command].module)
+if command == "serve":
+    from sinkprune.serving import app
 if int(room):
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (taken + int(room),) * 2)
-commands = {"run": run, "profile": profile, "evaluate": evaluate, "calibrate": calibrate, "serve": serve}
-code = commands[command].main(arguments)
+code = chosen.main(arguments)
 print(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 sys.exit(code)
 """
