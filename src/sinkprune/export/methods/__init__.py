@@ -6,11 +6,15 @@ a method that chooses tokens before the LLM is made of a rule by `before_llm.bui
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.registry import Registry
-from sinkprune.export.pruning.plan import Method
 
-METHODS = Registry[Method]("sinkprune.methods")
+if TYPE_CHECKING:
+    from sinkprune.export.pruning.plan import Method
+
+METHODS: Registry[Method] = Registry("sinkprune.methods")
 """Every method that an installed package registers, by name."""
 
 

@@ -11,7 +11,11 @@ from sinkprune.contract.checks import Bounds, Count, format_value
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.manifest_file import read_versioned, write_versioned
 from sinkprune.contract.manifest import LanguageModel
-from sinkprune.export.methods.sinkpruner import HOW_TO_CHOOSE
+
+HOW_TO_CHOOSE = (
+    "Choose heads with a bundle of this checkpoint that has method sinkpruner: sinkprune-calibrate attention BUNDLE "
+    "--data FILE.jsonl --heads heads.json. Then export with --heads heads.json."
+)
 
 HEADS_VERSION = 1
 

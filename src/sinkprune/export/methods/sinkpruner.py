@@ -37,10 +37,6 @@ from sinkprune.export.pruning.select import build_selects, every_text_row
 
 WITH_HEADS = ("sinkpruner-heads", "sinkpruner-text-heads")
 """The methods whose stages read chosen heads."""
-HOW_TO_CHOOSE = (
-    "Choose heads with a bundle of this checkpoint that has method sinkpruner: sinkprune-calibrate attention BUNDLE "
-    "--data FILE.jsonl --heads heads.json. Then export with --heads heads.json."
-)
 Score = Callable[[PlanFacts, Graph, TowerValues, ir.Value | None], ir.Value]
 """Writes the score [G,N] by which RES takes tokens. The last argument is the mask of outliers, if any."""
 
@@ -78,6 +74,8 @@ def build_with_heads(facts: PlanFacts, budget: Budget, score: Score = by_salienc
     """
     if not facts.heads:
         names = " and ".join(f"'{name}'" for name in WITH_HEADS)
+        from sinkprune.export.methods.heads import HOW_TO_CHOOSE
+
         raise BudgetError(f"methods {names} need attention heads that are chosen on your pictures. {HOW_TO_CHOOSE}")
     cuts = prune_layers(facts.language_model.num_layers) if budget.stages else ()
     reading = [layer for layer in cuts if facts.heads[layer]]
