@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -21,7 +22,7 @@ import hypothesis
 import pytest
 from PIL import Image
 
-from durations import long_tests
+import durations
 from sinkprune import Pipeline
 from sinkprune.contract.manifest import DialectName
 from sinkprune.contract.precision import WeightsName
@@ -56,9 +57,10 @@ EXPORTS = find_spec("onnx") is not None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what takes long, but for a test of each file that the page of guarantees names."""
+    """Mark what takes long, but for a test of each line of the page of guarantees."""
     page = Path(__file__).parents[1] / "docs/guarantees.md"
-    long = long_tests(_MOST_SECONDS, page.read_text(encoding="utf-8"))
+    seconds = json.loads(durations.FILE.read_text(encoding="utf-8"))
+    long = durations.long_tests(seconds, _MOST_SECONDS, page.read_text(encoding="utf-8"))
     for item in items:
         if item.nodeid.partition("[")[0] in long:
             item.add_marker("long")

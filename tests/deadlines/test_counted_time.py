@@ -98,20 +98,20 @@ def test_pictures_are_freed_before_the_budget_is_chosen(
     bundle: Bundles, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A picture of 12 megapixels takes milliseconds to free, which would count as slowness of the machine."""
-    pipeline, decoded, choose = Pipeline.load(bundle("gqa-112")), recipe.decoded_with_layout, DeadlinePolicy.choose
+    pipeline, decoded, choose = Pipeline.load(bundle("gqa-112")), recipe.pixels_of, DeadlinePolicy.choose
     pipeline.warm_up(photo, QUESTION, seconds=0)
     seen, alive = list[Any](), list[Any]()
 
     def noted(*given: Any) -> Any:
-        picture, layout = decoded(*given)
+        picture = decoded(*given)
         seen.append(weakref.ref(picture))
-        return picture, layout
+        return picture
 
     def choose_noted(*given: Any) -> Any:
         alive.append(seen[0]())
         return choose(*given)
 
-    monkeypatch.setattr(recipe, "decoded_with_layout", noted)
+    monkeypatch.setattr(recipe, "pixels_of", noted)
     monkeypatch.setattr(DeadlinePolicy, "choose", choose_noted)
     pipeline.generate(photo.copy(), QUESTION, deadline_ms=60_000, max_new_tokens=1)
     assert alive == [None]

@@ -254,18 +254,18 @@ def test_frames_are_freed_before_the_budget_is_chosen(
     warm: Policy, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A frame of 12 megapixels takes milliseconds to free, which would count as slowness of the machine."""
-    decoded, choose, seen, alive = recipe.decoded_with_layout, ChunkDeadline.choose, list[Any](), list[Any]()
+    decoded, choose, seen, alive = recipe.pixels_of, ChunkDeadline.choose, list[Any](), list[Any]()
 
     def noted(*given: Any) -> Any:
-        picture, layout = decoded(*given)
+        picture = decoded(*given)
         seen.append(weakref.ref(picture))
-        return picture, layout
+        return picture
 
     def choose_noted(*given: Any) -> Any:
         alive.extend(picture() for picture in seen)
         return choose(*given)
 
-    monkeypatch.setattr(recipe, "decoded_with_layout", noted)
+    monkeypatch.setattr(recipe, "pixels_of", noted)
     monkeypatch.setattr(ChunkDeadline, "choose", choose_noted)
     act(warm, photo.copy())
     assert alive and all(picture is None for picture in alive)

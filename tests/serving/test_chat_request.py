@@ -177,7 +177,7 @@ def test_data_uris_as_clients_write_them(head: str, encode: Callable[[bytes], st
 
 def test_turns_with_pictures_in_their_places(reader: ChatReader) -> None:
     asked = messages(
-        ("system", [{"type": "text", "text": "Be"}, {"type": "text", "text": " brief."}]),
+        ("system", [{"type": "text", "text": "Be"}, {"text": " brief."}]),
         ("user", [{"type": "text", "text": "First:"}, PICTURE, TEXT]),
         ("assistant", "A cup."),
         ("user", [TEXT, PICTURE]),

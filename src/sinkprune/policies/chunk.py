@@ -25,7 +25,7 @@ from sinkprune.runtime.steps.context_length import check_prompt_length
 from sinkprune.runtime.steps.decoding import Prefill
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.observer import Observer
-from sinkprune.runtime.steps.pictures import decoded_with_layout, joined_inputs
+from sinkprune.runtime.steps.pictures import joined_inputs, layout_of, pixels_of
 from sinkprune.runtime.text.prompt import Prompt
 
 _MOST = 100
@@ -201,7 +201,8 @@ def run_chunk(
 
 def layouts_of(model: LoadedModel, observation: Observation) -> list[VisualLayout]:
     """Return the layouts of the cameras' frames; raises `ImageError`."""
-    return [decoded_with_layout(frame, model.family)[1] for frame in observation.cameras]
+    family = model.family
+    return [layout_of(pixels_of(frame, family), frame, family) for frame in observation.cameras]
 
 
 def check_chunk(model: LoadedModel, observation: Observation, method: str, budget: str) -> None:

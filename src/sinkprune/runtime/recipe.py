@@ -15,7 +15,7 @@ from sinkprune.runtime.steps.chain import encode
 from sinkprune.runtime.steps.decoding import prefill
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.observer import Observer
-from sinkprune.runtime.steps.pictures import PictureLike, decoded_with_layout
+from sinkprune.runtime.steps.pictures import PictureLike, layout_of, pixels_of
 from sinkprune.runtime.steps.prompt_rows import lay_out
 from sinkprune.runtime.steps.prompt_run import PromptRun
 from sinkprune.runtime.text.prompt import Prompt
@@ -48,8 +48,9 @@ def look(
     pictures = list[TowerInput]()
     for place, source in enumerate(sources):
         # One after the other, because the pixels of a large picture take hundreds of MB.
-        picture, layout = decoded_with_layout(source, model.family)
+        picture = pixels_of(source, model.family)
         with clock.measure(whole), clock.measure("preprocess"):
+            layout = layout_of(picture, source, model.family)
             inputs = {} if rows.knows(place, picture, plan) else model.family.inputs(picture)
             pictures.append(TowerInput(inputs, layout, facts_of(picture)))
         del picture, inputs

@@ -293,8 +293,10 @@ class ChatReader:
             raise wrong(f"{where}.content is {found}, expected a string or an array of parts.")
         for number, part in enumerate(content):
             place, kind = f"{where}.content[{number}]", part.get("type") if isinstance(part, dict) else None
-            if kind == "text" and isinstance(part.get("text"), str):
-                texts[-1].append(part["text"])
+            text = part.get("text") if isinstance(part, dict) else None
+            # Some clients leave out the type where a text is all that there can be.
+            if isinstance(text, str) and (kind == "text" or (kind is None and role not in ("user", "assistant"))):
+                texts[-1].append(text)
             elif _is_picture(part) and role != "user":
                 found = format_json(part)
                 raise wrong(f"{place} is {found}, expected a text: the role is {role}, and pictures are the user's.")

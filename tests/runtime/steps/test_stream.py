@@ -16,7 +16,7 @@ from sinkprune import Pipeline, Stream, UsageError
 from sinkprune.runtime import recipe
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.observer import Observer
-from sinkprune.runtime.steps.pictures import decoded_with_layout
+from sinkprune.runtime.steps.pictures import pixels_of
 from sinkprune.runtime.stream import StreamState
 
 QUESTION = "What is on the table?"
@@ -151,11 +151,11 @@ def test_a_decoded_picture_is_freed_with_the_first_piece(
     held = list[weakref.ref[Any]]()
 
     def noted(*given: Any) -> Any:
-        picture, layout = decoded_with_layout(*given)
+        picture = pixels_of(*given)
         held.append(weakref.ref(picture))
-        return picture, layout
+        return picture
 
-    monkeypatch.setattr(recipe, "decoded_with_layout", noted)
+    monkeypatch.setattr(recipe, "pixels_of", noted)
     stream = pipe.stream(str(photo_file), QUESTION, budget="retain-64", max_new_tokens=3, min_new_tokens=3)
     gc.disable()
     try:

@@ -167,7 +167,7 @@ def _adapter(source: str, folder: Path, names: Iterable[str]) -> CheckpointError
 
 
 def _described(folder: Path, names: Iterable[str]) -> str | None:
-    """Return the sentences about the first kind of file among `names` that tells what a folder is."""
+    """Return sentences about the first known kind of file among `names`; None if no kind is known."""
     names = list(names)
     found = ((words, name) for pattern, words in _OTHER_WEIGHTS.items() for name in names if fnmatch(name, pattern))
     return next((f"{words.format(name, folder=folder)}." for words, name in found), None)

@@ -283,6 +283,7 @@ class RunExtension:
 
 
 RUN_EXTENSIONS = Registry[type[RunExtension]]("sinkprune.run")
+"""Every extension of `sinkprune-run` that an installed package registers."""
 
 
 @entry_point
@@ -294,8 +295,10 @@ def main(arguments: Sequence[str] | None) -> None:
         extension.check()
     prompt = prompt_pieces(options.prompt)
     bundle = open_bundle(options, [options.budget])
-    kinds = [extension.opened(bundle) for extension in extensions]
-    kind = next((kind for kind in kinds if kind is not Pipeline), Pipeline)
+    kinds = {extension.opened(bundle) for extension in extensions} - {Pipeline}
+    if len(kinds) > 1:
+        raise UsageError(f"options of {len(kinds)} packages need a pipeline of their own. Give those of one.")
+    kind = kinds.pop() if kinds else Pipeline
     family = load_family(bundle.manifest, options.fit)
     sources = picture_sources(options)
     check_picture_count(bundle.manifest, None, len(sources))

@@ -33,7 +33,7 @@ from sinkprune.runtime.power.meter import EnergyMeter, Span
 from sinkprune.runtime.steps.answer import PARTS, Answer
 from sinkprune.runtime.steps.context_length import check_picture_count, runnable
 from sinkprune.runtime.steps.observer import Observer
-from sinkprune.runtime.steps.pictures import PictureLike, decoded_with_layout
+from sinkprune.runtime.steps.pictures import PictureLike, layout_of, pixels_of
 from sinkprune.serving.sessions import Session
 
 _STATUS = Path("/proc/self/status")
@@ -227,7 +227,7 @@ def check_budgets(
     manifest, family = pipeline.bundle.manifest, pipeline.family
     request = pipeline.new_request(image, prompt, method=method, max_new_tokens=new_tokens)
     check_picture_count(manifest, pipeline.limits, len(request.pictures))
-    layouts = [decoded_with_layout(source, family)[1] for source in request.pictures]
+    layouts = [layout_of(pixels_of(source, family), source, family) for source in request.pictures]
     text = pipeline.prompts.encode(request.texts, [layout.texts for layout in layouts], request.system).text_tokens
     schedules = [schedule(manifest, method, budget, layouts) for budget in budgets]
     for planned in sorted(schedules, key=lambda planned: -planned.rows):

@@ -27,19 +27,24 @@ def decoded(source: PictureLike, family: Family) -> Picture:
     Raises `ImageError`, also for a picture that the family rejects; of a file or bytes, the message has its name.
     Raises `OSError` without room for the bytes of a video.
     """
-    return decoded_with_layout(source, family)[0]
+    picture = pixels_of(source, family)
+    layout_of(picture, source, family)
+    return picture
 
 
-def decoded_with_layout(source: PictureLike, family: Family) -> tuple[Picture, VisualLayout]:
-    """Return what `decoded` does, and its visual tokens; raises what `decoded` raises."""
+def pixels_of(source: PictureLike, family: Family) -> Picture:
+    """Return what `decoded` does, before the family has checked it."""
     if isinstance(source, (str, os.PathLike)):
         # With its name in all messages.
-        picture: Picture = read_image(source)
-    else:
-        with named_in_errors(source):
-            picture = _picture(source, family)
+        return read_image(source)
     with named_in_errors(source):
-        return picture, family.layout(picture)
+        return _picture(source, family)
+
+
+def layout_of(picture: Picture, source: PictureLike, family: Family) -> VisualLayout:
+    """Return the visual tokens of the `picture` that `source` is; raises `ImageError` with the name of `source`."""
+    with named_in_errors(source):
+        return family.layout(picture)
 
 
 def _picture(source: Picture | Array | Video | ImageBytes | UnopenedVideo, family: Family) -> Picture:
