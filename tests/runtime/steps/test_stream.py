@@ -14,7 +14,9 @@ from PIL import Image
 
 from sinkprune import Pipeline, Stream, UsageError
 from sinkprune.runtime import recipe
+from sinkprune.runtime.families import TowerInput
 from sinkprune.runtime.steps.answer import Answer
+from sinkprune.runtime.steps.chain import EncodedPicture
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.pictures import pixels_of
 from sinkprune.runtime.stream import StreamState
@@ -163,6 +165,25 @@ def test_a_decoded_picture_is_freed_with_the_first_piece(
         assert [one() for one in held] == [None]
     finally:
         gc.enable()
+
+
+def test_the_tower_s_inputs_are_freed_before_the_prefill(pipe: Pipeline, photo: Image.Image) -> None:
+    """Those of large pictures take hundreds of MB."""
+    inputs, alive = list[weakref.ref[Any]](), list[Any]()
+
+    class Held(Observer):
+        def seen(self, pictures: Sequence[TowerInput]) -> None:
+            inputs.extend(weakref.ref(array) for one in pictures for array in one.inputs.values())
+
+        def encoded(self, pictures: Sequence[EncodedPicture]) -> None:
+            alive.extend(one() for one in inputs)
+
+    gc.disable()
+    try:
+        pipe.generate(photo, QUESTION, budget="retain-64", max_new_tokens=1, observer=Held())
+    finally:
+        gc.enable()
+    assert alive and all(array is None for array in alive)
 
 
 def test_a_stream_is_read_in_one_thread_at_a_time() -> None:
