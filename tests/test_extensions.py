@@ -63,7 +63,7 @@ class LoggingBackend(OrtBackend):
 
 
 def open_backend(name, threads, compute, built):
-    return opened(LoggingBackend, name, "CPUExecutionProvider", threads, compute, built)
+    return opened(LoggingBackend, name, threads, compute, built)
 '''
 _COMMAND = """
 from sinkprune.contract.command_line.options import Verb

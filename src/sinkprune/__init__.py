@@ -65,11 +65,11 @@ if TYPE_CHECKING:
     from sinkprune.policies.policy import Policy
     from sinkprune.policies.report import ActionDeadline, ActionFlops, ActionReport
     from sinkprune.runtime.camera import Camera
+    from sinkprune.runtime.hooks import Observer
     from sinkprune.runtime.media.clip import Clip
     from sinkprune.runtime.media.video_file import VideoFile
     from sinkprune.runtime.overlay import overlay
     from sinkprune.runtime.steps.answer import Answer, DeadlineReport
-    from sinkprune.runtime.steps.observer import Observer
     from sinkprune.runtime.steps.prompt_run import Kept
     from sinkprune.runtime.steps.request import Request
     from sinkprune.runtime.stream import Stream

@@ -15,7 +15,7 @@ from PIL import Image
 
 from sinkprune import Policy
 from sinkprune.policies.report import ActionReport
-from sinkprune.runtime.steps.observer import Observer
+from sinkprune.runtime.hooks import Observer
 from support.models.manifests import file_of
 from support.models.small_models import PI0_SHAPES
 from support.models.stored_matrices import stored_matrices

@@ -13,9 +13,9 @@ from PIL import Image
 
 from sinkprune import Request, Stream
 from sinkprune.contract.errors import ImageError
+from sinkprune.runtime.hooks import NOBODY, Observer
 from sinkprune.runtime.media.images import ImageBytes
 from sinkprune.runtime.pipeline import Answering
-from sinkprune.runtime.steps.observer import NOBODY, Observer
 from sinkprune.runtime.stream import StreamState
 from sinkprune.serving.body_fields import ApiError
 from sinkprune.serving.scheduler import Job, Scheduler, State

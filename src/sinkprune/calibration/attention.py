@@ -22,9 +22,9 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.export.methods.heads import HEADS_VERSION, ChosenHeads, LayerHeads
 from sinkprune.runtime.backends import Backend, Engine, Tensor
+from sinkprune.runtime.hooks import Observer
 from sinkprune.runtime.profiling.profile import model_name
 from sinkprune.runtime.steps.decoding import Prefill
-from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.prompt_rows import PromptRows
 from sinkprune.runtime.steps.prompt_run import Kept
 

@@ -287,6 +287,18 @@ class RealNumber(_Number[float]):
     kind, numbers = float, Real
 
 
+def set_numbers(owner: Any, numbers: Iterable[_Number[Any]]) -> None:
+    """Turn the fields of a frozen dataclass into Python's numbers; raises `UsageError` out of range.
+
+    `numbers` have the names of fields. None stays where it is the default.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(owner)}
+    for number in numbers:
+        value = getattr(owner, number.name)
+        if value is not None or defaults[number.name] is not None:
+            object.__setattr__(owner, number.name, number.check(value))
+
+
 C = TypeVar("C", bound=Callable[..., Any])
 
 

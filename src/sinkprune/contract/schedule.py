@@ -150,9 +150,11 @@ class Schedule:
         """Return the visual rows of all `num_layers` decoder layers together: they order budgets."""
         return sum(self.per_layer(num_layers))
 
-    def kept_after(self, layer: int) -> list[int]:
-        """Return the rows of each picture that survive the pruning layer `layer` (0-based)."""
-        return [picture.after[layer] for picture in self.pictures]
+    @property
+    def kept(self) -> dict[int, list[int]]:
+        """Return the rows of each picture that survive, by pruning layer (0-based)."""
+        cuts = self.plan.cuts if self.plan else ()
+        return {cut: [picture.after[cut] for picture in self.pictures] for cut in cuts}
 
 
 def schedule(manifest: Manifest, method: str, budget: str, layouts: Sequence[VisualLayout]) -> Schedule:

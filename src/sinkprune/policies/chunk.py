@@ -18,13 +18,12 @@ from sinkprune.policies.report import ActionReport, by_part, chunk_flops
 from sinkprune.runtime.backends import Tensor
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import TowerInput
-from sinkprune.runtime.hooks import Budgets, Rows
+from sinkprune.runtime.hooks import Budgets, Observer, Rows
 from sinkprune.runtime.recipe import look, run_prompt
 from sinkprune.runtime.steps.chain import Chain, TowerOutput, of_each_group, run_tower
 from sinkprune.runtime.steps.context_length import check_prompt_length
 from sinkprune.runtime.steps.decoding import Prefill
 from sinkprune.runtime.steps.loaded_model import LoadedModel
-from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.pictures import joined_inputs, layout_of, pixels_of
 from sinkprune.runtime.text.prompt import Prompt
 

@@ -13,7 +13,7 @@ from sinkprune.contract.checks import WholeNumber, counted, format_value, is_num
 from sinkprune.contract.errors import ImageError, PromptError, UnitsWarning, UnusualStateWarning, UsageError
 from sinkprune.contract.manifest import CAMERA_PREFIX, Manifest, NumberRanges, PolicyFacts
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.steps.pictures import PictureLike, check_order, warn_of_order, with_order
+from sinkprune.runtime.steps.pictures import PictureLike, ordered
 from sinkprune.runtime.steps.request import check_picture, check_texts
 
 Cameras = Sequence[PictureLike | None] | Mapping[str, PictureLike | None]
@@ -70,10 +70,9 @@ def observed(
     if not instruction.strip():
         raise PromptError("the instruction is empty. Name the task, as in 'pick up the cup'.")
     check_texts((instruction,), 0)
-    order, policy = check_order(order), manifest.acting
+    policy = manifest.acting
     names, given = _frames(manifest, cameras)
-    warn_of_order(order, given)
-    frames = tuple(with_order(frame, order) for frame in given)
+    frames = ordered(given, order)
     if noise is not None and seed is not None:
         raise UsageError("found noise and a seed, expected one of them: the seed draws the noise. Leave one out.")
     shape = (policy.chunk, policy.action_dim)

@@ -25,9 +25,9 @@ from sinkprune.policies.report import ActionReport
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import Compute
+from sinkprune.runtime.hooks import NOBODY, Observer
 from sinkprune.runtime.loading import During, StaysInProcess, check_kind, load_model, open_with_backend
 from sinkprune.runtime.steps.chain import Wrap
-from sinkprune.runtime.steps.observer import NOBODY, Observer
 from sinkprune.runtime.steps.request import DEADLINE_MS, OPTIONS_OF_LOADING
 
 _OF_ACT = ("budget", "method", "steps", "seed", "noise", "deadline_ms", "min_steps", "order")

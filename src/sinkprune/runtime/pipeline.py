@@ -21,12 +21,11 @@ from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.generate import generate
-from sinkprune.runtime.hooks import Budgets, Hooks, Rows, Tokens
+from sinkprune.runtime.hooks import NOBODY, Budgets, Hooks, Observer, Rows, Tokens
 from sinkprune.runtime.loading import During, StaysInProcess, check_kind, load_model, open_with_backend
 from sinkprune.runtime.media.images import Fit, check_fit
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.chain import EncodedPicture, Wrap, encode, run_tower
-from sinkprune.runtime.steps.observer import NOBODY, Observer
 from sinkprune.runtime.steps.pictures import PictureLike, decoded
 from sinkprune.runtime.steps.request import (
     DEFAULT_NEW_TOKENS,
@@ -65,7 +64,6 @@ class Answering(ABC):
         **options: Any,
     ) -> Answer:
         """Return the whole answer, with the `options` of `stream`. `on_text` receives each piece of text."""
-        check_request_options(options, "on_text", "observer")
         if on_text is not None:
             check_callable("on_text", on_text)
         return self.stream(image, prompt, observer=observer, **options).rest(on_text)
@@ -93,7 +91,7 @@ class Answering(ABC):
         `PruningError` and `NumericsError`, and later pieces `UsageError` where the tokenizer cannot write the form.
         """
         began = time.perf_counter()
-        check_request_options(options, "observer")
+        check_request_options(options, "on_text", "observer")
         check_type("observer", observer, (Observer,), "an Observer")
         stream = self.answer(self.new_request(image, prompt, **options), observer)
         stream.count_from(began)

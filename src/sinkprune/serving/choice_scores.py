@@ -10,10 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.hooks import Tokens
+from sinkprune.runtime.hooks import Observer, Tokens
 from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.decoding import KVCache, logits_of_rows
-from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.prompt_rows import Embedding
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.text.prompt import PromptEncoder

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer
 
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.families import TowerInput
+from sinkprune.runtime.hooks import Observer
 from sinkprune.runtime.media.picture_warnings import notes_on, unseen_notes
 from sinkprune.runtime.overlay import token_map
 from sinkprune.runtime.steps.answer import Answer
-from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.text.answer_text import TokenBytes
 from sinkprune.serving.chat_tools import ToolAnswerReader, message_fields, part_delta
 

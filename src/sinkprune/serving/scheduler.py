@@ -11,10 +11,10 @@ from itertools import count
 from threading import Condition, Thread
 
 from sinkprune.contract.errors import SinkpruneError
+from sinkprune.runtime.hooks import Observer
 from sinkprune.runtime.media.images import MOST_PIXELS, ImageBytes
 from sinkprune.runtime.pipeline import Answering
 from sinkprune.runtime.steps.answer import Answer
-from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.pictures import PictureLike
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.stream import Stream

@@ -22,14 +22,13 @@ from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import prefill_flops
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import TowerInput
-from sinkprune.runtime.hooks import Restored, Rows
+from sinkprune.runtime.hooks import NOBODY, Observer, Restored, Rows
 from sinkprune.runtime.loading import StaysInProcess
 from sinkprune.runtime.media.clip import Picture, SampledFrames
 from sinkprune.runtime.media.images import strips
 from sinkprune.runtime.pipeline import Answering, Pipeline
 from sinkprune.runtime.steps.chain import Chain, EncodedPicture, TowerOutput, run_tower
 from sinkprune.runtime.steps.decoding import StoredRows, kv_bytes
-from sinkprune.runtime.steps.observer import NOBODY, Observer
 from sinkprune.runtime.steps.pictures import PictureLike
 from sinkprune.runtime.steps.prompt_run import PromptRun
 from sinkprune.runtime.steps.request import Request

@@ -13,12 +13,11 @@ from PIL import Image
 from sinkprune import Answer, Request, Stream
 from sinkprune.contract.errors import PromptError, UsageError
 from sinkprune.contract.report import ProfileReport
-from sinkprune.runtime.hooks import Rows
+from sinkprune.runtime.hooks import Observer, Rows
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.profile import EARLIER, ProfileRounds
 from sinkprune.runtime.profiling.rate import RateRun, frame_clock
 from sinkprune.runtime.steps.answer import OF_TTFT, PARTS
-from sinkprune.runtime.steps.observer import Observer
 from support.programs.commands import run, without_notes
 
 

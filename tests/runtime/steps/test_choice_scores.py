@@ -14,9 +14,8 @@ import pytest
 from PIL import Image
 
 from sinkprune import NumericsError, Pipeline, Session
-from sinkprune.runtime.hooks import Budgets
+from sinkprune.runtime.hooks import Budgets, Observer
 from sinkprune.runtime.steps.decoding import decode_one_token
-from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.text.prompt import Prompt
 from support.references.steps import Array, Watched, watched
 

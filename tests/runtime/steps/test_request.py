@@ -14,8 +14,8 @@ from sinkprune import Clip, Pipeline, Request
 from sinkprune.contract.errors import BundleError, ImageError, PromptError, UsageError
 from sinkprune.contract.schedule import schedule
 from sinkprune.runtime.device.stopwatch import Stopwatch
+from sinkprune.runtime.hooks import Observer
 from sinkprune.runtime.steps.decoding import prefill
-from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.request import new_request
 from sinkprune.runtime.text.prompt import Turn
 from sinkprune.runtime.text.tools import ToolCall

@@ -15,9 +15,9 @@ from PIL import Image
 from sinkprune import Pipeline, Stream, UsageError
 from sinkprune.runtime import recipe
 from sinkprune.runtime.families import TowerInput
+from sinkprune.runtime.hooks import Observer
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.chain import EncodedPicture
-from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.pictures import pixels_of
 from sinkprune.runtime.stream import StreamState
 

@@ -6,8 +6,8 @@ import numpy as np
 from PIL import Image
 
 from sinkprune import Pipeline
+from sinkprune.runtime.hooks import Observer
 from sinkprune.runtime.steps.answer import Answer
-from sinkprune.runtime.steps.observer import Observer
 
 QUESTION = "What is on the table?"
 NEW_TOKENS = 4

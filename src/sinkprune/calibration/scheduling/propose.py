@@ -482,7 +482,7 @@ class Proposer:
         return Candidate(
             budget=manifest.budgets[trial.budget],
             stages_after=stages,
-            rows=(planned.rows, *(sum(planned.kept_after(layer)) for layer in stages)),
+            rows=(planned.rows, *(sum(planned.kept[layer]) for layer in stages)),
             mean_visual_tokens=sum(map(planned.reaching, layers)) / len(layers),
             lost=lost,
             accuracy=accuracy,

@@ -35,11 +35,11 @@ from sinkprune.runtime.backends import Backend, Engine, Tensor, load_backend
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.backends.kv_cache import cache_names
 from sinkprune.runtime.families import load_family
+from sinkprune.runtime.hooks import Observer
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.media.images import Fit
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.context_length import check_picture_count
-from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.steps.prompt_run import Kept
 from sinkprune.runtime.steps.request import check_texts

@@ -61,7 +61,9 @@ ORT_WITH_OPENVINO = BackendSpec(
     memory=BackendMemory(ORT_CPU, OPENVINO),
     runs_new_budgets=True,
 )
-ORT_CUDA = replace(ORT_ON_CPU, computes=(), on_gpu=True, memory=None)
+ORT_CUDA = replace(
+    ORT_ON_CPU, opened_by=f"{_OURS}.onnxruntime.cuda:open_backend", computes=(), on_gpu=True, memory=None
+)
 OPENVINO_CPU = BackendSpec(
     f"{_OURS}.openvino.backend:open_backend",
     "openvino",

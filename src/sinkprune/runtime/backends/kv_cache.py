@@ -1,4 +1,4 @@
-"""KV caches in host or device memory, and runs of rows in them.
+"""KV caches in buffers, and runs of rows in them.
 
 A buffer has room for more rows than it holds, so that a new token copies nothing and shapes stay the same. Room grows
 in steps. Unused rows are masked, and zero: a value that is not finite would spoil the result even where it is masked.
@@ -6,13 +6,10 @@ in steps. Unused rows are masked, and zero: a value that is not finite would spo
 
 from __future__ import annotations
 
-import weakref
-from bisect import bisect_left, bisect_right, insort
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,48 +45,6 @@ def joined(parts: Sequence[Array], order: Array) -> Array:
     for part, first, count, place in row_runs([len(part) for part in rows], order):
         together[0, place : place + count] = rows[part][first : first + count]
     return together
-
-
-# The size of a cache line and of the widest vector: unaligned reads take two accesses.
-_ALIGNMENT = 64
-
-
-class HostBuffers:
-    """A pool that lends the smallest free block that is large enough.
-
-    Where none is, it frees the largest free block and allocates a new one. So there are never more blocks than were
-    in use at once, and none is larger than a request needed.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[Array] = []
-        # Filled by finalizers, which may run in any thread at any moment, also within `lend`.
-        self._returned: deque[Array] = deque()
-        self._lock = Lock()
-
-    def lend(self, size: int) -> Array:
-        """Return uint8 [`size`] with any content; the block returns with its last reference or view."""
-        with self._lock:
-            block = self._block(size)
-        start = -block.ctypes.data % _ALIGNMENT
-        # Views of a memoryview's array keep that array alive. Views of an array keep only its base alive.
-        lent = np.frombuffer(block.data[start : start + size], np.uint8)
-        weakref.finalize(lent, self._returned.append, block).atexit = False
-        return lent
-
-    def _block(self, size: int) -> Array:
-        while self._returned:
-            insort(self._free, self._returned.popleft(), key=_size)
-        place = bisect_left(self._free, size, key=_size)
-        if place < len(self._free):
-            return self._free.pop(place)
-        if self._free:
-            self._free.pop()
-        return np.empty(size + _ALIGNMENT, np.uint8)
-
-
-def _size(block: Array) -> int:
-    return block.nbytes - _ALIGNMENT
 
 
 ROOM = 64
@@ -140,11 +95,11 @@ class CacheMemory(Protocol):
         Raises `BackendError` where memory runs out.
         """
 
-    def copy_rows(self, source: Tensor, target: Tensor, place: int, rows: int) -> None:
-        """Copy the first `rows` rows of `source` [1,Hkv,R,h] to those of `target` [1,Hkv,C,h] from `place` on."""
+    def copy_rows(self, pairs: Iterable[tuple[Tensor, Tensor]], place: int, rows: int) -> None:
+        """Copy, of each pair, the first `rows` rows of [1,Hkv,R,h] to those of [1,Hkv,C,h] from `place` on."""
 
-    def zero_rows(self, target: Tensor, first: int) -> None:
-        """Set the rows of `target` [1,Hkv,C,h] from `first` on to zero; there may be none."""
+    def zero_rows(self, targets: Iterable[Tensor], first: int) -> None:
+        """Set the rows of each target [1,Hkv,C,h] from `first` on to zero; there may be none."""
 
 
 @dataclass
@@ -190,8 +145,8 @@ class BufferedDecoder(Decoder):
         if not self._in_place:
             # After the run, because new room may hold values that are not finite until the rows are written.
             self._make_room(cache, length)
-            for output, name in self._names.items():
-                self._memory.copy_rows(outputs[output], cache.buffers[name], cache.length, rows)
+            pairs = [(outputs[output], cache.buffers[name]) for output, name in self._names.items()]
+            self._memory.copy_rows(pairs, cache.length, rows)
         cache.length = length
         return outputs
 
@@ -205,11 +160,15 @@ class BufferedDecoder(Decoder):
         return self._copied(saved, rows, self._room or room_for(length))
 
     def _copied(self, cache: BufferedCache, rows: int, room: int) -> BufferedCache:
+        return BufferedCache(self._grown(cache, room, rows, rows), rows, room)
+
+    def _grown(self, cache: BufferedCache, room: int, rows: int, used: int) -> dict[str, Tensor]:
+        """Return buffers of this `room` with the first `rows` rows of `cache`; those from `used` on are zero."""
         buffers = self._new_buffers(room)
-        for name, buffer in buffers.items():
-            self._memory.copy_rows(cache.buffers[name], buffer, 0, rows)
-            self._memory.zero_rows(buffer, rows)
-        return BufferedCache(buffers, rows, room)
+        if rows:
+            self._memory.copy_rows([(cache.buffers[name], buffer) for name, buffer in buffers.items()], 0, rows)
+        self._memory.zero_rows(buffers.values(), used)
+        return buffers
 
     def _make_room(self, cache: BufferedCache, rows: int) -> None:
         """Grow `cache` to have room for `rows`; rows after these are zero in new buffers."""
@@ -221,12 +180,7 @@ class BufferedDecoder(Decoder):
                 f"{rows} rows are more than the {room} that the engine's caches have room for. Build engines that "
                 "have more, by a larger --max-prompt or --max-new-tokens of sinkprune-build."
             )
-        buffers = self._new_buffers(room)
-        for name, buffer in buffers.items():
-            if cache.length:
-                self._memory.copy_rows(cache.buffers[name], buffer, 0, cache.length)
-            self._memory.zero_rows(buffer, rows)
-        cache.buffers, cache.room = buffers, room
+        cache.buffers, cache.room = self._grown(cache, room, cache.length, rows), room
 
     def _new_buffers(self, room: int) -> dict[str, Tensor]:
         buffers = self._memory.buffers(len(self._names), (1, self._heads, room, self._size), self._dtype)

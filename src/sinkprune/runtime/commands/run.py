@@ -43,6 +43,7 @@ from sinkprune.runtime.commands.options import (
     prompt_pieces,
 )
 from sinkprune.runtime.families import Family, load_family
+from sinkprune.runtime.hooks import Observer
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.media.images import PICTURE_SUFFIXES
 from sinkprune.runtime.media.picture_warnings import (
@@ -56,7 +57,6 @@ from sinkprune.runtime.media.picture_warnings import (
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.answer import Answer, DeadlineOutcome
 from sinkprune.runtime.steps.context_length import check_picture_count
-from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.pictures import PictureLike, decoded, named_in_errors
 from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS, Request
 from sinkprune.runtime.system import usable_cores

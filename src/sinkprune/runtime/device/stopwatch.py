@@ -11,8 +11,8 @@ from typing import Any, Protocol
 class Clock(Protocol):
     """The clock of a stopwatch. Every `Backend` is one."""
 
-    def mark(self) -> Any:
-        """Return a mark after all work enqueued before."""
+    mark: Callable[[], Any]
+    """Returns a mark after all work enqueued before."""
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
         """Return the milliseconds between two marks, after waiting for `end`."""

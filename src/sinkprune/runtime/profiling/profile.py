@@ -28,11 +28,11 @@ from sinkprune.contract.report import (
 from sinkprune.contract.schedule import decode_bytes, prefill_flops, schedule
 from sinkprune.policies.policy import Policy
 from sinkprune.runtime.backends import Backend
+from sinkprune.runtime.hooks import Observer
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.power.meter import EnergyMeter, Span
 from sinkprune.runtime.steps.answer import PARTS, Answer
 from sinkprune.runtime.steps.context_length import check_picture_count, runnable
-from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.pictures import PictureLike, layout_of, pixels_of
 from sinkprune.serving.sessions import Session
 

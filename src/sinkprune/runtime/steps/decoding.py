@@ -89,15 +89,17 @@ def prefill(
     """
     backend, plan = chain.backend, schedule.plan
     compact = plan is not None and plan.positions == "compact"
-    check_rows("the step before the LLM", len(rows.visual), schedule.rows)
+    if len(rows.visual) != schedule.rows:
+        raise other_rows("the step before the LLM", len(rows.visual), schedule.rows)
     text = rows.length - len(rows.visual)
     with clock.measure("prefill"):
         selects, cache = _Selects(chain, schedule, rows, norms, clock), KVCache([], [])
         keep_index, scored, leads = dict[int, Tensor](), dict[str, Tensor](), dict[int, dict[str, Array]]()
         given, start = {**selects.left, **rows.deepstack_inputs}, 0
+        # From the schedule: reading a shape from the device would wait for it.
+        visual = schedule.per_layer(chain.model.num_layers)
         for segment, (decoder, layers) in enumerate(zip(chain.decoders, chain.segments, strict=True)):
-            # From the schedule: reading a shape from the device would wait for it.
-            length, last = text + schedule.reaching(layers.start), layers[-1]
+            length, last = text + visual[layers.start], layers[-1]
             earlier = stored[segment] if segment < len(stored) else None
             own = decoder.restore(earlier.saved, earlier.rows, length) if earlier else decoder.new_cache()
             outputs: Mapping[str, Tensor] = {}
@@ -109,7 +111,7 @@ def prefill(
                 outputs = decoder(given, own)
             cache.segments.append(own)
             cache.next_positions.append(length if compact else rows.positions.next)
-            if selects.follows(last):
+            if last in selects.kept:
                 if earlier:
                     outputs = earlier.joined(backend, outputs)
                 scored = scored or {name: outputs[name] for name in SCORED}
@@ -132,8 +134,11 @@ class _Selects:
     ) -> None:
         """Begin with all `rows`; `norms` and `clock` are those of `prefill`."""
         plan = schedule.plan
-        self._after = plan.select_after if plan else {}
-        self._chain, self._schedule, self._clock, self._picture = chain, schedule, clock, rows.picture
+        self.kept = schedule.kept
+        """By pruning layer: the rows of each picture that survive it."""
+        after = plan.select_after if plan else {}
+        self._engines = {int(layer): chain.plan_engine(graph) for layer, graph in after.items()}
+        self._chain, self._clock, self._picture = chain, clock, rows.picture
         self._norms = {} if norms is None else {"norms": norms}
         cos, sin = chain.rotary.tables(rows.positions.rows)
         indices = {"visual_index": rows.visual.astype(np.int64), "text_index": rows.text.astype(np.int64)}
@@ -145,22 +150,17 @@ class _Selects:
         """The inputs of the next segment, with the rows that are left."""
         return {name: self._state[name] for name in ("hidden", "cos", "sin")}
 
-    def follows(self, layer: int) -> bool:
-        """Return whether one follows this layer."""
-        return str(layer) in self._after
-
     def __call__(self, layer: int, outputs: Mapping[str, Tensor]) -> Tensor:
         """Run the select after `layer` on the `outputs` of its segment, and return its `keep_index`."""
-        chain, kept_rows = self._chain, self._schedule.kept_after(layer)
-        select = chain.plan_engine(self._after[str(layer)])
+        scored = {name: outputs[name] for name in ("query", "key")}
+        given = {**self._state, "hidden": outputs["hidden_out"], **scored, **self._norms}
         with self._clock.measure("select"):
-            scored = {name: outputs[name] for name in ("query", "key")}
-            given = {**self._state, "hidden": outputs["hidden_out"], **scored, **self._norms}
-            if chain.several_images:
-                quota = np.repeat(np.arange(len(kept_rows)), kept_rows)
-                given |= {"visual_group": chain.backend.tensor(self._picture), "quota": chain.backend.tensor(quota)}
+            if self._chain.several_images:
+                rows, tensor = self.kept[layer], self._chain.backend.tensor
+                quota = np.repeat(np.arange(len(rows)), rows)
+                given |= {"visual_group": tensor(self._picture), "quota": tensor(quota)}
                 self._picture = quota
-            selected = select(given)
+            selected = self._engines[layer](given)
         self._state = {name: selected[f"{name}_out"] for name in self._state}
         return selected["keep_index"]
 
@@ -171,13 +171,12 @@ def first_logits(chain: Chain, prefilled: Prefill, clock: Stopwatch) -> Tensor:
         return chain.last({"hidden": prefilled.hidden})["logits"]
 
 
-def check_rows(graph: str, found: int, expected: int) -> None:
-    """Raise `BundleError` where a `graph` kept another number of rows than the schedule."""
-    if found != expected:
-        raise BundleError(
-            f"{graph} kept {found} visual tokens, the bundle says {expected}. Its graphs and its manifest do not "
-            "belong together: export it again."
-        )
+def other_rows(graph: str, found: int, expected: int) -> BundleError:
+    """Return the error for a `graph` that kept another number of rows than the schedule."""
+    return BundleError(
+        f"{graph} kept {found} visual tokens, the bundle says {expected}. Its graphs and its manifest do not belong "
+        "together: export it again."
+    )
 
 
 def decode_one_token(chain: Chain, cache: KVCache, row: Array) -> Tensor:

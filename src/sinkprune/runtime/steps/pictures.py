@@ -71,14 +71,19 @@ def check_order(order: object) -> str:
     return order
 
 
-def warn_of_order(order: str, given: Iterable[object]) -> None:
-    """Warn where the `order` of channels says nothing about the `given` pictures, as none of them has an array."""
-    frames = (frame for source in given for frame in (source.frames if isinstance(source, Clip) else [source]))
+def ordered(given: Iterable[PictureLike], order: object) -> tuple[PictureLike, ...]:
+    """Return the `given` pictures in RGB order; channels of arrays are in `order`, "rgb" or "bgr".
+
+    Raises `UsageError` for another order. Warns (`UserWarning`) where it says nothing, as no picture is an array.
+    """
+    order, pictures = check_order(order), tuple(given)
+    frames = (frame for source in pictures for frame in (source.frames if isinstance(source, Clip) else [source]))
     if order == "bgr" and not any(isinstance(frame, np.ndarray) for frame in frames):
         warn_user(
             "order changed nothing, because no picture is an array. Files and Pillow images have an order of their "
             "own: leave it out."
         )
+    return tuple(_with_order(source, order) for source in pictures)
 
 
 def in_rgb(array: Array, order: str) -> Array:
@@ -86,12 +91,12 @@ def in_rgb(array: Array, order: str) -> Array:
     return array[..., ::-1] if order == "bgr" else array
 
 
-def with_order(source: PictureLike, order: str) -> PictureLike:
+def _with_order(source: PictureLike, order: str) -> PictureLike:
     """Return `source` in RGB order, where it is an array, or a clip of arrays, with channels in `order`."""
     if isinstance(source, np.ndarray) and source.ndim == 3:
         return in_rgb(source, order)
     if isinstance(source, Clip) and order != "rgb":
-        return Clip([with_order(frame, order) for frame in source.frames], source.fps)  # type: ignore[misc]
+        return Clip([_with_order(frame, order) for frame in source.frames], source.fps)  # type: ignore[misc]
     return source
 
 

@@ -47,6 +47,7 @@ class Embedding:
         self._file, self._vocab, self._width = file, lm.vocab_size, lm.hidden_size
         self._precision, self._deepstack_width = manifest.precision, manifest.deepstack_width
         self._dtype = DTYPES[manifest.precision]
+        self._row_bytes = self._width * self._dtype.itemsize
         try:
             # The file begins with the length of its header.
             length = int.from_bytes(file.read_at(0, min(8, file.size)), "little")
@@ -66,15 +67,13 @@ class Embedding:
 
         Raises `BundleError` for an id without a row, and for a file that was altered.
         """
-        rows = np.empty((len(ids), self._width), self._dtype)
-        for place, token in enumerate(ids):
+        for token in ids:
             if not 0 <= token < self._vocab:
                 raise BundleError(
                     f"the tokenizer gave the token {token}, the embedding table in '{self._file.path}' has "
                     f"{self._vocab} rows. They do not belong together: export the bundle again."
                 )
-            rows[place] = self._row(self._table + token * self._width * self._dtype.itemsize)
-        return rows
+        return self._rows([self._table + token * self._row_bytes for token in ids])
 
     def deepstack_zeros(self, rows: int) -> dict[str, Array]:
         """Return the additional inputs of `decoder_0` for text rows, by name: zeros [rows,E], or no input."""
@@ -85,10 +84,11 @@ class Embedding:
 
         Raises `BundleError` if there is none.
         """
-        return self._row(self._offset(name, (self._width,)))
+        return self._rows([self._offset(name, (self._width,))])[0]
 
-    def _row(self, offset: int) -> Array:
-        return np.frombuffer(self._file.read_at(offset, self._width * self._dtype.itemsize), self._dtype)
+    def _rows(self, offsets: Sequence[int]) -> Array:
+        read = self._file.read_each(offsets, self._row_bytes)
+        return np.frombuffer(b"".join(read), self._dtype).reshape(-1, self._width)
 
     def _offset(self, name: str, shape: tuple[int, ...]) -> int:
         """Return the place in the file of the tensor of that name and shape."""

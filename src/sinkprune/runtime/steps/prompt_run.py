@@ -12,7 +12,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import PictureSchedule, VisualLayout
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.steps.chain import Chain, EncodedPicture
-from sinkprune.runtime.steps.decoding import Prefill, check_rows, kv_bytes
+from sinkprune.runtime.steps.decoding import Prefill, kv_bytes, other_rows
 from sinkprune.runtime.steps.prompt_rows import PromptRows
 from sinkprune.runtime.text.prompt import Prompt
 
@@ -56,9 +56,14 @@ def surviving_rows(backend: Backend, rows: PromptRows, result: Prefill) -> dict[
     Raises `BundleError` where a graph kept another number of rows than the schedule: the report would be wrong.
     """
     left, text, survivors = np.arange(rows.length), rows.length - len(rows.visual), {}
-    for layer, keep in result.keep_index.items():
-        left = left[backend.numpy(keep)]
-        check_rows(f"the select after layer {layer}", len(left) - text, sum(result.schedule.kept_after(layer)))
+    expected, indices = (
+        result.schedule.kept,
+        {layer: backend.numpy(keep) for layer, keep in result.keep_index.items()},
+    )
+    for layer, keep in indices.items():
+        left = left[keep]
+        if len(left) - text != sum(expected[layer]):
+            raise other_rows(f"the select after layer {layer}", len(left) - text, sum(expected[layer]))
         survivors[layer] = left
     return survivors
 

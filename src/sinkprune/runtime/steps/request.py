@@ -20,15 +20,16 @@ from sinkprune.contract.checks import (
     counted,
     creation_checks_options,
     format_value,
+    set_numbers,
     type_name,
     warn_user,
 )
 from sinkprune.contract.errors import ImageError, PromptError, UsageError
 from sinkprune.runtime.media.clip import SampledFrames, UnopenedVideo, Video
 from sinkprune.runtime.media.images import ImageBytes
-from sinkprune.runtime.steps.pictures import PictureLike, check_order, warn_of_order, with_order
+from sinkprune.runtime.steps.pictures import PictureLike, ordered
 from sinkprune.runtime.text.prompt import Text, Turn, check_call_id, text_parts
-from sinkprune.runtime.text.sampling import PENALTIES, Penalties, Sampler
+from sinkprune.runtime.text.sampling import PENALTIES, SEED, TEMPERATURE, TOP_P, Penalties, Sampler
 
 if TYPE_CHECKING:
     from sinkprune.runtime.text.tools import Tools
@@ -42,6 +43,15 @@ MAX_NEW_TOKENS = WholeNumber("max_new_tokens", 1, 10**7)
 MIN_NEW_TOKENS = WholeNumber("min_new_tokens", 0, 10**7)
 _EMPTY = "the prompt is empty. Ask something about the image, as in 'What is this?'."
 DEADLINE_MS = RealNumber("deadline_ms", 1, 86_400_000, "milliseconds, from 1 to 86400000 (a day)")
+_NUMBERS: tuple[WholeNumber | RealNumber, ...] = (
+    MAX_NEW_TOKENS,
+    MIN_NEW_TOKENS,
+    DEADLINE_MS,
+    TEMPERATURE,
+    TOP_P,
+    SEED,
+    *(one for one, _ in PENALTIES),
+)
 
 OPTIONS_OF_LOADING = ("backend", "compute", "engines", "fit", "threads")
 """Options of `Pipeline.load`, `Policy.load` and the server that requests do not have."""
@@ -118,20 +128,13 @@ class Request:
             check_type(name, getattr(self, name), (tuple, list), "a tuple, or what new_request takes")
             object.__setattr__(self, name, tuple(getattr(self, name)))
         check_plan_names(self.budget, self.method)
-        for name, count in (("max_new_tokens", MAX_NEW_TOKENS), ("min_new_tokens", MIN_NEW_TOKENS)):
-            # As int, because numpy's small integers overflow in sums.
-            object.__setattr__(self, name, count.check(getattr(self, name)))
+        # As Python's: numpy's small integers overflow in sums.
+        set_numbers(self, _NUMBERS)
         if self.min_new_tokens > self.max_new_tokens:
             raise UsageError(
                 f"min_new_tokens is {self.min_new_tokens} and max_new_tokens {self.max_new_tokens}, expected a "
                 "minimum that is no larger than the maximum. Lower the minimum, or raise the maximum."
             )
-        if self.deadline_ms is not None:
-            object.__setattr__(self, "deadline_ms", DEADLINE_MS.check(self.deadline_ms))
-        for penalty, _ in PENALTIES:
-            given = getattr(self, penalty.name)
-            if given is not None or penalty.name != "repetition_penalty":
-                object.__setattr__(self, penalty.name, penalty.check(given))
         object.__setattr__(self, "stop", stop_strings(self.stop))
         formed = any(one is not None for one in (self.schema, self.regex, self.tools))
         if formed or type(self.choice) is not tuple or self.choice:
@@ -140,7 +143,6 @@ class Request:
             check_call_id(self.tool_call_id)
         if self.system is not None:
             _check_text("system message", self.system)
-        self.new_sampler()
         for picture in self.pictures:
             check_picture(picture)
         object.__setattr__(self, "history", _turns(self.history))
@@ -181,7 +183,7 @@ class Request:
         return [one.name for one, neutral in PENALTIES if getattr(self, one.name) not in (None, neutral)]
 
     def new_sampler(self, prompt: Iterable[int] = (), repetition_penalty: float | None = None) -> Sampler:
-        """Return the sampler of one answer to a `prompt` of these tokens; raises `UsageError` out of range.
+        """Return the sampler of one answer to a `prompt` of these tokens.
 
         `repetition_penalty` is the checkpoint's own.
         """
@@ -217,12 +219,11 @@ def new_request(
             "the list of images is empty, expected at least one image. Give () for a question without an image."
         )
     given = tuple(pictures) if isinstance(pictures, (list, tuple)) else (pictures,)
-    order = check_order(order)
     if "choice" in options:
         from sinkprune.runtime.text.answer_form import given_choices
 
         given_choices(options["choice"])
-    sources = tuple(with_order(source, order) for source in given)
+    sources = ordered(given, order)
     texts = tuple(prompt) if isinstance(prompt, (list, tuple)) else (prompt,)
     history = list(_turns(options.pop("history", ())))
     places = sum(turn.pictures for turn in history) + len(texts) - 1
@@ -238,7 +239,6 @@ def new_request(
         warn_user(greedy_note(unused))
     if request.choice and request.penalties:
         warn_user(choice_note(request.penalties))
-    warn_of_order(order, given)
     return request
 
 

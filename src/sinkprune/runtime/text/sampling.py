@@ -63,10 +63,8 @@ class Sampler:
         seed: int | None = None,
         penalties: Penalties | None = None,
     ) -> None:
-        """Sample greedily at `temperature` 0; raises `UsageError` outside `TEMPERATURE`, `TOP_P` and `SEED`."""
-        self._temperature, self._top_p = TEMPERATURE.check(temperature), TOP_P.check(top_p)
-        self._seed = None if seed is None else SEED.check(seed)
-        self._penalties = penalties
+        """Sample greedily at `temperature` 0. Numbers are within `TEMPERATURE`, `TOP_P` and `SEED`."""
+        self._temperature, self._top_p, self._seed, self._penalties = temperature, top_p, seed, penalties
 
     def __call__(self, logits: Array, allowed: Array | None = None) -> int:
         """Return a token id for logits [vocab], ties to the lower id; raises `NumericsError` if any is not finite.

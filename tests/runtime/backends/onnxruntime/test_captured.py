@@ -17,10 +17,9 @@ from sinkprune import Policy
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BackendError
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.onnxruntime import backend as ort
-from sinkprune.runtime.backends.onnxruntime import device_graphs as captured
+from sinkprune.runtime.backends.onnxruntime import cuda
 from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend
-from sinkprune.runtime.backends.onnxruntime.device_graphs import CUDA, CapturedEngine
+from sinkprune.runtime.backends.onnxruntime.cuda import CUDA, CapturedEngine, OrtCudaBackend
 from sinkprune.runtime.system import Turns
 from support.models.small_models import PI0_SHAPES, PI05_SHAPES
 from support.references.pi0 import INSTRUCTION
@@ -33,7 +32,7 @@ class Backend(OrtBackend):
     """`ort-cpu`, whose repeated calls run as on a GPU."""
 
     def __init__(self) -> None:
-        super().__init__("ort-cpu", CPU, 1, "fp32")
+        super().__init__("ort-cpu", 1, "fp32")
         self.turn = Turns()
 
     def load_repeated(self, model: Model) -> CapturedEngine:
@@ -59,7 +58,7 @@ def act(policy: Policy, photo: Image.Image, seed: int, budget: str, words: str =
     return policy.act(frames, INSTRUCTION + words, state, budget=budget, seed=seed, steps=3).actions
 
 
-@pytest.mark.parametrize("most", [captured.MOST, 1, 0])
+@pytest.mark.parametrize("most", [cuda.MOST, 1, 0])
 @pytest.mark.parametrize("name", [min(PI0_SHAPES), min(PI05_SHAPES)])
 def test_chunks_are_the_same_whatever_came_before(
     name: str,
@@ -68,7 +67,7 @@ def test_chunks_are_the_same_whatever_came_before(
     photo: Image.Image,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(captured, "MOST", most)
+    monkeypatch.setattr(cuda, "MOST", most)
     ours, theirs = policies(name)
     for seed in range(3):
         for budget in BUDGETS:
@@ -151,9 +150,9 @@ def test_on_a_gpu_only_the_expert_is_captured_and_all_backends_take_turns(
 
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [CUDA[0]])
     monkeypatch.setattr(onnxruntime, "InferenceSession", session)
-    monkeypatch.setattr(ort, "load_cuda_libraries", lambda _: None)
-    monkeypatch.setattr(ort, "gpu_name", lambda: "a stand-in")
-    backend, other = (OrtBackend("ort-cuda", CUDA[0], 1, "fastest") for _ in range(2))
+    monkeypatch.setattr(cuda, "load_cuda_libraries", lambda _: None)
+    monkeypatch.setattr(cuda, "gpu_name", lambda: "a stand-in")
+    backend, other = (OrtCudaBackend("ort-cuda", 1, "fastest") for _ in range(2))
     assert isinstance(backend.turn, Turns) and backend.turn is other.turn
     opened = read_bundle(bundle("pi0", budgets=BUDGETS[1:], max_images=2))
     backend.load(Model.of_bundle(opened, "vision"))

@@ -12,7 +12,7 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.runtime.backends.onnxruntime import backend as ort
-from sinkprune.runtime.backends.onnxruntime.device_graphs import GpuMemory
+from sinkprune.runtime.backends.onnxruntime.cuda import GpuMemory
 from support.references.same_answers import assert_equal
 
 
@@ -26,7 +26,7 @@ def test_new_buffers_are_zero_and_apart(dtype: type, rows: int) -> None:
     own = memory()
     first, second = own.buffers(2, (1, 3, rows, 4), np.dtype(dtype))
     if rows:
-        own.copy_rows(own.tensor(np.ones((1, 3, 1, 4), dtype)), first, 0, 1)
+        own.copy_rows([(own.tensor(np.ones((1, 3, 1, 4), dtype)), first)], 0, 1)
         assert first.numpy()[:, :, :1].all()
     np.testing.assert_array_equal(first.numpy()[:, :, 1:], np.zeros((1, 3, max(rows - 1, 0), 4), dtype))
     np.testing.assert_array_equal(second.numpy(), np.zeros((1, 3, rows, 4), dtype), strict=True)
@@ -43,7 +43,7 @@ def test_rows_are_written_in_place_and_nothing_else_is(dtype: type, place: int, 
     own = memory()
     target, source = own.tensor(cache.copy()), own.tensor(new)
     where = target.data_ptr()
-    own.copy_rows(source, target, place, rows)
+    own.copy_rows([(source, target)], place, rows)
     assert target.data_ptr() == where
     np.testing.assert_array_equal(target.numpy(), expected)
     np.testing.assert_array_equal(source.numpy(), new)

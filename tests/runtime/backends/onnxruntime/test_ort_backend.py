@@ -16,7 +16,7 @@ import pytest
 from sinkprune import Pipeline
 from sinkprune.contract.errors import BackendError
 from sinkprune.runtime.backends import load_backend
-from sinkprune.runtime.backends.onnxruntime.library import gpu_name
+from sinkprune.runtime.backends.onnxruntime.cuda import gpu_name
 
 
 def test_what_is_read_from_a_tensor_lies_in_memory_of_its_own() -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import prod
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -16,19 +21,18 @@ from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import KNOWN, Compute
 from sinkprune.runtime.backends.kv_cache import BufferedDecoder, CacheMemory, cache_names, joined
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.onnxruntime.device_graphs import CUDA, CapturedEngine, CpuMemory, GpuMemory, Provider
 from sinkprune.runtime.backends.onnxruntime.library import (
     DTYPES,
-    failing_in,
-    gpu_name,
+    Provider,
+    failed,
     import_onnxruntime,
-    load_cuda_libraries,
+    provider_name,
     session_options,
     session_path,
     share_arena,
     words,
 )
-from sinkprune.runtime.system import Turns, trim_heap, usable_cores
+from sinkprune.runtime.system import trim_heap, usable_cores
 
 _TOO_NEW = (
     "Unsupported model IR version",
@@ -36,56 +40,101 @@ _TOO_NEW = (
     "Could not find an implementation for",
 )
 """Errors of onnxruntime for a file, an opset and an operator of a later ONNX."""
-_PROVIDERS = {"ort-cpu": "CPUExecutionProvider", "ort-cuda": "CUDAExecutionProvider"}
-_WITH_OPTIONS = {"CUDAExecutionProvider": CUDA}
-_CAPTURING: Provider = (CUDA[0], {**CUDA[1], "enable_cuda_graph": "1"})
-"""The provider of sessions whose calls are captured."""
-_DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
-_GPU_TURNS = Turns()
-"""While a thread of this process captures, CUDA refuses most calls of the others, and the capture fails."""
+
+# The size of a cache line and of the widest vector: unaligned reads take two accesses.
+_ALIGNMENT = 64
 
 
-def open_backend(name: str, threads: int | None, compute: Compute, built: BuiltEngines | None) -> OrtBackend:
-    """Open the backend `name` for the engines `built`, if any; raises `BackendError` and `EnginesError`."""
-    return opened(OrtBackend, name, _PROVIDERS[name], threads, compute, built)
+class HostBuffers:
+    """A pool that lends the smallest free block that is large enough.
+
+    Where none is, it frees the largest free block and allocates a new one. So there are never more blocks than were
+    in use at once, and none is larger than a request needed.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Array] = []
+        # Filled by finalizers, which may run in any thread at any moment, also within `lend`.
+        self._returned: deque[Array] = deque()
+        self._lock = Lock()
+
+    def lend(self, size: int) -> Array:
+        """Return uint8 [`size`] with any content; the block returns with its last reference or view."""
+        with self._lock:
+            block = self._block(size)
+        start = -block.ctypes.data % _ALIGNMENT
+        # Views of a memoryview's array keep that array alive. Views of an array keep only its base alive.
+        lent = np.frombuffer(block.data[start : start + size], np.uint8)
+        weakref.finalize(lent, self._returned.append, block).atexit = False
+        return lent
+
+    def _block(self, size: int) -> Array:
+        while self._returned:
+            insort(self._free, self._returned.popleft(), key=_size)
+        place = bisect_left(self._free, size, key=_size)
+        if place < len(self._free):
+            return self._free.pop(place)
+        if self._free:
+            self._free.pop()
+        return np.empty(size + _ALIGNMENT, np.uint8)
+
+
+def _size(block: Array) -> int:
+    return block.nbytes - _ALIGNMENT
+
+
+class CpuMemory(CacheMemory):
+    """Buffers in host memory, which later requests reuse."""
+
+    def __init__(self, onnxruntime: Any) -> None:
+        self._ort, self._blocks = onnxruntime, HostBuffers()
+
+    def tensor(self, array: Array) -> Any:
+        return self._ort.OrtValue.ortvalue_from_numpy(array)
+
+    def rows(self, tensor: Any) -> int:
+        return int(tensor.shape()[1])
+
+    def buffers(self, count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Any]:
+        # One block for all. The OrtValues keep it alive.
+        block = self._blocks.lend(count * prod(shape) * dtype.itemsize)
+        return [self.tensor(buffer) for buffer in block.view(dtype).reshape(count, *shape)]
+
+    def copy_rows(self, pairs: Iterable[tuple[Any, Any]], place: int, rows: int) -> None:
+        for source, target in pairs:
+            target.numpy()[:, :, place : place + rows] = source.numpy()[:, :, :rows]
+
+    def zero_rows(self, targets: Iterable[Any], first: int) -> None:
+        for target in targets:
+            target.numpy()[:, :, first:] = 0
 
 
 class OrtBackend(Backend):
     """ONNX Runtime with one execution provider. Calls of engines return when they are done."""
 
-    def __init__(self, name: str, provider: str, threads: int | None, compute: Compute) -> None:
-        ort = import_onnxruntime(name)
-        if provider not in ort.get_available_providers():
+    device = "cpu"
+    provider: Provider = "CPUExecutionProvider"
+
+    def __init__(self, name: str, threads: int | None, compute: Compute) -> None:
+        self._ort = ort = import_onnxruntime(name)
+        available = ort.get_available_providers()
+        if provider_name(self.provider) not in available:
             raise BackendError(
-                f"backend '{name}' needs {provider}, this onnxruntime has {', '.join(ort.get_available_providers())}."
+                f"backend '{name}' needs {provider_name(self.provider)}, this onnxruntime has {', '.join(available)}."
                 " For CUDA: pip uninstall onnxruntime && pip install 'sinkprune[cuda]'."
             )
-        gpu = {}
-        if provider == "CUDAExecutionProvider":
-            load_cuda_libraries(ort)
-            gpu = {"gpu": gpu_name()}
         share_arena(ort)
-        self._ort = ort
-        self._provider = provider
-        self._device = _DEVICES[provider]
         self.name = name
         self.threads = threads or usable_cores()
         self._rounds_rows = compute == "fastest"
         self.compute = "the graphs' types" + (", int8 where weights are" if self._rounds_rows else "")
         self.cache = "the graphs' type"
-        self.versions = {"onnxruntime": ort.__version__, **gpu}
-        self.turn: AbstractContextManager[Any] = nullcontext() if self._device == "cpu" else _GPU_TURNS
-        self._caches: CacheMemory = CpuMemory(ort) if self._device == "cpu" else GpuMemory(ort)
+        self.versions = {"onnxruntime": ort.__version__}
+        self.turn: AbstractContextManager[Any] = nullcontext()
+        self._caches: CacheMemory = CpuMemory(ort)
 
     def load(self, model: Model) -> Engine:
         return self._load(model, {})
-
-    def load_repeated(self, model: Model) -> Engine:
-        if self._device == "cpu":
-            return self.load(model)
-        with self.turn:
-            session, _ = self._open(model, _CAPTURING)
-        return CapturedEngine(self._ort, model, session, CUDA, self._device)
 
     def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> Decoder:
         # The output is bound to the input's buffer; otherwise onnxruntime copies all of it.
@@ -95,8 +144,8 @@ class OrtBackend(Backend):
     def _load(self, model: Model, in_place: Mapping[str, str]) -> _OrtEngine:
         """Load the engine of one graph. `in_place` maps outputs to the inputs in whose memory they are written."""
         with self.turn:
-            session, held = self._open(model, _WITH_OPTIONS.get(self._provider, self._provider))
-        return _OrtEngine(model.graph, session, self._device, held, in_place)
+            session, held = self._open(model, self.provider)
+        return _OrtEngine(model.graph, session, self.device, held, in_place)
 
     def _open(self, model: Model, provider: Provider) -> tuple[Any, list[Any]]:
         """Return a session of one graph, and weights that must live as long as it does."""
@@ -119,9 +168,9 @@ class OrtBackend(Backend):
             session = self._session(model, model.onnx, options, provider)
         if self._reads_files(model):
             session = self._session_in_memory(model, options, provider)
-        if self._provider not in session.get_providers():
+        if provider_name(provider) not in session.get_providers():
             raise BackendError(
-                f"backend '{self.name}': {self._provider} did not start and onnxruntime fell back to "
+                f"backend '{self.name}': {provider_name(provider)} did not start and onnxruntime fell back to "
                 f"{', '.join(session.get_providers())}. Check the CUDA and cuDNN libraries it needs."
             )
         if model.weights:
@@ -135,7 +184,7 @@ class OrtBackend(Backend):
 
         On some processors onnxruntime does not pack a matrix, and keeps its file mapped.
         """
-        return self._device == "cpu" and bool(model.weights) and not model.built and model.is_mapped()
+        return self.device == "cpu" and bool(model.weights) and not model.built and model.is_mapped()
 
     def _session(self, model: Model, path_or_bytes: str | bytes, options: Any, provider: Provider) -> Any:
         try:
@@ -176,13 +225,13 @@ class OrtBackend(Backend):
         On a CPU onnxruntime maps weights from their file. It packs matrices and then releases the file. All other
         weights it keeps reading there, and a truncated file would end the process.
         """
-        small = [weight for weight in model.weights if self._device == "cpu" and not weight.multiplied]
+        small = [weight for weight in model.weights if self.device == "cpu" and not weight.multiplied]
         values = [self._ort.OrtValue.ortvalue_from_numpy(model.weight(weight)) for weight in small]
         options.add_external_initializers([weight.name for weight in small], values)
         return values
 
     def tensor(self, array: Array) -> Any:
-        return self._ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), self._device, 0)
+        return self._ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), self.device, 0)
 
     def numpy(self, tensor: Any) -> Array:
         """Return `tensor` as a host array in its own memory."""
@@ -214,8 +263,10 @@ class _OrtEngine:
                 binding.bind_ortvalue_output(name, inputs[self._in_place[name]])
             else:
                 binding.bind_output(name, self._device)
-        with failing_in(self._graph, inputs):
+        try:
             self._session.run_with_iobinding(binding)
+        except Exception as error:
+            raise failed(self._graph, inputs, error) from error
         return dict(zip(self._outputs, binding.get_outputs(), strict=True))
 
 
@@ -230,18 +281,22 @@ def _specs(values: Sequence[Any]) -> list[TensorSpec]:
     ]
 
 
+def open_backend(name: str, threads: int | None, compute: Compute, built: BuiltEngines | None) -> OrtBackend:
+    """Open the backend `name` for the engines `built`, if any; raises `BackendError` and `EnginesError`."""
+    return opened(OrtBackend, name, threads, compute, built)
+
+
 def opened(
     kind: type[OrtBackend],
     name: str,
-    provider: str,
     threads: int | None,
     compute: Compute,
     built: BuiltEngines | None,
 ) -> OrtBackend:
     """Return a backend of this `kind` that fits the engines `built`; raises `BackendError` and `EnginesError`."""
     if built is not None:
-        built.check_processor(provider)
-    backend = kind(name, provider, threads, compute)
+        built.check_processor(provider_name(kind.provider))
+    backend = kind(name, threads, compute)
     if built is not None:
         libraries = (version for library, version in backend.versions.items() if library != "gpu")
         built.check_library(KNOWN[name].target, "+".join(libraries))

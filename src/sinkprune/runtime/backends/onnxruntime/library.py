@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Mapping
 from functools import cache
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -43,40 +40,6 @@ def import_onnxruntime(name: str) -> Any:
     return onnxruntime
 
 
-def load_cuda_libraries(onnxruntime: Any) -> None:
-    """Load CUDA and cuDNN from NVIDIA's Python packages, where these are installed.
-
-    Otherwise the system finds them, or the provider does not start. The library prints what it does not find.
-    """
-    if hasattr(onnxruntime, "preload_dlls"):
-        with redirect_stdout(StringIO()):
-            onnxruntime.preload_dlls(directory="")
-
-
-def gpu_name() -> str:
-    """Return the name of the first CUDA device, as the driver has it; raises `BackendError` where there is none.
-
-    Source: CUDA Driver API. ONNX Runtime's Python does not tell it.
-    """
-    name, device = ctypes.create_string_buffer(256), ctypes.c_int()
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise BackendError(f"'ort-cuda' needs an NVIDIA driver, and libcuda does not load ({error}).") from error
-    calls = (
-        (driver.cuInit, 0),
-        (driver.cuDeviceGet, ctypes.byref(device), 0),
-        (driver.cuDeviceGetName, name, len(name), device),
-    )
-    for call, *arguments in calls:
-        if (status := call(*arguments)) != 0:
-            raise BackendError(
-                f"'ort-cuda' needs a GPU, and {call.__name__} of the NVIDIA driver failed with {status}. "
-                "nvidia-smi -L lists the GPUs."
-            )
-    return name.value.decode()
-
-
 @cache
 def share_arena(onnxruntime: Any) -> None:
     """Create the arena that sessions with `session.use_env_allocators` share, once in a process.
@@ -102,6 +65,15 @@ def session_options(onnxruntime: Any) -> Any:
     return options
 
 
+Provider = str | tuple[str, dict[str, str]]
+"""An execution provider, with its options if it has any."""
+
+
+def provider_name(provider: Provider) -> str:
+    """Return the name of an execution provider."""
+    return provider if isinstance(provider, str) else provider[0]
+
+
 def session_path(path: Path) -> str:
     """Return `path` as sessions take it; raises `BackendError` for a path that is not UTF-8."""
     try:
@@ -119,15 +91,13 @@ def words(error: Exception) -> str:
     return " ".join(str(error).split()).removesuffix(".")
 
 
-@contextmanager
-def failing_in(graph: str, inputs: Mapping[str, Any]) -> Iterator[None]:
-    """Raise onnxruntime's errors in this block, where it runs `graph` on `inputs`, as a `BackendError`."""
-    try:
-        yield
-    except Exception as error:
-        # onnxruntime has no common base class for its errors.
-        shapes = ", ".join(f"{name} {value.shape()}" for name, value in inputs.items())
-        raise BackendError(
-            f"graph '{graph}' failed in onnxruntime on {shapes}: {words(error)}. If memory ran out, end other "
-            "programs; if not, export the bundle again."
-        ) from error
+def failed(graph: str, inputs: Mapping[str, Any], error: Exception) -> BackendError:
+    """Return what to raise for an `error` of onnxruntime, which ran `graph` on `inputs`.
+
+    Its errors have no common base class.
+    """
+    shapes = ", ".join(f"{name} {value.shape()}" for name, value in inputs.items())
+    return BackendError(
+        f"graph '{graph}' failed in onnxruntime on {shapes}: {words(error)}. If memory ran out, end other "
+        "programs; if not, export the bundle again."
+    )

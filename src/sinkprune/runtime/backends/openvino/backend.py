@@ -209,15 +209,15 @@ OF_OPENVINO = "vision"
 
 def open_with_onnxruntime(name: str, threads: int | None, compute: Compute, built: BuiltEngines | None) -> OrtBackend:
     """Open the backend `name` for the engines `built`, if any; raises `BackendError` and `EnginesError`."""
-    return opened(OrtWithOpenVinoBackend, name, "CPUExecutionProvider", threads, compute, built)
+    return opened(OrtWithOpenVinoBackend, name, threads, compute, built)
 
 
 class OrtWithOpenVinoBackend(OrtBackend):
     """`ort-cpu`, with the graph `OF_OPENVINO` on `openvino`. Tensors are OrtValues."""
 
-    def __init__(self, name: str, provider: str, threads: int | None, compute: Compute) -> None:
+    def __init__(self, name: str, threads: int | None, compute: Compute) -> None:
         """Raises `BackendError` where one of the libraries is missing."""
-        super().__init__(name, provider, threads, compute)
+        super().__init__(name, threads, compute)
         # Imported here, so that an error names this backend.
         import_openvino(name)
         self._openvino = OpenVinoBackend("openvino", threads, compute)

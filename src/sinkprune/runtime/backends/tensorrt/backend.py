@@ -6,7 +6,7 @@ memory safe. Never run on a GPU yet; tested with fakes of the library and the de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from math import prod
@@ -167,18 +167,20 @@ class TensorRTBackend(Backend, CacheMemory):
         size = prod(shape) * dtype.itemsize
         return [DeviceTensor(self._pool.allocate(size), shape, dtype) for _ in range(count)]
 
-    def copy_rows(self, source: DeviceTensor, target: DeviceTensor, place: int, rows: int) -> None:
-        _, heads, given, size = source.shape
-        row, room = size * source.dtype.itemsize, target.shape[2]
-        self._device.copy_lines(
-            target.address + place * row, room * row, source.address, given * row, rows * row, heads
-        )
+    def copy_rows(self, pairs: Iterable[tuple[DeviceTensor, DeviceTensor]], place: int, rows: int) -> None:
+        for source, target in pairs:
+            _, heads, given, size = source.shape
+            row, room = size * source.dtype.itemsize, target.shape[2]
+            self._device.copy_lines(
+                target.address + place * row, room * row, source.address, given * row, rows * row, heads
+            )
 
-    def zero_rows(self, target: DeviceTensor, first: int) -> None:
-        _, heads, room, size = target.shape
-        row = size * target.dtype.itemsize
-        if first < room:
-            self._device.zero_lines(target.address + first * row, room * row, (room - first) * row, heads)
+    def zero_rows(self, targets: Iterable[DeviceTensor], first: int) -> None:
+        for target in targets:
+            _, heads, room, size = target.shape
+            row = size * target.dtype.itemsize
+            if first < room:
+                self._device.zero_lines(target.address + first * row, room * row, (room - first) * row, heads)
 
     def mark(self) -> Any:
         # While another thread captures a graph, the event would be captured too.

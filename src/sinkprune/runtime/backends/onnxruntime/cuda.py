@@ -1,4 +1,4 @@
-"""Caches and captured CUDA graphs of ONNX Runtime.
+"""ONNX Runtime on a CUDA GPU: caches in its memory, and captured CUDA graphs.
 
 ONNX Runtime's Python copies whole tensors only, and from or to the host, so small graphs copy rows on the device.
 The few fields of their files are encoded here, because the package onnx is too large for a robot.
@@ -6,19 +6,27 @@ The few fields of their files are encoded here, because the package onnx is too 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ctypes
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import prod
+from io import StringIO
 from typing import Any
 from weakref import ref
 
 import numpy as np
 
+from sinkprune.contract.errors import BackendError
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.backends.kv_cache import CacheMemory, HostBuffers
+from sinkprune.runtime.backends import Engine
+from sinkprune.runtime.backends.compatibility import BuiltEngines
+from sinkprune.runtime.backends.known import Compute
+from sinkprune.runtime.backends.kv_cache import CacheMemory
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.onnxruntime.library import DTYPES, failing_in, session_options
+from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend, opened
+from sinkprune.runtime.backends.onnxruntime.library import DTYPES, Provider, failed, session_options
+from sinkprune.runtime.system import Turns
 
 _INT64 = 7
 _ELEMENT_TYPES = {"float32": 1, "float16": 10}
@@ -95,10 +103,68 @@ def _key(number: int, wire_type: int) -> bytes:
     return bytes([key]) if key < 128 else bytes([key & 127 | 128, key >> 7])
 
 
-Provider = str | tuple[str, dict[str, str]]
-"""An execution provider, with its options if it has any."""
 CUDA = ("CUDAExecutionProvider", {"use_tf32": "0"})
 """fp32 products round nothing to TF32: selection must choose the same tokens as on a CPU."""
+_CAPTURING: Provider = (CUDA[0], {**CUDA[1], "enable_cuda_graph": "1"})
+"""The provider of sessions whose calls are captured."""
+_TURNS = Turns()
+"""While a thread of this process captures, CUDA refuses most calls of the others, and the capture fails."""
+
+
+class OrtCudaBackend(OrtBackend):
+    """ONNX Runtime on the first CUDA GPU. Threads take turns."""
+
+    device, provider = "cuda", CUDA
+
+    def __init__(self, name: str, threads: int | None, compute: Compute) -> None:
+        super().__init__(name, threads, compute)
+        load_cuda_libraries(self._ort)
+        self.versions["gpu"] = gpu_name()
+        self.turn, self._caches = _TURNS, GpuMemory(self._ort)
+
+    def load_repeated(self, model: Model) -> Engine:
+        with self.turn:
+            session, _ = self._open(model, _CAPTURING)
+        return CapturedEngine(self._ort, model, session, CUDA, self.device)
+
+
+def open_backend(name: str, threads: int | None, compute: Compute, built: BuiltEngines | None) -> OrtBackend:
+    """Open the backend `name` for the engines `built`, if any; raises `BackendError` and `EnginesError`."""
+    return opened(OrtCudaBackend, name, threads, compute, built)
+
+
+def load_cuda_libraries(onnxruntime: Any) -> None:
+    """Load CUDA and cuDNN from NVIDIA's Python packages, where these are installed.
+
+    Otherwise the system finds them, or the provider does not start. The library prints what it does not find.
+    """
+    if hasattr(onnxruntime, "preload_dlls"):
+        with redirect_stdout(StringIO()):
+            onnxruntime.preload_dlls(directory="")
+
+
+def gpu_name() -> str:
+    """Return the name of the first CUDA device, as the driver has it; raises `BackendError` where there is none.
+
+    Source: CUDA Driver API. ONNX Runtime's Python does not tell it.
+    """
+    name, device = ctypes.create_string_buffer(256), ctypes.c_int()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise BackendError(f"'ort-cuda' needs an NVIDIA driver, and libcuda does not load ({error}).") from error
+    calls = (
+        (driver.cuInit, 0),
+        (driver.cuDeviceGet, ctypes.byref(device), 0),
+        (driver.cuDeviceGetName, name, len(name), device),
+    )
+    for call, *arguments in calls:
+        if (status := call(*arguments)) != 0:
+            raise BackendError(
+                f"'ort-cuda' needs a GPU, and {call.__name__} of the NVIDIA driver failed with {status}. "
+                "nvidia-smi -L lists the GPUs."
+            )
+    return name.value.decode()
 
 
 def small_session(onnxruntime: Any, graph: bytes, provider: Provider) -> Any:
@@ -107,9 +173,14 @@ def small_session(onnxruntime: Any, graph: bytes, provider: Provider) -> Any:
     return onnxruntime.InferenceSession(graph, options, providers=[provider], enable_fallback=0)
 
 
-class _OrtMemory(CacheMemory):
-    def __init__(self, onnxruntime: Any, device: str) -> None:
+class GpuMemory(CacheMemory):
+    """Buffers in GPU memory, which ONNX Runtime's allocator reuses. Graphs fill them and copy rows on the device."""
+
+    def __init__(self, onnxruntime: Any, provider: Provider = CUDA, device: str = "cuda") -> None:
         self._ort, self._device = onnxruntime, device
+        self._session = lru_cache(lambda graph, dtype: small_session(onnxruntime, graph(dtype), provider))
+        # All layers of a call write rows to the same places.
+        self._places = lru_cache(maxsize=1)(self._new_places)
 
     def tensor(self, array: Array) -> Any:
         return self._ort.OrtValue.ortvalue_from_numpy(array, self._device, 0)
@@ -117,50 +188,22 @@ class _OrtMemory(CacheMemory):
     def rows(self, tensor: Any) -> int:
         return int(tensor.shape()[1])
 
-
-class CpuMemory(_OrtMemory):
-    """Buffers in host memory, which later requests reuse."""
-
-    def __init__(self, onnxruntime: Any) -> None:
-        super().__init__(onnxruntime, "cpu")
-        self._blocks = HostBuffers()
-
-    def buffers(self, count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Any]:
-        # One block for all. The OrtValues keep it alive.
-        block = self._blocks.lend(count * prod(shape) * dtype.itemsize)
-        return [self.tensor(buffer) for buffer in block.view(dtype).reshape(count, *shape)]
-
-    def copy_rows(self, source: Any, target: Any, place: int, rows: int) -> None:
-        target.numpy()[:, :, place : place + rows] = source.numpy()[:, :, :rows]
-
-    def zero_rows(self, target: Any, first: int) -> None:
-        target.numpy()[:, :, first:] = 0
-
-
-class GpuMemory(_OrtMemory):
-    """Buffers in GPU memory, which ONNX Runtime's allocator reuses. Graphs fill them and copy rows on the device."""
-
-    def __init__(self, onnxruntime: Any, provider: Provider = CUDA, device: str = "cuda") -> None:
-        super().__init__(onnxruntime, device)
-        self._session = lru_cache(lambda graph, dtype: small_session(onnxruntime, graph(dtype), provider))
-        # All layers of a call write rows to the same places.
-        self._places = lru_cache(maxsize=1)(self._new_places)
-
     def buffers(self, count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Any]:
         binding = self._session(zeros_graph, dtype.name).io_binding()
         binding.bind_cpu_input("shape", np.array(shape, np.int64))
         return [self._new_output(dtype.name, binding) for _ in range(count)]
 
-    def copy_rows(self, source: Any, target: Any, place: int, rows: int) -> None:
-        session = self._session(scatter_graph, DTYPES[target.data_type()])
-        binding = session.io_binding()
-        inputs = {"target": target, "source": source, **self._places(target.shape()[1], place, rows)}
-        for name, value in inputs.items():
-            binding.bind_ortvalue_input(name, value)
-        binding.bind_ortvalue_output("written", target)
-        session.run_with_iobinding(binding)
+    def copy_rows(self, pairs: Iterable[tuple[Any, Any]], place: int, rows: int) -> None:
+        for source, target in pairs:
+            session = self._session(scatter_graph, DTYPES[target.data_type()])
+            binding = session.io_binding()
+            inputs = {"target": target, "source": source, **self._places(target.shape()[1], place, rows)}
+            for name, value in inputs.items():
+                binding.bind_ortvalue_input(name, value)
+            binding.bind_ortvalue_output("written", target)
+            session.run_with_iobinding(binding)
 
-    def zero_rows(self, target: Any, first: int) -> None:
+    def zero_rows(self, targets: Iterable[Any], first: int) -> None:
         """Do nothing: `buffers` returns zeros, and these rows were not written since."""
 
     def _new_output(self, dtype: str, binding: Any) -> Any:
@@ -204,7 +247,7 @@ class CapturedEngine:
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return all outputs by name, from all inputs by name; called in a `turn`."""
-        with failing_in(self._model.graph, inputs):
+        try:
             call = self._call_of(inputs)
             changed = [name for name in self._inputs if inputs[name] is not call.copied_from(name)]
             # After an error in between, nothing counts as copied.
@@ -213,6 +256,8 @@ class CapturedEngine:
             self._session.run_with_iobinding(call.binding, call.options)
             call.copied = {name: ref(value) for name, value in inputs.items()}
             return dict(zip(call.outputs, self._copy(list(call.outputs.values())), strict=True))
+        except Exception as error:
+            raise failed(self._model.graph, inputs, error) from error
 
     def _call_of(self, inputs: Mapping[str, Any]) -> _Call:
         shapes = tuple(tuple(inputs[name].shape()) for name in self._inputs)
