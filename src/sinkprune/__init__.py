@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from sinkprune.policies.report import ActionDeadline, ActionFlops, ActionReport
     from sinkprune.runtime.camera import Camera
     from sinkprune.runtime.hooks import Observer
+    from sinkprune.runtime.loading import LoadOptions
     from sinkprune.runtime.media.clip import Clip
     from sinkprune.runtime.media.video_file import VideoFile
     from sinkprune.runtime.overlay import overlay
@@ -103,6 +104,7 @@ __all__ = [
     "FirstFrameWarning",
     "ImageError",
     "Kept",
+    "LoadOptions",
     "NewTokensError",
     "NoSensorError",
     "NumericsError",
@@ -149,12 +151,13 @@ _NAMES = {
     "policies.policy": "Policy",
     "policies.report": "ActionDeadline ActionFlops ActionReport",
     "runtime.camera": "Camera",
+    "runtime.hooks": "Observer",
+    "runtime.loading": "LoadOptions",
     "runtime.media.clip": "Clip",
     "runtime.media.video_file": "VideoFile",
     "runtime.overlay": "overlay",
     "deadlines.pipeline": "Pipeline",
     "runtime.steps.answer": "Answer DeadlineReport Kept",
-    "runtime.steps.observer": "Observer",
     "runtime.steps.request": "Request",
     "runtime.stream": "Stream",
     "runtime.text.prompt": "Turn",

@@ -16,7 +16,7 @@ from PIL import Image
 from sinkprune import Policy
 from sinkprune.contract.budgets import parse_budget, prune_layers
 from sinkprune.contract.manifest import LanguageModel, PolicyFacts
-from sinkprune.policies.observation import state_prompt
+from sinkprune.runtime.families.pi0 import state_prompt
 from support.models.small_models import PI05_SHAPES
 from support.references.pi0 import frames, masked_prefix, sanitized_rows
 from support.references.pi05 import Pi05Reference, state_text

@@ -13,6 +13,7 @@ from sinkprune.contract.checks import WholeNumber, counted, format_value, is_num
 from sinkprune.contract.errors import ImageError, PromptError, UnitsWarning, UnusualStateWarning, UsageError
 from sinkprune.contract.manifest import CAMERA_PREFIX, Manifest, NumberRanges, PolicyFacts
 from sinkprune.contract.precision import Array
+from sinkprune.runtime.families.pi0 import state_prompt
 from sinkprune.runtime.steps.pictures import PictureLike, ordered
 from sinkprune.runtime.steps.request import check_picture, check_texts
 
@@ -128,16 +129,6 @@ def unusual_state(policy: PolicyFacts, state: Array) -> str | None:
         f"the state is far outside the policy's training data: normalised, it is beyond {_UNUSUAL} or -{_UNUSUAL} at "
         f"place {', '.join(far)}. Check its units, for example degrees for radians, and the order of its numbers."
     )
-
-
-def state_prompt(policy: PolicyFacts, instruction: str, state: Array) -> str:
-    """Return the text of a prompt with the normalised `state` [1,1,state_dim] in 256 bins from -1 to 1.
-
-    As openpi's `PaligemmaTokenizer` and LeRobot write it: numbers below -1 are in bin -1, and those from 1 on in 255.
-    """
-    bins = np.digitize(state[0, 0, : len(policy.usual_state)], np.linspace(-1, 1, 257)[:-1]) - 1
-    words = instruction.strip().replace("_", " ").replace("\n", " ")
-    return f"Task: {words}, State: {' '.join(map(str, bins))};\nAction: "
 
 
 def robot_actions(policy: PolicyFacts, actions: Array) -> Array:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 from sinkprune.contract.budgets import UNPRUNED, Plan
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.checks import check_plan_names, check_type, checks_options, checks_options_and
+from sinkprune.contract.checks import check_options, check_plan_names, check_type, checks_options, checks_options_and
 from sinkprune.contract.command_line.progress import shown_progress
 from sinkprune.contract.manifest import PolicyFacts
 from sinkprune.contract.precision import Array
@@ -24,14 +24,12 @@ from sinkprune.policies.observation import Cameras, Observation, observed
 from sinkprune.policies.report import ActionReport
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines
-from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.hooks import NOBODY, Observer
-from sinkprune.runtime.loading import During, StaysInProcess, check_kind, load_model, open_with_backend
+from sinkprune.runtime.loading import LOAD_OPTIONS, LoadOptions, StaysInProcess, check_kind, load_model
 from sinkprune.runtime.steps.chain import Wrap
-from sinkprune.runtime.steps.request import DEADLINE_MS, OPTIONS_OF_LOADING
+from sinkprune.runtime.steps.request import DEADLINE_MS
 
 _OF_ACT = ("budget", "method", "steps", "seed", "noise", "deadline_ms", "min_steps", "order")
-_OF_LOADING = [name for name in OPTIONS_OF_LOADING if name != "fit"]
 
 
 class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
@@ -58,44 +56,17 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
         self._times = StepTimes(self._model.chain, self.facts)
 
     @classmethod
-    @checks_options_and(dict.fromkeys(_OF_ACT, "Policy.act"))
-    def load(
-        cls,
-        bundle: str | os.PathLike[str] | Bundle,
-        *,
-        backend: str | None = None,
-        threads: int | None = None,
-        engines: str | os.PathLike[str] | None = None,
-        compute: Compute | None = None,
-        check_sums: bool = True,
-        sha256: str | None = None,
-        engines_sha256: str | None = None,
-        signed_by: str | os.PathLike[str] | None = None,
-        wrap: Wrap | None = None,
-        during: During = nullcontext,
-    ) -> Policy:
-        """Load a policy's bundle or folder of engines; takes what `Pipeline.load` takes, without `fit`.
+    def load(cls, bundle: str | os.PathLike[str] | Bundle, **options: Any) -> Policy:
+        """Load a policy's bundle or folder of engines; `options` are those of `Pipeline.load`, without `fit`.
 
         Raises `BundleError`, `EnginesError`, `BackendError` and `UsageError` (also for a bundle that is no policy;
         `OptionError` for an unknown argument), and `TypeError` for an argument of a wrong type.
         """
-        began = time.perf_counter()
-        opened = open_with_backend(
-            bundle,
-            acts=True,
-            backend=backend,
-            threads=threads,
-            engines=engines,
-            compute=compute,
-            check_sums=check_sums,
-            sha256=sha256,
-            engines_sha256=engines_sha256,
-            signed_by=signed_by,
-            wrap=wrap,
-            during=during,
-        )
-        with during("loading the engines") as progress:
-            policy = cls(*opened, wrap, reporting(progress))
+        check_options(options, LOAD_OPTIONS, dict.fromkeys(_OF_ACT, "Policy.act"))
+        began, loading = time.perf_counter(), LoadOptions(**options)
+        opened = loading.open(bundle, acts=True)
+        with loading.during("loading the engines") as progress:
+            policy = cls(*opened, loading.wrap, reporting(progress))
         policy.load_ms = (time.perf_counter() - began) * 1e3
         return policy
 
@@ -104,7 +75,7 @@ class Policy(StaysInProcess, KeepsCosts[ActionCosts]):
         """The policy's facts: sizes of chunk, state and actions, and its statistics."""
         return self.bundle.manifest.acting
 
-    @checks_options_and(dict.fromkeys(_OF_LOADING, "Policy.load"))
+    @checks_options_and(dict.fromkeys(LOAD_OPTIONS, "Policy.load"))
     def act(
         self,
         cameras: Cameras,

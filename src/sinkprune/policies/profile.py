@@ -11,6 +11,7 @@ from typing import Any
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks import counted, format_value
+from sinkprune.contract.command_line.options import CommandParser
 from sinkprune.contract.command_line.table_console import (
     USUAL_REPEAT,
     TableConsole,
@@ -22,10 +23,17 @@ from sinkprune.contract.command_line.table_console import (
     spread_text,
 )
 from sinkprune.contract.errors import UsageError
+from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.precision import Array
 from sinkprune.contract.report import Row, Spread, by_method, profile_rows
 from sinkprune.policies.observation import STEPS, Cameras
-from sinkprune.policies.options import Observations
+from sinkprune.policies.options import (
+    Observations,
+    add_cameras,
+    add_state,
+    check_kind_options,
+    given_observations,
+)
 from sinkprune.policies.policy import Policy
 from sinkprune.policies.report import (
     PROFILE_PARTS,
@@ -37,7 +45,8 @@ from sinkprune.policies.report import (
     PrefixAndStep,
     PrefixEfficiency,
 )
-from sinkprune.runtime.commands.options import Options, check_memory, name_list, until_interrupt, write_measured
+from sinkprune.runtime.commands.options import Options, check_memory, name_list, write_measured
+from sinkprune.runtime.commands.profile import ProfileExtension, measured_rounds
 from sinkprune.runtime.commands.run import note_pictures
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.profiling.plot import stacked_bars
@@ -52,6 +61,10 @@ x: speed-up over none, of chunks with as many steps; ideal x: what FLOPs allow; 
 jitter: from the median to p95"""
 _SEED = 0
 """All chunks begin with the same noise, which does not change their time."""
+_OF_ANSWERS = ("image", "video", "frames", "rate", "duration", "new_tokens", "warm", "power", "idle", "fit")
+"""The options that a robot policy does not take."""
+_OF_POLICIES = ("camera", "state", "steps")
+"""The options that a model that answers does not take."""
 Kind = tuple[Row, int]
 """A method at a budget, and a number of denoising steps."""
 
@@ -171,7 +184,36 @@ def plot_policy(report: PolicyReport, suffix: str) -> bytes:
     return stacked_bars(report, rows, labels, title, below, suffix)
 
 
-def step_list(words: str) -> list[int]:
+class PolicyProfile(ProfileExtension):
+    """`sinkprune-profile` of a robot policy."""
+
+    @staticmethod
+    def add_sources(group: Any) -> None:
+        add_cameras(group, " of a robot policy")
+
+    @staticmethod
+    def add_options(parser: CommandParser) -> None:
+        add_state(parser, required=False)
+        parser.add_argument(
+            "--steps",
+            type=_step_list,
+            metavar="N,N",
+            help="for a robot policy: denoising steps, comma-separated (default: the checkpoint's, 5 and 2)",
+        )
+
+    def profiled(self, bundle: Bundle) -> bool:
+        options = self.options
+        if bundle.manifest.policy is None:
+            check_kind_options(options, bundle, _OF_POLICIES, ("image",) if options.camera else ())
+            return False
+        check_kind_options(options, bundle, _OF_ANSWERS, ("camera", "state"))
+        observations = given_observations(options.camera, options.state)
+        check_outputs(options.outputs, observations.files)
+        _profile(options, bundle, observations)
+        return True
+
+
+def _step_list(words: str) -> list[int]:
     """Return the numbers of steps in a comma-separated option; raises `ArgumentTypeError`."""
     try:
         return [STEPS.named("--steps").check(int(word)) for word in name_list(words)]
@@ -179,7 +221,7 @@ def step_list(words: str) -> list[int]:
         raise ArgumentTypeError(f"found {format_value(words)}, expected whole numbers with commas between") from error
 
 
-def profile_policy(options: Options, bundle: Bundle, observations: Observations) -> None:
+def _profile(options: Options, bundle: Bundle, observations: Observations) -> None:
     """Measure the policy `bundle`, print a table, and write the report.
 
     Raises what `Policy.load` and `Policy.act` raise, and `KeyboardInterrupt` after the report of complete rounds.
@@ -209,18 +251,6 @@ def profile_policy(options: Options, bundle: Bundle, observations: Observations)
     interrupted = measured_rounds(rounds, options.repeat or USUAL_REPEAT, options.warmup, "chunks")
     report = rounds.report()
     write_measured(options, report, plot_policy, lambda: _print_tables(report), notes, interrupted)
-
-
-def measured_rounds(rounds: Rounds[Any, Any], repeat: int, warmup: int, unit: str) -> str:
-    """Measure `rounds`, with progress in a `unit`; returns what their report counts after Ctrl-C, else "".
-
-    Raises `KeyboardInterrupt` before the first round is complete, and what `Rounds.measure` raises.
-    """
-    measure = partial(rounds.measure, repeat, warmup)
-    interrupt = until_interrupt(measure, rounds.kinds * (warmup + repeat), unit)
-    if interrupt and not rounds.count:
-        raise KeyboardInterrupt("no whole round was measured, so nothing was kept.") from interrupt
-    return f"the report counts {rounds.count} of {counted(repeat, 'round')}." if interrupt else ""
 
 
 def _print_tables(report: PolicyReport) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
 from sinkprune.contract.bundle import Bundle, read_runnable
-from sinkprune.contract.checks import check_callable, check_path, check_type
+from sinkprune.contract.checks import check_callable, check_path, check_type, creation_checks_options
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.trust import ANY, Trust
 from sinkprune.contract.manifest import EMBEDDING, EXPERT
@@ -44,62 +45,90 @@ class StaysInProcess:
         )
 
 
-def open_with_backend(
-    bundle: str | os.PathLike[str] | Bundle,
-    *,
-    acts: bool,
-    backend: str | None,
-    threads: int | None,
-    engines: str | os.PathLike[str] | None,
-    compute: Compute | None,
-    check_sums: bool,
-    sha256: str | None,
-    engines_sha256: str | None,
-    signed_by: str | os.PathLike[str] | None,
-    wrap: Wrap | None,
-    during: During,
-) -> tuple[Bundle, Backend, BuiltEngines | None]:
-    """Return a bundle, its backend and the engines built from it, None for its graphs, after comparing sums.
+@creation_checks_options
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """How a bundle is loaded, for answers and for actions. A bundle that does not match a sum or a key is rejected.
 
-    Takes and raises what `Pipeline.load` does.
-    `acts` says whether a robot policy is expected. Raises `UsageError` for a bundle of the other kind.
+    Raises `TypeError` for a value of a wrong type, and `OptionError` for an unknown name.
     """
-    if not isinstance(bundle, Bundle):
-        check_path("bundle", bundle)
-    for name, path in (("engines", engines), ("signed_by", signed_by)):
-        if path is not None:
-            check_path(name, path)
-    check_type("check_sums", check_sums, (bool, np.bool_), "True or False")
-    for name, function in (("during", during), *([("wrap", wrap)] if wrap is not None else ())):
-        check_callable(name, function)
-    key = Path(signed_by) if signed_by is not None else None
-    pinned, engines_pinned = Trust(sha256, key), Trust(engines_sha256, key)
-    if engines is None and engines_sha256 is not None:
-        raise UsageError("a sum of engines was given, and no engines. Give both, or leave out the sum.")
-    opened = bundle if isinstance(bundle, Bundle) else read_runnable(bundle, pinned)
-    trusted = opened.trust
-    if sha256 not in (None, trusted.sha256) or key not in (None, trusted.signed_by):
-        raise UsageError(
-            f"the bundle '{opened.path}' was read already, and not compared with this sum or key. Give them to "
-            "read_runnable, as in read_runnable(path, Trust(sha256, key))."
-        )
-    check_kind(opened, acts=acts)
-    if not check_sums and (trusted != ANY or engines_pinned != ANY):
-        raise UsageError(
-            f"the bundle '{opened.path}' or its engines are pinned by a sum or a key, and their files were not "
-            "to be compared with it. Leave out --skip-sums (check_sums=False)."
-        )
-    built = open_engines(engines, opened, engines_pinned) if engines is not None else own_engines(opened)
-    # Before the sums, which are slow: an error should come early.
-    with during("loading packages"):
-        name = usual_backend(opened, built) if backend is None else backend
-        library = load_backend(name, threads, built, compute)
-    if check_sums:
-        with during("checking sums") as progress:
-            opened.verify(reporting(progress))
-            if built is not None and opened.engines is None:
-                built.engines.verify(reporting(progress))
-    return opened, library, built
+
+    backend: str | None = None
+    """The name of a backend (default: ort-cpu, or the backend of the engines)."""
+    threads: int | None = None
+    """The number of CPU threads (default: all cores)."""
+    engines: str | os.PathLike[str] | None = None
+    """A folder of engines that were built from the bundle; None runs its graphs."""
+    compute: Compute | None = None
+    """What openvino (fastest, bf16, fp32), ort-cpu, ort-cpu+openvino and openvino-gpu (fastest, fp32) compute in
+    (default: fastest)."""
+    check_sums: bool = True
+    """Whether every file is compared with its sha256 first; sizes are always compared. For a bundle that was already
+    read, `read_runnable` has compared `bundle.json`."""
+    sha256: str | None = None
+    """The expected sum of `bundle.json`."""
+    engines_sha256: str | None = None
+    """The expected sum of `engines.json`."""
+    signed_by: str | os.PathLike[str] | None = None
+    """A file with the public key of both signatures (`sinkprune-export --sign`)."""
+    wrap: Wrap | None = None
+    """Takes a graph's name, its engine and the backend when the engine is loaded, and returns what runs in its
+    place."""
+    during: During = nullcontext
+    """A context that is entered with the name of each slow part."""
+
+    def __post_init__(self) -> None:
+        for name in ("engines", "signed_by"):
+            if (path := getattr(self, name)) is not None:
+                check_path(name, path)
+        check_type("check_sums", self.check_sums, (bool, np.bool_), "True or False")
+        check_callable("during", self.during)
+        if self.wrap is not None:
+            check_callable("wrap", self.wrap)
+
+    def open(
+        self, bundle: str | os.PathLike[str] | Bundle, *, acts: bool
+    ) -> tuple[Bundle, Backend, BuiltEngines | None]:
+        """Return a bundle, its backend and the engines built from it, None for its graphs, after comparing sums.
+
+        `acts` says whether a robot policy is expected. Raises `BundleError`, `EnginesError`, `BackendError`,
+        `UsageError` (also for a bundle of the other kind), and `TypeError` for a bundle that is no path.
+        """
+        if not isinstance(bundle, Bundle):
+            check_path("bundle", bundle)
+        key = Path(self.signed_by) if self.signed_by is not None else None
+        pinned, engines_pinned = Trust(self.sha256, key), Trust(self.engines_sha256, key)
+        if self.engines is None and self.engines_sha256 is not None:
+            raise UsageError("a sum of engines was given, and no engines. Give both, or leave out the sum.")
+        opened = bundle if isinstance(bundle, Bundle) else read_runnable(bundle, pinned)
+        trusted = opened.trust
+        if self.sha256 not in (None, trusted.sha256) or key not in (None, trusted.signed_by):
+            raise UsageError(
+                f"the bundle '{opened.path}' was read already, and not compared with this sum or key. Give them to "
+                "read_runnable, as in read_runnable(path, Trust(sha256, key))."
+            )
+        check_kind(opened, acts=acts)
+        if not self.check_sums and (trusted != ANY or engines_pinned != ANY):
+            raise UsageError(
+                f"the bundle '{opened.path}' or its engines are pinned by a sum or a key, and their files were not "
+                "to be compared with it. Leave out --skip-sums (check_sums=False)."
+            )
+        given = self.engines
+        built = own_engines(opened) if given is None else open_engines(given, opened, engines_pinned)
+        # Before the sums, which are slow: an error should come early.
+        with self.during("loading packages"):
+            name = usual_backend(opened, built) if self.backend is None else self.backend
+            library = load_backend(name, self.threads, built, self.compute)
+        if self.check_sums:
+            with self.during("checking sums") as progress:
+                opened.verify(reporting(progress))
+                if built is not None and opened.engines is None:
+                    built.engines.verify(reporting(progress))
+        return opened, library, built
+
+
+LOAD_OPTIONS = tuple(field.name for field in fields(LoadOptions))
+"""Options of loading, as `Pipeline.load` and `Policy.load` take them."""
 
 
 def check_kind(bundle: Bundle, *, acts: bool, instead: str = "sinkprune-act or Policy.load") -> None:

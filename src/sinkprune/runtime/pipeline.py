@@ -6,23 +6,21 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from threading import Lock
 from typing import Any, TypeVar
 
 from sinkprune.contract.budgets import Plan
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.checks import check_callable, check_type, checks_options, checks_options_and
+from sinkprune.contract.checks import check_callable, check_options, check_type, checks_options
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.progress import OnProgress, reporting, unreported
 from sinkprune.contract.registry import Registry
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines
-from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.generate import generate
 from sinkprune.runtime.hooks import NOBODY, Budgets, Hooks, Observer, Rows, Tokens
-from sinkprune.runtime.loading import During, StaysInProcess, check_kind, load_model, open_with_backend
+from sinkprune.runtime.loading import LOAD_OPTIONS, LoadOptions, StaysInProcess, check_kind, load_model
 from sinkprune.runtime.media.images import Fit, check_fit
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.chain import EncodedPicture, Wrap, encode, run_tower
@@ -139,58 +137,22 @@ class Pipeline(StaysInProcess, Answering):
         self._forms, self._forming = dict[str, Form](), Lock()
 
     @classmethod
-    @checks_options_and(dict.fromkeys(REQUEST_OPTIONS, "Pipeline.generate"))
-    def load(
-        cls: type[P],
-        bundle: str | os.PathLike[str] | Bundle,
-        *,
-        backend: str | None = None,
-        threads: int | None = None,
-        engines: str | os.PathLike[str] | None = None,
-        compute: Compute | None = None,
-        check_sums: bool = True,
-        sha256: str | None = None,
-        engines_sha256: str | None = None,
-        signed_by: str | os.PathLike[str] | None = None,
-        wrap: Wrap | None = None,
-        fit: Fit | None = None,
-        during: During = nullcontext,
-    ) -> P:
-        """Load a bundle or a folder of engines, by its path or already read; or `engines` built from the bundle.
+    def load(cls: type[P], bundle: str | os.PathLike[str] | Bundle, *, fit: Fit | None = None, **options: Any) -> P:
+        """Load a bundle or a folder of engines, by its path or already read.
 
-        `backend` is its name (default: ort-cpu, or the backend of the engines). `fit` is how pictures that
-        are not square become square: `crop`, `pad` or `stretch` (default: as the checkpoint does). `compute` is what
-        openvino (fastest, bf16, fp32), ort-cpu, ort-cpu+openvino and openvino-gpu (fastest, fp32) compute in
-        (default: fastest). `threads` is the number of CPU threads (default: all cores). `wrap` takes a graph's name,
-        its engine and the backend when the engine is loaded, and returns what runs in its place.
-
-        `check_sums` compares every file with its sha256 first; sizes are always compared. `sha256` is the expected
-        sum of `bundle.json`, and `engines_sha256` that of `engines.json`. `signed_by` is a file with the public key
-        of both signatures (`sinkprune-export --sign`). A bundle that does not match is rejected. For a bundle that
-        was already read, `read_runnable` has compared them. `during` is a context that is entered with the name of
-        each slow part; what it yields is called with the progress, if it can be (`OnProgress`).
+        `fit` is how pictures that are not square become square: `crop`, `pad` or `stretch` (default: as the
+        checkpoint does). `options` are the fields of `LoadOptions`: `backend`, `threads`, `engines`, `compute`,
+        `check_sums`, `sha256`, `engines_sha256`, `signed_by`, `wrap` and `during`.
 
         Raises `BundleError`, `EnginesError`, `BackendError` and `UsageError` (`OptionError` for an unknown argument),
         and `TypeError` for an argument of a wrong type.
         """
+        check_options(options, [*LOAD_OPTIONS, "fit"], dict.fromkeys(REQUEST_OPTIONS, "Pipeline.generate"))
         check_fit(fit)
-        began = time.perf_counter()
-        opened = open_with_backend(
-            bundle,
-            acts=False,
-            backend=backend,
-            threads=threads,
-            engines=engines,
-            compute=compute,
-            check_sums=check_sums,
-            sha256=sha256,
-            engines_sha256=engines_sha256,
-            signed_by=signed_by,
-            wrap=wrap,
-            during=during,
-        )
-        with during("loading the engines") as progress:
-            pipeline = cls(*opened, wrap, fit, reporting(progress))
+        began, loading = time.perf_counter(), LoadOptions(**options)
+        opened = loading.open(bundle, acts=False)
+        with loading.during("loading the engines") as progress:
+            pipeline = cls(*opened, loading.wrap, fit, reporting(progress))
         pipeline.load_ms = (time.perf_counter() - began) * 1e3
         return pipeline
 

@@ -23,7 +23,7 @@ from sinkprune.engines.gate.comparing import (
 from sinkprune.engines.gate.recording import record
 from sinkprune.engines.gate.report import chunk_limit, first_refusal
 from sinkprune.engines.progress import SILENT
-from sinkprune.policies.policy import Policy
+from sinkprune.policies.gate import load_act
 from sinkprune.runtime.backends import Backend, Engine, load_backend
 from sinkprune.runtime.backends.compatibility import backend_of, open_engines
 from support.programs.commands import assert_refused, run
@@ -129,9 +129,9 @@ def shifted(by: float, action: int | None = None) -> Callable[[str, Engine, Back
 def test_a_chunk_that_differs_is_found_after_all_steps(by: float, honest: Callable[..., Honest]) -> None:
     """In fp32, and where much is rounded not unless it differs by more."""
     made = honest()
-    policy = Policy(made.bundle, load_backend("ort-cpu", compute="fp32"), wrap=shifted(by))
+    act = load_act(made.bundle, load_backend("ort-cpu", compute="fp32"), None, shifted(by))
     for rounding in ("fp32", "int8"):
-        reports = compare_chunks(policy, made.question, made.recording, rounding)
+        reports = compare_chunks(act, made.question, made.recording, rounding)
         assert [(each.steps, each.actions, each.kept_alike) for each in reports] == [(STEPS, 5, 1.0)] * 2
         for report in reports:
             assert report.limit == chunk_limit(rounding, 1)

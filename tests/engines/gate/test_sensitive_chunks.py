@@ -75,7 +75,7 @@ def test_the_limit_is_twice_the_largest_change(
     """Runs that keep other tokens do not count."""
     changes = iter([0.5, 3.0, 0.9, 0.1] * 10)
 
-    def act(policy: object, question: object, method: str, budget: str) -> object:
+    def act(question: object, method: str, budget: str) -> object:
         expected = next(own for own in recording.chunks if (own.method, own.budget) == (method, budget))
         change = next(changes)
         kept = [own[1:] for own in expected.kept] if change == 3.0 else expected.kept
@@ -83,6 +83,6 @@ def test_the_limit_is_twice_the_largest_change(
         actions[3, 1] -= change
         return expected._replace(actions=actions.tolist(), kept=kept)
 
-    monkeypatch.setattr(sensitive_chunks, "act_on_question", act)
+    monkeypatch.setattr(sensitive_chunks, "load_act", lambda *given: act)
     judged = judged_by_noise(reports(recording, 1.5), recording, robot, question, "bf16", SILENT)
     assert [(own.limit, own.passed) for own in judged] == [(1.8, True)] * len(judged)

@@ -15,6 +15,7 @@ from sinkprune.export.source import ExportRequest
 from sinkprune.policies.profile import PolicyRounds
 from sinkprune.runtime.profiling.plot import plot_report
 from sinkprune.runtime.profiling.profile import ProfileRounds
+from sinkprune.serving.sessions import Session
 
 STATE = (0.5, 0.1, -0.2, 0.3, 0.4)
 METHODS = ("sinkpruner", "downsample", "downsample-ttft")
@@ -60,7 +61,8 @@ def test_rows_are_the_unpruned_engines_then_baselines_then_the_method() -> None:
 
 def test_baselines_run_in_the_same_rounds(varied: Path, photo: Image.Image) -> None:
     pipe, order = Pipeline.load(varied), list[str]()
-    rounds = ProfileRounds(pipe, photo, "What?", ["prune-88.9"], method="sinkpruner", new_tokens=2, warm=True)
+    options = {"method": "sinkpruner", "new_tokens": 2, "new_session": Session}
+    rounds = ProfileRounds(pipe, photo, "What?", ["prune-88.9"], **options)
     rounds.measure(2, 0, order.append)
     report = rounds.report()
     assert order == ["none", *["prune-88.9"] * 3, *["prune-88.9"] * 3, "none"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sinkprune import Answer, Request, Stream
+from sinkprune import Answer, Request, Session, Stream
 from sinkprune.contract.errors import PromptError, UsageError
 from sinkprune.contract.report import ProfileReport
 from sinkprune.runtime.hooks import Observer, Rows
@@ -88,7 +88,7 @@ def test_warm_runs_reuse_the_pictures_of_a_question_before(
     count = len(pictures) if isinstance(pictures, list) else 1
     pipe = pipeline("gqa-112", "fp32", max_images=count)
     monkeypatch.setattr(Pipeline, "answer", recorded)
-    report = profiled(pipe, pictures, prompt, ["retain-64"], new_tokens=2, repeat=2, warmup=1, warm=True)
+    report = profiled(pipe, pictures, prompt, ["retain-64"], new_tokens=2, repeat=2, warmup=1, new_session=Session)
     assert found == [("What?", 0, 2), (EARLIER, 0, 1), ("What?", count, 1)] * 6
     for budget in report.budgets.values():
         assert budget.warm_ttft_ms is not None and 0 < budget.warm_ttft_ms.median <= budget.warm_ttft_ms.p95

@@ -18,12 +18,13 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.engines.gate.recording import (
     REFERENCE,
+    Act,
     GateAnswer,
     GateChunk,
     GateQuestion,
     Recording,
-    act_on_question,
     answer_question,
+    load_act,
     record,
 )
 from sinkprune.engines.gate.report import (
@@ -45,7 +46,6 @@ from sinkprune.engines.gate.report import (
     rounding_of,
 )
 from sinkprune.engines.progress import SILENT, BuildProgress
-from sinkprune.policies.policy import Policy
 from sinkprune.runtime.backends import Backend, Engine, Tensor, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines, backend_of, own_engines
 from sinkprune.runtime.backends.kv_cache import cache_names
@@ -191,19 +191,19 @@ def compare_texts(
 
 
 def compare_chunks(
-    policy: Policy,
+    act: Act,
     question: GateQuestion,
     recording: Recording,
     rounding: Rounding,
     on_chunk: Callable[[], None] = lambda: None,
 ) -> list[ChunkReport]:
-    """Compare each chunk of `recording` with that of `policy`, which loaded the engines, from the same noise.
+    """Compare each chunk of `recording` with that of `act`, which runs the engines.
 
-    `on_chunk` is called after each chunk of `policy`. Raises what `Policy.act` raises.
+    `on_chunk` is called after each chunk of `act`. Raises what `Policy.act` raises.
     """
     reports = []
     for expected in recording.chunks:
-        found = act_on_question(policy, question, expected.method, expected.budget)
+        found = act(question, expected.method, expected.budget)
         differences = chunk_differences(found, expected)
         alike, worst = kept_alike(found, expected), float(differences.max())
         limit = chunk_limit(rounding, alike)
@@ -292,12 +292,12 @@ def judged_by_noise(
     if not rejected:
         return judged
     wrap = _noisy_tower(bundle, limit_of("rows", rounding).typical)
-    policy = Policy(bundle, load_backend(REFERENCE, compute="fp32"), wrap=wrap)
+    act = load_act(bundle, load_backend(REFERENCE, compute="fp32"), None, wrap)
     for place, number in enumerate(rejected):
         chunk, expected, changes = chunks[number], recording.chunks[number], [0.0]
         for run in range(_RUNS):
             progress.part("running the graphs with noise", place * _RUNS + run, total, "chunks")
-            found = act_on_question(policy, question, chunk.method, chunk.budget)
+            found = act(question, chunk.method, chunk.budget)
             if kept_alike(found, expected) == 1:
                 changes.append(float(chunk_differences(found, expected).max()))
         limit = max(chunk.limit or 0.0, float(f"{_ROOM * max(changes):.2g}"))
@@ -426,7 +426,7 @@ def _compare_together(
 
     progress.part(what, 0, total, unit)
     if manifest.policy is not None:
-        chunks = compare_chunks(Policy(own.bundle, backend, own), question, recording, rounding, count)
+        chunks = compare_chunks(load_act(own.bundle, backend, own, None), question, recording, rounding, count)
         return [], judged_by_noise(chunks, recording, bundle, question, rounding, progress)
     pipeline = Pipeline(own.bundle, backend, own, fit=question.fit)
     return compare_texts(pipeline, question, recording, rounding, count), []

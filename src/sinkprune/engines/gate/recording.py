@@ -27,18 +27,20 @@ from sinkprune.contract.files.folders import sync_tree
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.memory import available_bytes, running_need
 from sinkprune.contract.precision import Array
+from sinkprune.contract.registry import Registry
 from sinkprune.contract.schedule import VisualLayout, schedule
 from sinkprune.engines.progress import BuildProgress
-from sinkprune.policies.observation import state_prompt
-from sinkprune.policies.policy import Policy
 from sinkprune.runtime.backends import Backend, Engine, Tensor, load_backend
+from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.backends.kv_cache import cache_names
 from sinkprune.runtime.families import load_family
+from sinkprune.runtime.families.pi0 import state_prompt
 from sinkprune.runtime.hooks import Observer
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.media.images import Fit
 from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.steps.chain import Wrap
 from sinkprune.runtime.steps.context_length import check_picture_count
 from sinkprune.runtime.steps.pictures import decoded
 from sinkprune.runtime.steps.prompt_run import Kept
@@ -150,8 +152,6 @@ REFERENCE = "ort-cpu"
 """The backend that runs the graphs, in fp32."""
 _COMPLETE = "recording.json"
 _IN, _OUT = "in.", "out."
-_SEED = 0
-"""The seed of a chunk's noise."""
 # What a chat template adds to a question, generously.
 _PROMPT_TOKENS = 512
 
@@ -187,6 +187,17 @@ class GateChunk(NamedTuple):
     """[chunk][action_dim], as the expert gives them."""
     kept: list[list[int]]
     """As those of `GateAnswer`."""
+
+
+Act = Callable[[GateQuestion, str, str], GateChunk]
+"""Returns a policy's chunk for a question, a method and a budget; equal calls begin with the same noise."""
+ACTS = Registry[Callable[[Bundle, Backend, BuiltEngines | None, Wrap | None], Act]]("sinkprune.gate")
+"""What loads a policy for the gate, as `policy`."""
+
+
+def load_act(bundle: Bundle, backend: Backend, built: BuiltEngines | None, wrap: Wrap | None) -> Act:
+    """Load a policy's graphs, or the engines `built` from them; raises what `Policy.load` does."""
+    return ACTS["policy"](bundle, backend, built, wrap)
 
 
 class Recording:
@@ -236,18 +247,16 @@ def record(bundle: Bundle, question: GateQuestion, folder: Path, progress: Build
     plans.insert(0, (next(iter(bundle.manifest.plans)), UNPRUNED))
     _check_graphs_and_memory(bundle, question, plans)
     backend, recorder = load_backend(REFERENCE, compute="fp32"), _Recorder(bundle, folder)
-    loaded: Policy | Pipeline
-    if bundle.manifest.policy is not None:
-        loaded = Policy(bundle, backend, wrap=recorder.wrap)
-    else:
-        loaded = Pipeline(bundle, backend, wrap=recorder.wrap, fit=question.fit)
+    acts = bundle.manifest.policy is not None
+    act = load_act(bundle, backend, None, recorder.wrap) if acts else None
+    pipeline = None if acts else Pipeline(bundle, backend, wrap=recorder.wrap, fit=question.fit)
     answers, chunks = [], []
     for number, (method, budget) in enumerate(plans):
         progress.graph(f"ONNX graphs, {budget}", number, len(plans), "running the graphs, by budget")
-        if isinstance(loaded, Policy):
-            chunks.append(act_on_question(loaded, question, method, budget)._asdict())
-        else:
-            answer, logits = answer_question(loaded, question, method, budget)
+        if act is not None:
+            chunks.append(act(question, method, budget)._asdict())
+        if pipeline is not None:
+            answer, logits = answer_question(pipeline, question, method, budget)
             np.save(_logits_file(folder, number), logits, allow_pickle=False)
             answers.append(answer._asdict())
     sync_tree(folder)
@@ -270,27 +279,11 @@ def answer_question(
         min_new_tokens=question.new_tokens,
         observer=logits,
     )
-    kept = [tokens.tolist() for own in answer.images for tokens in _kept_by_step(own)]
+    kept = [tokens.tolist() for own in answer.images for tokens in kept_by_step(own)]
     return GateAnswer(method, budget, list(map(int, answer.token_ids)), answer.text, kept), np.stack(logits.rows)
 
 
-def act_on_question(policy: Policy, question: GateQuestion, method: str, budget: str) -> GateChunk:
-    """Return a policy's chunk, from the same noise each time and a state in the middle of the training data."""
-    seen = _ChunkObserver()
-    report = policy.act(
-        list(question.images),
-        question.prompt,
-        policy.facts.usual_state,
-        method=method,
-        budget=budget,
-        seed=_SEED,
-        observer=seen,
-    )
-    kept = [tokens.tolist() for own in report.images for tokens in _kept_by_step(own)]
-    return GateChunk(method, budget, report.steps, seen.actions[0].tolist(), kept)
-
-
-def _kept_by_step(own: Kept) -> list[Array]:
+def kept_by_step(own: Kept) -> list[Array]:
     """Return the tokens of a picture that are left after each step, numbered across its groups."""
     return [own.tokens, *(own.tokens[rows] for _, rows in sorted(own.after_stage.items()))]
 
@@ -303,13 +296,6 @@ class _LogitsObserver(Observer):
     def chose(self, token: int, logits: Array) -> None:
         self.rows.append(np.array(logits, np.float32))
         self._on_token()
-
-
-class _ChunkObserver(Observer):
-    actions: Array
-
-    def acted(self, actions: Array) -> None:
-        self.actions = actions
 
 
 class _Recorder:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks import counted
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.options import CommandParser
@@ -21,10 +22,8 @@ from sinkprune.contract.command_line.table_console import (
     plain_text,
     spread_text,
 )
-from sinkprune.contract.files.output_files import check_outputs
+from sinkprune.contract.registry import Registry
 from sinkprune.contract.report import BudgetReport, ProfileReport, RateReport
-from sinkprune.policies.options import add_cameras, add_state, check_kind_options, given_observations
-from sinkprune.policies.profile import measured_rounds, profile_policy, step_list
 from sinkprune.runtime.commands.options import (
     Options,
     add_new_tokens,
@@ -57,7 +56,7 @@ from sinkprune.runtime.commands.profile_options import (
 from sinkprune.runtime.commands.run import note_pictures
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.profiling.plot import plot_rate, plot_report
-from sinkprune.runtime.profiling.profile import REPEAT, WARMUP, ProfileRounds
+from sinkprune.runtime.profiling.profile import REPEAT, WARMUP, NewSession, ProfileRounds, Rounds
 from sinkprune.runtime.profiling.rate import RateRun
 from sinkprune.runtime.steps.answer import OF_TTFT
 from sinkprune.runtime.steps.context_length import check_picture_count
@@ -82,10 +81,38 @@ visual: tokens of the pictures > into the LLM > in its last layer; mean %: their
 x: speed-up over none; ideal x: what the FLOPs of the prefill allow; achieved: prefill x as a share of ideal x"""
 
 
-_OF_ANSWERS = ("image", "video", "frames", "rate", "duration", "new_tokens", "warm", "power", "idle", "fit")
-"""The options that a robot policy does not take."""
-_OF_POLICIES = ("camera", "state", "steps")
-"""The options that a model that answers does not take."""
+class ProfileExtension:
+    """What another package adds to `sinkprune-profile`, by an entry point in the group `sinkprune.profile`.
+
+    There is one for each run. The defaults add nothing.
+    """
+
+    def __init__(self, options: Options) -> None:
+        """Take the options, and check nothing yet."""
+        self.options = options
+
+    @staticmethod
+    def add_sources(group: Any) -> None:
+        """Add options that name pictures to the `group` of those of which one is given."""
+
+    @staticmethod
+    def add_options(parser: CommandParser) -> None:
+        """Add options to the command."""
+
+    def profiled(self, bundle: Bundle) -> bool:
+        """Return True after measuring a `bundle` of a kind of its own, with its report; else False.
+
+        Raises `UsageError` for options that are not for the bundle's kind.
+        """
+        return False
+
+    def new_session(self) -> NewSession | None:
+        """Return what makes the session of warm runs; None without them."""
+        return None
+
+
+PROFILE_EXTENSIONS = Registry[type[ProfileExtension]]("sinkprune.profile")
+"""Every extension of `sinkprune-profile` that an installed package registers."""
 
 
 @entry_point
@@ -96,13 +123,10 @@ def main(arguments: Sequence[str] | None) -> None:
     check_report_options(options, files)
     prompt = prompt_pieces(options.prompt)
     bundle = open_bundle(options, options.budgets or [], may_act=True)
-    if bundle.manifest.policy is not None:
-        check_kind_options(options, bundle, _OF_ANSWERS, ("camera", "state"))
-        observations = given_observations(options.camera, options.state)
-        check_outputs(options.outputs, observations.files)
-        profile_policy(options, bundle, observations)
+    extensions = [extension(options) for extension in PROFILE_EXTENSIONS.values()]
+    if any(extension.profiled(bundle) for extension in extensions):
         return
-    check_kind_options(options, bundle, _OF_POLICIES, ("image",) if options.camera else ())
+    new_session = next((found for extension in extensions if (found := extension.new_session())), None)
     budgets = options.budgets or [UNPRUNED, *bundle.manifest.plans[options.method]]
     sensor = wanted_sensor(options, chosen_backend(options, bundle))
     family = load_family(bundle.manifest, options.fit)
@@ -130,16 +154,28 @@ def main(arguments: Sequence[str] | None) -> None:
 
         write_measured(options, report, plot, lambda: in_words(report), notes, interrupted, last=last)
 
-    common: dict[str, Any] = {"method": options.method, "new_tokens": new_tokens}
     with maybe_measuring(options, sensor) as meter:
+        common: dict[str, Any] = {"method": options.method, "new_tokens": new_tokens, "meter": meter}
         if camera is None:
-            rounds = ProfileRounds(pipeline, prompts[0], prompt, planned, warm=options.warm, meter=meter, **common)
+            rounds = ProfileRounds(pipeline, prompts[0], prompt, planned, new_session=new_session, **common)
             interrupted = measured_rounds(rounds, options.repeat or USUAL_REPEAT, options.warmup, "answers")
             write(rounds.report(), plot_report, _print_table, interrupted)
         else:
-            run = RateRun(pipeline, prompts, prompt, planned, camera, meter=meter, **common)
+            run = RateRun(pipeline, prompts, prompt, planned, camera, **common)
             interrupted = _measured_frames(run, options.warmup, len(planned) * camera.frames)
             write(run.report(), plot_rate, print_rates, interrupted)
+
+
+def measured_rounds(rounds: Rounds[Any, Any], repeat: int, warmup: int, unit: str) -> str:
+    """Measure `rounds`, with progress in a `unit`; returns what their report counts after Ctrl-C, else "".
+
+    Raises `KeyboardInterrupt` before the first round is complete, and what `Rounds.measure` raises.
+    """
+    measure = partial(rounds.measure, repeat, warmup)
+    interrupt = until_interrupt(measure, rounds.kinds * (warmup + repeat), unit)
+    if interrupt and not rounds.count:
+        raise KeyboardInterrupt("no whole round was measured, so nothing was kept.") from interrupt
+    return f"the report counts {rounds.count} of {counted(repeat, 'round')}." if interrupt else ""
 
 
 def _measured_frames(run: RateRun, warmup: int, frames: int) -> str:
@@ -161,13 +197,6 @@ def _parser() -> CommandParser:
         ("--prompt", "--instruction"),
     )
     add = parser.add_argument
-    add_state(parser, required=False)
-    add(
-        "--steps",
-        type=step_list,
-        metavar="N,N",
-        help="for a robot policy: denoising steps, comma-separated (default: the checkpoint's, 5 and 2)",
-    )
     add(
         "--budgets",
         type=name_list,
@@ -184,11 +213,8 @@ def _parser() -> CommandParser:
         metavar="N",
         help="rounds before them that do not count (default: 1)",
     )
-    add(
-        "--warm",
-        action="store_true",
-        help="also measure the request as a second question about the picture in a session",
-    )
+    for extension in PROFILE_EXTENSIONS.values():
+        extension.add_options(parser)
     add_rate_options(parser)
     add_power_options(parser)
     add_report_options(parser, "where the time goes; with --rate, latency and temperature over time")
@@ -197,7 +223,8 @@ def _parser() -> CommandParser:
 
 def _add_sources(group: Any) -> None:
     group.add_argument("--frames", type=Path, help="with --rate: a folder of pictures, one for each frame in turn")
-    add_cameras(group, " of a robot policy")
+    for extension in PROFILE_EXTENSIONS.values():
+        extension.add_sources(group)
 
 
 def _print_table(report: ProfileReport) -> None:

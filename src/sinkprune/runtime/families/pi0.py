@@ -6,7 +6,8 @@ from typing import get_args
 
 import numpy as np
 
-from sinkprune.contract.manifest import LeRobotResize, Manifest, SiglipTower
+from sinkprune.contract.manifest import LeRobotResize, Manifest, PolicyFacts, SiglipTower
+from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import VisualLayout, grid_boxes, vit_flops
 from sinkprune.runtime.families.llava import SquarePictures
 from sinkprune.runtime.media.images import Fit
@@ -50,3 +51,13 @@ class Pi0(SquarePictures):
 
 class Pi05(Pi0):
     """The image side of a pi0.5 bundle."""
+
+
+def state_prompt(policy: PolicyFacts, instruction: str, state: Array) -> str:
+    """Return the text of a prompt with the normalised `state` [1,1,state_dim] in 256 bins from -1 to 1.
+
+    As openpi's `PaligemmaTokenizer` and LeRobot write it: numbers below -1 are in bin -1, and those from 1 on in 255.
+    """
+    bins = np.digitize(state[0, 0, : len(policy.usual_state)], np.linspace(-1, 1, 257)[:-1]) - 1
+    words = instruction.strip().replace("_", " ").replace("\n", " ")
+    return f"Task: {words}, State: {' '.join(map(str, bins))};\nAction: "

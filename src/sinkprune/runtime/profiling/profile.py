@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks import WholeNumber
 from sinkprune.contract.report import (
     BudgetReport,
@@ -26,15 +27,13 @@ from sinkprune.contract.report import (
     profile_rows,
 )
 from sinkprune.contract.schedule import decode_bytes, prefill_flops, schedule
-from sinkprune.policies.policy import Policy
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.hooks import Observer
-from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.pipeline import Answering, Pipeline
 from sinkprune.runtime.power.meter import EnergyMeter, Span
 from sinkprune.runtime.steps.answer import PARTS, Answer
 from sinkprune.runtime.steps.context_length import check_picture_count, runnable
 from sinkprune.runtime.steps.pictures import PictureLike, layout_of, pixels_of
-from sinkprune.serving.sessions import Session
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -88,6 +87,8 @@ REPEAT = WholeNumber("repeat", 1, 100_000)
 WARMUP = WholeNumber("warmup", 0, 100_000)
 EARLIER = "Describe the picture."
 """The question that a session answers before a warm run."""
+NewSession = Callable[[Pipeline], Answering]
+"""Makes a session, which keeps its pictures between questions."""
 Kind = TypeVar("Kind")
 Run = TypeVar("Run")
 
@@ -143,8 +144,8 @@ class _Run(NamedTuple):
 class ProfileRounds(Rounds[Row, _Run]):
     """Runs of the unpruned engines and of `method` at all `budgets`. A bundle's `BASELINES` run too.
 
-    Every answer has exactly `new_tokens`: stop tokens are ignored. With `warm`, each run is followed by the same
-    request in a new session that has answered `EARLIER`. `meter` measures the joules of every run. If its sensor
+    Every answer has exactly `new_tokens`: stop tokens are ignored. With `new_session`, each run is followed by the
+    same request in a new session that has answered `EARLIER`. `meter` measures the joules of every run. If its sensor
     dies, later runs have none, and the report has the reason.
     """
 
@@ -157,18 +158,18 @@ class ProfileRounds(Rounds[Row, _Run]):
         *,
         method: str,
         new_tokens: int,
-        warm: bool = False,
+        new_session: NewSession | None = None,
         meter: EnergyMeter | None = None,
     ) -> None:
-        """Check the requests; raises `UsageError`, also for `warm` with engines that `Session` rejects.
+        """Check the requests; raises `UsageError`, also for engines that `new_session` rejects.
 
         Raises what `Pipeline.generate` raises before it runs.
         """
-        if warm:
-            Session(pipeline)
+        if new_session is not None:
+            new_session(pipeline)
         super().__init__(profile_rows(pipeline.bundle.manifest.plans, method, budgets))
         self._pipeline, self._image, self._prompt = pipeline, image, prompt
-        self._method, self._new_tokens, self._warm, self._meter = method, new_tokens, warm, meter
+        self._method, self._new_tokens, self._new_session, self._meter = method, new_tokens, new_session, meter
         self._memory = {row: PeaksOfStages() for row in self._kinds}
         for each, own in by_method(self._memory).items():
             check_budgets(pipeline, image, prompt, list(own), method=each, new_tokens=new_tokens)
@@ -190,8 +191,16 @@ class ProfileRounds(Rounds[Row, _Run]):
                 observer=memory,
             )
             span = Span(began, time.monotonic())
-        warm = _warm_ttft(pipeline, self._image, self._prompt, row) if self._warm else None
-        return _Run(answer, span, warm)
+        return _Run(answer, span, self._warm_ttft(row))
+
+    def _warm_ttft(self, row: Row) -> float | None:
+        """Return the milliseconds to the first token of a request whose pictures a session knows from `EARLIER`."""
+        if self._new_session is None:
+            return None
+        session, prompt = self._new_session(self._pipeline), self._prompt
+        options: dict[str, Any] = {**row._asdict(), "max_new_tokens": 1}
+        session.generate(self._image, EARLIER if isinstance(prompt, str) else [*prompt[:-1], EARLIER], **options)
+        return session.generate(self._image, prompt, **options).ms["ttft"]
 
     def report(self) -> ProfileReport:
         """Return the report of the complete rounds, one at least."""
@@ -234,19 +243,6 @@ def check_budgets(
         runnable(manifest, pipeline.limits, request, [planned], text, layouts)
 
 
-def _warm_ttft(
-    pipeline: Pipeline,
-    image: PictureLike | Sequence[PictureLike],
-    prompt: str | Sequence[str],
-    row: Row,
-) -> float | None:
-    """Return the milliseconds to the first token of a request whose pictures a session knows from `EARLIER`."""
-    session = Session(pipeline)
-    options: dict[str, Any] = {**row._asdict(), "max_new_tokens": 1}
-    session.generate(image, EARLIER if isinstance(prompt, str) else [*prompt[:-1], EARLIER], **options)
-    return session.generate(image, prompt, **options).ms["ttft"]
-
-
 def report_header(
     pipeline: Pipeline, method: str, prompt_tokens: int, new_tokens: int, meter: EnergyMeter | None
 ) -> ReportHeader:
@@ -255,7 +251,15 @@ def report_header(
     return ReportHeader(**head, new_tokens=new_tokens, power=None if meter is None else meter.report())
 
 
-def engine_header(loaded: Pipeline | Policy, method: str, prompt_tokens: int) -> EngineHeader:
+class Loaded(Protocol):
+    """A loaded bundle."""
+
+    bundle: Bundle
+    backend: Backend
+    load_ms: float | None
+
+
+def engine_header(loaded: Loaded, method: str, prompt_tokens: int) -> EngineHeader:
     """Return the head of a report about a loaded bundle."""
     manifest, backend = loaded.bundle.manifest, loaded.backend
     return EngineHeader(
