@@ -57,6 +57,18 @@ SPEC = replace(ORT_ON_CPU, opened_by="viola.backend:open_backend")
 
 
 class LoggingBackend(OrtBackend):
+    """Decoder segments are loaded by `load_decoder`, and other graphs by `load`."""
+
+    def load_decoder(self, model, form, wrap):
+        def logged(engine):
+            def call(inputs):
+                sys.stderr.write(f"calls {model.graph}\\n")
+                return engine(inputs)
+
+            return wrap(call)
+
+        return super().load_decoder(model, form, logged)
+
     def load(self, model):
         sys.stderr.write(f"loads {model.graph}\\n")
         return super().load(model)
@@ -65,6 +77,18 @@ class LoggingBackend(OrtBackend):
 def open_backend(name, threads, compute, built):
     return opened(LoggingBackend, name, threads, compute, built)
 '''
+_OPTION = """
+from sinkprune.runtime.commands.run import RunExtension
+
+
+class Capitals(RunExtension):
+    @staticmethod
+    def add_options(parser):
+        parser.add_argument("--capitals", action="store_true")
+
+    def shown(self, piece):
+        return piece.upper() if self.options.capitals else piece
+"""
 _COMMAND = """
 from sinkprune.contract.command_line.options import Verb
 
@@ -82,6 +106,8 @@ viola = viola.family:ROW
 salient = viola.method:build
 [sinkprune.backends]
 ort-logging = viola.backend:SPEC
+[sinkprune.run]
+capitals = viola.option:Capitals
 [sinkprune.commands]
 hello = viola.command:HELLO
 """
@@ -92,6 +118,7 @@ _FILES = {
     "viola/method.py": _METHOD,
     "viola/backend.py": _BACKEND,
     "viola/command.py": _COMMAND,
+    "viola/option.py": _OPTION,
     "viola-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: viola\nVersion: 1.0\n",
     "viola-1.0.dist-info/entry_points.txt": _ENTRY_POINTS,
 }
@@ -143,7 +170,7 @@ def test_another_package_adds_family_method_backend_and_command(
     done = sinkprune(package, "run", out, *asked, *pruned)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert "loads vision\n" in done.stderr
+    assert "loads vision\n" in done.stderr and "calls decoder_0\n" in done.stderr
     assert (found["backend"], found["method"]) == ("ort-logging", "salient")
     # `salient` is fastervlm by another name, and viola a LLaVA.
     expected = answer(package, out, *asked, "--method", "fastervlm", "--budget", "retain-64")
@@ -153,6 +180,9 @@ def test_another_package_adds_family_method_backend_and_command(
     whole = answer(package, out, *asked, "--method", "salient", "--budget", "none")
     own = pipeline("gqa-112").generate(photo_file, QUESTION, max_new_tokens=6)
     assert whole["token_ids"] == own.token_ids
+
+    shown = sinkprune(package, "run", out, *asked[:-1], *pruned, "--capitals")
+    assert found["text"].upper() in shown.stdout
 
     assert sinkprune(package, "hello", "there").stdout == "hello there\n"
     assert "say hello" in sinkprune(package, "--help").stdout
@@ -167,3 +197,12 @@ def test_a_name_of_two_packages_is_rejected(package: Path, tmp_path: Path) -> No
     done = sinkprune(Path(f"{package}:{other}"), "hello")
     assert done.returncode == 2
     assert "two packages register 'hello'" in done.stderr
+
+
+def test_an_option_that_the_command_has_is_rejected(package: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(package, tmp_path / "other"))
+    option = other / "viola/option.py"
+    option.write_text(option.read_text().replace('"--capitals"', '"--budget"'))
+    done = sinkprune(other, "run", "--help")
+    assert done.returncode == 2
+    assert "the extension 'capitals' (viola.option) adds an option that the command has" in done.stderr

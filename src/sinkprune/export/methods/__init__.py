@@ -21,5 +21,8 @@ METHODS: Registry[Method] = Registry("sinkprune.methods")
 def load_method(name: str) -> Method:
     """Return the method `name`; raises `BudgetError` with the known names."""
     if name not in METHODS:
-        raise BudgetError(f"unknown method '{name}'; known methods: {', '.join(METHODS)}.")
+        raise BudgetError(
+            f"unknown method '{name}'; known methods: {', '.join(METHODS)}. A new entry "
+            "point is found after its package is installed again."
+        )
     return METHODS[name]

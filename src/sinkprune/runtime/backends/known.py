@@ -25,7 +25,7 @@ TOWER_IN = "; vision in "
 
 @dataclass(frozen=True)
 class BackendSpec:
-    """The facts about a backend. docs/architecture.md adds one."""
+    """The facts about a backend. CONTRIBUTING.md says how to add one."""
 
     opened_by: str
     """The function that returns the `Backend`, as in `package.module:open_backend`. It is called with the name, the

@@ -6,12 +6,13 @@ import argparse
 import signal
 import sys
 import threading
+from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
@@ -24,7 +25,7 @@ from sinkprune.contract.command_line.options import (
     write_result,
 )
 from sinkprune.contract.command_line.progress import progress_bar, status
-from sinkprune.contract.errors import BackendError
+from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.contract.files.output_files import OutputFile, check_outputs
 from sinkprune.contract.files.trust import Trust, add_trust_options
 from sinkprune.contract.memory import LEAST_REPORTED_BYTES, available_bytes, memory_line, running_need
@@ -471,3 +472,23 @@ def free_bytes(backend: str) -> int:
         return open_device().memory()[0]
     except BackendError:
         return 0
+
+
+class AddsOptions(Protocol):
+    """An extension of a command."""
+
+    @staticmethod
+    def add_options(parser: CommandParser) -> None:
+        """Add options to the command."""
+
+
+def add_extensions(parser: CommandParser, extensions: Mapping[str, type[AddsOptions]]) -> None:
+    """Add the options of every extension; raises `UsageError` for one that the command has already."""
+    for name, extension in extensions.items():
+        try:
+            extension.add_options(parser)
+        except ArgumentError as error:
+            raise UsageError(
+                f"the extension '{name}' ({extension.__module__}) adds an option that the command has: {error}. "
+                "Uninstall one of the packages."
+            ) from error

@@ -26,6 +26,7 @@ from sinkprune.contract.registry import Registry
 from sinkprune.contract.report import BudgetReport, ProfileReport, RateReport
 from sinkprune.runtime.commands.options import (
     Options,
+    add_extensions,
     add_new_tokens,
     add_report_options,
     check_memory,
@@ -213,8 +214,7 @@ def _parser() -> CommandParser:
         metavar="N",
         help="rounds before them that do not count (default: 1)",
     )
-    for extension in PROFILE_EXTENSIONS.values():
-        extension.add_options(parser)
+    add_extensions(parser, PROFILE_EXTENSIONS)
     add_rate_options(parser)
     add_power_options(parser)
     add_report_options(parser, "where the time goes; with --rate, latency and temperature over time")

@@ -32,6 +32,7 @@ from sinkprune.runtime.commands.options import (
     IMAGE_PLACE,
     MemoryCheck,
     Options,
+    add_extensions,
     add_most_tokens,
     add_system,
     beside_earlier,
@@ -278,6 +279,10 @@ class RunExtension:
         """Do what comes before the request, and return it; `sources` are its pictures, not decoded."""
         return request
 
+    def shown(self, piece: str) -> str:
+        """Return a piece of the answer's text as the terminal shows it."""
+        return piece
+
     def answered(self, pipeline: Pipeline, answer: Answer) -> None:
         """Print and keep what comes after the answer."""
 
@@ -297,7 +302,8 @@ def main(arguments: Sequence[str] | None) -> None:
     bundle = open_bundle(options, [options.budget])
     kinds = {extension.opened(bundle) for extension in extensions} - {Pipeline}
     if len(kinds) > 1:
-        raise UsageError(f"options of {len(kinds)} packages need a pipeline of their own. Give those of one.")
+        names = " and ".join(sorted(f"{kind.__module__}.{kind.__name__}" for kind in kinds))
+        raise UsageError(f"the given options need two kinds of pipeline, {names}. Give options for one of them.")
     kind = kinds.pop() if kinds else Pipeline
     family = load_family(bundle.manifest, options.fit)
     sources = picture_sources(options)
@@ -321,7 +327,7 @@ def main(arguments: Sequence[str] | None) -> None:
     for extension in extensions:
         request = extension.loaded(pipeline, request, sources)
     output = RunningOutput(options.json, options.overlay)
-    answer = _answered(pipeline, request, options, output)
+    answer = _answered(pipeline, request, extensions, output)
 
     earlier = ""
     if answer.finish == "cancelled":
@@ -375,12 +381,20 @@ def _given_fields(options: Options) -> dict[str, Any]:
     return fields
 
 
-def _answered(pipeline: Pipeline, request: Request, options: Options, output: RunningOutput) -> Answer:
+def _answered(
+    pipeline: Pipeline, request: Request, extensions: Sequence[RunExtension], output: RunningOutput
+) -> Answer:
     """Return the answer, and write its text to `output` while it is decoded. Ctrl-C ends it."""
+
+    def write(piece: str) -> None:
+        for extension in extensions:
+            piece = extension.shown(piece)
+        output.write(readable(piece))
+
     with output.until_written("answering") as progress:
         stream = pipeline.answer(request, _TokenCount(progress, request.max_new_tokens))
         with ended_by_interrupt(stream):
-            return stream.rest(lambda piece: output.write(readable(piece)))
+            return stream.rest(write)
 
 
 class _TokenCount(Observer):
@@ -466,8 +480,7 @@ def _parser() -> CommandParser:
         metavar="TEXT",
         help="end the answer before this text; may be repeated",
     )
-    for extension in RUN_EXTENSIONS.values():
-        extension.add_options(parser)
+    add_extensions(parser, RUN_EXTENSIONS)
     add("--overlay", type=Path, metavar="FILE.png", help="draw the kept and dropped tokens on the image")
     parser.add_json("the answer and its figures")
     return parser

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -286,13 +286,16 @@ def open_backend(name: str, threads: int | None, compute: Compute, built: BuiltE
     return opened(OrtBackend, name, threads, compute, built)
 
 
+B = TypeVar("B", bound=OrtBackend)
+
+
 def opened(
-    kind: type[OrtBackend],
+    kind: type[B],
     name: str,
     threads: int | None,
     compute: Compute,
     built: BuiltEngines | None,
-) -> OrtBackend:
+) -> B:
     """Return a backend of this `kind` that fits the engines `built`; raises `BackendError` and `EnginesError`."""
     if built is not None:
         built.check_processor(provider_name(kind.provider))
