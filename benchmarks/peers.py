@@ -33,7 +33,7 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs, write_whole
 from sinkprune.contract.memory import available_bytes
 from sinkprune.export.checkpoint.folder import read_json
-from sinkprune.export.presets import PRESETS
+from sinkprune.export.checkpoint.presets import PRESETS
 from sinkprune.runtime.profiling.plot import PLOT_SUFFIXES, import_matplotlib
 from sinkprune.runtime.system import processor_name
 

@@ -30,8 +30,8 @@ from sinkprune.engines.plugins import launches
 from sinkprune.engines.plugins.launches import KernelRunner
 from sinkprune.export.dialects import opset24
 from sinkprune.export.graph import Graph
-from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.functions import diversity_select, top_rho
+from sinkprune.export.weights import PRECISIONS
 from sinkprune.runtime.backends.onnxruntime.library import import_onnxruntime
 from sinkprune.runtime.device import open_device
 

@@ -36,7 +36,7 @@ from rows_table import PARTS, rows_table
 from sinkprune import Pipeline, Policy
 from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.files.output_files import check_writable, write_whole
-from sinkprune.export.presets import PRESETS
+from sinkprune.export.checkpoint.presets import PRESETS
 
 QUESTION = "What is in the cup, and what lies on the saucer?"
 CAMERAS = 3

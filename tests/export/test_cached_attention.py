@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinkprune.export.dialects import DIALECTS
-from sinkprune.export.dialects.cached import LayerCache
+from sinkprune.export.dialects import DIALECTS, LayerCache, load_dialect
 from sinkprune.export.graph import Graph
-from sinkprune.export.precision import PRECISIONS
+from sinkprune.export.weights import PRECISIONS
 from support.models.graphs import Run, loaded
 
 Array = np.ndarray[Any, Any]
@@ -24,7 +23,7 @@ SIZE = 8
 
 def layers(dialect: str, precision: str, heads: str, *, causal: bool) -> Run:
     """Attention of two layers that share a mask; both have the same new rows, and caches of their own."""
-    graph = Graph("attention", PRECISIONS[precision], DIALECTS[dialect])  # type: ignore[index]
+    graph = Graph("attention", PRECISIONS[precision], load_dialect(dialect))  # type: ignore[arg-type]
     count, kv_count = HEADS[heads]
     new = (
         graph.input("query", [1, count, "S", SIZE]),
@@ -61,7 +60,7 @@ def expected(query: Array, key: Array, value: Array, *, causal: bool) -> Array:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_it_is_that_of_a_cache_that_grows(dialect: str, precision: str, heads: str, causal: bool) -> None:
-    run, in_place = layers(dialect, precision, heads, causal=causal), DIALECTS[dialect].CACHE == "in-place"  # type: ignore[index]
+    run, in_place = layers(dialect, precision, heads, causal=causal), load_dialect(dialect).CACHE == "in-place"  # type: ignore[arg-type]
     count, kv_count = HEADS[heads]
     dtype = PRECISIONS[precision].numpy
 
@@ -101,7 +100,7 @@ def test_it_is_that_of_a_cache_that_grows(dialect: str, precision: str, heads: s
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_no_product_is_larger_than_scores_and_no_head_is_repeated(dialect: str) -> None:
     """What a token costs is reading the cache: nothing that is computed has its size."""
-    graph = Graph("attention", PRECISIONS["fp32"], DIALECTS[dialect])  # type: ignore[index]
+    graph = Graph("attention", PRECISIONS["fp32"], load_dialect(dialect))  # type: ignore[arg-type]
     new = [graph.input(name, [1, heads, "S", SIZE]) for name, heads in (("query", 6), ("key", 2), ("value", 2))]
     length = graph.input("past_length", [1], ir.DataType.INT64)
     past = LayerCache(*(graph.input(f"past_{name}", [1, 2, "C", SIZE]) for name in ("key", "value")), length)

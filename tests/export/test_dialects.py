@@ -16,9 +16,9 @@ from PIL import Image
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.manifest import GraphSpec, TensorSpec
-from sinkprune.export.dialects import DIALECTS
+from sinkprune.export.dialects import DIALECTS, load_dialect
 from sinkprune.export.graph import Graph
-from sinkprune.export.precision import PRECISIONS
+from sinkprune.export.weights import PRECISIONS
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.kv_cache import cache_names
 from sinkprune.runtime.backends.models import Model
@@ -42,7 +42,7 @@ Emit = Callable[[Any, Any, list[ir.Value]], ir.Value]
 
 def operation(dialect: str, precision: str, emit: Emit, *inputs: Array) -> Array:
     """What an operation of a dialect computes; inputs of float type are of the graph's precision."""
-    graph = Graph("operation", PRECISIONS[precision], DIALECTS[dialect])  # type: ignore[index]
+    graph = Graph("operation", PRECISIONS[precision], load_dialect(dialect))  # type: ignore[arg-type]
     types = [ir.DataType.from_numpy(array.dtype) for array in inputs]
     values = [graph.input(f"x{place}", array.shape, types[place]) for place, array in enumerate(inputs)]
     result = emit(graph.dialect, graph.op, values)

@@ -13,10 +13,9 @@ import pytest
 from onnx import numpy_helper
 
 from sinkprune.contract.precision import Array, WeightsName
-from sinkprune.export.dialects import DIALECTS
+from sinkprune.export.dialects import load_dialect
 from sinkprune.export.graph import ReadTensor, WeightedGraph
-from sinkprune.export.precision import PRECISIONS
-from sinkprune.export.weights.weight_forms import form_of
+from sinkprune.export.weights import PRECISIONS, form_of
 
 INPUTS, WIDTHS = 64, {"q": 10, "k": 6, "v": 3}
 FORMS: list[WeightsName] = ["fp32", "bf16", "int8", "int4", "uint4"]
@@ -30,7 +29,7 @@ def tensor(name: str, shape: Sequence[int]) -> Array:
 
 def written(folder: Path, form: WeightsName, *, bias: bool, joined: bool, read: ReadTensor = tensor) -> Path:
     """A graph that gives `q`, `k` and `v` of `x`, from one product or from three."""
-    graph = WeightedGraph("layers", PRECISIONS["fp32"], DIALECTS["opset24"], form_of(form, 32), read)
+    graph = WeightedGraph("layers", PRECISIONS["fp32"], load_dialect("opset24"), form_of(form, 32), read)
     x = graph.input("x", [1, "S", INPUTS])
     if joined:
         outputs = graph.linears(x, "qkv", WIDTHS, INPUTS, bias=bias)

@@ -15,8 +15,8 @@ from sinkprune.contract.checks import from_json, to_json
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import WeightsName
 from sinkprune.contract.schedule import schedule
+from sinkprune.export.checkpoint.presets import PRESETS
 from sinkprune.export.families import read_family
-from sinkprune.export.presets import PRESETS
 from sinkprune.jetson.boards import PresetFacts, preset_manifest, read_boards, read_presets
 from sinkprune.jetson.fit import manifest_in_form
 from sinkprune.runtime.families import load_family

@@ -13,9 +13,8 @@ from PIL import Image
 from sinkprune import Policy
 from sinkprune.contract.budgets import FAMILIES, prune_layers
 from sinkprune.contract.errors import CheckpointError
-from sinkprune.export.checkpoint.text import small_text
+from sinkprune.export.checkpoint.presets import PRESETS, small_text
 from sinkprune.export.families import read_family
-from sinkprune.export.presets import PRESETS
 from support.programs.commands import run
 
 BUDGETS = tuple(FAMILIES["pi0"].budgets)

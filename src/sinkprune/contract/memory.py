@@ -12,12 +12,14 @@ import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from sinkprune.contract.errors import TooLittleMemoryError
-from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import DTYPES, WeightsName
-from sinkprune.contract.schedule import Schedule, VisualLayout
+
+if TYPE_CHECKING:
+    from sinkprune.contract.manifest import Manifest
+    from sinkprune.contract.schedule import Schedule, VisualLayout
 
 ROOT = Path("/")
 _GROUPS = Path("proc/self/cgroup")

@@ -30,14 +30,13 @@ from sinkprune.contract.manifest import (
 from sinkprune.contract.memory import available_bytes
 from sinkprune.contract.precision import Array
 from sinkprune.contract.progress import OnProgress, unreported
-from sinkprune.export.dialects import DIALECTS
+from sinkprune.export.dialects import load_dialect
 from sinkprune.export.families import Family
 from sinkprune.export.graph import ReadTensor, WeightedGraph
 from sinkprune.export.planning import Unreachable, parse_budgets, plan_graphs, save_plan
-from sinkprune.export.precision import PRECISIONS, Precision
 from sinkprune.export.pruning.plan import PlanFacts
 from sinkprune.export.source import ExportRequest, OpenCheckpoint, open_source
-from sinkprune.export.weights.weight_forms import WeightForm, check_dialect, chosen_forms, form_of
+from sinkprune.export.weights import PRECISIONS, Precision, WeightForm, check_dialect, chosen_forms, form_of
 
 if TYPE_CHECKING:
     from sinkprune.export.weights.quantised_weights import Requantised
@@ -142,7 +141,7 @@ class _Export:
     ) -> None:
         """Raise `UsageError` for forms of weights that conflict with each other or the dialect."""
         self._request, self._source, self._progress, self._requantised = request, source, progress, requantised
-        self.precision, self.dialect = PRECISIONS[request.precision], DIALECTS[request.dialect]
+        self.precision, self.dialect = PRECISIONS[request.precision], load_dialect(request.dialect)
         self.expected = self._read = 0
         """The weights that the export reads, for `progress`; 0 until they are known."""
         quantisation = source.quantisation

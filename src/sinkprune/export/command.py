@@ -18,9 +18,15 @@ from sinkprune.contract.command_line.options import CommandParser, PathOrName, j
 from sinkprune.contract.command_line.progress import status
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.files.trust import add_sign_option, sum_lines
-from sinkprune.export.limits import CLIP_TOKENS, IMAGE_TOKENS, MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
-from sinkprune.export.packages import report_missing_package
-from sinkprune.export.presets import PRESETS
+from sinkprune.export import (
+    CLIP_TOKENS,
+    IMAGE_TOKENS,
+    MAX_FRAMES,
+    MAX_IMAGES,
+    MAX_PIXELS,
+    MIN_PIXELS,
+    report_missing_package,
+)
 
 if TYPE_CHECKING:
     from sinkprune.contract.manifest import Manifest
@@ -61,7 +67,6 @@ def main(arguments: Sequence[str] | None) -> None:
         with status("loading packages"):
             from sinkprune.export.bundle_writer import export_bundle
             from sinkprune.export.source import ExportRequest
-            from sinkprune.export.weights.quantised_weights import summary
 
         heads = None
         if options.heads:
@@ -83,15 +88,18 @@ def main(arguments: Sequence[str] | None) -> None:
                 requantised=requantised.append,
                 unused_settings=unused.update,
             )
-        rounded_again = summary(requantised) if requantised else None
+    rounded_again = None
+    if requantised:
+        from sinkprune.export.weights.quantised_weights import summary
+
+        rounded_again = summary(requantised)
+        sys.stderr.write(_rounded_again(rounded_again))
     for plan in unreachable:
         sys.stderr.write(f"left out: method '{plan.method}' at budget '{plan.budget}': {plan.why}.\n")
     if options.max_pixels is None and "max_pixels" in manifest.processor:
         sys.stderr.write(_usual_size(manifest))
     if unused:
         sys.stderr.write(_unused_settings(unused))
-    if rounded_again:
-        sys.stderr.write(_rounded_again(rounded_again))
     policy = manifest.policy
     if policy and policy.units_note and not manifest.checkpoint.random_weights:
         sys.stderr.write(f"warning: {policy.units_note}\n")
@@ -178,7 +186,6 @@ def _known_names() -> str:
         f"budgets:\n{budgets}"
         f"options, after a budget's name (retain-64+raster+visual-keys):\n  {', '.join(OPTIONS)},\n"
         "  rho-N (N of 1000 tokens are outliers), from-BUDGET (with the sanitizer of another budget)\n"
-        f"presets, for --random-weights:\n  {', '.join(PRESETS)}\n"
     )
 
 
@@ -232,7 +239,8 @@ def _parser() -> CommandParser:
     add(
         "--random-weights",
         action="store_true",
-        help="use seeded random weights: CHECKPOINT is a config.json, a folder with a config.json, or a preset",
+        help="use seeded random weights: CHECKPOINT is a config.json, a folder with one, or a preset, as llava-1.1b; "
+        "a wrong name lists all",
     )
     add(
         "--tokenizer",

@@ -20,8 +20,7 @@ from onnxscript import GraphBuilder
 from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.contract.precision import Array
 from sinkprune.export.dialects import Dialect
-from sinkprune.export.precision import Precision
-from sinkprune.export.weights.weight_forms import Matrix, WeightForm, concatenated
+from sinkprune.export.weights import Matrix, Precision, WeightForm, concatenated
 
 # A tensor of a page or more starts on a page, so that a runtime can map it.
 _PAGE = 4096

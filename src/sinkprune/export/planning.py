@@ -11,8 +11,7 @@ from sinkprune.contract.budgets import FAMILIES, UNPRUNED, Budget, Plan, parse_b
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.manifest import GraphSpec
 from sinkprune.export.methods import load_method
-from sinkprune.export.pruning.equal_mean import UnreachableMean
-from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, UnreachableMean
 
 
 @dataclass(frozen=True)

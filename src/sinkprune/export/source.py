@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -11,10 +11,10 @@ from sinkprune.contract.checks import counted
 from sinkprune.contract.errors import CheckpointError, UsageError
 from sinkprune.contract.manifest import Checkpoint, DialectName, PolicyFacts
 from sinkprune.contract.precision import WeightsName
+from sinkprune.export import CLIP_TOKENS, IMAGE_TOKENS, MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
 from sinkprune.export.checkpoint.folder import (
     TOKENIZER_FILES,
     Name,
-    RandomWeights,
     SafetensorsWeights,
     check_kind,
     config_sha256,
@@ -23,14 +23,12 @@ from sinkprune.export.checkpoint.folder import (
     read_fields,
     read_json,
 )
-from sinkprune.export.checkpoint.quantisation_config import Quantisation, read_quantisation
-from sinkprune.export.checkpoint.text import Text, read_checkpoint_text, small_text, without_added_tokens
+from sinkprune.export.checkpoint.text import Text, read_checkpoint_text, without_added_tokens
 from sinkprune.export.families import Family, SalienceBlock, read_family
-from sinkprune.export.limits import CLIP_TOKENS, IMAGE_TOKENS, MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
-from sinkprune.export.methods.sinkpruner import WITH_HEADS
-from sinkprune.export.presets import PRESETS
 
 if TYPE_CHECKING:
+    from sinkprune.export.checkpoint.presets import RandomWeights
+    from sinkprune.export.checkpoint.quantisation_config import Quantisation
     from sinkprune.export.methods.heads import ChosenHeads
     from sinkprune.export.weights.quantised_weights import QuantisedWeights
 
@@ -94,11 +92,8 @@ class ExportRequest:
             raise UsageError(
                 "found --tokenizer, and random weights come with a tokenizer of their own. Leave it out."
             )
-        if self.heads is not None and not {*WITH_HEADS} & {*self.methods}:
-            raise UsageError(
-                f"found --heads, which are for methods {' and '.join(WITH_HEADS)}. Add one of them to --methods, or "
-                "leave --heads out."
-            )
+        if self.heads is not None:
+            self.heads.check_read_by(self.methods)
         if self.max_images is not None:
             MAX_IMAGES.check(self.max_images)
         MAX_FRAMES.check(self.max_frames)
@@ -127,23 +122,7 @@ class OpenCheckpoint:
 def open_source(request: ExportRequest) -> OpenCheckpoint:
     """Open the checkpoint of `request`. The caller closes its weights. Raises `CheckpointError` and `UsageError`."""
     if request.random_weights:
-        config = _random_config(request.source)
-        if read_quantisation(request.source, config):
-            raise CheckpointError(
-                f"'{request.source}' has a quantization_config, and random weights are floats. Take it out, and add "
-                "--weights int4 for the size of 4-bit weights."
-            )
-        family = read_family(request.source, config, request.salience)
-        text = small_text(family.language_model.vocab_size, family.special_tokens, family.chat_template)
-        checkpoint = Checkpoint(request.source, config_sha256(config), random_weights=True)
-        text, processor = _formed(text, family), _processor(family, {}, request)
-        images = request.max_images or 1
-        return OpenCheckpoint(family, RandomWeights(), text, processor, checkpoint, images, family.policy({}))
-    if request.source in PRESETS:
-        raise CheckpointError(
-            f"'{request.source}' is a preset: true shapes without weights. Add --random-weights, or give a "
-            "checkpoint folder or hub name."
-        )
+        return _open_random(request)
     folder = locate(request.source)
     files = _ConfigurationFiles(request.source, folder)
     config = files.read("config.json")
@@ -154,7 +133,7 @@ def open_source(request: ExportRequest) -> OpenCheckpoint:
     # A bundle goes to other machines, so it does not name the folders of this one.
     name = folder.resolve().name if Path(request.source).is_dir() else request.source
     checkpoint = Checkpoint(name, config_sha256(config), random_weights=False)
-    quantisation = read_quantisation(request.source, config)
+    quantisation = _quantisation(request.source, config)
     named = read_fields(_NamesWeights, config, f"checkpoint '{request.source}': config.json")
     stored = SafetensorsWeights(folder, named.get("transformers_weights"))
     weights: SafetensorsWeights | QuantisedWeights = stored
@@ -254,16 +233,44 @@ def _processor(family: Family, settings: Mapping[str, Any], request: ExportReque
     return processor
 
 
-def _random_config(source: str) -> dict[str, Any]:
-    if source in PRESETS:
-        return PRESETS[source]
+def _quantisation(source: str, config: Mapping[str, Any]) -> Quantisation | None:
+    """Return how the checkpoint has quantised its matrices; None if it has not."""
+    text = config.get("text_config")
+    places = (config, text if isinstance(text, dict) else {})
+    if not any(name in place for place in places for name in ("quantization_config", "quantization")):
+        return None
+    from sinkprune.export.checkpoint.quantisation_config import read_quantisation
+
+    return read_quantisation(source, config)
+
+
+def _open_random(request: ExportRequest) -> OpenCheckpoint:
+    from sinkprune.export.checkpoint.presets import PRESETS, RandomWeights, small_text
+
+    source = request.source
+    config = PRESETS[source] if source in PRESETS else _own_config(source, PRESETS)
+    if _quantisation(source, config):
+        raise CheckpointError(
+            f"'{source}' has a quantization_config, and random weights are floats. Take it out, and add "
+            "--weights int4 for the size of 4-bit weights."
+        )
+    family = read_family(source, config, request.salience)
+    text = small_text(family.language_model.vocab_size, family.special_tokens, family.chat_template)
+    checkpoint = Checkpoint(source, config_sha256(config), random_weights=True)
+    processor, images = _processor(family, {}, request), request.max_images or 1
+    return OpenCheckpoint(
+        family, RandomWeights(), _formed(text, family), processor, checkpoint, images, family.policy({})
+    )
+
+
+def _own_config(source: str, presets: Iterable[str]) -> dict[str, Any]:
     path = Path(source)
     # The user's own file may be a link.
     resolved = path.resolve()
     folder, name = (path, "config.json") if path.is_dir() else (resolved.parent, resolved.name)
     if not has_entry(folder, name):
         raise CheckpointError(
-            f"'{source}' is no config.json, no folder holding one and no preset; presets: {', '.join(PRESETS)}."
+            f"'{source}' is no config.json, no folder holding one and no preset; presets: {', '.join(presets)}."
         )
     config = read_json(folder, name)
     if not _is_lerobot(config):

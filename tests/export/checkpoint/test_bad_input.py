@@ -17,7 +17,7 @@ import pytest
 
 from sinkprune.contract.errors import BundleError
 from sinkprune.export.bundle_writer import export_bundle
-from sinkprune.export.presets import PRESETS
+from sinkprune.export.checkpoint.presets import PRESETS
 from sinkprune.export.source import ExportRequest
 from support.programs.commands import assert_refused, own_process, run
 

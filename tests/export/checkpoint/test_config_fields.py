@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from sinkprune.contract.errors import CheckpointError, SinkpruneError
-from sinkprune.export.dialects import DIALECTS
+from sinkprune.export.checkpoint.presets import PRESETS
+from sinkprune.export.dialects import load_dialect
 from sinkprune.export.families import read_family
 from sinkprune.export.planning import parse_budgets, plan_graphs
-from sinkprune.export.precision import PRECISIONS
-from sinkprune.export.presets import PRESETS
 from sinkprune.export.pruning.plan import PlanFacts
 from sinkprune.export.source import ExportRequest, open_source
+from sinkprune.export.weights import PRECISIONS
 from support.models.published_configs import with_value
 
 Checkpoints = Callable[[str], Path]
@@ -44,7 +44,7 @@ def opened(request: ExportRequest) -> PlanFacts:
     with closing(source.weights):
         family, groups = source.family, source.family.groups_of(source.processor)
         tokens, joined = family.tokens_of(source.processor), family.groups_are_frames and groups > 1
-        fp16, trt = PRECISIONS["fp16"], DIALECTS["opset20"]
+        fp16, trt = PRECISIONS["fp16"], load_dialect("opset20")
         return PlanFacts(family.language_model, tokens, family.visual_width, fp16, trt, groups, 1, joined)
 
 

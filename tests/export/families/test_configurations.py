@@ -22,8 +22,8 @@ from transformers import (
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from sinkprune.contract.errors import CheckpointError
+from sinkprune.export.checkpoint.presets import PRESETS
 from sinkprune.export.families import read_family
-from sinkprune.export.presets import PRESETS
 from sinkprune.export.source import ExportRequest, open_source
 from sinkprune.runtime.families.rotary import Rotary
 from support.models.graphs import parameters_of

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from sinkprune.contract.budgets import FAMILIES
 from sinkprune.export.dialects import opset24
 from sinkprune.export.methods.downsample import build, build_for_ttft, grid_blocks
-from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.plan import PlanFacts, VariableTokens
+from sinkprune.export.weights import PRECISIONS
 from support.models.graphs import language_model
 
 

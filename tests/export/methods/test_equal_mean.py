@@ -13,16 +13,15 @@ from sinkprune.contract.budgets import FAMILIES, Counts, Share, parse_budget, pr
 from sinkprune.contract.errors import BudgetError
 from sinkprune.export.dialects import opset24
 from sinkprune.export.methods import METHODS as ALL_METHODS
-from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.equal_mean import (
-    UnreachableMean,
     constant_ratio,
     fewer_stages,
     mean_tokens,
     scaled_stages,
     tokens_into_llm,
 )
-from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, UnreachableMean
+from sinkprune.export.weights import PRECISIONS
 from support.models import graphs
 from support.models.chosen_heads import WITH_HEADS, heads_by_layer
 from support.programs.slow_cases import every

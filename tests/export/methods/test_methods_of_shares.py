@@ -19,9 +19,8 @@ from sinkprune.contract.schedule import PictureSchedule, layer_flops
 from sinkprune.export.dialects import opset24
 from sinkprune.export.methods import METHODS as ALL_METHODS
 from sinkprune.export.methods import load_method
-from sinkprune.export.precision import PRECISIONS
-from sinkprune.export.pruning.equal_mean import UnreachableMean
-from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, VariableTokens
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, UnreachableMean, VariableTokens
+from sinkprune.export.weights import PRECISIONS
 from support.models import graphs
 from support.models.chosen_heads import heads_by_layer
 from support.programs.slow_cases import every

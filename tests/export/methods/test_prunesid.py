@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sinkprune.contract.budgets import Budget, parse_budget
-from sinkprune.export.dialects import DIALECTS
+from sinkprune.export.dialects import DIALECTS, load_dialect
 from sinkprune.export.methods import load_method
-from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+from sinkprune.export.weights import PRECISIONS
 from support.models import graphs
 from support.models.token_features import KINDS, token_features
 from support.references.reference_methods import prunesid
@@ -27,7 +27,7 @@ RETAIN_192, RETAIN_32 = parse_budget("llava", "retain-192"), parse_budget("llava
 
 def plan_of(n: int, d: int, budget: Budget = RETAIN_192, dialect: str = "opset24") -> PlanGraphs:
     model = replace(graphs.language_model(), num_layers=32)
-    return load_method("prunesid")(PlanFacts(model, n, d, PRECISIONS["fp32"], DIALECTS[dialect]), budget)
+    return load_method("prunesid")(PlanFacts(model, n, d, PRECISIONS["fp32"], load_dialect(dialect)), budget)
 
 
 @cache

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from sinkprune.contract.budgets import FAMILIES, Budget, parse_budget
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.manifest import DialectName
-from sinkprune.export.dialects import DIALECTS
+from sinkprune.export.dialects import DIALECTS, load_dialect
 from sinkprune.export.methods import load_method
 from sinkprune.export.methods.before_llm import ROUNDS
-from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.plan import MAX_ROUNDS, PlanFacts, VariableTokens
+from sinkprune.export.weights import PRECISIONS
 from support.models import graphs
 from support.models.token_features import KINDS, exact_rows, token_features
 from support.references.question_methods import READ_THE_QUESTION
@@ -98,7 +98,7 @@ def test_fp16_is_never_computed_with(method: str) -> None:
 def facts_of(most: int, dialect: DialectName = "opset24", **more: Any) -> PlanFacts:
     """Pictures of up to `most` tokens, of width 16."""
     tokens = VariableTokens(most, 784, most * more.get("groups", 1))
-    return PlanFacts(MODEL, tokens, 16, PRECISIONS["fp32"], DIALECTS[dialect], **more)
+    return PlanFacts(MODEL, tokens, 16, PRECISIONS["fp32"], load_dialect(dialect), **more)
 
 
 def of_any_size(method: str, most: int = 228, budget: Budget = OF_QWEN["prune-77.8"], **more: Any) -> Any:

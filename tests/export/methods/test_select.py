@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from sinkprune.contract.budgets import Budget, Share, parse_budget
 from sinkprune.contract.manifest import DialectName
-from sinkprune.export.dialects import DIALECTS
+from sinkprune.export.dialects import DIALECTS, load_dialect
 from sinkprune.export.graph import Graph
-from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.select import (
     best_of_each_image,
     best_of_one_image,
@@ -25,6 +24,7 @@ from sinkprune.export.pruning.select import (
     last_row,
     text_like_the_image,
 )
+from sinkprune.export.weights import PRECISIONS
 from support.models import graphs
 from support.references import reference
 from support.references.reference_methods import IN_LLM, TWO_STAGES, asking_rows
@@ -176,7 +176,7 @@ def test_equal_keys_tie_wherever_they_stand(scores_over: str, heads: str) -> Non
 @pytest.mark.parametrize("images", [1, 3])
 def test_no_value_grows_with_the_square_of_the_visual_rows(images: int, dialect: DialectName, tmp_path: Path) -> None:
     """Three clips have some 13000: a table of them squared would take 0.7 GB."""
-    graph, size = Graph("select", PRECISIONS["fp32"], DIALECTS[dialect]), 1000
+    graph, size = Graph("select", PRECISIONS["fp32"], load_dialect(dialect)), 1000
     model = graphs.language_model(*HEADS["mha"], HEAD_DIM)
     choice = best_of_one_image(300) if images == 1 else best_of_each_image(images)
     build_select(graph, graphs.facts_of(model), choice, budget_of(1), every_text_row)

@@ -12,8 +12,8 @@ from sinkprune.contract.errors import BudgetError
 from sinkprune.export.dialects import opset24
 from sinkprune.export.methods import load_method
 from sinkprune.export.planning import plan_graphs
-from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.plan import PlanFacts, VariableTokens
+from sinkprune.export.weights import PRECISIONS
 from support.models import graphs
 from support.programs.slow_cases import each_once
 from support.references import reference

@@ -23,9 +23,9 @@ from sinkprune.contract.checks import to_json
 from sinkprune.export.dialects import opset24
 from sinkprune.export.methods import load_method
 from sinkprune.export.methods.heads import ChosenHeads, LayerHeads, read_heads, write_heads
-from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.plan import PlanFacts
 from sinkprune.export.pruning.select import every_text_row
+from sinkprune.export.weights import PRECISIONS
 from support.models import graphs
 from support.models.chosen_heads import WITH_HEADS, chosen_heads, heads_by_layer
 from support.programs.commands import assert_refused, run

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from sinkprune.contract.budgets import FAMILIES, Budget, parse_budget, prune_layers, scaled_layers
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.schedule import PictureSchedule
-from sinkprune.export.dialects import DIALECTS
+from sinkprune.export.dialects import DIALECTS, load_dialect
 from sinkprune.export.methods import load_method
-from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, VariableTokens
+from sinkprune.export.weights import PRECISIONS
 from support.models import graphs
 from support.models.token_features import KINDS, token_features
 from support.references.reference_methods import vscan
@@ -32,7 +32,7 @@ RETAIN_64 = parse_budget("llava", "retain-64")
 
 def plan_of(tokens: int | VariableTokens, d: int, budget: Budget, layers: int = 32, **more: Any) -> PlanGraphs:
     model = replace(graphs.language_model(), num_layers=layers)
-    precision, dialect = PRECISIONS[more.pop("precision", "fp32")], DIALECTS[more.pop("dialect", "opset24")]
+    precision, dialect = PRECISIONS[more.pop("precision", "fp32")], load_dialect(more.pop("dialect", "opset24"))
     return load_method("vscan")(PlanFacts(model, tokens, d, precision, dialect, **more), budget)
 
 

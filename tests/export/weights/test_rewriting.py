@@ -15,10 +15,9 @@ from onnx import numpy_helper
 from sinkprune.calibration.quantising.rewriting import RewrittenGraph, read_graph
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.precision import Array, WeightsName
-from sinkprune.export.dialects import DIALECTS
-from sinkprune.export.precision import PRECISIONS
+from sinkprune.export.dialects import load_dialect
+from sinkprune.export.weights import PRECISIONS, form_of
 from sinkprune.export.weights.rounding import to_nearest
-from sinkprune.export.weights.weight_forms import form_of
 from sinkprune.runtime.backends.models import Model
 from support.models.manifests import file_of
 from support.programs.slow_cases import slow
@@ -34,7 +33,7 @@ def rewritten(bundle: Path, graph: str, weights: WeightsName, folder: Path, roun
     again = RewrittenGraph(
         graph,
         PRECISIONS[manifest.precision],
-        DIALECTS[manifest.dialect],
+        load_dialect(manifest.dialect),
         form_of(weights, 128, rounding=rounding),
         read_graph(model.onnx),
         lambda name: model.weight(held[name]),

@@ -17,8 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.precision import Array
-from sinkprune.export.precision import PRECISIONS
-from sinkprune.export.weights.weight_forms import chosen_forms
+from sinkprune.export.weights import PRECISIONS, chosen_forms
 from support.models.stored_matrices import initializers, stored_matrices
 from support.programs.commands import assert_refused, run
 

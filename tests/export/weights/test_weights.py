@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.precision import Array
-from sinkprune.export.precision import PRECISIONS
+from sinkprune.export.weights import PRECISIONS
 from support.programs.commands import assert_refused, run
 
 PAGE = 4096

@@ -21,8 +21,8 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from sinkprune import VideoFile
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import ImageError, VideoError
+from sinkprune.export.checkpoint.presets import PRESETS
 from sinkprune.export.families import read_family
-from sinkprune.export.presets import PRESETS
 from sinkprune.runtime.families.qwen import Qwen25VL
 from sinkprune.runtime.media.clip import (
     Clip,

@@ -19,8 +19,8 @@ from sinkprune import PartlySeenWarning, Pipeline
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import Manifest
+from sinkprune.export.checkpoint.presets import PRESETS
 from sinkprune.export.families import read_family
-from sinkprune.export.presets import PRESETS
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.images import FITS, Fit
 from sinkprune.runtime.processors.square import SquareProcessor

@@ -17,8 +17,8 @@ from transformers.models.llava_next.modeling_llava_next import unpad_image
 
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.manifest import Manifest
+from sinkprune.export.checkpoint.presets import PRESETS
 from sinkprune.export.families import read_family
-from sinkprune.export.presets import PRESETS
 from sinkprune.runtime.families.llava_next import LlavaNext
 from sinkprune.runtime.processors.llava_next import LlavaNextProcessor
 from support.models.checkpoints import PINPOINTS, SIDE

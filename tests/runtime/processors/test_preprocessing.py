@@ -14,8 +14,8 @@ from transformers import CLIPImageProcessorPil, LlavaImageProcessorPil
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.manifest import Manifest
+from sinkprune.export.checkpoint.presets import PRESETS
 from sinkprune.export.families import read_family
-from sinkprune.export.presets import PRESETS
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.images import FITS, Fit, read_image
 from sinkprune.runtime.processors.square import SquareProcessor

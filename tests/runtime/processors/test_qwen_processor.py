@@ -17,8 +17,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from sinkprune import Pipeline
 from sinkprune.contract.budgets import Share
 from sinkprune.contract.errors import ImageError, PruningError
+from sinkprune.export.checkpoint.presets import PRESETS
 from sinkprune.export.families import read_family
-from sinkprune.export.presets import PRESETS
 from sinkprune.runtime.processors.qwen import QwenProcessor
 from sinkprune.runtime.steps.prompt_rows import positions
 from support.models.qwen_checkpoints import IMAGE_TOKEN

@@ -18,12 +18,11 @@ from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.manifest import LanguageModel
 from sinkprune.contract.precision import Array
 from sinkprune.export import bundle_writer
-from sinkprune.export.checkpoint.folder import RandomWeights
+from sinkprune.export.checkpoint.presets import RandomWeights
 from sinkprune.export.dialects import opset24
 from sinkprune.export.families import Family
 from sinkprune.export.graph import Graph, WeightedGraph
 from sinkprune.export.methods import load_method
-from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning import equal_mean
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 from sinkprune.export.pruning.select import (
@@ -33,7 +32,7 @@ from sinkprune.export.pruning.select import (
     build_select,
     every_text_row,
 )
-from sinkprune.export.weights.weight_forms import FloatForm
+from sinkprune.export.weights import PRECISIONS, FloatForm
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.models import Model
 from support.models.chosen_heads import heads_by_layer

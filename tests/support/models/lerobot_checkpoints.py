@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from sinkprune.export.checkpoint import lerobot
-from sinkprune.export.presets import PRESETS
+from sinkprune.export.checkpoint.presets import PRESETS
 
 CAMERAS = ("observation.images.top", "observation.images.wrist")
 EMPTY = "observation.images.empty_camera_0"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sinkprune.export.presets import PRESETS
+from sinkprune.export.checkpoint.presets import PRESETS
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 384,

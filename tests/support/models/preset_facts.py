@@ -9,12 +9,11 @@ from typing import Any
 
 from sinkprune.contract.checks import to_json
 from sinkprune.contract.precision import WeightsName
-from sinkprune.export.dialects import DIALECTS
+from sinkprune.export.checkpoint.presets import PRESETS
+from sinkprune.export.dialects import load_dialect
 from sinkprune.export.families import Family, read_family
 from sinkprune.export.graph import WeightedGraph
-from sinkprune.export.precision import PRECISIONS
-from sinkprune.export.presets import PRESETS
-from sinkprune.export.weights.weight_forms import form_of
+from sinkprune.export.weights import PRECISIONS, form_of
 from sinkprune.jetson import boards as presets
 from sinkprune.jetson.boards import PresetFacts, WeightBytes
 
@@ -28,7 +27,7 @@ def weight_graphs(family: Family, form: WeightsName, vision_form: WeightsName) -
     for name, write in family.graphs([range(1)], ()).items():
         matrices = form_of(vision_form if name == "vision" else form, 128)
         graphs[name] = WeightedGraph(
-            name, PRECISIONS["fp16"], DIALECTS["opset24"], matrices, lambda name, shape: None
+            name, PRECISIONS["fp16"], load_dialect("opset24"), matrices, lambda name, shape: None
         )
         write(graphs[name])
     return graphs

@@ -22,7 +22,7 @@ from sinkprune.contract.files.trust import add_sign_option, add_trust_options, r
 from sinkprune.contract.manifest import BUNDLE
 from sinkprune.contract.memory import available_bytes
 from sinkprune.contract.precision import BLOCK_SIZES
-from sinkprune.export.packages import report_missing_package
+from sinkprune.export import report_missing_package
 from sinkprune.runtime.backends import THREADS, load_backend
 from sinkprune.runtime.commands.options import Options, add_report_options, explain_interrupt, write_report
 from sinkprune.runtime.families import load_family

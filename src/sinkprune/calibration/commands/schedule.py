@@ -41,7 +41,7 @@ from sinkprune.contract.manifest import BUNDLE
 from sinkprune.deadlines.costs import Costs, write_costs
 from sinkprune.deadlines.options import doubtful_costs, kept_line
 from sinkprune.deadlines.pipeline import Pipeline
-from sinkprune.export.packages import report_missing_package
+from sinkprune.export import report_missing_package
 from sinkprune.runtime.commands.options import (
     NO_COSTS,
     Options,

@@ -22,10 +22,9 @@ from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.manifest import EMBEDDING, Manifest
 from sinkprune.contract.precision import DTYPES, Array, WeightForms, WeightsName
-from sinkprune.export.dialects import DIALECTS
-from sinkprune.export.precision import PRECISIONS
+from sinkprune.export.dialects import load_dialect
+from sinkprune.export.weights import PRECISIONS, form_of
 from sinkprune.export.weights.rounding import RoundingMethod
-from sinkprune.export.weights.weight_forms import form_of
 from sinkprune.runtime.backends import Backend, load_backend
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.onnxruntime.library import import_onnxruntime, session_options, words
@@ -296,7 +295,7 @@ class WeightGraphs:
 
     def __init__(self, bundle: Bundle, forms: WeightForms, threads: int) -> None:
         self._bundle, self._forms, self._threads = bundle, forms, threads
-        self._dialect = DIALECTS[bundle.manifest.dialect]
+        self._dialect = load_dialect(bundle.manifest.dialect)
 
     def changes(self, graph: str) -> bool:
         return self._form(graph, self._forms) != self._form(graph, self._bundle.manifest.weights)

@@ -33,9 +33,8 @@ from sinkprune.contract.manifest import BUNDLE, FORMAT_VERSION, Manifest
 from sinkprune.contract.memory import available_bytes, decoder_bytes, gigabytes, tower_bytes
 from sinkprune.contract.precision import DTYPES, Array, WeightForms, WeightsName
 from sinkprune.contract.progress import OnProgress, unreported
-from sinkprune.export.precision import PRECISIONS
+from sinkprune.export.weights import PRECISIONS, chosen_forms
 from sinkprune.export.weights.rounding import RoundedMatrix, to_nearest
-from sinkprune.export.weights.weight_forms import chosen_forms
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.media.picture_warnings import unseen_warnings
 from sinkprune.runtime.profiling.profile import model_name

@@ -11,8 +11,7 @@ import onnx_ir as ir
 from sinkprune.contract.precision import Array
 from sinkprune.export.dialects import Dialect
 from sinkprune.export.graph import Weight, WeightedGraph
-from sinkprune.export.precision import Precision
-from sinkprune.export.weights.weight_forms import Matrix, WeightForm
+from sinkprune.export.weights import Matrix, Precision, WeightForm
 
 _PIXELS = "pixel_values"
 """A product with pixels embeds them and is no linear layer: exports store its matrix as floats."""

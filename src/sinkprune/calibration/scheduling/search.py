@@ -32,11 +32,11 @@ from sinkprune.contract.schedule import Schedule, VisualLayout, schedule
 from sinkprune.deadlines.costs import Costs, later_tokens, predict
 from sinkprune.deadlines.measuring import MeasurementRounds
 from sinkprune.deadlines.pipeline import Pipeline
-from sinkprune.export.dialects import DIALECTS
+from sinkprune.export.dialects import load_dialect
 from sinkprune.export.methods.sinkpruner import build_after
 from sinkprune.export.planning import save_plan
-from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.plan import PlanFacts, VariableTokens
+from sinkprune.export.weights import PRECISIONS
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.steps.request import new_request
 
@@ -91,7 +91,7 @@ def plan_facts(manifest: Manifest) -> PlanFacts:
         tokens=tokens,
         visual_width=outputs["tokens"][-1],
         precision=PRECISIONS[manifest.precision],
-        dialect=DIALECTS[manifest.dialect],
+        dialect=load_dialect(manifest.dialect),
         groups=groups,
         images=manifest.max_images,
         joined=manifest.any_resolution and groups > 1,

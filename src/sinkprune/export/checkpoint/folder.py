@@ -8,7 +8,6 @@ import json
 import os
 import re
 import stat
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from fnmatch import fnmatch
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any, TypedDict, TypeVar
 
 import ml_dtypes  # noqa: F401  (teaches numpy bfloat16, which safetensors then returns)
-import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from sinkprune.contract.checks import Bounds, SchemaError, format_value, from_json
@@ -455,29 +453,6 @@ def _open(folder: Path, shard: str) -> Any:
         raise CheckpointError(
             f"'{folder / shard}' is damaged ({error}). It has {path.stat().st_size} bytes; download it again."
         ) from error
-
-
-class RandomWeights:
-    """Seeded random tensors: norm weights are 1, biases 0, all others normal with std 0.02.
-
-    A tensor depends on its name and shape only, so that two exports of a configuration are equal.
-    """
-
-    std = 0.02
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
-
-    def tensor(self, name: str, shape: Sequence[int]) -> Array:
-        if name.endswith("bias"):
-            return np.zeros(shape, np.float32)
-        if len(shape) == 1 and ("norm" in name or ".ln_" in name):
-            return np.ones(shape, np.float32)
-        generator = np.random.default_rng(zlib.crc32(name.encode()))
-        return generator.standard_normal(shape, np.float32) * np.float32(self.std)
 
 
 def _canonical(name: str) -> str:

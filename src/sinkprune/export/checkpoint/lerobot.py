@@ -30,7 +30,7 @@ from sinkprune.export.checkpoint.folder import (
     read_json,
     read_statistics,
 )
-from sinkprune.export.presets import PRESETS
+from sinkprune.export.checkpoint.presets import PRESETS
 
 POLICIES = {"pi0": "pi0", "pi05": "pi0.5"}
 """The presets of the policies that are read, by LeRobot's `type`."""

@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from itertools import chain, count, islice, product
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
 
 from sinkprune.contract.checks import fits, format_value
@@ -60,7 +59,6 @@ _OF_NO_ANSWER = {
 }
 """Settings that change no answer here, or that are read: of beams, of speed, of outputs."""
 _PREFIXES = ("output_", "cache_", "assistant_")
-_SYLLABLES = [a + b + c for a in "bdfgklmnprstvwyz" for b in "aeiou" for c in ("", "n")]
 
 
 @dataclass(frozen=True)
@@ -344,25 +342,3 @@ class SpecialTokens:
     eos: str
     """The token that ends an answer."""
     unknown: str | None = None
-
-
-def small_text(vocab_size: int, specials: SpecialTokens, template: str) -> Text:
-    """Return a tokenizer for random weights: bytes, then invented syllables, so that every id has a text."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made_up = ("Ġ" + "".join(word) for length in count(1) for word in product(_SYLLABLES, repeat=length))
-    # "na" + "na" and "nan" + "a" are one word. Twice as many words as needed are enough without duplicates.
-    words = iter(dict.fromkeys(islice(chain(alphabet, made_up), 2 * vocab_size)))
-    vocabulary = {}
-    for token in range(vocab_size):
-        word = specials.texts.get(token) or next(words)
-        vocabulary[word] = token
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=specials.unknown))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    if specials.bos:
-        bos = specials.bos
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, vocabulary[bos])]
-        )
-    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in specials.texts.values()])
-    return Text(tokenizer.to_str(), template, (vocabulary[specials.eos],), specials.bos, specials.eos)

@@ -11,7 +11,7 @@ from typing import Any
 import onnx_ir as ir
 
 from sinkprune.contract.manifest import CacheForm
-from sinkprune.export.dialects.cached import HIDDEN, CachedAttention, LayerCache, attention_beside, size
+from sinkprune.export.dialects import HIDDEN, CachedAttention, LayerCache, attention_beside, size
 
 OPSET = 20
 IR_VERSION = 10

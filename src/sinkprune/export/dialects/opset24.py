@@ -10,7 +10,7 @@ from typing import Any
 import onnx_ir as ir
 
 from sinkprune.contract.manifest import CacheForm
-from sinkprune.export.dialects.cached import HIDDEN, CachedAttention, LayerCache, size
+from sinkprune.export.dialects import HIDDEN, CachedAttention, LayerCache, size
 
 OPSET = 24
 IR_VERSION = 12

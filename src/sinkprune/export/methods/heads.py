@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,8 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.manifest_file import read_versioned, write_versioned
 from sinkprune.contract.manifest import LanguageModel
 
+WITH_HEADS = ("sinkpruner-heads", "sinkpruner-text-heads")
+"""The methods whose stages read chosen heads."""
 HOW_TO_CHOOSE = (
     "Choose heads with a bundle of this checkpoint that has method sinkpruner: sinkprune-calibrate attention BUNDLE "
     "--data FILE.jsonl --heads heads.json. Then export with --heads heads.json."
@@ -39,6 +42,14 @@ class ChosenHeads:
     """The name of the checkpoint that they were chosen for."""
     layers: dict[str, LayerHeads]
     """By the 0-based number of the prune layer."""
+
+    def check_read_by(self, methods: Collection[str]) -> None:
+        """Raise `UsageError` if none of the `methods` reads heads."""
+        if not {*WITH_HEADS} & {*methods}:
+            raise UsageError(
+                f"found --heads, which are for methods {' and '.join(WITH_HEADS)}. Add one of them to --methods, or "
+                "leave --heads out."
+            )
 
     def of(self, model: LanguageModel) -> dict[int, tuple[int, ...]]:
         """Return the heads by layer, for a decoder with the layers and heads of `model`.

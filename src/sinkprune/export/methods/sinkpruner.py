@@ -21,7 +21,6 @@ import onnx_ir as ir
 from sinkprune.contract.budgets import Budget, prune_layers
 from sinkprune.contract.errors import BudgetError
 from sinkprune.export.graph import Graph
-from sinkprune.export.pruning.equal_mean import fewer_stages, without_stages
 from sinkprune.export.pruning.functions import diversity_select, gathered, top_rho
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, as_vector, sanitizer_counts
 from sinkprune.export.pruning.sanitizer import (
@@ -35,8 +34,6 @@ from sinkprune.export.pruning.sanitizer import (
 )
 from sinkprune.export.pruning.select import build_selects, every_text_row
 
-WITH_HEADS = ("sinkpruner-heads", "sinkpruner-text-heads")
-"""The methods whose stages read chosen heads."""
 Score = Callable[[PlanFacts, Graph, TowerValues, ir.Value | None], ir.Value]
 """Writes the score [G,N] by which RES takes tokens. The last argument is the mask of outliers, if any."""
 
@@ -72,10 +69,11 @@ def build_with_heads(facts: PlanFacts, budget: Budget, score: Score = by_salienc
     Where stages are missing, the others keep fewer tokens, so that the mean is the budget's. Raises `BudgetError`
     if no heads were given, or no stage is left of a budget without sanitizer; `UnreachableMean`.
     """
+    from sinkprune.export.methods.heads import HOW_TO_CHOOSE, WITH_HEADS
+    from sinkprune.export.pruning.equal_mean import fewer_stages, without_stages
+
     if not facts.heads:
         names = " and ".join(f"'{name}'" for name in WITH_HEADS)
-        from sinkprune.export.methods.heads import HOW_TO_CHOOSE
-
         raise BudgetError(f"methods {names} need attention heads that are chosen on your pictures. {HOW_TO_CHOOSE}")
     cuts = prune_layers(facts.language_model.num_layers) if budget.stages else ()
     reading = [layer for layer in cuts if facts.heads[layer]]

@@ -14,9 +14,16 @@ import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget, Counts
 from sinkprune.export.graph import Graph
-from sinkprune.export.pruning.equal_mean import UnreachableMean, shares_of, tokens_into_llm
+from sinkprune.export.pruning.equal_mean import shares_of, tokens_into_llm
 from sinkprune.export.pruning.functions import gathered, top_rho
-from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, TokenCount, as_vector, sanitizer_counts
+from sinkprune.export.pruning.plan import (
+    PlanFacts,
+    PlanGraphs,
+    TokenCount,
+    UnreachableMean,
+    as_vector,
+    sanitizer_counts,
+)
 from sinkprune.export.pruning.sanitizer import (
     TowerValues,
     ascending,

@@ -13,7 +13,7 @@ from typing import Literal
 import onnx_ir as ir
 
 from sinkprune.contract.manifest import LanguageModel
-from sinkprune.export.dialects.cached import CachedAttention, LayerCache
+from sinkprune.export.dialects import CachedAttention, LayerCache
 from sinkprune.export.graph import Dim, WeightedGraph
 
 

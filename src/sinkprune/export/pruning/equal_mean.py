@@ -15,16 +15,11 @@ from fractions import Fraction
 from math import floor
 
 from sinkprune.contract.budgets import Budget, Counts, Share, prune_layers
-from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.schedule import PictureSchedule
-from sinkprune.export.pruning.plan import PlanFacts
+from sinkprune.export.pruning.plan import PlanFacts, UnreachableMean
 
 # Schedules are searched in steps of a millionth, finer than one token of any image.
 _STEPS = 1_000_000
-
-
-class UnreachableMean(BudgetError):
-    """The method cannot keep as few visual tokens per layer as the budget."""
 
 
 def mean_tokens(counts: Counts, cuts: Sequence[int], num_layers: int) -> Fraction:

@@ -17,12 +17,16 @@ from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.manifest import LanguageModel
 from sinkprune.export.dialects import Dialect
 from sinkprune.export.graph import Dim, Graph
-from sinkprune.export.precision import Precision
+from sinkprune.export.weights import Precision
 
 MAX_ROUNDS = 1024
 """The most tokens that a graph chooses one by one. Each takes a dozen nodes."""
 
 _NOMINAL = 10_000
+
+
+class UnreachableMean(BudgetError):
+    """The method cannot keep as few visual tokens per layer as the budget."""
 
 
 @dataclass(frozen=True)

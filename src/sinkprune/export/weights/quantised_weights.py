@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import hypot
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -19,7 +19,11 @@ from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.precision import Array
 from sinkprune.export.checkpoint.folder import SafetensorsWeights
 from sinkprune.export.checkpoint.quantisation_config import Quantisation
-from sinkprune.export.weights.weight_forms import Matrices, Matrix, WeightForm, block_of, dequantised
+from sinkprune.export.weights import Matrix, WeightForm
+from sinkprune.export.weights.rounding import block_of, dequantised
+
+if TYPE_CHECKING:
+    from sinkprune.export.graph import WeightedGraph
 
 _WORD = 32
 # The column, of a word's eight, of each of its fields, from the lowest bits up.
@@ -178,7 +182,7 @@ class CheckpointForm(WeightForm):
         self._weights, self._quantised, self._floats = weights, quantised, floats
         self.least_opset = max(quantised.least_opset, floats.least_opset)
 
-    def matrix(self, graph: Matrices, matrix: Matrix) -> ir.Value:
+    def matrix(self, graph: WeightedGraph, matrix: Matrix) -> ir.Value:
         return self._form(matrix).matrix(graph, matrix)
 
     def input_order(self, matrix: Matrix) -> Array | None:
@@ -214,7 +218,7 @@ class RepackedForm(WeightForm):
         orders = {None if layer.order is None else layer.order.tobytes() for layer in self._layers(matrix)}
         return len(orders) == 1
 
-    def matrix(self, graph: Matrices, matrix: Matrix) -> ir.Value:
+    def matrix(self, graph: WeightedGraph, matrix: Matrix) -> ir.Value:
         layers, quantisation = self._layers(matrix), self._weights.quantisation
         form, group = quantisation.form, layers[0].group
         block = None if self._most_in_block is None else block_of(matrix.name, group, self._most_in_block)

@@ -11,10 +11,9 @@ import pytest
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.precision import Array, PrecisionName, WeightsName
-from sinkprune.export.dialects import DIALECTS
+from sinkprune.export.dialects import load_dialect
 from sinkprune.export.graph import WeightedGraph
-from sinkprune.export.precision import PRECISIONS
-from sinkprune.export.weights.weight_forms import form_of
+from sinkprune.export.weights import PRECISIONS, form_of
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.openvino.backend import OpenVinoBackend
 from sinkprune.runtime.backends.openvino.devices import import_openvino
@@ -51,7 +50,7 @@ def layers(stored: Stored, folder: Path, inputs: int = INPUTS) -> list[Any]:
         return np.random.default_rng(1).standard_normal((OUTPUTS, inputs), np.float32)
 
     form = form_of(stored.weights, stored.block)
-    graph = WeightedGraph("layer", PRECISIONS[stored.precision], DIALECTS["opset24"], form, read)
+    graph = WeightedGraph("layer", PRECISIONS[stored.precision], load_dialect("opset24"), form, read)
     x = graph.input("x", [1, "rows", inputs])
     graph.output("y", graph.linear(x, "own", inputs, OUTPUTS, bias=False), [1, "rows", OUTPUTS])
     spec = graph.save(folder, "layer.onnx")

@@ -1,8 +1,17 @@
-"""Model shapes by name, for `--random-weights`: sizing and latency work before any download."""
+"""Model shapes by name, random weights and a small tokenizer, for `--random-weights`: sizing before any download."""
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
+from itertools import chain, count, islice, product
 from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from sinkprune.contract.precision import Array
+from sinkprune.export.checkpoint.text import SpecialTokens, Text
 
 _CLIP_L_336 = {
     "model_type": "clip_vision_model",
@@ -189,3 +198,51 @@ PRESETS: dict[str, dict[str, Any]] = {
     "pi0.5": {**_pi0(), "architectures": ["PI05Policy"], "model_type": "pi05"},
 }
 """Parsed config.json by preset. `llava-1.1b` is CLIP-L/336 with a TinyLlama-shaped decoder."""
+
+
+class RandomWeights:
+    """Seeded random tensors: norm weights are 1, biases 0, all others normal with std 0.02.
+
+    A tensor depends on its name and shape only, so that two exports of a configuration are equal.
+    """
+
+    std = 0.02
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Do nothing: no file is open."""
+
+    def tensor(self, name: str, shape: Sequence[int]) -> Array:
+        if name.endswith("bias"):
+            return np.zeros(shape, np.float32)
+        if len(shape) == 1 and ("norm" in name or ".ln_" in name):
+            return np.ones(shape, np.float32)
+        generator = np.random.default_rng(zlib.crc32(name.encode()))
+        return generator.standard_normal(shape, np.float32) * np.float32(self.std)
+
+
+_SYLLABLES = [a + b + c for a in "bdfgklmnprstvwyz" for b in "aeiou" for c in ("", "n")]
+
+
+def small_text(vocab_size: int, specials: SpecialTokens, template: str) -> Text:
+    """Return a tokenizer for random weights: bytes, then invented syllables, so that every id has a text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made_up = ("Ġ" + "".join(word) for length in count(1) for word in product(_SYLLABLES, repeat=length))
+    # "na" + "na" and "nan" + "a" are one word. Twice as many words as needed are enough without duplicates.
+    words = iter(dict.fromkeys(islice(chain(alphabet, made_up), 2 * vocab_size)))
+    vocabulary = {}
+    for token in range(vocab_size):
+        word = specials.texts.get(token) or next(words)
+        vocabulary[word] = token
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=specials.unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if specials.bos:
+        bos = specials.bos
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, vocabulary[bos])]
+        )
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in specials.texts.values()])
+    return Text(tokenizer.to_str(), template, (vocabulary[specials.eos],), specials.bos, specials.eos)
