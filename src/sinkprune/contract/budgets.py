@@ -221,40 +221,28 @@ class FamilyRow:
     """The family's budgets by name (method.md section 3)."""
 
 
-_EXPORT, _RUNTIME = "sinkprune.export.families", "sinkprune.runtime.families"
-LLAVA = FamilyRow(
-    "llava", "LlavaForConditionalGeneration", f"{_EXPORT}.llava:Llava", f"{_RUNTIME}.llava:Llava", LLAVA_BUDGETS
-)
-LLAVA_NEXT = FamilyRow(
+def _family(
+    model_type: str, architecture: str, export: str, runtime: str, budgets: Mapping[str, Budget]
+) -> FamilyRow:
+    modules = f"sinkprune.export.families.{export}", f"sinkprune.runtime.families.{runtime}"
+    return FamilyRow(model_type, architecture, *modules, budgets)
+
+
+LLAVA = _family("llava", "LlavaForConditionalGeneration", "llava:Llava", "llava:Llava", LLAVA_BUDGETS)
+LLAVA_NEXT = _family(
     "llava_next",
     "LlavaNextForConditionalGeneration",
-    f"{_EXPORT}.llava_next:LlavaNext",
-    f"{_RUNTIME}.llava_next:LlavaNext",
+    "llava_next:LlavaNext",
+    "llava_next:LlavaNext",
     LLAVA_NEXT_BUDGETS,
 )
-QWEN2_5_VL = FamilyRow(
-    "qwen2_5_vl",
-    "Qwen2_5_VLForConditionalGeneration",
-    f"{_EXPORT}.qwen2_5_vl:Qwen25VL",
-    f"{_RUNTIME}.qwen:Qwen25VL",
-    QWEN_BUDGETS,
+QWEN2_5_VL = _family(
+    "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl:Qwen25VL", "qwen:Qwen25VL", QWEN_BUDGETS
 )
-QWEN2_VL = FamilyRow(
-    "qwen2_vl",
-    "Qwen2VLForConditionalGeneration",
-    f"{_EXPORT}.qwen2_5_vl:Qwen2VL",
-    f"{_RUNTIME}.qwen:Qwen2VL",
-    QWEN_BUDGETS,
-)
-QWEN3_VL = FamilyRow(
-    "qwen3_vl",
-    "Qwen3VLForConditionalGeneration",
-    f"{_EXPORT}.qwen3_vl:Qwen3VL",
-    f"{_RUNTIME}.qwen:Qwen3VL",
-    QWEN_BUDGETS,
-)
-PI0 = FamilyRow("pi0", "PI0ForConditionalGeneration", f"{_EXPORT}.pi0:Pi0", f"{_RUNTIME}.pi0:Pi0", QWEN_BUDGETS)
-PI05 = FamilyRow("pi05", "PI05Policy", f"{_EXPORT}.pi0:Pi05", f"{_RUNTIME}.pi0:Pi05", QWEN_BUDGETS)
+QWEN2_VL = _family("qwen2_vl", "Qwen2VLForConditionalGeneration", "qwen2_5_vl:Qwen2VL", "qwen:Qwen2VL", QWEN_BUDGETS)
+QWEN3_VL = _family("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3_vl:Qwen3VL", "qwen:Qwen3VL", QWEN_BUDGETS)
+PI0 = _family("pi0", "PI0ForConditionalGeneration", "pi0:Pi0", "pi0:Pi0", QWEN_BUDGETS)
+PI05 = _family("pi05", "PI05Policy", "pi0:Pi05", "pi0:Pi05", QWEN_BUDGETS)
 
 FAMILIES = Registry[FamilyRow]("sinkprune.families")
 """Every family that an installed package registers, by its name in `bundle.json`."""

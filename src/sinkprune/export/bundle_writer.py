@@ -77,7 +77,7 @@ def export_bundle(
         export = _Export(request, source, progress, requantised)
         family, lm, precision = source.family, source.family.language_model, export.precision
         if source.policy is None:
-            unused_settings(source.text.generation.left_out)
+            unused_settings(source.text.left_out)
         budgets = parse_budgets(family.name, request.budgets)
         planned = plan_graphs(export.facts, request.methods, budgets, left_out)
         plans_of_all = [plan for plans in planned.values() for plan in plans.values()]
@@ -123,7 +123,7 @@ def export_bundle(
                 graphs=graphs,
                 files=file_specs(root, progress=progress),
                 policy=source.policy,
-                repetition_penalty=None if source.policy else text.generation.repetition_penalty,
+                repetition_penalty=None if source.policy else text.repetition_penalty,
             )
             BUNDLE.write(root, manifest, sign)
         return manifest

@@ -18,8 +18,6 @@ from support.programs.commands import assert_refused, run
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4968243304\n"
 ADAPTER = json.dumps({"peft_type": "LORA", "base_model_name_or_path": "Qwen/Qwen3-VL-8B-Instruct"})
 LLAVA = {"model_type": "llava", "architectures": ["LlavaLlamaForCausalLM"], "mm_vision_tower": "openai/clip"}
-SIZE_7B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_key_value_heads": 32}
-TILES = {**LLAVA, **SIZE_7B, "image_aspect_ratio": "anyres"}
 
 WITHOUT_WEIGHTS = {
     "model.fp16.safetensors": "'model.fp16.safetensors' is a variant, which transformers reads on request only. ",
@@ -49,7 +47,6 @@ def test_a_folder_without_weights_is_named_by_what_it_has(
 
 FOLDERS: dict[str, tuple[dict[str, str], str]] = {
     "LoRA": ({"adapter_config.json": ADAPTER}, "'LORA') of the model 'Qwen/Qwen3-VL-8B-Instruct', and no whole"),
-    "diffusers": ({"model_index.json": "{}"}, "is a pipeline of diffusers"),
     "embedding": ({"modules.json": "[]", "config.json": "{}"}, "is an embedding model (sentence-transformers)"),
     "trainings": (
         {f"checkpoint-{n}/config.json": "{}" for n in (500, 1000)},
@@ -60,15 +57,7 @@ FOLDERS: dict[str, tuple[dict[str, str], str]] = {
         "has no config.json, and is no checkpoint in Hugging Face format. 'mmproj",
     ),
     "empty": ({}, "config.json' is missing"),
-    "original llava": (
-        {"config.json": json.dumps({**LLAVA, **SIZE_7B})},
-        "which llava-hf/llava-1.5-7b-hf has in the same",
-    ),
-    "original next": ({"config.json": json.dumps(TILES)}, "which llava-hf/llava-v1.6-vicuna-7b-hf has"),
-    "original of another size": (
-        {"config.json": json.dumps({**LLAVA, "model_type": "llava_qwen"})},
-        "which llava-hf/llava-1.5-7b-hf has. Export that one.",
-    ),
+    "original llava": ({"config.json": json.dumps(LLAVA)}, "Export the same model from huggingface.co/llava-hf"),
     "text": (
         {"config.json": '{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}'},
         "is a Qwen2ForCausalLM, a text model without a vision tower, which is not supported",

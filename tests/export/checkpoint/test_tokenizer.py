@@ -221,8 +221,8 @@ def test_generation_settings_are_applied_or_listed(
 ) -> None:
     (folder / "generation_config.json").write_text(json.dumps({**APPLIED, **settings}), encoding="utf-8")
     text = read_checkpoint_text(folder, 380, "default")
-    assert (text.stop, text.generation.repetition_penalty) == ((2, 7), penalty)
-    assert text.generation.left_out == {name: settings[name] for name in left_out}
+    assert (text.stop, text.repetition_penalty) == ((2, 7), penalty)
+    assert text.left_out == {name: settings[name] for name in left_out}
 
 
 def test_without_generation_config_json_the_settings_are_those_of_config_json(folder: Path) -> None:
@@ -233,9 +233,9 @@ def test_without_generation_config_json_the_settings_are_those_of_config_json(fo
     (folder / "generation_config.json").unlink(missing_ok=True)
     (folder / "config.json").write_text(json.dumps({**settings, "model_type": "llava"}), encoding="utf-8")
     text = read_checkpoint_text(folder, 380, "default")
-    assert (text.stop, text.generation.repetition_penalty, text.generation.left_out) == ((2, 7), 1.2, {})
+    assert (text.stop, text.repetition_penalty, text.left_out) == ((2, 7), 1.2, {})
     (folder / "generation_config.json").write_text(json.dumps(APPLIED), encoding="utf-8")
-    assert read_checkpoint_text(folder, 380, "default").generation.repetition_penalty is None
+    assert read_checkpoint_text(folder, 380, "default").repetition_penalty is None
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from sinkprune.contract.manifest import Tokens
-from sinkprune.export.checkpoint.text import SpecialTokens, small_text
+from sinkprune.export.checkpoint.presets import small_text
+from sinkprune.export.checkpoint.text import SpecialTokens
 from sinkprune.runtime.text.prompt import PromptEncoder
 from support.models.checkpoints import IMAGE_TOKEN, TEMPLATE, VOCAB, tokenizer
 

@@ -71,20 +71,9 @@ _OTHER_WEIGHTS = {
     f"{_SAVE}Model.from_pretrained('{{folder}}', dtype='auto').save_pretrained('{{folder}}')\"",
     "consolidated*": "'{}' has the model's original format. Give the same model in transformers' format",
     **dict.fromkeys(
-        ("*.gguf", "*.onnx", "onnx", "*.engine", "openvino_*.xml"),
+        ("*.gguf", "*.onnx", "onnx", "*.engine"),
         "'{}' is for another runtime. Give the checkpoint that it was made of",
     ),
-    **dict.fromkeys(
-        ("*.h5", "*.msgpack"), "'{}' is no format of PyTorch. Give the checkpoint in safetensors' format"
-    ),
-    "zero_to_fp32.py": "It is a checkpoint of DeepSpeed. Join its weights in that folder: "
-    "python zero_to_fp32.py . . --safe_serialization",
-    "pytorch_model_fsdp*": "It is a checkpoint of FSDP. Join its weights: accelerate merge-weights '{folder}/{}' "
-    "'{folder}'",
-    "*.distcp": "'{}' is a part of a distributed checkpoint. Save the whole model with save_pretrained",
-    "*.pth": "'{}' is no checkpoint in Hugging Face format. Save the model with transformers' save_pretrained",
-    "*.pt": "'{}' is the state of a training, without the model's weights. Give the folder that save_model or "
-    "save_pretrained wrote",
     "*.safetensors": "'{}' has a name that transformers does not read. Rename it to model.safetensors if it holds "
     "all weights",
 }
@@ -121,11 +110,6 @@ def check_kind(source: str, folder: Path) -> None:
     names = _names(folder)
     if "adapter_config.json" in names:
         raise _adapter(source, folder, names)
-    if "model_index.json" in names:
-        raise CheckpointError(
-            f"'{source}' is a pipeline of diffusers (model_index.json), which makes pictures. Give a model that "
-            "answers questions about pictures, such as llava-hf/llava-1.5-7b-hf."
-        )
     if "config_sentence_transformers.json" in names or "modules.json" in names:
         raise CheckpointError(
             f"'{source}' is an embedding model (sentence-transformers), which gives vectors and no answers. Give the "

@@ -207,20 +207,10 @@ def _read_file(folder: Path, name: str, limit: int) -> str | None:
     return read_text(folder, name, limit) if has_entry(folder, name) else None
 
 
-@dataclass(frozen=True)
-class GenerationSettings:
-    """How a checkpoint generates answers by default."""
-
-    eos: Any = None
-    """One id of an end-of-sequence token, or a list of them; None if the checkpoint does not have it here."""
-    repetition_penalty: float | None = None
-    left_out: dict[str, Any] = field(default_factory=dict)
-    """Settings that a bundle does not apply, because they are a request's own, or unknown."""
-
-
-def read_generation_settings(folder: Path) -> GenerationSettings:
+def _generation_settings(folder: Path) -> tuple[Any, float | None, dict[str, Any]]:
     """Return the settings of a checkpoint's generation_config.json, or else of config.json, as transformers does.
 
+    They are the ids of end-of-sequence tokens, the `repetition_penalty`, and settings that a bundle does not apply.
     Raises `CheckpointError` for settings that change greedy answers and that bundles cannot apply.
     """
     name, given = _FILE, _read_object(folder, _FILE)
@@ -253,7 +243,7 @@ def read_generation_settings(folder: Path) -> GenerationSettings:
         and value not in _LEFT_OUT.get(key, ())
     }
     own = None if penalty is None or penalty == 1 else float(penalty)
-    return GenerationSettings(given.get("eos_token_id"), own, left_out)
+    return given.get("eos_token_id"), own, left_out
 
 
 def _without_null(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -269,7 +259,9 @@ class Text:
     stop: tuple[int, ...]
     bos: str
     eos: str
-    generation: GenerationSettings = field(default_factory=GenerationSettings)
+    repetition_penalty: float | None = None
+    left_out: dict[str, Any] = field(default_factory=dict)
+    """Settings of generation that a bundle does not apply, because they are a request's own, or unknown."""
 
 
 def read_checkpoint_text(
@@ -288,9 +280,9 @@ def read_checkpoint_text(
             "config.json gives as the image token. Add it to the tokenizer, or download both again."
         )
     template = _chat_template(folder) or default_template
-    generation = read_generation_settings(folder)
-    stop = _stop_tokens(folder, tokenizer.eos_id if generation.eos is None else generation.eos)
-    return Text(tokenizer.backend.to_str(), template, stop, tokenizer.bos, tokenizer.eos, generation)
+    eos, penalty, left_out = _generation_settings(folder)
+    stop = _stop_tokens(folder, tokenizer.eos_id if eos is None else eos)
+    return Text(tokenizer.backend.to_str(), template, stop, tokenizer.bos, tokenizer.eos, penalty, left_out)
 
 
 def without_added_tokens(tokenizer_json: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol, TypedDict
 
 from sinkprune.contract.budgets import FAMILIES
-from sinkprune.contract.checks import Bounds, Count
+from sinkprune.contract.checks import Bounds
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.manifest import LanguageModel, PolicyFacts, Tower
 from sinkprune.contract.registry import load_object
@@ -30,10 +30,6 @@ class _KnownBy(TypedDict, total=False):
     architectures: Annotated[list[Name], Bounds(0, 100)] | None
     # Of LLaVA's own format.
     mm_vision_tower: Name | None
-    image_aspect_ratio: Name | None
-    hidden_size: Count | None
-    num_hidden_layers: Count | None
-    num_key_value_heads: Count | None
 
 
 class Family(Protocol):
@@ -113,7 +109,12 @@ def read_family(source: str, config: Mapping[str, Any], salience: SalienceBlock 
     known = read_fields(_KnownBy, config, f"checkpoint '{source}': config.json")
     model_type, architectures = known.get("model_type"), known.get("architectures") or []
     if known.get("mm_vision_tower"):
-        raise _original_llava(source, known)
+        raise CheckpointError(
+            f"checkpoint '{source}' has the format of LLaVA's own repository (mm_vision_tower), expected "
+            "transformers' format. Export the same model from huggingface.co/llava-hf, such as "
+            "llava-hf/llava-1.5-7b-hf. A fine-tuned one is converted by convert_llava_weights_to_hf.py, or for "
+            "LLaVA-NeXT by convert_llava_next_weights_to_hf.py, both in transformers' repository."
+        )
     rows = {row.model_type: row for row in FAMILIES.values()}
     row, found = rows.get(model_type or ""), ", ".join(architectures or [str(model_type)])
     # A class of another name computes other things, such as embeddings, of the same layers. pi0.5 may have pi0's.
@@ -128,25 +129,3 @@ def read_family(source: str, config: Mapping[str, Any], salience: SalienceBlock 
         )
     family: Family = load_object(row.export)(source, config, salience)
     return family
-
-
-def _original_llava(source: str, known: _KnownBy) -> CheckpointError:
-    """Return the error for a checkpoint in the format of LLaVA's own repository, with a converted one of its size."""
-    width, layers = known.get("hidden_size"), known.get("num_hidden_layers")
-    tiles = known.get("image_aspect_ratio") == "anyres"
-    mistral = "mistral" in str(known.get("model_type")) or known.get("num_key_value_heads") == 8
-    published: dict[tuple[int | None, int | None, bool, bool], str] = {
-        (4096, 32, False, False): "llava-hf/llava-1.5-7b-hf",
-        (5120, 40, False, False): "llava-hf/llava-1.5-13b-hf",
-        (4096, 32, False, True): "llava-hf/bakLlava-v1-hf",
-        (4096, 32, True, False): "llava-hf/llava-v1.6-vicuna-7b-hf",
-        (4096, 32, True, True): "llava-hf/llava-v1.6-mistral-7b-hf",
-        (5120, 40, True, False): "llava-hf/llava-v1.6-vicuna-13b-hf",
-    }
-    converted = published.get((width, layers, tiles, mistral))
-    return CheckpointError(
-        f"checkpoint '{source}' has the format of LLaVA's own repository (mm_vision_tower), expected transformers' "
-        f"format, which {converted or 'llava-hf/llava-1.5-7b-hf'} has{' in the same size' if converted else ''}. "
-        "Export that one. A fine-tuned one is converted by convert_llava_weights_to_hf.py, or for LLaVA-NeXT by "
-        "convert_llava_next_weights_to_hf.py, both in transformers' repository."
-    )
