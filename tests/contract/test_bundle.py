@@ -86,9 +86,7 @@ def test_plans_are_found_by_method_and_budget(original: Path) -> None:
     assert plan.counts == manifest.budgets["retain-64"].resolve(64)
     assert list(plan.select_after) == ["1", "2", "4"]
     for method, budget, said in (
-        ("sinkpruner", "rho-5", r"no budget 'rho-5'.*none, retain-192, .*It is no budget of family 'llava' either"),
-        ("sinkpruner", "retain-64+serial", r"no budget 'retain-64\+serial'.*sinkprune-export --budgets"),
-        ("sinkpruner", "prune-80", r"no budget 'prune-80'.* It is no budget of family 'llava' either"),
+        ("sinkpruner", "rho-5", r"no budget 'rho-5'.*none, retain-192, .*sinkprune-export --budgets"),
         ("magic", "none", r"no method 'magic'.*holds: sinkpruner\..*sinkprune-export --methods"),
         ("magic", "retain-64", r"no method 'magic'"),
     ):

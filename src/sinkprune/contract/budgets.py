@@ -278,9 +278,6 @@ All other methods drop such tokens. Outliers are apart: `Counts.sink` says wheth
 are known by name, because a bundle's plans do not say this.
 """
 
-_OF_MACHINE = re.compile(r"(in|mean)-([0-9.]+)(?:ms)?")
-"""Names of budgets that sinkprune-calibrate schedule writes."""
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -330,26 +327,3 @@ class Plan:
     def cuts(self) -> list[int]:
         """Return the 0-based layers after which the plan prunes."""
         return [int(layer) for layer in self.select_after]
-
-
-def missing_remedy(family: str, budget: str) -> str:
-    """Return the sentence about how to add a `budget` to a bundle of the `family`."""
-    of_machine = _OF_MACHINE.fullmatch(budget)
-    if of_machine:
-        option = {"in": "--target-ms", "mean": "--budget-tokens"}[of_machine[1]]
-        return f"Find it on this machine and add it: sinkprune-calibrate schedule BUNDLE {option} {of_machine[2]}"
-    if not is_exported(family, budget):
-        return (
-            f"It is no budget of family '{family}' either. Choose one of these. For a model that answers, "
-            "sinkprune-calibrate schedule finds one for this machine."
-        )
-    return "Others must be exported first, with sinkprune-export --budgets."
-
-
-def is_exported(family: str, budget: str) -> bool:
-    """Return whether the export makes budgets of this name, for any bundle of the `family`."""
-    try:
-        parse_budget(family, budget)
-    except BudgetError:
-        return False
-    return True

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
-from sinkprune.contract.budgets import UNPRUNED, Budget, Plan, is_exported, missing_remedy
+from sinkprune.contract.budgets import UNPRUNED, Budget, Plan
 from sinkprune.contract.checks import OPTIONAL, Bounds, Count, Few, Size, Width
 from sinkprune.contract.errors import BudgetError, BundleError
 from sinkprune.contract.files.manifest_file import FileSpec, ManifestFile
@@ -459,23 +459,14 @@ class Manifest:
             )
         if budget == UNPRUNED:
             return None
-        if budget in plans:
-            return plans[budget]
-        held = ", ".join(plans)
-        if budget not in self.budgets:
+        if budget not in plans:
             raise BudgetError(
                 f"this bundle holds no budget '{budget}' for method '{method}'; it holds: "
-                f"{', '.join([UNPRUNED, *plans])}. {missing_remedy(self.family, budget)}"
+                f"{', '.join([UNPRUNED, *plans])}. Give one of these. Others must be exported first, with "
+                "sinkprune-export --budgets, which reports what a method cannot reach, or be found for this machine, "
+                "with sinkprune-calibrate schedule."
             )
-        if not is_exported(self.family, budget):
-            others = ", ".join(name for name, own in self.plans.items() if budget in own)
-            raise BudgetError(
-                f"method '{method}' has no budget '{budget}', which was added for: {others}. '{method}' has: {held}."
-            )
-        raise BudgetError(
-            f"method '{method}' cannot run on as few visual tokens as budget '{budget}' asks for, on this model; "
-            f"it can at: {held}."
-        )
+        return plans[budget]
 
     def reads_question(self, plan: Plan | None) -> bool:
         """Return whether the sanitizer of `plan` chooses tokens by the question."""

@@ -291,21 +291,11 @@ def _restore(place: Path, output: Path, kind: ManifestFile) -> None:
 
 
 def _clear(place: Path, output: Path, kind: ManifestFile) -> None:
-    """Remove what a finished, failed or killed process left in its staging folder, but no files of others."""
+    """Remove what a finished, failed or killed process left in its staging folder."""
     _restore(place, output, kind)
-    new, old = place / "new", place / "old"
     try:
-        if os.path.lexists(new):
-            shutil.rmtree(new)
-        if os.path.lexists(old):
-            if strangers := unlisted_files(old, kind):
-                raise kind.error(
-                    f"{first_names(strangers)} came into '{output}' while it was replaced, and lies in '{old}' now. "
-                    f"The new {kind.folder} is in its place. Move what is yours away, then remove '{place}'."
-                )
-            # If this process is killed, the next finds the rest in the folder that is removed without a check.
-            old.rename(new)
-            shutil.rmtree(new)
-    except (OSError, UnreadableError) as error:
-        found = getattr(error, "strerror", None) or f"{kind.name} {error}"
-        raise kind.error(f"'{place}' cannot be removed: {found}. Remove it by hand.") from error
+        for part in (place / "new", place / "old"):
+            if os.path.lexists(part):
+                shutil.rmtree(part)
+    except OSError as error:
+        raise kind.error(f"'{place}' cannot be removed: {error.strerror or error}. Remove it by hand.") from error
