@@ -7,6 +7,7 @@ The factors of GPUs are assumptions, with which one measured peak agrees (docs/m
 
 from __future__ import annotations
 
+import re
 import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,29 +24,67 @@ if TYPE_CHECKING:
 ROOT = Path("/")
 _GROUPS = Path("proc/self/cgroup")
 _MOUNTS = Path("proc/self/mountinfo")
+# Kernels write a space or a backslash of a path as a backslash and three octal digits.
+_ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
-def control_groups(root: Path = ROOT) -> list[Path]:
-    """Return the folders of the control groups (version 2) that limit this process: its own first, then all above.
+class ControlGroup(NamedTuple):
+    """A control group of this process."""
+
+    folder: Path
+    """The folder of the group's files."""
+    version: int
+    """1 or 2, which determines the names and units of the files."""
+
+    def numbers(self, file: str) -> list[int | None]:
+        """Return the whole numbers in a file of the group, None for each "max"; empty without the file."""
+        words = " ".join(_lines(self.folder / file)).split()
+        return [int(word) if word.isdecimal() else None for word in words]
+
+    def named(self, file: str) -> dict[str, int]:
+        """Return the lines "name number" of a file of the group; empty without the file."""
+        words = [line.split() for line in _lines(self.folder / file)]
+        return {pair[0]: int(pair[1]) for pair in words if len(pair) == 2 and pair[1].isdecimal()}
+
+
+def control_groups(controller: str, root: Path = ROOT) -> list[ControlGroup]:
+    """Return the groups whose `controller` ("cpu" or "memory") limits this process: its own first, then all above.
 
     A container sees its own group and those below; groups above are hidden from it. Empty where the system has no
     control groups. The system's files are read below `root`.
     """
-    own = next((PurePosixPath(line[3:]) for line in _lines(root / _GROUPS) if line.startswith("0::")), None)
     found = []
+    for version, mounted, mount_point in _mounts(controller, root):
+        own = _own_group(controller, version, root)
+        if own is None:
+            continue
+        below = own.relative_to(mounted) if own.is_relative_to(mounted) else PurePosixPath()
+        folder = root / mount_point.relative_to("/")
+        for part in (below, *below.parents):
+            group = ControlGroup(folder / part, version)
+            if group not in found:
+                found.append(group)
+    return found
+
+
+def _mounts(controller: str, root: Path) -> list[tuple[int, PurePosixPath, PurePosixPath]]:
+    """Return the hierarchies that may hold `controller`: version, mounted group, and mount point."""
+    mounts = []
     for line in _lines(root / _MOUNTS):
-        fields, _, kind = line.partition(" - ")
-        if own is not None and kind.startswith("cgroup2 "):
-            mounted, mount_point = fields.split(" ")[3:5]
-            below = own.relative_to(mounted) if own.is_relative_to(mounted) else PurePosixPath()
-            found += [root / mount_point.removeprefix("/") / part for part in (below, *below.parents)]
-    return list(dict.fromkeys(found))
+        fields, _, rest = line.partition(" - ")
+        kind, options = rest.split(" ")[0], rest.split(" ")[-1].split(",")
+        if kind == "cgroup2" or (kind == "cgroup" and controller in options):
+            group, point = (PurePosixPath(_unescaped(field)) for field in fields.split(" ")[3:5])
+            mounts.append((2 if kind == "cgroup2" else 1, group, point))
+    return mounts
 
 
-def group_numbers(group: Path, file: str) -> list[int | None]:
-    """Return the whole numbers in a file of a control group, None for each "max"; empty without the file."""
-    words = " ".join(_lines(group / file)).split()
-    return [int(word) if word.isdecimal() else None for word in words]
+def _own_group(controller: str, version: int, root: Path) -> PurePosixPath | None:
+    for line in _lines(root / _GROUPS):
+        number, controllers, path = line.split(":", 2)
+        if (number == "0" and not controllers) if version == 2 else controller in controllers.split(","):
+            return PurePosixPath(path)
+    return None
 
 
 def _lines(file: Path) -> list[str]:
@@ -53,6 +92,10 @@ def _lines(file: Path) -> list[str]:
         return file.read_text(errors="surrogateescape").splitlines()
     except OSError:
         return []
+
+
+def _unescaped(field: str) -> str:
+    return _ESCAPED.sub(lambda found: chr(int(found[1], 8)), field)
 
 
 _MEMINFO = Path("proc/meminfo")
@@ -65,7 +108,7 @@ def available_bytes(root: Path = ROOT) -> int:
     The least of three: the memory that the kernel can make available, the rest of the limit of each control group of
     the process, and the rest of the process's own limit (`ulimit -v`). The system's files are read below `root`.
     """
-    groups = [_of_group(group) for group in control_groups(root)]
+    groups = [_of_group(group) for group in control_groups("memory", root)]
     known = [count for count in (_of_machine(root), *groups, _of_process()) if count is not None]
     return max(0, min(known, default=0))
 
@@ -78,18 +121,21 @@ def _of_machine(root: Path) -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def _of_group(group: Path) -> int | None:
+def _of_group(group: ControlGroup) -> int | None:
     """Return the bytes left of the limit of `group`, or None without a limit. Cached files count as free."""
-    # Over "high" the kernel takes pages back until the process nearly stands still.
-    limits = [*group_numbers(group, "memory.max"), *group_numbers(group, "memory.high")]
-    most = [number for number in limits if number is not None]
-    used = [number for number in group_numbers(group, "memory.current") if number is not None]
+    if group.version == 2:
+        # Over "high" the kernel takes pages back until the process nearly stands still.
+        limits, (current, cached, shared) = ["memory.max", "memory.high"], ("memory.current", "file", "shmem")
+    else:
+        limits = ["memory.limit_in_bytes"]
+        current, cached, shared = "memory.usage_in_bytes", "total_cache", "total_shmem"
+    most = [number for file in limits for number in group.numbers(file) if number is not None]
+    used = [number for number in group.numbers(current) if number is not None]
     if not most or not used:
         return None
-    pairs = (line.split() for line in _lines(group / "memory.stat"))
-    parts = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
+    parts = group.named("memory.stat")
     # Shared memory is counted as cached, and only swapping gives it back.
-    return min(most) - used[0] + max(0, parts.get("file", 0) - parts.get("shmem", 0))
+    return min(most) - used[0] + max(0, parts.get(cached, 0) - parts.get(shared, 0))
 
 
 def _of_process() -> int | None:

@@ -10,7 +10,7 @@ from math import ceil
 from pathlib import Path
 from threading import Lock, get_ident
 
-from sinkprune.contract.memory import ROOT, control_groups, group_numbers
+from sinkprune.contract.memory import ROOT, ControlGroup, control_groups
 
 
 def usable_cores(root: Path = ROOT) -> int:
@@ -20,13 +20,14 @@ def usable_cores(root: Path = ROOT) -> int:
     cores rounded up: 1.5 cores are 2 threads. The system's files are read below `root`.
     """
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quotas = [quota for group in control_groups(root) if (quota := _quota(group)) is not None]
+    quotas = [quota for group in control_groups("cpu", root) if (quota := _quota(group)) is not None]
     return max(1, min(bound, *map(ceil, quotas))) if quotas else bound
 
 
-def _quota(group: Path) -> float | None:
+def _quota(group: ControlGroup) -> float | None:
     """The CPU time that `group` may take in a period, over that period; None without a limit."""
-    numbers = group_numbers(group, "cpu.max")
+    files = ("cpu.max",) if group.version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    numbers = [number for file in files for number in group.numbers(file)]
     if len(numbers) != 2 or not numbers[0] or not numbers[1]:
         return None
     return numbers[0] / numbers[1]

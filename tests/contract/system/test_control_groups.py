@@ -1,4 +1,4 @@
-"""The memory that control groups leave this process: all its groups."""
+"""The memory that control groups leave this process: all its groups, versions 1 and 2."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sinkprune.contract.memory import available_bytes, control_groups
-from support.stand_ins.group_trees import group_tree, version_2
+from support.stand_ins.group_trees import group_tree, real_group, version_1, version_2
 
 GIB = 1 << 30
 SLICE = "system.slice/robot-a\\x2db.service"
@@ -27,7 +27,7 @@ def test_without_groups_the_machine_counts(tmp_path: Path) -> None:
     assert available_bytes(group_tree(tmp_path, "", "", {})) == 60 * GIB
     for name in ("cgroup", "mountinfo"):
         (tmp_path / "proc/self" / name).unlink()
-    assert control_groups(tmp_path) == []
+    assert control_groups("memory", tmp_path) == []
     assert available_bytes(tmp_path) == 60 * GIB
 
 
@@ -65,3 +65,22 @@ def test_the_memory_left_by_groups_of_version_2(
 @pytest.mark.parametrize("own", ["/docker/abc", "/../other", "/elsewhere"])
 def test_a_group_that_is_mounted_alone_limits(own: str, tmp_path: Path) -> None:
     assert available_bytes(version_2(tmp_path, own, limited(4 * GIB, GIB), mounted="/docker/abc")) == 3 * GIB
+
+
+@pytest.mark.parametrize("limited_group", ["", "docker/", "docker/abc/"])
+def test_every_group_of_version_1_limits(limited_group: str, tmp_path: Path) -> None:
+    files = {
+        f"{limited_group}memory.limit_in_bytes": f"{6 * GIB}\n",
+        f"{limited_group}memory.usage_in_bytes": f"{4 * GIB}\n",
+        f"{limited_group}memory.stat": f"cache 5\ntotal_cache {2 * GIB}\ntotal_shmem {GIB}\n",
+    }
+    assert available_bytes(version_1(tmp_path, "memory", "/docker/abc", files)) == 3 * GIB
+
+
+def test_a_group_of_this_kernel_limits(tmp_path: Path) -> None:
+    with real_group("memory") as folder:
+        (folder / "memory.limit_in_bytes").write_text(str(GIB))
+        group_tree(tmp_path, f"4:memory:/{folder.name}\n", Path("/proc/self/mountinfo").read_text(), {})
+        (tmp_path / "sys/fs").mkdir(parents=True)
+        (tmp_path / "sys/fs/cgroup").symlink_to("/sys/fs/cgroup")
+        assert available_bytes(tmp_path) == GIB
