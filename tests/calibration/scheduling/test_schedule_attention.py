@@ -14,23 +14,21 @@ from PIL import Image
 from sinkprune import Pipeline
 from sinkprune.calibration.scheduling import propose as grid
 from sinkprune.calibration.scheduling.propose import (
-    Measurements,
     PictureAttention,
     dropped_attention,
     measure_attention,
-    plan_space,
     sanitizers,
     sizes,
 )
 from sinkprune.calibration.scheduling.search import (
     TRIAL,
     FoundPlan,
-    LatencyPrice,
-    MeanTokensPrice,
     PlanSpace,
     Trials,
     best_of_each_sanitizer,
     cheapest,
+    latency_price,
+    mean_tokens_price,
 )
 from sinkprune.contract.budgets import Budget, Share
 from sinkprune.contract.bundle import read_bundle
@@ -67,8 +65,8 @@ def test_what_is_lost_beside_plain_loops() -> None:
         PictureAttention(random.uniform(0, 1, (2, tokens)), [random.permutation(tokens)[:kept] for kept in (5, 12)])
         for tokens in (20, 30)
     ]
-    stages, selects, seen = [Share(1, 10), Share(1, 3)], [0, 1], [0, 1, 1]
-    before, after = dropped_attention(attended, stages, selects, seen)
+    stages, seen = [Share(1, 10), Share(1, 3)], [0, 1, 1]
+    before, after = dropped_attention(attended, stages)
     assert before.shape == (2, 3) and after.shape == (2, 2, 3, 2)
     for sanitizer, segment in np.ndindex(2, 3):
         gone = []
@@ -79,23 +77,11 @@ def test_what_is_lost_beside_plain_loops() -> None:
         for select, size in np.ndindex(2, 2):
             gone = []
             for one in attended:
-                own, ranks = one.received[seen[segment]], one.received[selects[select]]
+                own, ranks = one.received[seen[segment]], one.received[select]
                 best = sorted(one.kept[sanitizer], key=lambda token: -ranks[token])
                 count = stages[size].numerator * len(own) // stages[size].denominator
                 gone.append(1 - sum(own[token] for token in best[:count]) / sum(own))
             assert after[sanitizer, select, segment, size] == pytest.approx(np.mean(gone))
-
-
-def test_cuts_that_were_not_measured_go_by_those_that_were() -> None:
-    attended = [PictureAttention(np.array([[4.0, 3, 2, 1], [1.0, 2, 3, 4]]), [np.arange(4)])]
-    looked = Measurements(attended, (2, 6), (4,), [Share(1, 4), Share(2, 4)], 4)
-    own, more = plan_space(looked, (2, 6), 10), plan_space(looked, (1, 2, 4, 6, 8), 10)
-    assert own.layers == (3, 4, 3) and more.layers == (2, 1, 2, 2, 2, 1)
-    assert (own.sizes.tolist(), own.kept.tolist()) == ([1, 2], [4])
-    # Layer 1 was not measured and takes the values of 2, layer 4 those of 2, layer 8 those of 6.
-    for cut, same in ((0, 0), (1, 0), (2, 0), (3, 1), (4, 1)):
-        for segment, alike in ((0, 0), (1, 0), (2, 1), (3, 1), (4, 2), (5, 2)):
-            assert more.lost_after[0, cut, segment].tolist() == own.lost_after[0, same, alike].tolist()
 
 
 @pytest.mark.parametrize("name", ["gqa-112", "qwen", "next"])
@@ -179,7 +165,7 @@ def all_plans(within: PlanSpace) -> list[tuple[int, tuple[int, ...], tuple[int, 
 @pytest.mark.parametrize("new", [1, 5])
 def test_the_best_plan_at_a_price_is_found(seed: int, new: int) -> None:
     within, found = space(seed), costs(seed)
-    price = LatencyPrice(found, within.layers, TEXT, 64, True, new)
+    price = latency_price(found, within.layers, text=TEXT, tokens=64, projector=True, new_tokens=new)
     plans = [(price_by_hand(found, rows, stages, 64, new), lost, sanitizer, stages, sizes)
              for sanitizer, stages, sizes, rows, lost in all_plans(within)]  # fmt: skip
     prices = sorted(plan[0] for plan in plans)
@@ -197,7 +183,7 @@ def test_the_best_plan_at_a_price_is_found(seed: int, new: int) -> None:
 def test_of_equal_loss_the_cheaper_is_taken() -> None:
     within = space(1)
     nothing = PlanSpace(within.layers, within.kept, within.sizes, 0 * within.lost_before, 0 * within.lost_after)
-    price = MeanTokensPrice(within.layers)
+    price = mean_tokens_price(within.layers)
     found: FoundPlan = best_of_each_sanitizer(nothing, price, 1000.0)[0]
     assert found.price == cheapest(nothing, price).price
 

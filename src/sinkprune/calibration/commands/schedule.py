@@ -19,7 +19,7 @@ from sinkprune.calibration.questions import (
     note_items,
     questions_to_measure,
 )
-from sinkprune.calibration.scheduling.report import ScheduleReport, doubts, missed_text, report_text
+from sinkprune.calibration.scheduling.report import ScheduleReport, doubts, report_text
 from sinkprune.calibration.tasks import Item, check_own_questions, load_task
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_bundle
@@ -140,12 +140,11 @@ def main(arguments: Sequence[str] | None) -> None:
     if own := {item.picture for item in items} or set(map(str, options.image or [])):
         few += mean_warnings(len(own))
     report = replace(report, seen_share=min(shares), warnings=(*few, *doubts(report)))
-    # Only a default name promises a time.
-    kept, sha256 = report.meets(target.ms) or bool(options.name), None
+    sha256: str | None = None
 
     def change_bundle() -> None:
         nonlocal sha256
-        if kept and not options.dry_run:
+        if not options.dry_run:
             chosen = report.chosen
             manifest = add_budget(bundle, name, chosen.budget, chosen.stages_after, force=options.force, sign=sign)
             sha256 = BUNDLE.sha256(manifest)
@@ -161,18 +160,14 @@ def main(arguments: Sequence[str] | None) -> None:
                 "again.\n"
                 f"Run the budget: sinkprune-run {folder} --budget {name}, with --image and --prompt\n"
             )
-        elif kept:
-            text += f"{folder}: unchanged{', because of --dry-run' if options.dry_run else ''}\n"
+        else:
+            text += f"{folder}: unchanged, because of --dry-run\n"
         write_result(options.json, found, lambda: sys.stdout.write(text))
 
     warnings = "".join(f"warning: {warning}\n" for warning in report.warnings)
     write_each(
         lambda: _write_costs(options, report.costs), change_bundle, write_report, lambda: sys.stderr.write(warnings)
     )
-    if report.meets(target.ms):
-        return
-    done = "added, and misses its target" if sha256 else "found and not added"
-    raise BudgetError(f"budget '{name}' was {done}: {missed_text(report, target.wanted)}")
 
 
 def _notes(
@@ -233,11 +228,7 @@ def _proposed(
     from sinkprune.calibration.scheduling.propose import Proposer
 
     proposer: Proposer | None = None
-
-    def measured() -> Costs | None:
-        return proposer.times.costs if proposer else pipeline.costs
-
-    with _kept_costs(options, pipeline, seen, measured):
+    with _kept_costs(options, pipeline, seen, lambda: proposer.costs if proposer else pipeline.costs):
         try:
             with status("measuring") as progress:
                 proposer = Proposer(trials, pipeline, prompts, options.seconds, progress)
@@ -245,9 +236,9 @@ def _proposed(
         except BudgetError as error:
             if proposer:
                 refusal = {
-                    "costs": to_json(proposer.times.costs),
+                    "costs": to_json(proposer.costs),
                     "error": str(error),
-                    "requests": proposer.times.requests,
+                    "requests": proposer.requests,
                     "nearest_target_ms": None if target.ms is None else proposer.nearest,
                     "nearest_budget_tokens": proposer.nearest if target.ms is None else None,
                 }

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from typing import NamedTuple
@@ -15,34 +14,36 @@ from PIL import Image
 from sinkprune.calibration.attention import received_attention
 from sinkprune.calibration.evaluation.replies import Combination, collect_replies
 from sinkprune.calibration.questions import PictureQuestion
-from sinkprune.calibration.scheduling.report import Candidate, OtherCuts, ScheduleReport, few_requests
+from sinkprune.calibration.scheduling.report import Candidate, ScheduleReport, few_requests
 from sinkprune.calibration.scheduling.search import (
     METHOD,
     TRIAL,
-    UNPRUNED_MODEL,
     FoundPlan,
-    LatencyPrice,
-    MeanTokensPrice,
     PlanSpace,
     Price,
-    RequestTimes,
     Trials,
     best_of_each_sanitizer,
     cheapest,
+    latency_price,
+    mean_tokens_price,
 )
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import FAMILIES, UNPRUNED, Budget, Share
 from sinkprune.contract.errors import BudgetError, NumericsError
-from sinkprune.contract.manifest import Manifest, decoder_segments
+from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.contract.progress import OnProgress, unreported
-from sinkprune.deadlines.costs import LOADED
+from sinkprune.contract.report import Spread
+from sinkprune.contract.schedule import Schedule, schedule
+from sinkprune.deadlines.costs import LOADED, predict
+from sinkprune.deadlines.measuring import MeasurementRounds
 from sinkprune.deadlines.pipeline import Pipeline
-from sinkprune.export.methods import METHODS
-from sinkprune.export.pruning.plan import Method, PlanFacts
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.steps.chain import encode, run_tower
 from sinkprune.runtime.steps.prompt_rows import lay_out
+from sinkprune.runtime.steps.request import new_request
+
+UNPRUNED_MODEL = Combination(METHOD, UNPRUNED)
 
 
 class PictureAttention(NamedTuple):
@@ -88,57 +89,26 @@ def measure_attention(
     return PictureAttention(np.stack(received), kept)
 
 
-def dropped_attention(
-    attended: Sequence[PictureAttention], sizes: Sequence[Share], selects: Sequence[int], seen: Sequence[int]
-) -> tuple[Array, Array]:
+def dropped_attention(attended: Sequence[PictureAttention], sizes: Sequence[Share]) -> tuple[Array, Array]:
     """Return `lost_before` [A,S] and `lost_after` [A,C,S,M] of `PlanSpace`: dropped attention, mean over pictures.
 
-    `selects` [C] are the cuts whose attention ranks the tokens of the stage after each segment. `seen` [S] are the
-    cuts whose attention stands for each segment: its own, and for the last segment the one before. Both are numbers
-    of measured cuts, possibly repeated.
+    The attention before a cut stands for the segment that ends there, and ranks the tokens of a stage after it. That
+    of the last cut stands for the last segment too.
     """
-    sanitizers = len(attended[0].kept)
-    before = np.zeros((sanitizers, len(seen)))
-    after = np.zeros((sanitizers, len(selects), len(seen), len(sizes)))
+    cuts, sanitizers = len(attended[0].received), len(attended[0].kept)
+    before, after = np.zeros((sanitizers, cuts + 1)), np.zeros((sanitizers, cuts, cuts + 1, len(sizes)))
     for one in attended:
         share = one.received / one.received.sum(axis=1, keepdims=True)
+        seen = share[[*range(cuts), cuts - 1]]
         counts = np.array([size.of(share.shape[1]) for size in sizes])
         for number, kept in enumerate(one.kept):
-            before[number] += 1 - share[seen][:, kept].sum(axis=1)
-            for place, cut in enumerate(selects):
+            before[number] += 1 - seen[:, kept].sum(axis=1)
+            for cut in range(cuts):
                 # A stage breaks ties in favour of the earlier token.
                 ranked = kept[np.argsort(-share[cut, kept], kind="stable")]
-                left = np.cumsum(share[seen][:, ranked], axis=1)
-                after[number, place] += 1 - left[:, np.minimum(counts, len(ranked)) - 1]
+                left = np.cumsum(seen[:, ranked], axis=1)
+                after[number, cut] += 1 - left[:, np.minimum(counts, len(ranked)) - 1]
     return before / len(attended), after / len(attended)
-
-
-class Measurements(NamedTuple):
-    """The attention to all pictures, and the sanitizers and sizes to choose from."""
-
-    attended: Sequence[PictureAttention]
-    measured: Sequence[int]
-    """The layers (0-based, ascending) whose attention is known: those after which the bundle is cut."""
-    kept: Sequence[int]
-    """Rows that each sanitizer keeps of the picture that prices are for."""
-    sizes: Sequence[Share]
-    tokens: int
-    """Visual tokens of that picture."""
-
-
-def plan_space(measurements: Measurements, cut_after: Sequence[int], num_layers: int) -> PlanSpace:
-    """Return the plans of a decoder of `num_layers` that is cut after the layers `cut_after`.
-
-    For a layer whose attention is unknown, a stage uses the nearest known layer before it, and a segment the nearest
-    known layer after it.
-    """
-    last = len(measurements.measured) - 1
-    segments = decoder_segments(cut_after, num_layers)
-    selects = [max(0, bisect_right(measurements.measured, cut) - 1) for cut in cut_after]
-    seen = [min(last, bisect_left(measurements.measured, layers[-1])) for layers in segments]
-    before, after = dropped_attention(measurements.attended, measurements.sizes, selects, seen)
-    rows = np.array([size.of(measurements.tokens) for size in measurements.sizes])
-    return PlanSpace(tuple(map(len, segments)), np.array(measurements.kept), rows, before, after)
 
 
 _SANITIZERS, _SIZES = 14, 32
@@ -177,57 +147,6 @@ def sizes(manifest: Manifest) -> list[Share]:
     return [Share(left, whole) for left in sorted(between | own)]
 
 
-IN_LLM = ("fastv", "pyramiddrop", "sparsevlm")
-"""The methods whose layers are tried."""
-
-
-def other_cuts(
-    manifest: Manifest,
-    facts: PlanFacts,
-    measurements: Measurements,
-    price: LatencyPrice | MeanTokensPrice,
-    limit: float,
-) -> Iterable[OtherCuts]:
-    """Yield the best budget of at most `limit` with the cuts of each method that the bundle lacks."""
-    own, layers = manifest.cut_after, manifest.language_model.num_layers
-    for method in IN_LLM:
-        build = METHODS[method]
-        cuts = tuple(sorted({*own, *_cuts_of(build, manifest, facts)}))
-        if cuts == own:
-            continue
-        best = best_of_each_sanitizer(plan_space(measurements, cuts, layers), _recut(price, own, cuts, layers), limit)
-        if best:
-            methods = tuple(name for name in dict.fromkeys([METHOD, *manifest.plans, method]) if name != TRIAL)
-            stages = tuple(cuts[stage] for stage in best[0].stages)
-            yield OtherCuts(methods, cuts, stages, best[0].lost)
-
-
-def _cuts_of(build: Method, manifest: Manifest, facts: PlanFacts) -> list[int]:
-    """Return the layers after which a method drops tokens; none if it cannot be built for the model."""
-    for budget in FAMILIES[manifest.family].budgets.values():
-        try:
-            return [*build(facts, budget).select_after]
-        except BudgetError:
-            continue
-    return []
-
-
-def _recut(
-    price: LatencyPrice | MeanTokensPrice, own: tuple[int, ...], cuts: tuple[int, ...], num_layers: int
-) -> Price:
-    """Return the prices of plans with other cuts; every layer of a segment costs the same share of it."""
-    segments = decoder_segments(cuts, num_layers)
-    layers = tuple(map(len, segments))
-    if isinstance(price, MeanTokensPrice):
-        return MeanTokensPrice(layers)
-    whole = decoder_segments(own, num_layers)
-    decoders = []
-    for segment in segments:
-        number = bisect_left(own, segment[-1])
-        decoders.append(price.costs.decoders[number].slower(len(segment) / len(whole[number])))
-    return replace(price, costs=replace(price.costs, decoders=tuple(decoders)), layers=layers)
-
-
 SECONDS = 5.0
 """About how long to measure the costs, and again the budget that was found."""
 TOKENS_A_LAYER = "visual tokens a layer"
@@ -242,11 +161,6 @@ _WORTH = 0.02
 """The share of attention that a larger budget must save to be tried."""
 _CHEAPEST_TRIES = 2
 """How many times the cheapest budget must miss the target before the target is rejected."""
-
-
-def nearest_target(least: float) -> int:
-    """Return the target to suggest after the cheapest budget took `least`, with a tenth to spare."""
-    return math.ceil(1.1 * least)
 
 
 class BudgetTarget(NamedTuple):
@@ -276,7 +190,10 @@ class BudgetTarget(NamedTuple):
 
 
 class Proposer:
-    """Proposes budgets for a bundle on this machine, from measurements that it makes when it is created."""
+    """Proposes budgets for a bundle on this machine, from measurements that it makes when it is created.
+
+    Times are milliseconds of a request to its last new token.
+    """
 
     def __init__(
         self,
@@ -290,25 +207,35 @@ class Proposer:
 
         Raises `BudgetError` for a bundle without the method, and what a request raises.
         """
-        self._trials, self._pipeline, self._progress = trials, pipeline, progress
-        manifest = trials.bundle.manifest
+        self._trials, self._pipeline, self._manifest = trials, pipeline, trials.bundle.manifest
+        self._prompt, self._seconds, self._progress = prompts[0], seconds, progress
+        manifest = self._manifest
         if not manifest.plans.get(METHOD):
             raise BudgetError(
                 f"this bundle holds no budget of method '{METHOD}', so it may be cut where nothing is to be dropped. "
                 f"Export it again with --methods {METHOD}."
             )
-        self.times = RequestTimes(pipeline, prompts[0], seconds, progress)
+        request = new_request(*self._prompt, method=METHOD)
+        self.costs = pipeline.measure_costs(request, seconds, progress)
+        """Medians, at the machine's speed of the last measurement."""
+        self._p95_ratio = 1.0
+        """The 95th percentile of the last measured times, as a multiple of their median; 1 before the first."""
+        self.requests = 0
+        """The requests of each combination of the last measured times."""
+        self._measured = 0
+        self.layout = pipeline.family.layout(self._prompt.image)
+        self.text_tokens = pipeline.prompts.encode(request.texts).text_tokens
         self._sanitizers = {f"keep {number}": budget for number, budget in enumerate(sanitizers(manifest))}
         for name, budget in self._sanitizers.items():
             trials.add(name, budget, ())
-        self._measurements = Measurements(
-            attended=[self._attention(number, prompts) for number in range(len(prompts))],
-            measured=manifest.cut_after,
-            kept=[self.times.schedule(Combination(TRIAL, name)).rows for name in self._sanitizers],
-            sizes=sizes(manifest),
-            tokens=self.times.layout.all_tokens,
+        self._attended = [self._attention(number, prompts) for number in range(len(prompts))]
+        self._sizes = sizes(manifest)
+        self._space = PlanSpace(
+            tuple(map(len, manifest.segments)),
+            np.array([self.schedule(Combination(TRIAL, name)).rows for name in self._sanitizers]),
+            np.array([size.of(self.layout.all_tokens) for size in self._sizes]),
+            *dropped_attention(self._attended, self._sizes),
         )
-        self._space = plan_space(self._measurements, manifest.cut_after, manifest.language_model.num_layers)
         # Predicted times as shares of the unpruned model's, which corrections of the costs leave as they are.
         self._largest_met, self._least_missed = 0.0, math.inf
         self.nearest: float | None = None
@@ -319,50 +246,67 @@ class Proposer:
 
         A target in milliseconds is met if 95 of 100 measured requests take no longer. While a budget leaves much of
         the time, larger ones are tried: by the corrected costs, or between the largest that met the target and the
-        smallest that missed it. The best that met it is reported. If none did, the report holds the last one, and the
-        nearest target. Raises `BudgetError` if the unpruned model meets the target, or if no budget was expected to,
-        and the cheapest was measured and does not.
+        smallest that missed it. The best that met it is reported. Raises `BudgetError` if the unpruned model meets
+        the target, or if no budget did, not even the cheapest.
         """
         self._check_pruning_needed(target)
-        best = missed = None
-        misses, searches = list[ScheduleReport](), 0
+        best, misses, searches = None, list[ScheduleReport](), 0
         while len(misses) < _CHEAPEST_TRIES:
             plans = self._find_plans(target, _CANDIDATES if items else 1) if searches < _SEARCHES else []
-            if best and target.ms is not None and plans:
-                # Go on while a budget leaves much of the time, and a larger one would save attention.
-                full = best.measured_ms.p95 >= _FULL * target.ms
-                if full or plans[0].lost >= best.chosen.lost - _WORTH:
-                    break
-            elif best:
+            if best and (target.ms is None or not plans or _is_full(best, plans[0], target.ms)):
                 break
             latest = self._try_plans(name, target, plans or [self._cheapest(target)], items)
             searches += 1
             share = latest.chosen.predicted_ms / latest.unpruned_ms
-            if latest.meets(target.ms):
+            if target.ms is None or latest.measured_ms.p95 <= target.ms:
                 self._largest_met = max(self._largest_met, share)
-                best = (
-                    latest
-                    if best is None
-                    else max(best, latest, key=lambda report: (report.chosen.accuracy or 0.0, -report.chosen.lost))
-                )
+                best = max(filter(None, [best, latest]), key=lambda report: _rank(report.chosen))
             else:
                 self._least_missed = min(self._least_missed, share)
-                if plans:
-                    missed = latest
-                else:
-                    misses.append(latest)
-            self.times.correct(latest.measured_ms, latest.chosen.predicted_ms)
-        if best:
-            if target.ms is not None:
-                # Where the machine was slower while the costs were measured.
-                target.check_unmet(best.unpruned_measured_ms.p95, _OF_REQUESTS, self._note_on_requests())
-            return replace(best, searches=searches)
-        # By the rule that accepts a budget: the measured 95th percentile.
-        slowest = max(misses, key=lambda miss: miss.measured_ms.p95)
-        least, unpruned = slowest.measured_ms.p95, slowest.unpruned_measured_ms.p95
-        if missed is None:
-            raise self._unreachable(target, _OF_REQUESTS, least, unpruned, self._note_on_requests())
-        return replace(missed, searches=searches, nearest_target_ms=nearest_target(least), cheapest_p95_ms=least)
+                misses += [] if plans else [latest]
+            self._correct(latest.measured_ms, latest.chosen.predicted_ms)
+        if best is None:
+            # By the rule that accepts a budget: the measured 95th percentile.
+            slowest = max(misses, key=lambda miss: miss.measured_ms.p95)
+            times = slowest.measured_ms.p95, slowest.unpruned_measured_ms.p95
+            raise self._unreachable(target, _OF_REQUESTS, *times, self._note_on_requests())
+        if target.ms is not None:
+            # Where the machine was slower while the costs were measured.
+            target.check_unmet(best.unpruned_measured_ms.p95, _OF_REQUESTS, self._note_on_requests())
+        return replace(best, searches=searches)
+
+    def schedule(self, combination: Combination) -> Schedule:
+        """Return the schedule of the measured picture."""
+        return schedule(self._manifest, *combination, [self.layout])
+
+    def measure(self, combinations: Sequence[Combination], new_tokens: int) -> list[Spread]:
+        """Return the measured times of each combination; the combinations take turns in each round."""
+        latencies = [list[float]() for _ in combinations]
+        # A name of its own: what follows counts its rounds anew.
+        self._measured += 1
+        what = f"measuring budgets, try {self._measured}" if self._measured > 1 else "measuring budgets"
+        rounds = MeasurementRounds(what, self._seconds, len(combinations), self._progress)
+        for counted in rounds:
+            for (method, budget), own in zip(combinations, latencies, strict=True):
+                answer = self._pipeline.generate(
+                    *self._prompt, method=method, budget=budget, max_new_tokens=new_tokens, min_new_tokens=new_tokens
+                )
+                rounds.complete_part()
+                if counted:
+                    own.append(answer.ms["latency"] or 0.0)
+        self.requests = len(latencies[0])
+        return [Spread.of(own) for own in latencies]
+
+    def predict(self, combination: Combination, new_tokens: int) -> float:
+        """Return the predicted median time of a request."""
+        predicted = predict(self.costs, self._manifest, self.schedule(combination), self.text_tokens)
+        tower_ms: float = self.costs.tower.ms(self.layout.all_tokens)
+        return tower_ms + predicted.whole(new_tokens)
+
+    def _correct(self, measured: Spread, predicted_ms: float) -> None:
+        """Scale the costs to the speed at which a request was `measured`, and note how slow the slowest were."""
+        self.costs = self.costs.slower(measured.median / predicted_ms)
+        self._p95_ratio = measured.p95 / measured.median
 
     def _attention(self, number: int, prompts: Sequence[PictureQuestion]) -> PictureAttention:
         self._progress("measuring attention", number, len(prompts), "pictures")
@@ -370,20 +314,20 @@ class Proposer:
 
     def _check_pruning_needed(self, target: BudgetTarget) -> None:
         if target.ms is None:
-            target.check_unmet(self.times.layout.all_tokens, TOKENS_A_LAYER)
-        elif self.times.predict(UNPRUNED_MODEL, target.new_tokens) <= target.ms:
-            predicted = self.times.predict(UNPRUNED_MODEL, target.new_tokens)
-            [measured] = self.times.measure([UNPRUNED_MODEL], target.new_tokens)
+            target.check_unmet(self.layout.all_tokens, TOKENS_A_LAYER)
+        elif (predicted := self.predict(UNPRUNED_MODEL, target.new_tokens)) <= target.ms:
+            [measured] = self.measure([UNPRUNED_MODEL], target.new_tokens)
             # The predictions are corrected by it.
-            self.times.correct(measured, predicted)
+            self._correct(measured, predicted)
             target.check_unmet(measured.p95, _OF_REQUESTS, self._note_on_requests())
 
     def _note_on_requests(self) -> str:
         """Return sentences, each after a space, on what makes the last measured times uncertain, if anything."""
-        few, costs = few_requests(self.times.requests), self.times.costs
-        note, load = f" {few}." if few else "", costs.load or 0.0
+        few, load = few_requests(self.requests), self.costs.load or 0.0
+        note = f" {few}." if few else ""
         if load > LOADED:
-            note += f" Other programs took {100 * load:.0f} % of the processors meanwhile.{costs.place.thread_hint}"
+            hint = self.costs.place.thread_hint
+            note += f" Other programs took {100 * load:.0f} % of the processors meanwhile.{hint}"
         return note
 
     def _find_plans(self, target: BudgetTarget, most: int) -> list[FoundPlan]:
@@ -391,27 +335,38 @@ class Proposer:
 
         Raises `BudgetError` if no plan has as few tokens as the target.
         """
-        price, limit = self._price_and_limit(target)
-        plans = best_of_each_sanitizer(self._space, price, limit)[:most]
+        plans = best_of_each_sanitizer(self._space, self._price(target), self._limit(target))[:most]
         if not plans and target.ms is None:
-            raise self._unreachable(
-                target, TOKENS_A_LAYER, self._cheapest(target).price, self.times.layout.all_tokens
-            )
+            least = self._cheapest(target).price
+            raise self._unreachable(target, TOKENS_A_LAYER, least, self.layout.all_tokens)
         return plans
 
     def _cheapest(self, target: BudgetTarget) -> FoundPlan:
-        return cheapest(self._space, self._price_and_limit(target)[0])
+        return cheapest(self._space, self._price(target))
 
-    def _price_and_limit(self, target: BudgetTarget) -> tuple[LatencyPrice | MeanTokensPrice, float]:
-        """Return the price of plans, and the highest price that meets the target."""
+    def _price(self, target: BudgetTarget) -> Price:
+        """Return the price of plans, in the unit of the target."""
         if target.ms is None:
-            return MeanTokensPrice(self._space.layers), target.wanted
-        limit, unpruned = target.ms / self.times.p95_ratio, self.times.predict(UNPRUNED_MODEL, target.new_tokens)
+            return mean_tokens_price(self._space.layers)
+        return latency_price(
+            self.costs,
+            self._space.layers,
+            text=self.text_tokens,
+            tokens=self.layout.all_tokens,
+            projector=self._manifest.projector is not None,
+            new_tokens=target.new_tokens,
+        )
+
+    def _limit(self, target: BudgetTarget) -> float:
+        """Return the highest price that meets the target."""
+        if target.ms is None:
+            return target.wanted
+        limit, unpruned = target.ms / self._p95_ratio, self.predict(UNPRUNED_MODEL, target.new_tokens)
         low, high = self._largest_met, self._least_missed
         if 0 < low < high < math.inf and not low < limit / unpruned < high:
             # One of the measurements was disturbed.
             limit = unpruned * (low + high) / 2
-        return self.times.price(target.new_tokens), limit
+        return limit
 
     def _try_plans(
         self, name: str, target: BudgetTarget, plans: Sequence[FoundPlan], items: Sequence[Item]
@@ -423,36 +378,34 @@ class Proposer:
             trial: self._candidate(trial, plan.lost, accuracies.get(trial.budget), target.new_tokens)
             for trial, plan in zip(trials, plans, strict=True)
         }
-        best = max(trials, key=lambda trial: (candidates[trial].accuracy or 0.0, -candidates[trial].lost))
-        measured, unpruned = self.times.measure([best, UNPRUNED_MODEL], target.new_tokens)
-        manifest, facts = self._trials.bundle.manifest, self._trials.facts
+        best = max(trials, key=lambda trial: _rank(candidates[trial]))
+        measured, unpruned = self.measure([best, UNPRUNED_MODEL], target.new_tokens)
         return ScheduleReport(
             name=name,
-            pictures=len(self._measurements.attended),
-            visual_tokens=self.times.layout.all_tokens,
-            prompt_tokens=self.times.text_tokens,
+            pictures=len(self._attended),
+            visual_tokens=self.layout.all_tokens,
+            prompt_tokens=self.text_tokens,
             new_tokens=target.new_tokens,
-            costs=self.times.costs,
-            unpruned_ms=self.times.predict(UNPRUNED_MODEL, target.new_tokens),
+            costs=self.costs,
+            unpruned_ms=self.predict(UNPRUNED_MODEL, target.new_tokens),
             questions=len(items),
             unpruned_accuracy=accuracies.get(UNPRUNED),
             chosen=candidates.pop(best),
             others=tuple(candidates.values()),
             measured_ms=measured,
             unpruned_measured_ms=unpruned,
-            requests=self.times.requests,
-            other_cuts=tuple(other_cuts(manifest, facts, self._measurements, *self._price_and_limit(target))),
+            requests=self.requests,
         )
 
     def _unreachable(
         self, target: BudgetTarget, unit: str, least: float, unpruned: float, note: str = ""
     ) -> BudgetError:
         """Return the error for a target that no budget meets, the `least` of any and a `note`; sets `nearest`."""
-        # Numbers of tokens are exact, times are not.
-        nearest = math.ceil(10 * least) / 10 if target.ms is None else nearest_target(least)
+        # Numbers of tokens are exact; times are not, and have a tenth to spare.
+        nearest = math.ceil(10 * least) / 10 if target.ms is None else math.ceil(1.1 * least)
         self.nearest = nearest if unpruned > nearest else None
         # Other models have as many tokens of every picture, and weights change times only.
-        smaller = self._trials.bundle.manifest.any_resolution
+        smaller = self._manifest.any_resolution
         if self.nearest is not None:
             others = ["smaller pictures"] * smaller + ["weights in int8 or int4"] * (target.ms is not None)
             *first, last = ["that", *others]
@@ -468,26 +421,33 @@ class Proposer:
         )
 
     def _build(self, plan: FoundPlan) -> Combination:
-        manifest = self._trials.bundle.manifest
-        name, sanitizer = f"found {len(manifest.plans[TRIAL])}", [*self._sanitizers.values()][plan.sanitizer]
-        stages = tuple(self._measurements.sizes[size] for size in plan.sizes)
-        self._trials.add(
-            name, replace(sanitizer, stages=stages), [manifest.cut_after[stage] for stage in plan.stages]
-        )
+        name, sanitizer = f"found {len(self._manifest.plans[TRIAL])}", [*self._sanitizers.values()][plan.sanitizer]
+        budget = replace(sanitizer, stages=tuple(self._sizes[size] for size in plan.sizes))
+        self._trials.add(name, budget, [self._manifest.cut_after[stage] for stage in plan.stages])
         return Combination(TRIAL, name)
 
     def _candidate(self, trial: Combination, lost: float, accuracy: float | None, new_tokens: int) -> Candidate:
-        planned, manifest = self.times.schedule(trial), self._trials.bundle.manifest
-        layers, stages = range(manifest.language_model.num_layers), tuple(planned.plan.cuts) if planned.plan else ()
+        planned, layers = self.schedule(trial), range(self._manifest.language_model.num_layers)
+        stages = tuple(planned.plan.cuts) if planned.plan else ()
         return Candidate(
-            budget=manifest.budgets[trial.budget],
+            budget=self._manifest.budgets[trial.budget],
             stages_after=stages,
             rows=(planned.rows, *(sum(planned.kept[layer]) for layer in stages)),
             mean_visual_tokens=sum(map(planned.reaching, layers)) / len(layers),
             lost=lost,
             accuracy=accuracy,
-            predicted_ms=self.times.predict(trial, new_tokens),
+            predicted_ms=self.predict(trial, new_tokens),
         )
+
+
+def _rank(candidate: Candidate) -> tuple[float, float]:
+    """Return the key of the best candidate: most right answers, then the least dropped attention."""
+    return candidate.accuracy or 0.0, -candidate.lost
+
+
+def _is_full(best: ScheduleReport, larger: FoundPlan, target_ms: float) -> bool:
+    """Return whether a budget takes most of the time, or a larger one would save too little attention."""
+    return best.measured_ms.p95 >= _FULL * target_ms or larger.lost >= best.chosen.lost - _WORTH
 
 
 def _accuracies(

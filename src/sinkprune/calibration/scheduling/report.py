@@ -15,20 +15,6 @@ NEAR: Final = 0.08
 
 
 @dataclass(frozen=True)
-class OtherCuts:
-    """The best budget of a bundle with more cuts, at the same price."""
-
-    methods: tuple[str, ...]
-    """The methods to export with: `sinkprune-export --methods`."""
-    cut_after: tuple[int, ...]
-    """The 0-based layers after which the bundle would be cut."""
-    stages_after: tuple[int, ...]
-    """The 0-based layers that the best budget's stages would follow."""
-    lost: float
-    """The share of text-visual attention it would drop; layers without a measurement take that of a neighbour."""
-
-
-@dataclass(frozen=True)
 class Candidate:
     """A budget that is predicted to meet the target."""
 
@@ -76,21 +62,12 @@ class ScheduleReport:
     """
     requests: int
     """Of each of these two times: the measured requests. Of fewer than 20, the 95th percentile is the slowest."""
-    other_cuts: tuple[OtherCuts, ...]
     searches: int = 1
     """How many times a budget was searched and measured."""
-    nearest_target_ms: int | None = None
-    """The nearest target that a budget may meet, if no budget met the target."""
-    cheapest_p95_ms: float | None = None
-    """The measured 95th percentile of the cheapest budget, from which `nearest_target_ms` follows; else None."""
     warnings: tuple[str, ...] = ()
     """Why the figures say little, and what is doubtful about the budget."""
     seen_share: float = 1.0
     """The share of its area that the model sees of the picture that it sees least of."""
-
-    def meets(self, ms: float | None) -> bool:
-        """Return whether 95 of 100 measured requests took at most `ms` milliseconds; true for None."""
-        return ms is None or self.measured_ms.p95 <= ms
 
     @property
     def off(self) -> float:
@@ -101,8 +78,6 @@ class ScheduleReport:
         return abs(self.off) <= NEAR
 
 
-_WORTH_A_CUT = 0.005
-"""The share of attention that other cuts must save to be printed."""
 _MOST_LOST = 0.85
 """The share of attention above which a budget causes a warning."""
 
@@ -127,12 +102,6 @@ def report_text(report: ScheduleReport) -> str:
         f"also looked at: {_described(other, report.questions)}, predicted {_ms(other.predicted_ms)}"
         for other in report.others
     ]
-    lines += [
-        f"cut after {_layers(cuts.cut_after)}, by sinkprune-export --methods {','.join(cuts.methods)}: stages after "
-        f"{_layers(cuts.stages_after)} would drop {100 * cuts.lost:.1f} %"
-        for cuts in report.other_cuts
-        if cuts.lost <= report.chosen.lost - _WORTH_A_CUT
-    ]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -143,20 +112,6 @@ def few_requests(requests: int) -> str:
     return (
         f"{requests} requests of each: of fewer than {FEWEST_OF_P95}, p95 is close to the slowest. A larger "
         "--seconds measures more"
-    )
-
-
-def missed_text(report: ScheduleReport, target_ms: float) -> str:
-    """Return how the chosen budget missed the target, and which target follows from the cheapest budget's time."""
-    missed = (
-        f"95 of 100 requests took up to {_ms(report.measured_ms.p95)}, more than the target of {target_ms:g} ms. "
-        "Measure again when the machine does nothing else"
-    )
-    if report.cheapest_p95_ms is None:
-        return f"{missed}."
-    return (
-        f"{missed}, or give --target-ms {report.nearest_target_ms}. That is a tenth more than "
-        f"{_ms(report.cheapest_p95_ms)}, in which 95 of 100 requests with the cheapest budget ended."
     )
 
 

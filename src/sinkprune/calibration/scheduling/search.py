@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from sinkprune.calibration.evaluation.replies import Combination
-from sinkprune.calibration.questions import PictureQuestion
 from sinkprune.contract.budgets import FAMILIES, UNPRUNED, Budget
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks import format_value
@@ -26,19 +25,14 @@ from sinkprune.contract.files.manifest_file import FileSpec, sha256
 from sinkprune.contract.files.trust import Sign, Trust
 from sinkprune.contract.manifest import BUNDLE, Manifest, QwenTower
 from sinkprune.contract.precision import Array
-from sinkprune.contract.progress import OnProgress, unreported
-from sinkprune.contract.report import Spread
-from sinkprune.contract.schedule import Schedule, VisualLayout, schedule
-from sinkprune.deadlines.costs import Costs, later_tokens, predict
-from sinkprune.deadlines.measuring import MeasurementRounds
-from sinkprune.deadlines.pipeline import Pipeline
+from sinkprune.contract.schedule import VisualLayout
+from sinkprune.deadlines.costs import Costs, later_tokens
 from sinkprune.export.dialects import load_dialect
 from sinkprune.export.methods.sinkpruner import build_after
 from sinkprune.export.planning import save_plan
 from sinkprune.export.pruning.plan import PlanFacts, VariableTokens
 from sinkprune.export.weights import PRECISIONS
 from sinkprune.runtime.families import load_family
-from sinkprune.runtime.steps.request import new_request
 
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
 _NEEDED_BYTES = 8 << 20
@@ -195,47 +189,38 @@ def _link(source: Path, target: Path) -> None:
 MOST_STAGES = 3
 """The stages of the method."""
 
-Price = Callable[[int, Array, tuple[int, ...]], Array]
-"""Returns the prices [n] of plans. Arguments: the sanitizer's number, the visual rows [n,S] that reach each segment,
-and the numbers of the segments that a stage follows."""
+Price = Callable[[Array, tuple[int, ...]], Array]
+"""Returns the prices [n] of plans. Arguments: the visual rows [n,S] that reach each segment, and the numbers of the
+segments that a stage follows."""
 
 
-@dataclass(frozen=True)
-class LatencyPrice:
-    """The time of a request to its last token: `sinkprune.deadlines.costs.predict` for many plans."""
+def latency_price(
+    costs: Costs, layers: Sequence[int], *, text: int, tokens: int, projector: bool, new_tokens: int
+) -> Price:
+    """Return the time of a request to its last token: `sinkprune.deadlines.costs.predict` for many plans.
 
-    costs: Costs
-    layers: tuple[int, ...]
-    """The decoder layers of each segment."""
-    text: int
-    """Text tokens of the prompt."""
-    tokens: int
-    """Visual tokens of the picture."""
-    projector: bool
-    """Whether the model has a projector."""
-    new_tokens: int
+    `layers` are the decoder layers of each segment, `text` the text tokens of the prompt, `tokens` the visual tokens
+    of the picture.
+    """
 
-    def __call__(self, sanitizer: int, rows: Array, stages: tuple[int, ...]) -> Array:
-        costs, all_rows = self.costs, self.text + rows
-        total = costs.tower.ms(self.tokens) + costs.rest + costs.sanitizer.ms(rows[:, 0])
-        if self.projector:
+    def price(rows: Array, stages: tuple[int, ...]) -> Array:
+        all_rows = text + rows
+        total = costs.tower.ms(tokens) + costs.rest + costs.sanitizer.ms(rows[:, 0])
+        if projector:
             total = total + costs.projector.ms(rows[:, 0])
         for segment, curve in enumerate(costs.decoders):
             total = total + curve.ms(all_rows[:, segment])
         for stage in stages:
             total = total + costs.select.ms(all_rows[:, stage])
-        mean = all_rows @ np.array(self.layers) / sum(self.layers)
-        return total + later_tokens(costs.token_start, self.new_tokens - 1) * costs.token.ms(mean)
+        mean = all_rows @ np.array(layers) / sum(layers)
+        return total + later_tokens(costs.token_start, new_tokens - 1) * costs.token.ms(mean)
+
+    return price
 
 
-@dataclass(frozen=True)
-class MeanTokensPrice:
-    """Visual tokens a decoder layer runs on, mean over layers."""
-
-    layers: tuple[int, ...]
-
-    def __call__(self, sanitizer: int, rows: Array, stages: tuple[int, ...]) -> Array:
-        return rows @ np.array(self.layers) / sum(self.layers)
+def mean_tokens_price(layers: Sequence[int]) -> Price:
+    """Return the visual tokens that a decoder layer runs on, mean over the `layers` of each segment."""
+    return lambda rows, stages: rows @ np.array(layers) / sum(layers)
 
 
 @dataclass(frozen=True)
@@ -271,51 +256,39 @@ def best_of_each_sanitizer(space: PlanSpace, price: Price, limit: float) -> list
 
     Of equal losses the cheaper comes first. A sanitizer without such a plan is left out.
     """
-    found = [_best(space, price, limit, sanitizer) for sanitizer in range(len(space.kept))]
-    return sorted(filter(None, found), key=lambda plan: (plan.lost, plan.price))
+    found = []
+    for sanitizer in range(len(space.kept)):
+        plans = _plans(space, price, sanitizer, ("lost", "price"), limit)
+        found += sorted(plans, key=lambda plan: (plan.lost, plan.price))[:1]
+    return sorted(found, key=lambda plan: (plan.lost, plan.price))
 
 
 def cheapest(space: PlanSpace, price: Price) -> FoundPlan:
     """Return the plan of the space with the least price; of equal prices the one with the least loss."""
-    found = []
-    for sanitizer in range(len(space.kept)):
-        for stages, chosen, rows in _plans(space, sanitizer):
-            prices = price(sanitizer, rows, stages)
-            found.append(_plan(sanitizer, stages, chosen, prices, _lost(space, sanitizer, stages, chosen), prices))
-    return min(found, key=lambda plan: (plan.price, plan.lost))
+    every = (_plans(space, price, sanitizer, ("price", "lost")) for sanitizer in range(len(space.kept)))
+    return min(chain.from_iterable(every), key=lambda plan: (plan.price, plan.lost))
 
 
-def _best(space: PlanSpace, price: Price, limit: float, sanitizer: int) -> FoundPlan | None:
-    best = None
-    for stages, chosen, rows in _plans(space, sanitizer):
-        prices = price(sanitizer, rows, stages)
-        lost = np.where(prices <= limit, _lost(space, sanitizer, stages, chosen), np.inf)
-        plan = _plan(sanitizer, stages, chosen, prices, lost, lost)
-        if np.isfinite(plan.lost) and (best is None or (plan.lost, plan.price) < (best.lost, best.price)):
-            best = plan
-    return best
-
-
-def _plan(
-    sanitizer: int, stages: tuple[int, ...], chosen: Array, prices: Array, lost: Array, least: Array
-) -> FoundPlan:
-    """Return the one of n plans with the `least` value; of equal values the cheaper, then the one of less loss."""
-    place = int(np.lexsort((lost, prices, least))[0])
-    return FoundPlan(sanitizer, stages, tuple(chosen[place].tolist()), float(prices[place]), float(lost[place]))
-
-
-def _plans(space: PlanSpace, sanitizer: int) -> Iterator[tuple[tuple[int, ...], Array, Array]]:
-    """Yield each choice of stages, its descending sizes' numbers [n,stages], and the segments' rows [n,S]."""
+def _plans(
+    space: PlanSpace, price: Price, sanitizer: int, by: tuple[str, str], limit: float = math.inf
+) -> Iterator[FoundPlan]:
+    """Yield the best plan of each choice of stages, `by` the least of one figure and then of the other."""
     segments, kept = len(space.layers), int(space.kept[sanitizer])
     smaller = range(int(np.searchsorted(space.sizes, kept)))
     for count in range(min(MOST_STAGES, segments - 1) + 1):
+        # Sizes descend from stage to stage.
         choices = [*combinations(reversed(smaller), count)]
         chosen = np.array(choices, np.int64).reshape(len(choices), count)
         for stages in combinations(range(segments - 1), count) if choices else ():
             rows = np.full((len(chosen), segments), kept)
             for number, stage in enumerate(stages):
                 rows[:, stage + 1 :] = space.sizes[chosen[:, number], None]
-            yield stages, chosen, rows
+            found = {"price": price(rows, stages), "lost": _lost(space, sanitizer, stages, chosen)}
+            first, second = (found[name] for name in by)
+            order = np.lexsort((second, first))
+            for place in order[found["price"][order] <= limit][:1]:
+                figures = {name: float(values[place]) for name, values in found.items()}
+                yield FoundPlan(sanitizer, stages, tuple(chosen[place].tolist()), **figures)
 
 
 def _lost(space: PlanSpace, sanitizer: int, stages: tuple[int, ...], chosen: Array) -> Array:
@@ -329,63 +302,3 @@ def _lost(space: PlanSpace, sanitizer: int, stages: tuple[int, ...], chosen: Arr
         if segment in stages:
             last = stages.index(segment)
     return total / sum(space.layers)
-
-
-UNPRUNED_MODEL = Combination(METHOD, UNPRUNED)
-
-
-class RequestTimes:
-    """The times of a request with the budgets of a pipeline's bundle, in milliseconds to the last new token."""
-
-    def __init__(
-        self, pipeline: Pipeline, prompt: PictureQuestion, seconds: float, progress: OnProgress = unreported
-    ) -> None:
-        self._pipeline, self._prompt, self._seconds, self._progress = pipeline, prompt, seconds, progress
-        request = new_request(*prompt, method=METHOD)
-        self.costs = pipeline.measure_costs(request, seconds, progress)
-        """Medians, at the machine's speed of the last measurement."""
-        self.p95_ratio = 1.0
-        """The 95th percentile of the last measured times, as a multiple of their median; 1 before the first."""
-        self.requests = 0
-        """The requests of each combination of the last measured times."""
-        self._measured = 0
-        self.layout = pipeline.family.layout(prompt.image)
-        self.text_tokens = pipeline.prompts.encode(request.texts).text_tokens
-
-    def schedule(self, combination: Combination) -> Schedule:
-        return schedule(self._pipeline.bundle.manifest, *combination, [self.layout])
-
-    def price(self, new_tokens: int) -> LatencyPrice:
-        """Return the median time of all plans of the bundle's cuts."""
-        manifest = self._pipeline.bundle.manifest
-        layers, projector = tuple(map(len, manifest.segments)), manifest.projector is not None
-        return LatencyPrice(self.costs, layers, self.text_tokens, self.layout.all_tokens, projector, new_tokens)
-
-    def predict(self, combination: Combination, new_tokens: int) -> float:
-        manifest = self._pipeline.bundle.manifest
-        predicted = predict(self.costs, manifest, self.schedule(combination), self.text_tokens)
-        tower_ms: float = self.costs.tower.ms(self.layout.all_tokens)
-        return tower_ms + predicted.whole(new_tokens)
-
-    def measure(self, combinations: Sequence[Combination], new_tokens: int) -> list[Spread]:
-        """Return the measured times of each combination; the combinations take turns in each round."""
-        latencies = [list[float]() for _ in combinations]
-        # A name of its own: what follows counts its rounds anew.
-        self._measured += 1
-        what = f"measuring budgets, try {self._measured}" if self._measured > 1 else "measuring budgets"
-        rounds = MeasurementRounds(what, self._seconds, len(combinations), self._progress)
-        for counted in rounds:
-            for (method, budget), own in zip(combinations, latencies, strict=True):
-                answer = self._pipeline.generate(
-                    *self._prompt, method=method, budget=budget, max_new_tokens=new_tokens, min_new_tokens=new_tokens
-                )
-                rounds.complete_part()
-                if counted:
-                    own.append(answer.ms["latency"] or 0.0)
-        self.requests = len(latencies[0])
-        return [Spread.of(own) for own in latencies]
-
-    def correct(self, measured: Spread, predicted_ms: float) -> None:
-        """Scale the costs to the speed at which a request was `measured`, and note how slow the slowest were."""
-        self.costs = self.costs.slower(measured.median / predicted_ms)
-        self.p95_ratio = measured.p95 / measured.median
