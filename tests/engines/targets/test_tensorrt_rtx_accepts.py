@@ -147,7 +147,7 @@ UNLIKE = ("sinkpruner", "visionzip", "dart", "divprune", "sparsevlm", "prunesid"
 
 @pytest.mark.parametrize(
     ("dialect", "precision", "method"),
-    # test_trt10_checker.py checks all of opset20 for TensorRT 10.3.
+    # test_trt10_operators.py checks all of opset20 for TensorRT 10.3.
     slow_except(
         {("opset24", "fp16", "sinkpruner"), *product(["opset20"], ["fp16"], UNLIKE)},
         [*product(DIALECTS, ["fp16"], ALL_METHODS), ("opset20", "fp32", "sinkpruner")],

@@ -21,9 +21,7 @@ from sinkprune.engines.plugins import plugin_v3 as registry
 from sinkprune.engines.preflight import COPIES, BuildMemory, system_memory
 from sinkprune.engines.progress import BuildProgress, interrupts_noted, new_monitor
 from sinkprune.engines.targets import Builder, BuildJob, EngineFacts
-from sinkprune.engines.trt10_checker import check_trt10
 from sinkprune.runtime.backends.kv_cache import cache_names, fixed_room
-from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.tensorrt.backend import import_tensorrt, new_error_log
 from sinkprune.runtime.device import open_device
 
@@ -231,9 +229,6 @@ class TensorRT(TensorRTBuilder):
                 f"bundle '{bundle.path}' is of dialect opset24, which needs TensorRT 10.15 or later; "
                 f"{self._trt.__version__} is installed here. {export_again(manifest, dialect='opset20')}"
             )
-        if manifest.dialect == "opset20":
-            for graph in manifest.graphs:
-                check_trt10(read_model(Model.of_bundle(bundle, graph)), graph)
 
     def memories(self) -> tuple[BuildMemory, ...]:
         copies = COPIES[self.target]

@@ -1,6 +1,6 @@
 """Dialect `opset20`: opset 20 without the operators TensorRT 10.3 (JetPack 6) lacks. Same numbers as `opset24`.
 
-The parser of 10.3 is built with ONNX 1.16, which ends at IR version 10. `sinkprune.engines.trt10_checker` lists the
+The parser of 10.3 is built with ONNX 1.16, which ends at IR version 10. A test checks every graph against the list of
 operators that it takes.
 """
 

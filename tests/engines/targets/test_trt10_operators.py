@@ -1,4 +1,4 @@
-"""The checker accepts every `opset20` graph, and rejects what TensorRT 10.3's list does not have."""
+"""TensorRT 10.3 has the operators of every `opset20` graph, by its list."""
 
 from __future__ import annotations
 
@@ -11,12 +11,8 @@ from typing import Any
 import onnx
 import onnx.parser
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.errors import EnginesError
-from sinkprune.engines.trt10_checker import MAX_OPSET, OPERATORS, check_trt10
 from support.models.chosen_heads import every_method
 from support.models.heads_of_64 import (
     CONFIG,
@@ -29,19 +25,14 @@ from support.models.heads_of_64 import (
     export_random,
 )
 from support.models.manifests import file_of
+from support.references.trt10_operators import MAX_OPSET, fault
 
 # Deep enough for every method.
 DEEP = {**CONFIG, "text_config": {**CONFIG["text_config"], "num_hidden_layers": 8}}
 INT4_GRAPHS = {"projector", "decoder_0", "decoder_1", "decoder_2", "decoder_3", "head"}
 SANITIZER = "sinkpruner/retain-64+raster+visual-keys+compact/sanitizer"
-SELECT = "sinkpruner/retain-192/select_after_1"
 Graphs = dict[str, onnx.ModelProto]
 Export = Callable[[str, str], Graphs]
-FORBIDDEN = sorted(
-    schema.name
-    for schema in onnx.defs.get_all_schemas()
-    if not schema.domain and not schema.deprecated and schema.name not in OPERATORS
-)
 
 
 @pytest.fixture(scope="module")
@@ -62,16 +53,6 @@ def graphs_of(bundle: Bundle) -> Graphs:
     return {name: onnx.load(file_of(bundle, name), load_external_data=False) for name in bundle.manifest.graphs}
 
 
-def refusal(model: onnx.ModelProto, graph: str = "small") -> str:
-    """Return the message of the checker for a graph that it must reject."""
-    with pytest.raises(EnginesError) as caught:
-        check_trt10(model, graph)
-    message = str(caught.value)
-    assert message.startswith(f"graph '{graph}'")
-    assert message.endswith("Export the bundle with --dialect opset20.")
-    return message
-
-
 def small(body: str, opset: int = MAX_OPSET, ir_version: int = 10) -> onnx.ModelProto:
     """Parse a model in ONNX's text format. `body` is the graph after its name."""
     header = f'<ir_version: {ir_version}, opset_import: ["" : {opset}, "other" : 1]>'
@@ -83,77 +64,44 @@ def test_every_opset20_graph_of_every_method_passes(precision: str, export: Expo
     graphs = export("opset20", precision)
     assert len(graphs) > 50
     for name, model in graphs.items():
-        check_trt10(model, name)
+        assert not fault(model), name
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_every_opset20_graph_with_quantised_weights_passes(weights: str, tmp_path: Path) -> None:
     options = {"budgets": ("retain-64",), "precision": "fp16", "dialect": "opset20", "weights": weights}
     for name, model in graphs_of(export_random(tmp_path, **options)).items():
-        check_trt10(model, name)
+        assert not fault(model), name
         (opset,) = [opset.version for opset in model.opset_import if not opset.domain]
         # Only INT4 needs the next opset.
         assert opset == (21 if weights == "int4" and name in INT4_GRAPHS else 20)
 
 
-def test_every_opset24_graph_is_refused(export: Export) -> None:
+def test_opset24_is_not_on_the_list(export: Export) -> None:
     graphs = export("opset24", "fp16")
-    for name, model in graphs.items():
-        message = refusal(model, name)
-        if name == "vision" or name.startswith("decoder_"):
-            assert "Attention" in message
-        elif name == "head":
-            assert "RMSNormalization is not in TensorRT 10.3's list" in message
-        else:
-            assert "is of opset 24; TensorRT 10.3 takes up to 20" in message
+    for name, said in (("vision", "Attention"), ("head", "RMSNormalization"), (SANITIZER, "opset 24")):
+        assert said in fault(graphs[name])
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_a_forbidden_operator_anywhere_is_refused_by_name(data: st.DataObject, export: Export) -> None:
-    graphs = export("opset20", "fp16")
-    name = data.draw(st.sampled_from(["vision", "projector", "decoder_1", "head", SANITIZER, SELECT]))
-    model = deepcopy(graphs[name])
-    body = data.draw(st.sampled_from([model.graph, *model.functions]))
-    node = data.draw(st.sampled_from(list(body.node)))
-    node.op_type, node.domain = data.draw(st.sampled_from(FORBIDDEN)), ""
-    message = refusal(model, name)
-    owner = "" if body is model.graph else f"{body.name}/"
-    assert f"node '{owner}{node.name}': {node.op_type} is not in TensorRT 10.3's list" in message
-
-
-@settings(max_examples=30, deadline=None)
-@given(data=st.data())
-def test_a_newer_version_anywhere_is_refused(data: st.DataObject, export: Export) -> None:
-    model = deepcopy(export("opset20", "fp32")[SANITIZER])
-    place = data.draw(st.sampled_from([model, *model.functions]))
-    version = data.draw(st.integers(21, 30))
-    next(opset for opset in place.opset_import if not opset.domain).version = version
-    owner = "" if place is model else f", function {place.name}"
-    assert f"graph '{SANITIZER}'{owner} is of opset {version}; TensorRT 10.3 takes up to 20" in refusal(
-        model, SANITIZER
-    )
-
-
-def test_a_type_in_a_function_is_refused_with_its_function(export: Export) -> None:
+def test_functions_are_checked(export: Export) -> None:
     model = deepcopy(export("opset20", "fp16")[SANITIZER])
     body = next(function for function in model.functions if function.name == "DiversitySelect")
     body.node.append(onnx.helper.make_node("Cast", ["count"], ["wide"], "Widen", to=onnx.TensorProto.DOUBLE))
-    message = refusal(model, SANITIZER)
-    assert "node 'DiversitySelect/Widen" in message
-    assert "DOUBLE; TensorRT 10.3 takes BFLOAT16, BOOL, FLOAT, FLOAT16, INT32, INT64" in message
+    assert "DiversitySelect/Widen" in fault(model) and "DOUBLE" in fault(model)
+    body.node[-1].op_type = "NonZero"
+    assert fault(model) == "DiversitySelect/Widen: NonZero is not on the list"
 
 
 # Each row: a graph that is rejected, the reason, and a similar graph that passes.
 NEIGHBOURS = {
     "CumSum of integers": (
         "(int64[4] x) => (int64[4] y) <int64 axis = {0}> { y = CumSum(x, axis) }",
-        "CumSum is given INT64; TensorRT 10.3 takes BFLOAT16, FLOAT, FLOAT16",
+        "CumSum is given INT64",
         "(float[4] x) => (float[4] y) <int64 axis = {0}> { y = CumSum(x, axis) }",
     ),
     "CumSum along a computed axis": (
         "(float[4] x, int64 axis) => (float[4] y) { y = CumSum(x, axis) }",
-        "CumSum computes its input 1; TensorRT 10.3 takes a constant there",
+        "CumSum computes its input 1",
         "(float[4] x) => (float[4] y) { axis = Constant<value_int = 0>() y = CumSum(x, axis) }",
     ),
     "doubles": (
@@ -161,14 +109,9 @@ NEIGHBOURS = {
         "Abs reads or writes 'x', DOUBLE",
         "(float[4] x) => (float[4] y) { y = Abs(x) }",
     ),
-    "integers raised": (
-        "(float[2] x, int64[2] e) => (float[2] y) { y = Pow(x, e) }",
-        "Pow is given INT64",
-        "(float[2] x, float[2] e) => (float[2] y) { y = Pow(x, e) }",
-    ),
     "a scatter that adds": (
         '(float[4] x, int64[2] i, float[2] u) => (float[4] y) { y = ScatterElements<reduction = "add">(x, i, u) }',
-        "ScatterElements has reduction = b'add'; TensorRT 10.3 takes reduction = b'none'",
+        "ScatterElements has reduction = b'add'",
         '(float[4] x, int64[2] i, float[2] u) => (float[4] y) { y = ScatterElements<reduction = "none">(x, i, u) }',
     ),
     "axes that are computed": (
@@ -178,35 +121,20 @@ NEIGHBOURS = {
     ),
     "a TopK beyond its limit": (
         "(float[N] x) => (float[M] v, int64[M] i) { k = Constant<value_ints = [3841]>() v, i = TopK(x, k) }",
-        "TopK has K = 3841; TensorRT 10.3 takes up to 3840",
+        "TopK has K above 3840",
         "(float[N] x, int64[1] k) => (float[M] v, int64[M] i) { v, i = TopK(x, k) }",
     ),
     "the mean of a LayerNormalization": (
         "(float[2,4] x, float[4] w) => (float[2,4] y, float[2,1] m) { y, m = LayerNormalization(x, w) }",
-        "LayerNormalization gives 2 outputs; TensorRT 10.3 takes the first alone",
+        "LayerNormalization gives 2 outputs",
         "(float[2,4] x, float[4] w) => (float[2,4] y) { y = LayerNormalization(x, w) }",
-    ),
-    "an attribute of a later opset": (
-        '(float[4] x) => (float16[4] y) { y = Cast<to = 10, round_mode = "up">(x) }',
-        "round_mode",
-        "(float[4] x) => (float16[4] y) { y = Cast<to = 10, saturate = 1>(x) }",
-    ),
-    "an operator of another domain": (
-        "(float[4] x) => (float[4] y) { y = other.Twice(x) }",
-        "Twice is not in TensorRT 10.3's list of operators, nor a function of this model; the graph holds other.Tw",
-        "(float[4] x) => (float[4] y) { y = Add(x, x) }",
     ),
     "a zero point": (
         "(float[4] x) => (float[4] y) <int8[4] c = {1, 2, 3, 4}, float s = {0.5}, int8 z = {0}> "
         "{ w = DequantizeLinear(c, s, z) y = Add(x, w) }",
-        "DequantizeLinear has a zero point; TensorRT 10.3 takes none",
+        "DequantizeLinear has a zero point",
         "(float[4] x) => (float[4] y) <int8[4] c = {1, 2, 3, 4}, float s = {0.5}> "
         "{ w = DequantizeLinear(c, s) y = Add(x, w) }",
-    ),
-    "types that do not fit": (
-        "(float[4] x, int64[4] z) => (float[4] y) { y = Add(x, z) }",
-        "is not valid ONNX",
-        "(float[4] x, float[4] z) => (float[4] y) { y = Add(x, z) }",
     ),
 }
 
@@ -214,8 +142,8 @@ NEIGHBOURS = {
 @pytest.mark.parametrize("case", NEIGHBOURS)
 def test_what_is_off_the_list_is_refused_and_its_neighbour_is_not(case: str) -> None:
     refused, why, accepted = NEIGHBOURS[case]
-    assert why in refusal(small(refused))
-    check_trt10(small(accepted), "small")
+    assert why in fault(small(refused))
+    assert not fault(small(accepted))
 
 
 LLAVA = ("retain-64", "retain-32+visual-keys+compact")
@@ -254,6 +182,6 @@ def test_every_graph_is_on_the_list_of_10_3(kind: str, precision: str, tmp_path:
     for path in (root / "graphs").rglob("*.onnx"):
         onnx.checker.check_model(path, full_check=True)
         model = onnx.load(path, load_external_data=False)
-        check_trt10(model, path.stem)
+        assert not fault(model), path
         used = {name for node in model.graph.node for name in node.input}
         assert {value.name for value in model.graph.input} <= used, path
