@@ -47,7 +47,6 @@ def test_limits_default_to_what_the_model_has_room_for(manifest: Manifest) -> No
 @pytest.mark.parametrize(
     ("prompt", "new", "images", "said"),
     [
-        (0, None, None, "--max-prompt is 0, expected a whole number from 1"),
         (None, None, 2, "exported for up to 1 in a prompt.* --max-images 2"),
         (448, None, None, "448 tokens of prompt .* 576 visual tokens and 1 new .* 1024 positions.* 448 together"),
         (200, 249, None, "200 tokens of prompt .* 249 new tokens .* 448 together"),

@@ -181,9 +181,9 @@ def plot_norms(report: NormReport, suffix: str) -> bytes:
 def plot_quantisation(report: QuantisationReport, suffix: str) -> bytes:
     figure, (axes,) = _new_figure(11, 4.6)
     places = range(len(report.layers))
-    nearest = [100 * layer.to_nearest.relative_l2 for layer in report.layers]
+    nearest = [100 * layer.to_nearest for layer in report.layers]
     axes.plot(places, nearest, "o", color="#777777", markersize=3, label="to the nearest")
-    ours = [100 * layer.error.relative_l2 for layer in report.layers]
+    ours = [100 * layer.error for layer in report.layers]
     axes.plot(places, ours, "o", color=_OWN_COLOUR, markersize=4, label="calibrated")
     first = {layer.graph: place for place, layer in reversed(list(enumerate(report.layers)))}
     for number, (graph, place) in enumerate(first.items()):

@@ -18,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from sinkprune.contract.bundle import (
+    ANY_SHAPE,
     ASKED_LIMITS,
     BUNDLE_FOLDER,
     ENGINES,
@@ -334,7 +335,8 @@ def _build_engine(bundle: Bundle, job: BuildJob, root: Path, builder: Builder, p
             ) from error
         raise
     seconds = round(time.perf_counter() - start, 3)
-    return EngineSpec(file, built.optimisation_profiles, built.nodes, built.device_memory, seconds)
+    profiles = {} if builder.target in ANY_SHAPE else job.optimisation_profiles
+    return EngineSpec(file, profiles, built.nodes, built.device_memory, seconds)
 
 
 def _copy_bundle_files(bundle: Bundle, folder: Path) -> None:

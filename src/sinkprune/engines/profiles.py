@@ -42,9 +42,6 @@ def resolve_limits(
     not say, 64, or 200 with the state in the prompt. Raises `UsageError` for values out of range, beyond the model's
     positions, or beyond the bundle's images, and for limits that a policy does not have.
     """
-    prompt_tokens = None if prompt_tokens is None else MAX_PROMPT.check(prompt_tokens)
-    new_tokens = None if new_tokens is None else MAX_NEW_TOKENS.check(new_tokens)
-    images = None if images is None else MAX_IMAGES.check(images)
     most_prompt = _MOST_PROMPT
     if manifest.policy is not None:
         if new_tokens is not None:

@@ -98,8 +98,6 @@ def compile_graph(bundle: Bundle, graph: str, folder: Path) -> bytes:
     builder = TensorRTRTX(COMPUTE_CAPABILITIES)
     job = BuildJob(Model.of_bundle(bundle, graph), optimisation_profiles(bundle.manifest, LIMITS)[graph])
     built = builder.build(job, folder / "engine", SILENT)
-    names = ["prefill", "decode"] if graph.startswith(("decoder_", "head")) else ["prefill"]
-    assert list(built.optimisation_profiles) == names
     assert set(built.nodes.values()) <= {"function"}
     assert builder.plugins == {}
     return (folder / "engine").read_bytes()

@@ -24,11 +24,9 @@ from sinkprune.contract.bundle import (
     EnginesManifest,
     EngineSpec,
     Limits,
-    OptimisationProfiles,
-    Range,
 )
 from sinkprune.contract.files.manifest_file import file_specs
-from sinkprune.contract.manifest import GraphSpec
+from sinkprune.engines.profiles import optimisation_profiles
 from support.stand_ins.fake_device import FakeDevice
 
 Array = np.ndarray[Any, Any]
@@ -38,19 +36,6 @@ VERSION = "10.99.0"
 ACTIVATIONS = {"decoder_1": 50_000, "head": 100}
 """Bytes of activations by graph; 2000 for the others."""
 LIMITS = Limits(prompt_tokens=60, new_tokens=30, images=1)
-
-_ROWS = 800
-_ROOM = 832
-_RANGES = {
-    "G": (1, 1, 1),
-    "n": (1, 64, 576),
-    "S": (1, 100, _ROWS),
-    "C": (0, 0, 0),
-    "V": (1, 64, 576),
-    "L": (1, 40, 60),
-}
-_DECODE = {"S": (1, 1, 1), "C": (64, 128, _ROOM)}
-_IN_PLACE = {"C": (_ROOM, _ROOM, _ROOM)}
 
 
 class TensorIOMode(Enum):
@@ -270,29 +255,19 @@ class FakeBuild:
         ENGINES.write(self.folder, replace(self.manifest, **changes))
 
 
-def wide_optimisation_profiles(graph: str, spec: GraphSpec) -> OptimisationProfiles:
-    """Return optimisation profiles that hold all shapes of the tests' images."""
-    caches = _IN_PLACE if any("C" in tensor.shape for tensor in spec.outputs) else {}
-    profiles = {"prefill": _ranges(spec, {**_RANGES, **caches})}
-    if graph.startswith("decoder_") or graph == "head":
-        profiles["decode"] = _ranges(spec, {**_RANGES, **_DECODE, **caches})
-    return profiles
-
-
 def build_fake_engines(
     bundle: Bundle,
     folder: Path,
-    profiles: Mapping[str, OptimisationProfiles] | None = None,
     activations: Mapping[str, int] = ACTIVATIONS,
 ) -> FakeBuild:
-    """Write fake engines of every graph, with `profiles` or wide ones, and their `engines.json`."""
+    """Write fake engines of every graph for `LIMITS`, and their `engines.json`."""
     engines = {}
-    for graph, spec in bundle.manifest.graphs.items():
-        own = profiles[graph] if profiles else wide_optimisation_profiles(graph, spec)
+    for graph, own in optimisation_profiles(bundle.manifest, LIMITS).items():
+        spec = bundle.manifest.graphs[graph]
         need = activations.get(graph, 2000)
         description = {
             "graph": graph,
-            "onnx": str(bundle.path / bundle.manifest.graphs[graph].file),
+            "onnx": str(bundle.path / spec.file),
             "optimisation_profiles": [
                 {name: [taken.min, taken.opt, taken.max] for name, taken in ranges.items()} for ranges in own.values()
             ],
@@ -319,13 +294,6 @@ def build_fake_engines(
     )
     ENGINES.write(folder, manifest)
     return FakeBuild(folder, manifest)
-
-
-def _ranges(spec: GraphSpec, dims: Mapping[str, tuple[int, int, int]]) -> dict[str, Range]:
-    def shape(sizes: tuple[Any, ...], which: int) -> Shape:
-        return tuple(dims[size][which] if isinstance(size, str) else size for size in sizes)
-
-    return {tensor.name: Range(*(shape(tensor.shape, which) for which in range(3))) for tensor in spec.inputs}
 
 
 def _dtype(name: str) -> np.dtype[Any]:

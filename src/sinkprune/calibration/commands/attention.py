@@ -40,7 +40,6 @@ from sinkprune.contract.command_line.command import entry_point
 from sinkprune.contract.command_line.options import note_written
 from sinkprune.contract.command_line.progress import progress_bar
 from sinkprune.contract.command_line.table_console import TableConsole, make_table, plain_text
-from sinkprune.contract.manifest import Manifest
 from sinkprune.export.methods.heads import ChosenHeads, write_heads
 from sinkprune.runtime.commands.options import Options, interrupted_warnings, write_measured
 from sinkprune.runtime.media.picture_warnings import unseen_warnings
@@ -60,8 +59,6 @@ each picture at least two different questions, and chooses the heads that look e
 """
 _PICTURES = 50
 """Pictures without --limit: enough for steady shares, and minutes instead of an hour of a large model."""
-_WITHOUT = ("fastervlm", "sinkpruner-no-outlier-removal")
-"""Methods that drop tokens in front of the LLM like SinkPruner, and keep sink tokens."""
 
 
 @entry_point
@@ -133,7 +130,6 @@ def main(arguments: Sequence[str] | None) -> None:
         _print(report)
         for chosen in heads:
             _print_heads(chosen)
-        sys.stdout.write(_advice(bundle.manifest))
 
     write_measured(options, report, plot_attention, print_tables, notes, interrupted, first=lambda _: keep_heads())
 
@@ -203,20 +199,3 @@ def _entropies(layer: LayerMeans) -> str:
 def _with_interval(value: Mean, scale: float, digits: int) -> str:
     reach = "" if value.ci95 is None else f" ±{scale * (value.ci95[1] - value.ci95[0]) / 2:.{digits}f}"
     return f"{scale * value.mean:.{digits}f}{reach}"
-
-
-def _advice(manifest: Manifest) -> str:
-    """Return which method to export for a comparison without outlier removal; empty if the bundle has one."""
-    if manifest.any_resolution:
-        kept = [name for name, budget in manifest.budgets.items() if not budget.remove_outliers]
-        name = next(iter(manifest.budgets)).split("+")[0]
-        wanted = f"--budgets {name},{name}+keep-outliers"
-    else:
-        kept = [method for method in _WITHOUT if method in manifest.plans]
-        wanted = f"--methods sinkpruner,{','.join(_WITHOUT)}"
-    if kept:
-        return ""
-    return (
-        "\nNothing in this bundle drops tokens in front of the LLM without the sanitizer's outlier removal. For rows "
-        f"that do, export with: {escaped(wanted)}\n"
-    )

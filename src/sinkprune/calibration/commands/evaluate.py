@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,10 +34,9 @@ from sinkprune.contract.command_line.table_console import (
     make_table,
     median_text,
     plain_text,
-    spread_text,
 )
 from sinkprune.contract.files.output_files import OutputFile
-from sinkprune.contract.report import FEWEST_OF_P95, in_order_of_rows
+from sinkprune.contract.report import in_order_of_rows
 from sinkprune.runtime.commands.options import (
     Options,
     add_most_tokens,
@@ -109,12 +108,16 @@ def main(arguments: Sequence[str] | None) -> None:
                 lines += json.dumps(line, ensure_ascii=False) + "\n"
             write_output(moved.answers, lines.encode())
 
-    def print_tables() -> None:
-        _print_tables(result, papers=options.table)
-
     files = ("json", "plot", "answers")
     write_measured(
-        options, result, plot_evaluation, print_tables, notes, interrupted, first=write_answers, outputs=files
+        options,
+        result,
+        plot_evaluation,
+        lambda: _print_tables(result),
+        notes,
+        interrupted,
+        first=write_answers,
+        outputs=files,
     )
 
 
@@ -134,68 +137,53 @@ def _parser() -> CommandParser:
         help="turn the least salient 1 %% of each picture's tokens into high-norm, salient outliers after the tower",
     )
     add_most_tokens(parser, NEW_TOKENS)
-    add(
-        "--table",
-        action="store_true",
-        help="print one table of times and accuracy for each method at each budget, as papers do",
-    )
     add("--answers", type=Path, metavar="FILE.jsonl", help="write every reply, a line each")
     return parser
 
 
-def _print_tables(result: EvaluationReport, *, papers: bool) -> None:
+def _print_tables(result: EvaluationReport) -> None:
     console = TableConsole()
     blind = ", every picture replaced by a grey one" if result.blind else ""
     fit = f", --fit {result.fit}" if result.fit else ""
-    shares = any(point.relative is not None for budgets in result.methods.values() for point in budgets.values())
-    meaning = ", its 95 % interval, and in brackets the share of none's" if shares else " and its 95 % interval"
-    meaning = "" if papers else meaning
     planted = ", outliers planted in the background" if result.planted_outliers else ""
     console.print(
         f"{escaped(result.model)}, {result.weights.beside(result.precision)}, {result.backend}, "
         f"{counted(result.threads, 'thread')}, {result.machine}\n"
         f"{escaped(result.task)}, {counted(result.questions, 'question')} about "
-        f"{counted(result.pictures, 'picture')}{blind}{planted}{fit}; accuracy in %{meaning}",
+        f"{counted(result.pictures, 'picture')}{blind}{planted}{fit}",
         markup=False,
     )
     for warning in result.warnings:
         console.print(warning)
-    if papers:
-        console.print(
-            "\nMedians in ms. In brackets: how many times as fast as none, and 95 % intervals; those of shares and "
-            "points are by picture"
-        )
-        console.print(_papers_table(result))
-    elif result.methods:
-        console.print()
-        console.print(_grid(result, _accuracy_and_share))
-        few = result.questions < FEWEST_OF_P95
-        rough = f"; of fewer than {FEWEST_OF_P95} questions, p95 is close to the slowest" if few else ""
-        console.print(f"\nTTFT in ms: median (p95), and visual tokens a layer{rough}")
-        console.print(_grid(result, _ttft_and_tokens))
-    none = result.none
-    accuracy = _accuracy(none.accuracy, none.ci95)
-    console.print(f"\nnone: {accuracy}, TTFT and visual tokens {_ttft_and_tokens(none)}; by kind")
+    console.print(
+        "\nAccuracy in %, medians in ms. In brackets: how many times as fast as none, and 95 % intervals; those of "
+        "shares and points are by picture\n"
+    )
+    console.print(_table(result))
+    console.print("\nnone, by kind")
     kinds = make_table(["kind"], ["questions", "accuracy"])
-    for kind, part in none.by_kind.items():
-        kinds.add_row(plain_text(kind), str(part.count), _accuracy(part.accuracy, part.ci95))
+    for kind, part in result.none.by_kind.items():
+        kinds.add_row(plain_text(kind), str(part.count), f"{100 * part.accuracy:.1f}{_interval(part.ci95, '.1f')}")
     console.print(kinds)
 
 
-def _papers_table(result: EvaluationReport) -> Table:
+def _table(result: EvaluationReport) -> Table:
+    """Return a row of times and accuracy for each method at each budget, as papers have them."""
     first = next(iter(result.methods), "")
     figures = ["tokens a layer", "prefill", "TTFT", "latency", "accuracy", "share of none's"]
     table = make_table(["budget", "method"], [*figures, f"points more than {first}"])
-    table.add_row("none", "", *_papers_cells(result.none, result.none))
-    for budget in dict.fromkeys(budget for budgets in result.methods.values() for budget in budgets):
-        for method in in_order_of_rows(result.methods):
-            points = result.methods[method]
-            if budget in points:
-                table.add_row(plain_text(budget), plain_text(method), *_papers_cells(points[budget], result.none))
+    table.add_row("none", "", *_cells(result.none, result.none))
+    held = [Combination(method, budget) for method, budgets in result.methods.items() for budget in budgets]
+    pairs = [*held, *result.unreachable]
+    for budget in dict.fromkeys(pair.budget for pair in pairs):
+        for method in in_order_of_rows(dict.fromkeys(pair.method for pair in pairs if pair.budget == budget)):
+            point = result.methods.get(method, {}).get(budget)
+            cells = _cells(point, result.none) if point else ["not held"]
+            table.add_row(plain_text(budget), plain_text(method), *cells)
     return table
 
 
-def _papers_cells(point: CombinationReport, none: CombinationReport) -> list[str]:
+def _cells(point: CombinationReport, none: CombinationReport) -> list[str]:
     times = ((point.prefill_ms, none.prefill_ms), (point.ttft_ms, none.ttft_ms), (point.latency_ms, none.latency_ms))
     share = "-" if point.relative is None else f"{100 * point.relative:.1f} %{_interval(point.relative_ci95, '.1f')}"
     accuracy = f"{100 * point.accuracy:.1f}{_interval(point.ci95, '.1f')}"
@@ -211,29 +199,3 @@ def _interval(ci95: Interval | None, form: str) -> str:
         return ""
     low, high = (format(100 * end, form) for end in ci95)
     return f" ({low} to {high})"
-
-
-def _grid(result: EvaluationReport, cell: Callable[[CombinationReport], str]) -> Table:
-    held = [Combination(method, budget) for method, budgets in result.methods.items() for budget in budgets]
-    budgets = dict.fromkeys(pair.budget for pair in (*held, *result.unreachable))
-    table = make_table(["method"], list(budgets))
-    for method in in_order_of_rows(dict.fromkeys(pair.method for pair in (*held, *result.unreachable))):
-        points = result.methods.get(method, {})
-        table.add_row(
-            plain_text(method), *(cell(points[budget]) if budget in points else "not held" for budget in budgets)
-        )
-    return table
-
-
-def _accuracy(accuracy: float, interval: tuple[float, float]) -> str:
-    low, high = (100 * end for end in interval)
-    return f"{100 * accuracy:.1f}, {low:.1f} to {high:.1f}"
-
-
-def _accuracy_and_share(point: CombinationReport) -> str:
-    share = "" if point.relative is None else f" ({100 * point.relative:.1f} %)"
-    return f"{_accuracy(point.accuracy, point.ci95)}{share}"
-
-
-def _ttft_and_tokens(point: CombinationReport) -> str:
-    return f"{spread_text(point.ttft_ms)}, {point.mean_visual_tokens:.0f}"

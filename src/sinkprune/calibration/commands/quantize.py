@@ -121,16 +121,10 @@ def _print(report: QuantisationReport) -> None:
         markup=False,
     )
     worst = f"worst {min(_SHOWN, len(report.layers))} of {len(report.layers)} layers"
-    table = make_table((worst, "graph"), ("bits", "relative L2", "cosine"))
+    table = make_table((worst, "graph"), ("bits", "relative L2"))
     for layer in report.worst[:_SHOWN]:
-        error, nearest = layer.error, layer.to_nearest
-        table.add_row(
-            plain_text(layer.matrix),
-            plain_text(layer.graph),
-            str(layer.bits),
-            f"{error.relative_l2:.4f} ({nearest.relative_l2:.4f})",
-            f"{error.cosine:.5f} ({nearest.cosine:.5f})",
-        )
+        errors = f"{layer.error:.4f} ({layer.to_nearest:.4f})"
+        table.add_row(plain_text(layer.matrix), plain_text(layer.graph), str(layer.bits), errors)
     console.print(table)
     ours, nearest_logits = (
         f"relative L2 {error.relative_l2:.4f}, KL {error.kl:.5f}, same first token {100 * error.top_1:.1f} %"

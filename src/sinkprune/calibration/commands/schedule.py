@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None) -> None:
                 f"Run the budget: sinkprune-run {folder} --budget {name}, with --image and --prompt\n"
             )
         else:
-            text += f"{folder}: unchanged, because of --dry-run\n"
+            text += f"{folder}: unchanged{', because of --dry-run' if options.dry_run else ''}\n"
         write_result(options.json, found, lambda: sys.stdout.write(text))
 
     warnings = "".join(f"warning: {warning}\n" for warning in report.warnings)

@@ -23,7 +23,7 @@ from sinkprune.calibration.quantising.graphs import (
     WeightGraphs,
     weight_graphs,
 )
-from sinkprune.calibration.quantising.rounding import CalibratedMatrix, OutputErrors, calibrated
+from sinkprune.calibration.quantising.rounding import CalibratedMatrix, calibrated
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import AccuracyError, NumericsError, TooLittleMemoryError, UsageError
 from sinkprune.contract.files.folders import check_outside, check_replaceable, replacing
@@ -93,16 +93,6 @@ def _operations_a_second() -> float:
 
 
 @dataclass(frozen=True)
-class LayerError:
-    """The error of a layer's output without its bias, over all rows of the prompts."""
-
-    relative_l2: float
-    """The length of the error over that of the output."""
-    cosine: float
-    """The cosine of the angle between the output and the exact one."""
-
-
-@dataclass(frozen=True)
 class LayerReport:
     """The quantised weights of one linear layer."""
 
@@ -112,9 +102,10 @@ class LayerReport:
     inputs: int
     outputs: int
     bits: int
-    error: LayerError
-    to_nearest: LayerError
-    """If every weight had been rounded to the nearest."""
+    error: float
+    """The length of its output's error over that of the output, without a bias and over all rows of the prompts."""
+    to_nearest: float
+    """The same if every weight had been rounded to the nearest."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +143,7 @@ class QuantisationReport:
     @property
     def worst(self) -> list[LayerReport]:
         """All layers, those with the largest errors first."""
-        return sorted(self.layers, key=lambda layer: -layer.error.relative_l2)
+        return sorted(self.layers, key=lambda layer: -layer.error)
 
 
 def layer_reports(graph: str, parts: Mapping[str, int], bits: int, found: CalibratedMatrix) -> list[LayerReport]:
@@ -160,21 +151,13 @@ def layer_reports(graph: str, parts: Mapping[str, int], bits: int, found: Calibr
     reports, start, inputs = [], 0, found.rounded.codes.shape[1]
     for matrix, outputs in parts.items():
         rows = slice(start, start + outputs)
-        error, to_nearest = (
-            _layer_error(found.length[rows], errors, rows) for errors in (found.errors, found.nearest_errors)
+        length, *errors = (
+            float(sums[rows].sum(dtype=np.float64)) for sums in (found.squares, found.errors, found.nearest_errors)
         )
+        error, to_nearest = ((square / length) ** 0.5 if length > 0 else 0.0 for square in errors)
         reports.append(LayerReport(graph, matrix, inputs, outputs, bits, error, to_nearest))
         start += outputs
     return reports
-
-
-def _layer_error(lengths: Array, errors: OutputErrors, rows: slice) -> LayerError:
-    length, square, along = (
-        float(x.sum(dtype=np.float64)) for x in (lengths, errors.square[rows], errors.along[rows])
-    )
-    longest = length * (length + 2 * along + square)
-    cosine = min((length + along) / longest**0.5, 1.0) if longest > 0 else 1.0
-    return LayerError((square / length) ** 0.5 if length > 0 else 0.0, cosine)
 
 
 def logit_error(exact: Sequence[Array], found: Sequence[Array]) -> LogitError:
@@ -375,7 +358,7 @@ def _cost(
 
 def _check_limits(report: QuantisationReport, max_error: float, max_layer_error: float) -> None:
     found, worst = report.logits.relative_l2, report.worst[:_NAMED]
-    furthest = worst[0].error.relative_l2
+    furthest = worst[0].error
     if found <= max_error and furthest <= max_layer_error:
         return
     what, error, limit, option = (
@@ -383,7 +366,7 @@ def _check_limits(report: QuantisationReport, max_error: float, max_layer_error:
         if found > max_error
         else ("a layer's output", furthest, max_layer_error, "--max-layer-error")
     )
-    named = ", ".join(f"'{layer.matrix}' of {layer.graph} ({layer.error.relative_l2:.3f})" for layer in worst)
+    named = ", ".join(f"'{layer.matrix}' of {layer.graph} ({layer.error:.3f})" for layer in worst)
     smaller = "a smaller --block-size, " if report.weights.block_size not in (None, 32) else ""
     wider = "--weights int8" if report.weights.decoder == "int4" else "the bundle of floats"
     raise AccuracyError(

@@ -63,24 +63,16 @@ class InputProducts:
         return feedback
 
 
-class OutputErrors(NamedTuple):
-    """The errors of a rounded layer's outputs, as sums over the inputs."""
-
-    square: Array
-    """[outputs] fp32: the sums of the squared errors."""
-    along: Array
-    """[outputs] fp32: the sums of the products of errors and outputs."""
-
-
 class CalibratedMatrix(NamedTuple):
-    """A matrix that was rounded for inputs."""
+    """A matrix that was rounded for inputs, with sums over these inputs for each output, without a bias."""
 
     rounded: RoundedMatrix
-    length: Array
-    """[outputs] fp32: the sum of the squares of each output on the inputs, without a bias."""
-    errors: OutputErrors
-    nearest_errors: OutputErrors
-    """The errors of rounding every weight to the nearest."""
+    squares: Array
+    """[outputs] fp32: of the squares of the output."""
+    errors: Array
+    """[outputs] fp32: of the squares of its error."""
+    nearest_errors: Array
+    """[outputs] fp32: the same for rounding every weight to the nearest."""
 
 
 def calibrated(weight: Array, inputs: InputProducts, most: int, block: int, dtype: np.dtype[Any]) -> CalibratedMatrix:
@@ -89,7 +81,7 @@ def calibrated(weight: Array, inputs: InputProducts, most: int, block: int, dtyp
     On these inputs, no output has a larger error than with rounding to the nearest.
     """
     best = rounded(weight, most, block, dtype)
-    sums = np.empty((5, len(weight)), np.float32)
+    sums = np.empty((3, len(weight)), np.float32)
     for start in range(0, len(weight), _OUTPUTS):
         rows = slice(start, start + _OUTPUTS)
         exact = np.ascontiguousarray(weight[rows].T.astype(np.float32))
@@ -98,26 +90,16 @@ def calibrated(weight: Array, inputs: InputProducts, most: int, block: int, dtyp
         steps, errors = np.repeat(scales.astype(np.float32), block, axis=0), np.zeros_like(exact)
         for feedback in (inputs.feedback_of_earlier, *[inputs.feedback_of_others] * _SWEEPS):
             codes = _sweep(exact, steps, errors, feedback, most)
-        off, along = _off(exact, errors, inputs)
-        nearest_off, along_nearest = _off(exact, nearest, inputs)
+        squares, off, nearest_off = (_squares(weights, inputs) for weights in (exact, errors, nearest))
         better = off <= nearest_off
         best.codes[rows][better], best.scales[rows][better] = codes.T[better], scales.T[better]
-        least, least_along = np.minimum(off, nearest_off), np.where(better, along, along_nearest)
-        squares = _along(exact, inputs.products @ exact)
-        sums[:, rows] = squares, least, least_along, nearest_off, along_nearest
-    length, *offs = sums
-    return CalibratedMatrix(best, length, OutputErrors(*offs[:2]), OutputErrors(*offs[2:]))
+        sums[:, rows] = squares, np.minimum(off, nearest_off), nearest_off
+    return CalibratedMatrix(best, *sums)
 
 
-def _off(exact: Array, errors: Array, inputs: InputProducts) -> tuple[Array, Array]:
-    """Return [outputs] each: the square of an output's error if weights [inputs,outputs] have `errors`, and the
-    product of error and output."""
-    seen = inputs.products @ errors
-    return np.maximum(_along(errors, seen), 0), _along(exact, seen)
-
-
-def _along(left: Array, right: Array) -> Array:
-    return np.einsum("io,io->o", left, right)
+def _squares(weights: Array, inputs: InputProducts) -> Array:
+    """Return [outputs]: the sum of the squares of each output of `weights` [inputs,outputs]."""
+    return np.maximum(np.einsum("io,io->o", weights, inputs.products @ weights), 0)
 
 
 def _searched_scales(exact: Array, weights: Array, most: int, block: int, dtype: np.dtype[Any]) -> Array:

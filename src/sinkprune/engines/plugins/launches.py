@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -57,16 +56,16 @@ def binary(kernel: str, dtype: str, sm: int) -> Binary:
     Without a cubin for `sm`, return the PTX of the highest lower one, which the driver compiles. Raises
     `BackendError` if there is neither.
     """
-    shipped = _shipped(kernel, dtype)
-    if sm in shipped:
-        return _read(shipped[sm], shipped[sm]["cubin"])
-    lower = [other for other, entry in shipped.items() if other < sm and entry["portable"]]
-    if not lower:
+    shipped = {entry["sm"]: entry for entry in _entries() if (entry["kernel"], entry["dtype"]) == (kernel, dtype)}
+    older = [other for other, entry in shipped.items() if other < sm and entry["portable"]]
+    if sm not in shipped and not older:
+        known = ", ".join(f"sm_{each}" for each in sorted(shipped)) or "none"
         raise BackendError(
-            f"the kernel {kernel} for {dtype} tokens is shipped for {_listed(shipped)}, and this GPU is sm_{sm}, "
-            "which is older than all of them. Build the engines again on it; they then do without plugins."
+            f"the kernel {kernel} for {dtype} tokens is shipped for {known}, and this GPU is sm_{sm}, which is older "
+            "than all of them. Build the engines again on it; they then do without plugins."
         )
-    return _read(shipped[max(lower)], shipped[max(lower)]["ptx"])
+    entry, form = (shipped[sm], "cubin") if sm in shipped else (shipped[max(older)], "ptx")
+    return Binary(_member(entry[form]), entry["entry"], entry["threads"], entry["shared_bytes"])
 
 
 def sha256(plugin: str) -> str:
@@ -80,36 +79,15 @@ def shipped_sms() -> tuple[int, ...]:
     return tuple(sorted({entry["sm"] for entry in _entries()}))
 
 
-def _shipped(kernel: str, dtype: str) -> dict[int, dict[str, Any]]:
-    entries = [entry for entry in _entries() if (entry["kernel"], entry["dtype"]) == (kernel, dtype)]
-    if not entries:
-        known = sorted({f"{entry['kernel']} for {entry['dtype']}" for entry in _entries()})
-        raise BackendError(f"no kernel {kernel} for {dtype} tokens is shipped; there are {', '.join(known)}.")
-    return {entry["sm"]: entry for entry in entries}
-
-
-def _listed(shipped: dict[int, dict[str, Any]]) -> str:
-    return ", ".join(f"sm_{sm}" for sm in sorted(shipped))
-
-
-@cache
-def _archive() -> bytes:
-    return (files("sinkprune.engines.plugins") / ARCHIVE).read_bytes()
-
-
 @cache
 def _entries() -> list[dict[str, Any]]:
     return json.loads(_member(INDEX))["entries"]
 
 
-def _read(entry: dict[str, Any], member: str) -> Binary:
-    return Binary(_member(member), entry["entry"], entry["threads"], entry["shared_bytes"])
-
-
 def _member(name: str) -> bytes:
     """Return a file of the archive; raises `BackendError` if Python cannot unpack it."""
     try:
-        with zipfile.ZipFile(BytesIO(_archive())) as archive:
+        with (files("sinkprune.engines.plugins") / ARCHIVE).open("rb") as file, zipfile.ZipFile(file) as archive:
             return archive.read(name)
     except RuntimeError as error:
         raise BackendError(

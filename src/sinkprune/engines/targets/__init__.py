@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from sinkprune.contract.bundle import Bundle, OptimisationProfiles, Realisation, Target
 from sinkprune.contract.errors import BackendError, UsageError
@@ -26,15 +26,12 @@ class BuildJob:
     """The shapes that the engine must accept."""
 
 
-@dataclass(frozen=True)
-class EngineFacts:
+class EngineFacts(NamedTuple):
     """The facts of a new engine, for `engines.json`."""
 
-    optimisation_profiles: OptimisationProfiles
-    """The shapes that the engine accepts; empty for any shape."""
     nodes: dict[str, Realisation]
     """What each node of domain `sinkprune` became, by the node's name."""
-    device_memory: int | None
+    device_memory: int | None = None
     """Bytes of activations that the engine needs to run; None if the library does not report it."""
 
 

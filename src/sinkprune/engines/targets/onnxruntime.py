@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import onnx
 
-from sinkprune.contract.bundle import Realisation, Target
+from sinkprune.contract.bundle import Target
 from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.plugin_graph import custom_nodes, read_model
 from sinkprune.engines.progress import BuildProgress
@@ -93,8 +93,7 @@ class OnnxRuntimeBuilder(Builder):
         trim_heap()
         align_weights(output)
         # ONNX Runtime inlines every function.
-        nodes: dict[str, Realisation] = dict.fromkeys(custom_nodes(model), "function")
-        return EngineFacts(optimisation_profiles={}, nodes=nodes, device_memory=None)
+        return EngineFacts(dict.fromkeys(custom_nodes(model), "function"))
 
 
 class OnnxRuntimeWithOpenVinoBuilder(OnnxRuntimeBuilder):

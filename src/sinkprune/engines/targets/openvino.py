@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sinkprune.contract.bundle import Bundle, Realisation, Target
+from sinkprune.contract.bundle import Bundle, Target
 from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.plugin_graph import custom_nodes, read_model
 from sinkprune.engines.progress import BuildProgress
@@ -38,5 +38,4 @@ class OpenVinoBuilder(Builder):
     def build(self, job: BuildJob, output: Path, progress: BuildProgress) -> EngineFacts:
         self._backend.write(job.model, output)
         trim_heap()
-        nodes: dict[str, Realisation] = dict.fromkeys(custom_nodes(read_model(job.model)), "function")
-        return EngineFacts(optimisation_profiles={}, nodes=nodes, device_memory=None)
+        return EngineFacts(dict.fromkeys(custom_nodes(read_model(job.model)), "function"))

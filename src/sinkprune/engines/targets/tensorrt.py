@@ -94,7 +94,7 @@ class TensorRTBuilder(Builder):
             engine = self._compile(job, builder, network, config, log)
         self.keep_timings(config)
         output.write_bytes(memoryview(engine))
-        return EngineFacts(job.optimisation_profiles, nodes, self.device_memory(engine, log))
+        return EngineFacts(nodes, self.device_memory(engine, log))
 
     def _parse(self, job: BuildJob, model: onnx.ModelProto, network: Any, log: Any) -> None:
         parser = self._trt.OnnxParser(network, log)

@@ -67,9 +67,9 @@ def test_what_differs_in_a_shape_or_an_address_is_not_replayed(
 @pytest.mark.parametrize(
     ("dialect", "rows", "past", "said"),
     [
-        ("opset24", 801, 0, r"'decoder_0'.*'hidden'.*\[1, 801,.*'prefill'.*\[1, 800,.*--max-prompt"),
-        ("opset24", 1, 832, "833 rows.*832.*--max-prompt.*--max-new-tokens"),
-        ("opset20", 1, 833, r"'decoder_0'.*'past_\w+_0'.*896.*'decode'.*832.*--max-new-tokens"),
+        ("opset24", 125, 0, r"'decoder_0'.*'hidden'.*\[1, 125,.*'prefill'.*\[1, 124,.*--max-prompt"),
+        ("opset24", 1, 192, "193 rows.*192.*--max-prompt.*--max-new-tokens"),
+        ("opset20", 1, 193, r"'decoder_0'.*'past_\w+_0'.*256.*'decode'.*192.*--max-new-tokens"),
     ],
 )
 def test_shapes_beyond_an_optimisation_profile_are_refused(
@@ -92,7 +92,7 @@ def run_decoder(rig: Rig, rows: int, past: int) -> dict[str, Any]:
         return chain.decoders[0]({"hidden": hidden, "cos": tensor(table), "sin": tensor(table)}, cache)
 
     if past:
-        call(min(past, 800))
+        call(min(past, 124))
     while cache.length < past:
         call(1)
     rig.clear()
